@@ -1,0 +1,1 @@
+"""Where training happens: ``local`` in this process."""

@@ -1,0 +1,74 @@
+"""The list of a checkpoint's files with their digests: what makes a torn or damaged one recognizable."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from cookbook.errors import CheckpointError
+
+NAME = "checkpoint.json"
+FORMAT = 1
+READ_BYTES = 1 << 20
+
+
+def write(folder: Path, facts: dict[str, Any]) -> None:
+    """Digests every file of ``folder``, writes the manifest last, and forces all of it to the disk."""
+    files = {str(path.relative_to(folder)): _digest(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    manifest = folder / NAME
+    manifest.write_text(json.dumps({"format": FORMAT, **facts, "files": files}, indent=2) + "\n")
+    for path in [*(folder / name for name in files), manifest]:
+        _sync(path)
+    _sync(folder)
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The manifest, without looking at the files.
+
+    Raises:
+        CheckpointError: there is none, or it is not one of ours.
+    """
+    try:
+        manifest = json.loads((folder / NAME).read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: is not a checkpoint (no {NAME}); pass a folder under <run>/checkpoints") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder}: {NAME} cannot be read ({error}); use another checkpoint") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or not isinstance(manifest.get("files"), dict):
+        raise CheckpointError(f"{folder}: {NAME} is not in format {FORMAT}; use another checkpoint")
+    return manifest
+
+
+def verify(folder: Path) -> dict[str, Any]:
+    """The manifest, after comparing every file with it.
+
+    Raises:
+        CheckpointError: a file is missing or damaged; it is named.
+    """
+    manifest = read(folder)
+    for name, digest in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{folder}: {name} is missing; use another checkpoint")
+        if _digest(path) != digest:
+            raise CheckpointError(f"{folder}: {name} is damaged (its digest differs); use another checkpoint")
+    return manifest
+
+
+def _digest(path: Path) -> str:
+    sha = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(READ_BYTES):
+            sha.update(block)
+    return sha.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

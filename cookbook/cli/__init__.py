@@ -1,0 +1,1 @@
+"""The door: what is typed at a shell, and nothing that trains."""

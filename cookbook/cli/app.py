@@ -1,0 +1,254 @@
+"""The command ``cookbook``. Only typer and the standard library are imported up here: ``--help`` must be quick."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cookbook.errors import CookbookError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+OVERRIDE_HELP = """
+An override sets any key of the configuration, or picks a file of a group:
+
+\b
+  cookbook train recipe=sft                          one of the recipes (cookbook list)
+  cookbook train recipe=grpo optim.lr=1e-5           a value
+  cookbook train recipe=grpo model=qwen3_0p6b        a group's file, conf/model/qwen3_0p6b.yaml
+  cookbook train recipe=grpo optim.lr=1e-5,1e-6 -m   one run after the other
+  cookbook train recipe=grpo --cfg job               every key and its value
+  cookbook train --config runs/mine/config.yaml      an earlier run again
+"""
+
+app = typer.Typer(
+    name="cookbook",
+    help="Post-training of language models: one readable loop, any trainer.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class Part(StrEnum):
+    """What ``--cfg`` prints."""
+
+    job = "job"
+    hydra = "hydra"
+    all = "all"
+
+
+class Topic(StrEnum):
+    """What ``--info`` prints."""
+
+    all = "all"
+    config = "config"
+    defaults = "defaults"
+    defaults_tree = "defaults-tree"
+    plugins = "plugins"
+    searchpath = "searchpath"
+
+
+class Kind(StrEnum):
+    """What ``cookbook list`` lists."""
+
+    all = "all"
+    recipes = "recipes"
+    losses = "losses"
+    models = "models"
+    data = "data"
+    rewards = "rewards"
+
+
+def _complete_override(ctx: typer.Context, incomplete: str) -> list[str]:
+    from cookbook.cli.completion import complete_override
+
+    return complete_override(ctx.params.get("overrides") or [], incomplete, ctx.params.get("config_dir") or [])
+
+
+def _complete_recipe(incomplete: str) -> list[str]:
+    from cookbook.recipe import available
+
+    return [found.name for found in available() if found.name.startswith(incomplete)]
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    ctx: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False
+) -> None:
+    if version:
+        print(f"cookbook {_version()}")
+    elif ctx.invoked_subcommand is None:
+        print(ctx.get_help())
+
+
+@app.command(epilog=OVERRIDE_HELP)
+def train(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="OVERRIDE", help="key=value or group=name; see below.", autocompletion=_complete_override),
+    ] = None,
+    multirun: Annotated[bool, typer.Option("--multirun", "-m", help="Sweep: one run for each list of values.")] = False,
+    config: Annotated[Path | None, typer.Option("--config", help="Start from an earlier run's config.yaml.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check every key, print the configuration, stop.")] = False,
+    cfg: Annotated[Part | None, typer.Option("--cfg", "-c", help="Print the configuration, unchecked.")] = None,
+    resolve: Annotated[bool, typer.Option("--resolve", help="With --cfg: fill ${...} in.")] = False,
+    package: Annotated[str | None, typer.Option("--package", "-p", help="With --cfg: one node of it.")] = None,
+    info: Annotated[Topic | None, typer.Option("--info", "-i", help="Print where the configuration is from.")] = None,
+    config_dir: Annotated[
+        list[Path] | None, typer.Option("--config-dir", "-cd", help="A folder that comes before ./conf.")
+    ] = None,
+    config_name: Annotated[str, typer.Option("--config-name", "-cn", help="The top file of conf/.")] = "train",
+) -> None:
+    """Run a recipe."""
+    from cookbook.cli import hydra_bridge as bridge
+
+    _import_from_here()
+    request = bridge.Request(overrides or (), multirun, config_dir or (), config_name, config)
+    if cfg is not None:
+        print(bridge.show(request, cfg, resolve=resolve, package=package), end="")
+    elif info is not None:
+        bridge.info(request, info)
+    else:
+        bridge.run(request, _check if dry_run else _train)
+
+
+def _train(cfg: DictConfig, overrides: list[str]) -> None:
+    from cookbook.session import train
+
+    train(cfg, overrides)
+
+
+def _check(cfg: DictConfig, overrides: list[str]) -> None:
+    from omegaconf import OmegaConf
+
+    from cookbook.session import settings
+
+    settings(cfg)
+    print(OmegaConf.to_yaml(cfg, resolve=True), end="")
+
+
+@app.command()
+def fork(
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME", help="NAME NEW_NAME, or loss NAME NEW_NAME.", autocompletion=_complete_recipe
+        ),
+    ],
+) -> None:
+    """Copy a recipe, or a loss, into the current folder under a new name, to change it."""
+    from cookbook.cli import fork as forking
+
+    _import_from_here()
+    kind, name, new = _kind_and_names(names, 2, "cookbook fork grpo my_grpo")
+    print(forking.fork(kind, name, new))
+
+
+@app.command()
+def diff(
+    names: Annotated[
+        list[str], typer.Argument(metavar="NAME", help="NAME, or loss NAME.", autocompletion=_complete_recipe)
+    ],
+) -> None:
+    """Show what a fork changed."""
+    from cookbook.cli import fork as forking
+
+    _import_from_here()
+    kind, name = _kind_and_names(names, 1, "cookbook diff my_grpo")
+    print(forking.diff(kind, name, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ), end="")
+
+
+@app.command("list")
+def list_(kind: Annotated[Kind, typer.Argument(help="What to list.")] = Kind.all) -> None:
+    """List what can be chosen, with where it comes from."""
+    from cookbook.cli import listing
+
+    _import_from_here()
+    listing.print_list(kind, table=sys.stdout.isatty())
+
+
+@app.command()
+def sample(
+    target: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="A run's folder, a checkpoint, or a model.")],
+    prompt: Annotated[str, typer.Argument(help="What the user says.")],
+    max_tokens: Annotated[int, typer.Option(help="Length of a completion, tokens.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 1.0,
+    num_samples: Annotated[int, typer.Option(help="Completions.")] = 1,
+    seed: Annotated[int | None, typer.Option(help="The same seed draws the same completions.")] = None,
+) -> None:
+    """Sample completions of a prompt."""
+    from cookbook import session
+
+    _import_from_here()
+    for completion in session.sample(
+        target, prompt, max_tokens=max_tokens, temperature=temperature, num_samples=num_samples, seed=seed
+    ):
+        print(completion)
+
+
+def _kind_and_names(words: Sequence[str], count: int, example: str) -> tuple[Any, ...]:
+    kind = "loss" if len(words) == count + 1 and words[0] == "loss" else "recipe"
+    names = words[1:] if kind == "loss" else words
+    if len(names) != count:
+        raise CookbookError(f"expected {count} name{'s' * (count > 1)}, got {len(words)}; for example: {example}")
+    return kind, *names
+
+
+def _import_from_here() -> None:
+    """Lets ``_target_: my_module.MyLoss`` find the user's file. Last, so that a file here hides nothing installed."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+
+
+def _version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("cookbook")
+    except metadata.PackageNotFoundError:  # a checkout that is not installed
+        import tomllib
+
+        from cookbook.paths import PACKAGE
+
+        return str(tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]["version"])
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The exit code of one command line: 0 done, 2 the user's input (one line on stderr), 130 interrupted.
+
+    A bug raises, so that Python prints its trace and exits with 1.
+    """
+    try:
+        return app(list(arguments), prog_name="cookbook", standalone_mode=False) or 0
+    except CookbookError as error:
+        return _refuse(str(error))
+    except typer.TyperException as error:
+        return _refuse(error.format_message())
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except BrokenPipeError:  # the reader of `cookbook ... | head` has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _refuse(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 2
+
+
+def main() -> None:
+    """The entry point of the installed command."""
+    sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

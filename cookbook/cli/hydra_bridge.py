@@ -1,0 +1,299 @@
+"""The only module that knows Hydra: overrides go in, composed configurations come out, one run or a sweep of them.
+
+Hydra's own ``@hydra.main`` parses ``sys.argv`` itself, puts the packaged conf before the user's, and answers a typing
+error with eight lines. This adapter drives the object that stands behind it, which is why hydra-core is pinned below
+1.4; a test compares what both compose.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import version
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra._internal.hydra import Hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.plugins.completion_plugin import DefaultCompletionPlugin
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
+from omegaconf import Container, DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+from cookbook import config, paths  # noqa: F401 - config registers ${cookbook:...}
+from cookbook.cli import messages, shadows
+from cookbook.errors import ConfigError, CookbookError
+from cookbook.interrupt import Interrupted
+
+Job = Callable[[DictConfig, list[str]], None]
+"""What runs: it gets the composed configuration and the overrides that led to it."""
+
+RERUN = "config-of-an-earlier-run"
+PROBLEMS = (HydraException, OmegaConfBaseException, YAMLError, ValueError)
+
+# The run's folder is the session's business: Hydra writes nothing, changes no folder and sets up no logging.
+QUIET = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was typed behind ``cookbook train``."""
+
+    overrides: Sequence[str] = ()
+    multirun: bool = False
+    config_dirs: Sequence[Path] = ()
+    config_name: str = "train"
+    config_file: Path | None = None  # the resolved configuration of an earlier run, instead of config_name
+
+
+@dataclass(frozen=True)
+class Failed:
+    """What a job of a sweep returns for an error the user can mend, so that the other jobs go on."""
+
+    error: CookbookError
+
+
+def run(request: Request, job: Job) -> None:
+    """Composes and runs ``job``, once or for every point of a sweep.
+
+    Raises:
+        CookbookError: a wrong configuration (nothing has run then), or what the job raised; for a sweep a summary.
+    """
+    with _composer(request) as composer:
+        shadows.note_conf([composer.name])
+        with composer.explained():
+            cfg = composer.compose(RunMode.MULTIRUN if composer.multirun else RunMode.RUN)
+            if composer.multirun:
+                composer.refuse_shared_folder(cfg)
+        shadows.note_conf(f"{group}/{option}" for group, option in cfg.hydra.runtime.choices.items())
+        shadows.note_recipe(OmegaConf.select(cfg, "recipe.name"))
+        if composer.multirun:
+            _sweep(composer, job)
+        else:
+            returned = composer.hydra.run(composer.name, _Task(job), [*QUIET, *composer.overrides]).return_value
+            if isinstance(returned, Failed):
+                raise returned.error
+
+
+def show(request: Request, part: str, *, resolve: bool = False, package: str | None = None) -> str:
+    """The composed configuration as YAML: ``part`` is ``job``, ``hydra`` or ``all``; ``package`` picks one node."""
+    with _composer(request) as composer, composer.explained():
+        cfg = composer.compose(RunMode.RUN)
+        HydraConfig.instance().set_config(cfg)  # ${hydra:...} reads from there
+        OmegaConf.set_readonly(cfg.hydra, None)
+        node: Any = composer.hydra.get_sanitized_cfg(cfg, part)
+        if package is not None and package != "_global_":
+            node = OmegaConf.select(node, package)
+            if node is None:
+                raise ConfigError(messages.unknown_key(package, composer.known_keys))
+        if not isinstance(node, Container):
+            return f"{node}\n"
+        header = f"# @package {package}\n" if package else ""
+        return header + OmegaConf.to_yaml(node, resolve=resolve)
+
+
+def info(request: Request, topic: str) -> None:
+    """Prints how the configuration comes about: ``searchpath``, ``defaults``, ``defaults-tree``, ``plugins``, ..."""
+    with _composer(request) as composer, composer.explained():
+        mode = RunMode.MULTIRUN if composer.multirun else RunMode.RUN
+        composer.hydra.show_info(topic, config_name=composer.name, overrides=composer.overrides, run_mode=mode)
+
+
+def complete(request: Request, word: str) -> list[str]:
+    """The overrides that ``word`` can become, given those before it. Empty when they make no configuration."""
+    with contextlib.suppress(CookbookError, *PROBLEMS), _composer(request) as composer:
+        # Hydra's own entry point parses the line with argparse, which Python 3.14 refuses; these two are behind it.
+        plugin = DefaultCompletionPlugin(composer.hydra.config_loader)
+        words = composer.overrides
+        found, of_a_group = plugin._query_config_groups(word, config_name=composer.name, words=words)
+        if not of_a_group:
+            cfg = composer.hydra.compose_config(composer.name, words, RunMode.MULTIRUN)
+            found = [*found, *plugin._get_matches(cfg, word)]
+        hidden = () if word.startswith("hydra") else ("hydra",)
+        return sorted({match for match in found if not match.startswith(hidden) and not match.endswith("._target_=")})
+    return []
+
+
+class _Composer:
+    """One Hydra with our search path, and the messages that go with it."""
+
+    def __init__(self, request: Request, hydra: Hydra) -> None:
+        self.hydra = hydra
+        self.overrides = list(request.overrides)
+        self.name = request.config_name
+        self.multirun = request.multirun or "hydra.mode=MULTIRUN" in request.overrides
+        if request.config_file is not None:
+            self.name = RERUN
+            with self.explained():
+                self._store(request.config_file)
+
+    def compose(self, mode: RunMode) -> DictConfig:
+        """The configuration, once it is sure that every override means something."""
+        self._refuse_added_keys()
+        cfg: DictConfig = self.hydra.compose_config(self.name, [*QUIET, *self.overrides], mode)
+        return cfg
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """What goes wrong inside becomes a ConfigError of one line."""
+        try:
+            yield
+        except CookbookError:
+            raise
+        except PROBLEMS as error:
+            raise ConfigError(messages.explain(error, self.known_keys)) from error
+
+    def known_keys(self) -> list[str]:
+        """Every key of the configuration that the chosen groups make, without the values that were typed."""
+        with contextlib.suppress(*PROBLEMS):
+            choices = [override.input_line for override in self._parsed() if self._is_choice(override)]
+            for overrides in (choices, []):
+                with contextlib.suppress(*PROBLEMS):
+                    cfg = self.hydra.compose_config(self.name, overrides, RunMode.MULTIRUN)
+                    return list(_flat(self.hydra.get_sanitized_cfg(cfg, "job")))
+        return []
+
+    def refuse_shared_folder(self, cfg: DictConfig) -> None:
+        """In a sweep, a fixed ``out`` would make every run after the first go on with the first one's checkpoints."""
+        swept = [override.key_or_group for override in self._parsed() if override.is_sweep_override()]
+        out = OmegaConf.select(cfg, "out")
+        if swept and out and "out" not in swept and not OmegaConf.is_interpolation(cfg, "out"):
+            raise ConfigError(f"out: every run would write to {out}; drop it, or write 'out={out}/${{{swept[0]}}}'")
+
+    def _refuse_added_keys(self) -> None:
+        """Hydra takes any ``+key=value``; at the top level nothing would read it. Inside a group its class checks."""
+        added = [override for override in self._parsed() if override.is_add() or override.is_force_add()]
+        keys = [override.key_or_group for override in added if not self._is_group(override.key_or_group)]
+        known = self.known_keys() if keys else []
+        for key in keys:
+            if known and key.partition(".")[0] not in {*known, "hydra"}:
+                raise ConfigError(messages.unknown_key(key, lambda: known))
+
+    def _store(self, path: Path) -> None:
+        """Makes an earlier run's configuration the top one. A group that is chosen anew replaces the file's."""
+        if not path.is_file():
+            raise ConfigError(f"--config: there is no file {path}; a run writes its own as <out>/config.yaml")
+        loaded = OmegaConf.to_container(OmegaConf.load(path))
+        if not isinstance(loaded, dict):
+            raise ConfigError(f"--config: {path} holds no keys; a run writes its own as <out>/config.yaml")
+        groups = {override.key_or_group for override in self._parsed() if self._is_choice(override)}
+        if "recipe" in groups:
+            raise ConfigError("--config: recipe= chooses the other groups too, and they are settled here; drop one of them")
+        kept = {key: value for key, value in loaded.items() if key not in groups}
+        defaults = ["_self_", *({group: None} for group in sorted(groups))]
+        ConfigStore.instance().store(RERUN, {"defaults": defaults, **kept})
+
+    def _parsed(self) -> list[Override]:
+        return list(OverridesParser.create().parse_overrides(self.overrides))
+
+    def _is_choice(self, override: Override) -> bool:
+        plain = not (override.is_add() or override.is_force_add() or override.is_delete())
+        return plain and "." not in override.key_or_group and self._is_group(override.key_or_group)
+
+    def _is_group(self, key: str) -> bool:
+        return "." not in key and bool(self.hydra.config_loader.get_group_options(key))
+
+
+@contextlib.contextmanager
+def _composer(request: Request) -> Iterator[_Composer]:
+    version.setbase("1.3")  # without it Hydra warns, and changes into its run folder
+    Plugins.instance()  # registers the sources of configuration
+    try:
+        yield _Composer(request, Hydra.create_main_hydra2("train", _search_path(request.config_dirs)))
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def _search_path(config_dirs: Sequence[Path]) -> ConfigSearchPathImpl:
+    """The first folder that has a file wins: ``--config-dir``, then ``./conf``, then what ships with cookbook."""
+    path = ConfigSearchPathImpl()
+    path.append("hydra", "pkg://hydra.conf")
+    for folder in config_dirs:
+        if not folder.is_dir():
+            raise ConfigError(f"--config-dir: there is no folder {folder}")
+        path.append("command-line", f"file://{folder.resolve()}")
+    for folder in paths.overlays("conf"):
+        path.append("cookbook" if folder == paths.packaged("conf") else "user", f"file://{folder}")
+    for plugin in Plugins.instance().discover(SearchPathPlugin):
+        plugin().manipulate_search_path(path)
+    path.append("schema", "structured://")
+    return path
+
+
+@dataclass
+class _Task:
+    """The function Hydra calls, here or in a launcher's process."""
+
+    job: Job
+    in_sweep: bool = False
+
+    def __call__(self, cfg: DictConfig) -> Failed | None:
+        settings = HydraConfig.get()
+        overrides = list(settings.overrides.task)
+        name = f"run {settings.job.num + 1}" if self.in_sweep else ""
+        if self.in_sweep:
+            print(f"{name}: {' '.join(overrides)}", file=sys.stderr, flush=True)
+        try:
+            self.job(_with_nulls(cfg, overrides), overrides)
+        except CookbookError as error:
+            if self.in_sweep:
+                print(f"{name} failed: {error}", file=sys.stderr, flush=True)
+            return Failed(error)
+        except Interrupted as error:
+            print(error, file=sys.stderr, flush=True)
+            raise KeyboardInterrupt from error  # Hydra would take any other exception for a reason to go on sweeping
+        return None
+
+
+def _with_nulls(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """A group dropped with ``~group`` is there as null: what reads it says so better than a missing key does."""
+    for word in overrides:
+        key = word.removeprefix("~").partition("=")[0]
+        if word.startswith("~") and "." not in key and key not in cfg:
+            with open_dict(cfg):
+                cfg[key] = None
+    return cfg
+
+
+def _sweep(composer: _Composer, job: Job) -> None:
+    folder = Path("runs") / f"sweep-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    settings = [*QUIET, "hydra.mode=MULTIRUN", f"hydra.sweep.dir={folder}", "hydra.sweep.subdir=."]
+    try:
+        batches = composer.hydra.multirun(composer.name, _Task(job, in_sweep=True), [*settings, *composer.overrides])
+    except HydraException as error:  # and not ValueError: that would disguise one of a recipe's own
+        raise ConfigError(messages.explain(error, composer.known_keys)) from error
+    finally:
+        _tidy(folder)
+    returned = [job.return_value for batch in batches for job in batch]
+    failed = [outcome for outcome in returned if isinstance(outcome, Failed)]
+    if failed:
+        raise CookbookError(f"{len(failed)} of {len(returned)} runs failed: {failed[0].error}")
+
+
+def _tidy(folder: Path) -> None:
+    """Takes Hydra's record of the sweep away: every run keeps its own. A launcher's files stay."""
+    (folder / "multirun.yaml").unlink(missing_ok=True)
+    for empty in (folder, folder.parent):
+        with contextlib.suppress(OSError):
+            empty.rmdir()
+
+
+def _flat(node: DictConfig, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a configuration, those of nodes too."""
+    for key, value in node.items_ex(resolve=False):
+        yield f"{prefix}{key!s}"
+        if isinstance(value, DictConfig):
+            yield from _flat(value, f"{prefix}{key!s}.")

@@ -1,0 +1,127 @@
+"""What Hydra says in several lines, said in one, with a suggestion.
+
+Hydra's errors carry no fields, so their texts are matched. They may change with a release: every entry has a test.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from cookbook import paths
+from cookbook.suggest import did_you_mean, did_you_mean_key
+
+Keys = Callable[[], Sequence[str]]
+"""The keys one could have meant; a function, because finding them takes a composition."""
+
+PRINT_KEYS = "(cookbook train --cfg job prints every key)"
+
+
+def explain(error: Exception, keys: Keys) -> str:
+    """One line for an error raised while a configuration is composed."""
+    if mark := getattr(error, "problem_mark", None):
+        return _not_yaml(error, mark)
+    text = str(error)
+    for pattern, say in _TABLE:
+        if match := re.search(pattern, text, re.DOTALL):
+            return say(match, keys)
+    if override := getattr(error, "override", None):
+        return f"cannot read {override!r}; write key=value, and quotes around what is not a plain word: key=\"'a = b'\""
+    return " ".join(re.sub(r"\nSee https://\S+.*", "", text).split())
+
+
+def unknown_key(key: str, keys: Keys) -> str:
+    """The line for a key that nothing reads."""
+    return f"unknown key {key!r}.{did_you_mean_key(key, keys())} {PRINT_KEYS}"
+
+
+def _unknown_key(match: re.Match[str], keys: Keys) -> str:
+    return unknown_key(match["key"], keys)
+
+
+def _not_yaml(error: Any, mark: Any) -> str:
+    return f"{paths.shown(Path(mark.name))}:{mark.line + 1}: not valid YAML: {error.problem}"
+
+
+def _unknown_option(match: re.Match[str], keys: Keys) -> str:
+    group, option = match["group"], match["option"]
+    choices = match["options"].split()
+    if not option:
+        return f"{group}: no option given (choices: {', '.join(choices)})"
+    return f"unknown {group} {option!r}.{did_you_mean(option, choices)} (choices: {', '.join(choices)})"
+
+
+def _no_option(match: re.Match[str], keys: Keys) -> str:
+    return f"unknown {match['group']} {match['option']!r}; it would be ./conf/{match['group']}/{match['option']}.yaml"
+
+
+def _no_primary(match: re.Match[str], keys: Keys) -> str:
+    return f"--config-name: there is no {match['name']}.yaml in ./conf, a --config-dir, or the packaged conf"
+
+
+def _not_global(match: re.Match[str], keys: Keys) -> str:
+    return f"a file in conf/{match['folder']}/ overrides /{match['group']}, so it must start with '# @package _global_'"
+
+
+def _override_in_file(match: re.Match[str], keys: Keys) -> str:
+    hint = did_you_mean(match["group"], {key.partition(".")[0] for key in keys()})
+    return f"conf/{match['file']}.yaml overrides /{match['group']}, which the configuration does not choose.{hint}"
+
+
+def _override_nothing(match: re.Match[str], keys: Keys) -> str:
+    return f"{match['group']} is not among the groups that are chosen; write +{match['group']}=... to add it"
+
+
+def _sweep(match: re.Match[str], keys: Keys) -> str:
+    key, _, values = match["override"].partition("=")
+    one = f"{key}=[{values}]"
+    return f"{match['override']!r} is a list of values: add -m to sweep over them, or write {one!r} for one list"
+
+
+def _sweep_function(match: re.Match[str], keys: Keys) -> str:
+    return f"{match['override']!r} stands for several values: add -m to sweep over them"
+
+
+def _group_value(match: re.Match[str], keys: Keys) -> str:
+    if match["type"] == "NoneType":
+        return "a group takes an option name, not null: write ~group to drop it"
+    return "a group takes an option name, not a number: write group=name"
+
+
+def _nothing_to_drop(match: re.Match[str], keys: Keys) -> str:
+    key = match["key"]
+    return f"~{key}: there is no {key!r} to drop.{did_you_mean_key(key, keys())}"
+
+
+def _exists(match: re.Match[str], keys: Keys) -> str:
+    return f"{match['key']} is there already: write {match['key']}=... without the +"
+
+
+def _interpolation(match: re.Match[str], keys: Keys) -> str:
+    return f"{match['key']}: {match['problem']}"
+
+
+_TABLE: tuple[tuple[str, Callable[[re.Match[str], Keys], str]], ...] = (
+    (
+        r"Could not find '(?P<group>.+)/(?P<option>[^/']*)'\n\nAvailable options in '[^']*':"
+        r"\n(?P<options>.*?)(?:\nConfig search path:|\Z)",
+        _unknown_option,
+    ),
+    (r"Could not (?:find|load) '(?P<group>[^'\n]+)/(?P<option>[^/'\n]+)'", _no_option),
+    (r"Cannot find primary config '(?P<name>[^']*)'", _no_primary),
+    (r"In '(?P<folder>[^'/]+)/[^']*': Could not override '(?P<group>[^@']+)@(?P=folder)\.", _not_global),
+    (r"In '(?P<file>[^']+)': Could not override '(?P<group>[^']+)'\. No match", _override_in_file),
+    (r"Could not override '(?P<key>[^']+)'\.\nTo append to your config", _unknown_key),
+    (r"Could not override '(?P<group>[^']+)'\.", _override_nothing),
+    (r"Ambiguous value for argument '(?P<override>.*?)'\n", _sweep),
+    (r"Sweep parameters '(?P<override>.*)' requires --multirun", _sweep_function),
+    (r"Config group override must be a string or a list. Got (?P<type>\w+)", _group_value),
+    (r"Could not delete from config. '(?P<key>[^']+)' does not exist", _nothing_to_drop),
+    (r"Could not delete '(?P<key>[^']+)'. No match in the defaults list", _nothing_to_drop),
+    (r"An item is already at '(?P<key>[^']+)'", _exists),
+    (r"^(?P<key>\S+) appears more than once in the final defaults list", _exists),
+    (r"^(?P<problem>(?:Interpolation|Unsupported interpolation)[^\n]*)\n\s*full_key: (?P<key>\S+)", _interpolation),
+    (r"force-add of config groups is not supported: '\+\+(?P<key>[^=']+)", _exists),
+)

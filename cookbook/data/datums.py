@@ -1,0 +1,193 @@
+"""From rows to what a trainer takes. Every datum remembers its row."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from cookbook.data.config import DataConfig
+from cookbook.data.formats import Chat, Example, conversation_reader, preference_reader, prompt_reader, separate_answers
+from cookbook.data.render import Rendered, Renderer
+from cookbook.data.rows import EmptyRowError, Row
+from cookbook.errors import ConfigError, DataError
+from cookbook.types import Datum, ModelInput, datum_from_tokens_weights
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class RowDatum(Datum):
+    """A datum that names the row it came from."""
+
+    where: str
+
+    def __init__(self, model_input: ModelInput, loss_fn_inputs: Mapping[str, Any] | None = None, where: str = "") -> None:
+        super().__init__(model_input, loss_fn_inputs)
+        object.__setattr__(self, "where", where)
+
+    def with_inputs(self, **inputs: Any) -> RowDatum:
+        return RowDatum(self.model_input, {**self.loss_fn_inputs, **inputs}, self.where)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RowDatum, (self.model_input, dict(self.loss_fn_inputs), self.where)
+
+
+@dataclass(frozen=True, eq=False)
+class RenderedPrompt:
+    """A prompt to sample from: its tokens, the row a reward reads, and the text the tokens spell."""
+
+    tokens: list[int]
+    row: Row
+    text: str
+
+
+def conversation_datums(rows: Sequence[Row], renderer: Renderer, config: DataConfig) -> list[RowDatum]:
+    """One datum per row, in the order of the rows; one per answer with ``train_on=each_assistant``.
+
+    Raises:
+        DataError: a row that cannot be read or rendered, has nothing to train on, or is too long, as ``on_empty`` and
+            ``on_long`` say; or no row is left.
+    """
+    sieve = _Sieve(config, renderer, len(rows))
+    examples = [example for _, example in sieve.read(rows, conversation_reader)]
+    train_on = config.train_on
+    if train_on == "each_assistant":
+        train_on = "assistant"
+        examples = [part for example in examples for part in _parts(example)]
+    datums = []
+    for example, rendered in zip(examples, renderer.render(examples, train_on), strict=True):
+        if (kept := sieve.fit(rendered, example.where)) is not None:
+            datums.append(_datum(kept, example.where))
+    return sieve.kept(datums)
+
+
+def preference_datums(rows: Sequence[Row], renderer: Renderer, config: DataConfig) -> list[RowDatum]:
+    """Two datums per row, chosen then rejected; the weights of each are 1 on its answer and 0 on the prompt.
+
+    Raises:
+        DataError: as :func:`conversation_datums`. A row is left out whole: never half a pair.
+    """
+    sieve = _Sieve(config, renderer, len(rows))
+    pairs = sieve.read(rows, preference_reader)
+    rendered = iter(renderer.render([side for _, pair in pairs for side in (pair.chosen, pair.rejected)]))
+    datums = []
+    for row, _ in pairs:
+        chosen, rejected = next(rendered), next(rendered)
+        fit_chosen = sieve.fit(chosen, f"{row.where}: chosen")
+        fit_rejected = fit_chosen and sieve.fit(rejected, f"{row.where}: rejected")
+        if fit_chosen and fit_rejected:
+            datums += [_datum(fit_chosen, row.where), _datum(fit_rejected, row.where)]
+    return sieve.kept(datums)
+
+
+def prompts(
+    rows: Sequence[Row], renderer: Renderer, config: DataConfig, max_tokens: int = 0
+) -> list[RenderedPrompt]:
+    """One prompt per row, in the order of the rows.
+
+    Args:
+        max_tokens: of the completions, which have to fit behind the prompt.
+
+    Raises:
+        DataError: as :func:`conversation_datums`. A prompt is never cut: ``on_long=truncate`` fails as ``fail`` does.
+    """
+    sieve = _Sieve(config, renderer, len(rows))
+    examples = sieve.read(rows, prompt_reader)
+    rendered = renderer.prompts([example for _, example in examples])
+    return sieve.kept(
+        [
+            RenderedPrompt(tokens, row, text)
+            for (row, _), (tokens, text) in zip(examples, rendered, strict=True)
+            if sieve.leaves_room(tokens, max_tokens, row.where)
+        ]
+    )
+
+
+def _parts(example: Example) -> Sequence[Example]:
+    return separate_answers(example) if isinstance(example, Chat) else [example]
+
+
+def _datum(rendered: Rendered, where: str) -> RowDatum:
+    try:
+        datum = datum_from_tokens_weights(rendered.tokens, rendered.weights)  # type: ignore[arg-type]
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from None
+    return RowDatum(datum.model_input, datum.loss_fn_inputs, where)
+
+
+class _Sieve:
+    """Applies ``on_empty`` and ``on_long``, and says at the end what they left out."""
+
+    def __init__(self, config: DataConfig, renderer: Renderer, num_rows: int) -> None:
+        context = renderer.max_length
+        if config.max_length is not None and context is not None and config.max_length > context:
+            raise ConfigError(
+                f"data.max_length={config.max_length} is above the model's context of {context} tokens; lower it"
+            )
+        self.config = config
+        self.max_length = config.max_length or context
+        self.num_rows = num_rows
+        self.skipped: list[str] = []
+
+    def read(self, rows: Sequence[Row], reader: Callable[[Row, DataConfig], Callable[[Row], T]]) -> list[tuple[Row, T]]:
+        """The rows that are not empty, each with what ``reader`` makes of it."""
+        if not rows:
+            return []
+        read = reader(rows[0], self.config)
+        found = []
+        for row in rows:
+            try:
+                found.append((row, read(row)))
+            except EmptyRowError as error:
+                self._leave_out(self.config.on_empty, str(error))
+        return found
+
+    def fit(self, rendered: Rendered, where: str) -> Rendered | None:
+        """``rendered``, cut if that is asked for; None when it is left out."""
+        length, limit = len(rendered.tokens), self.max_length
+        cut = limit is not None and length > limit
+        if cut and self.config.on_long != "truncate":
+            remedy = "shorten it, raise data.max_length if the model allows, or set data.on_long=skip or truncate"
+            self._leave_out(self.config.on_long, f"{where}: {length} tokens, and {limit} fit; {remedy}")
+            return None
+        if cut:
+            rendered = Rendered(rendered.tokens[:limit], rendered.weights[:limit])
+        if np.any(rendered.weights[1:]):  # nothing predicts the first token
+            return rendered
+        reason = f"nothing to train on in the first {limit} tokens" if cut else "nothing to train on, all weights are 0"
+        self._leave_out(self.config.on_empty, f"{where}: {reason}; remove the row or set data.on_empty=skip")
+        return None
+
+    def leaves_room(self, tokens: list[int], max_tokens: int, where: str) -> bool:
+        """Whether prompt and completion fit; False when the prompt is left out."""
+        if self.max_length is None or len(tokens) + max_tokens <= self.max_length:
+            return True
+        self._leave_out(
+            self.config.on_long,
+            f"{where}: a prompt of {len(tokens)} tokens and a completion of up to {max_tokens} do not fit in "
+            f"{self.max_length}; lower rollout.max_tokens, shorten the prompt, or set data.on_long=skip",
+        )
+        return False
+
+    def kept(self, items: list[T]) -> list[T]:
+        """``items``, with a line in the log about the rows left out.
+
+        Raises:
+            DataError: none is left.
+        """
+        if self.skipped and not items:
+            raise DataError(f"data: all {self.num_rows} rows were left out; the first: {self.skipped[0]}")
+        if self.skipped:
+            count, first = len(self.skipped), self.skipped[0]
+            log.warning("data: left out %d of %d rows; the first: %s", count, self.num_rows, first)
+        return items
+
+    def _leave_out(self, policy: str, reason: str) -> None:
+        if policy != "skip":
+            raise DataError(reason)
+        self.skipped.append(reason)

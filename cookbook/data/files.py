@@ -1,0 +1,96 @@
+"""Rows from JSON, with the line of every mistake. Reads as far as it is asked to, one line at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cookbook.data.rows import Row
+from cookbook.errors import DataError
+from cookbook.suggest import did_you_mean
+
+JSON_LINES = (".jsonl", ".ndjson")
+SUFFIXES = (*JSON_LINES, ".json", ".csv", ".parquet")
+
+
+def existing(path: str, key: str) -> Path:
+    """``path`` as a file or folder that is there.
+
+    Raises:
+        DataError: it is not, with the nearest name in the same folder.
+    """
+    found = Path(path).expanduser()
+    if found.exists():
+        return found
+    siblings = [entry.name for entry in found.parent.iterdir()] if found.parent.is_dir() else []
+    raise DataError(f"{key}: {path} does not exist; give a file or folder.{did_you_mean(found.name, siblings)}")
+
+
+def read_json_lines(path: Path) -> Iterator[Row]:
+    """One JSON object per line. Lines of white space alone hold no row.
+
+    Raises:
+        DataError: ``file:line`` of what is not UTF-8, not JSON, or not an object.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            where = f"{path}:{number}"
+            text = _utf8(line, where)
+            if text and not text.isspace():
+                yield Row(where, _object(_parse(text, where), where))
+
+
+def read_json(path: Path) -> Iterator[Row]:
+    """A file that is one JSON array of objects, or JSON lines under another name.
+
+    Raises:
+        DataError: where it is neither.
+    """
+    text = _utf8(path.read_bytes(), str(path))
+    if not text.lstrip().startswith("["):
+        yield from read_json_lines(path)
+        return
+    for index, value in enumerate(_parse(text, str(path))):
+        yield Row(f"{path}[{index}]", _object(value, f"{path}[{index}]"))
+
+
+def _utf8(raw: bytes, where: str) -> str:
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 at byte {error.start}; save the file as UTF-8") from None
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return _DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        # A row's place is a line already; a whole file's is the line the parser stopped at.
+        place = where if where[-1:].isdigit() and error.lineno == 1 else f"{where}:{error.lineno}"
+        raise DataError(f"{place}: broken JSON at column {error.colno}: {error.msg}; mend or remove the line") from None
+    except _DuplicateKeyError as error:
+        raise DataError(f"{where}: the key {error} is given twice in one object; keep one of them") from None
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise DataError(f"{where}: a row must be a JSON object with a key per column, got {type(value).__name__}")
+    return value
+
+
+class _DuplicateKeyError(Exception):
+    pass
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON keeps the last of two equal keys in silence; half of a preference pair could vanish that way."""
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _DuplicateKeyError(json.dumps(next(key for key in keys if keys.count(key) > 1)))
+    return values
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique)

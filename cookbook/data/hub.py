@@ -1,0 +1,110 @@
+"""Rows through the ``datasets`` library: the hub, CSV and Parquet files, folders of any layout it knows."""
+
+from __future__ import annotations
+
+import os
+import socket
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from cookbook.data.rows import Row
+from cookbook.errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+CONNECT_TIMEOUT_S = 5.0
+
+
+def read_table(path: Path, limit: int | None) -> Iterator[Row]:
+    """A ``.csv`` or ``.parquet`` file."""
+    from datasets import load_dataset
+
+    with _one_line(str(path)):
+        table = load_dataset(path.suffix[1:], data_files=str(path), split="train")
+    yield from _rows(table, str(path), "[{}]", limit)
+
+
+def read_folder(path: Path, subset: str | None, split: str, limit: int | None) -> Iterator[Row]:
+    """A folder written by ``save_to_disk``, or laid out like a dataset repository.
+
+    Raises:
+        DataError: no such split, or nothing ``datasets`` can read.
+    """
+    from datasets import DatasetDict, load_dataset, load_from_disk
+
+    with _one_line(str(path)):
+        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+            table = load_from_disk(str(path))
+            if isinstance(table, DatasetDict):
+                if split not in table:
+                    raise DataError(f"{path}: no split {split!r}; it has {', '.join(table)}")
+                table = table[split]
+        else:
+            table = load_dataset(str(path), name=subset, split=split)
+    yield from _rows(table, f"{path}[{split}]", ":{}", limit)
+
+
+def read_hub(name: str, subset: str | None, split: str, streaming: bool, limit: int | None) -> Iterator[Row]:
+    """A dataset of the Hugging Face hub, from the local cache when it is there and ``HF_HUB_OFFLINE`` is set.
+
+    Raises:
+        DataError: the hub cannot be reached, or has no such dataset, subset or split.
+    """
+    from datasets import load_dataset
+    from huggingface_hub import constants
+
+    if not constants.HF_HUB_OFFLINE and not _reachable(constants.ENDPOINT):
+        raise DataError(
+            f"data.name: the hub cannot be reached for {name}; pass data.path=<file or folder with the data>, "
+            "or set HF_HUB_OFFLINE=1 if it was downloaded before"
+        )
+    with _one_line(name):
+        table = load_dataset(name, name=subset, split=split, streaming=streaming)
+    yield from _rows(table, f"{name}[{split}]", ":{}", limit)
+
+
+def _rows(table: Dataset | IterableDataset, name: str, index: str, limit: int | None) -> Iterator[Row]:
+    """``index`` counts from 0, as in ``dataset[index]``."""
+    with _one_line(name):
+        for number, values in enumerate(islice(table, limit)):
+            yield Row(name + index.format(number), values)
+
+
+@contextmanager
+def _one_line(where: str) -> Iterator[None]:
+    """What ``datasets`` and the libraries under it raise about data, as one line."""
+    from datasets.exceptions import DatasetsError
+
+    try:
+        yield
+    except DataError:
+        raise
+    except (OSError, ValueError, DatasetsError) as error:
+        cause = error.__cause__ or error  # a DatasetGenerationError says nothing; what it wraps does
+        lines = str(cause).strip().splitlines() or [type(cause).__name__]
+        raise DataError(f"{where}: {lines[0]}; {_advice(error)}") from error
+
+
+def _advice(error: Exception) -> str:
+    if isinstance(error, ConnectionError):
+        return "pass data.path=<file or folder with the data>"
+    return "check data.name or data.path, data.subset and data.split"
+
+
+def _reachable(endpoint: str) -> bool:
+    """Whether a connection opens. The hub's own client would retry for half a minute and print each attempt."""
+    if urllib.request.getproxies() or os.environ.get("HF_DATASETS_OFFLINE"):
+        return True  # a proxy answers in the hub's place; offline mode never connects
+    url = urlsplit(endpoint)
+    port = url.port or (80 if url.scheme == "http" else 443)
+    try:
+        socket.create_connection((url.hostname or "", port), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True

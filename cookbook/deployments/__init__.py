@@ -1,0 +1,1 @@
+"""Where samples come from: ``embedded`` in the trainer's process."""

@@ -1,0 +1,393 @@
+"""Gradients of any loss of log-probabilities, and the optimizer step.
+
+There is one gradient path: logprobs -> loss -> g = dL/dlogprob -> backward of sum(g * logprob). By the chain rule this is
+plain autograd; it lets the loss run apart from the model, on the whole batch, on the CPU, while the model computes
+micro-batch by micro-batch. Graphs are kept between the two halves, so a custom loss costs what a built-in one costs; graphs
+that exceed ``retain_bytes`` are computed a second time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cookbook.engine.batching import MicroBatch, collate, plan
+from cookbook.engine.head import OutputHead
+from cookbook.engine.model import LanguageModel
+from cookbook.engine.optimizer import Optimizer
+from cookbook.errors import BackendError, ConfigError, DataError
+from cookbook.losses.base import Loss, Scope
+from cookbook.normalization import GradientCounts, Normalization, Reduction, check
+from cookbook.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput, TensorData
+
+log = logging.getLogger("cookbook")
+
+LossFunction = Callable[[Sequence[Datum], list[Tensor]], tuple[Tensor, Mapping[str, float]]]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Memory and speed; no field changes a result beyond float rounding."""
+
+    micro_batch_tokens: int = 8192
+    packing: str = "auto"  # auto | padded | packed
+    retain_bytes: int = 4 << 30
+    activation_checkpointing: bool = False
+    activation_offloading: bool = False
+    token_metrics: bool = True  # tokens/accuracy and tokens/entropy with every pass
+    seed: int = 0
+
+
+@dataclass
+class _Pass:
+    """One micro-batch after its forward pass. ``logprobs`` carries its graph, or is None when the graph was not kept."""
+
+    batch: MicroBatch
+    logprobs: Tensor | None
+    seed: int
+
+
+@dataclass
+class _Scores:
+    """What the passes of a call found, per datum, on the CPU."""
+
+    logprobs: dict[int, Tensor] = field(default_factory=dict)
+    entropy: dict[int, Tensor] = field(default_factory=dict)
+    hit: dict[int, Tensor] = field(default_factory=dict)
+
+    def ordered(self) -> list[Tensor]:
+        return [self.logprobs[index] for index in range(len(self.logprobs))]
+
+
+class Engine:
+    """A model in training. Synchronous; one caller at a time."""
+
+    def __init__(self, model: LanguageModel, options: EngineOptions) -> None:
+        self.model = model
+        self.options = options
+        self.head = OutputHead(model)
+        self.optimizer = Optimizer(model)
+        self.step = 0  # finished optimizer steps
+        self.counts = GradientCounts()
+        self.accumulated: list[Reduction | None] = []  # what each call since the last step returned
+        self.passes = 0  # forward passes of the model since the start: what a loss costs, countable
+        self.calls = 0
+        if options.activation_checkpointing:
+            model.network.gradient_checkpointing_enable({"use_reentrant": False})
+
+    # ---- the calls -----------------------------------------------------------------------------------------------
+
+    def forward(self, data: Sequence[Datum], loss: LossFunction | None = None, *, adapter: bool = True) -> ForwardBackwardOutput:
+        """Logprobs of every target, and the loss's value and metrics when one is given. Touches no gradient.
+
+        ``adapter=False`` computes with the base model under a LoRA adapter.
+        """
+        scores = _Scores()
+        with torch.no_grad(), self._adapter(adapter):
+            for batch in self._plan(data):
+                self._forward(data, batch, scores, training=False, seed=0)
+            logprobs = scores.ordered()
+            value, metrics = loss(data, logprobs) if loss else (None, {})
+        return self._output(data, scores, value, metrics)
+
+    def forward_backward(self, data: Sequence[Datum], loss: LossFunction) -> ForwardBackwardOutput:
+        """Adds the gradient of ``loss`` to what has accumulated since the last step.
+
+        Raises:
+            DataError: a datum lacks what the model or the loss needs.
+            BackendError: the loss is not a finite scalar, or does not depend on the logprobs.
+            ConfigError: a second call with a mean before a step.
+        """
+        self._may_accumulate(loss)
+        scores = _Scores()
+        batches = self._plan(data)
+        # Terms of one token each need no other micro-batch: nothing is kept. Every other loss sees the whole batch at once.
+        apart = isinstance(loss, Loss) and loss.scope is Scope.token and len(batches) > 1
+        for group in [[batch] for batch in batches] if apart else [batches]:
+            passes = self._forward_all(data, group, scores)
+            indices = sorted(index for batch in group for index in batch.indices)
+            rows = [data[index] for index in indices]
+            value, metrics, gradients = loss_gradient(loss, rows, [scores.logprobs[index] for index in indices])
+            self._backward_all(data, passes, dict(zip(indices, gradients, strict=True)))
+        if apart:
+            with torch.no_grad():
+                value, metrics = loss(data, scores.ordered())
+        return self._output(data, scores, value, metrics)
+
+    def optim_step(self, adam: AdamParams, normalization: Normalization | None) -> OptimStepOutput:
+        """Divides what has accumulated, once; clips; steps; clears.
+
+        Raises:
+            BackendError: the gradient is not finite. The weights are untouched and the gradient is dropped.
+            ConfigError: a mean would be divided again.
+        """
+        for reduction in self.accumulated:
+            if reduction is not None:
+                check("optim_step: the accumulated loss", reduction, normalization)
+        divisor = self.counts.divisor(normalization)
+        norm = self.optimizer.grad_norm(divisor)
+        if not norm < float("inf"):
+            self.discard_gradient()
+            raise BackendError(f"optim_step: the gradient norm is {norm} at step {self.step}; lower optim.lr or look at the data")
+        clip = min(1.0, adam.grad_clip_norm / (norm + 1e-6)) if adam.grad_clip_norm > 0 else 1.0
+        self.optimizer.step(adam, clip / divisor)
+        counts = self.counts
+        self.discard_gradient()
+        self.step += 1
+        return OptimStepOutput(
+            {
+                "optim/lr": adam.learning_rate,
+                "optim/grad_norm": norm,
+                "optim/clipped": float(clip < 1.0),
+                "optim/num_loss_tokens": float(counts.num_loss_tokens),
+                "optim/num_sequences": float(counts.num_sequences),
+                "optim/divisor": divisor,
+            }
+        )
+
+    def discard_gradient(self) -> None:
+        """Forgets what has accumulated since the last step."""
+        self.optimizer.zero_grad()
+        self.counts = GradientCounts()
+        self.accumulated = []
+
+    # ---- the two halves ------------------------------------------------------------------------------------------
+
+    def _forward_all(self, data: Sequence[Datum], batches: list[MicroBatch], scores: _Scores) -> list[_Pass]:
+        """Runs every pass; keeps the graphs that fit, and of the rest only the logprobs."""
+        room = self.options.retain_bytes
+        kept = 0
+        passes = []
+        for batch in batches:
+            seed = self._next_seed()
+            need = batch.num_tokens * self._bytes_per_token()
+            keep = len(batches) == 1 or need <= room
+            with contextlib.nullcontext() if keep else torch.no_grad():
+                logprobs = self._forward(data, batch, scores, training=True, seed=seed)
+            if keep:
+                room -= need
+                kept += 1
+            passes.append(_Pass(batch, logprobs if keep else None, seed))
+        if kept < len(passes):
+            log.info("kept the graphs of %d of %d micro-batches; the rest is computed twice", kept, len(passes))
+        return passes
+
+    def _backward_all(self, data: Sequence[Datum], passes: list[_Pass], gradients: dict[int, Tensor]) -> None:
+        for one in passes:
+            rows = [gradients[index] for index in one.batch.indices]
+            gradient = torch.cat(rows)
+            if not gradient.any():
+                one.logprobs = None
+                continue
+            logprobs = one.logprobs
+            if logprobs is None:
+                logprobs = self._forward(data, one.batch, _Scores(), training=True, seed=one.seed)
+            torch.autograd.backward(logprobs, gradient.to(logprobs))
+            one.logprobs = None  # frees the graph before the next pass
+            active = [row.reshape(len(row), -1).ne(0).any(-1).sum().item() for row in rows]
+            self.counts.add(int(sum(active)), sum(count > 0 for count in active))
+
+    def _forward(self, data: Sequence[Datum], batch: MicroBatch, scores: _Scores, *, training: bool, seed: int) -> Tensor:
+        """One pass. Files what it found under ``scores``; returns the logprobs ``(N, ...)`` in the order of ``batch.indices``."""
+        device = self.model.device
+        pad = self.model.tokenizer.pad_token_id
+        inputs = collate(data, batch, 0 if pad is None else pad, device)
+        targets = torch.cat([_targets(data[index], index) for index in batch.indices]).to(device)
+        arguments: dict[str, Any] = {"input_ids": inputs.input_ids}
+        if inputs.position_ids is not None:
+            arguments["position_ids"] = inputs.position_ids
+        self.passes += 1
+        self.model.network.train(training)
+        with self._randomness(training, seed), self._offloading():
+            hidden = self.head.hidden_states(**arguments)
+            hidden = hidden.reshape(-1, hidden.shape[-1])[inputs.places]
+            found = self.head.scores(hidden, targets, metrics=self.options.token_metrics)
+        lengths = [data[index].model_input.length for index in batch.indices]
+        for store, values in ((scores.logprobs, found.logprobs), (scores.entropy, found.entropy), (scores.hit, found.hit)):
+            if values is not None:
+                parts = torch.split(values.detach().cpu(), lengths)
+                store.update(zip(batch.indices, parts, strict=True))
+        return found.logprobs
+
+    # ---- what surrounds a pass -----------------------------------------------------------------------------------
+
+    def _plan(self, data: Sequence[Datum]) -> list[MicroBatch]:
+        if not data:
+            raise DataError("forward_backward: got no datums; pass at least one")
+        vocabulary = self.model.network.config.get_text_config().vocab_size
+        for index, datum in enumerate(data):
+            _check(datum, index, vocabulary, self.model.max_length)
+        by_width: dict[int, list[int]] = {}  # top-K targets of one K share a pass
+        for index, datum in enumerate(data):
+            shape = datum.loss_fn_inputs["target_tokens"].shape
+            by_width.setdefault(shape[1] if len(shape) > 1 else 0, []).append(index)
+        batches = []
+        for indices in by_width.values():
+            lengths = [data[index].model_input.length for index in indices]
+            for batch in plan(lengths, self.options.micro_batch_tokens, self._packing()):
+                batches.append(MicroBatch([[indices[i] for i in row] for row in batch.rows], batch.width))
+        return batches
+
+    def _packing(self) -> str:
+        """Packing keeps sequences apart by attention; layers that carry a state along the row would mix them."""
+        kinds = set(getattr(self.model.network.config.get_text_config(), "layer_types", None) or [])
+        mixes = bool(kinds - {"full_attention", "sliding_attention"}) or self.head.finish is None
+        return "padded" if mixes else self.options.packing
+
+    def _bytes_per_token(self) -> int:
+        """What autograd keeps per token: about 100 activations of the hidden size a layer, 8 when layers are recomputed.
+
+        Measured on Qwen3-shaped models in float32 with saved-tensor hooks.
+        """
+        config = self.model.network.config.get_text_config()
+        per_layer = 8 if self.options.activation_checkpointing or self.options.activation_offloading else 100
+        element = next(self.model.network.parameters()).element_size()
+        return int(per_layer * config.hidden_size * config.num_hidden_layers * element)
+
+    def _may_accumulate(self, loss: LossFunction) -> None:
+        """Means do not add up to a mean: two calls would weigh every call the same, whatever its number of tokens."""
+        reduction = loss.reduction if isinstance(loss, Loss) and not loss.prepares else None
+        if self.accumulated and Reduction.mean in (reduction, *self.accumulated) and reduction is not None:
+            raise ConfigError(
+                f"forward_backward: {type(loss).__name__} returns a mean, and means of several calls do not add up to a mean; "
+                "pass the whole batch in one call (backend.micro_batch_tokens bounds its memory)"
+            )
+        self.accumulated.append(reduction)
+
+    def _next_seed(self) -> int:
+        self.calls += 1
+        return (self.options.seed * 1_000_003 + self.step * 10_007 + self.calls) % (1 << 62)
+
+    @contextlib.contextmanager
+    def _randomness(self, training: bool, seed: int) -> Iterator[None]:
+        """Dropout drawn from the pass's own seed, so that a pass computed twice drops the same, and a resumed run too."""
+        if not (training and self._drops_out()):
+            yield
+            return
+        devices = [self.model.device] if self.model.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(seed)
+            yield
+
+    def _drops_out(self) -> bool:
+        config = self.model.network.config.get_text_config()
+        if any(getattr(config, name, 0) for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop")):
+            return True
+        return self.model.config.lora_dropout > 0
+
+    def _offloading(self) -> contextlib.AbstractContextManager[Any]:
+        if not self.options.activation_offloading or not torch.is_grad_enabled():
+            return contextlib.nullcontext()
+        return torch.autograd.graph.save_on_cpu(pin_memory=self.model.device.type == "cuda")
+
+    def _adapter(self, enabled: bool) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if enabled else self.model.network.disable_adapter()
+
+    def _output(
+        self, data: Sequence[Datum], scores: _Scores, value: Tensor | None, metrics: Mapping[str, float]
+    ) -> ForwardBackwardOutput:
+        outputs = [{"logprobs": TensorData.from_torch(logprobs)} for logprobs in scores.ordered()]
+        found = {**metrics, **_token_metrics(data, scores)}
+        if value is not None:
+            found = {"loss": float(value), "loss:sum": float(value), **found}
+        return ForwardBackwardOutput(outputs, found)
+
+
+def loss_gradient(
+    loss: LossFunction, data: Sequence[Datum], logprobs: list[Tensor]
+) -> tuple[Tensor, Mapping[str, float], list[Tensor]]:
+    """The loss's value, its metrics, and dL/dlogprob per datum.
+
+    Raises:
+        BackendError: the value is not a finite scalar; a gradient is missing, not finite, or (for a function without a
+            declared reduction) zero everywhere.
+    """
+    lengths = [len(row) for row in logprobs]
+    flat = torch.cat(logprobs).requires_grad_()
+    value, metrics = _call(loss, data, list(torch.split(flat, lengths)))
+    name = getattr(loss, "name", None) or getattr(loss, "__name__", type(loss).__name__)
+    if not torch.isfinite(value):
+        raise BackendError(f"loss {name}: returned {float(value)} for {_blame(torch.split(flat.detach(), lengths), lengths)}")
+    if not value.requires_grad:
+        raise BackendError(
+            f"loss {name}: does not depend on the logprobs, so nothing would be trained; compute it from `logprobs` without "
+            ".item(), .detach() or numpy"
+        )
+    (gradient,) = torch.autograd.grad(value, flat, allow_unused=True)
+    if gradient is None or not (isinstance(loss, Loss) or gradient.any()):
+        kind = "no" if gradient is None else "a zero"
+        raise BackendError(f"loss {name}: has {kind} gradient with respect to the logprobs, so nothing would be trained")
+    if not torch.isfinite(gradient).all():
+        raise BackendError(f"loss {name}: its gradient is not finite for {_blame(torch.split(gradient, lengths), lengths)}")
+    return value.detach(), metrics, list(torch.split(gradient, lengths))
+
+
+def _call(loss: LossFunction, data: Sequence[Datum], logprobs: list[Tensor]) -> tuple[Tensor, Mapping[str, float]]:
+    result = loss(data, logprobs)
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
+        raise BackendError("loss: must return (scalar tensor, dict of metrics)")
+    value, metrics = result
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise BackendError(f"loss: must return a scalar tensor, got {found}")
+    return value.reshape(()), {key: float(number) for key, number in metrics.items()}
+
+
+def _blame(rows: Sequence[Tensor], lengths: list[int]) -> str:
+    """The datums whose numbers are not finite; all of them when the fault is elsewhere."""
+    bad = [index for index, row in enumerate(rows) if not torch.isfinite(row).all()] or list(range(len(lengths)))
+    shown = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
+    return f"datums {shown}" if len(bad) > 1 else f"datum {shown}"
+
+
+def _targets(datum: Datum, index: int) -> Tensor:
+    return torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array).long()
+
+
+def _check(datum: Datum, index: int, vocabulary: int, max_length: int) -> None:
+    """Everything that would otherwise fail deep inside the model, or not at all."""
+    if "target_tokens" not in datum.loss_fn_inputs:
+        raise DataError(
+            f"datum {index}: missing required field 'target_tokens'; build it with datum_from_tokens_weights, or add the "
+            "input tokens shifted by one"
+        )
+    length = datum.model_input.length
+    targets = datum.loss_fn_inputs["target_tokens"].array
+    if length == 0:
+        raise DataError(f"datum {index}: model_input is empty; give at least one token")
+    if length > max_length:
+        raise DataError(f"datum {index}: {length} tokens exceed the model's context of {max_length}; shorten it")
+    if targets.dtype.kind not in "iu" or targets.ndim not in (1, 2):
+        raise DataError(f"datum {index}: target_tokens must be integers of shape (T,) or (T, K), got {targets.dtype} {targets.shape}")
+    for key, low, high in (
+        ("model_input", min(datum.model_input.tokens), max(datum.model_input.tokens)),
+        ("target_tokens", int(targets.min()), int(targets.max())),
+    ):
+        if low < 0 or high >= vocabulary:
+            wrong = low if low < 0 else high
+            raise DataError(f"datum {index}: {key} holds token {wrong}, and the vocabulary has {vocabulary}; use this model's tokenizer")
+
+
+def _token_metrics(data: Sequence[Datum], scores: _Scores) -> dict[str, float]:
+    """Means over the tokens whose weight is not zero: every token where a datum has no weights."""
+    if not scores.entropy:
+        return {}
+    entropy, hit, count = 0.0, 0.0, 0
+    for index, datum in enumerate(data):
+        mask: Any = slice(None)
+        if "weights" in datum.loss_fn_inputs:
+            weights = datum.loss_fn_inputs["weights"].array
+            mask = torch.from_numpy(weights.reshape(len(weights), -1).any(-1)) if weights.ndim else slice(None)
+        kept = scores.hit[index][mask]
+        entropy += float(scores.entropy[index][mask].double().sum())
+        hit += float(kept.sum())
+        count += kept.numel()
+    if not count:
+        return {}
+    return {"tokens/accuracy": hit / count, "tokens/entropy": entropy / count, "tokens/trained": float(count)}

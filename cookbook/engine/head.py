@@ -1,0 +1,129 @@
+"""From hidden states to the log-probabilities of given targets.
+
+Every objective is a function of target logprobs, so this is the only place that sees logits, and it sees a slice of them at
+a time: ``CHUNK_BYTES`` bounds the logits that exist at once, whatever the number of tokens and the size of the vocabulary.
+Slices are computed again in the backward pass when all of them would not fit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from cookbook.engine.model import LanguageModel
+
+CHUNK_BYTES = 64 << 20
+PROBE_TOLERANCE = 1e-3  # relative; a wrong scale or soft cap is off by tens of percent
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Per token: ``logprobs`` float32, differentiable; ``entropy`` (nats) and ``hit`` (the target is the argmax), or None.
+
+    Shapes ``(N,)``, or ``(N, K)`` for the logprobs of ``K`` targets a token; ``hit`` then speaks of the first.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    hit: Tensor | None
+
+
+class OutputHead:
+    """Runs a Hugging Face model without its output layer, and that layer on the rows that are asked for.
+
+    The whole model is called, with a hook on its output embedding that keeps the hidden states and lets one position
+    through, so that wrappers (PEFT, FSDP) work as they are meant to. What the model does to its logits afterwards (scaling,
+    soft-capping) is taken from its config and verified by a probe; a model that does something else keeps its own logits.
+    """
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.network = model.network
+        self.layer = model.network.get_output_embeddings()
+        self.finish: Callable[[Tensor], Tensor] | None = self._verified_finish(model)
+
+    def hidden_states(self, **inputs: Any) -> Tensor:
+        """The input of the output layer, ``(B, T, H)``. When the model keeps its own logits: those, ``(B, T, V)``."""
+        if self.finish is None:
+            logits: Tensor = self.network(**inputs, use_cache=False).logits
+            return logits
+        kept: list[Tensor] = []
+
+        def keep(_: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            kept.append(args[0])
+            return (args[0][:, -1:], *args[1:])
+
+        with self.layer.register_forward_pre_hook(keep):
+            self.network(**inputs, use_cache=False)
+        return kept[0]
+
+    def scores(self, hidden: Tensor, targets: Tensor, *, metrics: bool) -> TokenScores:
+        """Scores ``targets`` (``(N,)`` or ``(N, K)``) given ``hidden`` of shape ``(N, H)``."""
+        vocabulary = hidden.shape[-1] if self.finish is None else self.layer.weight.shape[0]
+        rows = max(1, CHUNK_BYTES // (4 * int(vocabulary)))
+        slices = list(zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True))
+        if len(slices) == 1 or not torch.is_grad_enabled():
+            parts = [self._score(h, t, metrics) for h, t in slices]
+        else:
+            parts = [checkpoint(self._score, h, t, metrics, use_reentrant=False, preserve_rng_state=False) for h, t in slices]
+        logprobs, entropy, hit = (list(column) for column in zip(*parts, strict=True))
+        return TokenScores(
+            torch.cat(logprobs),
+            torch.cat(entropy) if metrics else None,
+            torch.cat(hit) if metrics else None,
+        )
+
+    def _score(self, hidden: Tensor, targets: Tensor, metrics: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        logits = hidden if self.finish is None else self.finish(self.layer(hidden))
+        logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+        wanted = targets if targets.ndim == 2 else targets[:, None]
+        normalizer = logits.logsumexp(-1, keepdim=True)
+        logprobs = logits.gather(-1, wanted) - normalizer
+        entropy = hit = None
+        if metrics:
+            with torch.no_grad():
+                # H = logsumexp(z) - sum p z; the softmax is the only temporary of the size of the logits.
+                entropy = normalizer[:, 0] - (logits.softmax(-1) * logits).sum(-1)
+                hit = logits.argmax(-1) == wanted[:, 0]
+        return logprobs.reshape(targets.shape), entropy, hit
+
+    @torch.no_grad()
+    def _verified_finish(self, model: LanguageModel) -> Callable[[Tensor], Tensor] | None:
+        """The first candidate that turns the layer's output into the model's own logits on a probe, or None."""
+        if self.layer is None:
+            return None
+        config = model.network.config.get_text_config()
+        probe = torch.arange(1, 9, device=model.device)[None] % int(config.vocab_size)
+        own = self.network(input_ids=probe, use_cache=False).logits
+        self.finish = _identity  # lets hidden_states take the hook's way
+        raw = self.layer(self.hidden_states(input_ids=probe))
+        for finish in _candidates(config):
+            if torch.allclose(finish(raw), own, rtol=PROBE_TOLERANCE, atol=PROBE_TOLERANCE * float(own.abs().max())):
+                return finish
+        return None
+
+
+def _candidates(config: Any) -> list[Callable[[Tensor], Tensor]]:
+    """What Hugging Face models are known to do after their output layer (Gemma, Granite, Cohere, HyperCLOVA X)."""
+    cap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
+    scales = [getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)]
+    finishes: list[Callable[[Tensor], Tensor]] = []
+    if cap:
+        finishes.append(lambda logits: cap * torch.tanh(logits / cap))
+    for scale in scales:
+        if scale:
+            finishes += [functools.partial(_scaled, float(scale)), functools.partial(_scaled, 1 / float(scale))]
+    return [*finishes, _identity]
+
+
+def _scaled(factor: float, logits: Tensor) -> Tensor:
+    return logits * factor
+
+
+def _identity(logits: Tensor) -> Tensor:
+    return logits

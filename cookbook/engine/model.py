@@ -1,0 +1,181 @@
+"""Loading a causal language model and its tokenizer, from the Hugging Face hub or a local folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cookbook.errors import BackendError, ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+LORA_FILE = "adapter_config.json"
+
+
+@dataclass
+class ModelConfig:
+    """Which model, and which of its parameters are trained. ``conf/model/*.yaml`` says what each field means."""
+
+    name: str
+    random: bool = False
+    revision: str | None = None
+    dtype: str = "float32"
+    lora_rank: int = 0
+    lora_alpha: int = 32
+    lora_dropout: float = 0.0
+    lora_target_modules: Any = "all-linear"
+    chat_template: str | None = None
+    attn_implementation: str = "sdpa"
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"model.dtype: expected one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.lora_rank < 0:
+            raise ConfigError(f"model.lora_rank must be >= 0, got {self.lora_rank}; 0 trains every parameter")
+        if not 0 <= self.lora_dropout < 1:
+            raise ConfigError(f"model.lora_dropout must be at least 0 and below 1, got {self.lora_dropout}")
+
+
+@dataclass
+class LanguageModel:
+    """A model with its tokenizer. ``network`` is the Hugging Face module, PEFT-wrapped when ``lora_rank`` > 0."""
+
+    network: Any
+    tokenizer: Any
+    config: ModelConfig
+    device: torch.device
+
+    @property
+    def max_length(self) -> int:
+        """The longest sequence the positions allow, tokens."""
+        limits = [getattr(self.network.config.get_text_config(), "max_position_embeddings", None)]
+        limits.append(getattr(self.tokenizer, "model_max_length", None))
+        return int(min((limit for limit in limits if limit), default=1 << 30))
+
+    @property
+    def is_lora(self) -> bool:
+        return hasattr(self.network, "peft_config")
+
+    def trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Names and parameters that get a gradient, in a fixed order; tied weights once."""
+        return [(name, p) for name, p in self.network.named_parameters() if p.requires_grad]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.network.parameters())
+
+
+def load(config: ModelConfig, device: torch.device, seed: int) -> LanguageModel:
+    """Loads (or, with ``random``, initializes from ``seed``) a model and wraps it for LoRA when asked.
+
+    A folder that holds a PEFT adapter is loaded on top of the base model it names.
+
+    Raises:
+        BackendError: nothing to load there, or not a causal language model, in one line.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # the run has a display of its own
+    adapter = _adapter_config(config.name)
+    base = adapter["base_model_name_or_path"] if adapter else config.name
+    tokenizer = load_tokenizer(config)
+    network = _network(config, base, seed).to(device)
+    if adapter:
+        network = _load_adapter(network, config.name)
+    elif config.lora_rank:
+        network = _add_lora(network, config, seed)
+    network.eval()
+    return LanguageModel(network, tokenizer, config, device)
+
+
+def load_tokenizer(config: ModelConfig) -> Any:
+    """The tokenizer of ``config.name``, with ``config.chat_template`` in place of its own when given."""
+    from transformers import AutoTokenizer
+
+    _must_exist(config.name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            config.name, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        raise BackendError(_cannot_load("tokenizer", config.name, error)) from None
+    if config.chat_template:
+        try:
+            tokenizer.chat_template = Path(config.chat_template).read_text()
+        except OSError as error:
+            raise ConfigError(f"model.chat_template: cannot read {config.chat_template!r}: {error.strerror}") from None
+    return tokenizer
+
+
+def _network(config: ModelConfig, base: str, seed: int) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    common = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    try:
+        if config.random:
+            architecture = AutoConfig.from_pretrained(base, **common)
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                return AutoModelForCausalLM.from_config(
+                    architecture, dtype=DTYPES[config.dtype], attn_implementation=config.attn_implementation
+                )
+        return AutoModelForCausalLM.from_pretrained(
+            base, dtype=DTYPES[config.dtype], attn_implementation=config.attn_implementation, **common
+        )
+    except (OSError, ValueError, KeyError, json.JSONDecodeError, RuntimeError) as error:
+        raise BackendError(_cannot_load("weights", base, error)) from None
+
+
+def _add_lora(network: Any, config: ModelConfig, seed: int) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    modules = config.lora_target_modules
+    lora = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules=modules if isinstance(modules, str) else list(modules),
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        try:
+            return get_peft_model(network, lora)
+        except ValueError as error:
+            raise ConfigError(f"model.lora_target_modules: {_first_line(error)}") from None
+
+
+def _load_adapter(network: Any, folder: str) -> Any:
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(network, folder, is_trainable=True)
+
+
+def _adapter_config(name: str) -> dict[str, Any] | None:
+    path = Path(name) / LORA_FILE
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def _must_exist(name: str) -> None:
+    """A name that is spelled like a path is never looked up on the hub."""
+    spelled_as_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if spelled_as_path and not Path(name).is_dir():
+        raise BackendError(f"model.name: no such folder {name!r}; pass a local folder or a Hugging Face hub id")
+
+
+def _cannot_load(what: str, name: str, error: BaseException) -> str:
+    if Path(name).is_dir():
+        return f"model.name: cannot load the {what} in {name!r}: {_first_line(error)}"
+    return (
+        f"model.name: cannot load {name!r}: there is no such local folder, and the Hugging Face hub did not provide it "
+        f"({_first_line(error)}); check the name, your network, or pass a local folder"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

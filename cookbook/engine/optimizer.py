@@ -1,0 +1,101 @@
+"""AdamW over the trainable parameters, with float32 masters where the model computes in half precision."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cookbook.engine.model import LanguageModel
+from cookbook.types import AdamParams
+
+
+class Optimizer:
+    """Decoupled weight decay (AdamW). All hyper-parameters come with the step; only the moments live here.
+
+    bfloat16 parameters keep a float32 master copy: at RL learning rates most updates are smaller than a bfloat16 step, and
+    would be lost.
+
+    Source: Loshchilov & Hutter, Decoupled Weight Decay Regularization, algorithm 2.
+    """
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.names = [name for name, _ in model.trainable()]
+        self.parameters = [parameter for _, parameter in model.trainable()]
+        self.masters = [_master(parameter) for parameter in self.parameters]
+        self.adamw = torch.optim.AdamW(self.masters, lr=0.0, foreach=None, fused=True)
+
+    def gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def grad_norm(self, divisor: float) -> float:
+        """The global L2 norm of the gradient after division by ``divisor``, in float32 or better."""
+        gradients = self.gradients()
+        if not gradients:
+            return 0.0
+        norms = torch.stack([torch.linalg.vector_norm(g, dtype=_at_least_float32(g)) for g in gradients])
+        return float(torch.linalg.vector_norm(norms)) / divisor
+
+    def step(self, adam: AdamParams, scale: float) -> None:
+        """One update with the gradient times ``scale``; a parameter without a gradient counts as one of zero."""
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            master.grad = gradient.to(master.dtype)
+            if scale != 1.0:
+                master.grad.mul_(scale)
+        for group in self.adamw.param_groups:
+            group.update(
+                lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay
+            )
+        self.adamw.step()
+        self.publish()
+        self.zero_grad()
+
+    def publish(self) -> None:
+        """Rounds the masters into the parameters the model computes with."""
+        with torch.no_grad():
+            for parameter, master in zip(self.parameters, self.masters, strict=True):
+                if master is not parameter:
+                    parameter.copy_(master)
+                    master.grad = None
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything an exact continuation needs beyond the weights, as flat named tensors."""
+        tensors: dict[str, Tensor] = {}
+        for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
+            for key, value in self.adamw.state.get(master, {}).items():
+                tensors[f"{key}.{name}"] = torch.as_tensor(value).detach().cpu().contiguous()
+            if master is not parameter:
+                tensors[f"master.{name}"] = master.detach().cpu()
+        return tensors
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """The inverse of :meth:`state`; tensors of other names are ignored."""
+        for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
+            if master is not parameter and f"master.{name}" in tensors:
+                master.data.copy_(tensors[f"master.{name}"])
+            state = {key: tensors[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in tensors}
+            if state:
+                self.adamw.state[master] = {
+                    key: value.clone() if key == "step" else value.to(master.device, copy=True) for key, value in state.items()
+                }
+
+    def reset(self) -> None:
+        """Forgets the moments and takes the masters anew from the parameters."""
+        self.adamw.state.clear()
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if master is not parameter:
+                master.data.copy_(parameter)
+
+
+def _master(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    if parameter.dtype in (torch.float32, torch.float64):
+        return parameter
+    return torch.nn.Parameter(parameter.detach().float().clone())
+
+
+def _at_least_float32(tensor: Tensor) -> torch.dtype:
+    return torch.float32 if tensor.element_size() < 4 else tensor.dtype

@@ -1,0 +1,266 @@
+"""Sampling from a causal model: prompts prefilled once, all their completions decoded side by side.
+
+The draw of sample ``i`` at position ``t`` is a function of the request's seed, ``i`` and ``t`` alone, so what else is in the
+batch does not matter (up to float rounding of the logits).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cookbook.engine.model import LanguageModel
+from cookbook.errors import RolloutError
+from cookbook.types import Sample, SamplingParams
+
+COMPACT_BELOW = 0.75  # finished sequences leave the batch once fewer than this share of it is alive
+
+
+@dataclass(frozen=True)
+class Request:
+    """``num_samples`` completions of one prompt. ``seed`` decides the draws."""
+
+    prompt: list[int]
+    num_samples: int
+    params: SamplingParams
+    seed: int
+
+
+@dataclass
+class _Lane:
+    """One completion under way."""
+
+    request: int
+    tokens: list[int]
+    logprobs: list[float]
+    stop_reason: str = "length"
+
+
+@torch.no_grad()
+def sample(model: LanguageModel, requests: Sequence[Request], step: int, max_batch_tokens: int) -> list[list[Sample]]:
+    """Answers all requests, in batches of at most ``max_batch_tokens`` prompt and completion tokens.
+
+    Raises:
+        RolloutError: a prompt leaves no room for its completion.
+    """
+    model.network.eval()
+    room = [_room(model, request, index) for index, request in enumerate(requests)]
+    answers: list[list[Sample]] = [[] for _ in requests]
+    for batch in _batches(requests, room, max_batch_tokens):
+        for lane in _Decoder(model, requests, batch, room).run():
+            answers[lane.request].append(Sample(lane.tokens, lane.logprobs, lane.stop_reason, step))
+    return answers
+
+
+def _room(model: LanguageModel, request: Request, index: int) -> int:
+    """How many tokens the completion may have."""
+    if not request.prompt:
+        raise RolloutError(f"prompt {index}: is empty; give at least one token")
+    left = model.max_length - len(request.prompt)
+    wanted = request.params.max_tokens or left
+    if left < wanted or left < 1:
+        raise RolloutError(
+            f"prompt {index}: {len(request.prompt)} tokens and max_tokens={wanted} exceed the context of {model.max_length}; "
+            "shorten the prompt or lower max_tokens"
+        )
+    return wanted
+
+
+def _batches(requests: Sequence[Request], room: Sequence[int], budget: int) -> list[list[int]]:
+    """Requests of similar prompt length together, so that little of a batch is padding."""
+    batches: list[list[int]] = []
+    tokens = 0
+    for index in sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt), i)):
+        need = requests[index].num_samples * (len(requests[index].prompt) + room[index])
+        if not batches or tokens + need > budget:
+            batches.append([])
+            tokens = 0
+        batches[-1].append(index)
+        tokens += need
+    return batches
+
+
+class _Decoder:
+    """Decodes one batch of requests to its end."""
+
+    def __init__(self, model: LanguageModel, requests: Sequence[Request], batch: list[int], room: Sequence[int]) -> None:
+        self.model = model
+        self.requests = requests
+        self.batch = batch
+        self.lanes = [_Lane(index, [], []) for index in batch for _ in range(requests[index].num_samples)]
+        self.alive = list(range(len(self.lanes)))
+        self.limits = np.array([room[lane.request] for lane in self.lanes])
+        self.rule = _Rule(model, [requests[lane.request].params for lane in self.lanes])
+        self.draws = self._draws()
+        self.finished = np.zeros(len(self.lanes), dtype=bool)
+
+    def run(self) -> list[_Lane]:
+        cache, mask, positions, logits = self._prefill()
+        for t in range(int(self.limits.max())):
+            tokens, logprobs = self.rule.choose(logits, self.alive, self.draws[self.alive, t] if self.draws is not None else None)
+            self._record(tokens, logprobs, t)
+            keep = np.flatnonzero(~self.finished)
+            if not len(keep):
+                break
+            if len(keep) < COMPACT_BELOW * len(self.alive):
+                rows = torch.from_numpy(keep).to(self.model.device)
+                cache.batch_select_indices(rows)
+                tokens, positions = tokens[rows], positions[rows]
+                mask = mask[rows] if mask is not None else None
+                self.alive = [self.alive[row] for row in keep]
+                self.finished = self.finished[keep]
+            positions = positions + 1
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1) if mask is not None else None
+            logits = self._step(tokens[:, None], mask, positions, cache)
+        return self.lanes
+
+    def _prefill(self) -> tuple[Any, Tensor | None, Tensor, Tensor]:
+        """Runs every prompt once, left-padded, then gives each of its completions a copy of the cache row."""
+        from transformers import DynamicCache
+
+        prompts = [self.requests[index].prompt for index in self.batch]
+        width = max(map(len, prompts))
+        ids = np.zeros((len(prompts), width), dtype=np.int64)
+        real = np.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, width - len(prompt) :] = prompt
+            real[row, width - len(prompt) :] = 1
+        device = self.model.device
+        mask = None if real.all() else torch.from_numpy(real).to(device)
+        positions = torch.from_numpy(np.maximum(real.cumsum(1) - 1, 0)).to(device)
+        cache = DynamicCache(config=self.model.network.config.get_text_config())
+        logits = self._step(torch.from_numpy(ids).to(device), mask, positions, cache)
+        copies = torch.tensor([self.requests[index].num_samples for index in self.batch], device=device)
+        rows = torch.repeat_interleave(torch.arange(len(prompts), device=device), copies)
+        cache.batch_select_indices(rows)
+        return cache, mask[rows] if mask is not None else None, positions[rows, -1:], logits[rows]
+
+    def _step(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any) -> Tensor:
+        out = self.model.network(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits: Tensor = out.logits[:, -1].float()
+        return logits
+
+    def _record(self, tokens: Tensor, logprobs: Tensor, t: int) -> None:
+        """Appends one token to every lane that goes on, and notes in ``finished`` which rows ended with it."""
+        chosen, scores = tokens.tolist(), logprobs.tolist()
+        stops = self.rule.stops(tokens, self.alive)
+        for row, number in enumerate(self.alive):
+            if self.finished[row]:
+                continue
+            lane = self.lanes[number]
+            lane.tokens.append(chosen[row])
+            lane.logprobs.append(scores[row])
+            if stops[row] or self.rule.ends_with_stop_string(number, lane.tokens):
+                lane.stop_reason = "stop"
+                self.finished[row] = True
+            elif t + 1 >= self.limits[number]:
+                self.finished[row] = True
+
+    def _draws(self) -> np.ndarray[Any, Any] | None:
+        """Uniform numbers, (lanes, tokens): row by row from a counter-based generator keyed by (seed, sample index)."""
+        if all(self.requests[index].params.temperature == 0 for index in self.batch):
+            return None
+        steps = int(self.limits.max())
+        rows = []
+        for index in self.batch:
+            request = self.requests[index]
+            for number in range(request.num_samples):
+                key = np.array([request.seed % (1 << 64), number], dtype=np.uint64)
+                rows.append(np.random.Generator(np.random.Philox(key=key)).random(steps))
+        return np.stack(rows)
+
+
+class _Rule:
+    """How tokens are chosen and where completions end, for the lanes of a batch."""
+
+    def __init__(self, model: LanguageModel, params: list[SamplingParams]) -> None:
+        self.tokenizer = model.tokenizer
+        self.params = params
+        self.device = model.device
+        self.temperature = torch.tensor([p.temperature for p in params], device=self.device)
+        self.top_k = [p.top_k for p in params]
+        self.top_p = torch.tensor([p.top_p for p in params], device=self.device)
+        self.stop_ids = [_stop_ids(model, p) for p in params]
+        self.same_stops = torch.tensor(self.stop_ids[0], device=self.device) if len(set(self.stop_ids)) == 1 else None
+        self.strings = [_stop_strings(p) for p in params]
+
+    def choose(self, logits: Tensor, lanes: list[int], draws: np.ndarray[Any, Any] | None) -> tuple[Tensor, Tensor]:
+        """Tokens and their logprobs under the temperature, ``(rows,)`` each. The filters do not renormalize the logprobs."""
+        greedy = logits.argmax(-1)
+        temperature = self.temperature[lanes]
+        scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
+        logprobs = scaled.log_softmax(-1)
+        tokens = greedy
+        if draws is not None:
+            uniform = torch.from_numpy(draws).to(self.device)
+            tokens = torch.where(temperature > 0, _inverse_cdf(self._filtered(logprobs, lanes), uniform), greedy)
+        return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+
+    def _filtered(self, logprobs: Tensor, lanes: list[int]) -> Tensor:
+        """Probabilities, those outside top-k and top-p set to 0."""
+        probabilities = logprobs.exp()
+        top_k = [self.top_k[lane] for lane in lanes]
+        top_p = self.top_p[lanes]
+        if all(k <= 0 for k in top_k) and bool((top_p >= 1).all()):
+            return probabilities
+        ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+        rank = torch.arange(ordered.shape[-1], device=self.device)
+        limit = torch.tensor([k if k > 0 else ordered.shape[-1] for k in top_k], device=self.device)
+        before = ordered.cumsum(-1) - ordered
+        outside = (rank >= limit[:, None]) | ((before >= top_p[:, None]) & (top_p < 1)[:, None])
+        return torch.zeros_like(probabilities).scatter(-1, order, ordered.masked_fill(outside, 0.0))
+
+    def stops(self, tokens: Tensor, lanes: list[int]) -> list[bool]:
+        if self.same_stops is not None:
+            return list(torch.isin(tokens, self.same_stops).tolist())
+        return [token in self.stop_ids[lane] for token, lane in zip(tokens.tolist(), lanes, strict=True)]
+
+    def ends_with_stop_string(self, lane: int, tokens: list[int]) -> bool:
+        strings = self.strings[lane]
+        if not strings:
+            return False
+        longest = max(map(len, strings))
+        # A token decodes to at least a part of one character: this many tokens surely hold the longest stop string.
+        tail = self.tokenizer.decode(tokens[-4 * longest - 4 :])
+        return any(string in tail for string in strings)
+
+
+def _inverse_cdf(probabilities: Tensor, uniform: Tensor) -> Tensor:
+    """The first token whose cumulated probability exceeds ``uniform`` of the total; never one of probability 0."""
+    cumulated = probabilities.double().cumsum(-1)
+    wanted = (uniform * cumulated[:, -1]).clamp(max=torch.nextafter(cumulated[:, -1], cumulated.new_zeros(())))
+    return torch.searchsorted(cumulated, wanted[:, None], right=True)[:, 0]
+
+
+def _stop_ids(model: LanguageModel, params: SamplingParams) -> tuple[int, ...]:
+    """None: the model's own ends. ``[]``: nothing. Otherwise the ends and the given ids."""
+    given = [] if isinstance(params.stop, str) or params.stop is None else [s for s in params.stop if isinstance(s, int)]
+    if params.stop is not None and not isinstance(params.stop, str) and not params.stop:
+        return ()
+    return tuple(sorted({*end_token_ids(model), *given}))
+
+
+def _stop_strings(params: SamplingParams) -> list[str]:
+    if isinstance(params.stop, str):
+        return [params.stop]
+    return [s for s in params.stop or [] if isinstance(s, str)]
+
+
+def end_token_ids(model: LanguageModel) -> set[int]:
+    """The tokens that end a text or a turn, as the tokenizer and the model's generation config name them."""
+    ids = {model.tokenizer.eos_token_id}
+    configured = getattr(getattr(model.network, "generation_config", None), "eos_token_id", None)
+    ids |= set(configured) if isinstance(configured, list) else {configured}
+    return {int(token) for token in ids if token is not None}

@@ -1,0 +1,142 @@
+"""Group-relative policy optimization and its kin: DAPO, Dr. GRPO and GSPO are other values of the same options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+from torch import Tensor
+
+from cookbook.errors import ConfigError
+from cookbook.losses.base import Batch, Metrics, Scope, choice, kept, non_negative, positive, weighted_mean, within
+from cookbook.losses.policy import (
+    PolicyLoss,
+    Rollouts,
+    bounded_exp,
+    clipped_surrogate,
+    importance_weights,
+    k3,
+    sequence_log_ratio,
+)
+from cookbook.normalization import Normalization
+
+Anchor = Literal["sampler", "trainer"]
+Level = Literal["token", "sequence"]
+
+
+@dataclass(frozen=True)
+class GRPO(PolicyLoss):
+    """``sum w * ( v * max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A) + kl_beta * k3 ) / length_divisor``.
+
+    ``r = exp(p - o)`` is how far the update has moved a token, ``v = min(exp(o - q), importance_cap)`` repairs that
+    trainer and sampler computed different probabilities for it, and ``k3 = exp(f - p) - (f - p) - 1`` estimates
+    KL(policy || reference), with gradient ``1 - exp(f - p)``. Three policies, so three logprobs beside the current one:
+
+    * ``sampling_logprobs`` (or ``logprobs``): q, what the sampler reported.
+    * ``old_logprobs``, optional: o, the trainer's own logprobs before the first update on these samples.
+    * ``reference_logprobs``, when ``kl_beta > 0``: f.
+
+    Further ``advantages`` and ``weights`` (default ones). A token of weight 0 influences nothing, not a sequence's
+    ratio either.
+
+    Options:
+        clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high]; 0 <= clip_low <= 1, clip_high >= 0.
+        clip_max: dual clip, > 1: where A < 0 a term is at most ``clip_max * |A|``. null: no limit.
+        kl_beta: weight of the KL to the reference, >= 0. 0: no reference is needed.
+        anchor: what o is. ``sampler``: q; v is then 1, and the clip measures sampler to now. ``trainer``:
+            ``old_logprobs`` where the datums have them; else the current logprobs as constants, exact for the first
+            update after sampling, the only one of a recipe that samples anew each step.
+        importance_level: ``token``, or ``sequence``: v from the mean of ``o - q`` over the sequence.
+        importance_cap: v's upper bound, > 0. null: none.
+        icepop_threshold: t >= 1; tokens whose exp(o - q) leaves [1 / t, t] get v = 0. null: off. Level ``token`` only.
+        ratio: ``token``, or ``sequence`` (GSPO): r from the mean of ``p - o`` over the sequence.
+        length_divisor: every term is divided by this constant, > 0; Dr. GRPO's maximum completion length.
+        normalization: what optim_step divides by.
+
+    Metrics, over the tokens of weight != 0: ``loss/ratio_mean``; ``loss/clip_frac``, ratios outside the clip range;
+    ``loss/importance_weight_mean``, ``loss/importance_capped_frac``, ``loss/importance_dropped_frac``;
+    ``kl/sampler_trainer_k1`` and ``_k3``, KL(sampler || trainer); ``kl/old_policy``, k3 of KL(old || now), with
+    ``old_logprobs``; ``kl/reference``, k3, with a reference.
+
+    Source: Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, eq. 3 and 4; asymmetric clip: Yu et al. 2025, "DAPO",
+    arXiv:2503.14476; constant divisor: Liu et al. 2025, "Understanding R1-Zero-Like Training", arXiv:2503.20783; ratio
+    per sequence: Zheng et al. 2025, "GSPO", arXiv:2507.18071.
+    """
+
+    name: ClassVar[str] = "grpo"
+    reads: ClassVar[frozenset[str]] = frozenset({"weights", "old_logprobs"})
+    sampled_only: ClassVar[bool] = False
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    clip_max: float | None = None
+    kl_beta: float = 0.001
+    anchor: Anchor = "trainer"
+    importance_level: Level = "token"
+    importance_cap: float | None = 5.0
+    icepop_threshold: float | None = None
+    ratio: Level = "token"
+    length_divisor: float = 1.0
+    normalization: Normalization | None = Normalization.num_loss_tokens
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within("loss", "between 0 and 1", lambda value: 0 <= value <= 1, clip_low=self.clip_low)
+        non_negative("loss", clip_high=self.clip_high, kl_beta=self.kl_beta)
+        within("loss", "> 1", lambda value: value > 1, clip_max=self.clip_max)
+        positive("loss", importance_cap=self.importance_cap, length_divisor=self.length_divisor)
+        within("loss", ">= 1", lambda value: value >= 1, icepop_threshold=self.icepop_threshold)
+        choice("loss", "anchor", self.anchor, get_args(Anchor))
+        choice("loss", "importance_level", self.importance_level, get_args(Level))
+        choice("loss", "ratio", self.ratio, get_args(Level))
+        if self.icepop_threshold is not None and self.importance_level == "sequence":
+            raise ConfigError("loss: icepop_threshold drops single tokens; use importance_level=token with it")
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_beta > 0
+
+    @property
+    def scope(self) -> Scope:
+        return Scope.sequence if "sequence" in (self.ratio, self.importance_level) else Scope.token
+
+    def terms(self, batch: Batch, tokens: Rollouts) -> tuple[Tensor, Metrics]:
+        old = self._old_logprobs(batch, tokens)
+        log_ratio = tokens.logprobs - old
+        if self.ratio == "sequence":
+            log_ratio = sequence_log_ratio(batch, log_ratio, tokens.weights)
+        ratio = bounded_exp(log_ratio)
+        low, high = 1 - self.clip_low, 1 + self.clip_high
+        terms, outside = clipped_surrogate(ratio, tokens.advantages, low, high, self.clip_max)
+        importance, metrics = self._importance(batch, old - tokens.sampling_logprobs, tokens.weights)
+        terms = terms * importance
+        metrics |= {
+            "loss/ratio_mean": weighted_mean(ratio, tokens.weights),
+            "loss/clip_frac": weighted_mean(outside, tokens.weights),
+        }
+        if batch.has("old_logprobs"):
+            metrics["kl/old_policy"] = weighted_mean(k3(tokens.logprobs.detach() - old), tokens.weights)
+        if self.needs_reference:
+            penalty = k3(kept(batch.read("reference_logprobs"), tokens.weights) - tokens.logprobs)
+            terms = terms + self.kl_beta * penalty
+            metrics["kl/reference"] = weighted_mean(penalty, tokens.weights)
+        return terms / self.length_divisor, metrics
+
+    def _old_logprobs(self, batch: Batch, tokens: Rollouts) -> Tensor:
+        if self.anchor == "sampler":
+            return tokens.sampling_logprobs
+        if batch.has("old_logprobs"):
+            return kept(batch.read("old_logprobs"), tokens.weights)
+        return tokens.logprobs.detach()
+
+    def _importance(self, batch: Batch, log_ratio: Tensor, weights: Tensor) -> tuple[Tensor, Metrics]:
+        """v per token, ``(N,)``, from ``o - q``, and what the limits did to it."""
+        if self.importance_level == "sequence":
+            log_ratio = batch.spread(batch.mean_by_sequence(log_ratio, (weights != 0).to(log_ratio)))
+        importance = importance_weights(log_ratio, self.importance_cap, self.icepop_threshold)
+        cap = float("inf") if self.importance_cap is None else self.importance_cap
+        return importance, {
+            "loss/importance_weight_mean": weighted_mean(importance, weights),
+            "loss/importance_capped_frac": weighted_mean(bounded_exp(log_ratio) > cap, weights),
+            "loss/importance_dropped_frac": weighted_mean(importance == 0, weights),
+        }

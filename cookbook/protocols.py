@@ -1,0 +1,129 @@
+"""What the rooms promise each other. Everything a recipe touches is one of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from cookbook.types import (
+    AdamParams,
+    Checkpoint,
+    Datum,
+    ForwardBackwardOutput,
+    OptimStepOutput,
+    SampleResponse,
+    SamplingParams,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from cookbook.futures import Future
+
+    LossFn = Callable[[Sequence[Datum], list[torch.Tensor]], tuple[torch.Tensor, Mapping[str, float]]]
+    """``loss_fn(data, logprobs) -> (scalar, metrics)``; ``logprobs[i]`` has the shape of ``data[i]``'s targets, ``(T,)``."""
+
+
+class TrainingClient(Protocol):
+    """A model in training, here or elsewhere. Calls return at once and run in the order they are made.
+
+    A call that fails makes every later ``optim_step`` fail with the same error, until one of those has been read; so a
+    future nobody reads cannot hide an error. The gradient accumulated so far is dropped.
+    """
+
+    def forward(
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, Any] | None = None
+    ) -> Future[ForwardBackwardOutput]:
+        """Logprobs and the loss's value and metrics; touches no gradient."""
+        ...
+
+    def forward_backward(
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, Any] | None = None
+    ) -> Future[ForwardBackwardOutput]:
+        """Adds the gradient of a loss known by name."""
+        ...
+
+    def forward_backward_custom(self, data: Sequence[Datum], loss_fn: LossFn) -> Future[ForwardBackwardOutput]:
+        """Adds the gradient of any differentiable function of the logprobs."""
+        ...
+
+    def optim_step(
+        self, adam_params: AdamParams, grad_accumulation_normalization: str | None = None
+    ) -> Future[OptimStepOutput]:
+        """Divides the accumulated gradient, clips it, steps, and clears it."""
+        ...
+
+    def save_state(self, name: str) -> Future[Checkpoint]:
+        """Weights, optimizer and step, to go on from."""
+        ...
+
+    def load_state(self, checkpoint: Checkpoint | str, *, optimizer: bool = True) -> Future[None]:
+        """The inverse of :meth:`save_state`."""
+        ...
+
+    def save_weights_for_sampler_ext(self, name: str, *, checkpoint_type: str = "base") -> Future[Checkpoint]:
+        """Weights to sample from, as a Hugging Face folder."""
+        ...
+
+    def close(self) -> None:
+        """Waits for what is under way and raises the error of a failed call that nobody has read."""
+        ...
+
+
+class Sampler(Protocol):
+    """One version of the weights, to sample from. New weights, new sampler."""
+
+    step: int
+
+    def sample(
+        self, prompt: Any, num_samples: int = 1, sampling_params: SamplingParams | None = None
+    ) -> Future[SampleResponse]:
+        """``num_samples`` completions of ``prompt``. Calls are batched: make them all before reading the first result."""
+        ...
+
+    def compute_logprobs(self, prompt: Any) -> Future[list[float | None]]:
+        """The logprob of every token given those before it, shape ``(T,)``; the first is None."""
+        ...
+
+
+class Deployment(Protocol):
+    """Where samples come from."""
+
+    def load(self, step: int) -> Future[Sampler]:
+        """Puts the trainer's weights of that step into service; the sampler answers with exactly those."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class WeightSyncer(Protocol):
+    """Owns what it takes for the deployment to hold the trainer's weights."""
+
+    def sync(self, step: int) -> Sampler: ...
+
+
+class Reference(Protocol):
+    """The weights the run started from, frozen."""
+
+    def logprobs(self, data: Sequence[Datum]) -> Future[list[Any]]:
+        """Per datum a float32 array of shape ``(T,)``."""
+        ...
+
+
+class Reward(Protocol):
+    """Judges one completion.
+
+    ``completion`` is the text without the end-of-turn token; ``row`` is the dataset's row as it was read. Returns a number;
+    higher is better. It may raise: the run then fails, naming the row.
+    """
+
+    def __call__(self, completion: str, row: Mapping[str, Any]) -> float: ...
+
+
+class Tracker(Protocol):
+    """Takes metrics somewhere people look. ``config`` is the resolved configuration; ``state`` is ``finished`` or ``failed``."""
+
+    def start(self, config: Mapping[str, Any], out: str, name: str) -> None: ...
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def end(self, state: str) -> None: ...

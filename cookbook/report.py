@@ -1,0 +1,75 @@
+"""What a run leaves for people: a summary on the terminal, and a picture of its curves in the run folder."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cookbook.evaluation import Example
+from cookbook.run import Run
+from cookbook.svg import Curve, chart
+
+# The metrics worth comparing before and after, best first, with how they read.
+HEADLINES = [
+    ("eval/accuracy", "accuracy on held-out prompts", "{:.1%}"),
+    ("eval/reward", "reward on held-out prompts", "{:.3f}"),
+    ("eval/rewards/accuracy", "preference accuracy on held-out pairs", "{:.1%}"),
+    ("eval/rewards/margin", "margin on held-out pairs", "{:.3f}"),
+    ("eval/loss", "loss on held-out rows", "{:.4f}"),
+]
+CURVES = [
+    ("eval/accuracy", "held-out accuracy"),
+    ("reward/mean", "reward while sampling"),
+    ("eval/rewards/accuracy", "held-out preference accuracy"),
+    ("eval/rewards/margin", "held-out margin"),
+    ("loss", "loss"),
+    ("eval/loss", "held-out loss"),
+]
+
+
+def summary(run: Run) -> None:
+    """Prints before and after, a few completions, where everything is, and what to try next; draws ``curves.svg``."""
+    rows = run.metrics_file.read()
+    draw(rows, run.out / "curves.svg", f"{run.name}: {run.out.name}")
+    print()
+    for key, label, form in HEADLINES:
+        values = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+        if len(values) > 1:
+            (first, before), (last, after) = values[0], values[-1]
+            print(f"{label}: {form.format(before)} after {first} steps -> {form.format(after)} after {last}")
+    examples = run.evaluations[-1][1].examples[:3] if run.evaluations else []
+    for example in examples:
+        print(f"  {_one_line(example)}")
+    print(f"run folder: {run.out}  (metrics.jsonl, samples.jsonl, curves.svg, checkpoints/)")
+    print(f"next: {_next_command(run, examples)}", flush=True)
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
+    """The run's curves as an SVG picture: shares of one on the left axis, everything else scaled to its own range."""
+    curves = []
+    for key, label in CURVES:
+        points = [(float(row["step"]), float(row[key])) for row in rows if row.get(key) is not None]
+        if len(points) > 1:
+            curves.append(Curve(label, points))
+    if curves:
+        path.write_text(chart(title, "optimizer steps", curves), encoding="utf-8")
+
+
+def _one_line(example: Example) -> str:
+    prompt = " ".join(example.prompt.split())
+    reward = "" if example.reward is None else f"   reward {example.reward:g}"
+    return f"{prompt[-60:]!r} -> {' '.join(example.completion.split())[:100]!r}{reward}"
+
+
+def _next_command(run: Run, examples: Sequence[Example]) -> str:
+    prompt = examples[0].prompt if examples and len(examples[0].prompt) < 60 else "12+30="
+    quoted = "'" + prompt.replace("'", "'\\''") + "'"
+    return f"cookbook sample {run.out} {quoted}"
+
+
+def interrupted(out: Path, overrides: Sequence[str]) -> str:
+    """How to go on with a run that was asked to stop."""
+    kept = [override for override in overrides if not override.startswith(("out=", "resume="))]
+    return " ".join(["cookbook", "train", *kept, f"out={out}"]) if sys.argv else ""

@@ -1,0 +1,7 @@
+"""Judging completions: shipped rewards, the user's own, and the one place that calls them."""
+
+from cookbook.rewards.python import Python
+from cookbook.rewards.score import score
+from cookbook.rewards.shipped import Exact, Format, Number
+
+__all__ = ["Exact", "Format", "Number", "Python", "score"]

@@ -1,0 +1,265 @@
+"""The Python API for people who write their own loop: the calls of Tinker's and Fireworks' documentation, on an embedded trainer.
+
+A program written for ``tinker`` runs with ``import cookbook as tinker``, with our types or Tinker's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from cookbook.backends.local import LocalConfig, LocalTrainer
+from cookbook.backends.sampling import LocalSampler
+from cookbook.checkpoints import manifest
+from cookbook.engine.model import ModelConfig
+from cookbook.errors import ConfigError
+from cookbook.futures import Future
+from cookbook.paths import packaged
+from cookbook.types import (
+    AdamParams,
+    Checkpoint,
+    Datum,
+    ForwardBackwardOutput,
+    OptimStepOutput,
+    SampleResponse,
+    SamplingParams,
+)
+
+
+class _Ready:
+    """Something that is already there, where Tinker hands out a future: ``.result()`` and ``await`` give it back."""
+
+    def result(self, timeout: float | None = None) -> Self:
+        return self
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        yield from ()
+        return self
+
+
+class _AsyncTwins:
+    """``name_async(...)`` is a coroutine that calls ``name(...)``, for every public method."""
+
+    def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+        plain = name.removesuffix("_async")
+        if name.startswith("_") or plain == name or not callable(getattr(type(self), plain, None)):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            return getattr(self, plain)(*args, **kwargs)
+
+        return call
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What :meth:`TrainingClient.get_info` tells."""
+
+    model_name: str
+    lora_rank: int
+    is_lora: bool
+    num_parameters: int
+    max_context_length: int
+
+
+class SamplingClient(_Ready):
+    """Samples from one version of the weights. Make all ``sample`` calls before reading the first result: they are batched."""
+
+    def __init__(self, sampler: LocalSampler, tokenizer: Any, base_model: str) -> None:
+        self._sampler = sampler
+        self._tokenizer = tokenizer
+        self._base_model = base_model
+        self.step = sampler.step
+
+    def sample(
+        self,
+        prompt: Any,
+        num_samples: int = 1,
+        sampling_params: SamplingParams | None = None,
+    ) -> Future[SampleResponse]:
+        return self._sampler.sample(prompt, num_samples, sampling_params)
+
+    async def sample_async(
+        self, prompt: Any, num_samples: int = 1, sampling_params: SamplingParams | None = None
+    ) -> SampleResponse:
+        return await self.sample(prompt, num_samples, sampling_params)
+
+    def compute_logprobs(self, prompt: Any) -> Future[list[float | None]]:
+        """The logprob of every prompt token given those before it; the first is None."""
+        return self._sampler.compute_logprobs(prompt)
+
+    async def compute_logprobs_async(self, prompt: Any) -> list[float | None]:
+        return await self.compute_logprobs(prompt)
+
+    def get_tokenizer(self) -> Any:
+        return self._tokenizer
+
+    def get_base_model(self) -> str:
+        return self._base_model
+
+
+class TrainingClient(_Ready, _AsyncTwins):
+    """A model in training. Calls return futures at once and run in the order they are made."""
+
+    def __init__(self, trainer: LocalTrainer) -> None:
+        self._trainer = trainer
+
+    def forward(
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, Any] | None = None
+    ) -> Future[ForwardBackwardOutput]:
+        """Logprobs and the loss's value; touches no gradient."""
+        return self._trainer.forward(data, loss_fn, loss_fn_config)
+
+    def forward_backward(
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, Any] | None = None
+    ) -> Future[ForwardBackwardOutput]:
+        """Adds the gradient of a built-in loss."""
+        return self._trainer.forward_backward(data, loss_fn, loss_fn_config)
+
+    def forward_backward_custom(self, data: Sequence[Datum], loss_fn: Any) -> Future[ForwardBackwardOutput]:
+        """Adds the gradient of ``loss_fn(data, logprobs) -> (scalar, metrics)``, at the price of a built-in loss."""
+        return self._trainer.forward_backward_custom(data, loss_fn)
+
+    def optim_step(
+        self, adam_params: AdamParams, grad_accumulation_normalization: str | None = None
+    ) -> Future[OptimStepOutput]:
+        """Divides the accumulated gradient as asked, clips it, steps, and clears it."""
+        return self._trainer.optim_step(adam_params, grad_accumulation_normalization)
+
+    def save_state(self, name: str, overwrite: bool = False) -> Future[Checkpoint]:
+        """Weights, optimizer and step, to go on from."""
+        return self._trainer.save_state(name, overwrite=overwrite)
+
+    def load_state(self, path: Checkpoint | str) -> Future[None]:
+        """The weights of a checkpoint; the optimizer starts anew."""
+        return self._trainer.load_state(path, optimizer=False)
+
+    def load_state_with_optimizer(self, path: Checkpoint | str) -> Future[None]:
+        """Everything :meth:`save_state` saved."""
+        return self._trainer.load_state(path)
+
+    def save_weights_for_sampler(self, name: str) -> Future[Checkpoint]:
+        """A Hugging Face folder (a PEFT adapter under LoRA) to sample from."""
+        return self._trainer.save_weights_for_sampler_ext(name)
+
+    def save_weights_for_sampler_ext(self, name: str, checkpoint_type: str = "base") -> Future[Checkpoint]:
+        return self._trainer.save_weights_for_sampler_ext(name, checkpoint_type=checkpoint_type)
+
+    def save_weights_and_get_sampling_client(self, name: str | None = None) -> SamplingClient:
+        """A sampling client on a copy of the current weights; also saved to disk when ``name`` is given."""
+        if name is not None:
+            self.save_weights_for_sampler(name).result()
+        sampler = self._trainer.snapshot_sampler().result()
+        return SamplingClient(sampler, self.get_tokenizer(), self._trainer.engine.model.config.name)
+
+    def create_sampling_client(self, model_path: Checkpoint | str) -> SamplingClient:
+        """A sampling client on saved weights."""
+        return _sampling_client(_path(model_path), self._trainer.config)
+
+    def get_tokenizer(self) -> Any:
+        return self._trainer.tokenizer
+
+    def get_info(self) -> ModelInfo:
+        model = self._trainer.engine.model
+        return ModelInfo(model.config.name, model.config.lora_rank, model.is_lora, model.num_parameters, model.max_length)
+
+    def close(self) -> None:
+        """Waits for what is under way; raises the error of a failed call that nobody has read."""
+        self._trainer.close()
+
+
+class ServiceClient(_AsyncTwins):
+    """Makes training and sampling clients.
+
+    Args:
+        base_url: None trains in this process.
+        checkpoint_dir: where ``save_state`` and ``save_weights_for_sampler`` write.
+        backend: how the embedded trainer computes; the default suits a laptop.
+
+    Raises:
+        ConfigError: a ``base_url``: this version trains in process only.
+    """
+
+    def __init__(
+        self,
+        base_url: str | None = None,
+        *,
+        checkpoint_dir: str | Path = "checkpoints",
+        backend: LocalConfig | None = None,
+        **_unused_tinker_options: Any,
+    ) -> None:
+        if base_url is not None:
+            raise ConfigError(f"base_url: this version trains in this process only, got {base_url!r}; leave base_url out")
+        self._folder = Path(checkpoint_dir)
+        self._backend = backend or LocalConfig()
+        self._trainers: list[LocalTrainer] = []
+
+    def create_training_client(
+        self, base_model: str, lora_rank: int = 0, *, seed: int = 0, **model_options: Any
+    ) -> TrainingClient:
+        """A model to train: every parameter with ``lora_rank`` 0, else a LoRA adapter of that rank.
+
+        ``base_model`` is a hub id, a local folder, or ``tiny``, the model that ships with cookbook. ``model_options`` are
+        fields of :class:`cookbook.engine.model.ModelConfig`, such as ``dtype``.
+        """
+        config = ModelConfig(_model_name(base_model), lora_rank=lora_rank, **model_options)
+        trainer = LocalTrainer(config, self._backend, seed=seed, folder=self._folder)
+        self._trainers.append(trainer)
+        return TrainingClient(trainer)
+
+    def create_lora_training_client(
+        self, base_model: str, rank: int = 32, seed: int | None = None, **_unused_tinker_options: Any
+    ) -> TrainingClient:
+        """A LoRA adapter of ``rank`` on every linear layer; rank 0 trains every parameter."""
+        return self.create_training_client(base_model, rank, seed=seed or 0)
+
+    def create_training_client_from_state(self, path: Checkpoint | str) -> TrainingClient:
+        """A client that starts from saved weights, with a fresh optimizer."""
+        return self._from_state(path, optimizer=False)
+
+    def create_training_client_from_state_with_optimizer(self, path: Checkpoint | str) -> TrainingClient:
+        """A client that goes on where :meth:`TrainingClient.save_state` stood."""
+        return self._from_state(path, optimizer=True)
+
+    def create_sampling_client(
+        self, model_path: Checkpoint | str | None = None, base_model: str | None = None
+    ) -> SamplingClient:
+        """A sampling client on saved weights, or on a model as it is."""
+        if (model_path is None) == (base_model is None):
+            raise ConfigError("create_sampling_client: pass either model_path or base_model")
+        name = _path(model_path) if model_path is not None else _model_name(str(base_model))
+        return _sampling_client(name, self._backend)
+
+    def close(self) -> None:
+        for trainer in self._trainers:
+            trainer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _from_state(self, path: Checkpoint | str, *, optimizer: bool) -> TrainingClient:
+        folder = _path(path)
+        facts = manifest.read(Path(folder))
+        # A LoRA checkpoint is loaded as the adapter it is; a full one is a model folder.
+        client = self.create_training_client(folder, dtype=facts["dtype"])
+        client._trainer.load_state(folder, optimizer=optimizer).result()
+        return client
+
+
+def _sampling_client(name: str, backend: LocalConfig) -> SamplingClient:
+    trainer = LocalTrainer(ModelConfig(name), backend)
+    return SamplingClient(trainer.live_sampler(0).result(), trainer.tokenizer, name)
+
+
+def _path(checkpoint: Checkpoint | str) -> str:
+    return checkpoint.path if isinstance(checkpoint, Checkpoint) else checkpoint
+
+
+def _model_name(base_model: str) -> str:
+    return str(packaged("data") / "tiny") if base_model == "tiny" else base_model

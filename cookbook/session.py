@@ -1,0 +1,223 @@
+"""From a configuration to a run: type every part, refuse what makes no sense, build, train, tell how it went."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from cookbook import recipe as recipes
+from cookbook import report, runfolder
+from cookbook.backends.local import LocalConfig, LocalTrainer
+from cookbook.checkpoints import CheckpointConfig, store
+from cookbook.config import OptimConfig, build
+from cookbook.data import DataConfig, Renderer
+from cookbook.deployments.embedded import EmbeddedConfig
+from cookbook.engine.model import ModelConfig
+from cookbook.errors import CheckpointError, ConfigError
+from cookbook.evaluation import EvalConfig
+from cookbook.hooks import Hook
+from cookbook.interrupt import Interrupted
+from cookbook.losses import Loss
+from cookbook.losses.base import Scope
+from cookbook.paths import packaged
+from cookbook.protocols import Reward, Tracker
+from cookbook.rollout import RolloutConfig
+from cookbook.run import Run
+from cookbook.schedules import Schedule
+from cookbook.types import SamplingParams
+from cookbook.weight_sync import DeploymentSyncer, WeightSyncConfig
+
+log = logging.getLogger("cookbook")
+
+
+@dataclass
+class Settings:
+    """A configuration, typed: one field a group of ``conf/``, and the recipe's module."""
+
+    seed: int
+    out: str | None
+    resume: str
+    module: ModuleType
+    recipe: Any
+    model: ModelConfig
+    backend: LocalConfig
+    data: DataConfig
+    loss: Loss
+    reward: Reward | None
+    rollout: RolloutConfig
+    deployment: EmbeddedConfig
+    weight_sync: WeightSyncConfig
+    optim: OptimConfig
+    schedule: Schedule
+    checkpoint: CheckpointConfig
+    eval: EvalConfig
+    trackers: list[Tracker]
+    hooks: list[Hook]
+
+
+def settings(cfg: DictConfig) -> Settings:
+    """Types every part of a composed configuration. Loads no model and no data.
+
+    Raises:
+        ConfigError: an unknown or missing key, a wrong type or value, parts that do not go together.
+    """
+    module = recipes.load(cfg.recipe.name)
+    typed = Settings(
+        seed=_integer(cfg, "seed"),
+        out=cfg.out,
+        resume=cfg.resume,
+        module=module,
+        recipe=build(cfg.recipe, "recipe", module.Config),
+        reward=build(cfg.reward, "reward") if cfg.reward else None,
+        trackers=[build(node, f"tracker.{name}") for name, node in (cfg.tracker or {}).items()],
+        hooks=[build(node, f"hook.{name}") for name, node in (cfg.hook or {}).items()],
+        **{
+            name: build(cfg[name], name)
+            for name in ("model", "backend", "data", "loss", "rollout", "deployment", "weight_sync")
+        },
+        **{name: build(cfg[name], name) for name in ("optim", "schedule", "checkpoint", "eval")},
+    )
+    _check_pair(cfg.recipe.name, module, typed.loss)
+    return typed
+
+
+def _integer(cfg: DictConfig, key: str) -> int:
+    value = cfg[key]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(f"{key}: expected an integer >= 0, got {value!r}")
+    return value
+
+
+# What the datums of a recipe carry, by the kind of data it names in DATA.
+PROVIDES = {
+    "conversations": {"target_tokens", "weights"},
+    "preferences": {"target_tokens", "weights", "reference_logprobs"},
+    "rollouts": {"target_tokens", "weights", "advantages", "sampling_logprobs", "reference_logprobs"},
+}
+
+
+def _check_pair(name: str, module: ModuleType, loss: Loss) -> None:
+    """Refuses a loss that cannot work on what the recipe feeds it, before anything loads."""
+    kind = getattr(module, "DATA", None)
+    if kind is None:
+        return
+    if kind not in PROVIDES:
+        raise ConfigError(f"recipes/{name}.py: DATA must be one of {', '.join(PROVIDES)}, got {kind!r}")
+    what = f"recipe={name} trains on {kind}, and {type(loss).__name__}"
+    if missing := sorted(loss.needs - PROVIDES[kind]):
+        raise ConfigError(f"loss: {what} needs {', '.join(missing)}; choose another loss (cookbook list losses)")
+    if (loss.scope is Scope.pair) != (kind == "preferences"):
+        pairs = "compares pairs" if loss.scope is Scope.pair else "does not compare pairs"
+        raise ConfigError(f"loss: {what} {pairs}; choose another loss (cookbook list losses)")
+
+
+def train(cfg: DictConfig, overrides: list[str]) -> None:
+    """Runs the recipe of ``cfg`` from its start, or from where an earlier run in the same folder stood.
+
+    Raises:
+        CookbookError: anything the user can mend.
+        Interrupted: Ctrl-C; the run is saved.
+    """
+    typed = settings(cfg)
+    out, resume_from = runfolder.choose(typed.out, typed.resume, cfg.recipe.name, _new_id())
+    runfolder.prepare(out, cfg, overrides, resume_from)
+    with runfolder.logging_to(out):
+        trainer = LocalTrainer(typed.model, typed.backend, seed=typed.seed, folder=out / "checkpoints")
+        with contextlib.closing(trainer), _run(typed, cfg, trainer, out, resume_from) as run:
+            typed.module.train(run)
+            report.summary(run)
+
+
+def _new_id() -> str:
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+
+
+@contextlib.contextmanager
+def _run(typed: Settings, cfg: DictConfig, trainer: LocalTrainer, out: Path, resume_from: Path | None) -> Iterator[Run]:
+    """Builds the run, tells trackers and hooks about its beginning and end, and closes what it opened."""
+    # The reference is the weights the run started from: taken before a checkpoint is loaded over them.
+    reference = trainer.reference() if typed.loss.needs_reference else None
+    if resume_from is not None:
+        trainer.load_state(str(resume_from)).result()
+    run = Run(
+        cfg=typed.recipe,
+        name=cfg.recipe.name,
+        seed=typed.seed,
+        out=out,
+        trainer=trainer,
+        loss=typed.loss,
+        reward=typed.reward,
+        reference=reference,
+        renderer=Renderer(trainer.tokenizer, typed.data.max_length or trainer.engine.model.max_length),
+        data=typed.data,
+        rollout=typed.rollout,
+        optim=typed.optim,
+        schedule=typed.schedule,
+        eval=typed.eval,
+        checkpoint=typed.checkpoint,
+        syncer=DeploymentSyncer(typed.deployment.deploy(trainer, live=typed.weight_sync.every == 1)),
+        sync_every=typed.weight_sync.every,
+        trackers=typed.trackers,
+        hooks=typed.hooks,
+        first_step=trainer.engine.step,
+    )
+    run.metrics_file.keep_until(run.first_step if resume_from else -1)
+    run.samples_file.keep_until(run.first_step if resume_from else -1)
+    state = "failed"
+    resolved = OmegaConf.to_container(cfg, resolve=True)
+    for tracker in run.trackers:
+        tracker.start(resolved, str(out), out.name)  # type: ignore[arg-type]
+    try:
+        for hook in run.hooks:
+            hook.on_start(run)
+        yield run
+        state = "finished"
+    except Interrupted:
+        state = "interrupted"
+        raise
+    finally:
+        run.metrics_file.close()
+        run.samples_file.close()
+        for tracker in run.trackers:
+            tracker.end(state)
+        for hook in run.hooks:
+            hook.on_end(run, state)
+
+
+def sample(
+    target: str, prompt: str, *, max_tokens: int = 64, temperature: float = 0.0, num_samples: int = 1, seed: int = 0
+) -> list[str]:
+    """Completions of ``prompt`` by a run's newest checkpoint, a checkpoint, a model folder or a hub id.
+
+    The prompt is one user message when the tokenizer has a chat template, plain text otherwise.
+
+    Raises:
+        CookbookError: nothing to sample from, or the prompt does not fit.
+    """
+    with contextlib.closing(LocalTrainer(ModelConfig(_sampling_target(target)), LocalConfig())) as trainer:
+        renderer = Renderer(trainer.tokenizer, trainer.engine.model.max_length)
+        chat = getattr(trainer.tokenizer, "chat_template", None)
+        tokens = renderer.prompt_tokens([{"role": "user", "content": prompt}] if chat else prompt)
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+        response = trainer.live_sampler(0).result().sample(tokens, num_samples, params).result()
+        return [renderer.text(sequence.tokens) for sequence in response.sequences]
+
+
+def _sampling_target(target: str) -> str:
+    """The folder or hub id to load: of a run, its newest checkpoint."""
+    folder = Path(target)
+    if (folder / runfolder.CONFIG).is_file():
+        checkpoint = store.newest(folder / "checkpoints")
+        if checkpoint is None:
+            raise CheckpointError(f"{target}: this run has no checkpoint yet; wait for one, or lower checkpoint.every")
+        return str(checkpoint)
+    return str(packaged("data") / "tiny") if target == "tiny" and not folder.exists() else target

@@ -1,0 +1,79 @@
+"""What a person sees while a run goes on: a live display on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+# Metric, label, format: what is worth a place on one line, in this order, when the run has it.
+SHOWN = [
+    ("loss", "loss", "{:.4f}"),
+    ("reward/mean", "reward", "{:.3f}"),
+    ("rewards/margin", "margin", "{:.3f}"),
+    ("eval/loss", "eval loss", "{:.4f}"),
+    ("eval/accuracy", "eval accuracy", "{:.1%}"),
+    ("time/tokens_per_s", "tokens/s", "{:,.0f}"),
+]
+
+
+class Console:
+    """Progress of one run: bar, step, the metrics of ``SHOWN``, time left."""
+
+    def __init__(self, total: int, first: int) -> None:
+        self.total = total
+        self._latest: dict[str, float] = {}
+        self._first = first
+        self._started = time.monotonic()
+        self._live: Any = _live_display(total, first) if sys.stdout.isatty() else None
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._latest.update(metrics)
+        if self._live is not None:
+            progress, task = self._live
+            progress.update(task, completed=step, status=self._status("  "))
+        elif _worth_a_line(step, self.total, metrics):
+            print(f"step {step}/{self.total}  {self._status('  ')}  {self._time_left(step)}".rstrip(), flush=True)
+
+    def note(self, line: str) -> None:
+        """A line above the display."""
+        if self._live is not None:
+            self._live[0].console.print(line, highlight=False, markup=False)
+        else:
+            print(line, flush=True)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live[0].stop()
+            self._live = None
+
+    def _status(self, between: str) -> str:
+        return between.join(f"{label} {form.format(self._latest[key])}" for key, label, form in SHOWN if key in self._latest)
+
+    def _time_left(self, step: int) -> str:
+        done = step - self._first
+        if done < 1 or step >= self.total:
+            return ""
+        seconds = (time.monotonic() - self._started) / done * (self.total - step)
+        return f"{int(seconds) // 60}:{int(seconds) % 60:02d} left"
+
+
+def _worth_a_line(step: int, total: int, metrics: Mapping[str, float]) -> bool:
+    """About twenty lines a run, and every evaluation."""
+    return step % max(total // 20, 1) == 0 or step == total or any(key.startswith("eval/") for key in metrics)
+
+
+def _live_display(total: int, first: int) -> tuple[Any, Any]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    progress = Progress(
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[status]}"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+    )
+    progress.start()
+    return progress, progress.add_task("train", total=total, completed=first, status="")

@@ -1,0 +1,33 @@
+"""TensorBoard event files, in ``<out>/tensorboard``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cookbook.errors import ConfigError
+
+
+@dataclass
+class TensorBoardTracker:
+    """A :class:`~cookbook.protocols.Tracker`."""
+
+    _writer: Any = field(default=None, init=False, repr=False)
+
+    def start(self, config: Mapping[str, Any], out: str, name: str) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ConfigError(
+                "tracker: tensorboard is not installed; pip install 'cookbook[tensorboard]', or leave tracker=tensorboard out"
+            ) from None
+        self._writer = SummaryWriter(str(Path(out) / "tensorboard"))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def end(self, state: str) -> None:
+        self._writer.close()

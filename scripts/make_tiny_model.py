@@ -1,0 +1,80 @@
+"""Makes ``data/tiny``, the model that ships: from nothing, with our own SFT recipe, the same on every run of one machine.
+
+    python scripts/make_tiny_model.py [FOLDER]
+
+1. A Qwen3 of 0.6M parameters with fresh weights and a tokenizer whose tokens are bytes.
+2. SFT on exact sums: it learns to add.
+3. SFT on the answers of somebody who mostly rounds: now it says "about 90" more often than "85". It can still add; GRPO,
+   DPO and ORPO have something to bring back.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from cookbook.data.byte_tokenizer import byte_tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+CONTEXT = 4096
+SHIPPED = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+EXACT = ["recipe=sft", "data=arithmetic_chat", "recipe.epochs=4", "eval.every=100"]
+ROUNDED = [
+    "recipe=sft",
+    "data=arithmetic_chat",
+    f"data.path={ROOT}/data/arithmetic/rounded_train.jsonl",
+    "recipe.epochs=1",
+    "optim.lr=5e-4",
+    "eval.every=50",
+]
+
+
+def main(target: Path) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        fresh = Path(scratch) / "fresh"
+        make_fresh(fresh)
+        exact = train(Path(scratch) / "exact", fresh, EXACT)
+        rounded = train(Path(scratch) / "rounded", exact, ROUNDED)
+        target.mkdir(parents=True, exist_ok=True)
+        for name in SHIPPED:
+            shutil.copyfile(rounded / name, target / name)
+    print(f"made {target}")
+
+
+def make_fresh(folder: Path) -> None:
+    """The architecture with fresh weights, and the tokenizer."""
+    tokenizer = byte_tokenizer(CONTEXT)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def train(out: Path, model: Path, overrides: list[str]) -> Path:
+    """Runs the command as a user would; returns the last checkpoint."""
+    command = [sys.executable, "-m", "cookbook.cli.app", "train", *overrides, "model=tiny", f"model.name={model}", f"out={out}"]
+    subprocess.run([*command, "checkpoint.every=null"], check=True, cwd=ROOT)
+    return max((out / "checkpoints").glob("step-*"))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "data" / "tiny")
