@@ -65,11 +65,11 @@ def build(node: DictConfig | Mapping[str, Any] | None, path: str, cls: type | No
     target = values.pop(typed.TARGET, None)
     if target is None:
         if cls is None:
-            raise ConfigError(f"{path}: no {typed.TARGET}; it names the class that these keys belong to")
+            raise ConfigError(f"{path}: no {typed.TARGET}, the class these keys belong to; {_advice(path)}")
         return typed.construct(cls, values, path)
     found = typed.resolve_target(target, f"{path}.{typed.TARGET}")
     if cls is not None and not issubclass(found, cls):
-        raise ConfigError(f"{path}.{typed.TARGET}: expected a {cls.__name__}, got {target!r}")
+        raise ConfigError(f"{path}.{typed.TARGET}: expected {cls.__name__} or a child of it, got {target!r}")
     return typed.construct(found, values, path)
 
 
@@ -82,5 +82,9 @@ def _plain(node: DictConfig | Mapping[str, Any] | None, path: str) -> dict[str, 
             raise ConfigError(f"{error.full_key or path}: {str(error).splitlines()[0]}") from error
     if not isinstance(node, Mapping):
         found = "nothing" if node is None else repr(node)
-        raise ConfigError(f"{path}: expected keys and values, got {found}; choose a file of conf/{path}/")
+        raise ConfigError(f"{path}: expected keys and values, got {found}; {_advice(path)}")
     return {str(key): value for key, value in node.items()}
+
+
+def _advice(path: str) -> str:
+    return f"choose a file of conf/{path.partition('.')[0]}/"

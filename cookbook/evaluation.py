@@ -11,6 +11,7 @@ from cookbook.errors import ConfigError
 from cookbook.protocols import Sampler
 from cookbook.types import Datum, ModelInput, Sample, SamplingParams
 
+SHOWN = 3  # completions kept for people to read
 CORRECT = 1.0  # a completion with at least this reward counts as correct
 
 
@@ -49,9 +50,8 @@ class Evaluation:
         return Evaluation({**self.metrics, **other.metrics}, [*self.examples, *other.examples])
 
 
-def greedy(sampler: Sampler, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Sample]:
-    """One completion of temperature 0 for every prompt."""
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+def greedy(sampler: Sampler, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Sample]:
+    """One completion for every prompt."""
     futures = [sampler.sample(ModelInput.from_ints(prompt), 1, params) for prompt in prompts]
     return [future.result().sequences[0] for future in futures]
 
@@ -77,17 +77,23 @@ def split_answer(datum: Datum) -> tuple[list[int], list[int]] | None:
 
 
 def answers(
-    sampler: Sampler, data: Sequence[Datum], max_tokens: int, text: Callable[[Sequence[int]], str]
+    sampler: Sampler,
+    data: Sequence[Datum],
+    questions: Sequence[str],
+    params: SamplingParams,
+    text: Callable[[Sequence[int]], str],
 ) -> Evaluation:
     """The share of held-out answers that greedy decoding reproduces token by token, ``eval/accuracy``.
 
-    Rows without a prompt before their last answer are left out, and so are answers longer than ``max_tokens``.
+    Rows without a prompt before their last answer are left out, and so are answers longer than ``params.max_tokens``.
+    ``questions`` are shown to people beside the completions.
     """
-    pairs = [pair for datum in data if (pair := split_answer(datum)) is not None and len(pair[1]) <= max_tokens]
-    if not pairs:
+    asked = [(question, *pair) for question, datum in zip(questions, data, strict=True) if (pair := split_answer(datum))]
+    asked = [row for row in asked if params.max_tokens is None or len(row[2]) <= params.max_tokens]
+    if not asked:
         return Evaluation({})
-    samples = greedy(sampler, [prompt for prompt, _ in pairs], max_tokens)
-    hits = [float(sample.tokens == answer) for sample, (_, answer) in zip(samples, pairs, strict=True)]
-    shown = zip(pairs[:3], samples, hits, strict=False)
-    examples = [Example(text(prompt), text(sample.tokens), hit) for (prompt, _), sample, hit in shown]
+    samples = greedy(sampler, [prompt for _, prompt, _ in asked], params)
+    hits = [float(sample.tokens == answer) for sample, (_, _, answer) in zip(samples, asked, strict=True)]
+    shown = zip(asked[:SHOWN], samples, hits, strict=False)
+    examples = [Example(question, text(sample.tokens), hit) for (question, _, _), sample, hit in shown]
     return Evaluation({"eval/accuracy": float(np.mean(hits)), "eval/answers": float(len(hits))}, examples)

@@ -11,7 +11,7 @@ from typing import Any
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Interrupted(Exception):  # noqa: N818 - not an error: the run was asked to stop, and did
+class Interrupted(KeyboardInterrupt):
     """The run stopped after ``step`` because it was asked to; everything is saved."""
 
     def __init__(self, step: int) -> None:

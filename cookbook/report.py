@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from cookbook.evaluation import Example
 from cookbook.run import Run
+from cookbook.runfolder import CONFIG
 from cookbook.svg import Curve, chart
 
 # The metrics worth comparing before and after, best first, with how they read.
@@ -69,7 +69,6 @@ def _next_command(run: Run, examples: Sequence[Example]) -> str:
     return f"cookbook sample {run.out} {quoted}"
 
 
-def interrupted(out: Path, overrides: Sequence[str]) -> str:
-    """How to go on with a run that was asked to stop."""
-    kept = [override for override in overrides if not override.startswith(("out=", "resume="))]
-    return " ".join(["cookbook", "train", *kept, f"out={out}"]) if sys.argv else ""
+def resume_command(out: Path) -> str:
+    """How to go on with the run in ``out``, whatever made it."""
+    return f"cookbook train --config {out / CONFIG} out={out}"

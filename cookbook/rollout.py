@@ -28,11 +28,12 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         if self.temperature <= 0:
             raise ConfigError(f"rollout.temperature must be > 0, got {self.temperature}: greedy completions of a group are all the same")
-        self.sampling()
+        self.sampling([])
 
-    def sampling(self) -> SamplingParams:
+    def sampling(self, stop_token_ids: Sequence[int]) -> SamplingParams:
+        stop: list[str | int] = [*stop_token_ids, *(self.stop or [])]
         return SamplingParams(
-            max_tokens=self.max_tokens, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, stop=self.stop
+            max_tokens=self.max_tokens, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, stop=stop
         )
 
 
@@ -53,7 +54,7 @@ def sample_groups(
 
     The draws are a function of ``seed``, the prompt's place and the sample's place alone.
     """
-    params = config.sampling()
+    params = config.sampling(renderer.stop_token_ids)
     futures = [
         sampler.sample(ModelInput.from_ints(prompt.tokens), group_size, replace(params, seed=seed * 100_003 + place))
         for place, prompt in enumerate(prompts)
@@ -119,7 +120,7 @@ def log_rows(groups: Sequence[Group], count: int) -> list[Mapping[str, Any]]:
     return [
         {
             "row": group.prompt.row.where,
-            "prompt": group.prompt.text,
+            "prompt": group.prompt.question,
             "completion": group.texts[i],
             "reward": group.rewards[i],
             "stop_reason": group.samples[i].stop_reason,

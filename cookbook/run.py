@@ -30,7 +30,7 @@ from cookbook.rollout import Group, RolloutConfig
 from cookbook.schedules import Schedule
 from cookbook.trackers.console import Console
 from cookbook.trackers.jsonl import JsonLines
-from cookbook.types import Datum, ForwardBackwardOutput, OptimStepOutput
+from cookbook.types import Datum, ForwardBackwardOutput, OptimStepOutput, SamplingParams
 
 log = logging.getLogger("cookbook")
 
@@ -139,8 +139,7 @@ class Run:
         return rows.prompts(self._rows(which), self.renderer, self.data, room)
 
     def _rows(self, which: Split) -> Any:
-        found = rows.load_rows(self.data, which, self.seed)
-        return found[: self.eval.limit] if which == "eval" else found
+        return rows.load_rows(self.data, which, self.seed, self.eval.limit)
 
     def batches(self, rows: Sequence[T], size: int, epochs: int = 1) -> Batches[T]:
         """``rows`` in the run's own order, ``size`` at a time."""
@@ -216,17 +215,22 @@ class Run:
 
     def evaluate_answers(self, data: Sequence[Datum], step: int) -> Evaluation:
         """How many held-out answers greedy decoding reproduces."""
-        return evaluation.answers(self._fresh(step), data, self.eval.max_tokens, self.renderer.text)
+        asked = [getattr(datum, "question", "") for datum in data]
+        return evaluation.answers(self._fresh(step), data, asked, self._greedy(), self.renderer.text)
+
+    def _greedy(self) -> SamplingParams:
+        stop = list(self.renderer.stop_token_ids)
+        return SamplingParams(max_tokens=self.eval.max_tokens, temperature=0.0, stop=stop)
 
     def evaluate_rewards(self, prompts: Sequence[RenderedPrompt], step: int) -> Evaluation:
         """The rewards of greedy completions of held-out prompts."""
         if not prompts or self.reward is None:
             return Evaluation({})
-        samples = evaluation.greedy(self._fresh(step), [prompt.tokens for prompt in prompts], self.eval.max_tokens)
+        samples = evaluation.greedy(self._fresh(step), [prompt.tokens for prompt in prompts], self._greedy())
         texts = [self.renderer.text(sample.tokens) for sample in samples]
         rewards = score(self.reward, texts, [prompt.row for prompt in prompts])
-        shown = zip(prompts[:3], texts, rewards, strict=False)
-        examples = [evaluation.Example(prompt.text, text, reward) for prompt, text, reward in shown]
+        shown = zip(prompts[: evaluation.SHOWN], texts, rewards, strict=False)
+        examples = [evaluation.Example(prompt.question, text, reward) for prompt, text, reward in shown]
         return Evaluation(evaluation.rewarded(rewards), examples)
 
     # ---- the loop ------------------------------------------------------------------------------------------------
@@ -259,6 +263,7 @@ class Run:
         seconds = time.monotonic() - step.started
         row = {
             **step.metrics,
+            **_per_divisor(step.metrics),
             "time/step_s": seconds,
             "time/tokens_per_s": (self._tokens + step.metrics.get("rollout/tokens", 0.0)) / seconds,
         }
@@ -294,3 +299,10 @@ class Run:
         store.prune(folder, self.checkpoint.keep)
         for hook in self.hooks:
             hook.on_checkpoint(self, saved)
+
+
+def _per_divisor(metrics: Mapping[str, float]) -> dict[str, float]:
+    """``loss`` as the update saw it: a sum over tokens divided, like its gradient, by the tokens that carry one."""
+    if "loss" not in metrics:
+        return {}
+    return {"loss": metrics["loss"] / metrics.get("optim/divisor", 1.0)}

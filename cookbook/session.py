@@ -125,16 +125,32 @@ def train(cfg: DictConfig, overrides: list[str]) -> None:
 
     Raises:
         CookbookError: anything the user can mend.
-        Interrupted: Ctrl-C; the run is saved.
+        Interrupted: the first Ctrl-C; the run is saved.
+        KeyboardInterrupt: the second; it is as it was at its last checkpoint.
     """
     typed = settings(cfg)
     out, resume_from = runfolder.choose(typed.out, typed.resume, cfg.recipe.name, _new_id())
     runfolder.prepare(out, cfg, overrides, resume_from)
-    with runfolder.logging_to(out):
-        trainer = LocalTrainer(typed.model, typed.backend, seed=typed.seed, folder=out / "checkpoints")
-        with contextlib.closing(trainer), _run(typed, cfg, trainer, out, resume_from) as run:
+    with runfolder.logging_to(out), _trainer(typed, out) as trainer, _run(typed, cfg, trainer, out, resume_from) as run:
+        try:
             typed.module.train(run)
-            report.summary(run)
+        except Interrupted as stop:
+            print(f"stopped after step {stop.step}, saved; go on with: {report.resume_command(out)}", flush=True)
+            raise
+        report.summary(run)
+
+
+@contextlib.contextmanager
+def _trainer(typed: Settings, out: Path) -> Iterator[LocalTrainer]:
+    """The trainer, closed at the end; a second Ctrl-C does not wait for what it is computing."""
+    trainer = LocalTrainer(typed.model, typed.backend, seed=typed.seed, folder=out / "checkpoints")
+    try:
+        yield trainer
+    except Exception:
+        with contextlib.suppress(Exception):  # the error on its way says what happened
+            trainer.close()
+        raise
+    trainer.close()
 
 
 def _new_id() -> str:
@@ -157,7 +173,7 @@ def _run(typed: Settings, cfg: DictConfig, trainer: LocalTrainer, out: Path, res
         loss=typed.loss,
         reward=typed.reward,
         reference=reference,
-        renderer=Renderer(trainer.tokenizer, typed.data.max_length or trainer.engine.model.max_length),
+        renderer=Renderer(trainer.tokenizer, trainer.engine.model.max_length),
         data=typed.data,
         rollout=typed.rollout,
         optim=typed.optim,

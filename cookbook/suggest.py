@@ -8,7 +8,9 @@ from collections.abc import Iterable
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """``" Did you mean 'grpo'?"`` for ``grop``; the empty string when nothing is close."""
-    return _question(difflib.get_close_matches(name, list(choices), n=1))
+    close = difflib.get_close_matches(name, list(choices), n=3)
+    swapped = [choice for choice in close if sorted(choice) == sorted(name)]  # GPRO is GRPO rather than GSPO
+    return _question((swapped or close)[:1])
 
 
 def did_you_mean_key(key: str, keys: Iterable[str]) -> str:

@@ -66,7 +66,8 @@ def resolve_target(target: Any, where: str = TARGET) -> type:
         raise ConfigError(f"{where}: expected package.module.Class, got {target!r}")
     module = _import(module_name, where)
     if not hasattr(module, name):
-        raise ConfigError(f"{where}: {module_name!r} has no {name!r}.{did_you_mean(name, dir(module))}")
+        names = {*dir(module), *getattr(module, "__all__", ())}  # __all__ knows those that are imported when asked for
+        raise ConfigError(f"{where}: {module_name!r} has no {name!r}.{did_you_mean(name, names)}")
     found = getattr(module, name)
     if not isinstance(found, type):
         raise ConfigError(f"{where}: {target!r} is a {type(found).__name__}; name a class")

@@ -109,6 +109,8 @@ class ModelInput:
 
     @classmethod
     def from_ints(cls, tokens: Iterable[int]) -> ModelInput:
+        if isinstance(tokens, np.ndarray):
+            return cls(tuple(tokens.tolist()))
         return cls(tuple(int(token) for token in tokens))
 
     @classmethod
@@ -170,7 +172,7 @@ def _as_tensor(key: str, value: Any) -> TensorData:
         raise DataError(f"{key}: {error}") from None
 
 
-def datum_from_tokens_weights(tokens: Sequence[int], weights: Sequence[float], max_length: int | None = None) -> Datum:
+def datum_from_tokens_weights(tokens: Sequence[int] | Array, weights: Sequence[float] | Array, max_length: int | None = None) -> Datum:
     """A datum that trains ``tokens[i]`` with ``weights[i]``, for built-in and custom losses alike.
 
     Args:
@@ -231,7 +233,7 @@ class SamplingParams:
 
     max_tokens: int | None = None
     seed: int | None = None
-    stop: str | Sequence[str] | Sequence[int] | None = None
+    stop: str | Sequence[str | int] | None = None
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cookbook import __version__
 from cookbook.errors import CookbookError
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def _root(
     ctx: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False
 ) -> None:
     if version:
-        print(f"cookbook {_version()}")
+        print(f"cookbook {__version__}")
     elif ctx.invoked_subcommand is None:
         print(ctx.get_help())
 
@@ -139,9 +140,7 @@ def _check(cfg: DictConfig, overrides: list[str]) -> None:
 def fork(
     names: Annotated[
         list[str],
-        typer.Argument(
-            metavar="NAME", help="NAME NEW_NAME, or loss NAME NEW_NAME.", autocompletion=_complete_recipe
-        ),
+        typer.Argument(metavar="NAME", help="NAME NEW_NAME, or loss NAME NEW_NAME.", autocompletion=_complete_recipe),
     ],
 ) -> None:
     """Copy a recipe, or a loss, into the current folder under a new name, to change it."""
@@ -154,9 +153,7 @@ def fork(
 
 @app.command()
 def diff(
-    names: Annotated[
-        list[str], typer.Argument(metavar="NAME", help="NAME, or loss NAME.", autocompletion=_complete_recipe)
-    ],
+    names: Annotated[list[str], typer.Argument(metavar="NAME", help="NAME, or loss NAME.", autocompletion=_complete_recipe)],
 ) -> None:
     """Show what a fork changed."""
     from cookbook.cli import fork as forking
@@ -180,9 +177,9 @@ def sample(
     target: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="A run's folder, a checkpoint, or a model.")],
     prompt: Annotated[str, typer.Argument(help="What the user says.")],
     max_tokens: Annotated[int, typer.Option(help="Length of a completion, tokens.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 1.0,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
     num_samples: Annotated[int, typer.Option(help="Completions.")] = 1,
-    seed: Annotated[int | None, typer.Option(help="The same seed draws the same completions.")] = None,
+    seed: Annotated[int, typer.Option(help="The same seed draws the same completions.")] = 0,
 ) -> None:
     """Sample completions of a prompt."""
     from cookbook import session
@@ -207,19 +204,6 @@ def _import_from_here() -> None:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
-
-
-def _version() -> str:
-    from importlib import metadata
-
-    try:
-        return metadata.version("cookbook")
-    except metadata.PackageNotFoundError:  # a checkout that is not installed
-        import tomllib
-
-        from cookbook.paths import PACKAGE
-
-        return str(tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]["version"])
 
 
 def run(arguments: Sequence[str]) -> int:

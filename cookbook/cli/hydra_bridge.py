@@ -8,6 +8,7 @@ error with eight lines. This adapter drives the object that stands behind it, wh
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import sys
 import time
@@ -76,11 +77,12 @@ def run(request: Request, job: Job) -> None:
         shadows.note_conf([composer.name])
         with composer.explained():
             cfg = composer.compose(RunMode.MULTIRUN if composer.multirun else RunMode.RUN)
-            if composer.multirun:
+            multirun = composer.multirun or cfg.hydra.mode == RunMode.MULTIRUN
+            if multirun:
                 composer.refuse_shared_folder(cfg)
         shadows.note_conf(f"{group}/{option}" for group, option in cfg.hydra.runtime.choices.items())
         shadows.note_recipe(OmegaConf.select(cfg, "recipe.name"))
-        if composer.multirun:
+        if multirun:
             _sweep(composer, job)
         else:
             returned = composer.hydra.run(composer.name, _Task(job), [*QUIET, *composer.overrides]).return_value
@@ -107,7 +109,7 @@ def show(request: Request, part: str, *, resolve: bool = False, package: str | N
 
 def info(request: Request, topic: str) -> None:
     """Prints how the configuration comes about: ``searchpath``, ``defaults``, ``defaults-tree``, ``plugins``, ..."""
-    with _composer(request) as composer, composer.explained():
+    with _composer(request) as composer, composer.explained(), _logging_restored():
         mode = RunMode.MULTIRUN if composer.multirun else RunMode.RUN
         composer.hydra.show_info(topic, config_name=composer.name, overrides=composer.overrides, run_mode=mode)
 
@@ -233,6 +235,18 @@ def _search_path(config_dirs: Sequence[Path]) -> ConfigSearchPathImpl:
     return path
 
 
+@contextlib.contextmanager
+def _logging_restored() -> Iterator[None]:
+    """Hydra prints its info through the root logger, and leaves its handler there."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+
+
 @dataclass
 class _Task:
     """The function Hydra calls, here or in a launcher's process."""
@@ -253,7 +267,6 @@ class _Task:
                 print(f"{name} failed: {error}", file=sys.stderr, flush=True)
             return Failed(error)
         except Interrupted as error:
-            print(error, file=sys.stderr, flush=True)
             raise KeyboardInterrupt from error  # Hydra would take any other exception for a reason to go on sweeping
         return None
 
@@ -273,11 +286,11 @@ def _sweep(composer: _Composer, job: Job) -> None:
     settings = [*QUIET, "hydra.mode=MULTIRUN", f"hydra.sweep.dir={folder}", "hydra.sweep.subdir=."]
     try:
         batches = composer.hydra.multirun(composer.name, _Task(job, in_sweep=True), [*settings, *composer.overrides])
-    except HydraException as error:  # and not ValueError: that would disguise one of a recipe's own
+    except (HydraException, YAMLError) as error:  # and not ValueError: that would disguise one of a recipe's own
         raise ConfigError(messages.explain(error, composer.known_keys)) from error
     finally:
         _tidy(folder)
-    returned = [job.return_value for batch in batches for job in batch]
+    returned = [result.return_value for batch in batches for result in batch]
     failed = [outcome for outcome in returned if isinstance(outcome, Failed)]
     if failed:
         raise CookbookError(f"{len(failed)} of {len(returned)} runs failed: {failed[0].error}")

@@ -20,16 +20,12 @@ def print_list(kind: str, *, table: bool) -> None:
 
 def _rows(kind: str) -> tuple[Sequence[str], list[Sequence[str]]]:
     if kind == "recipes":
-        return ("recipe", "from", "what it does"), [
-            (found.name, found.origin, found.summary) for found in recipe.available()
-        ]
+        return ("recipe", "from", "what it does"), [(found.name, found.origin, found.summary) for found in recipe.available()]
     if kind == "losses":
         head = ("loss", "from", "returns", "divided by", "what it is")
         return head, [_loss_row(file) for file in conf_files.options("loss")]
     group = GROUPS[kind]
-    return (group, "from", "what it is"), [
-        (file.name, file.origin, file.summary()) for file in conf_files.options(group)
-    ]
+    return (group, "from", "what it is"), [(file.name, file.origin, file.summary()) for file in conf_files.options(group)]
 
 
 def _loss_row(file: conf_files.ConfFile) -> Sequence[str]:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from cookbook.data.config import DataConfig
-from cookbook.data.formats import Chat, Example, conversation_reader, preference_reader, prompt_reader, separate_answers
+from cookbook.data.formats import Chat, Example, conversation_reader, preference_reader, prompt_reader, question, separate_answers
 from cookbook.data.render import Rendered, Renderer
 from cookbook.data.rows import EmptyRowError, Row
 from cookbook.errors import ConfigError, DataError
@@ -22,28 +22,33 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False, init=False)
 class RowDatum(Datum):
-    """A datum that names the row it came from."""
+    """A datum that names the row it came from, and what that row asks."""
 
     where: str
+    question: str
 
-    def __init__(self, model_input: ModelInput, loss_fn_inputs: Mapping[str, Any] | None = None, where: str = "") -> None:
+    def __init__(
+        self, model_input: ModelInput, loss_fn_inputs: Mapping[str, Any] | None = None, where: str = "", question: str = ""
+    ) -> None:
         super().__init__(model_input, loss_fn_inputs)
         object.__setattr__(self, "where", where)
+        object.__setattr__(self, "question", question)
 
     def with_inputs(self, **inputs: Any) -> RowDatum:
-        return RowDatum(self.model_input, {**self.loss_fn_inputs, **inputs}, self.where)
+        return RowDatum(self.model_input, {**self.loss_fn_inputs, **inputs}, self.where, self.question)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RowDatum, (self.model_input, dict(self.loss_fn_inputs), self.where)
+        return RowDatum, (self.model_input, dict(self.loss_fn_inputs), self.where, self.question)
 
 
 @dataclass(frozen=True, eq=False)
 class RenderedPrompt:
-    """A prompt to sample from: its tokens, the row a reward reads, and the text the tokens spell."""
+    """A prompt to sample from: its tokens, the row a reward reads, the text the tokens spell, and what it asks."""
 
     tokens: list[int]
     row: Row
     text: str
+    question: str
 
 
 def conversation_datums(rows: Sequence[Row], renderer: Renderer, config: DataConfig) -> list[RowDatum]:
@@ -62,7 +67,7 @@ def conversation_datums(rows: Sequence[Row], renderer: Renderer, config: DataCon
     datums = []
     for example, rendered in zip(examples, renderer.render(examples, train_on), strict=True):
         if (kept := sieve.fit(rendered, example.where)) is not None:
-            datums.append(_datum(kept, example.where))
+            datums.append(_datum(kept, example.where, question(example)))
     return sieve.kept(datums)
 
 
@@ -76,12 +81,12 @@ def preference_datums(rows: Sequence[Row], renderer: Renderer, config: DataConfi
     pairs = sieve.read(rows, preference_reader)
     rendered = iter(renderer.render([side for _, pair in pairs for side in (pair.chosen, pair.rejected)]))
     datums = []
-    for row, _ in pairs:
+    for row, pair in pairs:
         chosen, rejected = next(rendered), next(rendered)
         fit_chosen = sieve.fit(chosen, f"{row.where}: chosen")
         fit_rejected = fit_chosen and sieve.fit(rejected, f"{row.where}: rejected")
         if fit_chosen and fit_rejected:
-            datums += [_datum(fit_chosen, row.where), _datum(fit_rejected, row.where)]
+            datums += [_datum(side, row.where, question(pair.chosen)) for side in (fit_chosen, fit_rejected)]
     return sieve.kept(datums)
 
 
@@ -101,8 +106,8 @@ def prompts(
     rendered = renderer.prompts([example for _, example in examples])
     return sieve.kept(
         [
-            RenderedPrompt(tokens, row, text)
-            for (row, _), (tokens, text) in zip(examples, rendered, strict=True)
+            RenderedPrompt(tokens, row, text, question(example))
+            for (row, example), (tokens, text) in zip(examples, rendered, strict=True)
             if sieve.leaves_room(tokens, max_tokens, row.where)
         ]
     )
@@ -112,12 +117,12 @@ def _parts(example: Example) -> Sequence[Example]:
     return separate_answers(example) if isinstance(example, Chat) else [example]
 
 
-def _datum(rendered: Rendered, where: str) -> RowDatum:
+def _datum(rendered: Rendered, where: str, question: str) -> RowDatum:
     try:
-        datum = datum_from_tokens_weights(rendered.tokens, rendered.weights)  # type: ignore[arg-type]
+        datum = datum_from_tokens_weights(rendered.tokens, rendered.weights)
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
-    return RowDatum(datum.model_input, datum.loss_fn_inputs, where)
+    return RowDatum(datum.model_input, datum.loss_fn_inputs, where, question)
 
 
 class _Sieve:

@@ -37,8 +37,7 @@ def read_json_lines(path: Path) -> Iterator[Row]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             where = f"{path}:{number}"
-            text = _utf8(line, where)
-            if text and not text.isspace():
+            if text := _utf8(line, where).strip():
                 yield Row(where, _object(_parse(text, where), where))
 
 
@@ -52,7 +51,7 @@ def read_json(path: Path) -> Iterator[Row]:
     if not text.lstrip().startswith("["):
         yield from read_json_lines(path)
         return
-    for index, value in enumerate(_parse(text, str(path))):
+    for index, value in enumerate(_parse(text, str(path), many_lines=True)):
         yield Row(f"{path}[{index}]", _object(value, f"{path}[{index}]"))
 
 
@@ -63,12 +62,11 @@ def _utf8(raw: bytes, where: str) -> str:
         raise DataError(f"{where}: not UTF-8 at byte {error.start}; save the file as UTF-8") from None
 
 
-def _parse(text: str, where: str) -> Any:
+def _parse(text: str, where: str, many_lines: bool = False) -> Any:
     try:
         return _DECODER.decode(text)
     except json.JSONDecodeError as error:
-        # A row's place is a line already; a whole file's is the line the parser stopped at.
-        place = where if where[-1:].isdigit() and error.lineno == 1 else f"{where}:{error.lineno}"
+        place = f"{where}:{error.lineno}" if many_lines else where
         raise DataError(f"{place}: broken JSON at column {error.colno}: {error.msg}; mend or remove the line") from None
     except _DuplicateKeyError as error:
         raise DataError(f"{where}: the key {error} is given twice in one object; keep one of them") from None

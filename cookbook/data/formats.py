@@ -98,6 +98,13 @@ def detect(row: Row, config: DataConfig, accepted: Sequence[str]) -> str:
     )
 
 
+def question(example: Example) -> str:
+    """What is asked, for people to read: the last message that is not an answer, or the plain prompt."""
+    if isinstance(example, Plain):
+        return example.prompt
+    return next((message.content for message in reversed(example.messages) if message.role != "assistant"), "")
+
+
 def separate_answers(chat: Chat) -> list[Chat]:
     """One conversation per answer, ended by it: each is then seen as it was when the model had to give it."""
     return [

@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import dropwhile, islice, takewhile
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -94,8 +94,8 @@ class Renderer:
         if self.tokenizer.chat_template:
             special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
             closing = self._encode([self._template.end_of_turn])[0]
-            end_of_turn = next((token for token in closing if token in special), None)
-            stops += [] if end_of_turn is None or end_of_turn in stops else [end_of_turn]
+            closing = list(takewhile(special.__contains__, dropwhile(lambda token: token not in special, closing)))
+            stops += closing[:1] if not set(stops) & set(closing) else []
         return tuple(stops)
 
     def _plain_prompts(self, examples: list[Plain]) -> list[tuple[list[int], str]]:
@@ -140,18 +140,25 @@ class Renderer:
             for start, end, weight in spans:
                 first, behind = self._with_end_of_turn(tokens, *_tokens_of(start, end, offsets))
                 weights[first:behind] = weight
-            rendered.append(Rendered(tokens, weights))
+            rendered.append(Rendered(tokens, weights) if train_on == "all" else self._closed(tokens, weights))
         return rendered
 
+    def _closed(self, tokens: list[int], weights: npt.NDArray[np.float32]) -> Rendered:
+        """With the end-of-text token behind an answer that the template leaves open: the model would never learn to stop."""
+        eos = self.tokenizer.eos_token_id
+        if eos is None or not tokens or tokens[-1] in self.stop_token_ids or not weights[-1]:
+            return Rendered(tokens, weights)
+        return Rendered([*tokens, eos], np.append(weights, weights[-1]))
+
     def _with_end_of_turn(self, tokens: list[int], first: int, behind: int) -> tuple[int, int]:
-        """An answer's tokens up to its stop token, which may stand behind the span, or before the end of it.
+        """An answer's tokens up to its stop token, which may stand right behind the span, or before the end of it.
 
         The model has to learn to stop, and never gets to write what the template puts after that.
         """
         if behind < len(tokens) and tokens[behind] in self.stop_token_ids:
             return first, behind + 1
-        stops = [index for index in range(first, behind) if tokens[index] in self.stop_token_ids]
-        return first, stops[-1] + 1 if stops else behind
+        stop = next((index for index in range(first, behind) if tokens[index] in self.stop_token_ids), behind - 1)
+        return first, stop + 1
 
     @cached_property
     def _opening(self) -> list[int]:

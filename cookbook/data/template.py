@@ -52,7 +52,13 @@ class ChatTemplate:
         if len(blocks) == len(answers):
             found = {index: block for index, block in zip(answers, blocks, strict=True) if index in wanted}
         else:
-            found = {index: self._answer(chat, index, text, train_on) for index in wanted}
+            found = {index: self._answer(chat, index, text) for index in wanted}
+        for index, (start, end) in found.items():
+            if _squeezed(chat.messages[index].content) not in _squeezed(text[start:end]):
+                raise DataError(
+                    f"{chat.where}: the chat template drops text of message {index}, which would go untrained; "
+                    "give one that keeps it as model.chat_template"
+                )
         spans = [Span(*place, wanted[index]) for index, place in found.items()]
         return text, spans
 
@@ -65,23 +71,32 @@ class ChatTemplate:
             return ""
         return text.rpartition(PROBE[1].content)[2]
 
-    def _answer(self, chat: Chat, index: int, text: str, train_on: str) -> tuple[int, int]:
+    @cached_property
+    def _last_word(self) -> str:
+        """The end-of-text token, where the template ends every text with it after something else has closed the answer."""
+        closed, end, _ = self.end_of_turn.rpartition(self._tokenizer.eos_token or "\0")
+        return end if closed.strip() else ""
+
+    def _answer(self, chat: Chat, index: int, text: str) -> tuple[int, int]:
         """Where in ``text`` message ``index`` stands, checked against what the model sees when it writes it."""
         if index == 0:
             raise DataError(f"{chat.where}: the conversation begins with an answer; begin it with a user message")
         before, _ = self._render(chat, chat.messages[:index], header=True)
-        last = index == len(chat.messages) - 1
-        until = text if last else self._render(chat, chat.messages[: index + 1], header=False)[0]
-        if until.startswith(before) and text.startswith(until):
-            return len(before), len(until)
-        if until.startswith(before) and train_on == "assistant":
-            remedy = "set data.train_on=each_assistant (one sequence per answer) or last_assistant"
-        else:
-            remedy = "give a template with {% generation %} blocks as model.chat_template"
-        raise DataError(
-            f"{chat.where}: the chat template rewrites message {index}, or what precedes it, as the conversation goes "
-            f"on, so training would not see what sampling sees; {remedy}"
-        )
+        until = text
+        if index < len(chat.messages) - 1:
+            until, _ = self._render(chat, chat.messages[: index + 1], header=False)
+            until = until.removesuffix(self._last_word)
+        if not until.startswith(before):
+            raise DataError(
+                f"{chat.where}: the chat template shows message {index} otherwise than it begins the answer to sample; "
+                "give a template with {% generation %} blocks as model.chat_template"
+            )
+        if not text.startswith(until):
+            raise DataError(
+                f"{chat.where}: the chat template rewrites message {index} once the conversation goes on, so one sequence "
+                "cannot train it as it is sampled; set data.train_on=each_assistant (a sequence per answer) or last_assistant"
+            )
+        return len(before), len(until)
 
     def _render(self, chat: Chat, messages: Sequence[Message], header: bool) -> tuple[str, list[tuple[int, int]]]:
         """The text and the character ranges of its ``{% generation %}`` blocks."""
@@ -125,3 +140,8 @@ def _weights(chat: Chat, train_on: str) -> dict[int, float]:
         return {index: weight for index, weight in answers.items() if weight != 1}
     first = max(answers, default=0) if train_on == "last_assistant" else chat.start
     return {index: weight for index, weight in answers.items() if index >= first and weight != 0}
+
+
+def _squeezed(text: str) -> str:
+    """``text`` without white space, which templates may trim."""
+    return "".join(text.split())

@@ -9,6 +9,7 @@ that exceed ``retain_bytes`` are computed a second time.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -72,7 +73,6 @@ class Engine:
         self.model = model
         self.options = options
         self.head = OutputHead(model)
-        self.optimizer = Optimizer(model)
         self.step = 0  # finished optimizer steps
         self.counts = GradientCounts()
         self.accumulated: list[Reduction | None] = []  # what each call since the last step returned
@@ -80,6 +80,11 @@ class Engine:
         self.calls = 0
         if options.activation_checkpointing:
             model.network.gradient_checkpointing_enable({"use_reentrant": False})
+
+    @functools.cached_property
+    def optimizer(self) -> Optimizer:
+        """Made when first used: a frozen model needs none."""
+        return Optimizer(self.model)
 
     # ---- the calls -----------------------------------------------------------------------------------------------
 
@@ -89,8 +94,11 @@ class Engine:
         ``adapter=False`` computes with the base model under a LoRA adapter.
         """
         scores = _Scores()
+        batches = self._plan(data)
+        if isinstance(loss, Loss):
+            loss.check_data(data)
         with torch.no_grad(), self._adapter(adapter):
-            for batch in self._plan(data):
+            for batch in batches:
                 self._forward(data, batch, scores, training=False, seed=0)
             logprobs = scores.ordered()
             value, metrics = loss(data, logprobs) if loss else (None, {})
@@ -107,6 +115,8 @@ class Engine:
         self._may_accumulate(loss)
         scores = _Scores()
         batches = self._plan(data)
+        if isinstance(loss, Loss):
+            loss.check_data(data)
         # Terms of one token each need no other micro-batch: nothing is kept. Every other loss sees the whole batch at once.
         apart = isinstance(loss, Loss) and loss.scope is Scope.token and len(batches) > 1
         for group in [[batch] for batch in batches] if apart else [batches]:
@@ -308,12 +318,16 @@ def loss_gradient(
         BackendError: the value is not a finite scalar; a gradient is missing, not finite, or (for a function without a
             declared reduction) zero everywhere.
     """
-    lengths = [len(row) for row in logprobs]
-    flat = torch.cat(logprobs).requires_grad_()
-    value, metrics = _call(loss, data, list(torch.split(flat, lengths)))
+    flat = torch.cat([row.reshape(-1) for row in logprobs]).requires_grad_()
+
+    def rows(values: Tensor) -> list[Tensor]:
+        parts = torch.split(values, [row.numel() for row in logprobs])
+        return [part.view(row.shape) for part, row in zip(parts, logprobs, strict=True)]
+
+    value, metrics = _call(loss, data, rows(flat))
     name = getattr(loss, "name", None) or getattr(loss, "__name__", type(loss).__name__)
     if not torch.isfinite(value):
-        raise BackendError(f"loss {name}: returned {float(value)} for {_blame(torch.split(flat.detach(), lengths), lengths)}")
+        raise BackendError(f"loss {name}: returned {float(value)} for {_blame(logprobs)}")
     if not value.requires_grad:
         raise BackendError(
             f"loss {name}: does not depend on the logprobs, so nothing would be trained; compute it from `logprobs` without "
@@ -324,8 +338,8 @@ def loss_gradient(
         kind = "no" if gradient is None else "a zero"
         raise BackendError(f"loss {name}: has {kind} gradient with respect to the logprobs, so nothing would be trained")
     if not torch.isfinite(gradient).all():
-        raise BackendError(f"loss {name}: its gradient is not finite for {_blame(torch.split(gradient, lengths), lengths)}")
-    return value.detach(), metrics, list(torch.split(gradient, lengths))
+        raise BackendError(f"loss {name}: its gradient is not finite for {_blame(rows(gradient))}")
+    return value.detach(), metrics, rows(gradient)
 
 
 def _call(loss: LossFunction, data: Sequence[Datum], logprobs: list[Tensor]) -> tuple[Tensor, Mapping[str, float]]:
@@ -339,9 +353,9 @@ def _call(loss: LossFunction, data: Sequence[Datum], logprobs: list[Tensor]) -> 
     return value.reshape(()), {key: float(number) for key, number in metrics.items()}
 
 
-def _blame(rows: Sequence[Tensor], lengths: list[int]) -> str:
+def _blame(rows: Sequence[Tensor]) -> str:
     """The datums whose numbers are not finite; all of them when the fault is elsewhere."""
-    bad = [index for index, row in enumerate(rows) if not torch.isfinite(row).all()] or list(range(len(lengths)))
+    bad = [index for index, row in enumerate(rows) if not torch.isfinite(row).all()] or list(range(len(rows)))
     shown = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
     return f"datums {shown}" if len(bad) > 1 else f"datum {shown}"
 

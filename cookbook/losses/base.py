@@ -191,13 +191,18 @@ def weighted_mean(values: Tensor, weights: Tensor) -> float:
 def weights_to_mean(data: Sequence[Datum]) -> list[Datum]:
     """The datums of one step with weights that sum to 1, so that a weighted sum of token terms is their weighted mean.
 
-    Weights are float64: their sum is 1 to 1e-12 however many tokens there are. A datum without ``weights`` weighs 1 per
-    target.
+    Weights are float64: their sum is 1 to 1e-12 however many tokens there are. Without ``weights`` every target weighs 1.
 
     Raises:
-        DataError: a datum without ``target_tokens``, or weights that do not sum to more than 0.
+        DataError: a datum without ``target_tokens``, ``weights`` in some datums only, or a sum that is not above 0.
     """
-    weights = [_weights(index, datum) for index, datum in enumerate(data)]
+    for index, datum in enumerate(data):
+        if "target_tokens" not in datum.loss_fn_inputs:
+            raise DataError(_missing(index, "target_tokens", datum))
+    if _carried(data, "weights"):
+        weights = [datum.loss_fn_inputs["weights"].array.astype(np.float64) for datum in data]
+    else:
+        weights = [np.ones(datum.loss_fn_inputs["target_tokens"].shape) for datum in data]
     total = float(sum(row.sum() for row in weights))
     if not 0 < total < float("inf"):
         raise DataError(
@@ -205,14 +210,6 @@ def weights_to_mean(data: Sequence[Datum]) -> list[Datum]:
             "give the tokens to be learnt a weight above 0"
         )
     return [datum.with_inputs(weights=row / total) for datum, row in zip(data, weights, strict=True)]
-
-
-def _weights(index: int, datum: Datum) -> Array:
-    if "target_tokens" not in datum.loss_fn_inputs:
-        raise DataError(_missing(index, "target_tokens", datum))
-    if "weights" not in datum.loss_fn_inputs:
-        return np.ones(datum.loss_fn_inputs["target_tokens"].shape)
-    return datum.loss_fn_inputs["weights"].array.astype(np.float64)
 
 
 def positive(where: str, **values: float | None) -> None:

@@ -43,9 +43,9 @@ class GRPO(PolicyLoss):
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high]; 0 <= clip_low <= 1, clip_high >= 0.
         clip_max: dual clip, > 1: where A < 0 a term is at most ``clip_max * |A|``. null: no limit.
         kl_beta: weight of the KL to the reference, >= 0. 0: no reference is needed.
-        anchor: what o is. ``sampler``: q; v is then 1, and the clip measures sampler to now. ``trainer``:
-            ``old_logprobs`` where the datums have them; else the current logprobs as constants, exact for the first
-            update after sampling, the only one of a recipe that samples anew each step.
+        anchor: what o is where the datums carry no ``old_logprobs``. ``sampler``: q; v is then 1, and the clip measures
+            from sampler to now. ``trainer``: the current logprobs as constants, exact for the first update after
+            sampling; r is then 1, and only v acts.
         importance_level: ``token``, or ``sequence``: v from the mean of ``o - q`` over the sequence.
         importance_cap: v's upper bound, > 0. null: none.
         icepop_threshold: t >= 1; tokens whose exp(o - q) leaves [1 / t, t] get v = 0. null: off. Level ``token`` only.
@@ -71,7 +71,7 @@ class GRPO(PolicyLoss):
     clip_high: float = 0.2
     clip_max: float | None = None
     kl_beta: float = 0.001
-    anchor: Anchor = "trainer"
+    anchor: Anchor = "sampler"
     importance_level: Level = "token"
     importance_cap: float | None = 5.0
     icepop_threshold: float | None = None
@@ -123,11 +123,9 @@ class GRPO(PolicyLoss):
         return terms / self.length_divisor, metrics
 
     def _old_logprobs(self, batch: Batch, tokens: Rollouts) -> Tensor:
-        if self.anchor == "sampler":
-            return tokens.sampling_logprobs
         if batch.has("old_logprobs"):
             return kept(batch.read("old_logprobs"), tokens.weights)
-        return tokens.logprobs.detach()
+        return tokens.sampling_logprobs if self.anchor == "sampler" else tokens.logprobs.detach()
 
     def _importance(self, batch: Batch, log_ratio: Tensor, weights: Tensor) -> tuple[Tensor, Metrics]:
         """v per token, ``(N,)``, from ``o - q``, and what the limits did to it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import traceback
 from collections.abc import Sequence
@@ -13,13 +14,15 @@ from cookbook.data.rows import Row
 from cookbook.errors import CookbookError, RolloutError
 from cookbook.protocols import Reward
 
+log = logging.getLogger(__name__)
+
 
 def score(reward: Reward, completions: Sequence[str], rows: Sequence[Row]) -> list[float]:
     """The reward of each completion, shape ``(B,)``; ``rows[i]`` is the row ``completions[i]`` answers.
 
     Raises:
-        RolloutError: the reward raised, with its own error as the cause, or returned anything but a finite number; both
-            name the row.
+        RolloutError: the reward raised, with its own error as the cause and its trace in the log, or returned anything
+            but a finite number; both name the row.
     """
     judged = []
     for completion, row in zip(completions, rows, strict=True):
@@ -46,6 +49,7 @@ class _Naming:
         if isinstance(error, Exception):
             frame = traceback.extract_tb(trace)[-1]
             last = traceback.format_exception_only(error)[-1].strip()
+            log.error("%s: the reward's own trace", self.where, exc_info=error)
             place = f"{Path(frame.filename).name}:{frame.lineno}"
             raise RolloutError(f"{self.where}: the reward raised {last} ({place}); mend the reward or row") from error
 

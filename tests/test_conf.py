@@ -1,0 +1,123 @@
+"""conf/ restates the defaults of the classes its files name, in files one can read at a glance."""
+
+import dataclasses
+import re
+from functools import cache
+
+import pytest
+from omegaconf import OmegaConf
+
+from cookbook import config, paths, recipe, typed
+from cookbook.cli.hydra_bridge import Request, show
+
+CONF = paths.packaged("conf")
+FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
+GLOBAL = ("recipe", "debug", "experiment")  # their files begin with '# @package _global_'
+IDS = [str(path.with_suffix("")) for path in FILES]
+
+# Keys that say it all: names everyone knows, or the name of the thing itself.
+OBVIOUS = {"_target_", "defaults", "lr", "beta1", "beta2", "eps", "lora_dropout", "temperature", "project", "tags"}
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a ./conf of the place the tests run in must not matter
+
+
+@cache
+def composed(override: str) -> dict:
+    return OmegaConf.to_container(OmegaConf.create(show(Request([override]), "job", resolve=True)))
+
+
+def nodes(path):
+    """(path in the configuration, node) of every typed node a file makes."""
+    group, name = path.parts[0], path.stem
+    node = composed(f"{group}={name}")[group]
+    if typed.TARGET in node:
+        return [(group, node)]
+    return [(f"{group}.{key}", value) for key, value in node.items()]
+
+
+TYPED = [path for path in FILES if len(path.parts) > 1 and path.parts[0] not in GLOBAL]
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_every_file_composes(path):
+    assert composed(f"{path.parts[0]}={path.stem}" if len(path.parts) > 1 else "seed=0")
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_a_file_is_short_and_says_what_it_is(path):
+    lines = (CONF / path).read_text().splitlines()
+    assert len(lines) <= 30
+    first = lines[1] if lines[0] == "# @package _global_" else lines[0]
+    assert re.match(r"# \w", first), "the first comment is what `cookbook list` shows"
+    assert lines[0] == "# @package _global_" or path.parts[0] not in GLOBAL
+    assert max(map(len, lines)) <= 140
+
+
+@pytest.mark.parametrize("path", TYPED, ids=[str(path.with_suffix("")) for path in TYPED])
+def test_a_file_has_exactly_the_keys_of_its_class(path):
+    for where, node in nodes(path):
+        cls = typed.resolve_target(node[typed.TARGET], where)
+        assert dataclasses.is_dataclass(cls), f"{cls.__name__} must be a dataclass: conf restates its defaults"
+        fields = {field.name for field in dataclasses.fields(cls) if field.init}
+        assert set(node) - {typed.TARGET} == fields
+        if typed.MISSING not in node.values():  # such a file waits for a value
+            config.build(node, where)
+
+
+def different(node, cls) -> list[str]:
+    """The keys whose value is not the class's default; a key without a default may hold anything."""
+    defaults = {
+        field.name: field.default_factory() if field.default is dataclasses.MISSING else field.default
+        for field in dataclasses.fields(cls)
+        if {field.default, field.default_factory} != {dataclasses.MISSING}
+    }
+    return [key for key, default in defaults.items() if node[key] != plain(default)]
+
+
+def plain(value):
+    if dataclasses.is_dataclass(value):
+        return dataclasses.asdict(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def test_for_every_class_one_file_restates_its_defaults():
+    files: dict[type, list] = {}
+    for path in TYPED:
+        for where, node in nodes(path):
+            cls = typed.resolve_target(node[typed.TARGET], where)
+            files.setdefault(cls, []).append((different(node, cls), str(path)))
+    wrong = {cls.__name__: min(found) for cls, found in files.items() if min(found)[0]}
+    assert not wrong, "\n".join(f"{name}: {path} differs in {', '.join(keys)}" for name, (keys, path) in wrong.items())
+
+
+@pytest.mark.parametrize("name", [path.stem for path in FILES if path.parts[0] == "recipe"])
+def test_a_recipe_and_its_file_agree(name):
+    node = composed(f"recipe={name}")["recipe"]
+    cls = recipe.load(name).Config
+    assert set(node) == {field.name for field in dataclasses.fields(cls)}
+    assert config.build(node, "recipe", cls) == cls()
+
+
+def keys_of(path):
+    """(key, whether a comment stands beside it, above it, or beside the key it is nested in), line by line."""
+    above, parent_told = "", False
+    for line in (CONF / path).read_text().splitlines():
+        if key := re.match(r"(\s*)([a-z_0-9]+):\s*([^\s#]?)", line):
+            told = "#" in line or above.lstrip().startswith("#")
+            if not key[3]:
+                parent_told = told
+            else:
+                yield key[2], told or (bool(key[1]) and parent_told)
+        above = line
+
+
+@pytest.mark.parametrize("group", sorted({path.parts[0] for path in FILES}))
+def test_every_key_is_obvious_or_explained_in_its_group(group):
+    here = [path for path in FILES if path.parts[0] == group]
+    explaining = FILES if group in GLOBAL else here  # a recipe's deviation is explained where it deviates from
+    explained = {key for path in explaining for key, told in keys_of(path) if told}
+    silent = {key for path in here for key, _ in keys_of(path)} - explained - OBVIOUS
+    assert not silent, f"conf/{group}: {', '.join(sorted(silent))}: write the meaning or unit beside it"

@@ -1,0 +1,232 @@
+"""From rows to datums: what is trained, what is left out, and the real GSM8K files through both recipes' readers."""
+
+import json
+import logging
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cookbook.data import (
+    Columns,
+    DataConfig,
+    Renderer,
+    Row,
+    conversation_datums,
+    load_rows,
+    preference_datums,
+    prompts,
+)
+from cookbook.data.byte_tokenizer import byte_tokenizer
+from cookbook.errors import ConfigError, DataError
+from cookbook.rewards import Number, score
+
+GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
+needs_gsm8k = pytest.mark.skipif(not GSM8K.is_dir(), reason=f"the real files are not at {GSM8K}")
+
+USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+FORGETFUL = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Renderer:
+    return Renderer(byte_tokenizer(), max_length=4096)
+
+
+def rows(*values) -> list[Row]:
+    return [Row(f"train.jsonl:{number}", value) for number, value in enumerate(values, start=1)]
+
+
+def trained(renderer: Renderer, datum) -> str:
+    inputs = datum.loss_fn_inputs
+    return renderer.tokenizer.decode(inputs["target_tokens"].array[inputs["weights"].array != 0])
+
+
+def test_datums_name_their_row_and_keep_the_order(renderer):
+    values = [{"messages": [USER, {**ANSWER, "content": str(n)}]} for n in range(300)]  # more than one batch
+    datums = conversation_datums(rows(*values), renderer, DataConfig())
+    assert [datum.where for datum in datums] == [f"train.jsonl:{n + 1}" for n in range(300)]
+    assert [trained(renderer, datum) for datum in datums] == [f"{n}<|im_end|>" for n in range(300)]
+    more = datums[7].with_inputs(reference_logprobs=np.zeros(datums[7].model_input.length))
+    assert more.where == pickle.loads(pickle.dumps(more)).where == "train.jsonl:8"
+
+
+def test_targets_are_the_inputs_shifted_and_the_first_answer_token_counts(renderer):
+    [datum] = conversation_datums(rows({"prompt": "ab", "completion": "cd"}), renderer, DataConfig())
+    ids = renderer.tokenizer.encode("abcd<|im_end|>")
+    assert datum.model_input.to_ints() == ids[:-1]
+    assert datum.loss_fn_inputs["target_tokens"].tolist() == ids[1:]
+    assert datum.loss_fn_inputs["weights"].tolist() == [0, 1, 1, 1]
+
+
+def test_plain_text_is_trained_whole_and_ends(renderer):
+    [datum] = conversation_datums(rows({"text": "abc"}), renderer, DataConfig())
+    assert trained(renderer, datum) == "bc<|im_end|>"  # nothing predicts the first token
+    [datum] = conversation_datums(rows({"text": "abc<|im_end|>"}), renderer, DataConfig())
+    assert trained(renderer, datum) == "bc<|im_end|>"
+    [datum] = conversation_datums(rows({"prompt": "ab", "completion": "c"}), renderer, DataConfig(train_on="all"))
+    assert trained(renderer, datum) == "bc<|im_end|>"
+
+
+def test_each_answer_in_the_context_it_is_sampled_in():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = FORGETFUL
+    renderer = Renderer(tokenizer)
+    turns = [USER, ANSWER, {"role": "user", "content": "3+3?"}, {"role": "assistant", "content": "6"}]
+    data = rows({"messages": turns}, {"messages": [*turns[:1], {**ANSWER, "weight": 0}, *turns[2:]]})
+    with pytest.raises(DataError, match=r"^train\.jsonl:1: .*each_assistant"):
+        conversation_datums(data, renderer, DataConfig())
+    datums = conversation_datums(data, renderer, DataConfig(train_on="each_assistant"))
+    assert [(datum.where, trained(renderer, datum)) for datum in datums] == [
+        ("train.jsonl:1", "<think></think>4<|im_end|>"),
+        ("train.jsonl:1", "<think></think>6<|im_end|>"),
+        ("train.jsonl:2", "<think></think>6<|im_end|>"),
+    ]
+    prompt = renderer.prompt_tokens(turns[:3])
+    assert datums[1].model_input.to_ints()[: len(prompt)] == prompt
+
+
+def test_pairs_train_the_whole_answer_however_alike_the_answers_are(renderer):
+    """Field traps: the same first tokens in both answers, and one answer that begins the other."""
+    data = rows(
+        {"prompt": "2+2=", "chosen": "The answer is 4", "rejected": "The answer is 5"},
+        {"prompt": "2+2=", "chosen": "4", "rejected": "4 or 5"},
+    )
+    for chat in (False, True):
+        datums = preference_datums(data, renderer, DataConfig(chat=chat))
+        assert [trained(renderer, datum).removesuffix("<|im_end|>") for datum in datums] == [
+            "The answer is 4", "The answer is 5", "4", "4 or 5",
+        ]
+        assert [datum.where for datum in datums] == ["train.jsonl:1"] * 2 + ["train.jsonl:2"] * 2
+
+
+def test_a_prompts_own_answers_are_not_trained_in_pairs(renderer):
+    history = [USER, ANSWER, {"role": "user", "content": "sure?"}]
+    sides = {"chosen": [*history, {**ANSWER, "content": "yes"}], "rejected": [*history, {**ANSWER, "content": "no"}]}
+    datums = preference_datums(rows(sides), renderer, DataConfig())
+    assert [trained(renderer, datum) for datum in datums] == ["yes<|im_end|>", "no<|im_end|>"]
+
+
+def test_empty_rows_fail_or_are_skipped_with_a_count(renderer, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("cookbook"), "propagate", True)  # a run before this test may have changed it
+    data = rows({"messages": [USER, ANSWER]}, {"messages": [USER]}, {"messages": [USER, {**ANSWER, "weight": 0}]})
+    with pytest.raises(DataError, match=r'^train\.jsonl:2: "messages" has no assistant turn'):
+        conversation_datums(data, renderer, DataConfig())
+    with pytest.raises(DataError, match=r"^train\.jsonl:3: nothing to train on, all weights are 0"):
+        conversation_datums(data[2:], renderer, DataConfig())
+    with caplog.at_level(logging.WARNING):
+        datums = conversation_datums(data, renderer, DataConfig(on_empty="skip"))
+    assert [datum.where for datum in datums] == ["train.jsonl:1"]
+    assert "left out 2 of 3 rows; the first: train.jsonl:2" in caplog.text
+    with pytest.raises(DataError, match=r"data: all 2 rows were left out; the first: train\.jsonl:2"):
+        conversation_datums(data[1:], renderer, DataConfig(on_empty="skip"))
+
+
+def test_long_rows_fail_are_skipped_or_cut(renderer):
+    data = rows({"prompt": "abc", "completion": "defgh"}, {"prompt": "a", "completion": "b"})
+    with pytest.raises(DataError, match=r"^train\.jsonl:1: 9 tokens, and 6 fit; .*data\.on_long=skip or truncate"):
+        conversation_datums(data, renderer, DataConfig(max_length=6))
+    skipped = conversation_datums(data, renderer, DataConfig(max_length=6, on_long="skip"))
+    assert [datum.where for datum in skipped] == ["train.jsonl:2"]
+    cut = conversation_datums(data, renderer, DataConfig(max_length=6, on_long="truncate"))
+    assert trained(renderer, cut[0]) == "def"
+    assert trained(renderer, cut[1]) == "b<|im_end|>"
+    with pytest.raises(DataError, match=r"^train\.jsonl:1: nothing to train on in the first 3 tokens"):
+        conversation_datums(data, renderer, DataConfig(max_length=3, on_long="truncate"))
+
+
+def test_a_pair_is_left_out_whole(renderer):
+    data = rows({"prompt": "a", "chosen": "b", "rejected": "cdefgh"}, {"prompt": "a", "chosen": "b", "rejected": "c"})
+    with pytest.raises(DataError, match=r"^train\.jsonl:1: rejected: 8 tokens, and 5 fit"):
+        preference_datums(data, renderer, DataConfig(max_length=5))
+    kept = preference_datums(data, renderer, DataConfig(max_length=5, on_long="skip"))
+    assert [datum.where for datum in kept] == ["train.jsonl:2"] * 2
+
+
+def test_prompts_leave_room_for_the_completion(renderer):
+    data = rows({"prompt": "abcdef", "answer": 1}, {"prompt": "a", "answer": 2})
+    [first, second] = prompts(data, renderer, DataConfig(max_length=10), max_tokens=4)
+    assert (first.tokens, first.text, first.row) == (renderer.tokenizer.encode("abcdef"), "abcdef", data[0])
+    for on_long in ("fail", "truncate"):
+        message = r"^train\.jsonl:1: a prompt of 6 tokens and a completion of up to 5 do not fit in 10; lower rollout"
+        with pytest.raises(DataError, match=message):
+            prompts(data, renderer, DataConfig(max_length=10, on_long=on_long), max_tokens=5)
+    [kept] = prompts(data, renderer, DataConfig(max_length=10, on_long="skip"), max_tokens=5)
+    assert kept.row is data[1]
+    assert second.tokens == kept.tokens
+
+
+def test_a_length_above_the_context_is_refused(renderer):
+    with pytest.raises(ConfigError, match=r"data\.max_length=5000 is above the model's context of 4096"):
+        conversation_datums(rows({"text": "ab"}), renderer, DataConfig(max_length=5000))
+
+
+def test_no_rows_are_no_datums(renderer):
+    assert conversation_datums([], renderer, DataConfig()) == []
+    assert prompts([], renderer, DataConfig()) == []
+
+
+def test_text_and_chat_rows_in_one_file(renderer):
+    data = rows({"prompt": "ab", "completion": "c"}, {"prompt": [USER], "completion": [ANSWER]})
+    assert [trained(renderer, datum) for datum in conversation_datums(data, renderer, DataConfig())] == [
+        "c<|im_end|>", "4<|im_end|>",
+    ]
+
+
+def gsm8k(**changes) -> DataConfig:
+    columns = Columns(prompt="question", completion="answer")
+    return DataConfig(**{"path": str(GSM8K), "eval_split": "test", "columns": columns, "chat": True} | changes)
+
+
+@needs_gsm8k
+def test_gsm8k_supervised(renderer):
+    config = gsm8k(limit=500)
+    data = load_rows(config)
+    datums = conversation_datums(data, renderer, config)
+    assert [datum.where for datum in datums] == [f"{GSM8K / 'train.jsonl'}:{n}" for n in range(1, 501)]
+    for row, datum in zip(data, datums, strict=True):
+        assert trained(renderer, datum) == row.values["answer"] + "<|im_end|>"
+
+
+@needs_gsm8k
+def test_gsm8k_prompts_and_rewards(renderer):
+    config = gsm8k()
+    assert len(load_rows(config)) == 7473
+    held_out = load_rows(config, "eval")
+    assert len(held_out) == 1319
+    found = prompts(held_out, renderer, config, max_tokens=256)
+    assert found[0].text == f"<|im_start|>user\n{held_out[0].values['question']}<|im_end|>\n<|im_start|>assistant\n"
+    data = [prompt.row for prompt in found]
+    golds = [row.values["answer"].rpartition("####")[2].strip() for row in data]
+    assert score(Number(), [f"So it is ${gold}." for gold in golds], data) == [1.0] * len(data)
+    assert score(Number(), [f"{gold}1" for gold in golds], data) == [0.0] * len(data)
+
+
+@needs_gsm8k
+def test_gsm8k_from_one_file_holds_rows_out(renderer):
+    config = gsm8k(path=str(GSM8K / "train.jsonl"), eval_fraction=0.05)
+    train, held_out = load_rows(config), load_rows(config, "eval")
+    assert (len(train), len(held_out)) == (7473 - 374, 374)
+    assert not {row.where for row in train} & {row.where for row in held_out}
+
+
+def test_every_shipped_data_file_is_read(tmp_path, renderer):
+    """The YAML of ``conf/data`` types, and its keys are the class's."""
+    from omegaconf import OmegaConf
+
+    from cookbook.typed import construct
+
+    conf = Path(__file__).parents[1] / "conf" / "data"
+    file = tmp_path / "train.jsonl"
+    file.write_text(2 * (json.dumps({"question": "2+2?", "answer": "#### 4", "text": "x"}) + "\n"))
+    for name in ("jsonl", "hub", "gsm8k"):
+        values = OmegaConf.to_container(OmegaConf.load(conf / f"{name}.yaml"))
+        assert values.pop("_target_") == "cookbook.data.DataConfig"
+        assert list(values) == list(DataConfig.__dataclass_fields__)
+        values.update(path=str(file), name=None)
+        config = construct(DataConfig, values, "data")
+        assert conversation_datums(load_rows(config), renderer, config)

@@ -1,0 +1,196 @@
+"""What a row becomes, in every format people have, and what a row that is none of them is told."""
+
+from dataclasses import replace
+
+import pytest
+
+from cookbook.data import Columns, DataConfig, Row
+from cookbook.data.formats import Chat, Plain, conversation_reader, preference_reader, prompt_reader
+from cookbook.data.rows import EmptyRowError
+from cookbook.errors import ConfigError, DataError
+
+USER, ANSWER, OTHER = (
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "assistant", "content": "five"},
+)
+
+
+def read(reader, values, **config):
+    row = Row("train.jsonl:7", values)
+    config = DataConfig(**config)
+    return reader(row, config)(row)
+
+
+def said(chat: Chat) -> list[tuple[str, str]]:
+    return [(message.role, message.content) for message in chat.messages]
+
+
+def test_supervised_formats():
+    chat = read(conversation_reader, {"messages": [USER, ANSWER]})
+    assert said(chat) == [("user", "2+2?"), ("assistant", "4")]
+    assert chat.start == 0
+    assert read(conversation_reader, {"prompt": "2+2=", "completion": "4"}) == Plain("train.jsonl:7", "2+2=", "4")
+    assert read(conversation_reader, {"text": "once"}) == Plain("train.jsonl:7", "", "once")
+    for prompt, completion in (([USER], [ANSWER]), ([USER], "4"), ("2+2?", [ANSWER])):
+        chat = read(conversation_reader, {"prompt": prompt, "completion": completion})
+        assert (said(chat), chat.start) == ([("user", "2+2?"), ("assistant", "4")], 1)
+
+
+def test_plain_columns_become_chat_on_request():
+    chat = read(conversation_reader, {"prompt": "2+2?", "completion": "4"}, chat=True)
+    assert (said(chat), chat.start) == ([("user", "2+2?"), ("assistant", "4")], 1)
+    chat = read(prompt_reader, {"prompt": "2+2?"}, chat=True, system="Be brief.")
+    assert (said(chat), chat.start) == ([("system", "Be brief."), ("user", "2+2?")], 2)
+    pair = read(preference_reader, {"prompt": "2+2?", "chosen": "4", "rejected": "5"}, chat=True)
+    assert (said(pair.rejected), pair.rejected.start) == ([("user", "2+2?"), ("assistant", "5")], 1)
+
+
+def test_sharegpt():
+    turns = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4", "weight": None}]
+    assert said(read(conversation_reader, {"conversations": turns})) == [("user", "2+2?"), ("assistant", "4")]
+    assert said(read(conversation_reader, {"dialog": turns}, columns=Columns(messages="dialog")))[1] == ("assistant", "4")
+    with pytest.raises(DataError, match=r'"conversations"\[0\] is "from" \'bot\'; expected one of human, gpt'):
+        read(conversation_reader, {"conversations": [{"from": "bot", "value": "hi"}]})
+
+
+def test_what_a_recipe_reads_decides_between_formats():
+    row = {"prompt": "2+2?", "messages": [USER, ANSWER], "chosen": [USER, ANSWER], "rejected": [USER, OTHER]}
+    assert isinstance(read(conversation_reader, row), Chat)
+    assert read(preference_reader, row).chosen.start == 1
+    assert read(prompt_reader, row) == Plain("train.jsonl:7", "2+2?")
+    assert read(conversation_reader, {**row, "completion": "4"}, format="prompt_completion").response == "4"
+    with pytest.raises(ConfigError, match=r"data\.format=preference does not suit this recipe; it reads messages"):
+        read(conversation_reader, row, format="preference")
+
+
+def test_prompts_leave_answers_out():
+    for row in ({"messages": [USER, ANSWER]}, {"messages": [USER]}):
+        chat = read(prompt_reader, row)
+        assert said(chat)[: chat.start] == [("user", "2+2?")]
+    chat = read(prompt_reader, {"chosen": [USER, ANSWER], "rejected": [USER, OTHER]})
+    assert said(chat)[: chat.start] == [("user", "2+2?")]
+    plain = read(prompt_reader, {"prompt": "2+2=", "completion": "4"}, format="prompt_completion")
+    assert plain == Plain("train.jsonl:7", "2+2=")
+
+
+def test_implicit_prompts_are_whole_messages():
+    pair = read(preference_reader, {"chosen": [USER, ANSWER], "rejected": [USER, OTHER]})
+    assert (pair.chosen.start, said(pair.chosen)[-1], said(pair.rejected)[-1]) == (
+        1, ("assistant", "4"), ("assistant", "five"),
+    )
+    # One side goes on: what it has more of is part of its answer, and the other side keeps its own.
+    more = [USER, ANSWER, {"role": "user", "content": "sure?"}, OTHER]
+    pair = read(preference_reader, {"chosen": [USER, ANSWER], "rejected": more})
+    assert (pair.chosen.start, pair.rejected.start) == (1, 1)
+    # A long shared history belongs to the prompt, its answers too.
+    pair = read(preference_reader, {"chosen": [*more[:3], ANSWER], "rejected": more}, system="Be brief.")
+    assert (pair.chosen.start, said(pair.chosen)[0]) == (4, ("system", "Be brief."))
+    with pytest.raises(DataError, match="do not begin with the same messages"):
+        read(preference_reader, {"chosen": [USER, ANSWER], "rejected": [{**USER, "content": "3+3?"}, OTHER]})
+
+
+def test_an_explicit_prompt_beside_whole_conversations_has_to_agree():
+    row = {"prompt": "2+2?", "chosen": [USER, ANSWER], "rejected": [USER, OTHER]}
+    assert read(preference_reader, row).chosen.start == 1
+    with pytest.raises(DataError, match='"prompt" is not the prompt that chosen and rejected begin with'):
+        read(preference_reader, {**row, "prompt": "3+3?"})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"prompt": "p", "chosen": "a", "rejected": "a"}, "chosen and rejected are the same"),
+        ({"prompt": "p", "chosen": "a", "rejected": ""}, '"rejected" is empty'),
+        ({"prompt": "p", "chosen": "a", "rejected": None}, "the columns are prompt, chosen, rejected"),
+        ({"prompt": "p", "chosen": "a"}, "this recipe reads chosen\\+rejected"),
+        ({"chosen": "a", "rejected": "b"}, "need a prompt"),
+        ({"prompt": "p", "chosen": "a", "rejected": 3}, '"rejected" must be a list of messages, got int'),
+        ({"prompt": "p", "chosen": [ANSWER], "rejected": [USER]}, '"rejected" begins with a user message'),
+    ],
+)
+def test_preference_rows_are_read_strictly(values, message):
+    with pytest.raises(DataError, match=rf"^train\.jsonl:7: .*{message}"):
+        read(preference_reader, values)
+
+
+@pytest.mark.parametrize("side", ["chosen", "rejected"])
+def test_a_later_row_with_a_missing_side_is_named(side):
+    whole = {"prompt": "p", "chosen": "a", "rejected": "b"}
+    reader = preference_reader(Row("train.jsonl:1", whole), DataConfig())
+    with pytest.raises(DataError, match=rf'^train\.jsonl:2: "{side}" is null'):
+        reader(Row("train.jsonl:2", {**whole, side: None}))
+    with pytest.raises(DataError, match=rf'^train\.jsonl:3: no column "{side}", the row has'):
+        reader(Row("train.jsonl:3", {key: value for key, value in whole.items() if key != side}))
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("hello", '"messages" must be a list of messages, got str'),
+        (["hello"], r'"messages"\[0\] must be an object with "role" and "content", got str'),
+        ([{"content": "hi"}], r'"messages"\[0\] has no "role"'),
+        ([{"role": "user"}], r'"messages"\[0\] needs "content" that is text, got none'),
+        ([{"role": "user", "content": [{"type": "image"}]}], r'"messages"\[0\] needs "content" that is text, got list'),
+        ([{**USER, "weight": 1}], r'"messages"\[0\] has "weight" 1 on a user message'),
+        ([USER, {**ANSWER, "weight": 2}], r'"messages"\[1\] has "weight" 2; give a number from 0'),
+        ([USER, {**ANSWER, "weight": "1"}], r'"messages"\[1\] has "weight" \'1\''),
+    ],
+)
+def test_messages_are_read_strictly(messages, message):
+    with pytest.raises(DataError, match=rf"^train\.jsonl:7: {message}"):
+        read(conversation_reader, {"messages": messages})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"messages": [USER]}, {"messages": []}, {"prompt": "p", "completion": ""}, {"text": ""}],
+)
+def test_nothing_to_train_on_is_told_apart(values):
+    with pytest.raises(EmptyRowError, match=r"^train\.jsonl:7: .*remove the row or set data\.on_empty=skip$"):
+        read(conversation_reader, values)
+
+
+def test_the_sentence_for_a_row_without_an_answer():
+    with pytest.raises(EmptyRowError) as error:
+        read(conversation_reader, {"messages": [USER]})
+    assert str(error.value) == (
+        'train.jsonl:7: "messages" has no assistant turn, so nothing would be trained on; '
+        "remove the row or set data.on_empty=skip"
+    )
+
+
+def test_unknown_columns_are_listed_with_a_way_out():
+    with pytest.raises(DataError) as error:
+        read(conversation_reader, {"question": "2+2?", "solution": "4"})
+    assert str(error.value) == (
+        "train.jsonl:7: the columns are question, solution, and this recipe reads messages or prompt+completion or text; "
+        "name yours, e.g. data.columns.messages=<column>"
+    )
+    named = Columns(prompt="qestion", completion="solution")
+    with pytest.raises(DataError, match=r'no column "qestion", .* set data\.columns\.prompt\. Did you mean \'question\'\?'):
+        read(conversation_reader, {"question": "2+2?", "solution": "4"}, columns=named)
+    fixed = replace(named, prompt="question")
+    assert read(conversation_reader, {"question": "2+2?", "solution": "4"}, columns=fixed).response == "4"
+
+
+def test_options_that_need_a_conversation_say_so():
+    with pytest.raises(ConfigError, match=r"data\.system needs a conversation.*set data\.chat=true"):
+        read(conversation_reader, {"prompt": "p", "completion": "c"}, system="Be brief.")
+    with pytest.raises(ConfigError, match=r"data\.chat: a text column has no prompt"):
+        read(conversation_reader, {"text": "once"}, chat=True)
+
+
+def test_a_system_message_of_the_row_stays():
+    own = {"role": "system", "content": "Own."}
+    chat = read(conversation_reader, {"messages": [own, USER, ANSWER]}, system="Mine.")
+    assert said(chat)[0] == ("system", "Own.")
+
+
+def test_tools_and_further_keys_reach_the_template():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}], "name": None}
+    chat = read(conversation_reader, {"messages": [USER, call], "tools": '[{"name": "add"}]'})
+    assert chat.messages[1].to_dict() == {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}
+    assert chat.tools == ({"name": "add"},)
+    with pytest.raises(DataError, match='"tools" is broken JSON'):
+        read(conversation_reader, {"messages": [USER, ANSWER], "tools": "[{"})

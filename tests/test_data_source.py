@@ -1,0 +1,226 @@
+"""Reading rows: every kind of source, every mistake in one, and which rows are held out."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cookbook.data import DataConfig, load_rows
+from cookbook.errors import ConfigError, DataError
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """What ``datasets`` caches goes with the test."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def write(path: Path, rows) -> str:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def numbered(count: int):
+    return [{"text": f"row {index}"} for index in range(count)]
+
+
+def texts(rows) -> list[str]:
+    return [row.values["text"] for row in rows]
+
+
+def test_json_lines_keep_their_line_numbers(tmp_path):
+    file = tmp_path / "train.jsonl"
+    file.write_text('\ufeff{"text": "Grüße"}\n\n   \n{"text": "日本"}', encoding="utf-8")
+    rows = load_rows(DataConfig(path=str(file)))
+    assert [(row.where, row.values) for row in rows] == [
+        (f"{file}:1", {"text": "Grüße"}),
+        (f"{file}:4", {"text": "日本"}),
+    ]
+
+
+def test_limit_stops_reading(tmp_path):
+    file = tmp_path / "train.jsonl"
+    file.write_text('{"text": "a"}\n{"text": "b"}\nnot json at all\n')
+    assert texts(load_rows(DataConfig(path=str(file), limit=2))) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "a"', "broken JSON at column 13"),
+        (b"[1, 2]", "a row must be a JSON object with a key per column, got list"),
+        (b'{"chosen": "a", "chosen": "b"}', 'the key "chosen" is given twice'),
+        (b'{"text": "\xff"}', "not UTF-8 at byte 10"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, message):
+    file = tmp_path / "train.jsonl"
+    file.write_bytes(b'{"text": "fine"}\n' * 16 + line + b"\n")
+    with pytest.raises(DataError) as error:
+        load_rows(DataConfig(path=str(file)))
+    assert str(error.value).startswith(f"{file}:17: {message}")
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_file_suggests_its_neighbour(tmp_path):
+    write(tmp_path / "train.jsonl", numbered(1))
+    with pytest.raises(DataError, match=r"data\.path: .*trian\.jsonl does not exist.* Did you mean 'train\.jsonl'\?"):
+        load_rows(DataConfig(path=str(tmp_path / "trian.jsonl")))
+    with pytest.raises(DataError, match=r"data\.eval_path: .* does not exist"):
+        load_rows(DataConfig(path=str(tmp_path / "train.jsonl"), eval_path=str(tmp_path / "nothing")), "eval")
+
+
+@pytest.mark.parametrize("content", ["", "\n\n"])
+def test_an_empty_file_is_an_error(tmp_path, content):
+    (tmp_path / "train.jsonl").write_text(content)
+    with pytest.raises(DataError, match="holds no rows"):
+        load_rows(DataConfig(path=str(tmp_path / "train.jsonl")))
+
+
+def test_no_source_and_an_unknown_kind_of_file(tmp_path):
+    with pytest.raises(ConfigError, match=r"pass data\.path=.* or data\.name="):
+        load_rows(DataConfig())
+    (tmp_path / "train.xlsx").write_text("")
+    with pytest.raises(DataError, match=r"cannot read \.xlsx; give one of \.jsonl"):
+        load_rows(DataConfig(path=str(tmp_path / "train.xlsx")))
+
+
+def test_json_arrays_and_json_lines_under_the_same_suffix(tmp_path):
+    array, lines = tmp_path / "array.json", tmp_path / "lines.json"
+    array.write_text(json.dumps(numbered(3), indent=1))
+    write(lines, numbered(3))
+    rows = load_rows(DataConfig(path=str(array)))
+    assert texts(rows) == texts(load_rows(DataConfig(path=str(lines)))) == ["row 0", "row 1", "row 2"]
+    assert rows[1].where == f"{array}[1]"
+    array.write_text('[\n{"text": "a"},\n{"text" "b"}\n]')
+    with pytest.raises(DataError, match=rf"{array}:3: broken JSON at column 9"):
+        load_rows(DataConfig(path=str(array)))
+
+
+def test_csv_and_parquet(tmp_path):
+    from datasets import Dataset
+
+    table = Dataset.from_list(numbered(4))
+    table.to_csv(tmp_path / "train.csv")
+    table.to_parquet(tmp_path / "train.parquet")
+    for name in ("train.csv", "train.parquet"):
+        rows = load_rows(DataConfig(path=str(tmp_path / name), limit=3))
+        assert texts(rows) == ["row 0", "row 1", "row 2"]
+        assert rows[2].where == f"{tmp_path / name}[2]"
+    (tmp_path / "broken.parquet").write_bytes(b"not parquet")
+    with pytest.raises(DataError) as error:
+        load_rows(DataConfig(path=str(tmp_path / "broken.parquet")))
+    assert str(error.value).startswith(f"{tmp_path / 'broken.parquet'}: ")
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_of_split_files(tmp_path):
+    write(tmp_path / "train.jsonl", numbered(3))
+    write(tmp_path / "test.jsonl", numbered(2))
+    config = DataConfig(path=str(tmp_path), eval_split="test")
+    assert load_rows(config)[2].where == f"{tmp_path / 'train.jsonl'}:3"
+    assert [row.where for row in load_rows(config, "eval")] == [f"{tmp_path / 'test.jsonl'}:{n}" for n in (1, 2)]
+    assert len(load_rows(config, "eval", eval_limit=1)) == 1
+    with pytest.raises(DataError, match="validation"):
+        load_rows(DataConfig(path=str(tmp_path), split="validation"))
+
+
+def test_folders_saved_by_datasets(tmp_path):
+    from datasets import Dataset, DatasetDict
+
+    Dataset.from_list(numbered(3)).save_to_disk(tmp_path / "one")
+    DatasetDict(train=Dataset.from_list(numbered(3)), dev=Dataset.from_list(numbered(1))).save_to_disk(tmp_path / "two")
+    assert texts(load_rows(DataConfig(path=str(tmp_path / "one"), limit=2))) == ["row 0", "row 1"]
+    config = DataConfig(path=str(tmp_path / "two"), eval_split="dev")
+    assert load_rows(config)[0].where == f"{tmp_path / 'two'}[train]:0"
+    assert len(load_rows(config, "eval")) == 1
+    with pytest.raises(DataError, match="no split 'test'; it has train, dev"):
+        load_rows(DataConfig(path=str(tmp_path / "two"), split="test"))
+
+
+@pytest.fixture
+def hub_folder(tmp_path, monkeypatch):
+    """A folder laid out like a hub repository; ``load_dataset`` takes its path as a name."""
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    folder = tmp_path / "repository" / "data"
+    folder.mkdir(parents=True)
+    write(folder / "train-00000-of-00001.jsonl", numbered(5))
+    return str(folder.parent)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_dataset_by_name(hub_folder, streaming):
+    rows = load_rows(DataConfig(name=hub_folder, streaming=streaming, limit=2))
+    assert texts(rows) == ["row 0", "row 1"]
+    assert rows[1].where == f"{hub_folder}[train]:1"
+    with pytest.raises(DataError, match=r'test.*check data\.name or data\.path, data\.subset and data\.split'):
+        load_rows(DataConfig(name=hub_folder, streaming=streaming, split="test"))
+
+
+def test_the_path_goes_before_the_name(hub_folder, tmp_path):
+    other = write(tmp_path / "other.jsonl", [{"text": "mine"}])
+    assert texts(load_rows(DataConfig(name=hub_folder, path=other))) == ["mine"]
+
+
+def test_no_network_is_one_line_at_once(monkeypatch):
+    import huggingface_hub
+
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(DataError, match=r"the hub cannot be reached for openai/gsm8k; pass data\.path="):
+        load_rows(DataConfig(name="openai/gsm8k", subset="main"))
+
+
+def test_offline_mode_without_the_dataset_is_one_line(monkeypatch):
+    import datasets
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match=r"no-such/dataset: .*; pass data\.path="):
+        load_rows(DataConfig(name="no-such/dataset"))
+
+
+def test_rows_are_held_out_by_the_seed_and_never_trained(tmp_path):
+    config = DataConfig(path=write(tmp_path / "train.jsonl", numbered(100)), eval_fraction=0.1)
+    for seed in (0, 1):
+        train, held = (texts(load_rows(config, which, seed)) for which in ("train", "eval"))
+        assert (len(train), len(held)) == (90, 10)
+        assert sorted(train + held) == sorted(texts(load_rows(DataConfig(path=config.path))))
+        assert held == texts(load_rows(config, "eval", seed))
+    assert texts(load_rows(config, "eval", 0)) != texts(load_rows(config, "eval", 1))
+    assert texts(load_rows(config, "eval", eval_limit=3)) == texts(load_rows(config, "eval"))[:3]
+
+
+def test_a_drawn_row_is_left_for_both_sides(tmp_path):
+    path = write(tmp_path / "train.jsonl", numbered(3))
+    assert len(load_rows(DataConfig(path=path, eval_fraction=0.001), "eval")) == 1
+    assert len(load_rows(DataConfig(path=path, eval_fraction=0.999))) == 1
+    with pytest.raises(DataError, match=r"data\.eval_fraction: cannot hold rows out of 1"):
+        load_rows(DataConfig(path=path, eval_fraction=0.5, limit=1))
+
+
+def test_held_out_rows_of_their_own_leave_the_training_rows_whole(tmp_path):
+    train, test = write(tmp_path / "train.jsonl", numbered(10)), write(tmp_path / "test.jsonl", numbered(2))
+    for config in (
+        DataConfig(path=train, eval_path=test, eval_fraction=0.5),
+        DataConfig(path=str(tmp_path), eval_split="test", eval_fraction=0.5),
+    ):
+        assert (len(load_rows(config)), len(load_rows(config, "eval"))) == (10, 2)
+    assert load_rows(DataConfig(path=train), "eval") == []
+    one_file = DataConfig(path=train, eval_split="test", eval_fraction=0.2)  # a file has no other split
+    assert (len(load_rows(one_file)), len(load_rows(one_file, "eval"))) == (8, 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "key"), [({"limit": 0}, "limit"), ({"max_length": 1}, "max_length"), ({"eval_fraction": 1.0}, "fraction")]
+)
+def test_numbers_out_of_bounds_are_refused(values, key):
+    with pytest.raises(ConfigError, match=rf"data\.\w*{key}"):
+        DataConfig(**values)
