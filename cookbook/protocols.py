@@ -122,8 +122,12 @@ class Reward(Protocol):
 
 
 class Tracker(Protocol):
-    """Takes metrics somewhere people look. ``config`` is the resolved configuration; ``state`` is ``finished`` or ``failed``."""
+    """Takes metrics somewhere people look.
 
-    def start(self, config: Mapping[str, Any], out: str, name: str) -> None: ...
+    ``config`` is the resolved configuration; ``step`` the finished steps of a run that goes on, 0 of a new one; ``state`` is
+    ``finished``, ``interrupted`` or ``failed``.
+    """
+
+    def start(self, config: Mapping[str, Any], out: str, name: str, step: int) -> None: ...
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def end(self, state: str) -> None: ...

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -64,11 +66,12 @@ def _one_line(example: Example) -> str:
 
 
 def _next_command(run: Run, examples: Sequence[Example]) -> str:
-    prompt = examples[0].prompt if examples and len(examples[0].prompt) < 60 else "12+30="
-    quoted = "'" + prompt.replace("'", "'\\''") + "'"
-    return f"cookbook sample {run.out} {quoted}"
+    short = [example.prompt for example in examples if example.prompt and example.prompt.isprintable() and len(example.prompt) < 60]
+    return shlex.join(["cookbook", "sample", str(run.out), short[0] if short else "12+30="])
 
 
 def resume_command(out: Path) -> str:
     """How to go on with the run in ``out``, whatever made it."""
-    return f"cookbook train --config {out / CONFIG} out={out}"
+    plain = re.fullmatch(r"[\w./-]+", str(out))  # Hydra wants quotes around anything else
+    value = str(out) if plain else "'" + str(out).replace("'", "\\'") + "'"
+    return shlex.join(["cookbook", "train", "--config", str(out / CONFIG), f"out={value}"])

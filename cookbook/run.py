@@ -20,7 +20,7 @@ from cookbook.config import OptimConfig
 from cookbook.data import DataConfig, RenderedPrompt, Renderer
 from cookbook.errors import ConfigError
 from cookbook.evaluation import EvalConfig, Evaluation
-from cookbook.futures import Future
+from cookbook.futures import Future, done
 from cookbook.hooks import Hook
 from cookbook.interrupt import Interrupted, InterruptGuard
 from cookbook.losses import LOSSES, Loss
@@ -77,12 +77,11 @@ class Step:
     started: float = field(default_factory=time.monotonic)
     metrics: dict[str, float] = field(default_factory=dict)
 
-    def log(self, *results: Future[ForwardBackwardOutput] | Future[OptimStepOutput] | Mapping[str, float] | None) -> None:
+    def log(self, *results: Future[ForwardBackwardOutput] | Future[OptimStepOutput] | Mapping[str, float]) -> None:
         """Adds metrics to the step's row; waits for futures, and so raises their errors."""
         for result in results:
-            if result is not None:
-                metrics = result if isinstance(result, Mapping) else result.result().metrics
-                self.metrics.update({key: value for key, value in metrics.items() if key != "loss:sum"})
+            metrics = result if isinstance(result, Mapping) else result.result().metrics
+            self.metrics.update({key: value for key, value in metrics.items() if key != "loss:sum"})
 
 
 @dataclass
@@ -147,10 +146,10 @@ class Run:
 
     # ---- training ------------------------------------------------------------------------------------------------
 
-    def forward_backward(self, data: Sequence[Datum]) -> Future[ForwardBackwardOutput] | None:
-        """The gradient of the run's loss on one whole optimizer step's data; None when there is no data."""
+    def forward_backward(self, data: Sequence[Datum]) -> Future[ForwardBackwardOutput]:
+        """The gradient of the run's loss on one whole optimizer step's data. No data, no gradient: the loss is an empty sum."""
         if not data:
-            return None
+            return done(ForwardBackwardOutput([], {"loss": 0.0, "tokens/trained": 0.0}))
         prepared = self.loss.prepare(self.with_reference(data))
         self._tokens += sum(datum.model_input.length for datum in prepared)
         if LOSSES.get(self.loss.name) == f"{type(self.loss).__module__}:{type(self.loss).__qualname__}":
@@ -244,6 +243,9 @@ class Run:
         if total < 1:
             raise ConfigError(f"recipe.steps must be at least 1, got {total}")
         self.console = Console(total, self.first_step)
+        if self.first_step >= total:
+            self.console.note(f"nothing to do: {self.out} has seen {self.first_step} of {total} steps; raise recipe.steps to go on")
+        self.metrics_file.open()
         try:
             with InterruptGuard() as guard:
                 if self.first_step == 0 and evaluate:
@@ -252,13 +254,15 @@ class Run:
                     step = Step(index, total)
                     self._tokens = 0
                     yield step
-                    self._finish(step, evaluate, last=index + 1 == total or guard.asked)
-                    if guard.asked and index + 1 < total:
+                    self._finish(step, evaluate)
+                    stop = guard.asked and index + 1 < total  # read once: it may be asked at any moment
+                    self._checkpoint(step, stop=stop)
+                    if stop:
                         raise Interrupted(index + 1)
         finally:
             self.console.close()
 
-    def _finish(self, step: Step, evaluate: Callable[[int], Evaluation] | None, *, last: bool) -> None:
+    def _finish(self, step: Step, evaluate: Callable[[int], Evaluation] | None) -> None:
         number = step.index + 1
         seconds = time.monotonic() - step.started
         row = {
@@ -272,9 +276,6 @@ class Run:
         self._write(number, row)
         for hook in self.hooks:
             hook.on_step(self, number, row)
-        due = self.checkpoint.every is not None and number % self.checkpoint.every == 0
-        if due or (last and self.checkpoint.final):
-            self._save(number)
 
     def _evaluate(self, evaluate: Callable[[int], Evaluation], step: int) -> dict[str, float]:
         found = evaluate(step)
@@ -293,10 +294,15 @@ class Run:
         if self.console:
             self.console.update(step, row)
 
-    def _save(self, step: int) -> None:
-        folder = self.out / "checkpoints"
-        saved = self.trainer.save_state(store.step_name(step), overwrite=True).result()
-        store.prune(folder, self.checkpoint.keep)
+    def _checkpoint(self, step: Step, *, stop: bool) -> None:
+        """Saves when it is time to, and whenever the run stops early: that promises to lose nothing."""
+        number = step.index + 1
+        due = self.checkpoint.every is not None and number % self.checkpoint.every == 0
+        if not (due or stop or (number == step.total and self.checkpoint.final)):
+            return
+        saved = self.trainer.save_state(store.step_name(number), overwrite=True).result()
+        store.prune(self.out / "checkpoints", self.checkpoint.keep)
+        log.info("saved %s", saved.path)
         for hook in self.hooks:
             hook.on_checkpoint(self, saved)
 

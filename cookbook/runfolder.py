@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -17,35 +18,58 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from cookbook import __version__
 from cookbook.checkpoints import manifest, store
-from cookbook.errors import CheckpointError, ConfigError
+from cookbook.errors import CheckpointError, ConfigError, CookbookError
+
+log = logging.getLogger("cookbook")
 
 CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"
+ENVIRONMENT = "environment.json"
 # A checkpoint goes on only under the same values of these; everything else may change between two sittings.
 IDENTITY = ("recipe.name", "seed", "model", "loss", "data", "reward")
-PACKAGES = ("cookbook", "torch", "transformers", "tokenizers", "datasets", "peft", "hydra-core", "omegaconf", "numpy")
+PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "peft", "hydra-core", "omegaconf", "numpy")
 
 
 def choose(out: str | None, resume: str, recipe: str, new_id: str) -> tuple[Path, Path | None]:
     """The run's folder, and the checkpoint to go on from (None: from the start).
 
+    A checkpoint of another run starts a branch: it needs a folder of its own.
+
     Raises:
-        ConfigError: the folder is taken and ``resume=never``; or it holds something that is not a run.
-        CheckpointError: ``resume`` names a path that is not a checkpoint or a run.
+        ConfigError: the folder is taken and ``resume`` is not ``auto``; or it holds something that is not a run.
+        CheckpointError: ``resume`` names a path that is not a checkpoint or a run, or not the newest of the run in the folder.
     """
-    if resume not in ("auto", "never"):
-        checkpoint = _checkpoint(Path(resume))
-        own_run = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
-        folder = Path(out) if out else own_run or Path("runs") / f"{recipe}-{new_id}"
+    checkpoint = None if resume in ("auto", "never") else _checkpoint(Path(resume))
+    own_run = checkpoint.parent.parent if checkpoint and checkpoint.parent.name == "checkpoints" else None
+    folder = Path(out) if out else own_run or Path("runs") / f"{recipe}-{new_id}"
+    if not _taken(folder):
         return folder, checkpoint
-    folder = Path(out) if out else Path("runs") / f"{recipe}-{new_id}"
+    newest = store.newest(folder / "checkpoints")
+    if checkpoint and own_run and own_run.resolve() == folder.resolve():
+        if newest and newest.resolve() != checkpoint.resolve():
+            raise CheckpointError(
+                f"resume: {checkpoint} is not the newest of its run, which is {newest.name}; choose out=<new folder> to branch off "
+                "there, or delete the later ones"
+            )
+        return folder, checkpoint
+    if resume != "auto":
+        raise ConfigError(f"out: {folder} holds a run already; choose another folder, or resume=auto to go on with it")
+    return folder, newest
+
+
+def _taken(folder: Path) -> bool:
+    """Whether a run is in the folder.
+
+    Raises:
+        ConfigError: something else is.
+    """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return folder, None
+        return False
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"out: {folder} exists and is not a run of cookbook; choose another folder")
-    if resume == "never":
-        raise ConfigError(f"out: {folder} holds a run already; choose another folder, or resume=auto to go on with it")
-    return folder, store.newest(folder / "checkpoints")
+    return True
 
 
 def _checkpoint(path: Path) -> Path:
@@ -58,27 +82,51 @@ def _checkpoint(path: Path) -> Path:
     return newest
 
 
+@contextlib.contextmanager
+def opened(out: Path, cfg: DictConfig, overrides: list[str], resume_from: Path | None) -> Iterator[None]:
+    """The folder with ``config.yaml``, ``environment.json`` and a log, while it is entered.
+
+    A mistake that shows before the first step leaves nothing behind of a folder made here.
+
+    Raises:
+        ConfigError: the folder cannot be written, or holds a run with other identity.
+    """
+    made = [folder for folder in (out, *out.parents) if not folder.exists()]
+    try:
+        prepare(out, cfg, overrides, resume_from)
+        with logging_to(out):
+            yield
+    except CookbookError:
+        if out in made and not (out / METRICS).exists():
+            shutil.rmtree(out, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                for folder in made[1:]:
+                    folder.rmdir()
+        raise
+
+
 def prepare(out: Path, cfg: DictConfig, overrides: list[str], resume_from: Path | None) -> None:
     """Makes the folder and writes ``config.yaml`` and ``environment.json``; in a folder that has a run, checks it is the same.
 
     Raises:
         ConfigError: the folder cannot be written, or holds a run with other identity.
     """
-    if resume_from is not None:
-        _same_run(resume_from, cfg)
+    for run in {out, resume_from.parent.parent if resume_from else out}:
+        _same_run(run, cfg)
     resolved = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(resolved, dict)
     resolved.update(out=None, resume="auto")  # running it again makes a new folder
     try:
         out.mkdir(parents=True, exist_ok=True)
         _write(out / CONFIG, OmegaConf.to_yaml(OmegaConf.create(resolved)))
-        _write(out / "environment.json", json.dumps(environment(overrides), indent=2) + "\n")
+        if resume_from is None:  # of a run that goes on, the first sitting's stays and log.txt has the others
+            _write(out / ENVIRONMENT, json.dumps(environment(overrides), indent=2) + "\n")
     except OSError as error:
         raise ConfigError(f"out: cannot write to {out}: {error.strerror}; choose another folder with out=...") from None
 
 
-def _same_run(checkpoint: Path, cfg: DictConfig) -> None:
-    earlier_file = checkpoint.parent.parent / CONFIG
+def _same_run(run: Path, cfg: DictConfig) -> None:
+    earlier_file = run / CONFIG
     if not earlier_file.is_file():
         return
     earlier = OmegaConf.load(earlier_file)
@@ -111,7 +159,7 @@ def environment(overrides: list[str]) -> dict[str, Any]:
         "command": ["cookbook", "train", *overrides],
         "python": sys.version.split()[0],
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {"cookbook": __version__, **{name: _version(name) for name in PACKAGES}},
         "git": _git_state(),
         "threads": os.environ.get("OMP_NUM_THREADS"),
     }
@@ -137,6 +185,8 @@ def _git_state() -> dict[str, Any] | None:
 
 
 def _write(path: Path, text: str) -> None:
+    if path.is_file() and path.read_text(encoding="utf-8") == text:
+        return
     aside = path.with_suffix(".tmp")
     aside.write_text(text, encoding="utf-8")
     aside.replace(path)

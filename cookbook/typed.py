@@ -252,6 +252,8 @@ def describe(hint: Any) -> str:
             return "a mapping"
         if _is_list(container):
             return "a list"
+        if dataclasses.is_dataclass(container):
+            return "keys and values"
     return f"a mapping with {TARGET}"
 
 

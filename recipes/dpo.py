@@ -30,7 +30,7 @@ def train(run: Run) -> None:
     def evaluate(step: int) -> Evaluation:
         return run.evaluate_loss(held_out)
 
-    for step in run.steps(cfg.steps or len(batches), evaluate):
+    for step in run.steps(len(batches) if cfg.steps is None else cfg.steps, evaluate):
         # 1. The pairs of this step, chosen and rejected side by side.
         data = [datum for pair in batches[step.index] for datum in pair]
         # 2. Reference logprobs are added by the way; then the gradient and the update, both under way at once.

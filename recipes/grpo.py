@@ -9,7 +9,8 @@ Source: Shao et al., DeepSeekMath (arXiv:2402.03300), section 4.1.
 from dataclasses import dataclass
 
 from cookbook import rollout
-from cookbook.advantages import group_advantages
+from cookbook.advantages import Kind, group_advantages
+from cookbook.errors import ConfigError
 from cookbook.evaluation import Evaluation
 from cookbook.run import Run
 
@@ -24,7 +25,11 @@ class Config:
     steps: int = 60
     prompts_per_step: int = 32
     group_size: int = 8
-    advantage: str = "zscore"
+    advantage: Kind = "zscore"
+
+    def __post_init__(self) -> None:
+        if self.group_size < 2:
+            raise ConfigError(f"recipe.group_size must be at least 2, got {self.group_size}: completions are measured by their group")
 
 
 def train(run: Run) -> None:

@@ -30,7 +30,7 @@ def train(run: Run) -> None:
     def evaluate(step: int) -> Evaluation:
         return run.evaluate_loss(held_out) | run.evaluate_answers(held_out, step)
 
-    for step in run.steps(cfg.steps or len(batches), evaluate):
+    for step in run.steps(len(batches) if cfg.steps is None else cfg.steps, evaluate):
         # 1. The rows of this step: batches[i] depends on the seed and i alone.
         data = batches[step.index]
         # 2. Both calls return at once; the update waits for the gradient by itself.

@@ -1,4 +1,4 @@
-"""Makes ``data/arithmetic``: sums of two numbers below 100, split once into disjoint training and held-out pairs.
+"""Makes ``data/arithmetic``: sums of two two-digit numbers, split once into disjoint training and held-out pairs.
 
     python scripts/make_arithmetic.py [FOLDER]
 
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-LIMIT = 100  # numbers are below this
+NUMBERS = range(10, 100)  # two digits each
 HELD_OUT = 500  # pairs of numbers never trained on
 PREFERENCES = 3000
 ROUNDED = 9600
@@ -26,7 +26,7 @@ ROUNDS = 0.65  # share of answers that are rounded in rounded_train.jsonl
 
 def main(folder: Path) -> None:
     draw = random.Random("arithmetic")
-    pairs = [(a, b) for a in range(LIMIT) for b in range(LIMIT)]
+    pairs = [(a, b) for a in NUMBERS for b in NUMBERS]
     draw.shuffle(pairs)
     held_out, training = pairs[:HELD_OUT], pairs[HELD_OUT:]
     folder.mkdir(parents=True, exist_ok=True)

@@ -114,6 +114,8 @@ COMPOSED = [
         ["model.name=a=b"],
         "cannot read 'model.name=a=b'; write key=value, and quotes around what is not a plain word: key=\"'a = b'\"",
     ),
+    (["grpo"], "cannot read 'grpo'; write recipe=grpo"),
+    (["hydra.mode=FOO"], "hydra.mode=FOO: Invalid value 'FOO', expected one of [RUN, MULTIRUN]"),
     (["model.name=${nope}", "--resolve"], "model.name: Interpolation key 'nope' not found"),
     (["-cn", "nope"], "--config-name: there is no nope.yaml in ./conf, a --config-dir, or the packaged conf"),
     (["-cd", "nope"], "--config-dir: there is no folder nope"),
@@ -195,6 +197,8 @@ def test_a_sweep_over_groups_and_by_hydras_own_key(here):
     assert names == ["sft", "grpo"]
     with pytest.raises(ConfigError, match="unknown recipe 'grop'"):
         run_job(Request(["recipe=sft,grop"], multirun=True), lambda cfg, overrides: names.append("none must run"))
+    with pytest.raises(ConfigError, match="a group takes an option name, not null"):
+        run_job(Request(["optim=adamw,null"], multirun=True), lambda cfg, overrides: names.append("none must run"))
     assert names == ["sft", "grpo"]
     assert left_behind(here) == []
 

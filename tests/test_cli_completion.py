@@ -38,7 +38,7 @@ def test_bash(tab):
     assert tab("bash", "cookbook train recipe=gr") == ["grpo"]
     assert tab("bash", "cookbook train rec") == ["recipe.", "recipe="]
     assert tab("bash", "cookbook train recipe=sft loss.") == ["loss.normalization="]
-    assert tab("bash", "cookbook train recipe=sft -m optim.lr=") == ["0.002"]
+    assert tab("bash", "cookbook train recipe=sft -m recipe.name=") == ["sft"]
     assert "optim." in tab("bash", "cookbook train recipe=grpo ")
     assert tab("bash", "cookbook fork or") == ["orpo"]
 

@@ -71,13 +71,14 @@ def test_diff_shows_what_was_changed_and_nothing_else(capsys):
     assert run(["diff", "mine"]) == 0
     assert capsys.readouterr().out == "mine is the same as sft\n"
     conf = Path("conf/recipe/mine.yaml")
-    conf.write_text(conf.read_text().replace("lr: 2e-3", "lr: 1e-3"))
+    conf.write_text(conf.read_text().replace("  name: mine", "  name: mine  # hers"))
     code = Path("recipes/mine.py")
     code.write_text(code.read_text() + "# more\n")
     assert run(["diff", "mine"]) == 0
     out = capsys.readouterr().out
     changed = [line for line in out.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
-    assert changed == ["+# more", "-  lr: 2e-3", "+  lr: 1e-3"]
+    assert changed[0] == "+# more"
+    assert [line.split("#")[0].rstrip() for line in changed[1:]] == ["-  name: mine", "+  name: mine"]
     assert "\033" not in out
     assert "\033[32m+# more\033[0m" in fork.diff("recipe", "mine", colour=True)
     code.unlink()

@@ -8,6 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from cookbook import config, paths, recipe, typed
+from cookbook.cli import conf_files
 from cookbook.cli.hydra_bridge import Request, show
 
 CONF = paths.packaged("conf")
@@ -30,9 +31,9 @@ def composed(override: str) -> dict:
 
 
 def nodes(path):
-    """(path in the configuration, node) of every typed node a file makes."""
+    """(path in the configuration, node) of every typed node a file makes, by itself: a recipe may deviate from it."""
     group, name = path.parts[0], path.stem
-    node = composed(f"{group}={name}")[group]
+    node = conf_files.values(conf_files.find(group, name))
     if typed.TARGET in node:
         return [(group, node)]
     return [(f"{group}.{key}", value) for key, value in node.items()]
@@ -64,7 +65,8 @@ def test_a_file_has_exactly_the_keys_of_its_class(path):
         fields = {field.name for field in dataclasses.fields(cls) if field.init}
         assert set(node) - {typed.TARGET} == fields
         if typed.MISSING not in node.values():  # such a file waits for a value
-            config.build(node, where)
+            whole = OmegaConf.create(composed(f"{path.parts[0]}={path.stem}"))
+            config.build(OmegaConf.select(whole, where), where)
 
 
 def different(node, cls) -> list[str]:
@@ -72,7 +74,7 @@ def different(node, cls) -> list[str]:
     defaults = {
         field.name: field.default_factory() if field.default is dataclasses.MISSING else field.default
         for field in dataclasses.fields(cls)
-        if {field.default, field.default_factory} != {dataclasses.MISSING}
+        if field.init and {field.default, field.default_factory} != {dataclasses.MISSING}
     }
     return [key for key, default in defaults.items() if node[key] != plain(default)]
 

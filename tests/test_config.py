@@ -106,7 +106,7 @@ def test_values_become_what_the_annotations_say():
         ({"table": {"a": "x"}}, "node.table.a: expected a number, got 'x'"),
         ({"inner": {"x": "y"}}, "node.inner.x: expected a whole number, got 'y'"),
         ({"inner": {"y": 1}}, "unknown key 'node.inner.y'. (Inner has x)"),
-        ({"inner": 3}, "node.inner: expected a mapping with _target_, got 3"),
+        ({"inner": 3}, "node.inner: expected keys and values, got 3"),
         ({"rates": 1}, "unknown key 'node.rates'. Did you mean 'rate'? (Everything has needed, rate, colour, mode, "
          "names, sizes, pair, table, inner, path, anything)"),
         ({"kind": "x"}, "unknown key 'node.kind'."),

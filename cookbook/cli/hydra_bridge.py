@@ -286,7 +286,9 @@ def _sweep(composer: _Composer, job: Job) -> None:
     settings = [*QUIET, "hydra.mode=MULTIRUN", f"hydra.sweep.dir={folder}", "hydra.sweep.subdir=."]
     try:
         batches = composer.hydra.multirun(composer.name, _Task(job, in_sweep=True), [*settings, *composer.overrides])
-    except (HydraException, YAMLError) as error:  # and not ValueError: that would disguise one of a recipe's own
+    except PROBLEMS as error:
+        if not isinstance(error, HydraException | YAMLError) and not messages.is_hydras(error):
+            raise  # a recipe's own ValueError is a bug, and keeps its trace
         raise ConfigError(messages.explain(error, composer.known_keys)) from error
     finally:
         _tidy(folder)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cookbook import paths
+from cookbook import paths, recipe
 from cookbook.suggest import did_you_mean, did_you_mean_key
 
 Keys = Callable[[], Sequence[str]]
@@ -28,8 +28,15 @@ def explain(error: Exception, keys: Keys) -> str:
         if match := re.search(pattern, text, re.DOTALL):
             return say(match, keys)
     if override := getattr(error, "override", None):
-        return f"cannot read {override!r}; write key=value, and quotes around what is not a plain word: key=\"'a = b'\""
+        return _unreadable(override)
+    if error.__cause__ is not None:  # then it says only which override it is
+        text = f"{text.removeprefix('Error merging override')}: {error.__cause__}".partition("\n")[0]
     return " ".join(re.sub(r"\nSee https://\S+.*", "", text).split())
+
+
+def is_hydras(error: Exception) -> bool:
+    """Whether the text is one of those Hydra writes, whatever the type says."""
+    return any(re.search(pattern, str(error), re.DOTALL) for pattern, _ in _TABLE)
 
 
 def unknown_key(key: str, keys: Keys) -> str:
@@ -97,6 +104,12 @@ def _nothing_to_drop(match: re.Match[str], keys: Keys) -> str:
 
 def _exists(match: re.Match[str], keys: Keys) -> str:
     return f"{match['key']} is there already: write {match['key']}=... without the +"
+
+
+def _unreadable(override: str) -> str:
+    if any(found.name == override for found in recipe.available()):
+        return f"cannot read {override!r}; write recipe={override}"
+    return f"cannot read {override!r}; write key=value, and quotes around what is not a plain word: key=\"'a = b'\""
 
 
 def _interpolation(match: re.Match[str], keys: Keys) -> str:

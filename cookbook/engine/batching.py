@@ -93,13 +93,14 @@ def _longest_first(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
 
 
-def collate(data: Sequence[Datum], batch: MicroBatch, pad_token: int, device: torch.device) -> Inputs:
+def collate(data: Sequence[Datum], batch: MicroBatch, device: torch.device) -> Inputs:
     """Lays the datums of ``batch`` out as the model reads them.
 
-    A causal model never looks right, so padding at the end of a row needs no attention mask. Sequences that share a row
-    are told apart by their positions, which start again at 0 (transformers builds the block mask from that).
+    A causal model never looks right, so padding at the end of a row needs no attention mask, and any token will do: 0,
+    since a tokenizer's own may lie outside the model's vocabulary. Sequences that share a row are told apart by their
+    positions, which start again at 0 (transformers builds the block mask from that).
     """
-    ids = np.full((len(batch.rows), batch.width), pad_token, dtype=np.int64)
+    ids = np.zeros((len(batch.rows), batch.width), dtype=np.int64)
     positions = np.zeros_like(ids)
     places = []
     shares = any(len(row) > 1 for row in batch.rows)

@@ -74,10 +74,11 @@ class Engine:
         self.options = options
         self.head = OutputHead(model)
         self.step = 0  # finished optimizer steps
+        self.version = 0  # changes whenever the weights do
         self.counts = GradientCounts()
         self.accumulated: list[Reduction | None] = []  # what each call since the last step returned
         self.passes = 0  # forward passes of the model since the start: what a loss costs, countable
-        self.calls = 0
+        self.seeds = 0  # drawn since the last step
         if options.activation_checkpointing:
             model.network.gradient_checkpointing_enable({"use_reentrant": False})
 
@@ -122,9 +123,9 @@ class Engine:
         for group in [[batch] for batch in batches] if apart else [batches]:
             passes = self._forward_all(data, group, scores)
             indices = sorted(index for batch in group for index in batch.indices)
-            rows = [data[index] for index in indices]
-            value, metrics, gradients = loss_gradient(loss, rows, [scores.logprobs[index] for index in indices])
-            self._backward_all(data, passes, dict(zip(indices, gradients, strict=True)))
+            logprobs = {index: scores.logprobs[index] for index in indices}
+            value, metrics, gradients = loss_gradient(loss, [data[index] for index in indices], logprobs)
+            self._backward_all(data, passes, gradients)
         if apart:
             with torch.no_grad():
                 value, metrics = loss(data, scores.ordered())
@@ -150,6 +151,7 @@ class Engine:
         counts = self.counts
         self.discard_gradient()
         self.step += 1
+        self.version += 1
         return OptimStepOutput(
             {
                 "optim/lr": adam.learning_rate,
@@ -163,9 +165,11 @@ class Engine:
 
     def discard_gradient(self) -> None:
         """Forgets what has accumulated since the last step."""
-        self.optimizer.zero_grad()
+        for _, parameter in self.model.trainable():
+            parameter.grad = None
         self.counts = GradientCounts()
         self.accumulated = []
+        self.seeds = 0
 
     # ---- the two halves ------------------------------------------------------------------------------------------
 
@@ -206,8 +210,7 @@ class Engine:
     def _forward(self, data: Sequence[Datum], batch: MicroBatch, scores: _Scores, *, training: bool, seed: int) -> Tensor:
         """One pass. Files what it found under ``scores``; returns the logprobs ``(N, ...)`` in the order of ``batch.indices``."""
         device = self.model.device
-        pad = self.model.tokenizer.pad_token_id
-        inputs = collate(data, batch, 0 if pad is None else pad, device)
+        inputs = collate(data, batch, device)
         targets = torch.cat([_targets(data[index], index) for index in batch.indices]).to(device)
         arguments: dict[str, Any] = {"input_ids": inputs.input_ids}
         if inputs.position_ids is not None:
@@ -245,10 +248,7 @@ class Engine:
         return batches
 
     def _packing(self) -> str:
-        """Packing keeps sequences apart by attention; layers that carry a state along the row would mix them."""
-        kinds = set(getattr(self.model.network.config.get_text_config(), "layer_types", None) or [])
-        mixes = bool(kinds - {"full_attention", "sliding_attention"}) or self.head.finish is None
-        return "padded" if mixes else self.options.packing
+        return self.options.packing if self.options.packing == "padded" or self.model.packs else "padded"
 
     def _bytes_per_token(self) -> int:
         """What autograd keeps per token: about 100 activations of the hidden size a layer, 8 when layers are recomputed.
@@ -263,7 +263,8 @@ class Engine:
     def _may_accumulate(self, loss: LossFunction) -> None:
         """Means do not add up to a mean: two calls would weigh every call the same, whatever its number of tokens."""
         reduction = loss.reduction if isinstance(loss, Loss) and not loss.prepares else None
-        if self.accumulated and Reduction.mean in (reduction, *self.accumulated) and reduction is not None:
+        declared = [one for one in (reduction, *self.accumulated) if one is not None]
+        if reduction is not None and len(declared) > 1 and Reduction.mean in declared:
             raise ConfigError(
                 f"forward_backward: {type(loss).__name__} returns a mean, and means of several calls do not add up to a mean; "
                 "pass the whole batch in one call (backend.micro_batch_tokens bounds its memory)"
@@ -271,13 +272,13 @@ class Engine:
         self.accumulated.append(reduction)
 
     def _next_seed(self) -> int:
-        self.calls += 1
-        return (self.options.seed * 1_000_003 + self.step * 10_007 + self.calls) % (1 << 62)
+        self.seeds += 1
+        return (self.options.seed * 1_000_003 + self.step * 10_007 + self.seeds) % (1 << 62)
 
     @contextlib.contextmanager
     def _randomness(self, training: bool, seed: int) -> Iterator[None]:
         """Dropout drawn from the pass's own seed, so that a pass computed twice drops the same, and a resumed run too."""
-        if not (training and self._drops_out()):
+        if not (training and self._drops_out):
             yield
             return
         devices = [self.model.device] if self.model.device.type == "cuda" else []
@@ -285,11 +286,12 @@ class Engine:
             torch.manual_seed(seed)
             yield
 
+    @functools.cached_property
     def _drops_out(self) -> bool:
-        config = self.model.network.config.get_text_config()
-        if any(getattr(config, name, 0) for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop")):
-            return True
-        return self.model.config.lora_dropout > 0
+        config = self.model.network.config.get_text_config().to_dict()
+        configured = any("drop" in name and isinstance(value, float) and value > 0 for name, value in config.items())
+        layers = (layer for layer in self.model.network.modules() if isinstance(layer, torch.nn.Dropout))
+        return configured or any(layer.p > 0 for layer in layers)
 
     def _offloading(self) -> contextlib.AbstractContextManager[Any]:
         if not self.options.activation_offloading or not torch.is_grad_enabled():
@@ -310,30 +312,31 @@ class Engine:
 
 
 def loss_gradient(
-    loss: LossFunction, data: Sequence[Datum], logprobs: list[Tensor]
-) -> tuple[Tensor, Mapping[str, float], list[Tensor]]:
-    """The loss's value, its metrics, and dL/dlogprob per datum.
+    loss: LossFunction, data: Sequence[Datum], logprobs: Mapping[int, Tensor]
+) -> tuple[Tensor, Mapping[str, float], dict[int, Tensor]]:
+    """The loss's value, its metrics, and dL/dlogprob per datum. The keys of ``logprobs`` are the datums' places in the call.
 
     Raises:
         BackendError: the value is not a finite scalar; a gradient is missing, not finite, or (for a function without a
             declared reduction) zero everywhere.
     """
-    flat = torch.cat([row.reshape(-1) for row in logprobs]).requires_grad_()
+    flat = torch.cat([row.reshape(-1) for row in logprobs.values()]).requires_grad_()
 
-    def rows(values: Tensor) -> list[Tensor]:
-        parts = torch.split(values, [row.numel() for row in logprobs])
-        return [part.view(row.shape) for part, row in zip(parts, logprobs, strict=True)]
+    def rows(values: Tensor) -> dict[int, Tensor]:
+        parts = torch.split(values, [row.numel() for row in logprobs.values()])
+        return {index: part.view(row.shape) for part, (index, row) in zip(parts, logprobs.items(), strict=True)}
 
-    value, metrics = _call(loss, data, rows(flat))
+    value, metrics = _call(loss, data, list(rows(flat).values()))
     name = getattr(loss, "name", None) or getattr(loss, "__name__", type(loss).__name__)
+    gradient = torch.autograd.grad(value, flat, allow_unused=True)[0] if value.requires_grad else None
     if not torch.isfinite(value):
-        raise BackendError(f"loss {name}: returned {float(value)} for {_blame(logprobs)}")
+        where = _blame(logprobs, logprobs if gradient is None else rows(gradient))
+        raise BackendError(f"loss {name}: returned {float(value)} for {where}; look at what the loss reads there")
     if not value.requires_grad:
         raise BackendError(
             f"loss {name}: does not depend on the logprobs, so nothing would be trained; compute it from `logprobs` without "
             ".item(), .detach() or numpy"
         )
-    (gradient,) = torch.autograd.grad(value, flat, allow_unused=True)
     if gradient is None or not (isinstance(loss, Loss) or gradient.any()):
         kind = "no" if gradient is None else "a zero"
         raise BackendError(f"loss {name}: has {kind} gradient with respect to the logprobs, so nothing would be trained")
@@ -348,14 +351,25 @@ def _call(loss: LossFunction, data: Sequence[Datum], logprobs: list[Tensor]) -> 
         raise BackendError("loss: must return (scalar tensor, dict of metrics)")
     value, metrics = result
     if not isinstance(value, Tensor) or value.numel() != 1:
-        found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        raise BackendError(f"loss: must return a scalar tensor, got {found}")
-    return value.reshape(()), {key: float(number) for key, number in metrics.items()}
+        raise BackendError(f"loss: must return a scalar tensor, got {_described(value)}")
+    return value.reshape(()), {key: _number(key, number) for key, number in metrics.items()}
 
 
-def _blame(rows: Sequence[Tensor]) -> str:
-    """The datums whose numbers are not finite; all of them when the fault is elsewhere."""
-    bad = [index for index, row in enumerate(rows) if not torch.isfinite(row).all()] or list(range(len(rows)))
+def _number(key: str, value: Any) -> float:
+    try:
+        return float(value.detach() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, RuntimeError):
+        raise BackendError(f"loss: metric {key!r} must be one number, got {_described(value)}") from None
+
+
+def _described(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def _blame(*columns: Mapping[int, Tensor]) -> str:
+    """The datums with a number that is not finite in one of the columns; all of them when the fault is elsewhere."""
+    everyone = list(columns[0])
+    bad = [index for index in everyone if not all(torch.isfinite(column[index]).all() for column in columns)] or everyone
     shown = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
     return f"datums {shown}" if len(bad) > 1 else f"datum {shown}"
 

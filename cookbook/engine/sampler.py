@@ -109,7 +109,7 @@ class _Decoder:
                 break
             if len(keep) < COMPACT_BELOW * len(self.alive):
                 rows = torch.from_numpy(keep).to(self.model.device)
-                cache.batch_select_indices(rows)
+                cache.reorder_cache(rows)
                 tokens, positions = tokens[rows], positions[rows]
                 mask = mask[rows] if mask is not None else None
                 self.alive = [self.alive[row] for row in keep]
@@ -137,7 +137,7 @@ class _Decoder:
         logits = self._step(torch.from_numpy(ids).to(device), mask, positions, cache)
         copies = torch.tensor([self.requests[index].num_samples for index in self.batch], device=device)
         rows = torch.repeat_interleave(torch.arange(len(prompts), device=device), copies)
-        cache.batch_select_indices(rows)
+        cache.reorder_cache(rows)
         return cache, mask[rows] if mask is not None else None, positions[rows, -1:], logits[rows]
 
     def _step(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any) -> Tensor:

@@ -2,34 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from cookbook.errors import ConfigError
+
 
 class JsonLines:
-    """A file of JSON objects. Every row starts with its ``step``; a row is on the disk when :meth:`write` returns."""
+    """A file of JSON objects. Every row starts with its ``step``; a row has left the process when :meth:`write` returns.
+
+    Raises:
+        ConfigError: the disk refuses.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: TextIO | None = None
 
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
+    def open(self) -> None:
+        """Makes the file, empty, when it is not there."""
         if self._file is None:
-            self._file = self.path.open("a", encoding="utf-8")
-        row = {"step": step, **{key: _plain(value) for key, value in values.items() if key != "step"}}
-        self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        self._file.flush()
+            with self._writing():
+                self._file = self.path.open("a", encoding="utf-8")
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        self.open()
+        assert self._file is not None
+        with self._writing():
+            self._file.write(_line({"step": step, **{key: _plain(value) for key, value in values.items() if key != "step"}}))
+            self._file.flush()
 
     def read(self) -> list[dict[str, Any]]:
         """All whole rows. A last line that a kill cut short is left out."""
         if not self.path.exists():
             return []
         rows = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
+        for line in self.path.read_text(encoding="utf-8", errors="replace").split("\n"):  # text may hold other line ends
             try:
                 rows.append(json.loads(line))
             except ValueError:
@@ -38,15 +51,30 @@ class JsonLines:
 
     def keep_until(self, step: int) -> None:
         """Drops the rows of later steps: the run goes on from ``step``, and would write them again."""
+        if not self.path.exists():
+            return
         kept = [row for row in self.read() if row["step"] <= step]
         aside = self.path.with_suffix(".tmp")
-        aside.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept), encoding="utf-8")
-        os.replace(aside, self.path)
+        with self._writing():
+            aside.write_text("".join(map(_line, kept)), encoding="utf-8")
+            os.replace(aside, self.path)
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # of a row that could not be written: that has been said
+                self._file.close()
             self._file = None
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(f"out: cannot write {self.path}: {error.strerror}; make room, then the same command goes on") from None
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(row, ensure_ascii=False) + "\n"
 
 
 def _plain(value: Any) -> Any:

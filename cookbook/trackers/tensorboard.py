@@ -16,14 +16,15 @@ class TensorBoardTracker:
 
     _writer: Any = field(default=None, init=False, repr=False)
 
-    def start(self, config: Mapping[str, Any], out: str, name: str) -> None:
+    def start(self, config: Mapping[str, Any], out: str, name: str, step: int) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise ConfigError(
                 "tracker: tensorboard is not installed; pip install 'cookbook[tensorboard]', or leave tracker=tensorboard out"
             ) from None
-        self._writer = SummaryWriter(str(Path(out) / "tensorboard"))
+        # What an earlier sitting wrote of the steps to come is dropped by the reader.
+        self._writer = SummaryWriter(str(Path(out) / "tensorboard"), purge_step=step + 1 if step else None)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():

@@ -21,7 +21,7 @@ class WandbTracker:
     tags: list[str] = field(default_factory=list)
     _run: Any = field(default=None, init=False, repr=False)
 
-    def start(self, config: Mapping[str, Any], out: str, name: str) -> None:
+    def start(self, config: Mapping[str, Any], out: str, name: str, step: int) -> None:
         try:
             import wandb
         except ImportError:
@@ -41,7 +41,7 @@ class WandbTracker:
                 id=known,
                 resume="allow" if known else None,
             )
-        except wandb.errors.UsageError as error:
+        except wandb.errors.Error as error:  # no key, no network
             raise ConfigError(f"tracker: wandb: {error}; log in with `wandb login`, or set WANDB_MODE=offline") from None
         id_file.write_text(f"{self._run.id}\n")
 
