@@ -13,8 +13,15 @@ T = TypeVar("T")
 class Future(concurrent.futures.Future[T], Generic[T]):
     """A ``concurrent.futures.Future`` that can also be awaited, with Tinker's extra spellings."""
 
+    def cancel(self) -> bool:
+        """Never: calls are made in order, each of them. A timeout ends the waiting, not the call."""
+        return False
+
     def __await__(self) -> Generator[Any, None, T]:
         return asyncio.wrap_future(self).__await__()
+
+    async def coroutine(self) -> T:
+        return await self
 
     async def result_async(self, timeout: float | None = None) -> T:
         return await asyncio.wait_for(asyncio.wrap_future(self), timeout)

@@ -42,7 +42,7 @@ def choose(out: str | None, resume: str, recipe: str, new_id: str) -> tuple[Path
         CheckpointError: ``resume`` names a path that is not a checkpoint or a run, or not the newest of the run in the folder.
     """
     checkpoint = None if resume in ("auto", "never") else _checkpoint(Path(resume))
-    own_run = checkpoint.parent.parent if checkpoint and checkpoint.parent.name == "checkpoints" else None
+    own_run = _run_of(checkpoint)
     folder = Path(out) if out else own_run or Path("runs") / f"{recipe}-{new_id}"
     if not _taken(folder):
         return folder, checkpoint
@@ -50,13 +50,18 @@ def choose(out: str | None, resume: str, recipe: str, new_id: str) -> tuple[Path
     if checkpoint and own_run and own_run.resolve() == folder.resolve():
         if newest and newest.resolve() != checkpoint.resolve():
             raise CheckpointError(
-                f"resume: {checkpoint} is not the newest of its run, which is {newest.name}; choose out=<new folder> to branch off "
-                "there, or delete the later ones"
+                f"resume: {checkpoint} is not the newest of its run, which is {newest.name}; "
+                "choose out=<new folder> to branch off there, or delete the later ones"
             )
         return folder, checkpoint
     if resume != "auto":
         raise ConfigError(f"out: {folder} holds a run already; choose another folder, or resume=auto to go on with it")
     return folder, newest
+
+
+def _run_of(checkpoint: Path | None) -> Path | None:
+    """The run a checkpoint stands in; None for one that was moved elsewhere."""
+    return checkpoint.parent.parent if checkpoint and checkpoint.parent.name == "checkpoints" else None
 
 
 def _taken(folder: Path) -> bool:
@@ -95,6 +100,7 @@ def opened(out: Path, cfg: DictConfig, overrides: list[str], resume_from: Path |
     try:
         prepare(out, cfg, overrides, resume_from)
         with logging_to(out):
+            log.info("%s", json.dumps(environment(overrides)))
             yield
     except CookbookError:
         if out in made and not (out / METRICS).exists():
@@ -111,8 +117,9 @@ def prepare(out: Path, cfg: DictConfig, overrides: list[str], resume_from: Path 
     Raises:
         ConfigError: the folder cannot be written, or holds a run with other identity.
     """
-    for run in {out, resume_from.parent.parent if resume_from else out}:
-        _same_run(run, cfg)
+    for run in (out, _run_of(resume_from)):
+        if run is not None:
+            _same_run(run, cfg)
     resolved = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(resolved, dict)
     resolved.update(out=None, resume="auto")  # running it again makes a new folder
@@ -207,6 +214,11 @@ def logging_to(out: Path) -> Iterator[None]:
         logger.addHandler(handler)
     try:
         yield
+    except BaseException as error:
+        log.info("ended by %s", type(error).__name__, exc_info=True)
+        raise
+    else:
+        log.info("finished")
     finally:
         for handler in (file, terminal):
             logger.removeHandler(handler)

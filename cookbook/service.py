@@ -1,10 +1,11 @@
-"""The Python API for people who write their own loop: the calls of Tinker's and Fireworks' documentation, on an embedded trainer.
+"""The Python API for people who write their own loop: the calls of Tinker's and Fireworks' documentation, embedded.
 
 A program written for ``tinker`` runs with ``import cookbook as tinker``, with our types or Tinker's.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,13 +80,21 @@ class SamplingClient(_Ready):
         prompt: Any,
         num_samples: int = 1,
         sampling_params: SamplingParams | None = None,
+        include_prompt_logprobs: bool = False,
     ) -> Future[SampleResponse]:
-        return self._sampler.sample(prompt, num_samples, sampling_params)
+        """``num_samples`` completions of ``prompt``, and on request what :meth:`compute_logprobs` tells of it."""
+        return self._sampler.sample(
+            prompt, num_samples, sampling_params, include_prompt_logprobs=include_prompt_logprobs
+        )
 
     async def sample_async(
-        self, prompt: Any, num_samples: int = 1, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Any,
+        num_samples: int = 1,
+        sampling_params: SamplingParams | None = None,
+        include_prompt_logprobs: bool = False,
     ) -> SampleResponse:
-        return await self.sample(prompt, num_samples, sampling_params)
+        return await self.sample(prompt, num_samples, sampling_params, include_prompt_logprobs)
 
     def compute_logprobs(self, prompt: Any) -> Future[list[float | None]]:
         """The logprob of every prompt token given those before it; the first is None."""
@@ -104,8 +113,9 @@ class SamplingClient(_Ready):
 class TrainingClient(_Ready, _AsyncTwins):
     """A model in training. Calls return futures at once and run in the order they are made."""
 
-    def __init__(self, trainer: LocalTrainer) -> None:
+    def __init__(self, trainer: LocalTrainer, service: ServiceClient) -> None:
         self._trainer = trainer
+        self._service = service
 
     def forward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, Any] | None = None
@@ -157,7 +167,7 @@ class TrainingClient(_Ready, _AsyncTwins):
 
     def create_sampling_client(self, model_path: Checkpoint | str) -> SamplingClient:
         """A sampling client on saved weights."""
-        return _sampling_client(_path(model_path), self._trainer.config)
+        return self._service.create_sampling_client(model_path)
 
     def get_tokenizer(self) -> Any:
         return self._trainer.tokenizer
@@ -206,9 +216,7 @@ class ServiceClient(_AsyncTwins):
         fields of :class:`cookbook.engine.model.ModelConfig`, such as ``dtype``.
         """
         config = ModelConfig(_model_name(base_model), lora_rank=lora_rank, **model_options)
-        trainer = LocalTrainer(config, self._backend, seed=seed, folder=self._folder)
-        self._trainers.append(trainer)
-        return TrainingClient(trainer)
+        return TrainingClient(self._trainer(config, seed), self)
 
     def create_lora_training_client(
         self, base_model: str, rank: int = 32, seed: int | None = None, **_unused_tinker_options: Any
@@ -230,12 +238,15 @@ class ServiceClient(_AsyncTwins):
         """A sampling client on saved weights, or on a model as it is."""
         if (model_path is None) == (base_model is None):
             raise ConfigError("create_sampling_client: pass either model_path or base_model")
-        name = _path(model_path) if model_path is not None else _model_name(str(base_model))
-        return _sampling_client(name, self._backend)
+        model = ModelConfig(_model_name(str(base_model))) if model_path is None else _saved_model(model_path)
+        trainer = self._trainer(model, 0)
+        return SamplingClient(trainer.live_sampler(0).result(), trainer.tokenizer, model.name)
 
     def close(self) -> None:
-        for trainer in self._trainers:
-            trainer.close()
+        """Closes every client. Raises the error of a failed call that nobody has read."""
+        with contextlib.ExitStack() as stack:  # one client's error does not keep the others open
+            for trainer in self._trainers:
+                stack.callback(trainer.close)
 
     def __enter__(self) -> Self:
         return self
@@ -244,21 +255,25 @@ class ServiceClient(_AsyncTwins):
         self.close()
 
     def _from_state(self, path: Checkpoint | str, *, optimizer: bool) -> TrainingClient:
-        folder = _path(path)
-        facts = manifest.read(Path(folder))
-        # A LoRA checkpoint is loaded as the adapter it is; a full one is a model folder.
-        client = self.create_training_client(folder, dtype=facts["dtype"])
-        client._trainer.load_state(folder, optimizer=optimizer).result()
-        return client
+        model = _saved_model(path)
+        trainer = self._trainer(model, 0)
+        trainer.load_state(model.name, optimizer=optimizer).result()
+        return TrainingClient(trainer, self)
+
+    def _trainer(self, model: ModelConfig, seed: int) -> LocalTrainer:
+        trainer = LocalTrainer(model, self._backend, seed=seed, folder=self._folder)
+        self._trainers.append(trainer)
+        return trainer
 
 
-def _sampling_client(name: str, backend: LocalConfig) -> SamplingClient:
-    trainer = LocalTrainer(ModelConfig(name), backend)
-    return SamplingClient(trainer.live_sampler(0).result(), trainer.tokenizer, name)
+def _saved_model(checkpoint: Checkpoint | str) -> ModelConfig:
+    """A checkpoint as a model to load: a model folder, or an adapter that names its base.
 
-
-def _path(checkpoint: Checkpoint | str) -> str:
-    return checkpoint.path if isinstance(checkpoint, Checkpoint) else checkpoint
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    folder = str(checkpoint.path if isinstance(checkpoint, Checkpoint) else checkpoint)
+    return ModelConfig(folder, dtype=manifest.verify(Path(folder))["dtype"])
 
 
 def _model_name(base_model: str) -> str:

@@ -33,6 +33,7 @@ from cookbook.protocols import Reward, Tracker
 from cookbook.rollout import RolloutConfig
 from cookbook.run import Run
 from cookbook.schedules import Schedule
+from cookbook.typed import convert
 from cookbook.types import SamplingParams
 from cookbook.weight_sync import DeploymentSyncer, WeightSyncConfig
 
@@ -73,8 +74,8 @@ def settings(cfg: DictConfig) -> Settings:
     module = recipes.load(cfg.recipe.name)
     typed = Settings(
         seed=_integer(cfg, "seed"),
-        out=cfg.out,
-        resume=cfg.resume,
+        out=convert(cfg.out, str | None, "out"),
+        resume=convert(cfg.resume, str, "resume"),
         module=module,
         recipe=build(cfg.recipe, "recipe", module.Config),
         reward=build(cfg.reward, "reward") if cfg.reward else None,
@@ -130,8 +131,11 @@ def train(cfg: DictConfig, overrides: list[str]) -> None:
     """
     typed = settings(cfg)
     out, resume_from = runfolder.choose(typed.out, typed.resume, cfg.recipe.name, _new_id())
-    runfolder.prepare(out, cfg, overrides, resume_from)
-    with runfolder.logging_to(out), _trainer(typed, out) as trainer, _run(typed, cfg, trainer, out, resume_from) as run:
+    with (
+        runfolder.opened(out, cfg, overrides, resume_from),
+        _trainer(typed, out) as trainer,
+        _run(typed, cfg, trainer, out, resume_from) as run,
+    ):
         try:
             typed.module.train(run)
         except Interrupted as stop:
@@ -164,6 +168,9 @@ def _run(typed: Settings, cfg: DictConfig, trainer: LocalTrainer, out: Path, res
     reference = trainer.reference() if typed.loss.needs_reference else None
     if resume_from is not None:
         trainer.load_state(str(resume_from)).result()
+        _say(f"going on after step {trainer.engine.step}, from {resume_from}")
+    elif (out / runfolder.METRICS).exists():
+        _say(f"{out} has no checkpoint to go on from; starting it over")
     run = Run(
         cfg=typed.recipe,
         name=cfg.recipe.name,
@@ -191,7 +198,7 @@ def _run(typed: Settings, cfg: DictConfig, trainer: LocalTrainer, out: Path, res
     state = "failed"
     resolved = OmegaConf.to_container(cfg, resolve=True)
     for tracker in run.trackers:
-        tracker.start(resolved, str(out), out.name)  # type: ignore[arg-type]
+        tracker.start(resolved, str(out), out.name, run.first_step)  # type: ignore[arg-type]
     try:
         for hook in run.hooks:
             hook.on_start(run)
@@ -207,6 +214,11 @@ def _run(typed: Settings, cfg: DictConfig, trainer: LocalTrainer, out: Path, res
             tracker.end(state)
         for hook in run.hooks:
             hook.on_end(run, state)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+    log.info("%s", line)
 
 
 def sample(

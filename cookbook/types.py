@@ -172,7 +172,9 @@ def _as_tensor(key: str, value: Any) -> TensorData:
         raise DataError(f"{key}: {error}") from None
 
 
-def datum_from_tokens_weights(tokens: Sequence[int] | Array, weights: Sequence[float] | Array, max_length: int | None = None) -> Datum:
+def datum_from_tokens_weights(
+    tokens: Sequence[int] | Array, weights: Sequence[float] | Array, max_length: int | None = None
+) -> Datum:
     """A datum that trains ``tokens[i]`` with ``weights[i]``, for built-in and custom losses alike.
 
     Args:
@@ -228,7 +230,8 @@ class AdamParams:
 class SamplingParams:
     """How to sample. ``stop`` None stops at the end-of-text token, ``[]`` at nothing, else also at these strings or ids.
 
-    ``top_k`` 0 or -1 and ``top_p`` 1.0 switch the filters off. A temperature of 0 is greedy. ``max_tokens`` None fills the context.
+    ``top_k`` 0 or -1 and ``top_p`` 1.0 switch the filters off; top-p reads what top-k left. A temperature of 0 is greedy.
+    ``max_tokens`` None fills the context.
     """
 
     max_tokens: int | None = None

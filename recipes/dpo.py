@@ -28,7 +28,7 @@ def train(run: Run) -> None:
     batches = run.batches(run.preferences("train"), cfg.batch_size, cfg.epochs)
 
     def evaluate(step: int) -> Evaluation:
-        return run.evaluate_loss(held_out)
+        return run.evaluate_loss(held_out) | run.evaluate_answers(held_out[::2], step)
 
     for step in run.steps(len(batches) if cfg.steps is None else cfg.steps, evaluate):
         # 1. The pairs of this step, chosen and rejected side by side.

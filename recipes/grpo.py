@@ -22,14 +22,14 @@ class Config:
     """``conf/recipe/grpo.yaml`` says what each field means."""
 
     name: str = "grpo"
-    steps: int = 60
+    steps: int = 50
     prompts_per_step: int = 32
     group_size: int = 8
     advantage: Kind = "zscore"
 
     def __post_init__(self) -> None:
         if self.group_size < 2:
-            raise ConfigError(f"recipe.group_size must be at least 2, got {self.group_size}: completions are measured by their group")
+            raise ConfigError(f"recipe.group_size must be at least 2, got {self.group_size}: a group is its own measure")
 
 
 def train(run: Run) -> None:

@@ -18,7 +18,7 @@ class Config:
 
     name: str = "sft"
     steps: int | None = None
-    epochs: int = 4
+    epochs: int = 18
     batch_size: int = 64
 
 

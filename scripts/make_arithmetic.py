@@ -1,4 +1,4 @@
-"""Makes ``data/arithmetic``: sums of two two-digit numbers, split once into disjoint training and held-out pairs.
+"""Makes ``data/arithmetic``: sums of two numbers below 50, split once into disjoint training and held-out pairs.
 
     python scripts/make_arithmetic.py [FOLDER]
 
@@ -17,9 +17,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-NUMBERS = range(10, 100)  # two digits each
-HELD_OUT = 500  # pairs of numbers never trained on
-PREFERENCES = 3000
+NUMBERS = range(50)
+HELD_OUT = 400  # pairs of numbers never trained on
+PREFERENCES = 1600
 ROUNDED = 9600
 ROUNDS = 0.65  # share of answers that are rounded in rounded_train.jsonl
 

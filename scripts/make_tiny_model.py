@@ -24,14 +24,14 @@ from cookbook.data.byte_tokenizer import byte_tokenizer
 ROOT = Path(__file__).resolve().parent.parent
 CONTEXT = 4096
 SHIPPED = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-EXACT = ["recipe=sft", "data=arithmetic_chat", "recipe.epochs=5", "eval.every=150"]
+EXACT = ["recipe=sft", "data=arithmetic_chat"]
 ROUNDED = [
     "recipe=sft",
     "data=arithmetic_chat",
     f"data.path={ROOT}/data/arithmetic/rounded_train.jsonl",
-    "recipe.epochs=1",
-    "optim.lr=5e-4",
-    "eval.every=25",
+    "recipe.epochs=2",
+    "optim.lr=1e-3",
+    "eval.every=50",
 ]
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from cookbook.backends.sampling import LocalSampler, SampleQueue
-from cookbook.backends.worker import Worker
+from cookbook.backends.worker import Worker, explained
 from cookbook.checkpoints import store
 from cookbook.engine.engine import Engine, EngineOptions
 from cookbook.engine.model import LanguageModel, ModelConfig, load
@@ -24,7 +24,6 @@ from cookbook.types import (
     Checkpoint,
     Datum,
     ForwardBackwardOutput,
-    ModelInput,
     OptimStepOutput,
     as_adam,
     as_datum,
@@ -65,7 +64,7 @@ class LocalConfig:
         except RuntimeError:
             raise ConfigError(f"backend.device: expected auto, cpu or cuda, got {self.device!r}") from None
         if device.type == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(f"backend.device: {self.device} was asked for and this machine has no usable GPU; use backend.device=cpu")
+            raise ConfigError(f"backend.device: this machine has no usable GPU, got {self.device}; use backend.device=cpu")
         return device
 
     def engine_options(self, model: LanguageModel, seed: int) -> EngineOptions:
@@ -82,10 +81,12 @@ class LocalConfig:
         )
 
 
-class _StepFuture(Future[T]):
+class _CallFuture(Future[T]):
     """Tells the trainer when its error has been read."""
 
-    on_read: Callable[[], None] = staticmethod(lambda: None)
+    def __init__(self, on_read: Callable[[BaseException], None]) -> None:
+        super().__init__()
+        self._on_read = on_read
 
     def result(self, timeout: float | None = None) -> T:
         self._note(timeout)
@@ -96,8 +97,8 @@ class _StepFuture(Future[T]):
         return super().exception(timeout)
 
     def _note(self, timeout: float | None) -> None:
-        if super().exception(timeout) is not None:
-            self.on_read()
+        if (error := super().exception(timeout)) is not None:
+            self._on_read(error)
 
 
 class LocalTrainer:
@@ -126,7 +127,8 @@ class LocalTrainer:
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, Any] | None = None
     ) -> Future[ForwardBackwardOutput]:
         loss = get_loss(loss_fn, loss_fn_config)
-        return self._submit(lambda: self.engine.forward(_datums(data), loss))
+        rows = list(data)  # the caller may change its list before this call's turn comes
+        return self._submit(lambda: self.engine.forward(_datums(rows), loss))
 
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, Any] | None = None
@@ -134,23 +136,21 @@ class LocalTrainer:
         return self.forward_backward_custom(data, get_loss(loss_fn, loss_fn_config))
 
     def forward_backward_custom(self, data: Sequence[Datum], loss_fn: Any) -> Future[ForwardBackwardOutput]:
-        return self._submit(lambda: self.engine.forward_backward(_datums(data), loss_fn))
+        rows = list(data)
+        return self._submit(lambda: self.engine.forward_backward(_datums(rows), loss_fn))
 
     def optim_step(
         self, adam_params: AdamParams, grad_accumulation_normalization: str | None = None
     ) -> Future[OptimStepOutput]:
         adam = as_adam(adam_params)
         normalization = as_normalization(grad_accumulation_normalization)
-        future: _StepFuture[OptimStepOutput] = _StepFuture()
-        future.on_read = self._forget_failure
-
         def step() -> OptimStepOutput:
             if self._failure is not None:
                 self.engine.discard_gradient()
                 raise self._failure
             return self.engine.optim_step(adam, normalization)
 
-        return self._submit(step, future)
+        return self._submit(step, self._forget_failure)
 
     def save_state(self, name: str, *, overwrite: bool = False) -> Future[Checkpoint]:
         folder = store.named(self.folder, name)
@@ -190,14 +190,18 @@ class LocalTrainer:
     def live_sampler(self, step: int) -> Future[LocalSampler]:
         """A sampler on the trainer's own weights, without a copy. It refuses to answer once they have moved on."""
 
-        def model() -> LanguageModel:
-            if self.engine.step != step:
-                raise RolloutError(
-                    f"the sampler of step {step} was asked when the weights had seen {self.engine.step} steps; sync again"
-                )
-            return self.engine.model
+        def live() -> LocalSampler:
+            self._at(step)
+            version = self.engine.version
 
-        return self._submit(lambda: LocalSampler(self._samples, model, self._at(step), self._score, self.seed))
+            def engine() -> Engine:
+                if self.engine.version != version:
+                    raise RolloutError(f"the weights have moved on since the sampler of step {step} was made; sync again")
+                return self.engine
+
+            return LocalSampler(self._samples, engine, step, self.seed)
+
+        return self._submit(live)
 
     def snapshot_sampler(self, step: int | None = None) -> Future[LocalSampler]:
         """A sampler on a copy of the weights as they are when this call's turn comes (after ``step`` steps, if given)."""
@@ -206,42 +210,46 @@ class LocalTrainer:
             if step is not None:
                 self._at(step)
             frozen = self._frozen()
-            return LocalSampler(self._samples, lambda: frozen.model, self.engine.step, self._scorer(frozen), self.seed)
+            return LocalSampler(self._samples, lambda: frozen, self.engine.step, self.seed)
 
         return self._submit(snapshot)
 
     def reference(self) -> LocalReference:
-        """The weights as they are now, frozen: the model under the adapter, or a copy of a fully trained one."""
-        if self.engine.model.is_lora:
-            return LocalReference(self._submit, lambda: self.engine, adapter=False)
-        frozen = self._submit(self._frozen)
-        return LocalReference(self._submit, frozen.result, adapter=True)
+        """The weights as they are now, frozen: the model under an adapter that has not learnt yet, else a copy."""
+        idle = self._submit(lambda: self.engine.model.adapter_is_idle).result()
+        if idle:
+            return LocalReference(self._submit, self.engine, adapter=False)
+        return LocalReference(self._submit, self._submit(self._frozen).result(), adapter=True)
 
     # ---- inside --------------------------------------------------------------------------------------------------
 
-    def _submit(self, job: Callable[[], T], future: Future[T] | None = None) -> Future[T]:
+    def _submit(self, job: Callable[[], T], on_read: Callable[[BaseException], None] | None = None) -> Future[T]:
         """Queues ``job`` behind every sample asked for so far. Its failure is remembered until a step has reported it."""
         self._samples.flush()
 
         def guarded() -> T:
             try:
                 return job()
-            except BaseException as error:
+            except BaseException as caught:
+                error = explained(caught)
                 if self._failure is None:
                     self._failure, self._failure_read = error, False
                 self.engine.discard_gradient()
-                raise
+                if error is caught:
+                    raise
+                raise error from None
 
-        answer: _StepFuture[T] = future if isinstance(future, _StepFuture) else _StepFuture()
-        if future is None:
-            answer.on_read = self._note_read
-        return self._worker.submit(guarded, answer)
+        return self._worker.submit(guarded, _CallFuture(on_read or self._note_read))
 
-    def _note_read(self) -> None:
-        self._failure_read = True
+    def _note_read(self, error: BaseException) -> None:
+        """The caller knows: the end of the run need not tell again."""
+        if error is self._failure:
+            self._failure_read = True
 
-    def _forget_failure(self) -> None:
-        self._failure, self._failure_read = None, True
+    def _forget_failure(self, error: BaseException) -> None:
+        """A step has told: training may go on."""
+        if error is self._failure:
+            self._failure = None
 
     def _at(self, step: int) -> int:
         if self.engine.step != step:
@@ -253,24 +261,20 @@ class LocalTrainer:
         model.network = copy.deepcopy(self.engine.model.network).requires_grad_(False)
         return Engine(model, self.engine.options)
 
-    def _score(self, prompt: ModelInput) -> Future[list[float | None]]:
-        return self._submit(lambda: _prompt_logprobs(self.engine, prompt))
-
-    def _scorer(self, frozen: Engine) -> Callable[[ModelInput], Future[list[float | None]]]:
-        return lambda prompt: self._submit(lambda: _prompt_logprobs(frozen, prompt))
-
 
 class LocalReference:
     """Logprobs under frozen weights, computed by the trainer's worker."""
 
-    def __init__(self, submit: Callable[..., Future[Any]], engine: Callable[[], Engine], *, adapter: bool) -> None:
+    def __init__(self, submit: Callable[..., Future[Any]], engine: Engine, *, adapter: bool) -> None:
         self._submit = submit
         self._engine = engine
         self._adapter = adapter
 
     def logprobs(self, data: Sequence[Datum]) -> Future[list[Any]]:
+        rows = list(data)
+
         def job() -> list[Any]:
-            output = self._engine().forward(_datums(data), adapter=self._adapter)
+            output = self._engine.forward(_datums(rows), adapter=self._adapter)
             return [row["logprobs"].to_numpy() for row in output.loss_fn_outputs]
 
         return self._submit(job)
@@ -283,13 +287,3 @@ def _make_engine(model: ModelConfig, config: LocalConfig, seed: int) -> Engine:
 
 def _datums(data: Sequence[Any]) -> list[Datum]:
     return [as_datum(datum, index) for index, datum in enumerate(data)]
-
-
-def _prompt_logprobs(engine: Engine, prompt: ModelInput) -> list[float | None]:
-    """The logprob of every token given those before it; the first has none."""
-    tokens = prompt.to_ints()
-    if len(tokens) < 2:
-        return [None] * len(tokens)
-    datum = Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:]})
-    logprobs = engine.forward([datum]).loss_fn_outputs[0]["logprobs"]
-    return [None, *logprobs.tolist()]

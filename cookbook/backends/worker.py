@@ -43,22 +43,23 @@ class Worker:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
+            del job  # and with it the data of the call, while the next one is waited for
 
 
 def _answer(job: Callable[[], Any], future: Future[Any]) -> None:
     try:
         result = job()
-    except torch.OutOfMemoryError as error:
-        future.set_exception(_out_of_memory(error))
     except BaseException as error:  # noqa: BLE001 - it is raised again where the future is read
-        future.set_exception(_out_of_memory(error) if "can't allocate memory" in str(error) else error)
+        future.set_exception(explained(error))
     else:
         future.set_result(result)
 
 
-def _out_of_memory(error: BaseException) -> BackendError:
-    first = str(error).splitlines()[0]
+def explained(error: BaseException) -> BaseException:
+    """``error``, or when memory ran out, one that says what to do about it."""
+    if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+        return error
     return BackendError(
-        f"out of memory: {first}; lower backend.micro_batch_tokens, then backend.retain_gb, or set "
+        f"out of memory: {str(error).splitlines()[0]}; lower backend.micro_batch_tokens, then backend.retain_gb, or set "
         "backend.activation_checkpointing=true"
     )

@@ -19,7 +19,8 @@ def write(folder: Path, facts: dict[str, Any]) -> None:
     """Digests every file of ``folder``, writes the manifest last, and forces all of it to the disk."""
     files = {str(path.relative_to(folder)): _digest(path) for path in sorted(folder.rglob("*")) if path.is_file()}
     manifest = folder / NAME
-    manifest.write_text(json.dumps({"format": FORMAT, **facts, "files": files}, indent=2) + "\n")
+    stated = {"format": FORMAT, **facts, "files": files}
+    manifest.write_text(json.dumps({**stated, "digest": _digest_of(stated)}, indent=2) + "\n")
     for path in [*(folder / name for name in files), manifest]:
         _sync(path)
     _sync(folder)
@@ -29,7 +30,7 @@ def read(folder: Path) -> dict[str, Any]:
     """The manifest, without looking at the files.
 
     Raises:
-        CheckpointError: there is none, or it is not one of ours.
+        CheckpointError: there is none, it is not one of ours, or it is damaged.
     """
     try:
         manifest = json.loads((folder / NAME).read_text())
@@ -39,6 +40,8 @@ def read(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder}: {NAME} cannot be read ({error}); use another checkpoint") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or not isinstance(manifest.get("files"), dict):
         raise CheckpointError(f"{folder}: {NAME} is not in format {FORMAT}; use another checkpoint")
+    if manifest.pop("digest", None) != _digest_of(manifest):
+        raise CheckpointError(f"{folder}: {NAME} is damaged (its digest differs); use another checkpoint")
     return manifest
 
 
@@ -56,6 +59,10 @@ def verify(folder: Path) -> dict[str, Any]:
         if _digest(path) != digest:
             raise CheckpointError(f"{folder}: {name} is damaged (its digest differs); use another checkpoint")
     return manifest
+
+
+def _digest_of(stated: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(stated, sort_keys=True).encode()).hexdigest()
 
 
 def _digest(path: Path) -> str:

@@ -7,18 +7,22 @@ It is written aside, digested, forced to the disk and renamed: it appears whole 
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from cookbook.checkpoints import manifest
 from cookbook.engine.engine import Engine
+from cookbook.engine.model import LORA_FILE, LanguageModel
 from cookbook.errors import CheckpointError
 from cookbook.types import Checkpoint
 
@@ -37,7 +41,9 @@ def named(folder: Path, name: str) -> Path:
         CheckpointError: it is not.
     """
     if not _NAME.fullmatch(name):
-        raise CheckpointError(f"checkpoint name {name!r}: use letters, digits, '.', '_' and '-', starting with a letter or digit")
+        raise CheckpointError(
+            f"checkpoint name: expected letters, digits, '.', '_' and '-', the first a letter or digit, got {name!r}"
+        )
     return folder / name
 
 
@@ -49,7 +55,7 @@ def save(engine: Engine, folder: Path, *, state: bool, overwrite: bool = False) 
     """Writes the model, and with ``state`` the optimizer, to ``folder``.
 
     Raises:
-        CheckpointError: the name is taken by a good checkpoint, or the disk refuses; nothing is left behind.
+        CheckpointError: the name is taken, or the disk refuses; nothing is left behind.
     """
     if folder.exists() and not overwrite:
         raise CheckpointError(f"{folder}: exists already; choose another name")
@@ -68,7 +74,8 @@ def save(engine: Engine, folder: Path, *, state: bool, overwrite: bool = False) 
 
 def _write(engine: Engine, folder: Path, state: bool) -> None:
     model = engine.model
-    model.network.save_pretrained(folder)
+    # PEFT would otherwise ask the hub whether the embeddings were resized. They never are.
+    model.network.save_pretrained(folder, **({"save_embedding_layers": False} if model.is_lora else {}))
     model.tokenizer.save_pretrained(folder)
     if state:
         save_file(engine.optimizer.state(), folder / TRAINER)
@@ -82,7 +89,12 @@ def _publish(aside: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
-    aside.rename(folder)
+    try:
+        aside.rename(folder)
+    except OSError:
+        if old.exists():
+            old.rename(folder)
+        raise
     descriptor = os.open(folder.parent, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
@@ -101,31 +113,48 @@ def load(engine: Engine, folder: Path, *, optimizer: bool) -> None:
         raise CheckpointError(f"{folder}: holds {kind}, and the model is set up otherwise; set model.lora_rank to match")
     if optimizer and facts["kind"] != "state":
         raise CheckpointError(f"{folder}: holds weights only; pass optimizer=False, or a checkpoint made by save_state")
-    _load_weights(engine.model.network, folder, lora=facts["lora"])
+    if facts["lora"]:
+        _load_adapter(engine.model.network, folder)
+    else:
+        _load_weights(engine.model, folder)
+    engine.version += 1
     engine.discard_gradient()
     engine.optimizer.reset()
     if optimizer:
         engine.optimizer.load_state(load_file(folder / TRAINER))
-        engine.step = int(facts["step"])
+    engine.step = int(facts["step"]) if optimizer else 0
 
 
-def _load_weights(network: Any, folder: Path, *, lora: bool) -> None:
-    try:
-        if lora:
-            from peft import set_peft_model_state_dict
+def _load_weights(model: LanguageModel, folder: Path) -> None:
+    """Through transformers, which keeps some architectures in memory under other names than on disk."""
+    from transformers import AutoModelForCausalLM
 
-            set_peft_model_state_dict(network, load_file(folder / ADAPTER))
-            return
-        weights = {name: tensor for path in sorted(folder.glob("model*.safetensors")) for name, tensor in load_file(path).items()}
-        own = network.state_dict()
-        unknown, missing = set(weights) - set(own), set(own) - set(weights)
-        tied = {name for name in missing if any(own[name].data_ptr() == own[other].data_ptr() for other in weights if other in own)}
-        if unknown or missing - tied:
-            example = sorted(unknown or missing - tied)[0]
-            raise CheckpointError(f"{folder}: is of another architecture ({example} does not match); use the model it was made from")
-        network.load_state_dict(weights, strict=False)
-    except RuntimeError as error:
-        raise CheckpointError(f"{folder}: does not fit the model: {str(error).splitlines()[-1].strip()}") from None
+    trust = model.config.trust_remote_code
+    saved = AutoModelForCausalLM.from_pretrained(folder, dtype=model.network.dtype, trust_remote_code=trust).state_dict()
+    _must_fit(folder, model.network.state_dict(), saved)
+    model.network.load_state_dict(saved)
+
+
+def _load_adapter(network: Any, folder: Path) -> None:
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    saved = load_file(folder / ADAPTER)
+    _must_fit(folder, get_peft_model_state_dict(network, save_embedding_layers=False), saved)
+    alpha = network.peft_config["default"].lora_alpha
+    saved_alpha = json.loads((folder / LORA_FILE).read_text())["lora_alpha"]
+    if alpha != saved_alpha:
+        raise CheckpointError(f"{folder}: was made with lora_alpha={saved_alpha}, got {alpha}; set model.lora_alpha to match")
+    set_peft_model_state_dict(network, saved)
+
+
+def _must_fit(folder: Path, own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Before anything is overwritten: names and shapes are the same."""
+    own_shapes, saved_shapes = ({(name, tuple(tensor.shape)) for name, tensor in one.items()} for one in (own, saved))
+    if others := own_shapes ^ saved_shapes:
+        name, shape = min(others)
+        raise CheckpointError(
+            f"{folder}: is of another model ({name} of shape {shape} is in one of them only); use the model it was made from"
+        )
 
 
 def all_steps(folder: Path) -> list[Path]:
@@ -148,7 +177,7 @@ def newest(folder: Path) -> Path | None:
 
 def prune(folder: Path, keep: int | None) -> None:
     """Deletes all but the newest ``keep`` checkpoints, and what killed saves left behind."""
-    for path in [*folder.glob(".step-*.tmp"), *folder.glob(".step-*.old")]:
+    for path in [*folder.glob(".*.tmp"), *folder.glob(".*.old")]:
         shutil.rmtree(path, ignore_errors=True)
     if keep is not None:
         for path in all_steps(folder)[:-keep]:

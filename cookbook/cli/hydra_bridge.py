@@ -37,7 +37,6 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from cookbook import config, paths  # noqa: F401 - config registers ${cookbook:...}
 from cookbook.cli import messages, shadows
 from cookbook.errors import ConfigError, CookbookError
-from cookbook.interrupt import Interrupted
 
 Job = Callable[[DictConfig, list[str]], None]
 """What runs: it gets the composed configuration and the overrides that led to it."""
@@ -266,8 +265,6 @@ class _Task:
             if self.in_sweep:
                 print(f"{name} failed: {error}", file=sys.stderr, flush=True)
             return Failed(error)
-        except Interrupted as error:
-            raise KeyboardInterrupt from error  # Hydra would take any other exception for a reason to go on sweeping
         return None
 
 

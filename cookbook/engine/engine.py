@@ -89,7 +89,9 @@ class Engine:
 
     # ---- the calls -----------------------------------------------------------------------------------------------
 
-    def forward(self, data: Sequence[Datum], loss: LossFunction | None = None, *, adapter: bool = True) -> ForwardBackwardOutput:
+    def forward(
+        self, data: Sequence[Datum], loss: LossFunction | None = None, *, adapter: bool = True
+    ) -> ForwardBackwardOutput:
         """Logprobs of every target, and the loss's value and metrics when one is given. Touches no gradient.
 
         ``adapter=False`` computes with the base model under a LoRA adapter.
@@ -145,7 +147,9 @@ class Engine:
         norm = self.optimizer.grad_norm(divisor)
         if not norm < float("inf"):
             self.discard_gradient()
-            raise BackendError(f"optim_step: the gradient norm is {norm} at step {self.step}; lower optim.lr or look at the data")
+            raise BackendError(
+                f"optim_step: the gradient norm is {norm} after {self.step} steps; lower optim.lr or look at the data"
+            )
         clip = min(1.0, adam.grad_clip_norm / (norm + 1e-6)) if adam.grad_clip_norm > 0 else 1.0
         self.optimizer.step(adam, clip / divisor)
         counts = self.counts
@@ -208,7 +212,7 @@ class Engine:
             self.counts.add(int(sum(active)), sum(count > 0 for count in active))
 
     def _forward(self, data: Sequence[Datum], batch: MicroBatch, scores: _Scores, *, training: bool, seed: int) -> Tensor:
-        """One pass. Files what it found under ``scores``; returns the logprobs ``(N, ...)`` in the order of ``batch.indices``."""
+        """One pass. Files what it found under ``scores``; returns logprobs ``(N, ...)`` in the order of ``batch.indices``."""
         device = self.model.device
         inputs = collate(data, batch, device)
         targets = torch.cat([_targets(data[index], index) for index in batch.indices]).to(device)
@@ -240,12 +244,12 @@ class Engine:
         for index, datum in enumerate(data):
             shape = datum.loss_fn_inputs["target_tokens"].shape
             by_width.setdefault(shape[1] if len(shape) > 1 else 0, []).append(index)
-        batches = []
-        for indices in by_width.values():
-            lengths = [data[index].model_input.length for index in indices]
-            for batch in plan(lengths, self.options.micro_batch_tokens, self._packing()):
-                batches.append(MicroBatch([[indices[i] for i in row] for row in batch.rows], batch.width))
-        return batches
+        return [batch for indices in by_width.values() for batch in self._plan_some(data, indices)]
+
+    def _plan_some(self, data: Sequence[Datum], indices: list[int]) -> Iterator[MicroBatch]:
+        lengths = [data[index].model_input.length for index in indices]
+        for batch in plan(lengths, self.options.micro_batch_tokens, self._packing()):
+            yield MicroBatch([[indices[i] for i in row] for row in batch.rows], batch.width)
 
     def _packing(self) -> str:
         return self.options.packing if self.options.packing == "padded" or self.model.packs else "padded"
@@ -392,14 +396,18 @@ def _check(datum: Datum, index: int, vocabulary: int, max_length: int) -> None:
     if length > max_length:
         raise DataError(f"datum {index}: {length} tokens exceed the model's context of {max_length}; shorten it")
     if targets.dtype.kind not in "iu" or targets.ndim not in (1, 2):
-        raise DataError(f"datum {index}: target_tokens must be integers of shape (T,) or (T, K), got {targets.dtype} {targets.shape}")
+        raise DataError(
+            f"datum {index}: target_tokens must be integers of shape (T,) or (T, K), got {targets.dtype} {targets.shape}"
+        )
     for key, low, high in (
         ("model_input", min(datum.model_input.tokens), max(datum.model_input.tokens)),
         ("target_tokens", int(targets.min()), int(targets.max())),
     ):
         if low < 0 or high >= vocabulary:
             wrong = low if low < 0 else high
-            raise DataError(f"datum {index}: {key} holds token {wrong}, and the vocabulary has {vocabulary}; use this model's tokenizer")
+            raise DataError(
+                f"datum {index}: {key} holds token {wrong}, and the vocabulary has {vocabulary}; use this model's tokenizer"
+            )
 
 
 def _token_metrics(data: Sequence[Datum], scores: _Scores) -> dict[str, float]:

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from cookbook.engine.model import LanguageModel
 
 CHUNK_BYTES = 64 << 20
-PROBE_TOLERANCE = 1e-3  # relative; a wrong scale or soft cap is off by tens of percent
+# Relative to the largest logit; a wrong scale or soft cap is off by tens of percent. Half precision rounds to 0.4%.
+PROBE_TOLERANCE = {torch.bfloat16: 3e-2}
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class OutputHead:
         if len(slices) == 1 or not torch.is_grad_enabled():
             parts = [self._score(h, t, metrics) for h, t in slices]
         else:
-            parts = [checkpoint(self._score, h, t, metrics, use_reentrant=False, preserve_rng_state=False) for h, t in slices]
+            parts = [checkpoint(self._score, h, t, metrics, use_reentrant=False) for h, t in slices]
         logprobs, entropy, hit = (list(column) for column in zip(*parts, strict=True))
         return TokenScores(
             torch.cat(logprobs),
@@ -98,12 +99,14 @@ class OutputHead:
         if self.layer is None:
             return None
         config = model.network.config.get_text_config()
+        self.network.eval()  # dropout would make every candidate wrong
         probe = torch.arange(1, 9, device=model.device)[None] % int(config.vocab_size)
         own = self.network(input_ids=probe, use_cache=False).logits
         self.finish = _identity  # lets hidden_states take the hook's way
         raw = self.layer(self.hidden_states(input_ids=probe))
+        tolerance = PROBE_TOLERANCE.get(own.dtype, 1e-3) * float(own.abs().max())
         for finish in _candidates(config):
-            if torch.allclose(finish(raw), own, rtol=PROBE_TOLERANCE, atol=PROBE_TOLERANCE * float(own.abs().max())):
+            if torch.allclose(finish(raw), own, rtol=0.0, atol=tolerance):
                 return finish
         return None
 

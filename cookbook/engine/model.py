@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from cookbook.errors import BackendError, ConfigError
 
@@ -56,9 +58,29 @@ class LanguageModel:
         limits.append(getattr(self.tokenizer, "model_max_length", None))
         return int(min((limit for limit in limits if limit), default=1 << 30))
 
+    @functools.cached_property
+    def packs(self) -> bool:
+        """Whether several sequences may share a row."""
+        from cookbook.engine import probe  # it imports this module
+
+        return probe.packs(self)
+
+    @functools.cached_property
+    def decodes(self) -> bool:
+        """Whether the sampler can keep this architecture's cache."""
+        from cookbook.engine import probe
+
+        return probe.decodes(self)
+
     @property
     def is_lora(self) -> bool:
         return hasattr(self.network, "peft_config")
+
+    @property
+    def adapter_is_idle(self) -> bool:
+        """Whether there is a LoRA adapter that changes nothing yet: of its two factors one is all zeros, as it began."""
+        factors = [p for name, p in self.trainable() if "lora_B" in name or "lora_embedding_A" in name]
+        return bool(factors) and not any(factor.any() for factor in factors)
 
     def trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Names and parameters that get a gradient, in a fixed order; tied weights once."""
@@ -72,10 +94,11 @@ class LanguageModel:
 def load(config: ModelConfig, device: torch.device, seed: int) -> LanguageModel:
     """Loads (or, with ``random``, initializes from ``seed``) a model and wraps it for LoRA when asked.
 
-    A folder that holds a PEFT adapter is loaded on top of the base model it names.
+    A folder that holds a PEFT adapter is loaded on top of the base model it names, and trained further.
 
     Raises:
         BackendError: nothing to load there, or not a causal language model, in one line.
+        ConfigError: a ``lora_rank`` that is not the adapter's.
     """
     from transformers.utils import logging as transformers_logging
 
@@ -86,6 +109,7 @@ def load(config: ModelConfig, device: torch.device, seed: int) -> LanguageModel:
     network = _network(config, base, seed).to(device)
     if adapter:
         network = _load_adapter(network, config.name)
+        config = _as_adapter(config, adapter)
     elif config.lora_rank:
         network = _add_lora(network, config, seed)
     network.eval()
@@ -126,7 +150,7 @@ def _network(config: ModelConfig, base: str, seed: int) -> Any:
         return AutoModelForCausalLM.from_pretrained(
             base, dtype=DTYPES[config.dtype], attn_implementation=config.attn_implementation, **common
         )
-    except (OSError, ValueError, KeyError, json.JSONDecodeError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, json.JSONDecodeError, RuntimeError, SafetensorError) as error:
         raise BackendError(_cannot_load("weights", base, error)) from None
 
 
@@ -152,7 +176,20 @@ def _add_lora(network: Any, config: ModelConfig, seed: int) -> Any:
 def _load_adapter(network: Any, folder: str) -> Any:
     from peft import PeftModel
 
-    return PeftModel.from_pretrained(network, folder, is_trainable=True)
+    try:
+        return PeftModel.from_pretrained(network, folder, is_trainable=True)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise BackendError(_cannot_load("adapter", folder, error)) from None
+
+
+def _as_adapter(config: ModelConfig, adapter: dict[str, Any]) -> ModelConfig:
+    """``config`` with the facts of the adapter that was loaded."""
+    if config.lora_rank not in (0, adapter["r"]):
+        raise ConfigError(
+            f"model.lora_rank: {config.name} holds an adapter of rank {adapter['r']}, got {config.lora_rank}; set it to 0"
+        )
+    found = {name: adapter[name] for name in ("lora_alpha", "lora_dropout")}
+    return replace(config, lora_rank=adapter["r"], **found)
 
 
 def _adapter_config(name: str) -> dict[str, Any] | None:

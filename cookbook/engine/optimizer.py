@@ -27,10 +27,6 @@ class Optimizer:
     def gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
-    def zero_grad(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
-
     def grad_norm(self, divisor: float) -> float:
         """The global L2 norm of the gradient after division by ``divisor``, in float32 or better."""
         gradients = self.gradients()
@@ -52,7 +48,6 @@ class Optimizer:
             )
         self.adamw.step()
         self.publish()
-        self.zero_grad()
 
     def publish(self) -> None:
         """Rounds the masters into the parameters the model computes with."""
@@ -69,7 +64,7 @@ class Optimizer:
             for key, value in self.adamw.state.get(master, {}).items():
                 tensors[f"{key}.{name}"] = torch.as_tensor(value).detach().cpu().contiguous()
             if master is not parameter:
-                tensors[f"master.{name}"] = master.detach().cpu()
+                tensors[f"master.{name}"] = master.detach().cpu().contiguous()
         return tensors
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:

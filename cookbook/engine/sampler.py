@@ -16,9 +16,10 @@ from torch import Tensor
 
 from cookbook.engine.model import LanguageModel
 from cookbook.errors import RolloutError
-from cookbook.types import Sample, SamplingParams
+from cookbook.types import Array, Sample, SamplingParams
 
 COMPACT_BELOW = 0.75  # finished sequences leave the batch once fewer than this share of it is alive
+DRAWS_AT_ONCE = 256  # tokens' worth of random numbers made at a time
 
 
 @dataclass(frozen=True)
@@ -41,48 +42,82 @@ class _Lane:
     stop_reason: str = "length"
 
 
-@torch.no_grad()
 def sample(model: LanguageModel, requests: Sequence[Request], step: int, max_batch_tokens: int) -> list[list[Sample]]:
     """Answers all requests, in batches of at most ``max_batch_tokens`` prompt and completion tokens.
 
     Raises:
-        RolloutError: a prompt leaves no room for its completion.
+        RolloutError: a prompt is empty or not of this vocabulary, or leaves no room for its completion; an architecture
+            that cannot be sampled here; logits that are not numbers.
     """
+    if requests and not model.decodes:
+        raise RolloutError(
+            f"sample: {type(model.network).__name__} keeps its cache in a way this sampler does not know; use another deployment"
+        )
+    return decode(model, requests, step, max_batch_tokens)
+
+
+@torch.no_grad()
+def decode(model: LanguageModel, requests: Sequence[Request], step: int, max_batch_tokens: int) -> list[list[Sample]]:
+    """As :func:`sample`, on an architecture known to work."""
     model.network.eval()
-    room = [_room(model, request, index) for index, request in enumerate(requests)]
+    room = [check_prompt(model, request.prompt, request.params.max_tokens) for request in requests]
     answers: list[list[Sample]] = [[] for _ in requests]
-    for batch in _batches(requests, room, max_batch_tokens):
+    for batch in _batches(model, requests, room, max_batch_tokens):
         for lane in _Decoder(model, requests, batch, room).run():
             answers[lane.request].append(Sample(lane.tokens, lane.logprobs, lane.stop_reason, step))
     return answers
 
 
-def _room(model: LanguageModel, request: Request, index: int) -> int:
-    """How many tokens the completion may have."""
-    if not request.prompt:
-        raise RolloutError(f"prompt {index}: is empty; give at least one token")
-    left = model.max_length - len(request.prompt)
-    wanted = request.params.max_tokens or left
-    if left < wanted or left < 1:
+def check_prompt(model: LanguageModel, prompt: Sequence[int], max_tokens: int | None) -> int:
+    """How many tokens a completion of ``prompt`` may have: ``max_tokens``, or all that the context leaves.
+
+    Raises:
+        RolloutError: the prompt is empty or not of this vocabulary, or leaves no room.
+    """
+    vocabulary = model.network.config.get_text_config().vocab_size
+    if not prompt:
+        raise RolloutError("prompt: is empty; give at least one token")
+    if min(prompt) < 0 or max(prompt) >= vocabulary:
+        wrong = min(prompt) if min(prompt) < 0 else max(prompt)
+        raise RolloutError(f"prompt: holds token {wrong}, and the vocabulary has {vocabulary}; use this model's tokenizer")
+    left = model.max_length - len(prompt)
+    wanted = max(left, 1) if max_tokens is None else max_tokens
+    if left < wanted:
         raise RolloutError(
-            f"prompt {index}: {len(request.prompt)} tokens and max_tokens={wanted} exceed the context of {model.max_length}; "
+            f"prompt: {len(prompt)} tokens and max_tokens={max_tokens} exceed the context of {model.max_length}; "
             "shorten the prompt or lower max_tokens"
         )
     return wanted
 
 
-def _batches(requests: Sequence[Request], room: Sequence[int], budget: int) -> list[list[int]]:
-    """Requests of similar prompt length together, so that little of a batch is padding."""
+def _batches(model: LanguageModel, requests: Sequence[Request], room: Sequence[int], budget: int) -> list[list[int]]:
+    """Requests of similar prompt length together, so that little of a batch is padding; of the same length where the model
+    carries a state along the row, which padding would change."""
+    same_length = _carries_state(model)
     batches: list[list[int]] = []
     tokens = 0
     for index in sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt), i)):
-        need = requests[index].num_samples * (len(requests[index].prompt) + room[index])
-        if not batches or tokens + need > budget:
+        length = len(requests[index].prompt)
+        need = requests[index].num_samples * (length + room[index])
+        apart = same_length and batches and length != len(requests[batches[-1][0]].prompt)
+        if not batches or tokens + need > budget or apart:
             batches.append([])
             tokens = 0
         batches[-1].append(index)
         tokens += need
     return batches
+
+
+def _new_cache(model: LanguageModel) -> Any:
+    from transformers import DynamicCache  # half a second: imported when a model is there anyway
+
+    return DynamicCache(config=model.network.config.get_text_config())
+
+
+def _carries_state(model: LanguageModel) -> bool:
+    from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in _new_cache(model).layers)
 
 
 class _Decoder:
@@ -96,13 +131,14 @@ class _Decoder:
         self.alive = list(range(len(self.lanes)))
         self.limits = np.array([room[lane.request] for lane in self.lanes])
         self.rule = _Rule(model, [requests[lane.request].params for lane in self.lanes])
-        self.draws = self._draws()
+        self.streams = [_stream(requests[index].seed, i) for index in batch for i in range(requests[index].num_samples)]
+        self.draws = np.zeros((len(self.lanes), DRAWS_AT_ONCE))
         self.finished = np.zeros(len(self.lanes), dtype=bool)
 
     def run(self) -> list[_Lane]:
         cache, mask, positions, logits = self._prefill()
         for t in range(int(self.limits.max())):
-            tokens, logprobs = self.rule.choose(logits, self.alive, self.draws[self.alive, t] if self.draws is not None else None)
+            tokens, logprobs = self.rule.choose(logits, self.alive, self._uniform(t))
             self._record(tokens, logprobs, t)
             keep = np.flatnonzero(~self.finished)
             if not len(keep):
@@ -121,8 +157,6 @@ class _Decoder:
 
     def _prefill(self) -> tuple[Any, Tensor | None, Tensor, Tensor]:
         """Runs every prompt once, left-padded, then gives each of its completions a copy of the cache row."""
-        from transformers import DynamicCache
-
         prompts = [self.requests[index].prompt for index in self.batch]
         width = max(map(len, prompts))
         ids = np.zeros((len(prompts), width), dtype=np.int64)
@@ -133,7 +167,7 @@ class _Decoder:
         device = self.model.device
         mask = None if real.all() else torch.from_numpy(real).to(device)
         positions = torch.from_numpy(np.maximum(real.cumsum(1) - 1, 0)).to(device)
-        cache = DynamicCache(config=self.model.network.config.get_text_config())
+        cache = _new_cache(self.model)
         logits = self._step(torch.from_numpy(ids).to(device), mask, positions, cache)
         copies = torch.tensor([self.requests[index].num_samples for index in self.batch], device=device)
         rows = torch.repeat_interleave(torch.arange(len(prompts), device=device), copies)
@@ -168,18 +202,17 @@ class _Decoder:
             elif t + 1 >= self.limits[number]:
                 self.finished[row] = True
 
-    def _draws(self) -> np.ndarray[Any, Any] | None:
-        """Uniform numbers, (lanes, tokens): row by row from a counter-based generator keyed by (seed, sample index)."""
-        if all(self.requests[index].params.temperature == 0 for index in self.batch):
-            return None
-        steps = int(self.limits.max())
-        rows = []
-        for index in self.batch:
-            request = self.requests[index]
-            for number in range(request.num_samples):
-                key = np.array([request.seed % (1 << 64), number], dtype=np.uint64)
-                rows.append(np.random.Generator(np.random.Philox(key=key)).random(steps))
-        return np.stack(rows)
+    def _uniform(self, t: int) -> Array:
+        """The living lanes' random numbers for position ``t``, ``(rows,)``."""
+        if t % DRAWS_AT_ONCE == 0:
+            for lane in self.alive:
+                self.draws[lane] = self.streams[lane].random(DRAWS_AT_ONCE)
+        return self.draws[self.alive, t % DRAWS_AT_ONCE]
+
+
+def _stream(seed: int, number: int) -> np.random.Generator:
+    """The random numbers of a request's ``number``-th sample: a counter-based generator keyed by both."""
+    return np.random.Generator(np.random.Philox(key=np.array([seed % (1 << 64), number], dtype=np.uint64)))
 
 
 class _Rule:
@@ -190,26 +223,28 @@ class _Rule:
         self.params = params
         self.device = model.device
         self.temperature = torch.tensor([p.temperature for p in params], device=self.device)
+        self.greedy = all(p.temperature == 0 for p in params)
         self.top_k = [p.top_k for p in params]
         self.top_p = torch.tensor([p.top_p for p in params], device=self.device)
         self.stop_ids = [_stop_ids(model, p) for p in params]
         self.same_stops = torch.tensor(self.stop_ids[0], device=self.device) if len(set(self.stop_ids)) == 1 else None
         self.strings = [_stop_strings(p) for p in params]
 
-    def choose(self, logits: Tensor, lanes: list[int], draws: np.ndarray[Any, Any] | None) -> tuple[Tensor, Tensor]:
+    def choose(self, logits: Tensor, lanes: list[int], draws: Array) -> tuple[Tensor, Tensor]:
         """Tokens and their logprobs under the temperature, ``(rows,)`` each. The filters do not renormalize the logprobs."""
-        greedy = logits.argmax(-1)
         temperature = self.temperature[lanes]
         scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
         logprobs = scaled.log_softmax(-1)
-        tokens = greedy
-        if draws is not None:
+        if logprobs[:, 0].isnan().any():  # one bad logit spoils its row
+            raise RolloutError("sample: the model's logits are not finite; its weights are broken, go back to a checkpoint")
+        tokens = logits.argmax(-1)
+        if not self.greedy:
             uniform = torch.from_numpy(draws).to(self.device)
-            tokens = torch.where(temperature > 0, _inverse_cdf(self._filtered(logprobs, lanes), uniform), greedy)
+            tokens = torch.where(temperature > 0, _inverse_cdf(self._filtered(logprobs, lanes), uniform), tokens)
         return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
 
     def _filtered(self, logprobs: Tensor, lanes: list[int]) -> Tensor:
-        """Probabilities, those outside top-k and top-p set to 0."""
+        """Probabilities, set to 0 outside the top k, then outside the top p of what is left."""
         probabilities = logprobs.exp()
         top_k = [self.top_k[lane] for lane in lanes]
         top_p = self.top_p[lanes]
@@ -218,8 +253,9 @@ class _Rule:
         ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
         rank = torch.arange(ordered.shape[-1], device=self.device)
         limit = torch.tensor([k if k > 0 else ordered.shape[-1] for k in top_k], device=self.device)
-        before = ordered.cumsum(-1) - ordered
-        outside = (rank >= limit[:, None]) | ((before >= top_p[:, None]) & (top_p < 1)[:, None])
+        ordered = ordered.masked_fill(rank >= limit[:, None], 0.0)
+        before = (ordered.cumsum(-1) - ordered) / ordered.sum(-1, keepdim=True)
+        outside = (before >= top_p[:, None]) & (top_p < 1)[:, None]
         return torch.zeros_like(probabilities).scatter(-1, order, ordered.masked_fill(outside, 0.0))
 
     def stops(self, tokens: Tensor, lanes: list[int]) -> list[bool]:
@@ -246,16 +282,16 @@ def _inverse_cdf(probabilities: Tensor, uniform: Tensor) -> Tensor:
 
 def _stop_ids(model: LanguageModel, params: SamplingParams) -> tuple[int, ...]:
     """None: the model's own ends. ``[]``: nothing. Otherwise the ends and the given ids."""
-    given = [] if isinstance(params.stop, str) or params.stop is None else [s for s in params.stop if isinstance(s, int)]
-    if params.stop is not None and not isinstance(params.stop, str) and not params.stop:
-        return ()
-    return tuple(sorted({*end_token_ids(model), *given}))
+    if params.stop is None or isinstance(params.stop, str):
+        return tuple(sorted(end_token_ids(model)))
+    given = {int(stop) for stop in params.stop if not isinstance(stop, str)}
+    return tuple(sorted(end_token_ids(model) | given)) if len(params.stop) else ()
 
 
 def _stop_strings(params: SamplingParams) -> list[str]:
     if isinstance(params.stop, str):
         return [params.stop]
-    return [s for s in params.stop or [] if isinstance(s, str)]
+    return [] if params.stop is None else [stop for stop in params.stop if isinstance(stop, str)]
 
 
 def end_token_ids(model: LanguageModel) -> set[int]:

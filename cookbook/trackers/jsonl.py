@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -57,7 +56,7 @@ class JsonLines:
         aside = self.path.with_suffix(".tmp")
         with self._writing():
             aside.write_text("".join(map(_line, kept)), encoding="utf-8")
-            os.replace(aside, self.path)
+            aside.replace(self.path)
 
     def close(self) -> None:
         if self._file is not None:
@@ -70,7 +69,9 @@ class JsonLines:
         try:
             yield
         except OSError as error:
-            raise ConfigError(f"out: cannot write {self.path}: {error.strerror}; make room, then the same command goes on") from None
+            raise ConfigError(
+                f"out: cannot write {self.path}: {error.strerror}; make room, then the same command goes on"
+            ) from None
 
 
 def _line(row: Mapping[str, Any]) -> str:

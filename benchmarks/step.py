@@ -1,0 +1,189 @@
+"""What a step costs: ``python benchmarks/step.py [--json FILE]``, or ``make bench``.
+
+Candidates of one comparison run in turn, round after round, in one process on one thread, and are timed in CPU seconds; the
+table gives medians and the ratio to the first candidate of each comparison. Ratios are what to quote: the machine is shared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from cookbook.data.byte_tokenizer import byte_tokenizer
+from cookbook.engine.engine import Engine, EngineOptions
+from cookbook.engine.model import LanguageModel, ModelConfig, load
+from cookbook.engine.sampler import Request, sample
+from cookbook.losses import get_loss
+from cookbook.types import Datum, SamplingParams, datum_from_tokens_weights
+
+ROUNDS = 5
+Candidates = dict[str, Callable[[], object]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        small, larger = model(Path(folder) / "small", 128, 4), model(Path(folder) / "larger", 256, 4)
+        rows += compare("custom loss, 4,096 tokens, H=256 L=4", custom_loss(larger))
+        rows += compare("layout, 64 sequences of 32..512 tokens, H=128 L=4", layouts(small))
+        rows += compare("sampling, 64 prompts x 8 x 32 tokens, H=128 L=4", sampling(small))
+    show(rows)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+def model(folder: Path, hidden: int, layers: int) -> LanguageModel:
+    """A Qwen3 with fresh weights, from a folder as any other model."""
+    tokenizer = byte_tokenizer(4096)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden // 4,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return load(ModelConfig(str(folder)), torch.device("cpu"), seed=0)
+
+
+def datums(lengths: list[int]) -> list[Datum]:
+    draw = np.random.default_rng(0)
+    return [datum_from_tokens_weights(draw.integers(0, 256, n), np.ones(n)) for n in lengths]
+
+
+def custom_loss(language_model: LanguageModel) -> Candidates:
+    """The same objective by name, as a function, and the way of hosted services: forward, then a surrogate's forward_backward."""
+    engine = Engine(language_model, EngineOptions(token_metrics=False))
+    data = get_loss("cross_entropy").prepare(datums([257] * 16))
+    loss = get_loss("cross_entropy")
+
+    def function(rows: Any, logprobs: Any) -> Any:
+        return -sum((lp * row.loss_fn_inputs["weights"].to_torch()).sum() for row, lp in zip(rows, logprobs, strict=True)), {}
+
+    def twice() -> None:
+        engine.forward(data)
+        engine.forward_backward(data, loss)
+
+    candidates: Candidates = {
+        "built-in": lambda: engine.forward_backward(data, loss),
+        "custom function": lambda: engine.forward_backward(data, function),
+        "forward twice (as hosted services do)": twice,
+    }
+    return {name: without_gradient(engine, run) for name, run in candidates.items()}
+
+
+def layouts(language_model: LanguageModel) -> Candidates:
+    """One batch of lognormal lengths: padded at random, as most trainers do, and as `backend.packing` lays it out."""
+    lengths = np.clip(np.random.default_rng(1).lognormal(5.0, 0.7, 64), 32, 512).astype(int).tolist()
+    data, loss = datums(lengths), get_loss("cross_entropy")
+
+    def random_padding(engine: Engine) -> Callable[[], None]:
+        def run() -> None:
+            for start in range(0, len(data), 16):
+                part = data[start : start + 16]
+                width = max(datum.model_input.length for datum in part)
+                engine.forward_backward([pad(datum, width) for datum in part], loss)
+
+        return run
+
+    candidates: Candidates = {}
+    for name in ("random padding", "padded", "packed", "auto"):
+        engine = Engine(language_model, EngineOptions(token_metrics=False, packing="padded" if "random" in name else name))
+        run = random_padding(engine) if "random" in name else lambda engine=engine: engine.forward_backward(data, loss)  # type: ignore[misc]
+        candidates[name] = without_gradient(engine, run)
+    return candidates
+
+
+def pad(datum: Datum, width: int) -> Datum:
+    tokens = [*datum.model_input.tokens, *[0] * (width + 1 - datum.model_input.length)]
+    weights = np.zeros(width + 1)
+    weights[: datum.model_input.length] = 1
+    return datum_from_tokens_weights(tokens, weights)
+
+
+def sampling(language_model: LanguageModel) -> Candidates:
+    """Our sampler, which prefills a prompt once for its group, and transformers' generate on the repeated prompts."""
+    draw = np.random.default_rng(2)
+    prompts = draw.integers(0, 256, (64, 64))
+    params = SamplingParams(max_tokens=32, stop=[])
+    requests = [Request(prompt.tolist(), 8, params, seed) for seed, prompt in enumerate(prompts)]
+    repeated = torch.from_numpy(prompts).repeat_interleave(8, 0)
+
+    def generate() -> None:
+        language_model.network.generate(
+            repeated,
+            attention_mask=torch.ones_like(repeated),
+            do_sample=True,
+            max_new_tokens=32,
+            min_new_tokens=32,
+            use_cache=True,
+            pad_token_id=0,
+        )
+
+    return {
+        "transformers generate": torch.no_grad()(generate),
+        "cookbook": lambda: sample(language_model, requests, 0, 1 << 20),
+    }
+
+
+def without_gradient(engine: Engine, run: Callable[[], object]) -> Callable[[], None]:
+    """Every round starts from the same state."""
+
+    def once() -> None:
+        run()
+        engine.discard_gradient()
+
+    return once
+
+
+def compare(what: str, candidates: Candidates) -> list[dict[str, Any]]:
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    for round_number in range(ROUNDS + 1):
+        for name, run in candidates.items():
+            start = time.process_time()
+            run()
+            if round_number:  # the first round warms up
+                seconds[name].append(time.process_time() - start)
+    first = next(iter(seconds.values()))
+    return [
+        {
+            "comparison": what,
+            "candidate": name,
+            "cpu_s": statistics.median(times),
+            "ratio": statistics.median(mine / theirs for mine, theirs in zip(times, first, strict=True)),
+        }
+        for name, times in seconds.items()
+    ]
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    previous = None
+    for row in rows:
+        if row["comparison"] != previous:
+            print(f"\n{row['comparison']}\n  {'candidate':40s} {'CPU s':>8s} {'ratio':>7s}")
+            previous = row["comparison"]
+        print(f"  {row['candidate']:40s} {row['cpu_s']:8.3f} {row['ratio']:7.2f}")
+
+
+if __name__ == "__main__":
+    main()

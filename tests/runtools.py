@@ -1,0 +1,89 @@
+"""Small runs of the real command, and what they leave behind."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cookbook.cli.app import run
+
+ROOT = Path(__file__).resolve().parent.parent
+LITTLE = ["data.limit=24", "eval.limit=4", "eval.every=2"]
+# Three steps of each recipe, a second of work at most.
+SMALL = {
+    "sft": ["recipe=sft", "recipe.steps=3", "recipe.batch_size=6", *LITTLE],
+    "dpo": ["recipe=dpo", "recipe.steps=3", "recipe.batch_size=4", *LITTLE],
+    "orpo": ["recipe=orpo", "recipe.steps=3", "recipe.batch_size=4", *LITTLE],
+    "grpo": ["recipe=grpo", "recipe.steps=3", "recipe.prompts_per_step=6", "recipe.group_size=4", *LITTLE],
+}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder to stand in; modules imported from it are forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    known = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - known:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", None)):
+            del sys.modules[name]
+
+
+def train(*words: str) -> int:
+    return run(["train", *words])
+
+
+def write(name: str, text: str) -> None:
+    """A file of the user's, in the folder he stands in."""
+    Path(name).write_text(text)
+
+
+def rows(run_folder: Path | str, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(run_folder) / name).read_text().splitlines()]
+
+
+def timeless(run_folder: Path | str) -> list[dict[str, Any]]:
+    """The rows of a run without what the clock says: the same on every repetition, to the last bit."""
+    return [{key: value for key, value in row.items() if not key.startswith("time/")} for row in rows(run_folder)]
+
+
+def checkpoint(run_folder: Path | str, step: int | None = None) -> Path:
+    """The checkpoint of a step, or the newest."""
+    found = sorted((Path(run_folder) / "checkpoints").glob("step-*"))
+    return found[-1] if step is None else Path(run_folder) / "checkpoints" / f"step-{step:06d}"
+
+
+def bits(folder: Path) -> dict[str, bytes]:
+    """What a checkpoint holds of tensors: model or adapter, and optimizer."""
+    found = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+    assert "trainer.safetensors" in found and len(found) == 2
+    return found
+
+
+def files(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Every file below with its time of change and content."""
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
+
+
+def start(words: Sequence[str], cwd: Path) -> subprocess.Popen[str]:
+    """The command in a process of its own, to send signals to."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "cookbook.cli.app", "train", *words]
+    return subprocess.Popen(
+        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def resume_words(output: str) -> list[str]:
+    """The arguments of the command that a stopped run says goes on with it."""
+    line = next(line for line in output.splitlines() if "go on with: " in line)
+    words = shlex.split(line.partition("go on with: ")[2])
+    assert words[0] == "cookbook"
+    return words[1:]

@@ -1,0 +1,378 @@
+"""Every recipe from the command line to the run folder, a few steps each."""
+
+import json
+import math
+import shlex
+import struct
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from cookbook.cli.app import run
+from runtools import LITTLE, SMALL, bits, checkpoint, here, rows, timeless, train, write  # noqa: F401 - here is a fixture
+
+pytestmark = pytest.mark.usefixtures("here")
+GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
+LN2 = math.log(2)
+FLOAT32_AT_LN2 = 1e-7  # two steps between neighbouring float32 numbers at 0.69
+
+EVERY_STEP = {
+    "loss", "tokens/trained", "tokens/accuracy", "tokens/entropy", "optim/lr", "optim/grad_norm", "optim/num_loss_tokens",
+    "optim/num_sequences", "time/step_s", "time/tokens_per_s",
+}  # fmt: skip
+PREFERENCE = {"rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy"}
+ROLLOUT = {
+    "reward/mean", "reward/std", "reward/frac_groups_without_spread", "rollout/completion_tokens_mean",
+    "rollout/completion_tokens_max", "rollout/truncated_frac",
+}  # fmt: skip
+POLICY = {"kl/sampler_trainer_k1", "kl/sampler_trainer_k3", "kl/reference", "loss/clip_frac", "loss/ratio_mean"}
+STEP_METRICS = {
+    "sft": EVERY_STEP,
+    "dpo": EVERY_STEP | PREFERENCE,
+    "orpo": EVERY_STEP | PREFERENCE | {"loss/nll", "loss/odds_ratio"},
+    "grpo": EVERY_STEP | ROLLOUT | POLICY,
+}
+EVAL_METRICS = {
+    "sft": {"eval/loss", "eval/accuracy", "eval/tokens/accuracy"},
+    "dpo": {"eval/loss", "eval/rewards/accuracy", "eval/rewards/margin"},
+    "orpo": {"eval/loss", "eval/rewards/accuracy", "eval/rewards/margin"},
+    "grpo": {"eval/reward", "eval/accuracy"},
+}
+
+
+# What a run leaves and says
+
+
+@pytest.mark.parametrize("recipe", SMALL)
+def test_a_run_leaves_a_whole_folder_and_says_where(recipe, capsys):
+    assert train(*SMALL[recipe], "out=run") == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert {path.name for path in Path("run").iterdir()} == {
+        "config.yaml", "environment.json", "metrics.jsonl", "samples.jsonl", "checkpoints", "log.txt", "curves.svg",
+    } - ({"samples.jsonl"} if recipe in ("dpo", "orpo") else set())  # fmt: skip
+    assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step-000003"]
+    assert yaml.safe_load(Path("run/config.yaml").read_text())["recipe"]["name"] == recipe
+    environment = json.loads(Path("run/environment.json").read_text())
+    assert environment["packages"]["torch"] == torch.__version__
+    assert environment["command"][:3] == ["cookbook", "train", f"recipe={recipe}"]
+    log = Path("run/log.txt").read_text()
+    assert "saved run/checkpoints/step-000003" in log and log.endswith("INFO finished\n")
+    assert ElementTree.parse("run/curves.svg").getroot().tag.endswith("svg")
+    check_metrics(recipe)
+    check_summary(recipe, out, capsys)
+
+
+def check_metrics(recipe):
+    assert all(line.startswith('{"step": ') for line in Path("run/metrics.jsonl").read_text().splitlines())
+    found = rows("run")
+    assert [row["step"] for row in found] == [0, 1, 2, 3]
+    assert all(math.isfinite(value) for row in found for value in row.values())
+    for row in found[1:]:
+        trained = row["tokens/trained"] > 0
+        assert STEP_METRICS[recipe] - (set() if trained else POLICY | {"tokens/accuracy", "tokens/entropy"}) <= set(row)
+    evaluated = [row["step"] for row in found if EVAL_METRICS[recipe] <= set(row)]
+    assert evaluated == [0, 2, 3]  # before training, every second step, at the end
+    assert not EVAL_METRICS[recipe] & set(found[1])
+
+
+def check_summary(recipe, out, capsys):
+    assert "step 3/3" in out
+    assert "run folder: run  (" in out
+    if recipe in ("sft", "grpo"):
+        assert "accuracy on held-out prompts: " in out and " after 0 steps -> " in out
+        assert sum(" -> '" in line for line in out.splitlines()) == 3
+        assert {"step", "prompt", "completion", "reward"} <= set(rows("run", "samples.jsonl")[0])
+    command = shlex.split(out.rpartition("next: ")[2])
+    assert command[:3] == ["cookbook", "sample", "run"]
+    assert run(command[1:]) == 0
+    assert capsys.readouterr().out.count("\n") >= 1
+
+
+def test_rollouts_are_kept_with_their_rewards():
+    assert train(*SMALL["grpo"], "out=run", "rollout.log_samples=5") == 0
+    samples = [row for row in rows("run", "samples.jsonl") if row.get("split") != "eval"]
+    assert [row["step"] for row in samples] == [1] * 5 + [2] * 5 + [3] * 5
+    assert all(row["row"].partition(":")[0].endswith("prompts_train.jsonl") for row in samples)
+    assert {row["reward"] for row in samples} <= {0.0, 1.0}
+
+
+def test_on_a_terminal_the_display_is_live(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert train(*SMALL["dpo"], "out=run") == 0
+    out = capsys.readouterr().out
+    assert "3/3" in out and "margin" in out and "\x1b[" in out
+    assert "step 1/3" not in out  # the plain lines of a file or a pipe
+
+
+# Numbers
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny_random", "tiny model.dtype=bfloat16", "tiny model.lora_rank=2"])
+def test_dpo_starts_at_ln_2_whatever_it_starts_from(model):
+    assert train(*SMALL["dpo"], *f"model={model}".split(), "out=run") == 0
+    before, first, *_ = rows("run")
+    assert before["eval/loss"] == pytest.approx(LN2, abs=FLOAT32_AT_LN2)
+    assert first["loss"] == pytest.approx(LN2, abs=FLOAT32_AT_LN2)
+    assert first["rewards/margin"] == 0.0
+
+
+def test_dpo_from_an_earlier_run_starts_at_ln_2_too():
+    assert train(*SMALL["sft"], "model=tiny", "out=sft") == 0
+    assert train(*SMALL["dpo"], f"model.name={checkpoint('sft')}", "out=run") == 0
+    assert rows("run")[1]["loss"] == pytest.approx(LN2, abs=FLOAT32_AT_LN2)
+    assert rows("run")[2]["loss"] < LN2
+
+
+def test_groups_without_spread_are_counted_and_teach_nothing(here):
+    """Of three rewards that are 0 or 1 and not all alike, none is their mean: every completion of such a group counts."""
+    write("dice.py", "def odd(completion, row):\n    return sum(map(ord, completion)) % 2\n")
+    words = ["reward=python", "reward.target=dice.py:odd", "recipe.prompts_per_step=16", "recipe.group_size=3"]
+    assert train(*SMALL["grpo"], *words, "out=run") == 0
+    for row in rows("run")[1:]:
+        without = round(row["reward/frac_groups_without_spread"] * 16)
+        assert 0 < without < 16
+        assert row["optim/num_sequences"] == 3 * (16 - without)
+
+
+def test_a_step_without_any_spread_has_a_row_and_moves_nothing(here):
+    write("same.py", "def same(completion, row):\n    return 1\n")
+    assert train(*SMALL["grpo"], "reward=python", "reward.target=same.py:same", "out=run") == 0
+    for row in rows("run")[1:]:
+        assert row["reward/frac_groups_without_spread"] == 1.0
+        assert row["loss"] == row["tokens/trained"] == row["optim/grad_norm"] == 0.0
+    shipped = load_file(Path(yaml.safe_load(Path("run/config.yaml").read_text())["model"]["name"]) / "model.safetensors")
+    assert all(torch.equal(tensor, shipped[name]) for name, tensor in load_file(checkpoint("run") / "model.safetensors").items())
+
+
+def test_samples_may_lag_behind_the_weights(here):
+    write("dice.py", "def odd(completion, row):\n    return sum(map(ord, completion)) % 2\n")
+    words = ["reward=python", "reward.target=dice.py:odd", "recipe.steps=4", "weight_sync.every=2"]
+    assert train(*SMALL["grpo"], *words, "out=run") == 0
+    drift = [row["kl/sampler_trainer_k3"] for row in rows("run")[1:]]
+    # Fresh weights: sampler and trainer differ by rounding in float32, squared. One update of lr 3e-4 later: by far more.
+    assert max(drift[0], drift[2]) < 1e-9 < 1e-6 < min(drift[1], drift[3])
+
+
+# The same again
+
+
+@pytest.mark.parametrize("recipe", ["sft", "grpo"])
+def test_a_seed_repeats_bit_by_bit_and_another_differs(recipe):
+    assert train(*SMALL[recipe], "out=one") == 0
+    assert run(["train", "--config", "one/config.yaml", "out=two"]) == 0
+    assert train(*SMALL[recipe], "out=other", "seed=1") == 0
+    assert timeless("one") == timeless("two")
+    assert bits(checkpoint("one")) == bits(checkpoint("two"))
+    assert bits(checkpoint("one")) != bits(checkpoint("other"))
+
+
+def test_the_config_of_a_run_starts_a_run_of_its_own(capsys):
+    assert train(*SMALL["orpo"], "out=one") == 0
+    before = timeless("one")
+    assert run(["train", "--config", "one/config.yaml"]) == 0
+    (new,) = Path("runs").iterdir()
+    assert new.name.startswith("orpo-")
+    assert timeless("one") == before == timeless(new)
+
+
+# Models
+
+
+@pytest.mark.parametrize("recipe", SMALL)
+def test_lora_trains_an_adapter_that_peft_loads(recipe, capsys):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert train(*SMALL[recipe], "model=tiny", "model.lora_rank=4", "optim.lr=1e-2", "out=run") == 0
+    adapter = load_file(checkpoint("run") / "adapter_model.safetensors")
+    assert any(tensor.any() for name, tensor in adapter.items() if "lora_B" in name)
+    assert not (checkpoint("run") / "model.safetensors").exists()
+    base = yaml.safe_load(Path("run/config.yaml").read_text())["model"]["name"]
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint("run"))
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), checkpoint("run"))
+    chat = [{"role": "user", "content": "12+30="}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    capsys.readouterr()
+    assert run(["sample", "run", "12+30=", "--max-tokens", "8"]) == 0
+    assert capsys.readouterr().out.rstrip("\n") == tokenizer.decode(answer, skip_special_tokens=True).rstrip("\n")
+
+
+def test_bfloat16_trains_and_stays_bfloat16():
+    assert train(*SMALL["sft"], "model.dtype=bfloat16", "out=run") == 0
+    before, *_, last = rows("run")
+    assert last["eval/loss"] < before["eval/loss"]
+    assert {tensor.dtype for tensor in load_file(checkpoint("run") / "model.safetensors").values()} == {torch.bfloat16}
+
+
+def test_sampling_from_a_run_a_checkpoint_and_a_model(capsys):
+    assert train(*SMALL["dpo"], "out=run") == 0
+    capsys.readouterr()
+    answers = []
+    for target in ("run", str(checkpoint("run")), "tiny"):
+        assert run(["sample", target, "12+30="]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1]
+    assert all(answer.count("\n") == 1 and any(map(str.isdigit, answer)) for answer in answers)
+    words = ["sample", "run", "12+30=", "--num-samples", "3", "--temperature", "1", "--seed"]
+    drawn = []
+    for seed in ("1", "1", "2"):
+        assert run([*words, seed]) == 0
+        drawn.append(capsys.readouterr().out)
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert drawn[0].count("\n") == 3
+
+
+# The user's own
+
+
+def test_hooks_of_ones_own_see_every_moment(here):
+    write(
+        "my_hooks.py",
+        "from dataclasses import dataclass\n"
+        "from cookbook import Hook\n\n\n"
+        "@dataclass\n"
+        "class Note(Hook):\n"
+        "    path: str\n\n"
+        "    def note(self, *words):\n"
+        "        with open(self.path, 'a') as file:\n"
+        "            print(*words, file=file)\n\n"
+        "    def on_start(self, run):\n        self.note('start', run.name, run.first_step)\n\n"
+        "    def on_step(self, run, step, metrics):\n        self.note('step', step, 'reward/mean' in metrics)\n\n"
+        "    def on_checkpoint(self, run, checkpoint):\n        self.note('checkpoint', checkpoint.step)\n\n"
+        "    def on_weight_sync(self, run, sampler):\n        self.note('sync', sampler.step)\n\n"
+        "    def on_eval(self, run, step, metrics):\n        self.note('eval', step, 'eval/accuracy' in metrics)\n\n"
+        "    def on_end(self, run, state):\n        self.note('end', state)\n"
+    )
+    words = ["+hook.mine._target_=my_hooks.Note", "+hook.mine.path=notes.txt", "recipe.steps=2", "checkpoint.every=1"]
+    assert train(*SMALL["grpo"], *words, "out=run") == 0
+    assert Path("notes.txt").read_text().splitlines() == [
+        "start grpo 0", "sync 0", "eval 0 True", "sync 0", "step 1 True", "checkpoint 1",
+        "sync 1", "sync 2", "eval 2 True", "step 2 True", "checkpoint 2", "end finished",
+    ]  # fmt: skip
+
+
+def test_a_reward_of_ones_own(here):
+    write("my_reward.py", "def brief(completion, row):\n    return -len(completion) / 10 + ('+' in row['prompt'])\n")
+    assert train(*SMALL["grpo"], "reward=python", "reward.target=my_reward.py:brief", "out=run") == 0
+    samples = rows("run", "samples.jsonl")
+    assert samples
+    assert all(row["reward"] == pytest.approx(1 - len(row["completion"]) / 10) for row in samples)
+
+
+def test_a_fork_runs_from_its_folder_and_does_what_it_says(here, capsys):
+    assert run(["fork", "grpo", "my_grpo"]) == 0
+    mine = Path("recipes/my_grpo.py")
+    mine.write_text(mine.read_text().replace("step.log(gradient, update)", 'step.log(gradient, update, {"mine": 7.0})'))
+    words = [word for word in SMALL["grpo"] if not word.startswith(("recipe=", "recipe.steps="))]
+    assert train("recipe=my_grpo", "recipe.steps=1", *words) == 0
+    (folder,) = Path("runs").iterdir()
+    assert folder.name.startswith("my_grpo-")
+    assert rows(folder)[1]["mine"] == 7.0
+    capsys.readouterr()
+    assert run(["diff", "my_grpo"]) == 0
+    assert '+        step.log(gradient, update, {"mine": 7.0})' in capsys.readouterr().out
+
+
+def test_a_loss_of_ones_own_trains_like_the_one_it_came_from(here):
+    assert run(["fork", "loss", "dpo", "my_dpo"]) == 0
+    assert train(*SMALL["dpo"], "out=shipped") == 0
+    assert train(*SMALL["dpo"], "loss=my_dpo", "out=mine") == 0
+    assert timeless("mine") == timeless("shipped")
+
+
+# Sweeps and trackers
+
+
+def test_a_sweep_goes_on_after_a_failed_run(capsys):
+    assert train(*SMALL["sft"], "recipe.steps=1", "optim.lr=-1,1e-4", "-m") == 2
+    err = capsys.readouterr().err
+    assert "run 1 failed: optim: lr must be >= 0" in err
+    assert err.endswith("error: 1 of 2 runs failed: optim: lr must be >= 0 and finite, got -1.0\n")
+    (folder,) = Path("runs").iterdir()
+    assert [row["step"] for row in rows(folder)] == [0, 1]
+    assert yaml.safe_load((folder / "config.yaml").read_text())["optim"]["lr"] == 1e-4
+
+
+def test_wandb_offline_is_read_back(monkeypatch):
+    pytest.importorskip("wandb", reason="wandb is an extra")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert train(*SMALL["dpo"], "tracker=wandb", "tracker.wandb.tags=[a]", "out=run") == 0
+    history, config = wandb_records(next(Path("run/wandb").glob("offline-run-*/*.wandb")))
+    assert [row["_step"] for row in history] == [0, 1, 2, 3]
+    for told, row in zip(history, rows("run"), strict=True):
+        assert {key: told[key] for key in row if key != "step"} == {key: value for key, value in row.items() if key != "step"}
+    assert config["recipe"]["batch_size"] == 4
+
+
+def wandb_records(path):
+    """History rows and configuration of an offline run."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    history, config = [], {}
+    for data in leveldb_log(path.read_bytes()[7:], first_block=32768 - 7):
+        record = Record()
+        record.ParseFromString(data)
+        items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        if items:
+            history.append(items)
+        config.update({item.key: json.loads(item.value_json) for item in record.run.config.update})
+    return history, config
+
+
+def leveldb_log(data, first_block):
+    """The records of a log in LevelDB's format, behind the file's own 7 bytes: wandb ships no reader any more.
+
+    Blocks of 32 KiB; in each, fragments of checksum (4 bytes), length (2) and type (1: whole, 2: first, 3: middle, 4: last).
+    """
+    parts, block_end, place = [], first_block, 0
+    while place + 7 <= len(data):
+        if block_end - place < 7:  # too short for a fragment: filled with zeros
+            place, block_end = block_end, block_end + 32768
+            continue
+        length, kind = struct.unpack_from("<HB", data, place + 4)
+        parts.append(data[place + 7 : place + 7 + length])
+        place += 7 + length
+        if kind in (1, 4):
+            yield b"".join(parts)
+            parts = []
+
+
+def test_tensorboard_is_read_back():
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is an extra")
+    assert train(*SMALL["grpo"], "tracker=tensorboard", "out=run") == 0
+    events = accumulator.EventAccumulator("run/tensorboard").Reload()
+    for key in ("reward/mean", "loss", "eval/accuracy"):
+        told = [(event.step, event.value) for event in events.Scalars(key)]
+        assert told == [(row["step"], pytest.approx(row[key], rel=1e-6)) for row in rows("run") if key in row]  # float32 there
+
+
+# Real data
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason=f"no GSM8K files in {GSM8K}")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["recipe=sft", "recipe.batch_size=4", "model=tiny_random"],
+        ["recipe=grpo", "recipe.prompts_per_step=2", "recipe.group_size=2", "reward=number"],
+    ],
+    ids=["sft", "grpo"],
+)
+def test_real_gsm8k(words):
+    limits = ["data.limit=16", "eval.limit=4", "recipe.steps=2", "eval.every=null"]
+    assert train(*words, *limits, "data=gsm8k", f"data.path={GSM8K}", "out=run") == 0
+    found = rows("run")
+    assert [row["step"] for row in found] == [0, 1, 2]
+    if "recipe=sft" in words:
+        assert found[-1]["eval/loss"] < found[0]["eval/loss"]
+        assert found[1]["tokens/trained"] > 400  # four answers of a hundred bytes and more
+    else:
+        assert "eval/accuracy" in found[-1] and "reward/mean" in found[1]
+        assert all("train.jsonl:" in row["row"] for row in rows("run", "samples.jsonl") if row.get("split") != "eval")
