@@ -230,3 +230,10 @@ def test_every_shipped_data_file_is_read(tmp_path, renderer):
         values.update(path=str(file), name=None)
         config = construct(DataConfig, values, "data")
         assert conversation_datums(load_rows(config), renderer, config)
+
+
+def test_the_bytes_of_what_is_trained_are_counted(renderer: Renderer) -> None:
+    """The answer's UTF-8 bytes; neither the prompt nor the end of turn, which is a special token."""
+    row = Row("rows:1", {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "né €"}]})
+    (datum,) = conversation_datums([row], renderer, DataConfig())
+    assert int(datum.loss_fn_inputs["num_bytes"].array) == len("né €".encode())

@@ -501,3 +501,19 @@ def test_configs_restate_the_defaults_and_presets_only_what_differs(path: Path) 
     defaults = loss_class(base)().options()
     assert all(defaults[key] != value for key, value in written.items())
     assert get_loss(base, written) != loss_class(base)()
+
+
+# ---- how well a text is predicted ------------------------------------------------------------------------------------
+
+
+def test_perplexity_and_bits_per_byte() -> None:
+    """Closed form: two tokens of probability 1/2 and 1/8 spell 4 bytes; weights scale the mean and not the information."""
+    one = datum(3, weights=[0.0, 1.0, 0.5]).with_inputs(num_bytes=4)
+    logprobs = [torch.log(torch.tensor([0.9, 0.5, 0.125], dtype=torch.float64))]
+    for loss in (CrossEntropy(), DFT()):
+        _, metrics = loss([one], logprobs)
+        assert metrics["loss/nll"] == pytest.approx((np.log(2) + 0.5 * np.log(8)) / 1.5, rel=1e-12)
+        assert metrics["loss/perplexity"] == pytest.approx(np.exp(metrics["loss/nll"]), rel=1e-12)
+        assert metrics["loss/bits_per_byte"] == pytest.approx((1 + 3) / 4, rel=1e-12)
+    _, metrics = CrossEntropy()([datum(3)], logprobs)
+    assert "loss/bits_per_byte" not in metrics

@@ -54,6 +54,8 @@ class RenderedPrompt:
 def conversation_datums(rows: Sequence[Row], renderer: Renderer, config: DataConfig) -> list[RowDatum]:
     """One datum per row, in the order of the rows; one per answer with ``train_on=each_assistant``.
 
+    Each knows ``num_bytes``, the bytes of the text its trained tokens spell.
+
     Raises:
         DataError: a row that cannot be read or rendered, has nothing to train on, or is too long, as ``on_empty`` and
             ``on_long`` say; or no row is left.
@@ -68,7 +70,8 @@ def conversation_datums(rows: Sequence[Row], renderer: Renderer, config: DataCon
     for example, rendered in zip(examples, renderer.render(examples, train_on), strict=True):
         if (kept := sieve.fit(rendered, example.where)) is not None:
             datums.append(_datum(kept, example.where, question(example)))
-    return sieve.kept(datums)
+    sizes = renderer.num_bytes([_trained_tokens(datum) for datum in datums])
+    return sieve.kept([datum.with_inputs(num_bytes=size) for datum, size in zip(datums, sizes, strict=True)])
 
 
 def preference_datums(rows: Sequence[Row], renderer: Renderer, config: DataConfig) -> list[RowDatum]:
@@ -123,6 +126,12 @@ def _datum(rendered: Rendered, where: str, question: str) -> RowDatum:
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
     return RowDatum(datum.model_input, datum.loss_fn_inputs, where, question)
+
+
+def _trained_tokens(datum: Datum) -> list[int]:
+    inputs = datum.loss_fn_inputs
+    tokens: list[int] = inputs["target_tokens"].array[inputs["weights"].array != 0].tolist()
+    return tokens
 
 
 class _Sieve:

@@ -87,6 +87,13 @@ class Renderer:
             end -= 1
         return str(self.tokenizer.decode(tokens[:end], skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
+    def num_bytes(self, rows: Sequence[Sequence[int]]) -> list[int]:
+        """How many UTF-8 bytes the text of each row of tokens has, special tokens left out."""
+        if not rows:  # of none, transformers would decode one
+            return []
+        texts = self.tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return [len(text.encode()) for text in texts]
+
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
         """The tokens that end a completion: end of text, and what the chat template closes an answer with."""
