@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help train test test-slow lint types check data tiny-model wheel clean
+.PHONY: help train test test-slow parity lint types check data tiny-model wheel clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -26,6 +26,21 @@ test: $(VENV)/installed ## The tests, in under five minutes
 
 test-slow: $(VENV)/installed ## Learning runs over seeds, the installed wheel, the shipped model rebuilt: some twenty minutes
 	$(BIN)/python -m pytest -m slow
+
+# TRL lives in an environment of its own. TRL=trl takes its newest version (remove .venv-trl first).
+TRL ?= trl==1.16.0
+.venv-trl/installed: constraints.txt
+	$(PYTHON) -m venv .venv-trl
+	@echo '*' > .venv-trl/.gitignore
+	.venv-trl/bin/python -m pip install --quiet --constraint constraints.txt $(TRL)
+	@touch $@
+
+parity: $(VENV)/installed .venv-trl/installed ## Losses, gradients and runs beside TRL's, as a table; fails when they part
+	@rm -rf runs/parity && mkdir -p runs/parity
+	$(BIN)/python benchmarks/parity/prepare.py runs/parity
+	HF_HUB_OFFLINE=1 CI=1 .venv-trl/bin/python benchmarks/parity/trl_side.py runs/parity > runs/parity/trl.log
+	$(BIN)/python benchmarks/parity/cookbook_side.py runs/parity
+	$(BIN)/python benchmarks/parity/compare.py runs/parity
 
 lint: $(VENV)/installed ## Style
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

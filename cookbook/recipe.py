@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 import sys
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from types import ModuleType
 
-from cookbook import paths
+from cookbook import paths, pyfile
 from cookbook.errors import ConfigError
 from cookbook.suggest import did_you_mean
 
@@ -61,22 +60,10 @@ def available() -> list[Found]:
 
 
 def _run(path: Path) -> ModuleType:
-    """Executes the file as ``cookbook_recipes.<name>``; dataclasses and launchers look their module up by that name."""
+    """Executes the file as ``cookbook_recipes.<name>``."""
     package = sys.modules.setdefault(NAMESPACE, ModuleType(NAMESPACE))
     package.__path__ = []  # makes it a package, which holds nothing by itself
-    name = f"{NAMESPACE}.{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # a .py file always has both
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except SyntaxError as error:
-        where = paths.shown(Path(error.filename)) if error.filename else paths.shown(path)
-        raise ConfigError(f"{where}:{error.lineno}: not valid Python: {error.msg}") from error
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{paths.shown(path)}: it imports {error.name!r}, which cannot be found") from error
-    return module
+    return pyfile.run(path, f"{NAMESPACE}.{path.stem}")
 
 
 def _summary(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import shlex
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ from cookbook.evaluation import Example
 from cookbook.run import Run
 from cookbook.runfolder import CONFIG
 from cookbook.svg import Curve, chart
+
+log = logging.getLogger("cookbook")
 
 # The metrics worth comparing before and after, best first, with how they read.
 HEADLINES = [
@@ -44,7 +47,8 @@ def summary(run: Run) -> None:
     examples = run.evaluations[-1][1].examples[:3] if run.evaluations else []
     for example in examples:
         print(f"  {_one_line(example)}")
-    print(f"run folder: {run.out}  (metrics.jsonl, samples.jsonl, curves.svg, checkpoints/)")
+    found = [name for name in ("metrics.jsonl", "samples.jsonl", "curves.svg", "checkpoints") if (run.out / name).exists()]
+    print(f"run folder: {run.out}  ({', '.join(found)})")
     print(f"next: {_next_command(run, examples)}", flush=True)
 
 
@@ -55,8 +59,12 @@ def draw(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
         points = [(float(row["step"]), float(row[key])) for row in rows if row.get(key) is not None]
         if len(points) > 1:
             curves.append(Curve(label, points))
-    if curves:
+    if not curves:
+        return
+    try:
         path.write_text(chart(title, "optimizer steps", curves), encoding="utf-8")
+    except OSError as error:  # the run itself is finished and saved
+        log.warning("%s: cannot be written: %s", path, error.strerror)
 
 
 def _one_line(example: Example) -> str:
@@ -66,8 +74,8 @@ def _one_line(example: Example) -> str:
 
 
 def _next_command(run: Run, examples: Sequence[Example]) -> str:
-    short = [example.prompt for example in examples if example.prompt and example.prompt.isprintable() and len(example.prompt) < 60]
-    return shlex.join(["cookbook", "sample", str(run.out), short[0] if short else "12+30="])
+    short = (example.prompt for example in examples if example.prompt.isprintable() and 0 < len(example.prompt) < 60)
+    return shlex.join(["cookbook", "sample", str(run.out), next(short, "12+30=")])
 
 
 def resume_command(out: Path) -> str:

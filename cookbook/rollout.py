@@ -27,7 +27,9 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:
-            raise ConfigError(f"rollout.temperature must be > 0, got {self.temperature}: greedy completions of a group are all the same")
+            raise ConfigError(
+                f"rollout.temperature must be > 0, got {self.temperature}: a group of greedy completions is all alike"
+            )
         self.sampling([])
 
     def sampling(self, stop_token_ids: Sequence[int]) -> SamplingParams:

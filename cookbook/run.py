@@ -163,7 +163,7 @@ class Run:
 
     def with_reference(self, data: Sequence[Datum]) -> Sequence[Datum]:
         """``data`` with ``reference_logprobs``, when the loss reads them and they are not there yet."""
-        if self.reference is None or "reference_logprobs" in data[0].loss_fn_inputs:
+        if not data or self.reference is None or "reference_logprobs" in data[0].loss_fn_inputs:
             return data
         logprobs = self.reference.logprobs(data).result()
         return [datum.with_inputs(reference_logprobs=row) for datum, row in zip(data, logprobs, strict=True)]
@@ -238,14 +238,14 @@ class Run:
         """The turns of the loop from where the run stands to ``total``.
 
         Around each turn: timing, the row in ``metrics.jsonl``, trackers, hooks, evaluation before the first step and every
-        ``eval.every``, checkpoints. Ctrl-C finishes the turn, saves and raises :class:`Interrupted`; a second one stops at once.
+        ``eval.every``, checkpoints. Ctrl-C finishes the turn, saves and raises :class:`Interrupted`; a second stops at once.
         """
         if total < 1:
             raise ConfigError(f"recipe.steps must be at least 1, got {total}")
         self.console = Console(total, self.first_step)
         if self.first_step >= total:
-            self.console.note(f"nothing to do: {self.out} has seen {self.first_step} of {total} steps; raise recipe.steps to go on")
-        self.metrics_file.open()
+            seen = f"{self.first_step} of {total} steps"
+            self.console.note(f"nothing to do: {self.out} has seen {seen}; raise recipe.steps to go on")
         try:
             with InterruptGuard() as guard:
                 if self.first_step == 0 and evaluate:

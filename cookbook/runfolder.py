@@ -91,7 +91,7 @@ def _checkpoint(path: Path) -> Path:
 def opened(out: Path, cfg: DictConfig, overrides: list[str], resume_from: Path | None) -> Iterator[None]:
     """The folder with ``config.yaml``, ``environment.json`` and a log, while it is entered.
 
-    A mistake that shows before the first step leaves nothing behind of a folder made here.
+    A mistake that shows before the first row of metrics leaves nothing behind of a folder made here.
 
     Raises:
         ConfigError: the folder cannot be written, or holds a run with other identity.
@@ -200,18 +200,28 @@ def _write(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def logging_to(out: Path) -> Iterator[None]:
-    """While it is entered, messages of cookbook go to ``log.txt``, warnings to the terminal too."""
-    file = logging.FileHandler(out / "log.txt", encoding="utf-8")
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+def warnings_shown() -> Iterator[None]:
+    """While it is entered, warnings of cookbook go to the terminal, and no message anywhere but where this module sends it."""
     terminal = logging.StreamHandler()
     terminal.setLevel(logging.WARNING)
     terminal.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-    logger = logging.getLogger("cookbook")
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    for handler in (file, terminal):
-        logger.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    log.addHandler(terminal)
+    try:
+        yield
+    finally:
+        log.removeHandler(terminal)
+        log.propagate = True
+
+
+@contextlib.contextmanager
+def logging_to(out: Path) -> Iterator[None]:
+    """While it is entered, messages of cookbook go to ``log.txt``. A disk that is full stops the run elsewhere, in one line."""
+    file = logging.FileHandler(out / "log.txt", encoding="utf-8")
+    file.handleError = lambda record: None  # type: ignore[method-assign]
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(file)
     try:
         yield
     except BaseException as error:
@@ -220,6 +230,6 @@ def logging_to(out: Path) -> Iterator[None]:
     else:
         log.info("finished")
     finally:
-        for handler in (file, terminal):
-            logger.removeHandler(handler)
-            handler.close()
+        log.removeHandler(file)
+        with contextlib.suppress(OSError):
+            file.close()

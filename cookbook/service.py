@@ -83,9 +83,7 @@ class SamplingClient(_Ready):
         include_prompt_logprobs: bool = False,
     ) -> Future[SampleResponse]:
         """``num_samples`` completions of ``prompt``, and on request what :meth:`compute_logprobs` tells of it."""
-        return self._sampler.sample(
-            prompt, num_samples, sampling_params, include_prompt_logprobs=include_prompt_logprobs
-        )
+        return self._sampler.sample(prompt, num_samples, sampling_params, include_prompt_logprobs=include_prompt_logprobs)
 
     async def sample_async(
         self,

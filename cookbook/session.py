@@ -87,7 +87,7 @@ def settings(cfg: DictConfig) -> Settings:
         },
         **{name: build(cfg[name], name) for name in ("optim", "schedule", "checkpoint", "eval")},
     )
-    _check_pair(cfg.recipe.name, module, typed.loss)
+    _check_parts(cfg.recipe.name, module, typed.loss, typed.reward)
     return typed
 
 
@@ -106,13 +106,15 @@ PROVIDES = {
 }
 
 
-def _check_pair(name: str, module: ModuleType, loss: Loss) -> None:
-    """Refuses a loss that cannot work on what the recipe feeds it, before anything loads."""
+def _check_parts(name: str, module: ModuleType, loss: Loss, reward: Reward | None) -> None:
+    """Refuses parts that cannot work on what the recipe feeds them, before anything loads."""
     kind = getattr(module, "DATA", None)
     if kind is None:
         return
     if kind not in PROVIDES:
         raise ConfigError(f"recipes/{name}.py: DATA must be one of {', '.join(PROVIDES)}, got {kind!r}")
+    if kind == "rollouts" and reward is None:
+        raise ConfigError(f"reward: recipe={name} learns from rewards; choose one, for example reward=number")
     what = f"recipe={name} trains on {kind}, and {type(loss).__name__}"
     if missing := sorted(loss.needs - PROVIDES[kind]):
         raise ConfigError(f"loss: {what} needs {', '.join(missing)}; choose another loss (cookbook list losses)")
@@ -121,6 +123,7 @@ def _check_pair(name: str, module: ModuleType, loss: Loss) -> None:
         raise ConfigError(f"loss: {what} {pairs}; choose another loss (cookbook list losses)")
 
 
+@runfolder.warnings_shown()
 def train(cfg: DictConfig, overrides: list[str]) -> None:
     """Runs the recipe of ``cfg`` from its start, or from where an earlier run in the same folder stood.
 

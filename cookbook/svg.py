@@ -54,7 +54,7 @@ def _panel(curve: Curve, low: float, high: float) -> str:
         value = bottom + share * (top - bottom)
         _, y = place(low, value)
         parts.append(f'<line x1="{LEFT}" x2="{PANEL_WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="{GRID}"/>')
-        parts.append(_text(LEFT - 5, y + 4, f"{value:.3g}", anchor="end"))
+        parts.append(_text(LEFT - 5, y + 4, f"{value:.2g}", anchor="end"))
     for x_value in (low, high):
         x, _ = place(x_value, bottom)
         parts.append(_text(x, PANEL_HEIGHT - BOTTOM + 15, f"{x_value:g}", anchor="end" if x_value == high else "start"))

@@ -6,6 +6,7 @@ border of a backend.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -109,9 +110,11 @@ class ModelInput:
 
     @classmethod
     def from_ints(cls, tokens: Iterable[int]) -> ModelInput:
-        if isinstance(tokens, np.ndarray):
-            return cls(tuple(tokens.tolist()))
-        return cls(tuple(int(token) for token in tokens))
+        """Raises DataError when they are not whole numbers."""
+        try:
+            return cls(tuple(map(operator.index, tokens.tolist() if isinstance(tokens, np.ndarray) else tokens)))
+        except TypeError as error:
+            raise DataError(f"model_input: expected token ids: {error}; encode the text first") from None
 
     @classmethod
     def empty(cls) -> ModelInput:
@@ -149,9 +152,7 @@ class Datum:
         length = model_input.length
         for key, tensor in tensors.items():
             if tensor.shape and tensor.shape[0] != length:
-                raise DataError(
-                    f"{key} has {tensor.shape[0]} values and model_input {length}; build both from the same tokens"
-                )
+                raise DataError(f"{key} has {tensor.shape[0]} values and model_input {length}; build both from the same tokens")
         object.__setattr__(self, "model_input", model_input)
         object.__setattr__(self, "loss_fn_inputs", MappingProxyType(tensors))
 
@@ -190,9 +191,7 @@ def datum_from_tokens_weights(
         DataError: lengths that differ, or fewer than two tokens.
     """
     if len(tokens) != len(weights):
-        raise DataError(
-            f"weights has {len(weights)} values and tokens {len(tokens)}; give every token one weight"
-        )
+        raise DataError(f"weights has {len(weights)} values and tokens {len(tokens)}; give every token one weight")
     ids = np.asarray(tokens, dtype=np.int64)[:max_length]
     scale = _as_array(weights).astype(np.float32)[:max_length]
     if len(ids) < 2:
@@ -317,12 +316,18 @@ def as_datum(datum: Any, index: int) -> Datum:
 
 
 def as_model_input(value: Any) -> ModelInput:
-    """Our :class:`ModelInput` from ours, Tinker's, or a plain list of token ids."""
+    """Our :class:`ModelInput` from ours, Tinker's, or a plain list of token ids.
+
+    Raises:
+        DataError: it holds something else.
+    """
     if isinstance(value, ModelInput):
         return value
-    if hasattr(value, "to_ints"):
-        return ModelInput.from_ints(value.to_ints())
-    return ModelInput.from_ints(value)
+    try:
+        tokens = value.to_ints() if hasattr(value, "to_ints") else value
+    except ValueError:  # Tinker's, with an image in it
+        raise DataError("model_input: holds something other than text; this trainer reads tokens only") from None
+    return ModelInput.from_ints(tokens)
 
 
 def as_adam(params: Any) -> AdamParams:

@@ -72,12 +72,12 @@ def files(folder: Path) -> dict[str, tuple[int, bytes]]:
     return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
 
 
-def start(words: Sequence[str], cwd: Path) -> subprocess.Popen[str]:
+def start(words: Sequence[str]) -> subprocess.Popen[str]:
     """The command in a process of its own, to send signals to."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "cookbook.cli.app", "train", *words]
     return subprocess.Popen(
-        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
 
 

@@ -14,10 +14,11 @@ FLOORS = {
     4: "cookbook.server cookbook.jobs",
     3: "cookbook.run cookbook.session cookbook.service cookbook.runfolder cookbook.report recipes",
     2: "cookbook.backends cookbook.deployments cookbook.weight_sync cookbook.checkpoints cookbook.trackers cookbook.rollout "
-    "cookbook.rewards cookbook.data cookbook.hooks cookbook.config cookbook.recipe cookbook.evaluation cookbook.progress",
+    "cookbook.rewards cookbook.data cookbook.hooks cookbook.config cookbook.recipe cookbook.evaluation cookbook.progress "
+    "cookbook.check",
     1: "cookbook.engine cookbook.losses cookbook.normalization cookbook.advantages cookbook.schedules cookbook.protocols",
     0: "cookbook.types cookbook.errors cookbook.paths cookbook.futures cookbook.interrupt cookbook.suggest cookbook.typed "
-    "cookbook.svg",
+    "cookbook.svg cookbook.pyfile",
 }
 FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules.split()}
 FRONT = "cookbook"  # cookbook/__init__.py shows names of every floor, and imports none until it is asked

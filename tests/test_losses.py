@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from losstools import datum, evaluate, random_batch
 
 import cookbook.losses
+from cookbook.check.draws import USUAL, Draw, datum, random_draw, without
+from cookbook.check.measure import along, evaluate, slope
 from cookbook.errors import ConfigError, DataError
 from cookbook.losses import (
     CISPO,
@@ -29,7 +30,6 @@ from cookbook.losses import (
     CrossEntropy,
     ImportanceSampling,
     Loss,
-    Scope,
     get_loss,
     loss_class,
 )
@@ -45,6 +45,11 @@ POLICY = [name for name in EVERY if issubclass(loss_class(name), cookbook.losses
 
 def rng(seed: int = 0) -> np.random.Generator:
     return np.random.default_rng(seed)
+
+
+def random_batch(draws: np.random.Generator, sequences: int = 4, binary_weights: bool = False) -> Draw:
+    """Datums with every key under one name, and logprobs for them."""
+    return random_draw(draws, USUAL - {"logprobs"}, sequences, binary_weights)
 
 
 # ---- by name ---------------------------------------------------------------------------------------------------------
@@ -120,17 +125,6 @@ def test_options_out_of_range_are_refused(make: Callable[[], Loss], key: str) ->
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_the_declared_reduction_is_the_measured_one(name: str) -> None:
-    loss = get_loss(name)
-    data, logprobs = random_batch(rng())
-    once, gradient, _ = evaluate(loss, loss.prepare(data), logprobs)
-    twice, doubled, _ = evaluate(loss, loss.prepare(data + data), logprobs + logprobs)
-    factor = 1 if loss.reduction is Reduction.mean else 2
-    assert twice == pytest.approx(factor * once, rel=1e-12)
-    assert doubled[0] == pytest.approx([value * factor / 2 for value in gradient[0]], rel=1e-12)
-
-
-@pytest.mark.parametrize("name", EVERY)
 def test_dividing_a_mean_again_is_refused(name: str) -> None:
     cls = loss_class(name)
     mean = cls.reduction is Reduction.mean
@@ -161,29 +155,6 @@ def test_the_divisor_is_what_was_counted() -> None:
     assert as_normalization("none") is None and as_normalization("num_sequences") is Normalization.num_sequences
     with pytest.raises(ConfigError, match="expected null, num_loss_tokens, num_sequences, got 'tokens'"):
         as_normalization("tokens")
-
-
-@pytest.mark.parametrize("name", [*EVERY, "grpo/sequence"])
-def test_the_declared_scope_is_the_measured_one(name: str) -> None:
-    """Sums may be computed in parts that hold a term whole, down to single tokens where the scope is the token."""
-    loss = GRPO(importance_level="sequence") if name == "grpo/sequence" else get_loss(name)
-    data, logprobs = random_batch(rng(1))
-    whole, gradients, _ = evaluate(loss, data, logprobs)
-    size = 2 if loss.scope is Scope.pair else 1
-    parts = [evaluate(loss, data[at : at + size], logprobs[at : at + size]) for at in range(0, len(data), size)]
-    mean = len(parts) if loss.reduction is Reduction.mean and not loss.prepares else 1
-    assert sum(value for value, _, _ in parts) / mean == pytest.approx(whole, rel=1e-12)
-    found = [row for _, rows, _ in parts for row in rows]
-    for row, expected in zip(found, gradients, strict=True):
-        assert [value / mean for value in row] == pytest.approx(expected, rel=1e-12)
-    if loss.scope is Scope.token:
-        tokens = [
-            datum(1, **{key: value.array[[t]] for key, value in one.loss_fn_inputs.items() if key != "target_tokens"})
-            for one in data
-            for t in range(one.model_input.length)
-        ]
-        value, _, _ = evaluate(loss, tokens, [[value] for row in logprobs for value in row])
-        assert value == pytest.approx(whole, rel=1e-12)
 
 
 def test_prepared_weights_sum_to_one_in_double_precision() -> None:
@@ -236,16 +207,11 @@ def test_the_gradient_is_the_slope_of_the_value(case: str) -> None:
     for _ in range(200):
         data, logprobs = random_batch(draws, sequences=2, binary_weights=binary)
         if "against the sampler" in case:
-            data = [datum(len(p), **_without(one, "old_logprobs")) for p, one in zip(logprobs, data, strict=True)]
+            data = [without(one, "old_logprobs") for one in data]
         direction = [draws.normal(size=len(row)) for row in logprobs]
-        _, gradients, _ = evaluate(loss, data, logprobs)
-        slope = sum(float(np.dot(row, way)) for row, way in zip(gradients, direction, strict=True))
-        above, below = (
-            float(loss(data, [torch.tensor(row + sign * 1e-6 * way) for row, way in zip(logprobs, direction, strict=True)])[0])
-            for sign in (1, -1)
-        )
+        promised, found = along(evaluate(loss, data, logprobs).gradients, direction), slope(loss, data, logprobs, direction)
         # the difference of two values of order 10 known to 1e-16 each, over 2e-6
-        assert slope == pytest.approx((above - below) / 2e-6, rel=1e-5, abs=1e-8)
+        assert promised == pytest.approx(found, rel=1e-5, abs=1e-8)
 
 
 def test_stopped_gradients() -> None:
@@ -265,7 +231,7 @@ def test_stopped_gradients() -> None:
 def test_the_first_update_needs_no_old_logprobs() -> None:
     """Anchored at the trainer, it is where the policy stands: ratio 1, and the gradient is the importance weight times -A."""
     data, logprobs = random_batch(rng(4))
-    bare = [datum(len(p), **_without(one, "old_logprobs")) for p, one in zip(logprobs, data, strict=True)]
+    bare = [without(one, "old_logprobs") for one in data]
     explicit = [one.with_inputs(old_logprobs=p) for p, one in zip(logprobs, data, strict=True)]
     loss = GRPO(kl_beta=0.0, anchor="trainer")
     value, gradients, metrics = evaluate(loss, bare, logprobs)
@@ -275,10 +241,6 @@ def test_the_first_update_needs_no_old_logprobs() -> None:
         inputs = {key: tensor.array for key, tensor in one.loss_fn_inputs.items()}
         weight = np.minimum(np.exp(p - inputs["sampling_logprobs"]), 5.0)
         assert found == pytest.approx(-weight * inputs["advantages"] * inputs["weights"], rel=1e-12)
-
-
-def _without(one: Any, *keys: str) -> dict[str, Any]:
-    return {key: value for key, value in one.loss_fn_inputs.items() if key not in (*keys, "target_tokens")}
 
 
 def test_the_reference_kl_has_a_gradient() -> None:
@@ -406,7 +368,7 @@ def test_missing_misaligned_and_infinite_fields_name_the_datum(name: str) -> Non
     required = set(loss.needs) - {"target_tokens"} | ({"reference_logprobs"} if loss.needs_reference else set())
     for key in sorted(required | {"weights"}):
         lengths = (len(logprobs[2]), len(logprobs[2]) - 1)
-        partial = [*data[:2], datum(lengths[0], **_without(data[2], key)), *data[3:]]
+        partial = [*data[:2], without(data[2], key), *data[3:]]
         short = [*logprobs[:2], logprobs[2][:-1], *logprobs[3:]]
         holed = np.where(np.arange(lengths[0]) == 1, np.nan, data[2].loss_fn_inputs[key].array)
         bad = [*data[:2], data[2].with_inputs(**{key: holed}), *data[3:]]
@@ -422,7 +384,7 @@ def test_missing_misaligned_and_infinite_fields_name_the_datum(name: str) -> Non
             evaluate(loss, data, short)
     for key in required:
         with pytest.raises(DataError, match=rf"^datum 0: missing required field '{key}'.*hold .*target_tokens"):
-            evaluate(loss, [datum(len(p), **_without(one, key)) for p, one in zip(logprobs, data, strict=True)], logprobs)
+            evaluate(loss, [without(one, key) for one in data], logprobs)
     with pytest.raises(DataError, match=f"{len(data)} datums and logprobs of {len(data) - 1}"):
         evaluate(loss, data, logprobs[:-1])
     loss.check_data(data)
@@ -444,7 +406,7 @@ def test_a_reference_is_needed_where_one_is_read() -> None:
     for loss in (GRPO(kl_beta=0.0), DPO(variant="simpo"), DPO(reference_free=True)):
         assert not loss.needs_reference
         data, logprobs = random_batch(rng())
-        bare = [datum(len(p), **_without(one, "reference_logprobs")) for p, one in zip(logprobs, data, strict=True)]
+        bare = [without(one, "reference_logprobs") for one in data]
         evaluate(loss, bare, logprobs)
 
 
@@ -461,10 +423,14 @@ def test_pairs_are_whole_and_have_responses(name: str) -> None:
 @pytest.mark.parametrize("name", POLICY)
 def test_every_policy_loss_tells_sampler_and_trainer_apart(name: str) -> None:
     """KL(sampler || trainer) with tokens drawn from the sampler: k1 is the mean of q - p, k3 is never negative."""
-    data, logprobs = random_batch(rng(8))
-    _, _, metrics = evaluate(get_loss(name), data, logprobs)
-    sampled = [one.loss_fn_inputs["sampling_logprobs"].array for one in data]
-    gaps = np.concatenate([q[1:] - p[1:] for q, p in zip(sampled, logprobs, strict=True)])
+    draw = random_batch(rng(8))
+    _, _, metrics = evaluate(get_loss(name), *draw)
+    gaps = np.concatenate(
+        [
+            (one.loss_fn_inputs["sampling_logprobs"].array - row)[~mask]
+            for one, row, mask in zip(*draw, draw.masked, strict=True)
+        ]
+    )
     assert metrics["kl/sampler_trainer_k1"] == pytest.approx(gaps.mean(), rel=1e-12)
     assert metrics["kl/sampler_trainer_k3"] == pytest.approx((np.expm1(-gaps) + gaps).mean(), rel=1e-12)
     assert "loss/ratio_mean" in metrics and all("/" in key and np.isfinite(metrics[key]) for key in metrics)
@@ -472,10 +438,7 @@ def test_every_policy_loss_tells_sampler_and_trainer_apart(name: str) -> None:
 
 def test_sampling_logprobs_go_by_both_names() -> None:
     data, logprobs = random_batch(rng(9))
-    renamed = [
-        datum(len(p), logprobs=one.loss_fn_inputs["sampling_logprobs"], **_without(one, "sampling_logprobs"))
-        for p, one in zip(logprobs, data, strict=True)
-    ]
+    renamed = [without(one.with_inputs(logprobs=one.loss_fn_inputs["sampling_logprobs"]), "sampling_logprobs") for one in data]
     for name in POLICY:
         assert evaluate(get_loss(name), renamed, logprobs) == evaluate(get_loss(name), data, logprobs)
         get_loss(name).check_data(renamed)

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from losstools import datum, evaluate
 
 from cookbook.advantages import group_advantages
+from cookbook.check.draws import datum
+from cookbook.check.measure import evaluate
 from cookbook.losses import CISPO, DFT, DPO, DRO, GRPO, GSPO, ORPO, PPO, CrossEntropy, ImportanceSampling
 from cookbook.losses.policy import importance_weights, k3
 from cookbook.schedules import WSD, Constant, Cosine, Linear
@@ -325,7 +326,9 @@ def test_importance_weights(golden: dict[str, Any], dtype: torch.dtype) -> None:
         ({"importance_level": "sequence"}, golden["tis"]["sequence"]["weight"], "capped", 0.0),
         ({"icepop_threshold": 2.0}, sum(icepop["weight"]) / length, "dropped", icepop["dropped_frac"]),
     ):
-        value, gradients, metrics = evaluate(GRPO(kl_beta=0.0, anchor="trainer", **options), data, [inputs["old_policy"]], dtype)
+        value, gradients, metrics = evaluate(
+            GRPO(kl_beta=0.0, anchor="trainer", **options), data, [inputs["old_policy"]], dtype
+        )
         assert metrics["loss/importance_weight_mean"] == near(mean, golden, dtype)
         assert metrics[f"loss/importance_{key}_frac"] == fraction
         # at the first update the ratio is 1, so the weights are all there is

@@ -144,6 +144,7 @@ class LocalTrainer:
     ) -> Future[OptimStepOutput]:
         adam = as_adam(adam_params)
         normalization = as_normalization(grad_accumulation_normalization)
+
         def step() -> OptimStepOutput:
             if self._failure is not None:
                 self.engine.discard_gradient()

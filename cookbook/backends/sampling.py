@@ -21,7 +21,10 @@ T = TypeVar("T")
 
 
 class LazyFuture(Future[T]):
-    """A future whose work starts when it is first waited for."""
+    """A future whose work starts when it is first waited for: by ``result``, ``await``, ``done`` or a callback.
+
+    ``concurrent.futures.wait`` and ``as_completed`` do none of these; ask for the results one by one.
+    """
 
     def __init__(self, start: Callable[[], None]) -> None:
         super().__init__()

@@ -57,10 +57,10 @@ def save(engine: Engine, folder: Path, *, state: bool, overwrite: bool = False) 
     Raises:
         CheckpointError: the name is taken, or the disk refuses; nothing is left behind.
     """
-    if folder.exists() and not overwrite:
-        raise CheckpointError(f"{folder}: exists already; choose another name")
     aside = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
     try:
+        if folder.exists() and not overwrite:
+            raise CheckpointError(f"{folder}: exists already; choose another name")
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         _write(engine, aside, state)

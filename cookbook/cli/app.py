@@ -29,6 +29,16 @@ An override sets any key of the configuration, or picks a file of a group:
   cookbook train --config runs/mine/config.yaml      an earlier run again
 """
 
+LOSS_HELP = """
+\b
+  cookbook check loss dpo                       a loss of conf/loss, yours or ours
+  cookbook check loss dpo variant=ipo beta=0.2  with other options
+  cookbook check loss my_file.py                the one loss of a file: a class, or a function (data, logprobs)
+  cookbook check loss my_file.py:my_loss        one of several
+"""
+
+INTERRUPTED = 130  # as shells count: 128 and the signal's number
+
 app = typer.Typer(
     name="cookbook",
     help="Post-training of language models: one readable loop, any trainer.",
@@ -72,6 +82,12 @@ def _complete_override(ctx: typer.Context, incomplete: str) -> list[str]:
     from cookbook.cli.completion import complete_override
 
     return complete_override(ctx.params.get("overrides") or [], incomplete, ctx.params.get("config_dir") or [])
+
+
+def _complete_loss(incomplete: str) -> list[str]:
+    from cookbook.cli import conf_files
+
+    return [file.name for file in conf_files.options("loss") if file.name.startswith(incomplete)]
 
 
 def _complete_recipe(incomplete: str) -> list[str]:
@@ -118,7 +134,7 @@ def train(
     elif info is not None:
         bridge.info(request, info)
     else:
-        bridge.run(request, _check if dry_run else _train)
+        bridge.run(request, _dry_run if dry_run else _train)
 
 
 def _train(cfg: DictConfig, overrides: list[str]) -> None:
@@ -127,13 +143,10 @@ def _train(cfg: DictConfig, overrides: list[str]) -> None:
     train(cfg, overrides)
 
 
-def _check(cfg: DictConfig, overrides: list[str]) -> None:
-    from omegaconf import OmegaConf
+def _dry_run(cfg: DictConfig, overrides: list[str]) -> None:
+    from cookbook.cli import check_config
 
-    from cookbook.session import settings
-
-    settings(cfg)
-    print(OmegaConf.to_yaml(cfg, resolve=True), end="")
+    check_config.dry_run(cfg, overrides)
 
 
 @app.command()
@@ -191,6 +204,61 @@ def sample(
         print(completion)
 
 
+check = typer.Typer(name="check", help="Examine a loss, a dataset or a configuration, without training.", rich_markup_mode=None)
+app.add_typer(check)
+
+
+@check.callback(invoke_without_command=True)
+def _check(ctx: typer.Context) -> None:
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help())
+
+
+@check.command("loss", epilog=LOSS_HELP)
+def check_loss(
+    target: Annotated[
+        str, typer.Argument(metavar="LOSS", help="A name, file.py, or file.py:name; see below.", autocompletion=_complete_loss)
+    ],
+    options: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Options of the loss.")] = None,
+) -> None:
+    """Measure an objective against what it declares, on small random batches."""
+    from cookbook.cli import check_loss as checking
+
+    _import_from_here()
+    checking.run(target, options or (), table=sys.stdout.isatty())
+
+
+@check.command("data")
+def check_data(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="OVERRIDE", help="As of cookbook train.", autocompletion=_complete_override),
+    ] = None,
+    rows: Annotated[int, typer.Option(min=0, help="Rows shown as tokens.")] = 3,
+) -> None:
+    """Show what of a dataset would be trained, and the rows that cannot be used."""
+    from cookbook.cli import check_data as checking
+    from cookbook.cli import hydra_bridge as bridge
+
+    _import_from_here()
+    bridge.run(bridge.Request(overrides or ()), lambda cfg, _: checking.run(cfg, rows, table=sys.stdout.isatty()))
+
+
+@check.command("config")
+def check_config(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="OVERRIDE", help="As of cookbook train.", autocompletion=_complete_override),
+    ] = None,
+) -> None:
+    """Type every key, and say what the run would do."""
+    from cookbook.cli import check_config as checking
+    from cookbook.cli import hydra_bridge as bridge
+
+    _import_from_here()
+    bridge.run(bridge.Request(overrides or ()), checking.run)
+
+
 def _kind_and_names(words: Sequence[str], count: int, example: str) -> tuple[Any, ...]:
     kind = "loss" if len(words) == count + 1 and words[0] == "loss" else "recipe"
     names = words[1:] if kind == "loss" else words
@@ -218,7 +286,7 @@ def run(arguments: Sequence[str]) -> int:
     except typer.TyperException as error:
         return _refuse(error.format_message())
     except (KeyboardInterrupt, typer.Abort):
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:  # the reader of `cookbook ... | head` has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -231,7 +299,12 @@ def _refuse(message: str) -> int:
 
 def main() -> None:
     """The entry point of the installed command."""
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    if code == INTERRUPTED:  # the trainer's thread may still compute, and would crash in an interpreter that takes itself down
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,15 @@ from typing import Any, TypeVar
 import numpy as np
 
 from cookbook.data.config import DataConfig
-from cookbook.data.formats import Chat, Example, conversation_reader, preference_reader, prompt_reader, question, separate_answers
+from cookbook.data.formats import (
+    Chat,
+    Example,
+    conversation_reader,
+    preference_reader,
+    prompt_reader,
+    question,
+    separate_answers,
+)
 from cookbook.data.render import Rendered, Renderer
 from cookbook.data.rows import EmptyRowError, Row
 from cookbook.errors import ConfigError, DataError
@@ -51,38 +59,56 @@ class RenderedPrompt:
     question: str
 
 
-def conversation_datums(rows: Sequence[Row], renderer: Renderer, config: DataConfig) -> list[RowDatum]:
+@dataclass(frozen=True)
+class Refusal:
+    """A row that cannot be used. ``reason`` begins with its place; ``fatal``: a run stops there, else it leaves the row out."""
+
+    reason: str
+    fatal: bool
+
+
+def conversation_datums(
+    rows: Sequence[Row], renderer: Renderer, config: DataConfig, refused: list[Refusal] | None = None
+) -> list[RowDatum]:
     """One datum per row, in the order of the rows; one per answer with ``train_on=each_assistant``.
 
     Each knows ``num_bytes``, the bytes of the text its trained tokens spell.
+
+    Args:
+        refused: gets every row that cannot be used, and nothing is raised for it.
 
     Raises:
         DataError: a row that cannot be read or rendered, has nothing to train on, or is too long, as ``on_empty`` and
             ``on_long`` say; or no row is left.
     """
-    sieve = _Sieve(config, renderer, len(rows))
+    sieve = _Sieve(config, renderer, len(rows), refused)
     examples = [example for _, example in sieve.read(rows, conversation_reader)]
     train_on = config.train_on
     if train_on == "each_assistant":
         train_on = "assistant"
         examples = [part for example in examples for part in _parts(example)]
     datums = []
-    for example, rendered in zip(examples, renderer.render(examples, train_on), strict=True):
+    for example, rendered in zip(examples, sieve.render(examples, train_on), strict=True):
         if (kept := sieve.fit(rendered, example.where)) is not None:
             datums.append(_datum(kept, example.where, question(example)))
     sizes = renderer.num_bytes([_trained_tokens(datum) for datum in datums])
     return sieve.kept([datum.with_inputs(num_bytes=size) for datum, size in zip(datums, sizes, strict=True)])
 
 
-def preference_datums(rows: Sequence[Row], renderer: Renderer, config: DataConfig) -> list[RowDatum]:
+def preference_datums(
+    rows: Sequence[Row], renderer: Renderer, config: DataConfig, refused: list[Refusal] | None = None
+) -> list[RowDatum]:
     """Two datums per row, chosen then rejected; the weights of each are 1 on its answer and 0 on the prompt.
+
+    Args:
+        refused: as of :func:`conversation_datums`.
 
     Raises:
         DataError: as :func:`conversation_datums`. A row is left out whole: never half a pair.
     """
-    sieve = _Sieve(config, renderer, len(rows))
+    sieve = _Sieve(config, renderer, len(rows), refused)
     pairs = sieve.read(rows, preference_reader)
-    rendered = iter(renderer.render([side for _, pair in pairs for side in (pair.chosen, pair.rejected)]))
+    rendered = iter(sieve.render([side for _, pair in pairs for side in (pair.chosen, pair.rejected)]))
     datums = []
     for row, pair in pairs:
         chosen, rejected = next(rendered), next(rendered)
@@ -94,26 +120,29 @@ def preference_datums(rows: Sequence[Row], renderer: Renderer, config: DataConfi
 
 
 def prompts(
-    rows: Sequence[Row], renderer: Renderer, config: DataConfig, max_tokens: int = 0
+    rows: Sequence[Row],
+    renderer: Renderer,
+    config: DataConfig,
+    max_tokens: int = 0,
+    refused: list[Refusal] | None = None,
 ) -> list[RenderedPrompt]:
     """One prompt per row, in the order of the rows.
 
     Args:
         max_tokens: of the completions, which have to fit behind the prompt.
+        refused: as of :func:`conversation_datums`.
 
     Raises:
         DataError: as :func:`conversation_datums`. A prompt is never cut: ``on_long=truncate`` fails as ``fail`` does.
     """
-    sieve = _Sieve(config, renderer, len(rows))
+    sieve = _Sieve(config, renderer, len(rows), refused)
     examples = sieve.read(rows, prompt_reader)
-    rendered = renderer.prompts([example for _, example in examples])
-    return sieve.kept(
-        [
-            RenderedPrompt(tokens, row, text, question(example))
-            for (row, example), (tokens, text) in zip(examples, rendered, strict=True)
-            if sieve.leaves_room(tokens, max_tokens, row.where)
-        ]
-    )
+    found = []
+    for (row, example), rendered in zip(examples, sieve.prompts([example for _, example in examples]), strict=True):
+        if rendered is not None and sieve.leaves_room(rendered[0], max_tokens, row.where):
+            tokens, text = rendered
+            found.append(RenderedPrompt(tokens, row, text, question(example)))
+    return sieve.kept(found)
 
 
 def _parts(example: Example) -> Sequence[Example]:
@@ -135,18 +164,21 @@ def _trained_tokens(datum: Datum) -> list[int]:
 
 
 class _Sieve:
-    """Applies ``on_empty`` and ``on_long``, and says at the end what they left out."""
+    """Applies ``on_empty`` and ``on_long``, and says at the end what they left out.
 
-    def __init__(self, config: DataConfig, renderer: Renderer, num_rows: int) -> None:
+    With a list ``refused`` nothing is raised for a row: it takes them all, also those that cannot be read or rendered.
+    """
+
+    def __init__(self, config: DataConfig, renderer: Renderer, num_rows: int, refused: list[Refusal] | None = None) -> None:
         context = renderer.max_length
         if config.max_length is not None and context is not None and config.max_length > context:
-            raise ConfigError(
-                f"data.max_length={config.max_length} is above the model's context of {context} tokens; lower it"
-            )
+            raise ConfigError(f"data.max_length={config.max_length} is above the model's context of {context} tokens; lower it")
         self.config = config
+        self.renderer = renderer
         self.max_length = config.max_length or context
         self.num_rows = num_rows
-        self.skipped: list[str] = []
+        self.collects = refused is not None
+        self.refused: list[Refusal] = [] if refused is None else refused
 
     def read(self, rows: Sequence[Row], reader: Callable[[Row, DataConfig], Callable[[Row], T]]) -> list[tuple[Row, T]]:
         """The rows that are not empty, each with what ``reader`` makes of it."""
@@ -159,10 +191,22 @@ class _Sieve:
                 found.append((row, read(row)))
             except EmptyRowError as error:
                 self._leave_out(self.config.on_empty, str(error))
+            except DataError as error:
+                self._refuse(error)
         return found
 
-    def fit(self, rendered: Rendered, where: str) -> Rendered | None:
+    def render(self, examples: Sequence[Example], train_on: str = "assistant") -> Sequence[Rendered | None]:
+        """Each example with weights; None where it cannot be shown."""
+        return self._each(examples, lambda some: self.renderer.render(some, train_on))
+
+    def prompts(self, examples: Sequence[Example]) -> Sequence[tuple[list[int], str] | None]:
+        """Each example's prompt, as tokens and text; None where it cannot be shown."""
+        return self._each(examples, self.renderer.prompts)
+
+    def fit(self, rendered: Rendered | None, where: str) -> Rendered | None:
         """``rendered``, cut if that is asked for; None when it is left out."""
+        if rendered is None:
+            return None
         length, limit = len(rendered.tokens), self.max_length
         cut = limit is not None and length > limit
         if cut and self.config.on_long != "truncate":
@@ -194,14 +238,35 @@ class _Sieve:
         Raises:
             DataError: none is left.
         """
-        if self.skipped and not items:
-            raise DataError(f"data: all {self.num_rows} rows were left out; the first: {self.skipped[0]}")
-        if self.skipped:
-            count, first = len(self.skipped), self.skipped[0]
+        if self.refused and not self.collects:
+            count, first = len(self.refused), self.refused[0].reason
+            if not items:
+                raise DataError(f"data: all {self.num_rows} rows were left out; the first: {first}")
             log.warning("data: left out %d of %d rows; the first: %s", count, self.num_rows, first)
         return items
 
+    def _each(self, examples: Sequence[Example], render: Callable[[Sequence[Example]], list[T]]) -> Sequence[T | None]:
+        """All at once; one by one, to find those that cannot be shown, when that fails."""
+        try:
+            return render(examples)
+        except DataError:
+            if not self.collects:
+                raise
+        found: list[T | None] = []
+        for example in examples:
+            try:
+                found += render([example])
+            except DataError as error:
+                self._refuse(error)
+                found.append(None)
+        return found
+
+    def _refuse(self, error: DataError) -> None:
+        if not self.collects:
+            raise error
+        self.refused.append(Refusal(str(error), fatal=True))
+
     def _leave_out(self, policy: str, reason: str) -> None:
-        if policy != "skip":
+        if policy != "skip" and not self.collects:
             raise DataError(reason)
-        self.skipped.append(reason)
+        self.refused.append(Refusal(reason, fatal=policy != "skip"))

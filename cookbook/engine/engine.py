@@ -335,7 +335,7 @@ def loss_gradient(
     gradient = torch.autograd.grad(value, flat, allow_unused=True)[0] if value.requires_grad else None
     if not torch.isfinite(value):
         where = _blame(logprobs, logprobs if gradient is None else rows(gradient))
-        raise BackendError(f"loss {name}: returned {float(value)} for {where}; look at what the loss reads there")
+        raise BackendError(f"loss {name}: returned {value.item()} for {where}; look at what the loss reads there")
     if not value.requires_grad:
         raise BackendError(
             f"loss {name}: does not depend on the logprobs, so nothing would be trained; compute it from `logprobs` without "

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from cookbook.engine.model import LanguageModel
+from cookbook.errors import BackendError
 
 CHUNK_BYTES = 64 << 20
 # Relative to the largest logit; a wrong scale or soft cap is off by tens of percent. Half precision rounds to 0.4%.
@@ -102,6 +103,11 @@ class OutputHead:
         self.network.eval()  # dropout would make every candidate wrong
         probe = torch.arange(1, 9, device=model.device)[None] % int(config.vocab_size)
         own = self.network(input_ids=probe, use_cache=False).logits
+        if not torch.isfinite(own).all():
+            raise BackendError(
+                f"model.name: the weights of {model.config.name} make logits that are not finite; use an undamaged model, "
+                "or another model.dtype"
+            )
         self.finish = _identity  # lets hidden_states take the hook's way
         raw = self.layer(self.hidden_states(input_ids=probe))
         tolerance = PROBE_TOLERANCE.get(own.dtype, 1e-3) * float(own.abs().max())

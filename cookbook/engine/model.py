@@ -103,9 +103,12 @@ def load(config: ModelConfig, device: torch.device, seed: int) -> LanguageModel:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # the run has a display of its own
+    transformers_logging.set_verbosity_error()  # what its report of a load says, _network checks
     adapter = _adapter_config(config.name)
     base = adapter["base_model_name_or_path"] if adapter else config.name
     tokenizer = load_tokenizer(config)
+    if Path(base).is_dir():
+        base = str(Path(base).resolve())  # an adapter remembers it, and may be loaded from another working directory
     network = _network(config, base, seed).to(device)
     if adapter:
         network = _load_adapter(network, config.name)
@@ -147,11 +150,20 @@ def _network(config: ModelConfig, base: str, seed: int) -> Any:
                 return AutoModelForCausalLM.from_config(
                     architecture, dtype=DTYPES[config.dtype], attn_implementation=config.attn_implementation
                 )
-        return AutoModelForCausalLM.from_pretrained(
-            base, dtype=DTYPES[config.dtype], attn_implementation=config.attn_implementation, **common
+        network, found = AutoModelForCausalLM.from_pretrained(
+            base,
+            dtype=DTYPES[config.dtype],
+            attn_implementation=config.attn_implementation,
+            output_loading_info=True,
+            **common,
         )
     except (OSError, ValueError, KeyError, json.JSONDecodeError, RuntimeError, SafetensorError) as error:
         raise BackendError(_cannot_load("weights", base, error)) from None
+    if missing := sorted(found["missing_keys"]):  # they would be made up, and the run would train on noise
+        raise BackendError(
+            f"model.name: {base!r} lacks {len(missing)} of the model's weights, {missing[0]} the first; use a whole one"
+        )
+    return network
 
 
 def _add_lora(network: Any, config: ModelConfig, seed: int) -> Any:
@@ -206,7 +218,9 @@ def _must_exist(name: str) -> None:
 
 def _cannot_load(what: str, name: str, error: BaseException) -> str:
     if Path(name).is_dir():
-        return f"model.name: cannot load the {what} in {name!r}: {_first_line(error)}"
+        problem = _first_line(error).rstrip(" .:")
+        whole = "a model folder has config, tokenizer and *.safetensors"
+        return f"model.name: cannot load the {what} in {name!r}: {problem}; {whole}"
     return (
         f"model.name: cannot load {name!r}: there is no such local folder, and the Hugging Face hub did not provide it "
         f"({_first_line(error)}); check the name, your network, or pass a local folder"

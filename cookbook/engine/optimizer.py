@@ -43,9 +43,7 @@ class Optimizer:
             if scale != 1.0:
                 master.grad.mul_(scale)
         for group in self.adamw.param_groups:
-            group.update(
-                lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay
-            )
+            group.update(lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay)
         self.adamw.step()
         self.publish()
 

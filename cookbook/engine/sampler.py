@@ -51,7 +51,7 @@ def sample(model: LanguageModel, requests: Sequence[Request], step: int, max_bat
     """
     if requests and not model.decodes:
         raise RolloutError(
-            f"sample: {type(model.network).__name__} keeps its cache in a way this sampler does not know; use another deployment"
+            f"sample: {type(model.network).__name__} keeps its cache where this sampler cannot follow; use another deployment"
         )
     return decode(model, requests, step, max_batch_tokens)
 
@@ -62,7 +62,7 @@ def decode(model: LanguageModel, requests: Sequence[Request], step: int, max_bat
     model.network.eval()
     room = [check_prompt(model, request.prompt, request.params.max_tokens) for request in requests]
     answers: list[list[Sample]] = [[] for _ in requests]
-    for batch in _batches(model, requests, room, max_batch_tokens):
+    for batch in _batches(requests, room, max_batch_tokens):
         for lane in _Decoder(model, requests, batch, room).run():
             answers[lane.request].append(Sample(lane.tokens, lane.logprobs, lane.stop_reason, step))
     return answers
@@ -90,34 +90,18 @@ def check_prompt(model: LanguageModel, prompt: Sequence[int], max_tokens: int | 
     return wanted
 
 
-def _batches(model: LanguageModel, requests: Sequence[Request], room: Sequence[int], budget: int) -> list[list[int]]:
-    """Requests of similar prompt length together, so that little of a batch is padding; of the same length where the model
-    carries a state along the row, which padding would change."""
-    same_length = _carries_state(model)
+def _batches(requests: Sequence[Request], room: Sequence[int], budget: int) -> list[list[int]]:
+    """Requests of similar prompt length together, so that little of a batch is padding."""
     batches: list[list[int]] = []
     tokens = 0
     for index in sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt), i)):
-        length = len(requests[index].prompt)
-        need = requests[index].num_samples * (length + room[index])
-        apart = same_length and batches and length != len(requests[batches[-1][0]].prompt)
-        if not batches or tokens + need > budget or apart:
+        need = requests[index].num_samples * (len(requests[index].prompt) + room[index])
+        if not batches or tokens + need > budget:
             batches.append([])
             tokens = 0
         batches[-1].append(index)
         tokens += need
     return batches
-
-
-def _new_cache(model: LanguageModel) -> Any:
-    from transformers import DynamicCache  # half a second: imported when a model is there anyway
-
-    return DynamicCache(config=model.network.config.get_text_config())
-
-
-def _carries_state(model: LanguageModel) -> bool:
-    from transformers.cache_utils import LinearAttentionCacheLayerMixin
-
-    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in _new_cache(model).layers)
 
 
 class _Decoder:
@@ -157,6 +141,8 @@ class _Decoder:
 
     def _prefill(self) -> tuple[Any, Tensor | None, Tensor, Tensor]:
         """Runs every prompt once, left-padded, then gives each of its completions a copy of the cache row."""
+        from transformers import DynamicCache  # half a second: imported when a model is there anyway
+
         prompts = [self.requests[index].prompt for index in self.batch]
         width = max(map(len, prompts))
         ids = np.zeros((len(prompts), width), dtype=np.int64)
@@ -167,7 +153,7 @@ class _Decoder:
         device = self.model.device
         mask = None if real.all() else torch.from_numpy(real).to(device)
         positions = torch.from_numpy(np.maximum(real.cumsum(1) - 1, 0)).to(device)
-        cache = _new_cache(self.model)
+        cache = DynamicCache(config=self.model.network.config.get_text_config())
         logits = self._step(torch.from_numpy(ids).to(device), mask, positions, cache)
         copies = torch.tensor([self.requests[index].num_samples for index in self.batch], device=device)
         rows = torch.repeat_interleave(torch.arange(len(prompts), device=device), copies)

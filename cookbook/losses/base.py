@@ -46,6 +46,7 @@ class Loss:
         reads: those it reads when they are there.
         several_targets: whether ``target_tokens`` may be ``(T, K)``, K alternatives per position.
         prepares: whether :meth:`prepare` is what makes the reduction true: ``__call__`` alone is then a weighted sum.
+        stop_gradient: what is held constant on purpose, in words; ``cookbook check loss`` takes any other for a mistake.
     """
 
     name: ClassVar[str]
@@ -60,8 +61,11 @@ class Loss:
         """Checks the normalization; children check the ranges of their options after calling this.
 
         Raises:
-            ConfigError: a normalization that contradicts the reduction.
+            ConfigError: no name or reduction, or a normalization that contradicts the reduction.
         """
+        for fact in ("name", "reduction"):
+            if not hasattr(self, fact):
+                raise ConfigError(f"loss: {type(self).__name__} declares no {fact}; add it as a class attribute")
         normalization = as_normalization(self.normalization)
         object.__setattr__(self, "normalization", normalization)
         check(f"loss: {type(self).__name__}", self.reduction, normalization)
@@ -74,6 +78,11 @@ class Loss:
     def needs_reference(self) -> bool:
         """Whether each datum must carry ``reference_logprobs``."""
         return False
+
+    @property
+    def stop_gradient(self) -> str | None:
+        """What :meth:`__call__` holds constant although it depends on the logprobs; None: the gradient is the slope."""
+        return None
 
     def prepare(self, data: Sequence[Datum]) -> Sequence[Datum]:
         """The datums of one whole optimizer step, made ready. The default changes nothing."""

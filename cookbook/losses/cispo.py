@@ -31,6 +31,7 @@ class CISPO(ClippedLoss):
     """
 
     name: ClassVar[str] = "cispo"
+    stop_gradient = "the clipped ratio"
 
     clip_low_threshold: float = 0.0
     clip_high_threshold: float = 4.0

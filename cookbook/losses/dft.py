@@ -23,6 +23,7 @@ class DFT(SupervisedLoss):
     """
 
     name: ClassVar[str] = "dft"
+    stop_gradient = "the factor exp(logp)"
 
     normalization: Normalization | None = None
 

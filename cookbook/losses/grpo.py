@@ -10,6 +10,7 @@ from torch import Tensor
 from cookbook.errors import ConfigError
 from cookbook.losses.base import Batch, Metrics, Scope, choice, kept, non_negative, positive, weighted_mean, within
 from cookbook.losses.policy import (
+    SHARED_RATIO,
     PolicyLoss,
     Rollouts,
     bounded_exp,
@@ -99,6 +100,12 @@ class GRPO(PolicyLoss):
     @property
     def scope(self) -> Scope:
         return Scope.sequence if "sequence" in (self.ratio, self.importance_level) else Scope.token
+
+    @property
+    def stop_gradient(self) -> str | None:
+        anchor = "the policy the ratio is measured from" if self.anchor == "trainer" else ""
+        shared = SHARED_RATIO if self.ratio == "sequence" else ""
+        return "; ".join(filter(None, (anchor, shared))) or None
 
     def terms(self, batch: Batch, tokens: Rollouts) -> tuple[Tensor, Metrics]:
         old = self._old_logprobs(batch, tokens)

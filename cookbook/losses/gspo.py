@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from cookbook.losses.base import Batch, Scope, kept
-from cookbook.losses.policy import Rollouts, sequence_log_ratio
+from cookbook.losses.policy import SHARED_RATIO, Rollouts, sequence_log_ratio
 from cookbook.losses.ppo import PPO
 
 
@@ -27,6 +27,7 @@ class GSPO(PPO):
 
     name: ClassVar[str] = "gspo"
     reads: ClassVar[frozenset[str]] = PPO.reads | {"sequence_ratio_mask"}
+    stop_gradient = SHARED_RATIO
 
     @property
     def scope(self) -> Scope:

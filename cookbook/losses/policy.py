@@ -39,6 +39,10 @@ class Rollouts:
     weights: Tensor
 
 
+SHARED_RATIO = "how a sequence's ratio is shared among its tokens (GSPO-token)"
+"""What :func:`sequence_log_ratio` holds constant: exact for one advantage per sequence and weights of 0 and 1."""
+
+
 class PolicyLoss(Loss):
     """Base of the losses that are a sum of token terms over sampled tokens. Children give the :meth:`terms`.
 

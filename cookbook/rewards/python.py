@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import ModuleType
 from typing import Any, cast
 
+from cookbook import pyfile
 from cookbook.errors import ConfigError
 
 
@@ -42,28 +40,9 @@ class Python:
         file = Path(path).expanduser()
         if not file.is_file():
             raise ConfigError(f"reward.target: {path} does not exist in {Path.cwd()}; give file.py:function")
-        found = getattr(_load(file), name, None)
+        found = getattr(pyfile.run_beside(file, f"cookbook_reward_{file.stem}"), name, None)
         if not callable(found):
             raise ConfigError(f"reward.target: {path} has no function {name!r}; define {name}(completion, row)")
         if inspect.isclass(found):
             found = found()
         return cast("Callable[[str, Mapping[str, Any]], Any]", found)
-
-
-def _load(file: Path) -> ModuleType:
-    file = file.resolve()
-    name = f"cookbook_reward_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"reward.target: {file} is not a Python file; give file.py:function")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))
-    try:
-        spec.loader.exec_module(module)
-    except SyntaxError as error:
-        raise ConfigError(f"{error.filename}:{error.lineno}: not valid Python: {error.msg}") from error
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{file}: it imports {error.name!r}, which cannot be found") from error
-    return module

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
 
 # Metric, label, format: what is worth a place on one line, in this order, when the run has it.
 SHOWN = [
@@ -26,27 +25,26 @@ class Console:
         self._latest: dict[str, float] = {}
         self._first = first
         self._started = time.monotonic()
-        self._live: Any = _live_display(total, first) if sys.stdout.isatty() else None
+        self._display = _Display(total, first) if sys.stdout.isatty() else None
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         self._latest.update(metrics)
-        if self._live is not None:
-            progress, task = self._live
-            progress.update(task, completed=step, status=self._status("  "))
+        if self._display:
+            self._display.update(step, self._status("  "))
         elif _worth_a_line(step, self.total, metrics):
             print(f"step {step}/{self.total}  {self._status('  ')}  {self._time_left(step)}".rstrip(), flush=True)
 
     def note(self, line: str) -> None:
         """A line above the display."""
-        if self._live is not None:
-            self._live[0].console.print(line, highlight=False, markup=False)
+        if self._display:
+            self._display.note(line)
         else:
             print(line, flush=True)
 
     def close(self) -> None:
-        if self._live is not None:
-            self._live[0].stop()
-            self._live = None
+        if self._display:
+            self._display.stop()
+            self._display = None
 
     def _status(self, between: str) -> str:
         return between.join(f"{label} {form.format(self._latest[key])}" for key, label, form in SHOWN if key in self._latest)
@@ -64,16 +62,28 @@ def _worth_a_line(step: int, total: int, metrics: Mapping[str, float]) -> bool:
     return step % max(total // 20, 1) == 0 or step == total or any(key.startswith("eval/") for key in metrics)
 
 
-def _live_display(total: int, first: int) -> tuple[Any, Any]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+class _Display:
+    """Two lines that stay in place: how far the run is, and how it does. One line of 80 columns would not hold both."""
 
-    progress = Progress(
-        TextColumn("step"),
-        MofNCompleteColumn(),
-        BarColumn(bar_width=24),
-        TextColumn("{task.fields[status]}"),
-        TimeRemainingColumn(),
-        TextColumn("left"),
-    )
-    progress.start()
-    return progress, progress.add_task("train", total=total, completed=first, status="")
+    def __init__(self, total: int, first: int) -> None:
+        from rich.console import Group
+        from rich.live import Live
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.text import Text
+
+        left = (TimeRemainingColumn(), TextColumn("left"))
+        self._progress = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24), *left)
+        self._task = self._progress.add_task("train", total=total, completed=first)
+        self._status = Text()
+        self._live = Live(Group(self._progress, self._status))
+        self._live.start()
+
+    def update(self, step: int, status: str) -> None:
+        self._progress.update(self._task, completed=step)
+        self._status.plain = status
+
+    def note(self, line: str) -> None:
+        self._live.console.print(line, highlight=False, markup=False)
+
+    def stop(self) -> None:
+        self._live.stop()

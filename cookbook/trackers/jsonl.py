@@ -23,16 +23,9 @@ class JsonLines:
         self.path = path
         self._file: TextIO | None = None
 
-    def open(self) -> None:
-        """Makes the file, empty, when it is not there."""
-        if self._file is None:
-            with self._writing():
-                self._file = self.path.open("a", encoding="utf-8")
-
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        self.open()
-        assert self._file is not None
         with self._writing():
+            self._file = self._file or self.path.open("a", encoding="utf-8")
             self._file.write(_line({"step": step, **{key: _plain(value) for key, value in values.items() if key != "step"}}))
             self._file.flush()
 
@@ -53,9 +46,12 @@ class JsonLines:
         if not self.path.exists():
             return
         kept = [row for row in self.read() if row["step"] <= step]
+        whole = "".join(map(_line, kept)).encode()
+        if whole == self.path.read_bytes():
+            return
         aside = self.path.with_suffix(".tmp")
         with self._writing():
-            aside.write_text("".join(map(_line, kept)), encoding="utf-8")
+            aside.write_bytes(whole)
             aside.replace(self.path)
 
     def close(self) -> None:

@@ -25,7 +25,9 @@ class WandbTracker:
         try:
             import wandb
         except ImportError:
-            raise ConfigError("tracker: wandb is not installed; pip install 'cookbook[wandb]', or leave tracker=wandb out") from None
+            raise ConfigError(
+                "tracker: wandb is not installed; pip install 'cookbook[wandb]', or leave tracker=wandb out"
+            ) from None
         os.environ.setdefault("WANDB_SILENT", "true")
         id_file = Path(out) / "wandb_id.txt"
         known = id_file.read_text().strip() if id_file.exists() else None

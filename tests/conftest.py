@@ -1,0 +1,61 @@
+"""A tiny random model on disk, and engines and trainers on it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: no test may reach the network
+
+import pytest
+import tiny
+import torch
+
+from cookbook.backends.local import LocalConfig, LocalTrainer
+from cookbook.engine.engine import Engine, EngineOptions
+from cookbook.engine.model import ModelConfig, load
+
+torch.set_num_threads(1)
+
+MODEL_FIELDS = {"dtype", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules"}
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3 of random weights with the byte tokenizer, as a Hugging Face folder."""
+    return tiny.save(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fields of the model's config, and the rest."""
+    model = {key: value for key, value in options.items() if key in MODEL_FIELDS}
+    return model, {key: value for key, value in options.items() if key not in MODEL_FIELDS}
+
+
+@pytest.fixture
+def make_engine(tiny_folder: Path) -> Callable[..., Engine]:
+    """``make_engine(**options)``: fields of ``ModelConfig`` and ``EngineOptions`` in one row."""
+
+    def make(seed: int = 0, name: Path = tiny_folder, **options: Any) -> Engine:
+        model, rest = _split(options)
+        loaded = load(ModelConfig(str(name), **model), torch.device("cpu"), seed)
+        return Engine(loaded, EngineOptions(seed=seed, **rest))
+
+    return make
+
+
+@pytest.fixture
+def make_trainer(tiny_folder: Path, tmp_path: Path) -> Iterator[Callable[..., LocalTrainer]]:
+    """``make_trainer(**options)``: fields of ``ModelConfig`` and ``LocalConfig``; checkpoints go to ``tmp_path``."""
+    made: list[LocalTrainer] = []
+
+    def make(seed: int = 0, name: Path = tiny_folder, **options: Any) -> LocalTrainer:
+        model, rest = _split(options)
+        made.append(LocalTrainer(ModelConfig(str(name), **model), LocalConfig(**rest), seed=seed, folder=tmp_path))
+        return made[-1]
+
+    yield make
+    for trainer in made:
+        trainer._worker.close()

@@ -1,0 +1,246 @@
+"""The one gradient path: it is autograd, whatever the batch is cut into, and costs nothing extra."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from cookbook.engine import head
+from cookbook.losses import DFT, DPO, GRPO, ORPO, CrossEntropy
+from cookbook.types import AdamParams, Datum, ModelInput
+
+LOSSES = {
+    "cross_entropy": CrossEntropy(),
+    "dft": DFT(),
+    "grpo": GRPO(kl_beta=0.05),
+    "dpo": DPO(beta=0.1),
+    "orpo": ORPO(),
+}
+# Float32 keeps 7 digits; sums of some hundred terms in another order lose two of them at most.
+SAME = {"float32": 1e-5, "float64": 1e-12}
+
+
+def undeclared(loss):
+    """The same mathematics as a function about which the engine knows nothing."""
+    return lambda data, logprobs: loss(data, logprobs)
+
+
+@pytest.mark.parametrize("dtype", SAME)
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_are_those_of_plain_autograd(make_engine, name, dtype):
+    loss = LOSSES[name]
+    data = loss.prepare(tiny.datums())
+    engine = make_engine(dtype=dtype, micro_batch_tokens=40)
+    expected = tiny.plain_gradients(engine.model.network, data, loss)
+    value, _ = loss(data, tiny.plain_logprobs(engine.model.network, data))
+    for path in (loss, undeclared(loss)):
+        output = engine.forward_backward(data, path)
+        assert tiny.difference(tiny.gradients(engine), expected) < SAME[dtype]
+        assert output.metrics["loss"] == pytest.approx(value.item(), rel=1e-5)
+        engine.discard_gradient()
+    assert engine.passes > 2  # it was really cut up, pairs too
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_update_does_not_depend_on_how_the_batch_is_cut(make_engine, name):
+    loss = LOSSES[name]
+    data = loss.prepare(tiny.datums(8))
+    whole = make_engine(micro_batch_tokens=10_000, packing="padded")
+    whole.forward_backward(data, loss)
+    expected = tiny.gradients(whole)
+    for tokens, packing, retain in itertools.product((1, 60, 10_000), ("packed", "padded", "auto"), (0, 4 << 30)):
+        engine = make_engine(micro_batch_tokens=tokens, packing=packing, retain_bytes=retain)
+        engine.forward_backward(data, undeclared(loss) if tokens == 60 else loss)
+        assert tiny.difference(tiny.gradients(engine), expected) < 1e-5, (tokens, packing, retain)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_update_does_not_depend_on_the_order(make_engine, name):
+    loss = LOSSES[name]
+    data = loss.prepare(tiny.datums(8))
+    order = np.random.default_rng(0).permutation(4)
+    shuffled = [data[2 * pair + side] for pair in order for side in (0, 1)]  # pairs stay pairs
+    found = []
+    for batch in (data, shuffled):
+        engine = make_engine(micro_batch_tokens=60)
+        output = engine.forward_backward(batch, loss)
+        found.append((tiny.gradients(engine), output))
+    assert tiny.difference(found[1][0], found[0][0]) < 1e-5
+    for place, pair in enumerate(order):  # and the outputs come back in the order of the data
+        ours, theirs = (out.loss_fn_outputs[2 * i]["logprobs"].array for out, i in ((found[1][1], place), (found[0][1], pair)))
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def passes_of(engine, data, loss):
+    before = engine.passes
+    engine.forward_backward(data, loss)
+    return engine.passes - before
+
+
+def test_a_custom_loss_costs_what_the_built_in_loss_costs(make_engine):
+    data, loss = tiny.datums(), LOSSES["grpo"]
+    engine = make_engine(micro_batch_tokens=40)
+    cost = passes_of(engine, data, loss)
+    assert cost > 2
+    assert passes_of(engine, data, undeclared(loss)) == cost
+
+
+def test_graphs_that_do_not_fit_are_computed_a_second_time(make_engine):
+    data, loss = tiny.datums(), undeclared(LOSSES["dpo"])
+    engine = make_engine(micro_batch_tokens=40)
+    cost = passes_of(engine, data, loss)
+    assert passes_of(make_engine(micro_batch_tokens=40, retain_bytes=0), data, loss) == 2 * cost
+    half = int(sum(datum.model_input.length for datum in data) / 2 * engine._bytes_per_token())
+    partly = passes_of(make_engine(micro_batch_tokens=40, retain_bytes=half), data, loss)
+    assert cost < partly < 2 * cost
+
+
+def test_a_batch_of_one_pass_is_never_computed_twice(make_engine):
+    engine = make_engine(retain_bytes=0)
+    assert passes_of(engine, tiny.datums(), undeclared(LOSSES["dpo"])) == 1
+
+
+def test_passes_without_gradient_are_not_run_backward(make_engine):
+    data = tiny.datums(6)
+    engine = make_engine(micro_batch_tokens=1, retain_bytes=0)
+    assert passes_of(engine, data, lambda _, logprobs: (logprobs[2].sum(), {})) == 7  # 6 forward, 1 again
+
+
+@pytest.mark.parametrize("option", ["activation_checkpointing", "activation_offloading"])
+def test_saving_memory_changes_nothing(make_engine, option):
+    data, loss = tiny.datums(), LOSSES["dpo"]
+    found = []
+    for options in ({}, {option: True}, {option: True, "retain_bytes": 0}):
+        engine = make_engine(micro_batch_tokens=60, **options)
+        engine.forward_backward(data, loss)
+        found.append(tiny.gradients(engine))
+    assert tiny.difference(found[1], found[0]) < 1e-6
+    assert tiny.difference(found[2], found[0]) < 1e-6
+
+
+@pytest.mark.parametrize("retain", [0, 4 << 30])
+def test_dropout_draws_the_same_mask_when_a_pass_is_computed_again(make_engine, retain):
+    data, loss = tiny.datums(), undeclared(LOSSES["dpo"])
+    engine = make_engine(micro_batch_tokens=40, lora_rank=4, lora_dropout=0.5, retain_bytes=retain)
+    for _, parameter in engine.model.trainable():  # an adapter that does something: its dropout is then seen
+        torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(0))
+    first = engine.forward_backward(data, loss)
+    found = tiny.gradients(engine)
+    kept = make_engine(micro_batch_tokens=40, lora_rank=4, lora_dropout=0.5)
+    for (_, parameter), value in zip(kept.model.trainable(), tiny.weights(engine), strict=True):
+        parameter.data.copy_(value)
+    second = kept.forward_backward(data, loss)
+    assert tiny.difference(found, tiny.gradients(kept)) < 1e-6
+    assert first.metrics["loss"] == second.metrics["loss"]
+    assert first.metrics["loss"] != kept.forward_backward(data, loss).metrics["loss"]  # the next call drops others
+    assert kept.forward(data, loss).metrics["loss"] == kept.forward(data, loss).metrics["loss"]  # forward drops none
+
+
+def test_dropout_leaves_the_callers_random_numbers_alone(make_engine):
+    engine = make_engine(lora_rank=4, lora_dropout=0.5)
+    torch.manual_seed(7)
+    engine.forward_backward(tiny.datums(2), LOSSES["cross_entropy"])
+    drawn = torch.rand(3)
+    torch.manual_seed(7)
+    assert torch.equal(drawn, torch.rand(3))
+
+
+def top_k(seed=0, widths=(3, 3, 2)):
+    """Datums with several targets a position, each with its weight."""
+    rng = np.random.default_rng(seed)
+    data = []
+    for width in widths:
+        length = int(rng.integers(4, 12))
+        targets = rng.integers(0, tiny.VOCABULARY, (length, width))
+        tokens = ModelInput.from_ints(rng.integers(0, tiny.VOCABULARY, length))
+        data.append(Datum(tokens, {"target_tokens": targets, "weights": rng.uniform(0, 1, (length, width))}))
+    return data
+
+
+@pytest.mark.parametrize("packing", ["packed", "padded"])
+def test_several_targets_a_position(make_engine, packing):
+    data, loss = top_k(), LOSSES["cross_entropy"]
+    engine = make_engine(dtype="float64", packing=packing)
+    expected = tiny.plain_gradients(engine.model.network, data, loss)
+    for path in (loss, undeclared(loss)):
+        output = engine.forward_backward(data, path)
+        assert tiny.difference(tiny.gradients(engine), expected) < 1e-12
+        assert [row["logprobs"].shape for row in output.loss_fn_outputs] == [d.loss_fn_inputs["weights"].shape for d in data]
+        engine.discard_gradient()
+
+
+def test_forward_returns_logprobs_and_touches_no_gradient(make_engine):
+    data, loss = tiny.datums(), LOSSES["dpo"]
+    engine = make_engine(micro_batch_tokens=40)
+    engine.forward_backward(data, loss)
+    before, counts = tiny.gradients(engine), engine.counts
+    output = engine.forward(data, loss)
+    assert all(torch.equal(a, b) for a, b in zip(before, tiny.gradients(engine), strict=True))
+    assert engine.counts == counts
+    for row, expected in zip(output.loss_fn_outputs, tiny.plain_logprobs(engine.model.network, data), strict=True):
+        np.testing.assert_allclose(row["logprobs"].array, expected.detach().numpy(), atol=1e-5)
+        assert row["logprobs"].dtype == "float32"
+    assert output.metrics["loss"] == output.metrics["loss:sum"]
+    assert "rewards/margin" in output.metrics
+
+
+def test_a_custom_loss_gets_float32_tensors_that_want_a_gradient(make_engine):
+    data, seen = tiny.datums(), []
+
+    def loss(given, logprobs):
+        seen.extend(logprobs)
+        assert list(given) == data
+        return sum(row.sum() for row in logprobs), {"mine": torch.tensor(3.0)}
+
+    output = make_engine(micro_batch_tokens=40).forward_backward(data, loss)
+    assert [tuple(row.shape) for row in seen] == [(datum.model_input.length,) for datum in data]
+    assert all(row.dtype == torch.float32 and row.requires_grad for row in seen)
+    assert output.metrics["mine"] == 3.0
+
+
+def test_token_metrics_are_those_of_the_logits(make_engine):
+    data = tiny.datums()
+    engine = make_engine(micro_batch_tokens=40)
+    metrics = engine.forward_backward(data, LOSSES["cross_entropy"]).metrics
+    hits, entropies = [], []
+    for datum in data:
+        with torch.no_grad():
+            logprobs = engine.model.network(input_ids=torch.tensor([datum.model_input.to_ints()])).logits[0].log_softmax(-1)
+        trained = datum.loss_fn_inputs["weights"].to_torch() != 0
+        hits.append((logprobs.argmax(-1) == datum.loss_fn_inputs["target_tokens"].to_torch())[trained].double())
+        entropies.append(-(logprobs.exp() * logprobs).sum(-1)[trained].double())
+    assert metrics["tokens/accuracy"] == pytest.approx(float(torch.cat(hits).mean()), abs=1e-12)
+    assert metrics["tokens/entropy"] == pytest.approx(float(torch.cat(entropies).mean()), rel=1e-5)
+    assert metrics["tokens/trained"] == len(torch.cat(hits))
+    assert "tokens/accuracy" not in make_engine(token_metrics=False).forward_backward(data, LOSSES["orpo"]).metrics
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_a_head_in_slices_is_the_head(make_engine, monkeypatch, rows):
+    data, loss = [*tiny.datums()], LOSSES["dpo"]
+    found = []
+    for chunk in (head.CHUNK_BYTES, rows * 4 * tiny.VOCABULARY):
+        monkeypatch.setattr(head, "CHUNK_BYTES", chunk)
+        engine = make_engine(dtype="float64")
+        output = engine.forward_backward(data, loss)
+        found.append((tiny.gradients(engine), output.metrics))
+    assert tiny.difference(found[1][0], found[0][0]) < 1e-12
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-9)
+
+
+def test_the_whole_step_in_slices_packed_and_recomputed(make_engine, monkeypatch):
+    """Everything that saves memory at once, against nothing of it, over three steps of Adam."""
+    adam = AdamParams(learning_rate=1e-3, grad_clip_norm=0.5)
+    found = []
+    for options in ({}, {"micro_batch_tokens": 50, "packing": "packed", "activation_checkpointing": True, "retain_bytes": 0}):
+        engine = make_engine(dtype="float64", **options)
+        for step in range(3):
+            engine.forward_backward(tiny.datums(seed=step), LOSSES["orpo"])
+            engine.optim_step(adam, None)
+        found.append(tiny.weights(engine))
+        monkeypatch.setattr(head, "CHUNK_BYTES", 5000)
+    assert tiny.difference(found[1], found[0]) < 1e-9

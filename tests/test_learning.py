@@ -1,0 +1,71 @@
+"""The recipes as they ship, on the data that ships: they learn, for any of three seeds, in the time that was promised."""
+
+import json
+import math
+import time
+
+import pytest
+from runtools import here, rows, train  # noqa: F401 - here is a fixture
+
+from cookbook.paths import packaged
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("here")]
+SEEDS = pytest.mark.parametrize("seed", [0, 1, 2])
+
+
+def learn(recipe: str, seed: int, minutes: float) -> tuple[list[dict], list[dict]]:
+    """All rows of a run, and those with an evaluation."""
+    started = time.monotonic()
+    assert train(f"recipe={recipe}", f"seed={seed}", "out=run") == 0
+    assert time.monotonic() - started < 60 * minutes
+    found = rows("run")
+    return found, [row for row in found if any(key.startswith("eval/") for key in row)]
+
+
+def test_what_is_evaluated_is_never_trained_on():
+    folder = packaged("data") / "arithmetic"
+
+    def questions(name):
+        read = map(json.loads, (folder / name).read_text().splitlines())
+        return {row["prompt"] if "prompt" in row else row["messages"][0]["content"] for row in read}
+
+    trained = ["prompts_train.jsonl", "chat_train.jsonl", "pairs_train.jsonl", "rounded_train.jsonl"]
+    held_out = ["prompts_eval.jsonl", "chat_eval.jsonl", "pairs_eval.jsonl"]
+    assert not set().union(*map(questions, trained)) & set().union(*map(questions, held_out))
+
+
+@SEEDS
+def test_grpo_lifts_held_out_accuracy(seed):
+    every, evaluated = learn("grpo", seed, minutes=3)
+    assert evaluated[0]["eval/accuracy"] < 0.5
+    assert evaluated[-1]["eval/accuracy"] >= 0.9
+    rewards = [row["reward/mean"] for row in every[1:]]
+    assert sum(rewards[-10:]) > 1.5 * sum(rewards[:3]) / 3 * 10  # of sampled completions of training prompts
+
+
+@SEEDS
+def test_sft_learns_from_nothing(seed):
+    _, evaluated = learn("sft", seed, minutes=2)
+    assert evaluated[0]["eval/accuracy"] < 0.05
+    assert evaluated[-1]["eval/accuracy"] >= 0.9
+    assert evaluated[-1]["eval/loss"] < 0.1 * evaluated[0]["eval/loss"]
+
+
+@SEEDS
+def test_dpo_orders_held_out_pairs(seed):
+    every, evaluated = learn("dpo", seed, minutes=2)
+    assert every[1]["loss"] == pytest.approx(math.log(2), abs=1e-7)  # two float32 numbers from it, at most
+    assert evaluated[0]["eval/rewards/accuracy"] == 0.0  # a tie is no win
+    assert evaluated[-1]["eval/rewards/accuracy"] >= 0.9
+    margins = [row["eval/rewards/margin"] for row in evaluated]
+    assert margins[0] == 0.0 < margins[1] < margins[-1]
+
+
+@SEEDS
+def test_orpo_pushes_the_rejected_below_the_chosen(seed):
+    _, evaluated = learn("orpo", seed, minutes=2)
+    before, after = evaluated[0], evaluated[-1]
+    assert before["eval/logprobs/chosen"] < before["eval/logprobs/rejected"]
+    assert after["eval/logprobs/chosen"] > after["eval/logprobs/rejected"]
+    assert after["eval/logprobs/rejected"] < before["eval/logprobs/rejected"]
+    assert after["eval/rewards/accuracy"] >= 0.9

@@ -1,0 +1,277 @@
+"""What people get wrong: one line that says where, what, got and what to do; exit code 2; nothing left behind."""
+
+import json
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from runtools import SMALL, checkpoint, files, here, rows, timeless, train, write  # noqa: F401 - here is a fixture
+from safetensors.torch import load_file, save_file
+
+from cookbook.cli.app import run
+from cookbook.paths import packaged
+
+pytestmark = pytest.mark.usefixtures("here")
+TINY = packaged("data") / "tiny"
+TALK = '{"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]}\n'
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line a run is refused with. It has left nothing of its own in the current folder."""
+    before = files(Path())
+    assert train(*words) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("error: ") and err.count("\n") == 1, err
+    assert "Traceback" not in out + err
+    assert files(Path()) == before
+    assert not Path("runs").exists() and not Path("run").exists()
+    return err.removeprefix("error: ").rstrip("\n")
+
+
+def copy_of_tiny(name: str, *without: str) -> Path:
+    shutil.copytree(TINY, name)
+    for file in without:
+        Path(name, file).unlink()
+    return Path(name)
+
+
+# What is typed. Every other slip of the command line is in test_cli.py; here the real job stands behind it.
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("optim.lrr=1", "unknown key 'optim.lrr'. Did you mean 'optim.lr'? (cookbook train --cfg job prints every key)"),
+        ("optin.lr=1", "unknown key 'optin.lr'. Did you mean 'optim.lr'? (cookbook train --cfg job prints every key)"),
+        ("recipe=grop", "unknown recipe 'grop'. Did you mean 'grpo'? (choices: dpo, grpo, orpo, sft)"),
+        ("recipe.name=grop", "recipe.name: unknown recipe 'grop'. Did you mean 'grpo'? (choices: dpo, grpo, orpo, sft)"),
+        ("loss._target_=cookbook.losses.GPRO", "loss._target_: 'cookbook.losses' has no 'GPRO'. Did you mean 'GRPO'?"),
+        ("optim.lr=fast", "optim.lr: expected a number, got 'fast'"),
+        ("recipe.steps=2.5", "recipe.steps: expected a whole number, got 2.5"),
+        ("recipe.steps=0", "recipe.steps must be at least 1, got 0"),
+        ("recipe=sft recipe.steps=0", "recipe.steps must be at least 1, got 0"),
+        ("recipe.group_size=1", "recipe.group_size must be at least 2, got 1: a group is its own measure"),
+        ("recipe.advantage=zscor", "recipe.advantage: expected one of zscore, centered, got 'zscor'"),
+        ("recipe.prompts_per_step=0", "recipe: batch size and epochs must be at least 1, got 0 and 1"),
+        ("eval.limit=0", "eval.limit must be at least 1, got 0; null takes all rows"),
+        ("rollout.temperature=0", "rollout.temperature must be > 0, got 0.0: "),
+        ("resume=null", "resume: expected text, got null"),
+        ("resume=always", "resume: always is neither a checkpoint nor a run with one; expected auto, never or such a path"),
+        ("loss=dpo", "loss: recipe=grpo trains on rollouts, and DPO compares pairs; choose another loss "),
+        ("recipe=sft loss=ppo", "loss: recipe=sft trains on conversations, and PPO needs advantages, sampling_logprobs; "),
+        ("recipe=dpo loss=cross_entropy", "loss: recipe=dpo trains on preferences, and CrossEntropy does not compare pairs; "),
+        ("~reward", "reward: recipe=grpo learns from rewards; choose one, for example reward=number"),
+        ("reward=python", "reward.target: missing; Python needs text"),
+        ("reward=python reward.target=mine.py:f", "reward.target: mine.py does not exist in "),
+        ("+hook.mine._target_=my_hooks.Mine", "hook.mine._target_: there is no module 'my_hooks' here or among "),
+        ("backend.device=cuda:99", "backend.device: "),
+        ("model.lora_rank=-1", "model.lora_rank must be >= 0, got -1; 0 trains every parameter"),
+        ("model.lora_rank=2 model.lora_target_modules=[nope]", "model.lora_target_modules: Target modules {'nope'} not found"),
+    ],
+)
+def test_a_slip_in_the_configuration(words, message, capsys):
+    assert refused(capsys, *words.split()).startswith(message)
+
+
+def test_a_slip_in_a_recipe_of_ones_own(capsys):
+    assert run(["fork", "sft", "mine"]) == 0
+    capsys.readouterr()
+    code = Path("recipes/mine.py").read_text()
+    write("recipes/mine.py", code + "def broken(:\n")
+    assert refused(capsys, "recipe=mine").startswith(f"recipes/mine.py:{code.count(chr(10)) + 1}: not valid Python: ")
+    write("recipes/mine.py", code.replace("batch_size: int = 64", "batches: int = 64"))
+    assert refused(capsys, "recipe=mine").startswith("unknown key 'recipe.batch_size'. Did you mean 'batches'? ")
+
+
+# Data
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "rows.jsonl: holds no rows; give a file with at least one"),
+        (TALK * 16 + '{"messages": [\n' + TALK, "rows.jsonl:17: broken JSON at column "),
+        (
+            TALK + '{"messages": [{"role": "user", "content": "hm"}]}\n',
+            'rows.jsonl:2: "messages" has no assistant turn, so nothing would be trained on; remove the row or set ',
+        ),
+        (json.dumps({"text": "1" * 5000}), "rows.jsonl:1: 5001 tokens, and 4096 fit; shorten it, "),
+        ('{"words": "a"}\n', "rows.jsonl:1: the columns are words, and this recipe reads messages or prompt+completion or "),
+    ],
+    ids=["empty", "broken", "no-assistant", "long", "columns"],
+)
+def test_a_slip_in_the_data(text, message, capsys):
+    write("rows.jsonl", text)
+    assert refused(capsys, "recipe=sft", "data=jsonl", "data.path=rows.jsonl").startswith(message)
+
+
+def test_data_that_is_not_there(capsys):
+    write("rows.jsonl", TALK)
+    missing = refused(capsys, "recipe=sft", "data=jsonl", "data.path=row.jsonl")
+    assert missing == "data.path: row.jsonl does not exist; give a file or folder. Did you mean 'rows.jsonl'?"
+    missing = refused(capsys, "recipe=sft", "data=jsonl")
+    assert missing == "data: no data given; pass data.path=<file or folder> or data.name=<hub id>"
+
+
+def test_a_prompt_longer_than_the_context(capsys):
+    write("rows.jsonl", json.dumps({"prompt": "1" * 4090, "answer": "2"}))
+    message = refused(capsys, "recipe=grpo", "data=jsonl", "data.path=rows.jsonl")
+    assert message.startswith("rows.jsonl:1: a prompt of 4090 tokens and a completion of up to 16 do not fit in 4096; lower ")
+
+
+@pytest.mark.parametrize("recipe", SMALL)
+def test_no_held_out_rows_is_no_mistake(recipe):
+    row = {"prompt": "1+1=", "answer": "2", "completion": "2", "chosen": "2", "rejected": "about 0"}
+    if recipe in ("sft", "grpo"):
+        row = {key: row[key] for key in ("prompt", "answer", "completion")}
+    write("rows.jsonl", (json.dumps(row) + "\n") * 8)
+    assert train(*SMALL[recipe], "data=jsonl", "data.path=rows.jsonl", "data.chat=true", "out=run") == 0
+    assert [row["step"] for row in rows("run")] == [0, 1, 2, 3]
+    assert not any(key.startswith("eval/") for row in rows("run") for key in row)
+
+
+# Models
+
+
+def test_a_model_folder_that_is_not_whole(capsys):
+    copy_of_tiny("no_weights", "model.safetensors")
+    copy_of_tiny("no_template", "chat_template.jinja")
+    copy_of_tiny("no_config", "config.json")
+    torn = copy_of_tiny("torn") / "model.safetensors"
+    torn.write_bytes(torn.read_bytes()[:1000])
+    save_file({}, copy_of_tiny("less") / "model.safetensors", {"format": "pt"})
+    expected = {
+        "no_weights": "model.name: cannot load the weights in 'no_weights': ",
+        "no_template": "model.chat_template: the tokenizer of no_template has no chat template, and the data are ",
+        "no_config": "model.name: cannot load the weights in 'no_config': ",
+        "torn": "model.name: cannot load the weights in 'torn': ",
+        "less": "model.name: 'less' lacks ",
+        "./no_folder": "model.name: no such folder './no_folder'; pass a local folder or a Hugging Face hub id",
+    }
+    for name, message in expected.items():
+        assert refused(capsys, *SMALL["sft"], "model=tiny", f"model.name={name}").startswith(message)
+
+
+def test_weights_that_are_not_numbers(capsys):
+    folder = copy_of_tiny("broken")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    assert "not finite" in refused(capsys, *SMALL["sft"], "model=tiny", "model.name=broken")
+
+
+# Rewards
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("1 / 0", "the reward raised ZeroDivisionError: division by zero (mine.py:4); mend the reward or row"),
+        ("None", "the reward returned NoneType, not a number; return one float"),
+        ("float('nan')", "the reward returned nan; return a finite number"),
+    ],
+)
+def test_a_reward_that_fails_names_the_row_and_is_never_a_zero(body, message, capsys):
+    """The 24 held-out rewards pass; the run fails at the first training row, and keeps what it had."""
+    write("mine.py", f"def grade(completion, row):\n    if row['held_out']:\n        return 0\n    return {body}\n")
+    with (packaged("data") / "arithmetic/prompts_train.jsonl").open() as file:
+        train_rows = [json.loads(next(file)) for _ in range(8)]
+    write("prompts_eval.jsonl", "".join(json.dumps({**row, "held_out": True}) + "\n" for row in train_rows))
+    write("prompts_train.jsonl", "".join(json.dumps({**row, "held_out": False}) + "\n" for row in train_rows))
+    data = ["data.path=prompts_train.jsonl", "data.eval_path=prompts_eval.jsonl", "data.shuffle=false"]
+    assert train(*SMALL["grpo"], *data, "reward=python", "reward.target=mine.py:grade", "out=run") == 2
+    err = capsys.readouterr().err
+    assert err.splitlines()[-1] == f"error: prompts_train.jsonl:1: {message}"
+    if "ZeroDivisionError" in message:
+        for told in (err, Path("run/log.txt").read_text()):
+            assert 'mine.py", line 4, in grade' in told
+    assert [row["step"] for row in rows("run")] == [0]
+
+
+# Numbers that run away
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run(capsys):
+    """The weights that the last checkpoint holds are good: a gradient that is not finite never reaches them."""
+    words = ["model=tiny", "optim.lr=1e30", "recipe.steps=9", "checkpoint.every=1", "out=run"]
+    assert train(*SMALL["sft"], *words) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert "nan" in err or "inf" in err
+    assert "datum" in err or "lower optim.lr" in err
+    last = rows("run")[-1]["step"]
+    assert last < 9 and checkpoint("run").name == f"step-{last:06d}"
+    assert all(torch.isfinite(tensor).all() for tensor in load_file(checkpoint("run") / "model.safetensors").values())
+
+
+# Disks
+
+
+@pytest.fixture
+def largest_file() -> Iterator:
+    """``largest_file(bytes)``: no file of this process may grow beyond that, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_an_out_that_cannot_be_written(capsys, largest_file):
+    write("file", "")
+    message = "out: cannot write to file/run: Not a directory; choose another folder with out=..."
+    assert refused(capsys, *SMALL["sft"], "out=file/run") == message
+    assert refused(capsys, *SMALL["sft"], "out=file") == "out: file exists and is not a run of cookbook; choose another folder"
+    largest_file(1000)
+    message = "out: cannot write to run: File too large; choose another folder with out=..."
+    assert refused(capsys, *SMALL["sft"], "out=run") == message
+
+
+def test_a_disk_that_is_full_while_saving(capsys, largest_file):
+    words = [*SMALL["orpo"], "recipe.steps=4", "checkpoint.every=2", "out=run"]
+    assert train(*SMALL["orpo"], "recipe.steps=4", "out=whole") == 0
+    assert train(*words, "recipe.steps=2") == 0
+    before = files(checkpoint("run", 2))
+    capsys.readouterr()
+    largest_file(1_000_000)
+    assert train(*words) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: run/checkpoints/step-000004: could not be saved: ") and err.count("\n") == 1
+    assert err.endswith("; earlier checkpoints are untouched\n")
+    assert files(checkpoint("run", 2)) == before
+    assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step-000002"]
+    largest_file(resource.RLIM_INFINITY)
+    assert train(*words) == 0
+    assert timeless("run")[3:] == timeless("whole")[3:]
+
+
+def test_a_disk_that_is_full_while_noting_metrics(capsys, largest_file):
+    largest_file(4000)  # the configuration fits, a few rows too
+    assert train(*SMALL["dpo"], "recipe.steps=9", "eval.every=null", "out=run") == 2
+    message = "error: out: cannot write run/metrics.jsonl: File too large; make room, then the same command goes on\n"
+    assert capsys.readouterr().err == message
+    largest_file(resource.RLIM_INFINITY)
+    assert train(*SMALL["dpo"], "recipe.steps=9", "eval.every=null", "out=run") == 0
+    assert [row["step"] for row in rows("run")] == list(range(10))
+
+
+# cookbook sample
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["./no_folder", "1+1="], "model.name: no such folder './no_folder'; pass a local folder or a Hugging Face hub id"),
+        (["run", "1+1="], "run: this run has no checkpoint yet; wait for one, or lower checkpoint.every"),
+        (["tiny", "1" * 5000], "prompt: 5019 tokens and max_tokens=64 exceed the context of 4096; shorten the prompt"),
+        (["tiny", "1+1=", "--max-tokens", "0"], "sampling: max_tokens must be at least 1, got 0"),
+        (["tiny", "1+1=", "--num-samples", "0"], "sample: num_samples must be at least 1, got 0"),
+        (["tiny", "1+1=", "--temperature", "-1"], "sampling: temperature must be >= 0, got -1.0"),
+    ],
+)
+def test_sampling_what_cannot_be_sampled(words, message, capsys):
+    Path("run").mkdir()
+    write("run/config.yaml", "seed: 0\n")
+    assert run(["sample", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")

@@ -1,0 +1,287 @@
+"""A run that was stopped, however it was stopped, goes on to exactly where it would have come undisturbed."""
+
+import contextlib
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from runtools import SMALL, bits, checkpoint, files, here, resume_words, rows, start, timeless, train, write  # noqa: F401
+
+from cookbook.cli.app import run
+
+pytestmark = pytest.mark.usefixtures("here")
+FOUR = ["recipe.steps=4"]
+
+
+def stop_at(step: int, number: signal.Signals = signal.SIGINT, moment: str = "on_step") -> list[str]:
+    """The overrides of a hook that sends the run a signal when it has finished ``step``."""
+    arguments, at = ("checkpoint", "checkpoint.step") if moment == "on_checkpoint" else ("step, metrics", "step")
+    write(
+        "stopping.py",
+        "import os\nfrom cookbook import Hook\n\n\n"
+        "class Stop(Hook):\n"
+        f"    def {moment}(self, run, {arguments}):\n"
+        f"        if {at} == {step} and run.first_step < {step}:\n"
+        f"            os.kill(os.getpid(), {int(number)})\n",
+    )
+    return ["+hook.stop._target_=stopping.Stop"]
+
+
+def same_as_undisturbed(stopped: str = "stopped", straight: str = "straight") -> None:
+    assert timeless(stopped) == timeless(straight)
+    assert bits(checkpoint(stopped)) == bits(checkpoint(straight))
+    assert checkpoint(stopped).name == checkpoint(straight).name
+
+
+# Exactly
+
+
+VARIANTS = {
+    **SMALL,
+    "sft-lora-dropout-cosine": [*SMALL["sft"], "model=tiny", "model.lora_rank=4", "model.lora_dropout=0.3", "schedule=cosine"],
+    "grpo-lora": [*SMALL["grpo"], "model.lora_rank=4", "optim.lr=1e-2"],
+    "dpo-lora": [*SMALL["dpo"], "model.lora_rank=4", "optim.lr=1e-2"],
+    "dpo-bfloat16": [*SMALL["dpo"], "model.dtype=bfloat16"],
+}
+
+
+@pytest.mark.parametrize("words", VARIANTS.values(), ids=VARIANTS)
+def test_two_sittings_equal_one(words, capsys):
+    assert train(*words, *FOUR, "out=straight") == 0
+    assert train(*words, *FOUR, "out=stopped", *stop_at(2)) == 130
+    assert [row["step"] for row in rows("stopped")] == [0, 1, 2]
+    capsys.readouterr()
+    assert train(*words, *FOUR, "out=stopped") == 0
+    assert "going on after step 2, from stopped/checkpoints/step-000002" in capsys.readouterr().out
+    same_as_undisturbed()
+    if (samples := Path("straight/samples.jsonl")).exists():
+        assert Path("stopped/samples.jsonl").read_bytes() == samples.read_bytes()
+
+
+@pytest.mark.parametrize("moment", ["on_eval", "on_checkpoint"])
+def test_asked_at_any_moment_of_the_step_it_stops_saved(moment):
+    """While it evaluates, the same step is the last; while it saves already, the next one is. Either is saved."""
+    words = [*SMALL["orpo"], *FOUR, "checkpoint.every=2", "out=stopped"]
+    assert train(*words, *stop_at(2, moment=moment)) == 130
+    last = rows("stopped")[-1]["step"]
+    assert last == (2 if moment == "on_eval" else 3)
+    assert checkpoint("stopped").name == f"step-{last:06d}"
+    assert train(*words) == 0
+    assert train(*SMALL["orpo"], *FOUR, "checkpoint.every=2", "out=straight") == 0
+    same_as_undisturbed()
+
+
+def test_stopping_saves_even_where_nothing_else_would():
+    words = [*SMALL["orpo"], *FOUR, "checkpoint.every=null", "checkpoint.final=false", "out=stopped"]
+    assert train(*words, *stop_at(1)) == 130
+    assert checkpoint("stopped").name == "step-000001"
+
+
+def test_terminate_is_the_same_and_the_printed_command_goes_on(capsys):
+    words = [*SMALL["sft"], *FOUR]
+    assert train(*words, "out=straight") == 0
+    capsys.readouterr()
+    assert train(*words, "out='its place/a=b'", *stop_at(2, signal.SIGTERM)) == 130
+    again = resume_words(capsys.readouterr().out)
+    assert run(again) == 0
+    same_as_undisturbed("its place/a=b")
+
+
+# A process of its own
+
+
+def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
+    """Until the run has written that step's row."""
+    deadline = time.monotonic() + 60
+    metrics = folder / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text().count("\n") > step):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_killed_at_any_moment_the_same_command_goes_on():
+    words = [*SMALL["dpo"], "recipe.steps=16", "eval.every=null", "checkpoint.every=1", "checkpoint.keep=2", "out=stopped"]
+    process = start(words)
+    wait_for_step(process, Path("stopped"), 3)
+    time.sleep(random.uniform(0, 0.1))
+    process.kill()
+    process.communicate()
+    reached = rows("stopped")[-1]["step"]
+    assert 3 <= reached < 16
+    assert train(*words) == 0
+    assert train(*words, "out=straight") == 0
+    same_as_undisturbed()
+    assert len(list(Path("stopped/checkpoints").iterdir())) == 2  # nothing half-written stays
+
+
+def test_ctrl_c_once_at_the_keyboard():
+    words = [*SMALL["grpo"], "recipe.steps=3000", "eval.every=null", "checkpoint.every=null"]
+    process = start(words)
+    deadline = time.monotonic() + 60
+    while not (found := list(Path("runs").glob("*"))) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    (folder,) = found
+    wait_for_step(process, folder, 1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == "\nstopping after this step; once more stops at once\n"
+    step = rows(folder)[-1]["step"]
+    assert f"stopped after step {step}, saved; go on with: cookbook train --config {folder}/config.yaml out={folder}\n" in out
+    assert checkpoint(folder).name == f"step-{step:06d}"
+    assert run([*resume_words(out), f"recipe.steps={step + 1}"]) == 0
+    assert rows(folder)[-1]["step"] == step + 1
+
+
+def test_ctrl_c_twice_stops_at_once():
+    """In the middle of a step of half a million tokens, which would take a minute."""
+    write("long.jsonl", ('{"text": "' + "7" * 4000 + '"}\n') * 128)
+    words = ["recipe=sft", "data=jsonl", "data.path=long.jsonl", "recipe.batch_size=128", "recipe.steps=9", "out=run"]
+    process = start(words)
+    wait_for_step(process, Path("run"), 0)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None
+    asked = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert time.monotonic() - asked < 5
+    assert process.returncode == 130
+    assert err == "\nstopping after this step; once more stops at once\n"
+    assert not Path("run/checkpoints").exists()
+
+
+# What resume decides
+
+
+def test_a_finished_run_is_left_alone(capsys):
+    assert train(*SMALL["grpo"], "out=run") == 0
+    before = files(Path("run"))
+    capsys.readouterr()
+    assert train(*SMALL["grpo"], "out=run") == 0
+    assert "nothing to do: run has seen 3 of 3 steps; raise recipe.steps to go on" in capsys.readouterr().out
+    after = files(Path("run"))
+    assert {name for name in before if after[name] != before[name]} <= {"run/log.txt", "run/curves.svg"}
+    assert set(after) == set(before)
+    assert after["run/curves.svg"][1] == before["run/curves.svg"][1]
+
+
+def test_more_steps_go_on_from_the_end():
+    words = [*SMALL["orpo"], "checkpoint.every=2"]  # the learning rate is constant, so it does not depend on the total
+    assert train(*words, *FOUR, "out=straight", "eval.every=1") == 0
+    assert train(*words, "recipe.steps=2", "out=stopped", "eval.every=1") == 0
+    assert train(*words, *FOUR, "out=stopped", "eval.every=1") == 0
+    same_as_undisturbed()
+    assert yaml.safe_load(Path("stopped/config.yaml").read_text())["recipe"]["steps"] == 4
+
+
+def test_without_a_checkpoint_it_starts_over(capsys):
+    """As a run that was killed before its first one."""
+    words = [*SMALL["dpo"], "checkpoint.final=false", "out=stopped"]
+    assert train(*words) == 0
+    with Path("stopped/metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "los')
+    before = files(Path("stopped"))
+    assert train(*words, "loss.beta=0.3") == 2
+    assert "loss.beta: the run in stopped was made with 0.1, now it is 0.3" in capsys.readouterr().err
+    assert files(Path("stopped")) == before
+    assert train(*words, "checkpoint.final=true") == 0
+    assert "stopped has no checkpoint to go on from; starting it over" in capsys.readouterr().out
+    assert train(*SMALL["dpo"], "out=straight") == 0
+    same_as_undisturbed()
+
+
+def test_never_refuses_a_folder_with_a_run(capsys):
+    assert train(*SMALL["orpo"], "out=run", "resume=never") == 0
+    before = files(Path("run"))
+    assert train(*SMALL["orpo"], "out=run", "resume=never") == 2
+    message = "error: out: run holds a run already; choose another folder, or resume=auto to go on with it\n"
+    assert capsys.readouterr().err == message
+    assert files(Path("run")) == before
+
+
+def test_a_path_branches_off_into_a_folder_of_its_own(capsys):
+    words = [*SMALL["orpo"], *FOUR, "checkpoint.every=2"]
+    assert train(*words, "out=run") == 0
+    before = files(Path("run"))
+    assert train(*words, "resume=run/checkpoints/step-000002", "out=branch", "optim.lr=1e-3") == 0
+    assert [row["step"] for row in rows("branch")] == [3, 4]
+    assert rows("branch")[0]["loss"] == rows("run")[3]["loss"]  # before the first update with the new learning rate
+    assert rows("branch")[1]["loss"] != rows("run")[4]["loss"]
+    capsys.readouterr()
+    refused = {
+        "resume=run/checkpoints/step-000002": "resume: run/checkpoints/step-000002 is not the newest of its run, which ",
+        "resume=run/checkpoints/step-000002 out=branch": "out: branch holds a run already; choose another folder, or ",
+        "resume=nowhere": "resume: nowhere is neither a checkpoint nor a run with one; expected auto, never or such a path",
+        "resume=null": "resume: expected text, got null",
+        "resume=run loss=simpo": "loss._target_: the run in run was made with 'cookbook.losses.orpo.ORPO', now it is",
+    }
+    for more, message in refused.items():
+        assert train(*words, *more.split()) == 2
+        assert capsys.readouterr().err.startswith(f"error: {message}")
+    assert files(Path("run")) == before
+    assert train(*words, "resume=run", "recipe.steps=5") == 0
+    assert [row["step"] for row in rows("run")] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A folder in which a run of DPO has finished."""
+    folder = tmp_path_factory.mktemp("finished")
+    with contextlib.chdir(folder):
+        assert train(*SMALL["dpo"], "out=run") == 0
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        ("seed=1", "seed: the run in run was made with 0, now it is 1"),
+        ("loss.beta=0.5", "loss.beta: the run in run was made with 0.1, now it is 0.5"),
+        ("loss=simpo", "loss.variant: the run in run was made with 'sigmoid', now it is 'simpo'"),
+        ("model.dtype=bfloat16", "model.dtype: the run in run was made with 'float32', now it is 'bfloat16'"),
+        ("model=tiny_random", "model.random: the run in run was made with False, now it is True"),
+        ("data.limit=23", "data.limit: the run in run was made with 24, now it is 23"),
+        ("recipe=orpo", "recipe.name: the run in run was made with 'dpo', now it is 'orpo'"),
+    ],
+)
+def test_another_run_is_not_gone_on_with(change, difference, capsys, finished, monkeypatch):
+    monkeypatch.chdir(finished)
+    before = files(Path("run"))
+    group, _, name = change.partition("=")
+    assert train(*(SMALL[name] if group == "recipe" else [*SMALL["dpo"], change]), "out=run") == 2
+    advice = "set it back to go on, or choose another out= to start anew"
+    assert capsys.readouterr().err == f"error: {difference}; {advice}\n"
+    assert files(Path("run")) == before
+
+
+def test_a_torn_checkpoint_is_passed_over_with_a_warning(capfd):
+    words = [*SMALL["dpo"], *FOUR, "checkpoint.every=1"]
+    assert train(*words, "out=straight") == 0
+    assert train(*words, "out=stopped") == 0
+    torn = checkpoint("stopped") / "model.safetensors"
+    torn.write_bytes(torn.read_bytes()[:-100])
+    (checkpoint("stopped", 3) / "trainer.safetensors").unlink()
+    capfd.readouterr()
+    assert train(*words, "out=stopped") == 0
+    out, err = capfd.readouterr()
+    assert "passed over a checkpoint: stopped/checkpoints/step-000004: model.safetensors is damaged" in err
+    assert "passed over a checkpoint: stopped/checkpoints/step-000003: trainer.safetensors is missing" in err
+    assert "going on after step 2, from stopped/checkpoints/step-000002" in out
+    same_as_undisturbed()
+    assert [row["step"] for row in rows("stopped")] == [0, 1, 2, 3, 4]
+
+
+def test_a_torn_checkpoint_named_by_hand_is_refused(capsys):
+    assert train(*SMALL["dpo"], "out=run") == 0
+    torn = checkpoint("run") / "trainer.safetensors"
+    torn.write_bytes(torn.read_bytes()[:-1])
+    assert train(*SMALL["dpo"], f"resume={checkpoint('run')}", "out=branch") == 2
+    assert "trainer.safetensors is damaged (its digest differs); use another checkpoint\n" in capsys.readouterr().err
+    assert not Path("branch").exists()

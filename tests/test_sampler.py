@@ -1,0 +1,439 @@
+"""Samples are draws from the model's distribution, each a function of its own seed, from the weights they were asked of."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from cookbook.deployments.embedded import EmbeddedConfig
+from cookbook.engine import sampler as engine_sampler
+from cookbook.engine.sampler import Request, sample
+from cookbook.errors import ConfigError, RolloutError
+from cookbook.types import AdamParams, Datum, ModelInput, SamplingParams
+
+ADAM = AdamParams(learning_rate=1e-2)
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [1], [11, 12, 13]]
+FREE = {"max_tokens": 8, "stop": []}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_folder):
+    from cookbook.engine.model import ModelConfig, load
+
+    return load(ModelConfig(str(tiny_folder)), torch.device("cpu"), 0)
+
+
+def ask(model, prompts, num_samples=1, seed=0, max_batch_tokens=100_000, **params):
+    requests = [Request(prompt, num_samples, SamplingParams(**{**FREE, **params}), seed) for prompt in prompts]
+    return sample(model, requests, 0, max_batch_tokens)
+
+
+def logprobs_at(model, tokens):
+    with torch.no_grad():
+        return model.network(input_ids=torch.tensor([tokens])).logits[0, -1].double().log_softmax(-1).numpy()
+
+
+def scaled(logprobs, temperature):
+    """The logprobs of the same logits divided by ``temperature``."""
+    logits = logprobs / temperature
+    return logits - np.log(np.exp(logits).sum())
+
+
+# ---- the distribution ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_batch_tokens", [1, 40, 100_000])
+def test_greedy_is_what_generate_does(model, max_batch_tokens):
+    found = ask(model, PROMPTS, num_samples=2, temperature=0.0, max_tokens=12, max_batch_tokens=max_batch_tokens)
+    for prompt, samples in zip(PROMPTS, found, strict=True):
+        expected = model.network.generate(
+            torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        assert [one.tokens for one in samples] == [expected[0, len(prompt) :].tolist()] * 2
+
+
+def frequencies(model, **params):
+    """How often each token was drawn first, of 4000, and what the model gives it."""
+    drawn = ask(model, [[5, 6, 7]], num_samples=4000, max_tokens=1, **params)[0]
+    counts = np.bincount([one.tokens[0] for one in drawn], minlength=tiny.VOCABULARY)
+    return counts, logprobs_at(model, [5, 6, 7])
+
+
+def chi_square_per_degree(counts, probabilities):
+    """About 1 when the counts are draws; tokens too rare to be judged alone are taken together."""
+    expected = counts.sum() * probabilities
+    often = expected >= 5
+    found = np.append(counts[often], counts[~often].sum())
+    wanted = np.append(expected[often], expected[~often].sum())
+    found, wanted = found[wanted > 0], wanted[wanted > 0]
+    return ((found - wanted) ** 2 / wanted).sum() / (len(found) - 1)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
+def test_draws_follow_the_softmax_at_the_temperature(model, temperature):
+    counts, logprobs = frequencies(model, temperature=temperature)
+    at = {t: np.exp(scaled(logprobs, t)) for t in (temperature, 0.5)}
+    # With k degrees of freedom the ratio is 1 +- sqrt(2 / k): here some 30 to 150, so 1.7 is beyond 3 sigma.
+    assert chi_square_per_degree(counts, at[temperature]) < 1.7
+    assert chi_square_per_degree(counts, at[0.5]) > 3  # the test can tell
+
+
+def test_top_k_and_top_p_keep_what_they_should(model):
+    probabilities = np.exp(logprobs_at(model, [5, 6, 7]))
+    order = np.argsort(-probabilities)
+    cumulated = np.cumsum(probabilities[order])
+    nucleus = set(order[: int(np.searchsorted(cumulated, 0.6)) + 1].tolist())
+    cases = {
+        (3, 1.0): set(order[:3].tolist()),
+        (-1, 0.6): nucleus,
+        (0, 0.6): nucleus,
+        (1, 1.0): {int(order[0])},
+        (-1, 1e-6): {int(order[0])},
+    }
+    half = float(probabilities[order[:4]].sum()) / 2  # top-p reads what top-k left
+    inside = int(np.searchsorted(np.cumsum(probabilities[order[:4]]), half)) + 1
+    cases[(4, 0.5)] = set(order[:inside].tolist())
+    for (top_k, top_p), allowed in cases.items():
+        counts, _ = frequencies(model, top_k=top_k, top_p=top_p)
+        assert set(np.flatnonzero(counts).tolist()) == allowed, (top_k, top_p)
+        kept = np.where(np.isin(np.arange(tiny.VOCABULARY), list(allowed)), probabilities, 0)
+        if len(allowed) > 1:
+            assert chi_square_per_degree(counts, kept / kept.sum()) < 4  # few degrees: a looser bound
+
+
+def test_filters_do_not_change_the_logprobs(model):
+    plain = ask(model, PROMPTS, temperature=0.8, top_k=1)
+    for prompt, (one,) in zip(PROMPTS, plain, strict=True):
+        assert one.logprobs[0] == pytest.approx(scaled(logprobs_at(model, prompt), 0.8).max(), abs=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0, 0.6])
+def test_logprobs_are_those_of_a_forward_pass(model, make_engine, temperature):
+    """At temperature 1 (and 0, which scores at 1) they are the trainer's own."""
+    engine = make_engine()
+    for prompt, samples in zip(PROMPTS, ask(model, PROMPTS, num_samples=3, temperature=temperature), strict=True):
+        for one in samples:
+            tokens = [*prompt, *one.tokens]
+            if temperature == 0.6:
+                places = range(len(prompt), len(tokens))
+                expected = [scaled(logprobs_at(model, tokens[:place]), 0.6)[tokens[place]] for place in places]
+            else:
+                datum = Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:]})
+                expected = engine.forward([datum]).loss_fn_outputs[0]["logprobs"].array[len(prompt) - 1 :]
+            np.testing.assert_allclose(one.logprobs, expected, atol=1e-5)
+
+
+# ---- seeds -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_else_is_in_the_batch_does_not_matter(model):
+    params = SamplingParams(max_tokens=8, stop=[])
+    alone = sample(model, [Request(PROMPTS[1], 2, params, seed=3)], 0, 100_000)[0]
+    crowd = [Request(prompt, 3, params, seed=i) for i, prompt in enumerate(PROMPTS)]
+    for order in (crowd, crowd[::-1]):
+        together = sample(model, [*order, Request(PROMPTS[1], 3, params, seed=3)], 0, 100_000)[-1]
+        assert [one.tokens for one in together[:2]] == [one.tokens for one in alone]
+        for one, other in zip(together, alone, strict=False):
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+def test_samples_of_a_prompt_differ_and_repeat(model):
+    first, again = (ask(model, [PROMPTS[0]], num_samples=8, seed=1)[0] for _ in range(2))
+    assert first == again
+    assert len({tuple(one.tokens) for one in first}) == 8
+    assert ask(model, [PROMPTS[0]], num_samples=8, seed=2)[0] != first
+    assert ask(model, [PROMPTS[0]], seed=-1) and ask(model, [PROMPTS[0]], seed=2**70)
+
+
+def test_random_numbers_do_not_end(model, monkeypatch):
+    expected = ask(model, [PROMPTS[0]], num_samples=3, max_tokens=20)
+    monkeypatch.setattr(engine_sampler, "DRAWS_AT_ONCE", 7)
+    assert ask(model, [PROMPTS[0]], num_samples=3, max_tokens=20) == expected
+
+
+def test_temperatures_mix_in_a_batch(model):
+    cold, warm = SamplingParams(**FREE, temperature=0.0), SamplingParams(**FREE, temperature=1.5)
+    mixed = sample(model, [Request(PROMPTS[0], 1, cold, 1), Request(PROMPTS[0], 1, warm, 1)], 0, 100_000)
+    assert mixed[0][0].tokens == ask(model, [PROMPTS[0]], temperature=0.0)[0][0].tokens
+    assert mixed[1][0].tokens == ask(model, [PROMPTS[0]], temperature=1.5, seed=1)[0][0].tokens
+
+
+# ---- where it ends ---------------------------------------------------------------------------------------------------
+
+
+def test_it_ends_with_the_stop_token_once(model):
+    free = ask(model, [PROMPTS[0]], num_samples=6)[0]
+    stop = free[0].tokens[3]
+    stopped = ask(model, [PROMPTS[0]], num_samples=6, stop=[stop])[0]
+    eos = model.tokenizer.eos_token_id
+    for one, whole in zip(stopped, free, strict=True):
+        ends = [place for place, token in enumerate(whole.tokens) if token in (stop, eos)]
+        length = ends[0] + 1 if ends else 8
+        assert one.tokens == whole.tokens[:length]
+        assert len(one.logprobs) == length
+        assert one.stop_reason == ("stop" if ends else "length")
+    assert stopped[0].stop_reason == "stop"
+    assert ask(model, [PROMPTS[0]], num_samples=6, stop=np.array([stop]))[0] == stopped
+
+
+def test_it_ends_with_a_stop_string(model):
+    free = ask(model, [PROMPTS[0]], num_samples=4, temperature=1.0)[0]
+    text = model.tokenizer.decode(free[0].tokens[2:4])
+    for stop in (text, [text, "never there"]):
+        one = ask(model, [PROMPTS[0]], num_samples=4, stop=stop)[0][0]
+        assert one.stop_reason == "stop"
+        assert one.tokens == free[0].tokens[: len(one.tokens)]
+        assert model.tokenizer.decode(one.tokens).endswith(text)
+        assert text not in model.tokenizer.decode(one.tokens[:-1])
+
+
+@pytest.fixture
+def ending_model(model, monkeypatch):
+    """A model whose end-of-text token is the third that it draws for the first prompt."""
+    tokens = ask(model, [PROMPTS[0]], seed=4)[0][0].tokens
+    assert tokens[2] not in tokens[:2]
+    monkeypatch.setattr(model.network.generation_config, "eos_token_id", [tokens[2], 257])
+    return model, tokens
+
+
+@pytest.mark.parametrize(("stop", "length"), [(None, 3), ([], 8), ([258], 3), (["never there"], 3), ("never there", 3)])
+def test_the_end_of_text_ends_it_unless_stop_is_empty(ending_model, stop, length):
+    model, tokens = ending_model
+    one = ask(model, [PROMPTS[0]], seed=4, stop=stop)[0][0]
+    assert one.tokens == tokens[:length]
+    assert one.stop_reason == ("stop" if length == 3 else "length")
+
+
+def test_no_limit_fills_the_context(model):
+    prompt = list(range(90))
+    (one,) = ask(model, [prompt], max_tokens=None)[0]
+    assert len(one.tokens) == tiny.CONTEXT - 90
+    assert one.stop_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "message"),
+    [
+        (list(range(90)), 7, "90 tokens and max_tokens=7 exceed the context of 96"),
+        (list(range(96)), None, "96 tokens and max_tokens=None exceed the context of 96"),
+        ([], 4, "prompt: is empty"),
+        ([3, 259], 4, "holds token 259, and the vocabulary has 259"),
+        ([-1], 4, "holds token -1"),
+    ],
+)
+def test_prompts_that_cannot_be_completed(model, prompt, max_tokens, message):
+    with pytest.raises(RolloutError, match=message):
+        ask(model, [prompt], max_tokens=max_tokens)
+
+
+def test_broken_weights_are_an_error(make_engine):
+    engine = make_engine()
+    with torch.no_grad():
+        engine.model.network.model.norm.weight[0] = float("nan")
+    for temperature in (0.0, 1.0):
+        with pytest.raises(RolloutError, match="logits are not finite"):
+            engine.model.__dict__["decodes"] = True
+            ask(engine.model, PROMPTS, temperature=temperature)
+
+
+# ---- samplers of a trainer -------------------------------------------------------------------------------------------
+
+
+def step(trainer):
+    trainer.forward_backward(tiny.datums(4), "dpo")
+    return trainer.optim_step(ADAM)
+
+
+def drawn(future):
+    return future.result().sequences
+
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, stop=[])
+
+
+def test_a_live_sampler_answers_for_its_own_weights_only(make_trainer):
+    trainer = make_trainer()
+    live = trainer.live_sampler(0).result()
+    assert live.step == 0 and drawn(live.sample(PROMPTS[0], 1, GREEDY))[0].step == 0
+    step(trainer).result()
+    for future in (live.sample(PROMPTS[0], 1, GREEDY), live.compute_logprobs(PROMPTS[1])):
+        with pytest.raises(RolloutError, match="the weights have moved on since the sampler of step 0 was made; sync again"):
+            future.result()
+    assert trainer.optim_step(ADAM).result()  # a sampler's error is the sampler's own
+    with pytest.raises(Exception, match="the weights have seen 2 steps, not 1"):
+        trainer.live_sampler(1).result()
+
+
+def test_loading_other_weights_ends_a_live_sampler(make_trainer):
+    trainer = make_trainer()
+    saved = trainer.save_state("start").result()
+    live = trainer.live_sampler(0).result()
+    trainer.load_state(saved)
+    with pytest.raises(RolloutError, match="moved on"):
+        live.sample(PROMPTS[0], 1, GREEDY).result()
+
+
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 4}])
+def test_a_snapshot_keeps_its_weights(make_trainer, options):
+    trainer = make_trainer(**options)
+    step(trainer)
+    snapshot = trainer.snapshot_sampler(1).result()
+    before, scores = drawn(snapshot.sample(PROMPTS[0], 1, GREEDY)), snapshot.compute_logprobs(PROMPTS[1]).result()
+    for _ in range(3):
+        step(trainer)
+    assert drawn(snapshot.sample(PROMPTS[0], 1, GREEDY)) == before
+    assert snapshot.compute_logprobs(PROMPTS[1]).result() == scores
+    newer = trainer.snapshot_sampler().result()
+    assert (snapshot.step, newer.step) == (1, 4)
+    assert newer.compute_logprobs(PROMPTS[1]).result() != scores
+
+
+def test_a_snapshot_after_dropout_is_no_different(make_trainer):
+    """The network is in training mode then."""
+    trainer = make_trainer(lora_rank=4, lora_dropout=0.5)
+    step(trainer)
+    snapshot = trainer.snapshot_sampler().result()
+    assert snapshot._engine().head.finish is not None
+    live = trainer.live_sampler(1).result()
+    np.testing.assert_allclose(
+        snapshot.compute_logprobs(PROMPTS[1]).result()[1:], live.compute_logprobs(PROMPTS[1]).result()[1:], atol=1e-6
+    )
+
+
+def test_what_was_asked_before_a_step_is_answered_before_it(make_trainer):
+    trainer = make_trainer()
+    live = trainer.live_sampler(0).result()
+    asked = live.sample(PROMPTS[0], 1, GREEDY)
+    stepped = step(trainer)  # queues behind it
+    assert stepped.result() and drawn(asked)[0].step == 0
+    assert drawn(asked) == drawn(make_trainer().live_sampler(0).result().sample(PROMPTS[0], 1, GREEDY))
+
+
+def test_sampling_between_the_halves_of_a_step_changes_nothing(make_trainer):
+    found = []
+    for ask_between in (False, True):
+        trainer = make_trainer(lora_rank=4, lora_dropout=0.3)
+        for _ in range(2):
+            trainer.forward_backward(tiny.datums(4), "dpo")
+            if ask_between:
+                drawn(trainer.live_sampler(trainer.engine.step).result().sample(PROMPTS[0], 2, GREEDY))
+            trainer.optim_step(ADAM).result()
+        found.append(tiny.weights(trainer.engine))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_what_is_asked_before_the_first_answer_is_one_batch(make_trainer, monkeypatch):
+    batches = []
+    original = engine_sampler.decode
+
+    def counting(model, requests, *rest):
+        batches.append(len(requests))
+        return original(model, requests, *rest)
+
+    def program():
+        trainer = make_trainer(seed=5)
+        live = trainer.live_sampler(0).result()
+        asked = [live.sample(prompt, 3, SamplingParams(**FREE)) for prompt in PROMPTS]
+        first = [drawn(future) for future in asked]
+        return first, drawn(live.sample(PROMPTS[0], 3, SamplingParams(**FREE)))
+
+    make_trainer().engine.model.decodes  # noqa: B018 - the probe decodes too; this one is not counted
+    monkeypatch.setattr(engine_sampler, "decode", counting)
+    monkeypatch.setattr("cookbook.engine.probe.decode", original)
+    first, again = program(), program()
+    assert batches == [4, 1, 4, 1]
+    assert first == again  # to the bit
+    assert first[0][0] != first[1]  # the same prompt, asked again without a seed, is drawn anew
+
+
+def test_draws_without_a_seed_differ_from_step_to_step(make_trainer):
+    """The same random numbers at every step would teach a policy their peculiarities."""
+    trainer = make_trainer()
+    params = SamplingParams(max_tokens=8, temperature=50.0, stop=[])  # the weights hardly matter
+    found = [[one.tokens for one in drawn(trainer.snapshot_sampler().result().sample(PROMPTS[0], 2, params))]]
+    trainer.optim_step(AdamParams(learning_rate=0.0)).result()
+    found.append([one.tokens for one in drawn(trainer.snapshot_sampler().result().sample(PROMPTS[0], 2, params))])
+    assert found[0] != found[1]
+
+
+def test_a_bad_prompt_fails_alone(make_trainer):
+    live = make_trainer().live_sampler(0).result()
+    good, bad, scored, long = (
+        live.sample(PROMPTS[0], 1, GREEDY),
+        live.sample(list(range(95)), 1, GREEDY),
+        live.compute_logprobs(PROMPTS[1]),
+        live.compute_logprobs(list(range(97))),
+    )
+    assert len(drawn(good)[0].tokens) == 8
+    assert len(scored.result()) == len(PROMPTS[1])
+    for future in (bad, long):
+        with pytest.raises(RolloutError, match="exceed the context of 96"):
+            future.result()
+
+
+def test_prompts_are_scored(make_trainer, make_engine):
+    live = make_trainer().live_sampler(0).result()
+    both = live.sample(PROMPTS[1], 2, GREEDY, include_prompt_logprobs=True)
+    scored = [live.compute_logprobs(prompt) for prompt in PROMPTS]
+    datum = Datum(ModelInput.from_ints(PROMPTS[1][:-1]), {"target_tokens": PROMPTS[1][1:]})
+    expected = make_engine().forward([datum]).loss_fn_outputs[0]["logprobs"].array
+    assert scored[1].result()[0] is None
+    np.testing.assert_allclose(scored[1].result()[1:], expected, atol=1e-5)
+    assert both.result().prompt_logprobs == scored[1].result()
+    assert scored[2].result() == [None]
+    assert live.sample(PROMPTS[0], 1, GREEDY).result().prompt_logprobs is None
+    assert len(live.compute_logprobs(list(range(96))).result()) == 96  # a full context can be scored
+
+
+def test_requests_out_of_range_are_told_at_once(make_trainer):
+    live = make_trainer().live_sampler(0).result()
+    with pytest.raises(RolloutError, match="num_samples must be at least 1, got 0"):
+        live.sample(PROMPTS[0], 0, GREEDY)
+    with pytest.raises(ConfigError, match="temperature"):
+        live.sample(PROMPTS[0], 1, SamplingParams(temperature=-1))
+
+
+def test_a_closed_trainer_answers_nothing_and_hangs_nobody(make_trainer):
+    trainer = make_trainer()
+    live = trainer.live_sampler(0).result()
+    asked = live.sample(PROMPTS[0], 1, GREEDY)
+    trainer.close()
+    assert len(drawn(asked)[0].tokens) == 8  # asked in time
+    late = live.sample(PROMPTS[0], 1, GREEDY)
+    for _ in range(2):
+        with pytest.raises(Exception, match="the trainer is closed"):
+            late.result(timeout=10)
+
+
+def test_threads_may_ask_at_the_same_time(make_trainer):
+    from concurrent.futures import ThreadPoolExecutor
+
+    live = make_trainer().live_sampler(0).result()
+    expected = drawn(live.sample(PROMPTS[0], 1, GREEDY))
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: drawn(live.sample(PROMPTS[0], 1, GREEDY)), range(24)))
+    assert all(answer[0].tokens == expected[0].tokens for answer in answers)
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_the_embedded_deployment(make_trainer, live):
+    trainer = make_trainer()
+    deployment = EmbeddedConfig(max_batch_tokens=123).deploy(trainer, live=live)
+    assert trainer.max_batch_tokens == 123
+    sampler = deployment.load(0).result()
+    before = drawn(sampler.sample(PROMPTS[0], 1, GREEDY))
+    step(trainer).result()
+    if live:
+        with pytest.raises(RolloutError, match="sync again"):
+            sampler.sample(PROMPTS[0], 1, GREEDY).result()
+    else:
+        assert drawn(sampler.sample(PROMPTS[0], 1, GREEDY)) == before
+    assert deployment.load(1).result().step == 1
+    deployment.close()
+
+
+def test_the_embedded_deployment_needs_a_trainer_in_this_process():
+    with pytest.raises(ConfigError, match="deployment=embedded needs backend=local"):
+        EmbeddedConfig().deploy(object(), live=True)

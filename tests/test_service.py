@@ -1,0 +1,286 @@
+"""The calls of Tinker's documentation, on an embedded trainer: with our types and with Tinker's, plain and async."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+import cookbook
+from cookbook.errors import CheckpointError, ConfigError, DataError
+from cookbook.service import ServiceClient
+
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture(params=["cookbook", "tinker"])
+def types(request):
+    """Where a program takes its nouns from."""
+    return cookbook if request.param == "cookbook" else pytest.importorskip("tinker")
+
+
+@pytest.fixture
+def service(tmp_path):
+    with ServiceClient(checkpoint_dir=tmp_path / "checkpoints") as client:
+        yield client
+
+
+def examples(types):
+    """Datums as the documentation builds them: weights and targets by hand."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for length in (6, 9, 4):
+        tokens = rng.integers(0, tiny.VOCABULARY, length).tolist()
+        weights = [0.0] * (length // 3) + [1.0] * (length - length // 3)
+        inputs = {"weights": weights[1:], "target_tokens": tokens[1:]}
+        rows.append(types.Datum(model_input=types.ModelInput.from_ints(tokens=tokens[:-1]), loss_fn_inputs=inputs))
+    return rows
+
+
+def mean_loss(output, data):
+    logprobs = np.concatenate([row["logprobs"].tolist() for row in output.loss_fn_outputs])
+    weights = np.concatenate([datum.loss_fn_inputs["weights"].tolist() for datum in data])
+    return -np.dot(logprobs, weights) / weights.sum()
+
+
+# ---- the loop of the documentation -----------------------------------------------------------------------------------
+
+
+def test_training_and_sampling(service, types, tiny_folder):
+    training = service.create_lora_training_client(base_model=str(tiny_folder), rank=8)
+    data, adam = examples(types), types.AdamParams(learning_rate=1e-2)
+    losses = []
+    for _ in range(6):
+        forward_backward = training.forward_backward(data, "cross_entropy")
+        stepped = training.optim_step(adam)
+        result = forward_backward.result()
+        assert stepped.result().metrics["optim/lr"] == 1e-2
+        losses.append(mean_loss(result, data))
+        assert result.metrics["loss:sum"] == pytest.approx(losses[-1] * sum(map(sum_of_weights, data)), rel=1e-5)
+    assert losses[-1] < 0.8 * losses[0]
+
+    sampling = training.save_weights_and_get_sampling_client(name="mine")
+    prompt = types.ModelInput.from_ints(PROMPT)
+    params = types.SamplingParams(max_tokens=6, temperature=0.0, stop=["\n"])
+    response = sampling.sample(prompt=prompt, sampling_params=params, num_samples=2).result()
+    assert len(response.sequences) == 2
+    for sequence in response.sequences:
+        assert len(sequence.tokens) == len(sequence.logprobs) <= 6
+        assert sequence.stop_reason in ("stop", "length")
+    assert isinstance(training.get_tokenizer().decode(response.sequences[0].tokens), str)
+
+    scored = sampling.compute_logprobs(prompt).result()
+    assert scored[0] is None and len(scored) == 3 and all(logprob < 0 for logprob in scored[1:])
+    with_scores = sampling.sample(prompt, 1, types.SamplingParams(max_tokens=1), include_prompt_logprobs=True).result()
+    assert with_scores.prompt_logprobs == scored
+
+
+def sum_of_logprobs(data, logprobs):
+    return sum(row.sum() for row in logprobs), {"m": 1.0}
+
+
+def sum_of_weights(datum):
+    return float(np.sum(datum.loss_fn_inputs["weights"].tolist()))
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_the_same_awaited_once_and_twice(service, types, tiny_folder, twice):
+    """``_async`` twins answer with a future first; programs await that as well, or read its ``.result()``."""
+
+    async def answer(awaitable):
+        first = await awaitable
+        return await first if twice else first.result()
+
+    async def program():
+        training = await answer(service.create_lora_training_client_async(base_model=str(tiny_folder), rank=8))
+        data = examples(types)
+        forward_backward = await training.forward_backward_async(data, "cross_entropy")
+        stepped = await training.optim_step_async(types.AdamParams(learning_rate=1e-2))
+        loss = mean_loss(await forward_backward, data)
+        assert (await stepped).metrics["optim/grad_norm"] > 0
+        after = mean_loss(await training.forward(data, "cross_entropy"), data)
+        custom = await answer(training.forward_backward_custom_async(data, sum_of_logprobs))
+        assert after < loss and custom.metrics["m"] == 1.0
+        await answer(training.optim_step_async(types.AdamParams()))
+        saved = await answer(training.save_state_async("one"))
+        sampling = await training.save_weights_and_get_sampling_client_async()
+        sampling = await sampling if twice else sampling
+        params = types.SamplingParams(max_tokens=4, seed=1)
+        prompt = types.ModelInput.from_ints(PROMPT)
+        both = await asyncio.gather(*(sampling.sample_async(prompt, 2, params) for _ in range(2)))
+        assert both[0] == both[1] == await sampling.sample(prompt, 2, params)
+        assert (await sampling.compute_logprobs_async(prompt))[0] is None
+        resumed = await answer(service.create_training_client_from_state_with_optimizer_async(saved.path))
+        await answer(resumed.load_state_with_optimizer_async(saved.path))
+        return resumed.get_info()
+
+    assert asyncio.run(program()).is_lora
+
+
+def test_clients_may_be_used_at_once_or_through_result(service, tiny_folder):
+    for client in (
+        service.create_lora_training_client(str(tiny_folder), rank=2),
+        service.create_lora_training_client(str(tiny_folder), rank=2).result(),
+        service.create_training_client(str(tiny_folder)).result(timeout=60),
+    ):
+        assert client.forward_backward(tiny.datums(2), "dpo").result()
+        assert client.save_weights_and_get_sampling_client().result().compute_logprobs(PROMPT).result()[0] is None
+
+
+def test_a_custom_loss(service, types, tiny_folder):
+    training = service.create_training_client(str(tiny_folder))
+    data = examples(types)
+
+    def loss(given, logprobs):
+        weights = [torch.tensor(datum.loss_fn_inputs["weights"].tolist()) for datum in given]
+        total = sum((row * w).sum() for row, w in zip(logprobs, weights, strict=True))
+        return -total, {"custom_metric": total.item()}
+
+    built_in = training.forward_backward(data, "cross_entropy").result()
+    custom = training.forward_backward_custom(data, loss).result()
+    assert custom.metrics["loss"] == pytest.approx(built_in.metrics["loss"], rel=1e-6)
+    assert custom.metrics["custom_metric"] == pytest.approx(-built_in.metrics["loss"], rel=1e-6)
+    training.optim_step(types.AdamParams()).result()
+
+
+def test_reinforcement_with_the_field_names_of_tinker(service, types, tiny_folder):
+    training = service.create_training_client(str(tiny_folder))
+    sampler = training.save_weights_and_get_sampling_client()
+    futures = [sampler.sample(types.ModelInput.from_ints(PROMPT), 4, types.SamplingParams(max_tokens=5))]
+    data = []
+    for place, sequence in enumerate(futures[0].result().sequences):
+        tokens = [*PROMPT, *sequence.tokens]
+        padding = [0.0] * (len(PROMPT) - 1)
+        data.append(
+            types.Datum(
+                model_input=types.ModelInput.from_ints(tokens[:-1]),
+                loss_fn_inputs={
+                    "target_tokens": tokens[1:],
+                    "logprobs": [*padding, *sequence.logprobs],
+                    "advantages": [*padding, *[float(place - 1.5)] * len(sequence.tokens)],
+                },
+            )
+        )
+    for name in ("importance_sampling", "ppo", "cispo"):
+        output = training.forward_backward(data, name).result()
+        assert abs(output.metrics["kl/sampler_trainer_k1"]) < 1e-5  # the sampler's weights are the trainer's
+    metrics = training.optim_step(types.AdamParams(), "num_loss_tokens").result().metrics
+    assert metrics["optim/num_loss_tokens"] == 3 * sum(len(sequence.tokens) for sequence in futures[0].result().sequences)
+
+
+# ---- saving and going on ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_going_on_from_a_state(service, tiny_folder, rank):
+    adam = cookbook.AdamParams(learning_rate=1e-2)
+
+    def step(client, seed):
+        metrics = client.forward_backward(tiny.datums(2, seed=seed), "dpo").result().metrics
+        client.optim_step(adam).result()
+        return metrics["loss"]
+
+    training = service.create_lora_training_client(str(tiny_folder), rank=rank, seed=3)
+    step(training, 0)
+    saved = training.save_state("first").result()
+    assert Path(saved.path).is_dir()
+    resumed = service.create_training_client_from_state_with_optimizer(saved.path)
+    fresh = service.create_training_client_from_state(saved)
+    losses = [[step(client, seed) for seed in (1, 2)] for client in (training, resumed, fresh)]
+    assert losses[0] == losses[1]
+    assert losses[0][0] == losses[2][0] and losses[0][1] != losses[2][1]  # the same weights, no moments
+    training.load_state_with_optimizer(saved).result()
+    assert step(training, 1) == losses[0][0]
+    training.load_state(saved.path).result()
+    assert step(training, 1) == losses[0][0]
+    assert resumed.get_info().lora_rank == rank
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_sampling_from_saved_weights(service, tiny_folder, rank):
+    training = service.create_lora_training_client(str(tiny_folder), rank=rank)
+    training.forward_backward(tiny.datums(2), "dpo")
+    training.optim_step(cookbook.AdamParams(learning_rate=1e-2))
+    saved = training.save_weights_for_sampler("weights").result()
+    expected = training.save_weights_and_get_sampling_client().compute_logprobs(PROMPT).result()
+    for client in (
+        service.create_sampling_client(model_path=saved.path),
+        service.create_sampling_client(saved),
+        training.create_sampling_client(saved.path).result(),
+    ):
+        assert client.compute_logprobs(PROMPT).result() == expected
+    base = service.create_sampling_client(base_model=str(tiny_folder))
+    assert base.compute_logprobs(PROMPT).result() != expected
+    assert base.get_base_model() == str(tiny_folder)
+    assert base.get_tokenizer().decode([1]) == tiny.tokenizer().decode([1])
+
+
+def test_a_checkpoint_keeps_its_precision(service, tiny_folder):
+    training = service.create_training_client(str(tiny_folder), dtype="bfloat16")
+    saved = training.save_state("half").result()
+    again = service.create_training_client_from_state_with_optimizer(saved)
+    sampler = service.create_sampling_client(model_path=saved.path)
+    expected = training.save_weights_and_get_sampling_client().compute_logprobs(PROMPT).result()
+    assert again.save_weights_and_get_sampling_client().compute_logprobs(PROMPT).result() == expected
+    assert sampler.compute_logprobs(PROMPT).result() == expected
+
+
+def test_damaged_weights_are_not_sampled_from(service, tiny_folder):
+    training = service.create_training_client(str(tiny_folder))
+    saved = training.save_state("mine").result()
+    weights = Path(saved.path) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\x00\x00\x00\x01")
+    for call in (
+        service.create_training_client_from_state,
+        service.create_training_client_from_state_with_optimizer,
+        service.create_sampling_client,
+        training.create_sampling_client,
+    ):
+        with pytest.raises(CheckpointError, match=r"model.safetensors is damaged"):
+            call(saved.path)
+
+
+# ---- the rest --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_known_of_a_model(service, tiny_folder):
+    training = service.create_lora_training_client(str(tiny_folder), rank=2)
+    info = training.get_info()
+    assert (info.model_name, info.lora_rank, info.is_lora) == (str(tiny_folder), 2, True)
+    assert info.max_context_length == tiny.CONTEXT and info.num_parameters > 0
+
+
+def test_the_end_tells_every_error_and_closes_everything(tmp_path, tiny_folder):
+    service = ServiceClient(checkpoint_dir=tmp_path)
+    clients = [service.create_training_client(str(tiny_folder)) for _ in range(2)]
+    clients[0].forward_backward([cookbook.Datum(cookbook.ModelInput.from_ints([1]))], "cross_entropy")
+    with pytest.raises(DataError, match="missing required field 'target_tokens'"):
+        service.close()
+    for client in clients:
+        with pytest.raises(Exception, match="the trainer is closed"):
+            client.forward(tiny.datums(1), "cross_entropy")
+
+
+def test_mistakes(service, tiny_folder):
+    with pytest.raises(ConfigError, match="base_url: "):
+        ServiceClient(base_url="http://localhost:8000")
+    for wrong in ({}, {"model_path": "a", "base_model": "b"}):
+        with pytest.raises(ConfigError, match="pass either model_path or base_model"):
+            service.create_sampling_client(**wrong)
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
+        service.create_training_client_from_state("nowhere")
+    training = service.create_training_client(str(tiny_folder))
+    for name in ("fly", "fly_async", "_hidden_async"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(training, name)
+
+
+def test_the_package_offers_it_all():
+    """``import cookbook as tinker`` finds the names that programs use."""
+    for name in ("ServiceClient", "Datum", "ModelInput", "AdamParams", "SamplingParams", "TensorData", "types"):
+        assert getattr(cookbook, name) is not None
+    assert cookbook.types.Datum is cookbook.Datum

@@ -1,0 +1,360 @@
+"""The embedded trainer: calls in order, futures, and errors that cannot be lost."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import TimeoutError as FutureTimeout
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from cookbook.backends.local import LocalConfig, LocalTrainer
+from cookbook.backends.worker import Worker, explained
+from cookbook.engine.model import ModelConfig
+from cookbook.errors import BackendError, CheckpointError, ConfigError, CookbookError, DataError
+from cookbook.losses import DPO
+from cookbook.types import AdamParams, Datum, ModelInput
+
+ADAM = AdamParams(learning_rate=1e-3)
+BAD = [Datum(ModelInput.from_ints([1, 2]))]  # no target_tokens
+MISSING = "datum 0: missing required field 'target_tokens'"
+
+
+# ---- order and futures -----------------------------------------------------------------------------------------------
+
+
+def test_it_computes_what_the_engine_computes(make_trainer, make_engine):
+    trainer, engine = make_trainer(), make_engine()
+    for step in range(2):
+        data = tiny.datums(4, seed=step)
+        output = trainer.forward_backward(data, "dpo", {"beta": 0.3})
+        stepped = trainer.optim_step(ADAM)
+        assert output.result().metrics == engine.forward_backward(data, DPO(beta=0.3)).metrics
+        assert stepped.result().metrics == engine.optim_step(ADAM, None).metrics
+    assert all(torch.equal(a, b) for a, b in zip(tiny.weights(trainer.engine), tiny.weights(engine), strict=True))
+
+
+def test_calls_return_at_once_and_run_in_the_order_they_were_made(make_trainer):
+    trainer, order, gate = make_trainer(), [], threading.Event()
+
+    def slow(data, logprobs):
+        gate.wait(10)
+        order.append("slow")
+        return logprobs[0].sum(), {}
+
+    def quick(data, logprobs):
+        order.append(trainer.engine.step)
+        return logprobs[0].sum(), {}
+
+    data = tiny.datums(1)
+    futures = [trainer.forward_backward_custom(data, slow), trainer.optim_step(ADAM)]
+    futures += [trainer.forward_backward_custom(data, quick), trainer.optim_step(ADAM), trainer.forward(data, "cross_entropy")]
+    assert not any(future.done() for future in futures)  # nothing was waited for
+    gate.set()
+    assert futures[-1].result().loss_fn_outputs[0]["logprobs"].shape == [data[0].model_input.length]
+    assert order == ["slow", 1]
+    assert trainer.engine.step == 2
+
+
+def test_the_batch_is_the_one_that_was_passed(make_trainer):
+    """The caller may go on with its list."""
+    trainer, gate = make_trainer(), threading.Event()
+    reference = trainer.reference()
+    trainer.forward_backward_custom(tiny.datums(1), lambda _, rows: (gate.wait(10) and rows[0].sum(), {}))
+    batch = tiny.datums(3)
+    calls = [trainer.forward(batch, "cross_entropy"), trainer.forward_backward(batch, "cross_entropy")]
+    logprobs = reference.logprobs(batch)
+    batch.clear()
+    gate.set()
+    assert [len(call.result().loss_fn_outputs) for call in calls] == [3, 3]
+    assert len(logprobs.result()) == 3
+
+
+def test_futures_can_be_waited_for_in_every_way(make_trainer):
+    trainer, data = make_trainer(), tiny.datums(2)
+    plain = trainer.forward(data, "cross_entropy").result(timeout=60)
+
+    async def program():
+        first = await trainer.forward(data, "cross_entropy")
+        second = await trainer.forward(data, "cross_entropy").result_async()
+        third = await trainer.forward(data, "cross_entropy").coroutine()
+        both = await asyncio.gather(trainer.forward(data, "cross_entropy"), trainer.forward(data, "cross_entropy"))
+        return [first, second, third, *both]
+
+    for output in [*asyncio.run(program()), trainer.forward(data, "cross_entropy").future().result()]:
+        np.testing.assert_array_equal(output.loss_fn_outputs[1]["logprobs"].array, plain.loss_fn_outputs[1]["logprobs"].array)
+
+
+def test_a_timeout_ends_the_waiting_and_not_the_call(make_trainer):
+    trainer, gate = make_trainer(), threading.Event()
+
+    def slow(data, logprobs):
+        gate.wait(10)
+        return logprobs[0].sum(), {}
+
+    running = trainer.forward_backward_custom(tiny.datums(1), slow)
+    waiting = trainer.optim_step(ADAM)
+    with pytest.raises(FutureTimeout):
+        running.result(timeout=0.01)
+    for future in (running, waiting):
+        with pytest.raises(asyncio.TimeoutError):
+            asyncio.run(future.result_async(timeout=0.01))
+        assert not future.cancel()
+    gate.set()
+    assert waiting.result(timeout=60).metrics["optim/grad_norm"] > 0
+    assert trainer.engine.step == 1
+
+
+def test_tinker_data_is_trained_on(make_trainer):
+    tinker = pytest.importorskip("tinker")
+    data = tiny.datums(2)
+    theirs = [
+        tinker.Datum(
+            tinker.ModelInput.from_ints(datum.model_input.to_ints()),
+            {key: datum.loss_fn_inputs[key].array for key in ("target_tokens", "weights")},
+        )
+        for datum in data
+    ]
+    trainer = make_trainer()
+    ours = trainer.forward_backward(data, "cross_entropy").result()
+    found = trainer.forward_backward(theirs, "cross_entropy").result()
+    assert found.metrics["loss"] == pytest.approx(ours.metrics["loss"], rel=1e-6)  # Tinker keeps float32 weights
+    assert trainer.optim_step(tinker.AdamParams(learning_rate=1e-3)).result().metrics["optim/lr"] == 1e-3
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+def fails(future, message=MISSING, kind=DataError):
+    with pytest.raises(kind, match=message):
+        future.result()
+
+
+def test_an_error_nobody_reads_stops_every_step_until_one_is_read(make_trainer):
+    trainer, data = make_trainer(), tiny.datums(4)
+    before = tiny.weights(trainer.engine)
+    trainer.forward_backward(data, "dpo")
+    trainer.forward_backward(BAD, "cross_entropy")  # nobody looks
+    steps = []
+    for _ in range(2):
+        trainer.forward_backward(data, "dpo").result()
+        steps.append(trainer.optim_step(ADAM))
+    assert trainer.forward(data, "dpo").result()  # what needs no step goes on; both steps have had their turn
+    assert trainer.engine.step == 0
+    fails(steps[1])
+    fails(steps[0])
+    assert tiny.difference(tiny.weights(trainer.engine), before) == 0
+
+    fresh = make_trainer()  # a step has told: the next gradient is a clean one
+    for one in (trainer, fresh):
+        one.forward_backward(data, "dpo")
+        one.optim_step(ADAM).result()
+        one.close()
+    assert all(torch.equal(a, b) for a, b in zip(tiny.weights(trainer.engine), tiny.weights(fresh.engine), strict=True))
+
+
+def test_reading_the_failed_call_is_not_reading_a_step(make_trainer):
+    trainer = make_trainer()
+    fails(trainer.forward_backward(BAD, "cross_entropy"))
+    fails(trainer.optim_step(ADAM))
+    assert trainer.optim_step(ADAM).result()
+
+
+def test_the_end_of_the_run_tells_what_nobody_has_read(make_trainer):
+    trainer = make_trainer()
+    trainer.forward_backward(BAD, "cross_entropy")
+    with pytest.raises(DataError, match=MISSING):
+        trainer.close()
+
+    trainer = make_trainer()
+    trainer.forward_backward(BAD, "cross_entropy")
+    trainer.optim_step(ADAM)  # nor this
+    with pytest.raises(DataError, match=MISSING):
+        trainer.close()
+
+    trainer = make_trainer()
+    fails(trainer.forward_backward(BAD, "cross_entropy"))
+    trainer.close()  # it has been read
+
+
+def test_reading_another_error_hides_none(make_trainer):
+    trainer = make_trainer()
+    trainer.forward_backward(BAD, "cross_entropy")
+    fails(trainer.load_state("nowhere"), "is not a checkpoint", CheckpointError)
+    with pytest.raises(DataError, match=MISSING):
+        trainer.close()
+
+
+def test_an_old_error_read_again_hides_no_new_one(make_trainer):
+    trainer = make_trainer()
+    trainer.forward_backward(BAD, "cross_entropy")
+    old = trainer.optim_step(ADAM)
+    fails(old)
+    trainer.forward_backward(BAD * 2, "cross_entropy")
+    trainer.forward(tiny.datums(1), "cross_entropy").result()
+    fails(old)
+    fails(trainer.optim_step(ADAM))
+
+
+def test_awaiting_an_error_is_reading_it(make_trainer):
+    trainer = make_trainer()
+
+    async def program():
+        trainer.forward_backward(BAD, "cross_entropy")
+        with pytest.raises(DataError, match=MISSING):
+            await trainer.optim_step(ADAM)
+        return await trainer.optim_step(ADAM)
+
+    assert asyncio.run(program()).metrics["optim/num_loss_tokens"] == 0
+
+
+@pytest.mark.parametrize("call", ["forward", "save_state", "load_state", "save_weights_for_sampler_ext"])
+def test_every_kind_of_call_counts(make_trainer, tmp_path, call):
+    trainer = make_trainer()
+    (tmp_path / "taken").mkdir()
+    arguments = {"forward": (BAD, "cross_entropy"), "load_state": (str(tmp_path / "taken"),)}.get(call, ("taken",))
+    getattr(trainer, call)(*arguments)
+    with pytest.raises(CookbookError):
+        trainer.optim_step(ADAM).result()
+
+
+def test_a_gradient_that_is_not_finite_is_dropped(make_trainer):
+    trainer, data = make_trainer(), tiny.datums(2)
+    before = tiny.weights(trainer.engine)
+    trainer.forward_backward_custom(data, lambda _, rows: (rows[0].sum() * 1e36, {}))
+    with pytest.raises(BackendError, match=r"the gradient norm is (inf|nan)"):
+        trainer.optim_step(ADAM).result()
+    assert tiny.difference(tiny.weights(trainer.engine), before) == 0
+    trainer.forward_backward(data, "dpo")
+    assert trainer.optim_step(ADAM).result().metrics["optim/grad_norm"] > 0
+
+
+def test_a_bug_in_a_loss_keeps_its_trace(make_trainer):
+    trainer = make_trainer()
+
+    def broken(data, logprobs):
+        return logprobs[99].sum(), {}
+
+    with pytest.raises(IndexError) as caught:
+        trainer.forward_backward_custom(tiny.datums(1), broken).result()
+    assert any(entry.name == "broken" for entry in caught.traceback)
+    assert not isinstance(caught.value, CookbookError)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda t: t.forward([], "crossentropy"), "unknown name 'crossentropy'.*cross_entropy"),
+        (lambda t: t.forward_backward([], "dpo", {"bta": 1}), "unknown key 'loss_fn_config.bta'"),
+        (lambda t: t.optim_step(ADAM, "tokens"), "grad_accumulation_normalization: expected null"),
+        (lambda t: t.save_state("../elsewhere"), "checkpoint name"),
+        (lambda t: t.save_weights_for_sampler_ext("a", checkpoint_type="delta"), "got 'delta'"),
+    ],
+)
+def test_mistakes_that_need_no_model_are_told_at_once(make_trainer, call, message):
+    trainer = make_trainer()
+    with pytest.raises(CookbookError, match=message):
+        call(trainer)
+    assert trainer.optim_step(ADAM).result()  # and are forgotten
+
+
+def test_the_reference_is_the_model_at_the_start(make_trainer, make_engine):
+    data = tiny.datums(2)
+    expected = [row["logprobs"].array for row in make_engine().forward(data).loss_fn_outputs]
+    for options in ({}, {"lora_rank": 4}):
+        trainer = make_trainer(**options)
+        reference = trainer.reference()
+        for _ in range(2):
+            trainer.forward_backward(data, "dpo")
+            trainer.optim_step(AdamParams(learning_rate=1e-2))
+        for found, start in zip(reference.logprobs(data).result(), expected, strict=True):
+            np.testing.assert_allclose(found, start, atol=1e-5)
+
+
+def test_the_reference_of_a_trained_adapter_is_the_trained_one(make_trainer):
+    trainer, data = make_trainer(lora_rank=4), tiny.datums(2)
+    trainer.forward_backward(data, "dpo")
+    trainer.optim_step(AdamParams(learning_rate=1e-2))
+    expected = trainer.forward(data, "dpo").result().loss_fn_outputs
+    reference = trainer.reference()
+    trainer.forward_backward(data, "dpo")
+    trainer.optim_step(AdamParams(learning_rate=1e-2))
+    for found, row in zip(reference.logprobs(data).result(), expected, strict=True):
+        np.testing.assert_array_equal(found, row["logprobs"].array)
+
+
+# ---- start and end ---------------------------------------------------------------------------------------------------
+
+
+def test_closing_waits_and_refuses_more(make_trainer):
+    trainer = make_trainer()
+    last = trainer.forward_backward(tiny.datums(2), "dpo")
+    trainer.close()
+    assert last.done()
+    trainer.close()  # twice is fine
+    with pytest.raises(BackendError, match="the trainer is closed"):
+        trainer.forward(tiny.datums(1), "dpo")
+
+
+def test_a_model_that_cannot_be_loaded_leaves_no_thread(tmp_path):
+    before = threading.active_count()
+    with pytest.raises(BackendError, match="no such folder"):
+        LocalTrainer(ModelConfig(str(tmp_path / "nothing")), LocalConfig())
+    assert threading.active_count() == before
+
+
+def test_a_broken_model_file_is_one_line(tmp_path, tiny_folder):
+    import shutil
+
+    shutil.copytree(tiny_folder, tmp_path / "broken")
+    (tmp_path / "broken" / "model.safetensors").write_bytes(b"not tensors")
+    with pytest.raises(BackendError, match="cannot load the weights") as caught:
+        LocalTrainer(ModelConfig(str(tmp_path / "broken")), LocalConfig())
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"packing": "tight"}, "backend.packing: expected one of"),
+        ({"threads": 0}, "threads and micro_batch_tokens must be at least 1"),
+        ({"activation_checkpointing": "maybe"}, "expected auto, true or false"),
+    ],
+)
+def test_options_out_of_range(options, message):
+    with pytest.raises(ConfigError, match=message):
+        LocalConfig(**options)
+
+
+@pytest.mark.parametrize("device", ["warp", "cuda"])
+def test_a_device_that_is_not_there(device):
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("it is there")
+    with pytest.raises(ConfigError, match=r"backend\.device: "):
+        LocalConfig(device=device).torch_device()
+
+
+def test_the_worker_outlives_its_jobs():
+    worker = Worker(1)
+    held = worker.submit(lambda: 1 / 0)
+    assert isinstance(held.exception(), ZeroDivisionError)
+    assert worker.submit(threading.get_ident).result() != threading.get_ident()
+    assert worker.submit(torch.get_num_threads).result() == 1
+    slow = worker.submit(lambda: time.sleep(0.05) or "done")
+    worker.close()
+    assert slow.result(timeout=0) == "done"
+
+
+def test_running_out_of_memory_says_what_to_turn():
+    message = r"out of memory: .*; lower backend.micro_batch_tokens"
+    for error in (torch.OutOfMemoryError("CUDA out of memory\nmore"), RuntimeError("[enforce] can't allocate memory: 5 bytes")):
+        found = explained(error)
+        assert isinstance(found, BackendError)
+        with pytest.raises(BackendError, match=message):
+            raise found
+    other = RuntimeError("something else")
+    assert explained(other) is other
