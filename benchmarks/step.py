@@ -72,7 +72,7 @@ def datums(lengths: list[int]) -> list[Datum]:
 
 
 def custom_loss(language_model: LanguageModel) -> Candidates:
-    """The same objective by name, as a function, and the way of hosted services: forward, then a surrogate's forward_backward."""
+    """The same objective by name, as a function, and as hosted services do it: forward, then forward_backward."""
     engine = Engine(language_model, EngineOptions(token_metrics=False))
     data = get_loss("cross_entropy").prepare(datums([257] * 16))
     loss = get_loss("cross_entropy")

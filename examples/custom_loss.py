@@ -10,7 +10,12 @@ import torch
 import cookbook as tinker
 from cookbook import types
 
-QUESTIONS = {"12+30=": ("42", "about 40"), "55+18=": ("73", "about 70"), "9+83=": ("92", "about 90"), "64+27=": ("91", "about 90")}
+QUESTIONS = {  # the right answer and the wrong one
+    "12+30=": ("42", "about 40"),
+    "35+18=": ("53", "about 50"),
+    "9+43=": ("52", "about 50"),
+    "44+27=": ("71", "about 70"),
+}
 STEPS = 30
 
 
@@ -25,7 +30,7 @@ def unlikelihood(data, logprobs_list):
         else:
             wrong = wrong - torch.log1p(-mean_logprob.exp().clamp(max=1 - 1e-6))
     pairs = len(data) / 2
-    return (right + wrong) / pairs, {"right": float(right) / pairs, "wrong": float(wrong) / pairs}
+    return (right + wrong) / pairs, {"right": right.item() / pairs, "wrong": wrong.item() / pairs}
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import cookbook as tinker
 from cookbook import types
 
 WORDS = {"cat": "atcay", "dog": "ogday", "banana": "ananabay", "sun": "unsay", "tree": "eetray", "cookbook": "ookbookcay"}
-STEPS = 60
+STEPS = 160
 
 
 def main() -> None:
@@ -21,15 +21,17 @@ def main() -> None:
     for step in range(STEPS):
         # Both calls return at once; the second waits for the first on the trainer's side.
         gradient = training_client.forward_backward(data, "cross_entropy")
-        update = training_client.optim_step(types.AdamParams(learning_rate=5e-3))
+        update = training_client.optim_step(types.AdamParams(learning_rate=3e-3))
         outputs = gradient.result().loss_fn_outputs
         update.result()
-        if step % 10 == 0 or step == STEPS - 1:
+        if step % 20 == 0 or step == STEPS - 1:
             print(f"step {step:3d}  loss per token {loss_per_token(data, outputs):.4f}")
 
     sampling_client = training_client.save_weights_and_get_sampling_client()
     params = types.SamplingParams(max_tokens=16, temperature=0.0)
-    futures = {word: sampling_client.sample(prompt=prompt(tokenizer, word), num_samples=1, sampling_params=params) for word in WORDS}
+    futures = {}
+    for word in WORDS:
+        futures[word] = sampling_client.sample(prompt=prompt(tokenizer, word), num_samples=1, sampling_params=params)
     for word, future in futures.items():
         print(f"{word} -> {tokenizer.decode(future.result().sequences[0].tokens, skip_special_tokens=True)}")
 

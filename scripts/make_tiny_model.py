@@ -23,7 +23,14 @@ from cookbook.data.byte_tokenizer import byte_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTEXT = 4096
-SHIPPED = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+SHIPPED = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
 EXACT = ["recipe=sft", "data=arithmetic_chat"]
 ROUNDED = [
     "recipe=sft",

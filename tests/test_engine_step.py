@@ -349,3 +349,15 @@ def test_a_datum_of_tokens_and_weights_works_with_any_loss(make_engine):
 
     engine.forward_backward(data, custom)
     assert tiny.difference(tiny.gradients(engine), built_in) < 1e-6
+
+
+def test_a_step_without_gradient_moves_nothing(make_engine) -> None:
+    """Neither momentum nor weight decay moves weights in a step that taught nothing, as when no group has a spread."""
+    engine = make_engine()
+    adam = AdamParams(learning_rate=1e-2, weight_decay=0.1)
+    engine.forward_backward(weighted([1.0, 1.0, 0.5]), SUM)
+    engine.optim_step(adam, None)
+    before = {name: parameter.clone() for name, parameter in engine.model.network.named_parameters()}
+    metrics = engine.optim_step(adam, BY_TOKENS).metrics
+    assert metrics["optim/num_loss_tokens"] == 0.0 and engine.step == 2
+    assert all(torch.equal(parameter, before[name]) for name, parameter in engine.model.network.named_parameters())

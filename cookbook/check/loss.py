@@ -52,37 +52,35 @@ def check_loss(loss: LossFunction, seed: int = 0) -> list[Verdict]:
         A verdict per check, in a fixed order. Print them, or ask ``verdict.failed``.
     """
     bench = Bench(loss, seed)
-    verdicts = [_made(bench, name, check) for name, check in FIRST.items()]
-    if any(verdict.failed for verdict in verdicts):
-        # A failure of the first makes the second meaningless as well.
-        index = next(index for index, verdict in enumerate(verdicts) if verdict.failed)
-        names = [*list(FIRST)[index + 1 :], *THEN]
-        skipped = [Verdict(name, State.skipped, f"not examined: {verdicts[index].check!r} comes first") for name in names]
-        return [*verdicts[: index + 1], *skipped]
-    return [*verdicts, *(_made(bench, name, check) for name, check in THEN.items())]
+    verdicts: list[Verdict] = []
+    hurdle = ""  # the first of FIRST that failed
+    for name, check in {**FIRST, **THEN}.items():
+        if hurdle:
+            verdicts.append(Verdict(name, State.skipped, f"not examined: {hurdle!r} comes first"))
+            continue
+        verdicts.append(_made(bench, name, check))
+        hurdle = name if verdicts[-1].failed and name in FIRST else ""
+    return verdicts
 
 
 def _made(bench: Bench, name: str, check: Check) -> Verdict:
     """The verdict, also where the loss raises on a batch that is in order."""
     try:
-        verdict = check(bench)
+        return replace(check(bench), check=name)
     except REFUSALS as error:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         keys = ", ".join(sorted(bench.draws[0].data[0].loss_fn_inputs))
-        verdict = failed(
-            f"raised {type(error).__name__}: {str(error).partition(chr(10))[0]}{_place(error)}",
-            "a batch that is in order stops the run",
-            f"the datums carried {keys}" + ("; a function declares further ones as my_loss.needs = {'key'}" * _is_key(error)),
-        )
-    return replace(verdict, check=name)
-
-
-def _is_key(error: BaseException) -> bool:
-    return isinstance(error, KeyError)
+        remedy = f"the datums carried {keys}"
+        if isinstance(error, KeyError):
+            remedy += "; a function declares further ones as my_loss.needs = {'key'}"
+        verdict = failed(f"raised {reason}{_place(error)}", "a batch that is in order stops the run", remedy)
+        return replace(verdict, check=name)
 
 
 def _place(error: BaseException) -> str:
-    """Where in the user's file, or nothing when it was raised in one of ours."""
-    own = Path(__file__).resolve().parent
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).resolve().parent != own]
-    mine = [frame for frame in frames if "site-packages" not in frame.filename]
-    return f" ({Path(mine[-1].filename).name}:{mine[-1].lineno})" if mine else ""
+    """Where in the loss's file; nothing when the error was raised outside of it."""
+    bench = Path(__file__).resolve().parent
+    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    last_own = max(index for index, (path, _) in enumerate(frames) if path.resolve().parent == bench)
+    inside = [frame for frame in frames[last_own + 1 :] if "site-packages" not in frame[0].parts]
+    return f" ({inside[-1][0].name}:{inside[-1][1]})" if inside else ""

@@ -45,7 +45,7 @@ class Verdict:
         return self.state is State.failed
 
     def __str__(self) -> str:
-        rest = f"; in training: {self.harm}; {self.remedy}" if self.failed else ""
+        rest = f"; in training: {self.harm}; change: {self.remedy}" if self.failed else ""
         return f"{self.state:<6}  {self.check}: {self.found}{rest}"
 
 

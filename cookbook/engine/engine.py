@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from cookbook.engine.batching import MicroBatch, collate, plan
+from cookbook.engine.datum_check import check_datum
 from cookbook.engine.head import OutputHead
-from cookbook.engine.model import LanguageModel
+from cookbook.engine.loss_gradient import LossFunction, loss_gradient
+from cookbook.engine.model import LanguageModel, deprecations_hidden
 from cookbook.engine.optimizer import Optimizer
 from cookbook.errors import BackendError, ConfigError, DataError
 from cookbook.losses.base import Loss, Scope
@@ -28,9 +30,6 @@ from cookbook.normalization import GradientCounts, Normalization, Reduction, che
 from cookbook.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput, TensorData
 
 log = logging.getLogger("cookbook")
-
-LossFunction = Callable[[Sequence[Datum], list[Tensor]], tuple[Tensor, Mapping[str, float]]]
-
 
 @dataclass(frozen=True)
 class EngineOptions:
@@ -80,7 +79,8 @@ class Engine:
         self.passes = 0  # forward passes of the model since the start: what a loss costs, countable
         self.seeds = 0  # drawn since the last step
         if options.activation_checkpointing:
-            model.network.gradient_checkpointing_enable({"use_reentrant": False})
+            with deprecations_hidden():
+                model.network.gradient_checkpointing_enable({"use_reentrant": False})
 
     @functools.cached_property
     def optimizer(self) -> Optimizer:
@@ -136,6 +136,8 @@ class Engine:
     def optim_step(self, adam: AdamParams, normalization: Normalization | None) -> OptimStepOutput:
         """Divides what has accumulated, once; clips; steps; clears.
 
+        Where no token carries a gradient nothing moves, neither by momentum nor by weight decay; the step still counts.
+
         Raises:
             BackendError: the gradient is not finite. The weights are untouched and the gradient is dropped.
             ConfigError: a mean would be divided again.
@@ -151,8 +153,9 @@ class Engine:
                 f"optim_step: the gradient norm is {norm} after {self.step} steps; lower optim.lr or look at the data"
             )
         clip = min(1.0, adam.grad_clip_norm / (norm + 1e-6)) if adam.grad_clip_norm > 0 else 1.0
-        self.optimizer.step(adam, clip / divisor)
         counts = self.counts
+        if counts.num_loss_tokens:
+            self.optimizer.step(adam, clip / divisor)
         self.discard_gradient()
         self.step += 1
         self.version += 1
@@ -215,7 +218,7 @@ class Engine:
         """One pass. Files what it found under ``scores``; returns logprobs ``(N, ...)`` in the order of ``batch.indices``."""
         device = self.model.device
         inputs = collate(data, batch, device)
-        targets = torch.cat([_targets(data[index], index) for index in batch.indices]).to(device)
+        targets = torch.cat([_targets(data[index]) for index in batch.indices]).to(device)
         arguments: dict[str, Any] = {"input_ids": inputs.input_ids}
         if inputs.position_ids is not None:
             arguments["position_ids"] = inputs.position_ids
@@ -239,7 +242,7 @@ class Engine:
             raise DataError("forward_backward: got no datums; pass at least one")
         vocabulary = self.model.network.config.get_text_config().vocab_size
         for index, datum in enumerate(data):
-            _check(datum, index, vocabulary, self.model.max_length)
+            check_datum(datum, index, vocabulary, self.model.max_length)
         by_width: dict[int, list[int]] = {}  # top-K targets of one K share a pass
         for index, datum in enumerate(data):
             shape = datum.loss_fn_inputs["target_tokens"].shape
@@ -315,99 +318,8 @@ class Engine:
         return ForwardBackwardOutput(outputs, found)
 
 
-def loss_gradient(
-    loss: LossFunction, data: Sequence[Datum], logprobs: Mapping[int, Tensor]
-) -> tuple[Tensor, Mapping[str, float], dict[int, Tensor]]:
-    """The loss's value, its metrics, and dL/dlogprob per datum. The keys of ``logprobs`` are the datums' places in the call.
-
-    Raises:
-        BackendError: the value is not a finite scalar; a gradient is missing, not finite, or (for a function without a
-            declared reduction) zero everywhere.
-    """
-    flat = torch.cat([row.reshape(-1) for row in logprobs.values()]).requires_grad_()
-
-    def rows(values: Tensor) -> dict[int, Tensor]:
-        parts = torch.split(values, [row.numel() for row in logprobs.values()])
-        return {index: part.view(row.shape) for part, (index, row) in zip(parts, logprobs.items(), strict=True)}
-
-    value, metrics = _call(loss, data, list(rows(flat).values()))
-    name = getattr(loss, "name", None) or getattr(loss, "__name__", type(loss).__name__)
-    gradient = torch.autograd.grad(value, flat, allow_unused=True)[0] if value.requires_grad else None
-    if not torch.isfinite(value):
-        where = _blame(logprobs, logprobs if gradient is None else rows(gradient))
-        raise BackendError(f"loss {name}: returned {value.item()} for {where}; look at what the loss reads there")
-    if not value.requires_grad:
-        raise BackendError(
-            f"loss {name}: does not depend on the logprobs, so nothing would be trained; compute it from `logprobs` without "
-            ".item(), .detach() or numpy"
-        )
-    if gradient is None or not (isinstance(loss, Loss) or gradient.any()):
-        kind = "no" if gradient is None else "a zero"
-        raise BackendError(f"loss {name}: has {kind} gradient with respect to the logprobs, so nothing would be trained")
-    if not torch.isfinite(gradient).all():
-        raise BackendError(f"loss {name}: its gradient is not finite for {_blame(rows(gradient))}")
-    return value.detach(), metrics, rows(gradient)
-
-
-def _call(loss: LossFunction, data: Sequence[Datum], logprobs: list[Tensor]) -> tuple[Tensor, Mapping[str, float]]:
-    result = loss(data, logprobs)
-    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
-        raise BackendError("loss: must return (scalar tensor, dict of metrics)")
-    value, metrics = result
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        raise BackendError(f"loss: must return a scalar tensor, got {_described(value)}")
-    return value.reshape(()), {key: _number(key, number) for key, number in metrics.items()}
-
-
-def _number(key: str, value: Any) -> float:
-    try:
-        return float(value.detach() if isinstance(value, Tensor) else value)
-    except (TypeError, ValueError, RuntimeError):
-        raise BackendError(f"loss: metric {key!r} must be one number, got {_described(value)}") from None
-
-
-def _described(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-
-
-def _blame(*columns: Mapping[int, Tensor]) -> str:
-    """The datums with a number that is not finite in one of the columns; all of them when the fault is elsewhere."""
-    everyone = list(columns[0])
-    bad = [index for index in everyone if not all(torch.isfinite(column[index]).all() for column in columns)] or everyone
-    shown = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
-    return f"datums {shown}" if len(bad) > 1 else f"datum {shown}"
-
-
-def _targets(datum: Datum, index: int) -> Tensor:
+def _targets(datum: Datum) -> Tensor:
     return torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array).long()
-
-
-def _check(datum: Datum, index: int, vocabulary: int, max_length: int) -> None:
-    """Everything that would otherwise fail deep inside the model, or not at all."""
-    if "target_tokens" not in datum.loss_fn_inputs:
-        raise DataError(
-            f"datum {index}: missing required field 'target_tokens'; build it with datum_from_tokens_weights, or add the "
-            "input tokens shifted by one"
-        )
-    length = datum.model_input.length
-    targets = datum.loss_fn_inputs["target_tokens"].array
-    if length == 0:
-        raise DataError(f"datum {index}: model_input is empty; give at least one token")
-    if length > max_length:
-        raise DataError(f"datum {index}: {length} tokens exceed the model's context of {max_length}; shorten it")
-    if targets.dtype.kind not in "iu" or targets.ndim not in (1, 2):
-        raise DataError(
-            f"datum {index}: target_tokens must be integers of shape (T,) or (T, K), got {targets.dtype} {targets.shape}"
-        )
-    for key, low, high in (
-        ("model_input", min(datum.model_input.tokens), max(datum.model_input.tokens)),
-        ("target_tokens", int(targets.min()), int(targets.max())),
-    ):
-        if low < 0 or high >= vocabulary:
-            wrong = low if low < 0 else high
-            raise DataError(
-                f"datum {index}: {key} holds token {wrong}, and the vocabulary has {vocabulary}; use this model's tokenizer"
-            )
 
 
 def _token_metrics(data: Sequence[Datum], scores: _Scores) -> dict[str, float]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -119,6 +122,14 @@ def load(config: ModelConfig, device: torch.device, seed: int) -> LanguageModel:
     return LanguageModel(network, tokenizer, config, device)
 
 
+@contextlib.contextmanager
+def deprecations_hidden() -> Iterator[None]:
+    """Hides what transformers tells PEFT, or us, about names that older versions need: no user can act on it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+        yield
+
+
 def load_tokenizer(config: ModelConfig) -> Any:
     """The tokenizer of ``config.name``, with ``config.chat_template`` in place of its own when given."""
     from transformers import AutoTokenizer
@@ -177,7 +188,7 @@ def _add_lora(network: Any, config: ModelConfig, seed: int) -> Any:
         target_modules=modules if isinstance(modules, str) else list(modules),
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), deprecations_hidden():
         torch.manual_seed(seed)
         try:
             return get_peft_model(network, lora)
@@ -189,7 +200,8 @@ def _load_adapter(network: Any, folder: str) -> Any:
     from peft import PeftModel
 
     try:
-        return PeftModel.from_pretrained(network, folder, is_trainable=True)
+        with deprecations_hidden():
+            return PeftModel.from_pretrained(network, folder, is_trainable=True)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise BackendError(_cannot_load("adapter", folder, error)) from None
 

@@ -1,0 +1,45 @@
+"""The examples run as they are written, only shorter: with our types, and with the `tinker` package's when it is there."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def losses(printed: str) -> list[float]:
+    return [float(line.split("loss")[1].replace("per token", "").split()[0]) for line in printed.splitlines() if "loss" in line]
+
+
+@pytest.mark.parametrize("name", ["sft_loop", "custom_loss"])
+def test_an_example_learns(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = example(name)
+    monkeypatch.setattr(module, "STEPS", 12)
+    module.main()
+    found = losses(capsys.readouterr().out)
+    assert len(found) >= 2 and found[-1] < 0.8 * found[0]
+
+
+def test_the_loop_takes_tinkers_own_types(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The same file with `types` from the tinker package: what a program written for Tinker hands over."""
+    tinker = pytest.importorskip("tinker", reason="the tinker package is not installed (pip install 'cookbook[tinker]')")
+    monkeypatch.chdir(tmp_path)
+    module = example("sft_loop")
+    monkeypatch.setattr(module, "STEPS", 12)
+    monkeypatch.setattr(module, "types", tinker.types)
+    module.main()
+    found = losses(capsys.readouterr().out)
+    assert found[-1] < 0.8 * found[0]
