@@ -91,7 +91,7 @@ def _checkpoint(path: Path) -> Path:
 def opened(out: Path, cfg: DictConfig, overrides: list[str], resume_from: Path | None) -> Iterator[None]:
     """The folder with ``config.yaml``, ``environment.json`` and a log, while it is entered.
 
-    A mistake that shows before the first row of metrics leaves nothing behind of a folder made here.
+    A mistake that shows before the first row of metrics, or Ctrl-C, leaves nothing behind of a folder made here.
 
     Raises:
         ConfigError: the folder cannot be written, or holds a run with other identity.
@@ -102,7 +102,7 @@ def opened(out: Path, cfg: DictConfig, overrides: list[str], resume_from: Path |
         with logging_to(out):
             log.info("%s", json.dumps(environment(overrides)))
             yield
-    except CookbookError:
+    except (CookbookError, KeyboardInterrupt):
         if out in made and not (out / METRICS).exists():
             shutil.rmtree(out, ignore_errors=True)
             with contextlib.suppress(OSError):

@@ -1,6 +1,7 @@
 """A run that was stopped, however it was stopped, goes on to exactly where it would have come undisturbed."""
 
 import contextlib
+import importlib
 import random
 import signal
 import subprocess
@@ -89,6 +90,21 @@ def test_terminate_is_the_same_and_the_printed_command_goes_on(capsys):
     again = resume_words(capsys.readouterr().out)
     assert run(again) == 0
     same_as_undisturbed("its place/a=b")
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "tensorboard"])
+def test_a_tracker_goes_on_in_the_same_place(tracker, monkeypatch):
+    pytest.importorskip(tracker, reason=f"{tracker} is an extra")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    words = [*SMALL["orpo"], *FOUR, f"tracker={tracker}", "out=run"]
+    assert train(*words, *stop_at(2)) == 130
+    assert train(*words) == 0
+    if tracker == "wandb":  # two offline runs of one id, which the server joins
+        assert len({path.name.rpartition("-")[2] for path in Path("run/wandb").glob("offline-run-*")}) == 1
+    else:
+        accumulator = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+        events = accumulator.EventAccumulator("run/tensorboard").Reload()
+        assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4]
 
 
 # A process of its own

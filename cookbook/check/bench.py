@@ -23,7 +23,7 @@ FINE = 1e-6  # step of finite differences, nats, where float64 is computed in
 
 @dataclass(frozen=True)
 class Passport:
-    """What a loss declares. ``reduction`` is None for a plain function, which declares ``needs`` and ``stop_gradient`` at most."""
+    """What a loss declares. A plain function has no ``reduction``, and may declare ``needs`` and ``stop_gradient``."""
 
     reduction: Reduction | None
     normalization: Normalization | None

@@ -13,7 +13,7 @@ from cookbook import paths
 from cookbook.check.rows import Survey, Trained, lengths, pieces, survey
 from cookbook.cli import tables, token_text
 from cookbook.data import Renderer, load_rows
-from cookbook.engine.model import ModelConfig, load_tokenizer
+from cookbook.engine.model import ModelConfig, context_length, load_tokenizer
 from cookbook.errors import ConfigError, CookbookError
 from cookbook.session import Settings, settings
 
@@ -56,14 +56,12 @@ def context(config: ModelConfig, tokenizer: Any) -> int | None:
     """The longest sequence of the model, tokens, from its configuration and tokenizer alone; None: no limit is known."""
     from transformers import AutoConfig
 
-    limits = [getattr(tokenizer, "model_max_length", None)]
+    architecture = None
     with contextlib.suppress(OSError, ValueError):  # an adapter's folder has a tokenizer and no configuration of the model
         architecture = AutoConfig.from_pretrained(
             config.name, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
-        limits.append(getattr(architecture.get_text_config(), "max_position_embeddings", None))
-    known = [int(limit) for limit in limits if limit and limit < 1 << 30]
-    return min(known, default=None)
+    return context_length(architecture, tokenizer)
 
 
 def _survey(typed: Settings, kind: str, renderer: Renderer, which: Any, max_tokens: int) -> Survey:

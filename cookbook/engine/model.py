@@ -57,9 +57,7 @@ class LanguageModel:
     @property
     def max_length(self) -> int:
         """The longest sequence the positions allow, tokens."""
-        limits = [getattr(self.network.config.get_text_config(), "max_position_embeddings", None)]
-        limits.append(getattr(self.tokenizer, "model_max_length", None))
-        return int(min((limit for limit in limits if limit), default=1 << 30))
+        return context_length(self.network.config, self.tokenizer) or 1 << 30
 
     @functools.cached_property
     def packs(self) -> bool:
@@ -120,6 +118,17 @@ def load(config: ModelConfig, device: torch.device, seed: int) -> LanguageModel:
         network = _add_lora(network, config, seed)
     network.eval()
     return LanguageModel(network, tokenizer, config, device)
+
+
+def context_length(architecture: Any, tokenizer: Any) -> int | None:
+    """The longest sequence, tokens, that the positions and the tokenizer allow; None when neither knows a limit.
+
+    ``architecture`` is a Hugging Face config, or None.
+    """
+    limits = [getattr(tokenizer, "model_max_length", None)]
+    if architecture is not None:
+        limits.append(getattr(architecture.get_text_config(), "max_position_embeddings", None))
+    return min((int(limit) for limit in limits if limit and limit < 1 << 30), default=None)
 
 
 @contextlib.contextmanager
