@@ -1,6 +1,6 @@
 """A supervised loop of your own, in the calls of Tinker's documentation. Swap the import for ``tinker`` and it trains there.
 
-    python examples/sft_loop.py
+python examples/sft_loop.py
 """
 
 import numpy as np

@@ -99,7 +99,10 @@ def test_pairs_train_the_whole_answer_however_alike_the_answers_are(renderer):
     for chat in (False, True):
         datums = preference_datums(data, renderer, DataConfig(chat=chat))
         assert [trained(renderer, datum).removesuffix("<|im_end|>") for datum in datums] == [
-            "The answer is 4", "The answer is 5", "4", "4 or 5",
+            "The answer is 4",
+            "The answer is 5",
+            "4",
+            "4 or 5",
         ]
         assert [datum.where for datum in datums] == ["train.jsonl:1"] * 2 + ["train.jsonl:2"] * 2
 
@@ -173,7 +176,8 @@ def test_no_rows_are_no_datums(renderer):
 def test_text_and_chat_rows_in_one_file(renderer):
     data = rows({"prompt": "ab", "completion": "c"}, {"prompt": [USER], "completion": [ANSWER]})
     assert [trained(renderer, datum) for datum in conversation_datums(data, renderer, DataConfig())] == [
-        "c<|im_end|>", "4<|im_end|>",
+        "c<|im_end|>",
+        "4<|im_end|>",
     ]
 
 

@@ -77,7 +77,9 @@ def test_prompts_leave_answers_out():
 def test_implicit_prompts_are_whole_messages():
     pair = read(preference_reader, {"chosen": [USER, ANSWER], "rejected": [USER, OTHER]})
     assert (pair.chosen.start, said(pair.chosen)[-1], said(pair.rejected)[-1]) == (
-        1, ("assistant", "4"), ("assistant", "five"),
+        1,
+        ("assistant", "4"),
+        ("assistant", "five"),
     )
     # One side goes on: what it has more of is part of its answer, and the other side keeps its own.
     more = [USER, ANSWER, {"role": "user", "content": "sure?"}, OTHER]

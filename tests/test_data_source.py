@@ -157,7 +157,7 @@ def test_a_dataset_by_name(hub_folder, streaming):
     rows = load_rows(DataConfig(name=hub_folder, streaming=streaming, limit=2))
     assert texts(rows) == ["row 0", "row 1"]
     assert rows[1].where == f"{hub_folder}[train]:1"
-    with pytest.raises(DataError, match=r'test.*check data\.name or data\.path, data\.subset and data\.split'):
+    with pytest.raises(DataError, match=r"test.*check data\.name or data\.path, data\.subset and data\.split"):
         load_rows(DataConfig(name=hub_folder, streaming=streaming, split="test"))
 
 

@@ -33,7 +33,9 @@ def test_an_example_learns(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert len(found) >= 2 and found[-1] < 0.8 * found[0]
 
 
-def test_the_loop_takes_tinkers_own_types(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_loop_takes_tinkers_own_types(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     """The same file with `types` from the tinker package: what a program written for Tinker hands over."""
     tinker = pytest.importorskip("tinker", reason="the tinker package is not installed (pip install 'cookbook[tinker]')")
     monkeypatch.chdir(tmp_path)

@@ -32,12 +32,11 @@ ENDS_ALL = PLAIN_CHATML + "{% if not add_generation_prompt %}<|endoftext|>{% end
 TRIMS = PLAIN_CHATML.replace("m.content", "m.content | trim")
 DROPS = PLAIN_CHATML.replace("m.content", "m.content.split('</think>')[-1]")
 ONLY_CONTENT = PLAIN_CHATML.replace(
-    "{{ m.content }}", "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
-    "{% else %}{{ m.content }}{% endif %}"
+    "{{ m.content }}",
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}",
 )
 LEFT_OPEN = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 
 

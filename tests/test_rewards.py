@@ -103,8 +103,7 @@ ROWS = [Row("train.jsonl:1", {"answer": 1}), Row("train.jsonl:2", {"answer": 0})
 
 def test_a_function_of_the_users(user_file):
     user_file(
-        "from my_neighbour_of_rewards import HALF\n"
-        "def f(completion, row):\n    return HALF * row['answer'] * len(completion)\n"
+        "from my_neighbour_of_rewards import HALF\ndef f(completion, row):\n    return HALF * row['answer'] * len(completion)\n"
     )
     assert score(Python("my_file.py:f"), ["abcd", "ab"], ROWS) == [2.0, 0.0]
 

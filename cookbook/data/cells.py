@@ -47,8 +47,7 @@ class Cells:
             raise DataError(f'{self.where}: "{column}" is null; mend or remove the row')
         columns = ", ".join(values) or "none"
         raise DataError(
-            f'{self.where}: no column "{column}", the row has {columns}; set data.columns.{role}.'
-            f"{did_you_mean(column, values)}"
+            f'{self.where}: no column "{column}", the row has {columns}; set data.columns.{role}.{did_you_mean(column, values)}'
         )
 
     def text(self, role: str) -> str:

@@ -43,8 +43,7 @@ def parse_messages(value: Any, where: str, column: str) -> tuple[Message, ...]:
         raise DataError(f'{where}: "{column}" must be a list of messages, got {type(value).__name__}')
     if not value:
         raise EmptyRowError(
-            f'{where}: "{column}" has no messages, so nothing would be trained on; '
-            "remove the row or set data.on_empty=skip"
+            f'{where}: "{column}" has no messages, so nothing would be trained on; remove the row or set data.on_empty=skip'
         )
     return tuple(_message(item, f'{where}: "{column}"[{index}]') for index, item in enumerate(value))
 

@@ -107,9 +107,7 @@ class Renderer:
 
     def _plain_prompts(self, examples: list[Plain]) -> list[tuple[list[int], str]]:
         encoded = self._encode([example.prompt for example in examples])
-        return [
-            (self._opening + tokens, example.prompt) for example, tokens in zip(examples, encoded, strict=True)
-        ]
+        return [(self._opening + tokens, example.prompt) for example, tokens in zip(examples, encoded, strict=True)]
 
     def _chat_prompts(self, chats: list[Chat]) -> list[tuple[list[int], str]]:
         texts = [self._template.prompt(chat) for chat in chats]

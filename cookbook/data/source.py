@@ -72,9 +72,7 @@ def _drawn(count: int, fraction: float, seed: int) -> set[int]:
     return set(np.random.default_rng((seed, *HELD_OUT)).permutation(count)[:held].tolist())
 
 
-def _read(
-    config: DataConfig, name: str | None, path: str | None, split: str, limit: int | None, prefix: str = ""
-) -> list[Row]:
+def _read(config: DataConfig, name: str | None, path: str | None, split: str, limit: int | None, prefix: str = "") -> list[Row]:
     """The first ``limit`` rows; the path goes before the name."""
     if path is not None:
         place = existing(path, f"data.{prefix}path")

@@ -31,6 +31,7 @@ from cookbook.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOu
 
 log = logging.getLogger("cookbook")
 
+
 @dataclass(frozen=True)
 class EngineOptions:
     """Memory and speed; no field changes a result beyond float rounding."""

@@ -261,9 +261,7 @@ def _carried(data: Sequence[Datum], key: str) -> str | None:
             return name
         if any(having):
             without, having_it = having.index(False), having.index(True)
-            raise DataError(
-                f"datum {without}: missing field {name!r}, which datum {having_it} has; give it to all or to none"
-            )
+            raise DataError(f"datum {without}: missing field {name!r}, which datum {having_it} has; give it to all or to none")
     return None
 
 
@@ -273,8 +271,7 @@ def _rows(data: Sequence[Datum], key: str, shapes: Sequence[Shape], beside: str)
     for index, (row, shape) in enumerate(zip(rows, shapes, strict=True)):
         if row.shape != shape:
             raise DataError(
-                f"datum {index}: {key} has {_size(row.shape)} and {beside} {_size(shape)}; "
-                "build both from the same tokens"
+                f"datum {index}: {key} has {_size(row.shape)} and {beside} {_size(shape)}; build both from the same tokens"
             )
     flat = np.concatenate([row.reshape(-1) for row in rows])
     if not np.isfinite(flat).all():

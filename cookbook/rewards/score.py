@@ -41,9 +41,7 @@ class _Naming:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, CookbookError):
             raise RolloutError(f"{self.where}: reward: {error}") from error
         if isinstance(error, Exception):

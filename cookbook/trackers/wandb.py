@@ -39,7 +39,7 @@ class WandbTracker:
                 mode=self.mode,  # type: ignore[arg-type]
                 tags=list(self.tags),
                 config=dict(config),
-                dir=out,
+                dir=str(Path(out).resolve()),
                 id=known,
                 resume="allow" if known else None,
             )
