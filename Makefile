@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help train test test-slow parity lint types check data tiny-model wheel clean
+.PHONY: help setup train test test-slow parity bench lint types check data tiny-model wheel clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -56,8 +56,11 @@ data: $(VENV)/installed ## Make data/arithmetic anew
 tiny-model: $(VENV)/installed ## Make data/tiny anew, from nothing
 	$(BIN)/python scripts/make_tiny_model.py
 
+bench: $(VENV)/installed ## What a step costs: a table of CPU seconds and ratios
+	$(BIN)/python benchmarks/step.py
+
 wheel: $(VENV)/installed ## Build the wheel into dist/
 	$(BIN)/python -m build --wheel --no-isolation
 
 clean: ## Remove what was built and installed; runs/ stays
-	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-trl dist build .mypy_cache .ruff_cache .pytest_cache

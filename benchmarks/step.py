@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from cookbook.data.byte_tokenizer import byte_tokenizer
 from cookbook.engine.engine import Engine, EngineOptions
@@ -35,6 +36,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    transformers_logging.disable_progress_bar()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         small, larger = model(Path(folder) / "small", 128, 4), model(Path(folder) / "larger", 256, 4)
