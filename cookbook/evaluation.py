@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -50,9 +50,17 @@ class Evaluation:
         return Evaluation({**self.metrics, **other.metrics}, [*self.examples, *other.examples])
 
 
-def greedy(sampler: Sampler, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Sample]:
-    """One completion for every prompt."""
-    futures = [sampler.sample(ModelInput.from_ints(prompt), 1, params) for prompt in prompts]
+def greedy(
+    sampler: Sampler, prompts: Sequence[Sequence[int]], params: SamplingParams, context: int | None = None
+) -> list[Sample]:
+    """One completion for every prompt, so short that both fit into ``context`` tokens."""
+
+    def fitting(length: int) -> SamplingParams:
+        if context is None or params.max_tokens is None:
+            return params
+        return replace(params, max_tokens=min(params.max_tokens, context - length))
+
+    futures = [sampler.sample(ModelInput.from_ints(prompt), 1, fitting(len(prompt))) for prompt in prompts]
     return [future.result().sequences[0] for future in futures]
 
 
@@ -81,6 +89,7 @@ def answers(
     data: Sequence[Datum],
     questions: Sequence[str],
     params: SamplingParams,
+    context: int | None,
     text: Callable[[Sequence[int]], str],
 ) -> Evaluation:
     """The share of held-out answers that greedy decoding reproduces token by token, ``eval/accuracy``.
@@ -92,7 +101,8 @@ def answers(
     asked = [row for row in asked if params.max_tokens is None or len(row[2]) <= params.max_tokens]
     if not asked:
         return Evaluation({})
-    samples = greedy(sampler, [prompt for _, prompt, _ in asked], params)
+    # A row that fills the context leaves less room than `max_tokens`, and always enough for its answer.
+    samples = greedy(sampler, [prompt for _, prompt, _ in asked], params, context)
     hits = [float(sample.tokens == answer) for sample, (_, _, answer) in zip(samples, asked, strict=True)]
     shown = zip(asked[:SHOWN], samples, hits, strict=False)
     examples = [Example(question, text(sample.tokens), hit) for (question, _, _), sample, hit in shown]

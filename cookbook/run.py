@@ -215,7 +215,8 @@ class Run:
     def evaluate_answers(self, data: Sequence[Datum], step: int) -> Evaluation:
         """How many held-out answers greedy decoding reproduces."""
         asked = [getattr(datum, "question", "") for datum in data]
-        return evaluation.answers(self._fresh(step), data, asked, self._greedy(), self.renderer.text)
+        context, text = self.renderer.max_length, self.renderer.text
+        return evaluation.answers(self._fresh(step), data, asked, self._greedy(), context, text)
 
     def _greedy(self) -> SamplingParams:
         stop = list(self.renderer.stop_token_ids)

@@ -207,7 +207,7 @@ def _run(typed: Settings, cfg: DictConfig, trainer: LocalTrainer, out: Path, res
             hook.on_start(run)
         yield run
         state = "finished"
-    except Interrupted:
+    except KeyboardInterrupt:
         state = "interrupted"
         raise
     finally:

@@ -161,6 +161,17 @@ def test_samples_may_lag_behind_the_weights():
     assert max(drift[0], drift[2]) < 1e-9 < 1e-6 < min(drift[1], drift[3])
 
 
+def test_held_out_rows_may_fill_the_context():
+    def row(length):
+        return json.dumps({"prompt": "1" * length, "completion": "22"}) + "\n"
+
+    write("train.jsonl", row(10) * 8)
+    write("eval.jsonl", row(10) + row(4093))  # with its answer and the end of text, all of the 4096 tokens
+    words = ["model=tiny", "data=jsonl", "data.path=train.jsonl", "data.eval_path=eval.jsonl"]
+    assert train(*SMALL["sft"], *words, "out=run") == 0
+    assert rows("run")[-1]["eval/answers"] == 2
+
+
 # The same again
 
 
