@@ -268,11 +268,13 @@ from cookbook.checkpoints import store
 from cookbook.engine.engine import Engine, EngineOptions
 from cookbook.engine.model import ModelConfig, load
 from cookbook.errors import CheckpointError
-from cookbook.types import AdamParams
+from cookbook.losses import CrossEntropy
+from cookbook.types import AdamParams, datum_from_tokens_weights
 from pathlib import Path
 
 model, folder = sys.argv[1], Path(sys.argv[2])
 engine = Engine(load(ModelConfig(model), torch.device("cpu"), 0), EngineOptions())
+engine.forward_backward([datum_from_tokens_weights([1, 2, 3], [1.0, 1.0, 1.0])], CrossEntropy())
 engine.optim_step(AdamParams(), None)  # now there are moments to save
 """
 FULL_DISK = """

@@ -93,7 +93,7 @@ COMPOSED = [
     (["optim.lrr=1"], f"unknown key 'optim.lrr'. Did you mean 'optim.lr'? {KEYS}"),
     (["optim=adamww"], "unknown optim 'adamww'. Did you mean 'adamw'? (choices: adamw)"),
     (["optim="], "optim: no option given (choices: adamw)"),
-    (["experiment=mine"], "unknown experiment 'mine'; it would be ./conf/experiment/mine.yaml"),
+    (["experiment=mine"], "unknown experiment 'mine'. (choices: grpo_gsm8k)"),
     (
         ["optim.lr=1e-5,1e-6"],
         "'optim.lr=1e-5,1e-6' is a list of values: add -m to sweep over them, or write 'optim.lr=[1e-5,1e-6]' for one list",
