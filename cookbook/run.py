@@ -219,7 +219,7 @@ class Run:
         return evaluation.answers(self._fresh(step), data, asked, self._greedy(), context, text)
 
     def _greedy(self) -> SamplingParams:
-        stop = list(self.renderer.stop_token_ids)
+        stop: list[str | int] = [*self.renderer.stop_token_ids, *(self.rollout.stop or [])]
         return SamplingParams(max_tokens=self.eval.max_tokens, temperature=0.0, stop=stop)
 
     def evaluate_rewards(self, prompts: Sequence[RenderedPrompt], step: int) -> Evaluation:
@@ -302,7 +302,7 @@ class Run:
         if not (due or stop or (number == step.total and self.checkpoint.final)):
             return
         saved = self.trainer.save_state(store.step_name(number), overwrite=True).result()
-        store.prune(self.out / "checkpoints", self.checkpoint.keep)
+        store.prune(self.out / "checkpoints", self.checkpoint.keep, number)
         log.info("saved %s", saved.path)
         for hook in self.hooks:
             hook.on_checkpoint(self, saved)

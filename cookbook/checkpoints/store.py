@@ -175,10 +175,15 @@ def newest(folder: Path) -> Path | None:
     return None
 
 
-def prune(folder: Path, keep: int | None) -> None:
-    """Deletes all but the newest ``keep`` checkpoints, and what killed saves left behind."""
+def prune(folder: Path, keep: int | None, saved: int | None = None) -> None:
+    """Deletes all but the newest ``keep`` checkpoints, and what killed saves left behind.
+
+    Those after step ``saved`` count for nothing: the run passed them over as damaged, and they must not push out good ones.
+    """
     for path in [*folder.glob(".*.tmp"), *folder.glob(".*.old")]:
         shutil.rmtree(path, ignore_errors=True)
     if keep is not None:
-        for path in all_steps(folder)[:-keep]:
+        steps = all_steps(folder)
+        counted = [path for path in steps if saved is None or int(path.name.removeprefix("step-")) <= saved]
+        for path in counted[:-keep]:
             shutil.rmtree(path)
