@@ -10,6 +10,7 @@ import tiny
 import torch
 
 from cookbook.engine import head
+from cookbook.engine.offload import offloading
 from cookbook.losses import DFT, DPO, GRPO, ORPO, CrossEntropy
 from cookbook.types import AdamParams, Datum, ModelInput
 
@@ -42,7 +43,7 @@ def test_gradients_are_those_of_plain_autograd(make_engine, name, dtype):
         assert tiny.difference(tiny.gradients(engine), expected) < SAME[dtype]
         assert output.metrics["loss"] == pytest.approx(value.item(), rel=1e-5)
         engine.discard_gradient()
-    assert engine.passes > 2  # it was really cut up, pairs too
+    assert engine.passes.count > 2  # it was really cut up, pairs too
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -76,9 +77,9 @@ def test_the_update_does_not_depend_on_the_order(make_engine, name):
 
 
 def passes_of(engine, data, loss):
-    before = engine.passes
+    before = engine.passes.count
     engine.forward_backward(data, loss)
-    return engine.passes - before
+    return engine.passes.count - before
 
 
 def test_a_custom_loss_costs_what_the_built_in_loss_costs(make_engine):
@@ -120,6 +121,27 @@ def test_saving_memory_changes_nothing(make_engine, option):
         found.append(tiny.gradients(engine))
     assert tiny.difference(found[1], found[0]) < 1e-6
     assert tiny.difference(found[2], found[0]) < 1e-6
+
+
+def test_offloading_leaves_the_weights_where_they_are(make_engine):
+    """Autograd saves weights for the backward pass as well; a copy of each would cost more than what is offloaded."""
+    engine = make_engine()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in engine.model.network.parameters()}
+    copied: list[int] = []
+    empty = torch.empty
+
+    def counting(*size, **options):
+        copied.append(int(np.prod(size[0])))
+        return empty(*size, **options)
+
+    with pytest.MonkeyPatch.context() as patch, offloading(engine.model.network.parameters(), engine.model.device):
+        patch.setattr("cookbook.engine.offload.torch.empty", counting)
+        x = torch.ones(3, 32, requires_grad=True)
+        layer = engine.model.network.model.layers[0].mlp.gate_proj
+        y = layer(x).square().sum()
+    assert weights and sum(copied) == 3 * 32 + 3 * 48  # the input, for the weight's gradient, and the square's own
+    y.backward()
+    assert torch.allclose(x.grad, 2 * (x @ layer.weight.T) @ layer.weight)
 
 
 @pytest.mark.parametrize("retain", [0, 4 << 30])

@@ -102,7 +102,7 @@ def test_logprobs_are_those_of_the_models_own_logits(family, model):
         expected = tiny.plain_logprobs(model.network, data)
     for packing in ("padded", "packed"):
         engine = Engine(model, EngineOptions(packing=packing))
-        assert engine.head.finish is not None  # recognized: the logits of a batch never exist at once
+        assert engine.passes.head.finish is not None  # recognized: the logits of a batch never exist at once
         for found, own in zip(logprobs(engine, data), expected, strict=True):
             np.testing.assert_allclose(found, own.numpy(), atol=EXACT)
     assert model.packs == (family in PACKS)
@@ -140,7 +140,7 @@ def test_under_an_adapter_too(family):
     model = copy.copy(language_model(family))
     model.network = get_peft_model(model.network, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
     engine = Engine(model, EngineOptions())
-    assert engine.head.finish is not None
+    assert engine.passes.head.finish is not None
     data = tiny.datums(2)
     expected = tiny.plain_gradients(model.network, data, DPO())
     engine.forward_backward(data, DPO())

@@ -87,7 +87,8 @@ def plain_gradients(network: Any, data: Sequence[Datum], loss: Callable[..., Any
 
 def gradients(engine: Any) -> list[Tensor]:
     """What the engine has accumulated."""
-    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for _, p in engine.model.trainable()]
+    found = zip(engine.gradients.all(), engine.model.trainable(), strict=True)
+    return [torch.zeros_like(parameter) if gradient is None else gradient.clone() for gradient, (_, parameter) in found]
 
 
 def weights(engine: Any) -> list[Tensor]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from cookbook.check import measure
 from cookbook.check.draws import USUAL, Draw, random_draw
@@ -86,13 +88,19 @@ class Bench:
     def prepare(self, data: Sequence[Datum]) -> Sequence[Datum]:
         return self.loss.prepare(data) if isinstance(self.loss, Loss) else data
 
+    def call(self, data: Sequence[Datum], logprobs: list[Tensor]) -> tuple[Tensor, Mapping[str, Any]]:
+        """The loss of a batch. Entropies, where it needs them, are ``-logprob``: they then have a slope to be checked, too."""
+        if isinstance(self.loss, Loss) and self.loss.needs_entropy:
+            return self.loss(data, logprobs, [-row for row in logprobs])  # type: ignore[call-arg]
+        return self.loss(data, logprobs)
+
     def outcome(self, draw: Draw, dtype: torch.dtype = torch.float64) -> Outcome:
         """What the loss makes of the draw as one whole optimizer step."""
         return self.raw(self.prepared(draw), dtype)
 
     def raw(self, draw: Draw, dtype: torch.dtype = torch.float64) -> Outcome:
         """The same of datums that are prepared already."""
-        return measure.evaluate(self.loss, draw.data, draw.logprobs, dtype)
+        return measure.evaluate(self.call, draw.data, draw.logprobs, dtype)
 
     def direction(self, draw: Draw, index: int) -> list[Array]:
         """A random direction in the space of the draw's logprobs."""
@@ -102,7 +110,7 @@ class Bench:
     def slope(self, draw: Draw, direction: Sequence[Array], step: float) -> float:
         """The slope of the value along ``direction``."""
         ready = self.prepared(draw)
-        return measure.slope(self.loss, ready.data, ready.logprobs, direction, step)
+        return measure.slope(self.call, ready.data, ready.logprobs, direction, step)
 
     @cached_property
     def exact(self) -> bool:

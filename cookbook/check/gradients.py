@@ -23,7 +23,7 @@ def differentiable(bench: Bench) -> Verdict:
     for draw in bench.draws:
         ready = bench.prepared(draw)
         leaves = [torch.tensor(row, requires_grad=True) for row in ready.logprobs]
-        value, _ = bench.loss(ready.data, leaves)
+        value, _ = bench.call(ready.data, leaves)
         found = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else [None]
         if all(row is None for row in found):
             return failed(

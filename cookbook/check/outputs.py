@@ -23,7 +23,7 @@ def scalar_and_finite(bench: Bench) -> Verdict:
     for draw in bench.draws:
         ready = bench.prepared(draw)
         leaves = [torch.tensor(row, requires_grad=True) for row in ready.logprobs]
-        result: Any = bench.loss(ready.data, leaves)
+        result: Any = bench.call(ready.data, leaves)
         if problem := _not_a_result(result):
             return failed(problem, "the trainer refuses it at the first step", "return (scalar tensor, dict of metrics)")
         values.append(float(result[0].detach()))

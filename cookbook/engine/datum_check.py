@@ -23,6 +23,10 @@ def check_datum(datum: Datum, index: int, vocabulary: int, max_length: int) -> N
         raise DataError(
             f"datum {index}: target_tokens must be integers of shape (T,) or (T, K), got {targets.dtype} {targets.shape}"
         )
+    if "temperature" in datum.loss_fn_inputs:
+        heat = datum.loss_fn_inputs["temperature"].array
+        if heat.ndim or not 0 < float(heat) < float("inf"):
+            raise DataError(f"datum {index}: temperature must be one number > 0, got {heat.tolist()}")
     for key, low, high in (
         ("model_input", min(datum.model_input.tokens), max(datum.model_input.tokens)),
         ("target_tokens", int(targets.min()), int(targets.max())),

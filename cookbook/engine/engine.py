@@ -12,18 +12,20 @@ import contextlib
 import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cookbook.engine.batching import MicroBatch, collate, plan
+from cookbook.engine.batching import MicroBatch, plan
 from cookbook.engine.datum_check import check_datum
-from cookbook.engine.head import OutputHead
-from cookbook.engine.loss_gradient import LossFunction, loss_gradient
+from cookbook.engine.gradients import Gradients
+from cookbook.engine.loss_gradient import LossFunction, LossGradient, loss_gradient
 from cookbook.engine.model import LanguageModel, deprecations_hidden
 from cookbook.engine.optimizer import Optimizer
+from cookbook.engine.passes import Found, Passes, Scores, Wanted
+from cookbook.engine.router_loss import router_coefficient
 from cookbook.errors import BackendError, ConfigError, DataError
 from cookbook.losses.base import Loss, Scope
 from cookbook.normalization import GradientCounts, Normalization, Reduction, check
@@ -47,23 +49,11 @@ class EngineOptions:
 
 @dataclass
 class _Pass:
-    """One micro-batch after its forward pass. ``logprobs`` carries its graph, or is None when the graph was not kept."""
+    """One micro-batch after its forward pass. ``found`` carries the graph, or is None when the graph was not kept."""
 
     batch: MicroBatch
-    logprobs: Tensor | None
+    found: Found | None
     seed: int
-
-
-@dataclass
-class _Scores:
-    """What the passes of a call found, per datum, on the CPU."""
-
-    logprobs: dict[int, Tensor] = field(default_factory=dict)
-    entropy: dict[int, Tensor] = field(default_factory=dict)
-    hit: dict[int, Tensor] = field(default_factory=dict)
-
-    def ordered(self) -> list[Tensor]:
-        return [self.logprobs[index] for index in range(len(self.logprobs))]
 
 
 class Engine:
@@ -72,12 +62,13 @@ class Engine:
     def __init__(self, model: LanguageModel, options: EngineOptions) -> None:
         self.model = model
         self.options = options
-        self.head = OutputHead(model)
+        self.passes = Passes(model, offload=options.activation_offloading)
+        self.gradients = Gradients([parameter for _, parameter in model.trainable()])
+        self.router_coefficient = router_coefficient(model.network, model.config.router_aux_loss_coef)
         self.step = 0  # finished optimizer steps
         self.version = 0  # changes whenever the weights do
         self.counts = GradientCounts()
         self.accumulated: list[Reduction | None] = []  # what each call since the last step returned
-        self.passes = 0  # forward passes of the model since the start: what a loss costs, countable
         self.seeds = 0  # drawn since the last step
         if options.activation_checkpointing:
             with deprecations_hidden():
@@ -86,7 +77,7 @@ class Engine:
     @functools.cached_property
     def optimizer(self) -> Optimizer:
         """Made when first used: a frozen model needs none."""
-        return Optimizer(self.model)
+        return Optimizer(self.model, self.gradients)
 
     # ---- the calls -----------------------------------------------------------------------------------------------
 
@@ -97,15 +88,14 @@ class Engine:
 
         ``adapter=False`` computes with the base model under a LoRA adapter.
         """
-        scores = _Scores()
+        scores = Scores()
         batches = self._plan(data)
-        if isinstance(loss, Loss):
-            loss.check_data(data)
+        _check_data(data, loss)
+        wanted = self._wanted(loss)
         with torch.no_grad(), self._adapter(adapter):
             for batch in batches:
-                self._forward(data, batch, scores, training=False, seed=0)
-            logprobs = scores.ordered()
-            value, metrics = loss(data, logprobs) if loss else (None, {})
+                self.passes.run(data, batch, scores, wanted, training=False, seed=0)
+            value, metrics = loss(data, *_columns(scores, wanted)) if loss else (None, {})
         return self._output(data, scores, value, metrics)
 
     def forward_backward(self, data: Sequence[Datum], loss: LossFunction) -> ForwardBackwardOutput:
@@ -117,22 +107,22 @@ class Engine:
             ConfigError: a second call with a mean before a step.
         """
         self._may_accumulate(loss)
-        scores = _Scores()
+        scores = Scores()
         batches = self._plan(data)
-        if isinstance(loss, Loss):
-            loss.check_data(data)
-        # Terms of one token each need no other micro-batch: nothing is kept. Every other loss sees the whole batch at once.
-        apart = isinstance(loss, Loss) and loss.scope is Scope.token and len(batches) > 1
+        _check_data(data, loss)
+        wanted = self._wanted(loss)
+        # Terms of one datum each need no other micro-batch: nothing is kept. Every other loss sees the whole batch at once.
+        apart = isinstance(loss, Loss) and loss.scope in (Scope.token, Scope.sequence) and not wanted.router
         for group in [[batch] for batch in batches] if apart else [batches]:
-            passes = self._forward_all(data, group, scores)
+            passes = self._forward_all(data, group, scores, wanted)
             indices = sorted(index for batch in group for index in batch.indices)
-            logprobs = {index: scores.logprobs[index] for index in indices}
-            value, metrics, gradients = loss_gradient(loss, [data[index] for index in indices], logprobs)
-            self._backward_all(data, passes, gradients)
-        if apart:
+            slopes = loss_gradient(loss, [data[index] for index in indices], *scores.part(indices, entropy=wanted.entropy))
+            self._backward_all(data, passes, slopes, wanted, self._router_slope(loss, slopes, scores))
+        value, metrics = slopes.value, slopes.metrics
+        if apart and len(batches) > 1:
             with torch.no_grad():
-                value, metrics = loss(data, scores.ordered())
-        return self._output(data, scores, value, metrics)
+                value, metrics = loss(data, *_columns(scores, wanted))
+        return self._output(data, scores, value, metrics, self._router_weight(loss, slopes))
 
     def optim_step(self, adam: AdamParams, normalization: Normalization | None) -> OptimStepOutput:
         """Divides what has accumulated, once; clips; steps; clears.
@@ -147,7 +137,7 @@ class Engine:
             if reduction is not None:
                 check("optim_step: the accumulated loss", reduction, normalization)
         divisor = self.counts.divisor(normalization)
-        norm = self.optimizer.grad_norm(divisor)
+        norm = self.gradients.norm() / divisor
         if not norm < float("inf"):
             self.discard_gradient()
             raise BackendError(
@@ -173,16 +163,15 @@ class Engine:
 
     def discard_gradient(self) -> None:
         """Forgets what has accumulated since the last step."""
-        for _, parameter in self.model.trainable():
-            parameter.grad = None
+        self.gradients.clear()
         self.counts = GradientCounts()
         self.accumulated = []
         self.seeds = 0
 
     # ---- the two halves ------------------------------------------------------------------------------------------
 
-    def _forward_all(self, data: Sequence[Datum], batches: list[MicroBatch], scores: _Scores) -> list[_Pass]:
-        """Runs every pass; keeps the graphs that fit, and of the rest only the logprobs."""
+    def _forward_all(self, data: Sequence[Datum], batches: list[MicroBatch], scores: Scores, wanted: Wanted) -> list[_Pass]:
+        """Runs every pass; keeps the graphs that fit, and of the rest only what they found."""
         room = self.options.retain_bytes
         kept = 0
         passes = []
@@ -191,50 +180,41 @@ class Engine:
             need = batch.num_tokens * self._bytes_per_token()
             keep = len(batches) == 1 or need <= room
             with contextlib.nullcontext() if keep else torch.no_grad():
-                logprobs = self._forward(data, batch, scores, training=True, seed=seed)
+                found = self.passes.run(data, batch, scores, wanted, training=True, seed=seed)
             if keep:
                 room -= need
                 kept += 1
-            passes.append(_Pass(batch, logprobs if keep else None, seed))
+            passes.append(_Pass(batch, found if keep else None, seed))
         if kept < len(passes):
             log.info("kept the graphs of %d of %d micro-batches; the rest is computed twice", kept, len(passes))
         return passes
 
-    def _backward_all(self, data: Sequence[Datum], passes: list[_Pass], gradients: dict[int, Tensor]) -> None:
+    def _backward_all(
+        self, data: Sequence[Datum], passes: list[_Pass], slopes: LossGradient, wanted: Wanted, router: Tensor | None
+    ) -> None:
+        """The second half of the chain rule, pass by pass; passes through which nothing flows are left out."""
+        self.counts.add(*slopes.active())
         for one in passes:
-            rows = [gradients[index] for index in one.batch.indices]
-            gradient = torch.cat(rows)
-            if not gradient.any():
-                one.logprobs = None
-                continue
-            logprobs = one.logprobs
-            if logprobs is None:
-                logprobs = self._forward(data, one.batch, _Scores(), training=True, seed=one.seed)
-            torch.autograd.backward(logprobs, gradient.to(logprobs))
-            one.logprobs = None  # frees the graph before the next pass
-            active = [row.reshape(len(row), -1).ne(0).any(-1).sum().item() for row in rows]
-            self.counts.add(int(sum(active)), sum(count > 0 for count in active))
+            columns = [slopes.logprobs] if slopes.entropy is None else [slopes.logprobs, slopes.entropy]
+            gradients = [torch.cat([column[index] for index in one.batch.indices]) for column in columns]
+            if router is not None or any(gradient.any() for gradient in gradients):
+                found = one.found or self.passes.run(data, one.batch, Scores(), wanted, training=True, seed=one.seed)
+                roots = [found.logprobs] if found.entropy is None else [found.logprobs, found.entropy]
+                if found.router is not None and router is not None and found.router.probability.requires_grad:
+                    roots, gradients = [*roots, found.router.probability], [*gradients, router]
+                torch.autograd.backward(roots, [g.to(root) for root, g in zip(roots, gradients, strict=True)])
+                del found, roots
+            one.found = None  # frees the graph before the next pass
 
-    def _forward(self, data: Sequence[Datum], batch: MicroBatch, scores: _Scores, *, training: bool, seed: int) -> Tensor:
-        """One pass. Files what it found under ``scores``; returns logprobs ``(N, ...)`` in the order of ``batch.indices``."""
-        device = self.model.device
-        inputs = collate(data, batch, device)
-        targets = torch.cat([_targets(data[index]) for index in batch.indices]).to(device)
-        arguments: dict[str, Any] = {"input_ids": inputs.input_ids}
-        if inputs.position_ids is not None:
-            arguments["position_ids"] = inputs.position_ids
-        self.passes += 1
-        self.model.network.train(training)
-        with self._randomness(training, seed), self._offloading():
-            hidden = self.head.hidden_states(**arguments)
-            hidden = hidden.reshape(-1, hidden.shape[-1])[inputs.places]
-            found = self.head.scores(hidden, targets, metrics=self.options.token_metrics)
-        lengths = [data[index].model_input.length for index in batch.indices]
-        for store, values in ((scores.logprobs, found.logprobs), (scores.entropy, found.entropy), (scores.hit, found.hit)):
-            if values is not None:
-                parts = torch.split(values.detach().cpu(), lengths)
-                store.update(zip(batch.indices, parts, strict=True))
-        return found.logprobs
+    def _router_weight(self, loss: LossFunction, slopes: LossGradient) -> float:
+        """What the router's loss is multiplied by, so that it is a mean or a sum just as the loss beside it."""
+        tokens, sequences = slopes.active()
+        times = {Reduction.token_sum: tokens, Reduction.sequence_sum: sequences}
+        return self.router_coefficient * (times.get(loss.reduction, 1) if isinstance(loss, Loss) else 1)
+
+    def _router_slope(self, loss: LossFunction, slopes: LossGradient, scores: Scores) -> Tensor | None:
+        """The slope of the router's loss with respect to each pass's sum of probabilities, ``(E,)``."""
+        return None if scores.router is None else self._router_weight(loss, slopes) * scores.router.gradient()
 
     # ---- what surrounds a pass -----------------------------------------------------------------------------------
 
@@ -283,49 +263,46 @@ class Engine:
         self.seeds += 1
         return (self.options.seed * 1_000_003 + self.step * 10_007 + self.seeds) % (1 << 62)
 
-    @contextlib.contextmanager
-    def _randomness(self, training: bool, seed: int) -> Iterator[None]:
-        """Dropout drawn from the pass's own seed, so that a pass computed twice drops the same, and a resumed run too."""
-        if not (training and self._drops_out):
-            yield
-            return
-        devices = [self.model.device] if self.model.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
-            torch.manual_seed(seed)
-            yield
-
-    @functools.cached_property
-    def _drops_out(self) -> bool:
-        config = self.model.network.config.get_text_config().to_dict()
-        configured = any("drop" in name and isinstance(value, float) and value > 0 for name, value in config.items())
-        layers = (layer for layer in self.model.network.modules() if isinstance(layer, torch.nn.Dropout))
-        return configured or any(layer.p > 0 for layer in layers)
-
-    def _offloading(self) -> contextlib.AbstractContextManager[Any]:
-        if not self.options.activation_offloading or not torch.is_grad_enabled():
-            return contextlib.nullcontext()
-        return torch.autograd.graph.save_on_cpu(pin_memory=self.model.device.type == "cuda")
+    def _wanted(self, loss: LossFunction | None) -> Wanted:
+        entropy = isinstance(loss, Loss) and loss.needs_entropy
+        return Wanted(self.options.token_metrics, entropy, router=bool(self.router_coefficient) and loss is not None)
 
     def _adapter(self, enabled: bool) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if enabled else self.model.network.disable_adapter()
 
     def _output(
-        self, data: Sequence[Datum], scores: _Scores, value: Tensor | None, metrics: Mapping[str, float]
+        self,
+        data: Sequence[Datum],
+        scores: Scores,
+        value: Tensor | None,
+        metrics: Mapping[str, float],
+        router_weight: float = 0.0,
     ) -> ForwardBackwardOutput:
         outputs = [{"logprobs": TensorData.from_torch(logprobs)} for logprobs in scores.ordered()]
         found = {**metrics, **_token_metrics(data, scores)}
         if value is not None:
-            found = {"loss": float(value), "loss:sum": float(value), **found}
+            total = float(value)
+            if scores.router is not None:
+                found["loss/router"] = float(scores.router.loss())
+                total += router_weight * found["loss/router"]
+            found = {"loss": total, "loss:sum": total, **found}
         return ForwardBackwardOutput(outputs, found)
 
 
-def _targets(datum: Datum) -> Tensor:
-    return torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array).long()
+def _check_data(data: Sequence[Datum], loss: LossFunction | None) -> None:
+    if isinstance(loss, Loss):
+        loss.check_data(data)
 
 
-def _token_metrics(data: Sequence[Datum], scores: _Scores) -> dict[str, float]:
+def _columns(scores: Scores, wanted: Wanted) -> list[list[Tensor]]:
+    """What a loss is called with besides the datums."""
+    entropy = [scores.entropy[index] for index in range(len(scores.entropy))]
+    return [scores.ordered(), entropy] if wanted.entropy else [scores.ordered()]
+
+
+def _token_metrics(data: Sequence[Datum], scores: Scores) -> dict[str, float]:
     """Means over the tokens whose weight is not zero: every token where a datum has no weights."""
-    if not scores.entropy:
+    if not scores.hit:
         return {}
     entropy, hit, count = 0.0, 0.0, 0
     for index, datum in enumerate(data):

@@ -26,7 +26,7 @@ PROBE_TOLERANCE = {torch.bfloat16: 3e-2}
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Per token: ``logprobs`` float32, differentiable; ``entropy`` (nats) and ``hit`` (the target is the argmax), or None.
+    """Per token: ``logprobs`` float32, with graph; ``entropy`` (nats), with one on request; ``hit``: the target is the argmax.
 
     Shapes ``(N,)``, or ``(N, K)`` for the logprobs of ``K`` targets a token; ``hit`` then speaks of the first.
     """
@@ -49,11 +49,14 @@ class OutputHead:
         self.layer = model.network.get_output_embeddings()
         self.finish: Callable[[Tensor], Tensor] | None = self._verified_finish(model)
 
-    def hidden_states(self, **inputs: Any) -> Tensor:
-        """The input of the output layer, ``(B, T, H)``. When the model keeps its own logits: those, ``(B, T, V)``."""
+    def hidden_states(self, **inputs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The input of the output layer, ``(B, T, H)``, and the router logits of every layer when they are asked for.
+
+        When the model keeps its own logits: those instead, ``(B, T, V)``.
+        """
         if self.finish is None:
-            logits: Tensor = self.network(**inputs, use_cache=False).logits
-            return logits
+            out = self.network(**inputs, use_cache=False)
+            return out.logits, getattr(out, "router_logits", None) or ()
         kept: list[Tensor] = []
 
         def keep(_: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -61,37 +64,48 @@ class OutputHead:
             return (args[0][:, -1:], *args[1:])
 
         with self.layer.register_forward_pre_hook(keep):
-            self.network(**inputs, use_cache=False)
-        return kept[0]
+            out = self.network(**inputs, use_cache=False)
+        return kept[0], getattr(out, "router_logits", None) or ()
 
-    def scores(self, hidden: Tensor, targets: Tensor, *, metrics: bool) -> TokenScores:
-        """Scores ``targets`` (``(N,)`` or ``(N, K)``) given ``hidden`` of shape ``(N, H)``."""
+    def scores(
+        self, hidden: Tensor, targets: Tensor, temperature: Tensor | None = None, *, metrics: bool, entropy: bool = False
+    ) -> TokenScores:
+        """Scores ``targets``, ``(N,)`` or ``(N, K)``, given ``hidden`` ``(N, H)``. ``temperature`` ``(N,)`` divides the logits.
+
+        ``metrics`` asks for entropy and hit, ``entropy`` for an entropy with its graph.
+        """
         vocabulary = hidden.shape[-1] if self.finish is None else self.layer.weight.shape[0]
         rows = max(1, CHUNK_BYTES // (4 * int(vocabulary)))
-        slices = list(zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True))
+        heat = [None] * -(-len(hidden) // rows) if temperature is None else torch.split(temperature, rows)
+        slices = list(zip(torch.split(hidden, rows), torch.split(targets, rows), heat, strict=True))
         if len(slices) == 1 or not torch.is_grad_enabled():
-            parts = [self._score(h, t, metrics) for h, t in slices]
+            parts = [self._score(*one, metrics, entropy) for one in slices]
         else:
-            parts = [checkpoint(self._score, h, t, metrics, use_reentrant=False) for h, t in slices]
-        logprobs, entropy, hit = (list(column) for column in zip(*parts, strict=True))
+            parts = [checkpoint(self._score, *one, metrics, entropy, use_reentrant=False) for one in slices]
+        logprobs, entropies, hit = (list(column) for column in zip(*parts, strict=True))
         return TokenScores(
             torch.cat(logprobs),
-            torch.cat(entropy) if metrics else None,
+            torch.cat(entropies) if metrics or entropy else None,
             torch.cat(hit) if metrics else None,
         )
 
-    def _score(self, hidden: Tensor, targets: Tensor, metrics: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _score(
+        self, hidden: Tensor, targets: Tensor, temperature: Tensor | None, metrics: bool, slope: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         logits = hidden if self.finish is None else self.finish(self.layer(hidden))
         logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+        if temperature is not None:
+            logits = logits / temperature.to(logits.dtype)[:, None]
         wanted = targets if targets.ndim == 2 else targets[:, None]
         normalizer = logits.logsumexp(-1, keepdim=True)
         logprobs = logits.gather(-1, wanted) - normalizer
         entropy = hit = None
-        if metrics:
-            with torch.no_grad():
+        if metrics or slope:
+            with torch.set_grad_enabled(slope and torch.is_grad_enabled()):
                 # H = logsumexp(z) - sum p z; the softmax is the only temporary of the size of the logits.
                 entropy = normalizer[:, 0] - (logits.softmax(-1) * logits).sum(-1)
-                hit = logits.argmax(-1) == wanted[:, 0]
+        if metrics:
+            hit = logits.detach().argmax(-1) == wanted[:, 0]
         return logprobs.reshape(targets.shape), entropy, hit
 
     @torch.no_grad()
@@ -109,7 +123,7 @@ class OutputHead:
                 "or another model.dtype"
             )
         self.finish = _identity  # lets hidden_states take the hook's way
-        raw = self.layer(self.hidden_states(input_ids=probe))
+        raw = self.layer(self.hidden_states(input_ids=probe)[0])
         tolerance = PROBE_TOLERANCE.get(own.dtype, 1e-3) * float(own.abs().max())
         for finish in _candidates(config):
             if torch.allclose(finish(raw), own, rtol=0.0, atol=tolerance):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,45 +13,78 @@ from cookbook.errors import BackendError
 from cookbook.losses.base import Loss
 from cookbook.types import Datum
 
-LossFunction = Callable[[Sequence[Datum], list[Tensor]], tuple[Tensor, Mapping[str, float]]]
+LossFunction = Callable[..., tuple[Tensor, Mapping[str, float]]]
+"""``loss(data, logprobs) -> (scalar, metrics)``; one that :attr:`~cookbook.losses.Loss.needs_entropy` gets a third argument."""
+
+
+@dataclass(frozen=True)
+class LossGradient:
+    """A loss's value, its metrics, and its slopes: per datum dL/dlogprob ``(T,)`` or ``(T, K)``, and dL/dentropy ``(T,)``."""
+
+    value: Tensor
+    metrics: Mapping[str, float]
+    logprobs: dict[int, Tensor]
+    entropy: dict[int, Tensor] | None
+
+    def active(self) -> tuple[int, int]:
+        """How many tokens have a gradient, and how many datums hold such a token."""
+        per_datum = []
+        for index, row in self.logprobs.items():
+            moves = row.reshape(len(row), -1).ne(0).any(-1)
+            if self.entropy is not None:
+                moves = moves | self.entropy[index].ne(0)
+            per_datum.append(int(moves.sum()))
+        return sum(per_datum), sum(count > 0 for count in per_datum)
 
 
 def loss_gradient(
-    loss: LossFunction, data: Sequence[Datum], logprobs: Mapping[int, Tensor]
-) -> tuple[Tensor, Mapping[str, float], dict[int, Tensor]]:
-    """The loss's value, its metrics, and dL/dlogprob per datum. The keys of ``logprobs`` are the datums' places in the call.
+    loss: LossFunction,
+    data: Sequence[Datum],
+    logprobs: Mapping[int, Tensor],
+    entropy: Mapping[int, Tensor] | None = None,
+) -> LossGradient:
+    """The first half of the chain rule. The keys of ``logprobs`` are the datums' places in the call.
 
     Raises:
         BackendError: the value is not a finite scalar; a gradient is missing, not finite, or (for a function without a
             declared reduction) zero everywhere.
     """
-    flat = torch.cat([row.reshape(-1) for row in logprobs.values()]).requires_grad_()
-
-    def rows(values: Tensor) -> dict[int, Tensor]:
-        parts = torch.split(values, [row.numel() for row in logprobs.values()])
-        return {index: part.view(row.shape) for part, (index, row) in zip(parts, logprobs.items(), strict=True)}
-
-    value, metrics = _call(loss, data, list(rows(flat).values()))
+    leaves = [_Leaf(rows) for rows in (logprobs, entropy) if rows is not None]
+    value, metrics = _call(loss, data, [list(leaf.rows(leaf.flat).values()) for leaf in leaves])
     name = getattr(loss, "name", None) or getattr(loss, "__name__", type(loss).__name__)
-    gradient = torch.autograd.grad(value, flat, allow_unused=True)[0] if value.requires_grad else None
+    flats = [leaf.flat for leaf in leaves]
+    found = torch.autograd.grad(value, flats, allow_unused=True) if value.requires_grad else [None for _ in flats]
+    slopes = [leaf.rows(torch.zeros_like(leaf.flat) if one is None else one) for leaf, one in zip(leaves, found, strict=True)]
     if not torch.isfinite(value):
-        where = _blame(logprobs, logprobs if gradient is None else rows(gradient))
+        where = _blame(logprobs, *slopes)
         raise BackendError(f"loss {name}: returned {value.item()} for {where}; look at what the loss reads there")
     if not value.requires_grad:
         raise BackendError(
             f"loss {name}: does not depend on the logprobs, so nothing would be trained; compute it from `logprobs` without "
             ".item(), .detach() or numpy"
         )
-    if gradient is None or not (isinstance(loss, Loss) or gradient.any()):
-        kind = "no" if gradient is None else "a zero"
+    if found[0] is None or not (isinstance(loss, Loss) or found[0].any()):
+        kind = "no" if found[0] is None else "a zero"
         raise BackendError(f"loss {name}: has {kind} gradient with respect to the logprobs, so nothing would be trained")
-    if not torch.isfinite(gradient).all():
-        raise BackendError(f"loss {name}: its gradient is not finite for {_blame(rows(gradient))}")
-    return value.detach(), metrics, rows(gradient)
+    if not all(torch.isfinite(one).all() for one in found if one is not None):
+        raise BackendError(f"loss {name}: its gradient is not finite for {_blame(*slopes)}")
+    return LossGradient(value.detach(), metrics, slopes[0], slopes[1] if entropy is not None else None)
 
 
-def _call(loss: LossFunction, data: Sequence[Datum], logprobs: list[Tensor]) -> tuple[Tensor, Mapping[str, float]]:
-    result = loss(data, logprobs)
+class _Leaf:
+    """The rows of all datums as one flat tensor that wants a gradient."""
+
+    def __init__(self, rows: Mapping[int, Tensor]) -> None:
+        self._shapes = {index: row.shape for index, row in rows.items()}
+        self.flat = torch.cat([row.reshape(-1) for row in rows.values()]).requires_grad_()
+
+    def rows(self, values: Tensor) -> dict[int, Tensor]:
+        parts = torch.split(values, [shape.numel() for shape in self._shapes.values()])
+        return {index: part.view(shape) for part, (index, shape) in zip(parts, self._shapes.items(), strict=True)}
+
+
+def _call(loss: LossFunction, data: Sequence[Datum], columns: list[list[Tensor]]) -> tuple[Tensor, Mapping[str, float]]:
+    result = loss(data, *columns)
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
         raise BackendError("loss: must return (scalar tensor, dict of metrics)")
     value, metrics = result

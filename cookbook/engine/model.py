@@ -35,12 +35,15 @@ class ModelConfig:
     chat_template: str | None = None
     attn_implementation: str = "sdpa"
     trust_remote_code: bool = False
+    router_aux_loss_coef: float | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"model.dtype: expected one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.lora_rank < 0:
             raise ConfigError(f"model.lora_rank must be >= 0, got {self.lora_rank}; 0 trains every parameter")
+        if self.router_aux_loss_coef is not None and not 0 <= self.router_aux_loss_coef < float("inf"):
+            raise ConfigError(f"model.router_aux_loss_coef must be >= 0, got {self.router_aux_loss_coef}; 0 leaves it out")
         if not 0 <= self.lora_dropout < 1:
             raise ConfigError(f"model.lora_dropout must be at least 0 and below 1, got {self.lora_dropout}")
 
@@ -190,6 +193,12 @@ def _add_lora(network: Any, config: ModelConfig, seed: int) -> Any:
     from peft import LoraConfig, get_peft_model
 
     modules = config.lora_target_modules
+    width = network.config.get_text_config().hidden_size
+    if config.lora_rank > width:
+        raise ConfigError(
+            f"model.lora_rank: {config.lora_rank} is more than the model's hidden size of {width}, so an adapter would be "
+            "larger than what it adapts; lower it, or set it to 0 to train every parameter"
+        )
     lora = LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,

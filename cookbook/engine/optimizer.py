@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cookbook.engine.gradients import Gradients
 from cookbook.engine.model import LanguageModel
 from cookbook.types import AdamParams
 
@@ -18,28 +19,17 @@ class Optimizer:
     Source: Loshchilov & Hutter, Decoupled Weight Decay Regularization, algorithm 2.
     """
 
-    def __init__(self, model: LanguageModel) -> None:
+    def __init__(self, model: LanguageModel, gradients: Gradients) -> None:
         self.names = [name for name, _ in model.trainable()]
         self.parameters = [parameter for _, parameter in model.trainable()]
+        self.gradients = gradients
         self.masters = [_master(parameter) for parameter in self.parameters]
         self.adamw = torch.optim.AdamW(self.masters, lr=0.0, foreach=None, fused=True)
 
-    def gradients(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-
-    def grad_norm(self, divisor: float) -> float:
-        """The global L2 norm of the gradient after division by ``divisor``, in float32 or better."""
-        gradients = self.gradients()
-        if not gradients:
-            return 0.0
-        norms = torch.stack([torch.linalg.vector_norm(g, dtype=_at_least_float32(g)) for g in gradients])
-        return float(torch.linalg.vector_norm(norms)) / divisor
-
     def step(self, adam: AdamParams, scale: float) -> None:
         """One update with the gradient times ``scale``; a parameter without a gradient counts as one of zero."""
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            master.grad = gradient.to(master.dtype)
+        for gradient, master in zip(self.gradients.all(), self.masters, strict=True):
+            master.grad = torch.zeros_like(master) if gradient is None else gradient
             if scale != 1.0:
                 master.grad.mul_(scale)
         for group in self.adamw.param_groups:
@@ -88,7 +78,3 @@ def _master(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     if parameter.dtype in (torch.float32, torch.float64):
         return parameter
     return torch.nn.Parameter(parameter.detach().float().clone())
-
-
-def _at_least_float32(tensor: Tensor) -> torch.dtype:
-    return torch.float32 if tensor.element_size() < 4 else tensor.dtype

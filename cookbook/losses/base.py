@@ -27,7 +27,7 @@ ALIASES = {"sampling_logprobs": "logprobs"}
 
 
 class Scope(StrEnum):
-    """How far one term of the loss reaches, so that a micro-batch holds whole what belongs together."""
+    """How far one term of the loss reaches. Up to ``sequence``, the engine may compute a batch datum by datum."""
 
     token = "token"  # a sum of terms of one token each
     sequence = "sequence"  # a sum of terms of one datum each
@@ -80,6 +80,11 @@ class Loss:
         return False
 
     @property
+    def needs_entropy(self) -> bool:
+        """Whether it is called with a third argument: per datum the entropies of the policy, ``(T,)`` nats, with gradient."""
+        return False
+
+    @property
     def stop_gradient(self) -> str | None:
         """What :meth:`__call__` holds constant although it depends on the logprobs; None: the gradient is the slope."""
         return None
@@ -89,6 +94,7 @@ class Loss:
         return data
 
     def __call__(self, data: Sequence[Datum], logprobs: list[Tensor]) -> tuple[Tensor, Metrics]:
+        """The loss and its metrics. One that :attr:`needs_entropy` takes ``entropies`` as a third argument."""
         raise NotImplementedError
 
     def options(self) -> dict[str, Any]:
@@ -124,7 +130,14 @@ class Batch:
             ``several_targets`` does not allow them.
     """
 
-    def __init__(self, data: Sequence[Datum], logprobs: Sequence[Tensor], *, several_targets: bool = False) -> None:
+    def __init__(
+        self,
+        data: Sequence[Datum],
+        logprobs: Sequence[Tensor],
+        entropies: Sequence[Tensor] | None = None,
+        *,
+        several_targets: bool = False,
+    ) -> None:
         if len(data) != len(logprobs):
             raise DataError(f"a loss got {len(data)} datums and logprobs of {len(logprobs)}; pass one tensor per datum")
         if not data:
@@ -133,6 +146,7 @@ class Batch:
         self.shapes = [tuple(row.shape) for row in logprobs]
         _check_targets(self.shapes, several_targets)
         self.logprobs = torch.cat([row.reshape(-1) for row in logprobs])
+        self._entropies = entropies
         device = self.logprobs.device
         sizes = torch.tensor([row.numel() for row in logprobs], device=device)
         self.row = torch.repeat_interleave(torch.arange(len(data), device=device), sizes)
@@ -160,6 +174,17 @@ class Batch:
                 raise DataError(_missing(0, key, self.data[0]))
             return torch.full_like(self.logprobs, default, requires_grad=False)
         return torch.as_tensor(_rows(self.data, carried, self.shapes, "logprobs")).to(self.logprobs)
+
+    @property
+    def entropies(self) -> Tensor:
+        """The policy's entropy at every token, ``(N,)`` nats.
+
+        Raises:
+            DataError: the caller gave none; a loss that reads them says so with ``needs_entropy``.
+        """
+        if self._entropies is None:
+            raise DataError("a loss that needs entropies got none; call it as loss(data, logprobs, entropies)")
+        return torch.cat([row.reshape(-1) for row in self._entropies]).to(self.logprobs)
 
     def sum_by_sequence(self, values: Tensor) -> Tensor:
         """``(N,)`` -> ``(B,)``, differentiable."""

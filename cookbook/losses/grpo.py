@@ -27,7 +27,7 @@ Level = Literal["token", "sequence"]
 
 @dataclass(frozen=True)
 class GRPO(PolicyLoss):
-    """``sum w * ( v * max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A) + kl_beta * k3 ) / length_divisor``.
+    """``sum w * ( v * max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A) + kl_beta * k3 - entropy_coef * H ) / divisor``.
 
     ``r = exp(p - o)`` is how far the update has moved a token, ``v = min(exp(o - q), importance_cap)`` repairs that
     trainer and sampler computed different probabilities for it, and ``k3 = exp(f - p) - (f - p) - 1`` estimates
@@ -38,12 +38,13 @@ class GRPO(PolicyLoss):
     * ``reference_logprobs``, when ``kl_beta > 0``: f.
 
     Further ``advantages`` and ``weights`` (default ones). A token of weight 0 influences nothing, not a sequence's
-    ratio either.
+    ratio either. ``H`` is the policy's entropy, with its gradient: the bonus keeps it from settling too early.
 
     Options:
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high]; 0 <= clip_low <= 1, clip_high >= 0.
         clip_max: dual clip, > 1: where A < 0 a term is at most ``clip_max * |A|``. null: no limit.
         kl_beta: weight of the KL to the reference, >= 0. 0: no reference is needed.
+        entropy_coef: weight of the entropy bonus, >= 0, over the whole vocabulary at the sampling temperature.
         anchor: what o is where the datums carry no ``old_logprobs``. ``sampler``: q; v is then 1, and the clip measures
             from sampler to now. ``trainer``: the current logprobs as constants, exact for the first update after
             sampling; r is then 1, and only v acts.
@@ -60,8 +61,9 @@ class GRPO(PolicyLoss):
     ``old_logprobs``; ``kl/reference``, k3, with a reference.
 
     Source: Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, eq. 3 and 4; asymmetric clip: Yu et al. 2025, "DAPO",
-    arXiv:2503.14476; constant divisor: Liu et al. 2025, "Understanding R1-Zero-Like Training", arXiv:2503.20783; ratio
-    per sequence: Zheng et al. 2025, "GSPO", arXiv:2507.18071.
+    arXiv:2503.14476; entropy bonus: Mnih et al. 2016, "Asynchronous Methods for Deep Reinforcement Learning",
+    arXiv:1602.01783; constant divisor: Liu et al. 2025, "Understanding R1-Zero-Like Training", arXiv:2503.20783; ratio per
+    sequence: Zheng et al. 2025, "GSPO", arXiv:2507.18071.
     """
 
     name: ClassVar[str] = "grpo"
@@ -72,6 +74,7 @@ class GRPO(PolicyLoss):
     clip_high: float = 0.2
     clip_max: float | None = None
     kl_beta: float = 0.001
+    entropy_coef: float = 0.0
     anchor: Anchor = "sampler"
     importance_level: Level = "token"
     importance_cap: float | None = 5.0
@@ -83,7 +86,7 @@ class GRPO(PolicyLoss):
     def __post_init__(self) -> None:
         super().__post_init__()
         within("loss", "between 0 and 1", lambda value: 0 <= value <= 1, clip_low=self.clip_low)
-        non_negative("loss", clip_high=self.clip_high, kl_beta=self.kl_beta)
+        non_negative("loss", clip_high=self.clip_high, kl_beta=self.kl_beta, entropy_coef=self.entropy_coef)
         within("loss", "> 1", lambda value: value > 1, clip_max=self.clip_max)
         positive("loss", importance_cap=self.importance_cap, length_divisor=self.length_divisor)
         within("loss", ">= 1", lambda value: value >= 1, icepop_threshold=self.icepop_threshold)
@@ -96,6 +99,10 @@ class GRPO(PolicyLoss):
     @property
     def needs_reference(self) -> bool:
         return self.kl_beta > 0
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.entropy_coef > 0
 
     @property
     def scope(self) -> Scope:
@@ -127,6 +134,8 @@ class GRPO(PolicyLoss):
             penalty = k3(kept(batch.read("reference_logprobs"), tokens.weights) - tokens.logprobs)
             terms = terms + self.kl_beta * penalty
             metrics["kl/reference"] = weighted_mean(penalty, tokens.weights)
+        if self.needs_entropy:
+            terms = terms - self.entropy_coef * kept(batch.entropies, tokens.weights)
         return terms / self.length_divisor, metrics
 
     def _old_logprobs(self, batch: Batch, tokens: Rollouts) -> Tensor:

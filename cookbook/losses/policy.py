@@ -64,8 +64,10 @@ class PolicyLoss(Loss):
         """What each token adds to the loss before its weight, ``(N,)``, and metrics over the tokens of weight != 0."""
         raise NotImplementedError
 
-    def __call__(self, data: Sequence[Datum], logprobs: list[Tensor]) -> tuple[Tensor, Metrics]:
-        batch = Batch(data, logprobs)
+    def __call__(
+        self, data: Sequence[Datum], logprobs: list[Tensor], entropies: list[Tensor] | None = None
+    ) -> tuple[Tensor, Metrics]:
+        batch = Batch(data, logprobs, entropies)
         tokens = read_rollouts(batch, sampled_only=self.sampled_only)
         terms, metrics = self.terms(batch, tokens)
         drift = (tokens.logprobs - tokens.sampling_logprobs).detach()
