@@ -11,6 +11,7 @@ import torch
 
 from cookbook.engine import head
 from cookbook.engine.offload import offloading
+from cookbook.errors import BackendError
 from cookbook.losses import DFT, DPO, GRPO, ORPO, CrossEntropy
 from cookbook.types import AdamParams, Datum, ModelInput
 
@@ -222,6 +223,34 @@ def test_a_custom_loss_gets_float32_tensors_that_want_a_gradient(make_engine):
     assert [tuple(row.shape) for row in seen] == [(datum.model_input.length,) for datum in data]
     assert all(row.dtype == torch.float32 and row.requires_grad for row in seen)
     assert output.metrics["mine"] == 3.0
+
+
+@pytest.mark.parametrize("retain", [0, 4 << 30])
+def test_a_gradient_computed_elsewhere_goes_on_from_the_forward(make_engine, retain):
+    data, loss = tiny.datums(), LOSSES["dpo"]
+    engine = make_engine(micro_batch_tokens=40, retain_bytes=retain)
+    engine.forward_backward(data, loss)
+    expected, counts, cost = tiny.gradients(engine), engine.counts, engine.passes.count
+    engine.discard_gradient()
+    retained, output = engine.forward_retained(data)
+    leaves = [row["logprobs"].to_torch().clone().requires_grad_() for row in output.loss_fn_outputs]
+    slopes = torch.autograd.grad(loss(data, leaves)[0], leaves)
+    engine.backward(retained, slopes)
+    assert all(torch.equal(found, wanted) for found, wanted in zip(tiny.gradients(engine), expected, strict=True))
+    assert engine.counts == counts and engine.passes.count == 2 * cost
+    with pytest.raises(BackendError, match="it was used"):
+        engine.backward(retained, slopes)
+
+
+def test_a_forward_of_other_weights_is_no_base_for_a_gradient(make_engine):
+    data = tiny.datums(2)
+    engine = make_engine()
+    retained, _ = engine.forward_retained(data)
+    engine.forward_backward(data, LOSSES["dpo"])
+    engine.optim_step(AdamParams(), None)
+    with pytest.raises(BackendError, match="the weights have changed"):
+        engine.backward(retained, [torch.ones(datum.model_input.length) for datum in data])
+    assert engine.counts.num_loss_tokens == 0
 
 
 def test_token_metrics_are_those_of_the_logits(make_engine):

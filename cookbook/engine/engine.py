@@ -56,6 +56,15 @@ class _Pass:
     seed: int
 
 
+@dataclass
+class Retained:
+    """The forward passes of a call that wait for its gradient. Good once, and only for the weights they were computed with."""
+
+    data: Sequence[Datum]
+    passes: list[_Pass]
+    version: int
+
+
 class Engine:
     """A model in training. Synchronous; one caller at a time."""
 
@@ -123,6 +132,28 @@ class Engine:
             with torch.no_grad():
                 value, metrics = loss(data, *_columns(scores, wanted))
         return self._output(data, scores, value, metrics, self._router_weight(loss, slopes))
+
+    def forward_retained(self, data: Sequence[Datum]) -> tuple[Retained, ForwardBackwardOutput]:
+        """As :meth:`forward`, in training mode, with what :meth:`backward` needs to go on from there without a second forward.
+
+        Graphs beyond ``retain_bytes`` are not kept, and computed again. Dropping the first of the two frees the memory.
+        """
+        scores, wanted = Scores(), self._wanted(None)
+        passes = self._forward_all(data, self._plan(data), scores, wanted)
+        return Retained(data, passes, self.version), self._output(data, scores, None, {})
+
+    def backward(self, retained: Retained, slopes: Sequence[Tensor]) -> None:
+        """Adds the gradient of a loss whose slopes dL/dlogprob, per datum ``(T,)`` or ``(T, K)``, were computed elsewhere.
+
+        Raises:
+            BackendError: the weights have changed since, or the graphs have been used: their gradient would be wrong.
+        """
+        if retained.version != self.version or not retained.passes:
+            raise BackendError("backward: the weights have changed since this forward, or it was used; run the forward again")
+        self.accumulated.append(None)
+        passes, retained.passes = retained.passes, []
+        found = LossGradient(torch.zeros(()), {}, dict(enumerate(slopes)), None)
+        self._backward_all(retained.data, passes, found, self._wanted(None), None)
 
     def optim_step(self, adam: AdamParams, normalization: Normalization | None) -> OptimStepOutput:
         """Divides what has accumulated, once; clips; steps; clears.
