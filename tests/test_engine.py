@@ -95,10 +95,21 @@ def test_graphs_that_do_not_fit_are_computed_a_second_time(make_engine):
     data, loss = tiny.datums(), undeclared(LOSSES["dpo"])
     engine = make_engine(micro_batch_tokens=40)
     cost = passes_of(engine, data, loss)
-    assert passes_of(make_engine(micro_batch_tokens=40, retain_bytes=0), data, loss) == 2 * cost
+    assert passes_of(make_engine(micro_batch_tokens=40, retain_bytes=0), data, loss) == 2 * cost - 1  # one always fits
     half = int(sum(datum.model_input.length for datum in data) / 2 * engine._bytes_per_token())
     partly = passes_of(make_engine(micro_batch_tokens=40, retain_bytes=half), data, loss)
     assert cost < partly < 2 * cost
+
+
+def test_kept_graphs_are_measured(make_engine):
+    """What the first pass keeps, a token: every activation once, no weight; against a count by the tensors' names."""
+    engine = make_engine(token_metrics=False)
+    engine.forward_backward(tiny.datums(4), LOSSES["cross_entropy"])
+    config = engine.model.network.config
+    a_layer = 25 * config.hidden_size  # about: 4 norms, their inputs, q, k, v, what attention makes of them, 3 of the MLP
+    logits = 2 * tiny.VOCABULARY
+    expected = 4 * (config.num_hidden_layers * a_layer + logits)
+    assert 0.5 * expected < engine.passes.bytes_per_token < 2 * expected
 
 
 def test_a_batch_of_one_pass_is_never_computed_twice(make_engine):

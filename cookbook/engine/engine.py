@@ -202,18 +202,18 @@ class Engine:
     # ---- the two halves ------------------------------------------------------------------------------------------
 
     def _forward_all(self, data: Sequence[Datum], batches: list[MicroBatch], scores: Scores, wanted: Wanted) -> list[_Pass]:
-        """Runs every pass; keeps the graphs that fit, and of the rest only what they found."""
-        room = self.options.retain_bytes
+        """Runs every pass; keeps the first graph and those that fit beside it, and of the rest only what they found."""
+        room = float(self.options.retain_bytes)
         kept = 0
         passes = []
         for batch in batches:
             seed = self._next_seed()
             need = batch.num_tokens * self._bytes_per_token()
-            keep = len(batches) == 1 or need <= room
+            keep = batch is batches[0] or need <= room
             with contextlib.nullcontext() if keep else torch.no_grad():
                 found = self.passes.run(data, batch, scores, wanted, training=True, seed=seed)
             if keep:
-                room -= need
+                room -= batch.num_tokens * self._bytes_per_token()
                 kept += 1
             passes.append(_Pass(batch, found if keep else None, seed))
         if kept < len(passes):
@@ -269,15 +269,12 @@ class Engine:
     def _packing(self) -> str:
         return self.options.packing if self.options.packing == "padded" or self.model.packs else "padded"
 
-    def _bytes_per_token(self) -> int:
-        """What autograd keeps per token: about 100 activations of the hidden size a layer, 8 when layers are recomputed.
-
-        Measured on Qwen3-shaped models in float32 with saved-tensor hooks.
-        """
+    def _bytes_per_token(self) -> float:
+        """What a kept graph costs: as measured on the first, or with activations recomputed or taken away, their inputs."""
+        if not (self.options.activation_checkpointing or self.options.activation_offloading):
+            return self.passes.bytes_per_token
         config = self.model.network.config.get_text_config()
-        per_layer = 8 if self.options.activation_checkpointing or self.options.activation_offloading else 100
-        element = next(self.model.network.parameters()).element_size()
-        return int(per_layer * config.hidden_size * config.num_hidden_layers * element)
+        return float(8 * config.hidden_size * config.num_hidden_layers * next(self.model.network.parameters()).element_size())
 
     def _may_accumulate(self, loss: LossFunction) -> None:
         """Means do not add up to a mean: two calls would weigh every call the same, whatever its number of tokens."""

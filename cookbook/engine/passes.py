@@ -16,6 +16,7 @@ from cookbook.engine.head import OutputHead
 from cookbook.engine.model import LanguageModel
 from cookbook.engine.offload import offloading
 from cookbook.engine.router_loss import RouterLoad, router_load
+from cookbook.engine.saved import SavedBytes
 from cookbook.types import Datum
 
 
@@ -63,6 +64,7 @@ class Passes:
         self.model = model
         self.head = OutputHead(model)
         self.count = 0  # since the start: what a loss costs, countable
+        self.bytes_per_token = 0.0  # kept for the backward pass, as the first one showed
         self._offload = offload
 
     def run(
@@ -80,7 +82,7 @@ class Passes:
             arguments["output_router_logits"] = True
         self.count += 1
         self.model.network.train(training)
-        with self._randomness(training, seed), self._offloading():
+        with self._randomness(training, seed), self._keeping(batch.num_tokens):
             hidden, router_logits = self.head.hidden_states(**arguments)
             hidden = hidden.reshape(-1, hidden.shape[-1])[inputs.places]
             found = self.head.scores(
@@ -117,10 +119,22 @@ class Passes:
         layers = (layer for layer in self.model.network.modules() if isinstance(layer, torch.nn.Dropout))
         return configured or any(layer.p > 0 for layer in layers)
 
-    def _offloading(self) -> contextlib.AbstractContextManager[Any]:
-        if not self._offload or not torch.is_grad_enabled():
-            return contextlib.nullcontext()
-        return offloading(self.model.network.parameters(), self.model.device)
+    @contextlib.contextmanager
+    def _keeping(self, num_tokens: int) -> Iterator[None]:
+        """Around a pass with a graph: takes what it saves away, or measures it once."""
+        parameters = self.model.network.parameters()
+        if not torch.is_grad_enabled():
+            yield
+        elif self._offload:
+            with offloading(parameters, self.model.device):
+                yield
+        elif self.bytes_per_token:
+            yield
+        else:
+            saved = SavedBytes(parameters)
+            with saved.counted():
+                yield
+            self.bytes_per_token = saved.total / num_tokens
 
 
 def _targets(datum: Datum) -> Tensor:
