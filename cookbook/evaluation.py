@@ -73,13 +73,16 @@ def rewarded(rewards: Sequence[float]) -> dict[str, float]:
 def split_answer(datum: Datum) -> tuple[list[int], list[int]] | None:
     """Prompt and answer of a supervised datum: the last run of trained tokens, and what comes before it.
 
-    None when nothing is trained, or nothing comes before.
+    None when nothing is trained, or everything is: then the token before the first target is the text's own beginning, or the
+    one that begins every text, and nothing has been asked.
     """
     trained = np.flatnonzero(datum.loss_fn_inputs["weights"].array)
     if not len(trained):
         return None
     gaps = np.flatnonzero(np.diff(trained) > 1)
     start, stop = int(trained[gaps[-1] + 1] if len(gaps) else trained[0]), int(trained[-1]) + 1
+    if start == 0:
+        return None
     prompt = datum.model_input.to_ints()[: start + 1]
     return prompt, datum.loss_fn_inputs["target_tokens"].array[start:stop].tolist()
 

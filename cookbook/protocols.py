@@ -53,8 +53,18 @@ class TrainingClient(Protocol):
         """Divides the accumulated gradient, clips it, steps, and clears it."""
         ...
 
-    def save_state(self, name: str) -> Future[Checkpoint]:
-        """Weights, optimizer and step, to go on from."""
+    def save_state(
+        self,
+        name: str,
+        *,
+        overwrite: bool = False,
+        facts: Mapping[str, Any] | None = None,
+        sampler: Sampler | None = None,
+    ) -> Future[Checkpoint]:
+        """Weights, optimizer and step, to go on from.
+
+        ``facts`` are kept beside them, as JSON; ``sampler``'s weights too: older ones, which the caller still samples from.
+        """
         ...
 
     def load_state(self, checkpoint: Checkpoint | str, *, optimizer: bool = True) -> Future[None]:
@@ -63,6 +73,25 @@ class TrainingClient(Protocol):
 
     def save_weights_for_sampler_ext(self, name: str, *, checkpoint_type: str = "base") -> Future[Checkpoint]:
         """Weights to sample from, as a Hugging Face folder."""
+        ...
+
+    def reference(self) -> Reference:
+        """The weights as they are now, frozen."""
+        ...
+
+    @property
+    def tokenizer(self) -> Any:
+        """A Hugging Face tokenizer."""
+        ...
+
+    @property
+    def step(self) -> int:
+        """Finished optimizer steps, of the calls that have had their turn."""
+        ...
+
+    @property
+    def max_length(self) -> int:
+        """The longest sequence the model takes, tokens."""
         ...
 
     def close(self) -> None:

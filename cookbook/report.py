@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cookbook import atomic
 from cookbook.evaluation import Example
 from cookbook.run import Run
 from cookbook.runfolder import CONFIG
@@ -62,7 +63,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     if not curves:
         return
     try:
-        path.write_text(chart(title, "optimizer steps", curves), encoding="utf-8")
+        atomic.write_text(path, chart(title, "optimizer steps", curves))
     except OSError as error:  # the run itself is finished and saved
         log.warning("%s: cannot be written: %s", path, error.strerror)
 

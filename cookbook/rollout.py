@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from cookbook.advantages import groups_without_spread
 from cookbook.data import RenderedPrompt, Renderer
 from cookbook.errors import ConfigError
 from cookbook.protocols import Sampler
@@ -41,12 +42,16 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class Group:
-    """A prompt, ``G`` completions of it as tokens and as text, and (once judged) their rewards."""
+    """A prompt, ``G`` completions of it as tokens and as text, and (once judged) their rewards.
+
+    ``temperature`` is what their logits were divided by when they were drawn.
+    """
 
     prompt: RenderedPrompt
     samples: list[Sample]
     texts: list[str]
     rewards: list[float]
+    temperature: float = 1.0
 
 
 def sample_groups(
@@ -64,14 +69,16 @@ def sample_groups(
     groups = []
     for prompt, future in zip(prompts, futures, strict=True):
         samples = future.result().sequences
-        groups.append(Group(prompt, samples, [renderer.text(sample.tokens) for sample in samples], []))
+        texts = [renderer.text(sample.tokens) for sample in samples]
+        groups.append(Group(prompt, samples, texts, [], config.temperature))
     return groups
 
 
-def datum(prompt: Sequence[int], sample: Sample, advantage: float) -> Datum:
+def datum(prompt: Sequence[int], sample: Sample, advantage: float, temperature: float = 1.0) -> Datum:
     """One completion, ready for a policy-gradient loss: arrays of length ``len(prompt) + len(completion) - 1``.
 
-    ``weights`` is 0 on the prompt; ``sampling_logprobs`` has no meaning there and no influence.
+    ``weights`` is 0 on the prompt; ``sampling_logprobs`` has no meaning there and no influence. A ``temperature`` other than 1
+    goes with them as a scalar: the policy that is trained is the one that was sampled, so its logits are divided alike.
     """
     tokens = [*prompt, *sample.tokens]
     start = len(prompt) - 1  # the position that predicts the first completion token
@@ -79,21 +86,21 @@ def datum(prompt: Sequence[int], sample: Sample, advantage: float) -> Datum:
     weights[start:] = 1.0
     logprobs = np.zeros(len(tokens) - 1)
     logprobs[start:] = sample.logprobs
-    return Datum(
-        ModelInput.from_ints(tokens[:-1]),
-        {
-            "target_tokens": np.asarray(tokens[1:], dtype=np.int64),
-            "weights": weights,
-            "advantages": weights * np.float64(advantage),
-            "sampling_logprobs": logprobs,
-        },
-    )
+    inputs = {
+        "target_tokens": np.asarray(tokens[1:], dtype=np.int64),
+        "weights": weights,
+        "advantages": weights * np.float64(advantage),
+        "sampling_logprobs": logprobs,
+    }
+    if temperature != 1.0:
+        inputs["temperature"] = np.asarray(temperature, dtype=np.float64)
+    return Datum(ModelInput.from_ints(tokens[:-1]), inputs)
 
 
 def datums(groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> list[Datum]:
     """The datums of every group whose completions differ in reward; the others could teach nothing."""
     return [
-        datum(group.prompt.tokens, sample, advantage)
+        datum(group.prompt.tokens, sample, advantage, group.temperature)
         for group, row in zip(groups, advantages, strict=True)
         if any(row)
         for sample, advantage in zip(group.samples, row, strict=True)
@@ -101,14 +108,20 @@ def datums(groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> li
 
 
 def metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """What a step's rollouts were like. Lengths in tokens; ``rollout/truncated_frac`` hit ``max_tokens``."""
+    """What a step's rollouts were like.
+
+    ``reward/std`` is over all completions; ``reward/group_std`` the mean over groups of the standard deviation within one
+    (divisor G - 1, as z-scored advantages have it), which TRL logs as ``reward_std``. ``reward/frac_groups_without_spread``
+    are the groups that teach nothing. Lengths are in tokens; ``rollout/truncated_frac`` hit ``max_tokens``.
+    """
     rewards = np.array([group.rewards for group in groups])
     samples = [sample for group in groups for sample in group.samples]
     lengths = np.array([len(sample.tokens) for sample in samples])
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
-        "reward/frac_groups_without_spread": float((rewards == rewards[:, :1]).all(axis=1).mean()),
+        "reward/group_std": float(rewards.std(axis=1, ddof=1).mean()) if rewards.shape[1] > 1 else 0.0,
+        "reward/frac_groups_without_spread": float(groups_without_spread(rewards).mean()),
         "rollout/completion_tokens_mean": float(lengths.mean()),
         "rollout/completion_tokens_max": float(lengths.max()),
         "rollout/truncated_frac": float(np.mean([sample.stop_reason == "length" for sample in samples])),

@@ -12,19 +12,18 @@ from typing import Any, Generic, Literal, TypeVar
 import numpy as np
 import torch
 
-from cookbook import data as rows
 from cookbook import evaluation, rollout
-from cookbook.backends.local import LocalTrainer
 from cookbook.checkpoints import CheckpointConfig, store
 from cookbook.config import OptimConfig
-from cookbook.data import DataConfig, RenderedPrompt, Renderer
+from cookbook.data import DataConfig, RenderedPrompt, Renderer, Row, datums
 from cookbook.errors import ConfigError
 from cookbook.evaluation import EvalConfig, Evaluation
 from cookbook.futures import Future, done
 from cookbook.hooks import Hook
 from cookbook.interrupt import Interrupted, InterruptGuard
 from cookbook.losses import LOSSES, Loss
-from cookbook.protocols import Reference, Reward, Sampler, Tracker, WeightSyncer
+from cookbook.losses.base import Scope
+from cookbook.protocols import Reference, Reward, Sampler, Tracker, TrainingClient, WeightSyncer
 from cookbook.rewards import score
 from cookbook.rollout import Group, RolloutConfig
 from cookbook.schedules import Schedule
@@ -36,6 +35,7 @@ log = logging.getLogger("cookbook")
 
 T = TypeVar("T")
 Split = Literal["train", "eval"]
+Evaluate = Callable[[int], Evaluation]
 
 
 class Batches(Generic[T]):
@@ -70,10 +70,14 @@ class Batches(Generic[T]):
 
 @dataclass
 class Step:
-    """One turn of the loop. ``index`` optimizer steps have been finished before it, of ``total``."""
+    """One turn of the loop. ``index`` optimizer steps have been finished before it, of ``total``.
+
+    ``updated``: its own has been asked for.
+    """
 
     index: int
     total: int
+    updated: bool = False
     started: float = field(default_factory=time.monotonic)
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -89,19 +93,22 @@ class Run:
     """A run under way.
 
     ``cfg`` is the recipe's own ``Config``; ``trainer`` the model in training; ``loss`` what it is trained with; ``out`` the run
-    folder. The rest is what the methods below are made of.
+    folder. ``identity`` is what may not change while the run goes on, and goes into every checkpoint; ``planned_steps`` how
+    many steps it was to have when the checkpoint was saved that it goes on from; ``sampler`` what it was sampling from then,
+    where that was not the checkpoint's own weights. The rest is what the methods below are made of.
     """
 
     cfg: Any
     name: str
     seed: int
     out: Path
-    trainer: LocalTrainer
+    trainer: TrainingClient
     loss: Loss
     reward: Reward | None
     reference: Reference | None
     renderer: Renderer
     data: DataConfig
+    rows: Callable[[Split], list[Row]]
     rollout: RolloutConfig
     optim: OptimConfig
     schedule: Schedule
@@ -111,13 +118,17 @@ class Run:
     sync_every: int
     trackers: list[Tracker]
     hooks: list[Hook]
+    identity: Mapping[str, Any] = field(default_factory=dict)
     first_step: int = 0
+    planned_steps: int | None = None
+    sampler: Sampler | None = None
     console: Console | None = None
     evaluations: list[tuple[int, Evaluation]] = field(default_factory=list)
-    _sampler: Sampler | None = None
     _tokens: int = 0
+    _open: tuple[Step, Evaluate | None] | None = None  # the step that the recipe is in
 
     def __post_init__(self) -> None:
+        self._done = self._saved = self.first_step  # finished steps, and those that the newest checkpoint has
         self.metrics_file = JsonLines(self.out / "metrics.jsonl")
         self.samples_file = JsonLines(self.out / "samples.jsonl")
 
@@ -125,20 +136,17 @@ class Run:
 
     def conversations(self, which: Split) -> Sequence[Datum]:
         """The ``train`` or ``eval`` rows, rendered, with weight on the tokens to learn."""
-        return rows.conversation_datums(self._rows(which), self.renderer, self.data)
+        return datums.conversation_datums(self.rows(which), self.renderer, self.data)
 
     def preferences(self, which: Split) -> Sequence[Sequence[Datum]]:
         """The ``train`` or ``eval`` rows as ``[chosen, rejected]``, with weight on the answers' tokens."""
-        flat = rows.preference_datums(self._rows(which), self.renderer, self.data)
+        flat = datums.preference_datums(self.rows(which), self.renderer, self.data)
         return [flat[i : i + 2] for i in range(0, len(flat), 2)]
 
     def prompts(self, which: Split) -> list[RenderedPrompt]:
         """The ``train`` or ``eval`` rows as prompts, with room for a completion."""
         room = self.rollout.max_tokens if which == "train" else self.eval.max_tokens
-        return rows.prompts(self._rows(which), self.renderer, self.data, room)
-
-    def _rows(self, which: Split) -> Any:
-        return rows.load_rows(self.data, which, self.seed, self.eval.limit)
+        return datums.prompts(self.rows(which), self.renderer, self.data, room)
 
     def batches(self, rows: Sequence[T], size: int, epochs: int = 1) -> Batches[T]:
         """``rows`` in the run's own order, ``size`` at a time."""
@@ -158,6 +166,7 @@ class Run:
 
     def optim_step(self, step: Step) -> Future[OptimStepOutput]:
         """The update, with this step's learning rate and the division that the loss asks for."""
+        step.updated = True
         adam = self.optim.adam(self.schedule.factor(step.index + 1, step.total))
         return self.trainer.optim_step(adam, self.loss.normalization)
 
@@ -172,9 +181,16 @@ class Run:
 
     def sync(self, step: int) -> Sampler:
         """A sampler of the trainer's weights after ``step`` optimizer steps, or of the last sync when none is due."""
-        if self._sampler is None or step % self.sync_every == 0:
-            self._sampler = self._fresh(step)
-        return self._sampler
+        due = step % self.sync_every == 0
+        if self.sampler is None or (due and self.sampler.step != step):
+            self.sampler = self._fresh(step)
+        return self.sampler
+
+    def _newest(self, step: int) -> Sampler:
+        """A sampler of exactly the weights after ``step`` steps, for evaluation. Between two syncs the loop keeps its own."""
+        if step % self.sync_every == 0:
+            return self.sync(step)
+        return self.sampler if self.sampler is not None and self.sampler.step == step else self._fresh(step)
 
     def _fresh(self, step: int) -> Sampler:
         sampler = self.syncer.sync(step)
@@ -187,14 +203,17 @@ class Run:
         if self.reward is None:
             raise ConfigError("reward: this recipe learns from rewards; choose one, for example reward=number")
         seed = self.seed * 1_000_003 + step.index
+        started = time.monotonic()
         groups = rollout.sample_groups(sampler, prompts, group_size, self.rollout, self.renderer, seed)
+        sampling_s = time.monotonic() - started
         texts = [text for group in groups for text in group.texts]
         rewards = score(self.reward, texts, [group.prompt.row for group in groups for _ in group.texts])
         for place, group in enumerate(groups):
             group.rewards.extend(rewards[place * group_size : (place + 1) * group_size])
         for row in rollout.log_rows(groups, self.rollout.log_samples):
             self.samples_file.write(step.index + 1, row)
-        step.log(rollout.metrics(groups))
+        found = rollout.metrics(groups)
+        step.log(found, {"time/sampled_tokens_per_s": found["rollout/tokens"] / sampling_s})
         return groups
 
     # ---- evaluation ----------------------------------------------------------------------------------------------
@@ -210,13 +229,14 @@ class Run:
             value, metrics = self.loss(prepared, logprobs)
         tokens = {key: number for key, number in output.metrics.items() if key.startswith("tokens/")}
         found = {"loss": float(value), **{key: float(number) for key, number in metrics.items()}, **tokens}
-        return Evaluation({f"eval/{key}": number for key, number in found.items() if key != "tokens/trained"})
+        found.pop("tokens/trained", None)
+        return Evaluation({f"eval/{key}": number for key, number in self._meant(found).items()})
 
     def evaluate_answers(self, data: Sequence[Datum], step: int) -> Evaluation:
         """How many held-out answers greedy decoding reproduces."""
         asked = [getattr(datum, "question", "") for datum in data]
         context, text = self.renderer.max_length, self.renderer.text
-        return evaluation.answers(self._fresh(step), data, asked, self._greedy(), context, text)
+        return evaluation.answers(self._newest(step), data, asked, self._greedy(), context, text)
 
     def _greedy(self) -> SamplingParams:
         stop: list[str | int] = [*self.renderer.stop_token_ids, *(self.rollout.stop or [])]
@@ -226,7 +246,7 @@ class Run:
         """The rewards of greedy completions of held-out prompts."""
         if not prompts or self.reward is None:
             return Evaluation({})
-        samples = evaluation.greedy(self._fresh(step), [prompt.tokens for prompt in prompts], self._greedy())
+        samples = evaluation.greedy(self._newest(step), [prompt.tokens for prompt in prompts], self._greedy())
         texts = [self.renderer.text(sample.tokens) for sample in samples]
         rewards = score(self.reward, texts, [prompt.row for prompt in prompts])
         shown = zip(prompts[: evaluation.SHOWN], texts, rewards, strict=False)
@@ -235,50 +255,80 @@ class Run:
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
-    def steps(self, total: int, evaluate: Callable[[int], Evaluation] | None = None) -> Iterator[Step]:
+    def steps(self, total: int, evaluate: Evaluate | None = None) -> Iterator[Step]:
         """The turns of the loop from where the run stands to ``total``.
 
         Around each turn: timing, the row in ``metrics.jsonl``, trackers, hooks, evaluation before the first step and every
         ``eval.every``, checkpoints. Ctrl-C finishes the turn, saves and raises :class:`Interrupted`; a second stops at once.
+        A recipe may leave the loop early: :meth:`finish` then does what is left of its step.
         """
         if total < 1:
             raise ConfigError(f"recipe.steps must be at least 1, got {total}")
-        self.console = Console(total, self.first_step)
-        if self.first_step >= total:
-            seen = f"{self.first_step} of {total} steps"
+        self.finish()  # of a loop before this one
+        self._warn_of_other_rates(total)
+        self.console = Console(total, self._done)
+        if self._done >= total:
+            seen = f"{self._done} of {total} steps"
             self.console.note(f"nothing to do: {self.out} has seen {seen}; raise recipe.steps to go on")
         try:
             with InterruptGuard() as guard:
-                if self.first_step == 0 and evaluate:
+                if self._done == 0 and evaluate:
                     self._write(0, self._evaluate(evaluate, 0))
-                for index in range(self.first_step, total):
+                for index in range(self._done, total):
                     step = Step(index, total)
                     self._tokens = 0
+                    self._open = step, evaluate
                     yield step
+                    self._open = None
                     self._finish(step, evaluate)
                     stop = guard.asked and index + 1 < total  # read once: it may be asked at any moment
-                    self._checkpoint(step, stop=stop)
+                    self._checkpoint(index + 1, total, stop=stop)
                     if stop:
                         raise Interrupted(index + 1)
         finally:
             self.console.close()
 
-    def _finish(self, step: Step, evaluate: Callable[[int], Evaluation] | None) -> None:
+    def finish(self) -> None:
+        """Ends a loop that the recipe left with ``break`` or ``return``: writes its last step down, evaluates and saves.
+
+        Not done where the loop is left: Python takes a generator down out of sight, and swallows what goes wrong there.
+        """
+        if self._open is None:
+            return
+        step, evaluate = self._open
+        self._open = None
+        if step.updated:
+            self._finish(step, evaluate, last=True)
+        if self._done > self._saved:
+            self._checkpoint(self._done, step.total, stop=True)
+        line = f"the recipe left its loop after step {self._done} of {step.total}; all of it is saved"
+        log.info(line)
+        if self.console:
+            self.console.note(line)
+
+    def _finish(self, step: Step, evaluate: Evaluate | None, *, last: bool = False) -> None:
         number = step.index + 1
         seconds = time.monotonic() - step.started
         row = {
-            **step.metrics,
+            **self._meant(step.metrics),
             **_per_divisor(step.metrics),
             "time/step_s": seconds,
-            "time/tokens_per_s": (self._tokens + step.metrics.get("rollout/tokens", 0.0)) / seconds,
+            # Prompts and completions that went through forward_backward, over the whole step, sampling and rewards included.
+            "time/tokens_per_s": self._tokens / seconds,
         }
-        if evaluate and (number == step.total or (self.eval.every and number % self.eval.every == 0)):
+        if evaluate and (last or number == step.total or (self.eval.every and number % self.eval.every == 0)):
             row.update(self._evaluate(evaluate, number))
         self._write(number, row)
+        self._done = number
         for hook in self.hooks:
             hook.on_step(self, number, row)
 
-    def _evaluate(self, evaluate: Callable[[int], Evaluation], step: int) -> dict[str, float]:
+    def _meant(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Without what misleads: over pairs, accuracy would count the tokens that the loss makes less likely as hits."""
+        misleading = "tokens/accuracy" if self.loss.scope is Scope.pair else None
+        return {key: value for key, value in metrics.items() if key != misleading}
+
+    def _evaluate(self, evaluate: Evaluate, step: int) -> dict[str, float]:
         found = evaluate(step)
         self.evaluations.append((step, found))
         for example in found.examples:
@@ -295,17 +345,39 @@ class Run:
         if self.console:
             self.console.update(step, row)
 
-    def _checkpoint(self, step: Step, *, stop: bool) -> None:
-        """Saves when it is time to, and whenever the run stops early: that promises to lose nothing."""
-        number = step.index + 1
+    def _checkpoint(self, number: int, total: int, *, stop: bool) -> None:
+        """Saves when it is time to, and whenever the run stops early: that promises to lose nothing.
+
+        Between two weight syncs the checkpoint holds the sampler's older weights too. To put off saving until the next sync
+        would be less to store, but Ctrl-C must not wait for it, and no step may be the wrong one to stop after.
+        """
         due = self.checkpoint.every is not None and number % self.checkpoint.every == 0
-        if not (due or stop or (number == step.total and self.checkpoint.final)):
+        if not (due or stop or (number == total and self.checkpoint.final)):
             return
-        saved = self.trainer.save_state(store.step_name(number), overwrite=True).result()
+        facts: dict[str, Any] = {"identity": self.identity, "total_steps": total}
+        behind = self.sampler if number % self.sync_every else None
+        if behind is not None:
+            facts["sampler_step"] = behind.step
+        name = store.step_name(number)
+        saved = self.trainer.save_state(name, overwrite=True, facts={"run": facts}, sampler=behind).result()
         store.prune(self.out / "checkpoints", self.checkpoint.keep, number)
+        self._saved = number
         log.info("saved %s", saved.path)
         for hook in self.hooks:
             hook.on_checkpoint(self, saved)
+
+    def _warn_of_other_rates(self, total: int) -> None:
+        """A schedule that looks at the total would have given the steps that are done other learning rates."""
+        planned = self.planned_steps or total
+        done = range(1, min(self.first_step, planned, total) + 1)
+        if any(self.schedule.factor(step, planned) != self.schedule.factor(step, total) for step in done):
+            log.warning(
+                "recipe.steps: %d steps have had the learning rates of a run of %d, and now it is one of %d; "
+                "the same steps in one sitting would come out otherwise",
+                self.first_step,
+                planned,
+                total,
+            )
 
 
 def _per_divisor(metrics: Mapping[str, float]) -> dict[str, float]:

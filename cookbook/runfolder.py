@@ -11,14 +11,15 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from cookbook import __version__
+from cookbook import __version__, atomic, lock
 from cookbook.checkpoints import manifest, store
 from cookbook.errors import CheckpointError, ConfigError, CookbookError
 
@@ -27,8 +28,17 @@ log = logging.getLogger("cookbook")
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 ENVIRONMENT = "environment.json"
-# A checkpoint goes on only under the same values of these; everything else may change between two sittings.
-IDENTITY = ("recipe.name", "seed", "model", "loss", "data", "reward")
+# A checkpoint goes on only under the same values of these, but for the named fields: they decide what step N is a step of.
+# Everything else may change between two sittings, and log.txt says so.
+IDENTITY: Mapping[str, frozenset[str]] = {
+    "recipe": frozenset({"steps", "epochs"}),  # batches[i] does not depend on how many follow
+    "seed": frozenset(),
+    "model": frozenset(),
+    "loss": frozenset(),
+    "data": frozenset(),
+    "reward": frozenset(),
+    "rollout": frozenset({"log_samples"}),
+}
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "peft", "hydra-core", "omegaconf", "numpy")
 
 
@@ -41,44 +51,39 @@ def choose(out: str | None, resume: str, recipe: str, new_id: str) -> tuple[Path
         ConfigError: the folder is taken and ``resume`` is not ``auto``; or it holds something that is not a run.
         CheckpointError: ``resume`` names a path that is not a checkpoint or a run, or not the newest of the run in the folder.
     """
-    checkpoint = None if resume in ("auto", "never") else _checkpoint(Path(resume))
-    own_run = _run_of(checkpoint)
-    folder = Path(out) if out else own_run or Path("runs") / f"{recipe}-{new_id}"
+    named = _named(resume)
+    folder = _folder(out, named, recipe, new_id)
+    return folder, _resume_point(folder, resume, named)
+
+
+def _folder(out: str | None, named: Path | None, recipe: str, new_id: str) -> Path:
+    folder = Path(out) if out else _run_of(named) or Path("runs") / f"{recipe}-{new_id}"
+    _taken(folder)
+    return folder
+
+
+def _resume_point(folder: Path, resume: str, named: Path | None) -> Path | None:
     if not _taken(folder):
-        return folder, checkpoint
+        return named
+    own_run = _run_of(named)
     newest = store.newest(folder / "checkpoints")
-    if checkpoint and own_run and own_run.resolve() == folder.resolve():
-        if newest and newest.resolve() != checkpoint.resolve():
+    if named and own_run and own_run.resolve() == folder.resolve():
+        if newest and newest.resolve() != named.resolve():
             raise CheckpointError(
-                f"resume: {checkpoint} is not the newest of its run, which is {newest.name}; "
+                f"resume: {named} is not the newest of its run, which is {newest.name}; "
                 "choose out=<new folder> to branch off there, or delete the later ones"
             )
-        return folder, checkpoint
+        return named
     if resume != "auto":
         raise ConfigError(f"out: {folder} holds a run already; choose another folder, or resume=auto to go on with it")
-    return folder, newest
+    return newest
 
 
-def _run_of(checkpoint: Path | None) -> Path | None:
-    """The run a checkpoint stands in; None for one that was moved elsewhere."""
-    return checkpoint.parent.parent if checkpoint and checkpoint.parent.name == "checkpoints" else None
-
-
-def _taken(folder: Path) -> bool:
-    """Whether a run is in the folder.
-
-    Raises:
-        ConfigError: something else is.
-    """
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return False
-    if not (folder / CONFIG).is_file():
-        raise ConfigError(f"out: {folder} exists and is not a run of cookbook; choose another folder")
-    return True
-
-
-def _checkpoint(path: Path) -> Path:
-    """The checkpoint that ``resume=PATH`` means: the path itself, or the newest of a run folder."""
+def _named(resume: str) -> Path | None:
+    """The checkpoint that ``resume`` names, if it does: the path itself, or the newest of a run folder."""
+    if resume in ("auto", "never"):
+        return None
+    path = Path(resume)
     if (path / manifest.NAME).is_file():
         return path
     newest = store.newest(path / "checkpoints")
@@ -87,76 +92,146 @@ def _checkpoint(path: Path) -> Path:
     return newest
 
 
+def _run_of(checkpoint: Path | None) -> Path | None:
+    """The run a checkpoint stands in; None for one that was moved elsewhere."""
+    return checkpoint.parent.parent if checkpoint and checkpoint.parent.name == "checkpoints" else None
+
+
+def _taken(folder: Path) -> bool:
+    """Whether a run is in the folder. Hidden files make none: a run that was killed at once leaves its lock.
+
+    Raises:
+        ConfigError: something else is.
+    """
+    if not folder.exists() or (folder.is_dir() and all(entry.name.startswith(".") for entry in folder.iterdir())):
+        return False
+    if not (folder / CONFIG).is_file():
+        raise ConfigError(f"out: {folder} exists and is not a run of cookbook; choose another folder")
+    return True
+
+
 @contextlib.contextmanager
-def opened(out: Path, cfg: DictConfig, overrides: list[str], resume_from: Path | None) -> Iterator[None]:
-    """The folder with ``config.yaml``, ``environment.json`` and a log, while it is entered.
+def opened(out: str | None, resume: str, cfg: DictConfig, overrides: list[str]) -> Iterator[tuple[Path, Path | None]]:
+    """The run's folder with ``config.yaml``, ``environment.json`` and a log, and the checkpoint to go on from.
 
-    A mistake that shows before the first row of metrics, or Ctrl-C, leaves nothing behind of a folder made here.
-
-    Raises:
-        ConfigError: the folder cannot be written, or holds a run with other identity.
-    """
-    made = [folder for folder in (out, *out.parents) if not folder.exists()]
-    try:
-        prepare(out, cfg, overrides, resume_from)
-        with logging_to(out):
-            log.info("%s", json.dumps(environment(overrides)))
-            yield
-    except (CookbookError, KeyboardInterrupt):
-        if out in made and not (out / METRICS).exists():
-            shutil.rmtree(out, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                for folder in made[1:]:
-                    folder.rmdir()
-        raise
-
-
-def prepare(out: Path, cfg: DictConfig, overrides: list[str], resume_from: Path | None) -> None:
-    """Makes the folder and writes ``config.yaml`` and ``environment.json``; in a folder that has a run, checks it is the same.
+    No other process can open the folder meanwhile. A mistake that shows before the first row of metrics, or Ctrl-C, leaves
+    nothing behind of a folder made here.
 
     Raises:
-        ConfigError: the folder cannot be written, or holds a run with other identity.
+        CookbookError: as :func:`choose`; another process is in the folder; it cannot be written; the run in it, or the
+            checkpoint, has another identity.
     """
-    for run in (out, _run_of(resume_from)):
-        if run is not None:
-            _same_run(run, cfg)
-    resolved = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(resolved, dict)
-    resolved.update(out=None, resume="auto")  # running it again makes a new folder
+    new_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+    named = _named(resume)
+    folder = _folder(out, named, cfg.recipe.name, new_id)
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    with _entered(folder):
+        try:
+            resume_from = _resume_point(folder, resume, named)  # only now: nobody adds a checkpoint any more
+            notes = prepare(folder, cfg, overrides, resume_from)
+            with logging_to(folder):
+                for note in notes:
+                    log.info("%s", note)
+                yield folder, resume_from
+        except (CookbookError, KeyboardInterrupt):
+            if folder in made and not (folder / METRICS).exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    for path in made[1:]:
+                        path.rmdir()
+            raise
+
+
+@contextlib.contextmanager
+def _entered(folder: Path) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(lock.held(folder))
+        except OSError as error:
+            raise _unwritable(folder, error) from None
+        yield
+
+
+def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"out: cannot write to {folder}: {error.strerror}; choose another folder with out=...")
+
+
+def prepare(out: Path, cfg: DictConfig, overrides: list[str], resume_from: Path | None) -> list[str]:
+    """Writes ``config.yaml`` and ``environment.json``, once it is sure that an earlier run goes on as the same run.
+
+    Returns:
+        What the log should say of this sitting: its environment, and what has changed since the one before.
+
+    Raises:
+        ConfigError: the folder cannot be written, or the run in it, or the checkpoint, has another identity.
+    """
+    resolved = plain(cfg) | {"out": None, "resume": "auto"}  # running it again makes a new folder
+    earlier = _config_of(out)
+    if earlier is not None:
+        _must_be_same(f"the run in {out}", identity(earlier), identity(resolved))
+    if resume_from is not None:
+        _must_be_same_in(resume_from, identity(resolved))
+    found = environment(overrides)
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        _write(out / CONFIG, OmegaConf.to_yaml(OmegaConf.create(resolved)))
+        if earlier != resolved:
+            atomic.write_text(out / CONFIG, OmegaConf.to_yaml(OmegaConf.create(resolved)))
         if resume_from is None:  # of a run that goes on, the first sitting's stays and log.txt has the others
-            _write(out / ENVIRONMENT, json.dumps(environment(overrides), indent=2) + "\n")
+            atomic.write_text(out / ENVIRONMENT, json.dumps(found, indent=2) + "\n")
     except OSError as error:
-        raise ConfigError(f"out: cannot write to {out}: {error.strerror}; choose another folder with out=...") from None
+        raise _unwritable(out, error) from None
+    before = earlier or _config_of(_run_of(resume_from)) or resolved
+    changes = [f"{name}: {then!r} before, now {now!r}" for name, then, now in _differences("", before, resolved)]
+    return [json.dumps(found), *changes]
 
 
-def _same_run(run: Path, cfg: DictConfig) -> None:
-    earlier_file = run / CONFIG
-    if not earlier_file.is_file():
-        return
-    earlier = OmegaConf.load(earlier_file)
-    for key in IDENTITY:
-        then, now = OmegaConf.select(earlier, key), OmegaConf.select(cfg, key)
-        difference = _first_difference(key, _plain(then), _plain(now))
-        if difference:
-            name, before, after = difference
-            raise ConfigError(
-                f"{name}: the run in {earlier_file.parent} was made with {before!r}, now it is {after!r}; "
-                "set it back to go on, or choose another out= to start anew"
-            )
+def identity(cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a configuration may not change while its run goes on, as JSON gives it back."""
+
+    def fixed(node: Any, free: frozenset[str]) -> Any:
+        return {name: value for name, value in node.items() if name not in free} if isinstance(node, dict) else node
+
+    found: dict[str, Any] = json.loads(json.dumps({key: fixed(cfg.get(key), free) for key, free in IDENTITY.items()}))
+    return found
 
 
-def _plain(node: Any) -> Any:
-    return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+def plain(cfg: Any) -> dict[str, Any]:
+    """A configuration as dicts and lists, interpolations resolved."""
+    found = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(found, dict)
+    return {str(key): value for key, value in found.items()}
 
 
-def _first_difference(key: str, then: Any, now: Any) -> tuple[str, Any, Any] | None:
+def _config_of(run: Path | None) -> dict[str, Any] | None:
+    return plain(OmegaConf.load(run / CONFIG)) if run and (run / CONFIG).is_file() else None
+
+
+def _must_be_same_in(checkpoint: Path, now: dict[str, Any]) -> None:
+    """Asks the checkpoint itself which run it is of, wherever it stands."""
+    then = manifest.read(checkpoint).get("run", {}).get("identity")
+    if then is None:  # made through the Python API, which has no configuration
+        log.warning("resume: %s does not say which run made it, so nothing checks that this one is the same", checkpoint)
+    else:
+        _must_be_same(f"the run that saved {checkpoint}", then, now)
+
+
+def _must_be_same(which: str, then: Any, now: Any) -> None:
+    difference = next(_differences("", then, now), None)
+    if difference is not None:
+        name, before, after = difference
+        raise ConfigError(
+            f"{name}: {which} was made with {before!r}, now it is {after!r}; "
+            "set it back to go on, or choose another out= to start anew"
+        )
+
+
+def _differences(key: str, then: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Every place where two configurations differ: its dotted name, and both values."""
     if isinstance(then, dict) and isinstance(now, dict):
-        found = (_first_difference(f"{key}.{name}", then.get(name), now.get(name)) for name in {**then, **now})
-        return next((difference for difference in found if difference), None)
-    return None if then == now else (key, then, now)
+        for name in {**then, **now}:
+            yield from _differences(f"{key}.{name}".removeprefix("."), then.get(name), now.get(name))
+    elif then != now:
+        yield key, then, now
 
 
 def environment(overrides: list[str]) -> dict[str, Any]:
@@ -189,14 +264,6 @@ def _git_state() -> dict[str, Any] | None:
         return {"commit": git("rev-parse", "HEAD"), "changed_files": git("status", "--porcelain").splitlines()[:50]}
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _write(path: Path, text: str) -> None:
-    if path.is_file() and path.read_text(encoding="utf-8") == text:
-        return
-    aside = path.with_suffix(".tmp")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)
 
 
 @contextlib.contextmanager

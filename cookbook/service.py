@@ -6,12 +6,16 @@ A program written for ``tinker`` runs with ``import cookbook as tinker``, with o
 from __future__ import annotations
 
 import contextlib
+import inspect
+import itertools
+import weakref
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from cookbook.backends.failures import Failures
 from cookbook.backends.local import LocalConfig, LocalTrainer
 from cookbook.backends.sampling import LocalSampler
 from cookbook.checkpoints import manifest
@@ -19,6 +23,7 @@ from cookbook.engine.model import ModelConfig
 from cookbook.errors import ConfigError
 from cookbook.futures import Future
 from cookbook.paths import packaged
+from cookbook.suggest import did_you_mean
 from cookbook.types import (
     AdamParams,
     Checkpoint,
@@ -28,6 +33,12 @@ from cookbook.types import (
     SampleResponse,
     SamplingParams,
 )
+
+# Options of the tinker client (0.38) that mean nothing to a trainer in this process: taken, and not used.
+OF_A_SESSION = ("user_metadata", "project_id", "display_name", "api_key", "default_headers_overrides")
+OF_A_SAVE = ("ttl_seconds", "user_metadata")
+OF_A_LOAD = ("weights_access_token", "user_metadata")
+OF_SAMPLING = ("retry_config", "record_stability_info")
 
 
 class _Ready:
@@ -56,9 +67,19 @@ class _AsyncTwins:
 
 
 @dataclass(frozen=True)
+class ModelData:
+    """Which model it is: its architecture as the Hugging Face config names it, and where weights and tokenizer came from."""
+
+    arch: str
+    model_name: str
+    tokenizer_id: str
+
+
+@dataclass(frozen=True)
 class ModelInfo:
     """What :meth:`TrainingClient.get_info` tells."""
 
+    model_data: ModelData
     model_name: str
     lora_rank: int
     is_lora: bool
@@ -67,7 +88,10 @@ class ModelInfo:
 
 
 class SamplingClient(_Ready):
-    """Samples from one version of the weights. Make all ``sample`` calls before reading the first result: they are batched."""
+    """Samples from one version of the weights.
+
+    Make all ``sample`` calls before reading the first result, or gather their ``_async`` twins: they are answered together.
+    """
 
     def __init__(self, sampler: LocalSampler, tokenizer: Any, base_model: str) -> None:
         self._sampler = sampler
@@ -137,42 +161,49 @@ class TrainingClient(_Ready, _AsyncTwins):
         """Divides the accumulated gradient as asked, clips it, steps, and clears it."""
         return self._trainer.optim_step(adam_params, grad_accumulation_normalization)
 
-    def save_state(self, name: str, overwrite: bool = False) -> Future[Checkpoint]:
-        """Weights, optimizer and step, to go on from."""
+    def save_state(self, name: str, overwrite: bool = False, **tinker_options: Any) -> Future[Checkpoint]:
+        """Weights, optimizer and step, to go on from. It stays until somebody deletes it."""
+        _refuse_others(self.save_state, tinker_options, OF_A_SAVE)
         return self._trainer.save_state(name, overwrite=overwrite)
 
-    def load_state(self, path: Checkpoint | str) -> Future[None]:
+    def load_state(self, path: Checkpoint | str, **tinker_options: Any) -> Future[None]:
         """The weights of a checkpoint; the optimizer starts anew."""
+        _refuse_others(self.load_state, tinker_options, OF_A_LOAD)
         return self._trainer.load_state(path, optimizer=False)
 
-    def load_state_with_optimizer(self, path: Checkpoint | str) -> Future[None]:
+    def load_state_with_optimizer(self, path: Checkpoint | str, **tinker_options: Any) -> Future[None]:
         """Everything :meth:`save_state` saved."""
+        _refuse_others(self.load_state_with_optimizer, tinker_options, OF_A_LOAD)
         return self._trainer.load_state(path)
 
-    def save_weights_for_sampler(self, name: str) -> Future[Checkpoint]:
-        """A Hugging Face folder (a PEFT adapter under LoRA) to sample from."""
+    def save_weights_for_sampler(self, name: str, **tinker_options: Any) -> Future[Checkpoint]:
+        """A Hugging Face folder (a PEFT adapter under LoRA) to sample from. It stays until somebody deletes it."""
+        _refuse_others(self.save_weights_for_sampler, tinker_options, OF_A_SAVE)
         return self._trainer.save_weights_for_sampler_ext(name)
 
     def save_weights_for_sampler_ext(self, name: str, checkpoint_type: str = "base") -> Future[Checkpoint]:
         return self._trainer.save_weights_for_sampler_ext(name, checkpoint_type=checkpoint_type)
 
-    def save_weights_and_get_sampling_client(self, name: str | None = None) -> SamplingClient:
+    def save_weights_and_get_sampling_client(self, name: str | None = None, **tinker_options: Any) -> SamplingClient:
         """A sampling client on a copy of the current weights; also saved to disk when ``name`` is given."""
+        _refuse_others(self.save_weights_and_get_sampling_client, tinker_options, OF_SAMPLING)
         if name is not None:
             self.save_weights_for_sampler(name).result()
         sampler = self._trainer.snapshot_sampler().result()
         return SamplingClient(sampler, self.get_tokenizer(), self._trainer.engine.model.config.name)
 
-    def create_sampling_client(self, model_path: Checkpoint | str) -> SamplingClient:
+    def create_sampling_client(self, model_path: Checkpoint | str, **tinker_options: Any) -> SamplingClient:
         """A sampling client on saved weights."""
-        return self._service.create_sampling_client(model_path)
+        return self._service.create_sampling_client(model_path, **tinker_options)
 
     def get_tokenizer(self) -> Any:
         return self._trainer.tokenizer
 
     def get_info(self) -> ModelInfo:
         model = self._trainer.engine.model
-        return ModelInfo(model.config.name, model.config.lora_rank, model.is_lora, model.num_parameters, model.max_length)
+        name = model.config.name
+        data = ModelData(model.network.config.model_type, name, model.tokenizer.name_or_path)
+        return ModelInfo(data, name, model.config.lora_rank, model.is_lora, model.num_parameters, model.max_length)
 
     def close(self) -> None:
         """Waits for what is under way; raises the error of a failed call that nobody has read."""
@@ -180,30 +211,34 @@ class TrainingClient(_Ready, _AsyncTwins):
 
 
 class ServiceClient(_AsyncTwins):
-    """Makes training and sampling clients.
+    """Makes training and sampling clients. A client that nobody holds any more frees its model and ends its thread.
 
     Args:
         base_url: None trains in this process.
         checkpoint_dir: where ``save_state`` and ``save_weights_for_sampler`` write.
         backend: how the embedded trainer computes; the default suits a laptop.
+        tinker_options: what Tinker's client takes beside these (``api_key``, ``user_metadata``, ...) is not used.
 
     Raises:
-        ConfigError: a ``base_url``: this version trains in process only.
+        ConfigError: a ``base_url``: this version trains in process only; an option nobody knows.
     """
 
     def __init__(
         self,
-        base_url: str | None = None,
         *,
+        base_url: str | None = None,
         checkpoint_dir: str | Path = "checkpoints",
         backend: LocalConfig | None = None,
-        **_unused_tinker_options: Any,
+        **tinker_options: Any,
     ) -> None:
+        _refuse_others(ServiceClient, tinker_options, OF_A_SESSION)
         if base_url is not None:
             raise ConfigError(f"base_url: this version trains in this process only, got {base_url!r}; leave base_url out")
         self._folder = Path(checkpoint_dir)
         self._backend = backend or LocalConfig()
-        self._trainers: list[LocalTrainer] = []
+        self._trainers: weakref.WeakValueDictionary[int, LocalTrainer] = weakref.WeakValueDictionary()
+        self._numbers = itertools.count()  # the trainers', in the order of making
+        self._unread: set[Failures] = set()
 
     def create_training_client(
         self, base_model: str, lora_rank: int = 0, *, seed: int = 0, **model_options: Any
@@ -211,40 +246,75 @@ class ServiceClient(_AsyncTwins):
         """A model to train: every parameter with ``lora_rank`` 0, else a LoRA adapter of that rank.
 
         ``base_model`` is a hub id, a local folder, or ``tiny``, the model that ships with cookbook. ``model_options`` are
-        fields of :class:`cookbook.engine.model.ModelConfig`, such as ``dtype``.
+        fields of :class:`cookbook.engine.model.ModelConfig`, such as ``dtype``. ``lora_target_modules`` lists the layers that
+        get an adapter; by default every linear layer but the output one.
         """
+        of_the_model = {field.name for field in fields(ModelConfig)} - {"name"}
+        _refuse_others(self.create_training_client, model_options, sorted(of_the_model))
         config = ModelConfig(_model_name(base_model), lora_rank=lora_rank, **model_options)
         return TrainingClient(self._trainer(config, seed), self)
 
     def create_lora_training_client(
-        self, base_model: str, rank: int = 32, seed: int | None = None, **_unused_tinker_options: Any
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = False,
+        **tinker_options: Any,
     ) -> TrainingClient:
-        """A LoRA adapter of ``rank`` on every linear layer; rank 0 trains every parameter."""
+        """A LoRA adapter of ``rank`` on every linear layer of attention and MLP; rank 0 trains every parameter.
+
+        The output layer (unembedding) gets none, where Tinker trains it too: many models tie it to the input embedding.
+        Embeddings, norms and experts that are no linear layers stay as they are. ``seed`` None is 0.
+
+        Raises:
+            ConfigError: another choice of layers: ``create_training_client`` takes them by name.
+        """
+        _refuse_others(self.create_lora_training_client, tinker_options, ("user_metadata", "optimizer"))
+        _check_optimizer(tinker_options)
+        chosen = {"train_mlp": (train_mlp, True), "train_attn": (train_attn, True), "train_unembed": (train_unembed, False)}
+        for name, (value, offered) in chosen.items():
+            if value != offered:
+                raise ConfigError(
+                    f"{name}: adapters lie on attention and MLP together and not on the output layer, got {value}; name the "
+                    f"layers instead: create_training_client({base_model!r}, {rank}, lora_target_modules=['q_proj', ...])"
+                )
         return self.create_training_client(base_model, rank, seed=seed or 0)
 
-    def create_training_client_from_state(self, path: Checkpoint | str) -> TrainingClient:
+    def create_training_client_from_state(self, path: Checkpoint | str, **tinker_options: Any) -> TrainingClient:
         """A client that starts from saved weights, with a fresh optimizer."""
+        _refuse_others(self.create_training_client_from_state, tinker_options, (*OF_A_LOAD, "optimizer"))
+        _check_optimizer(tinker_options)
         return self._from_state(path, optimizer=False)
 
-    def create_training_client_from_state_with_optimizer(self, path: Checkpoint | str) -> TrainingClient:
+    def create_training_client_from_state_with_optimizer(self, path: Checkpoint | str, **tinker_options: Any) -> TrainingClient:
         """A client that goes on where :meth:`TrainingClient.save_state` stood."""
+        _refuse_others(self.create_training_client_from_state_with_optimizer, tinker_options, OF_A_LOAD)
         return self._from_state(path, optimizer=True)
 
     def create_sampling_client(
-        self, model_path: Checkpoint | str | None = None, base_model: str | None = None
+        self, model_path: Checkpoint | str | None = None, base_model: str | None = None, **tinker_options: Any
     ) -> SamplingClient:
         """A sampling client on saved weights, or on a model as it is."""
+        _refuse_others(self.create_sampling_client, tinker_options, OF_SAMPLING)
         if (model_path is None) == (base_model is None):
             raise ConfigError("create_sampling_client: pass either model_path or base_model")
         model = ModelConfig(_model_name(str(base_model))) if model_path is None else _saved_model(model_path)
-        trainer = self._trainer(model, 0)
+        trainer = self._trainer(model)
         return SamplingClient(trainer.live_sampler(0).result(), trainer.tokenizer, model.name)
 
     def close(self) -> None:
-        """Closes every client. Raises the error of a failed call that nobody has read."""
+        """Closes every client. Raises the error of a failed call that nobody has read, also of a client that is gone."""
         with contextlib.ExitStack() as stack:  # one client's error does not keep the others open
-            for trainer in self._trainers:
+            stack.callback(self._tell_unread)
+            for trainer in self._trainers.values():
                 stack.callback(trainer.close)
+
+    def _tell_unread(self) -> None:
+        for failures in list(self._unread):
+            failures.raise_unread()
 
     def __enter__(self) -> Self:
         return self
@@ -258,10 +328,29 @@ class ServiceClient(_AsyncTwins):
         trainer.load_state(model.name, optimizer=optimizer).result()
         return TrainingClient(trainer, self)
 
-    def _trainer(self, model: ModelConfig, seed: int) -> LocalTrainer:
-        trainer = LocalTrainer(model, self._backend, seed=seed, folder=self._folder)
-        self._trainers.append(trainer)
+    def _trainer(self, model: ModelConfig, seed: int | None = None) -> LocalTrainer:
+        """``seed`` None is one of its own: two samplers of the same weights are to draw differently."""
+        number = next(self._numbers)
+        seed = number if seed is None else seed
+        trainer = LocalTrainer(model, self._backend, seed=seed, folder=self._folder, unread=self._unread)
+        self._trainers[number] = trainer
         return trainer
+
+
+def _refuse_others(call: Callable[..., Any], options: Mapping[str, Any], taken: Sequence[str]) -> None:
+    """Refuses the options that ``call`` neither has nor takes for Tinker's sake: a typo must not leave a default in force."""
+    for name in options:
+        if name not in taken:
+            known = [*(own for own in inspect.signature(call).parameters if not own.endswith("_options")), *taken]
+            hint = did_you_mean(name, known)
+            raise ConfigError(f"{call.__name__}: unknown option {name!r}.{hint} (there are {', '.join(known)})")
+
+
+def _check_optimizer(tinker_options: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an optimizer that is not AdamW, the only one here."""
+    optimizer = tinker_options.get("optimizer")
+    if optimizer is not None and getattr(optimizer, "type", None) != "adamw":
+        raise ConfigError(f"optimizer: this trainer has AdamW only, got {optimizer!r}; leave optimizer out")
 
 
 def _saved_model(checkpoint: Checkpoint | str) -> ModelConfig:

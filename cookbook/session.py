@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-import time
-import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from cookbook import recipe as recipes
 from cookbook import report, runfolder
 from cookbook.backends.local import LocalConfig, LocalTrainer
-from cookbook.checkpoints import CheckpointConfig, store
+from cookbook.checkpoints import CheckpointConfig, manifest, store
 from cookbook.config import OptimConfig, build
-from cookbook.data import DataConfig, Renderer
+from cookbook.data import DataConfig, Renderer, Row, load_rows
+from cookbook.data.datums import check_columns
 from cookbook.deployments.embedded import EmbeddedConfig
 from cookbook.engine.model import ModelConfig
 from cookbook.errors import CheckpointError, ConfigError
@@ -29,9 +29,9 @@ from cookbook.interrupt import Interrupted
 from cookbook.losses import Loss
 from cookbook.losses.base import Scope
 from cookbook.paths import packaged
-from cookbook.protocols import Reward, Tracker
+from cookbook.protocols import Deployment, Reward, Sampler, Tracker, TrainingClient
 from cookbook.rollout import RolloutConfig
-from cookbook.run import Run
+from cookbook.run import Run, Split
 from cookbook.schedules import Schedule
 from cookbook.typed import convert
 from cookbook.types import SamplingParams
@@ -133,90 +133,135 @@ def train(cfg: DictConfig, overrides: list[str]) -> None:
         KeyboardInterrupt: the second; it is as it was at its last checkpoint.
     """
     typed = settings(cfg)
-    out, resume_from = runfolder.choose(typed.out, typed.resume, cfg.recipe.name, _new_id())
-    with (
-        runfolder.opened(out, cfg, overrides, resume_from),
-        _trainer(typed, out) as trainer,
-        _run(typed, cfg, trainer, out, resume_from) as run,
-    ):
+    with contextlib.ExitStack() as stack:
+        out, resume_from = stack.enter_context(runfolder.opened(typed.out, typed.resume, cfg, overrides))
+        rows = _rows(typed)
+        trainer = stack.enter_context(_trainer(typed, out))
+        run = _build(typed, runfolder.plain(cfg), trainer, rows, out, resume_from)
+        stack.enter_context(_told(run, runfolder.plain(cfg)))
         try:
             typed.module.train(run)
+            run.finish()
         except Interrupted as stop:
             print(f"stopped after step {stop.step}, saved; go on with: {report.resume_command(out)}", flush=True)
             raise
         report.summary(run)
 
 
+def _rows(typed: Settings) -> Callable[[Split], list[Row]]:
+    """What gives a split's rows. Those of a recipe that says what it learns from are read here, and columns that do not suit
+    it refused: a slip in the data costs no loading of a model.
+
+    Rows are handed out from memory once, so that they can be freed when they have become datums.
+    """
+    kind = getattr(typed.module, "DATA", None)
+    read: dict[Split, list[Row]] = {}
+
+    def load(which: Split) -> list[Row]:
+        return load_rows(typed.data, which, typed.seed, typed.eval.limit)
+
+    if kind is not None:
+        read = {"train": load("train"), "eval": load("eval")}
+        for found in read.values():
+            check_columns(kind, found, typed.data)
+    return lambda which: read.pop(which) if which in read else load(which)
+
+
 @contextlib.contextmanager
 def _trainer(typed: Settings, out: Path) -> Iterator[LocalTrainer]:
-    """The trainer, closed at the end; a second Ctrl-C does not wait for what it is computing."""
+    """The trainer, closed at the end, which raises a failure that nobody has read."""
     trainer = LocalTrainer(typed.model, typed.backend, seed=typed.seed, folder=out / "checkpoints")
-    try:
-        yield trainer
-    except Exception:
-        with contextlib.suppress(Exception):  # the error on its way says what happened
-            trainer.close()
-        raise
-    trainer.close()
+    with contextlib.ExitStack() as stack:
+        stack.callback(trainer.close)
+        try:
+            yield trainer
+        except KeyboardInterrupt:
+            stack.pop_all()  # closing would wait for what it is computing
+            raise
 
 
-def _new_id() -> str:
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
-
-
-@contextlib.contextmanager
-def _run(typed: Settings, cfg: DictConfig, trainer: LocalTrainer, out: Path, resume_from: Path | None) -> Iterator[Run]:
-    """Builds the run, tells trackers and hooks about its beginning and end, and closes what it opened."""
+def _build(
+    typed: Settings,
+    cfg: dict[str, Any],
+    trainer: TrainingClient,
+    rows: Callable[[Split], list[Row]],
+    out: Path,
+    resume_from: Path | None,
+) -> Run:
     # The reference is the weights the run started from: taken before a checkpoint is loaded over them.
     reference = trainer.reference() if typed.loss.needs_reference else None
+    deployment = typed.deployment.deploy(trainer, live=typed.weight_sync.every == 1)
+    earlier: Mapping[str, Any] = {}
+    sampler = None
     if resume_from is not None:
-        trainer.load_state(str(resume_from)).result()
-        _say(f"going on after step {trainer.engine.step}, from {resume_from}")
+        earlier = manifest.read(resume_from).get("run", {})
+        sampler = _load(trainer, deployment, resume_from, earlier.get("sampler_step"))
+        _say(f"going on after step {trainer.step}, from {resume_from}")
     elif (out / runfolder.METRICS).exists():
         _say(f"{out} has no checkpoint to go on from; starting it over")
     run = Run(
         cfg=typed.recipe,
-        name=cfg.recipe.name,
+        name=cfg["recipe"]["name"],
         seed=typed.seed,
         out=out,
         trainer=trainer,
         loss=typed.loss,
         reward=typed.reward,
         reference=reference,
-        renderer=Renderer(trainer.tokenizer, trainer.engine.model.max_length),
+        renderer=Renderer(trainer.tokenizer, trainer.max_length),
         data=typed.data,
+        rows=rows,
         rollout=typed.rollout,
         optim=typed.optim,
         schedule=typed.schedule,
         eval=typed.eval,
         checkpoint=typed.checkpoint,
-        syncer=DeploymentSyncer(typed.deployment.deploy(trainer, live=typed.weight_sync.every == 1)),
+        syncer=DeploymentSyncer(deployment),
         sync_every=typed.weight_sync.every,
         trackers=typed.trackers,
         hooks=typed.hooks,
-        first_step=trainer.engine.step,
+        identity=runfolder.identity(cfg),
+        first_step=trainer.step,
+        planned_steps=earlier.get("total_steps"),
+        sampler=sampler,
     )
-    run.metrics_file.keep_until(run.first_step if resume_from else -1)
-    run.samples_file.keep_until(run.first_step if resume_from else -1)
-    state = "failed"
-    resolved = OmegaConf.to_container(cfg, resolve=True)
-    for tracker in run.trackers:
-        tracker.start(resolved, str(out), out.name, run.first_step)  # type: ignore[arg-type]
-    try:
+    for file in (run.metrics_file, run.samples_file):
+        file.keep_until(run.first_step if resume_from else -1)
+    return run
+
+
+def _load(trainer: TrainingClient, deployment: Deployment, checkpoint: Path, sampler_step: int | None) -> Sampler | None:
+    """Loads a checkpoint; of one from between two weight syncs also the sampler that the run had then."""
+    sampler = None
+    if sampler_step is not None:
+        trainer.load_state(str(checkpoint / store.SAMPLER), optimizer=False).result()
+        sampler = deployment.load(0).result()  # weights without an optimizer have seen no step
+        sampler.step = sampler_step
+    trainer.load_state(str(checkpoint)).result()
+    return sampler
+
+
+@contextlib.contextmanager
+def _told(run: Run, cfg: dict[str, Any]) -> Iterator[None]:
+    """Tells trackers and hooks of the run's beginning and end. One that fails at the end keeps no other from hearing of it."""
+
+    def at_end(tell: Callable[[str], None]) -> Callable[..., None]:
+        def leave(kind: object, error: BaseException | None, trace: object) -> None:
+            failed = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            tell("finished" if error is None else failed)
+
+        return leave
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(run.metrics_file.close)
+        stack.callback(run.samples_file.close)
+        for tracker in run.trackers:
+            tracker.start(cfg, str(run.out), run.out.name, run.first_step)
+            stack.push(at_end(tracker.end))
         for hook in run.hooks:
             hook.on_start(run)
-        yield run
-        state = "finished"
-    except KeyboardInterrupt:
-        state = "interrupted"
-        raise
-    finally:
-        run.metrics_file.close()
-        run.samples_file.close()
-        for tracker in run.trackers:
-            tracker.end(state)
-        for hook in run.hooks:
-            hook.on_end(run, state)
+            stack.push(at_end(functools.partial(hook.on_end, run)))
+        yield
 
 
 def _say(line: str) -> None:
@@ -235,7 +280,7 @@ def sample(
         CookbookError: nothing to sample from, or the prompt does not fit.
     """
     with contextlib.closing(LocalTrainer(ModelConfig(_sampling_target(target)), LocalConfig())) as trainer:
-        renderer = Renderer(trainer.tokenizer, trainer.engine.model.max_length)
+        renderer = Renderer(trainer.tokenizer, trainer.max_length)
         chat = getattr(trainer.tokenizer, "chat_template", None)
         tokens = renderer.prompt_tokens([{"role": "user", "content": prompt}] if chat else prompt)
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)

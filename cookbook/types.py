@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 Array = npt.NDArray[Any]
+NOT_TEXT = "model_input: holds something other than text; this trainer reads tokens only"
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +76,11 @@ class TensorData:
     def __len__(self) -> int:
         return len(self.array)
 
+    def detached(self) -> TensorData:
+        """The same numbers in memory that nobody can change from outside: this one's when it is read-only, else a copy."""
+        immutable = not self.array.flags.writeable and self.array.flags.owndata
+        return self if immutable else TensorData(self.array.copy())
+
 
 def _as_array(data: Any) -> Array:
     """Numbers from a list, a numpy array, a torch tensor or anything with ``to_numpy`` (a Tinker ``TensorData``)."""
@@ -101,20 +107,34 @@ class EncodedTextChunk:
 
     tokens: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", _token_ids(self.tokens))
 
-@dataclass(frozen=True)
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, init=False)
 class ModelInput:
-    """What the model reads: token ids, shape ``(T,)``."""
+    """What the model reads: token ids, shape ``(T,)``; or made from ``chunks`` of them, as Tinker's is.
+
+    Raises:
+        DataError: not whole numbers, or chunks that hold something other than tokens.
+    """
 
     tokens: tuple[int, ...]
+
+    def __init__(self, tokens: Iterable[int] = (), *, chunks: Iterable[Any] = ()) -> None:
+        ids = _token_ids(tokens)
+        for chunk in chunks:
+            ids += _token_ids(_chunk_tokens(chunk))
+        object.__setattr__(self, "tokens", ids)
 
     @classmethod
     def from_ints(cls, tokens: Iterable[int]) -> ModelInput:
         """Raises DataError when they are not whole numbers."""
-        try:
-            return cls(tuple(map(operator.index, tokens.tolist() if isinstance(tokens, np.ndarray) else tokens)))
-        except TypeError as error:
-            raise DataError(f"model_input: expected token ids: {error}; encode the text first") from None
+        return cls(tokens)
 
     @classmethod
     def empty(cls) -> ModelInput:
@@ -130,6 +150,26 @@ class ModelInput:
     @property
     def chunks(self) -> list[EncodedTextChunk]:
         return [EncodedTextChunk(self.tokens)]
+
+    def append(self, chunk: Any) -> ModelInput:
+        """This input and ``chunk`` after it."""
+        return ModelInput(self.tokens, chunks=[chunk])
+
+    def append_int(self, token: int) -> ModelInput:
+        return ModelInput((*self.tokens, token))
+
+
+def _token_ids(tokens: Iterable[int]) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, tokens.tolist() if isinstance(tokens, np.ndarray) else tokens))
+    except TypeError as error:
+        raise DataError(f"model_input: expected token ids: {error}; encode the text first") from None
+
+
+def _chunk_tokens(chunk: Any) -> Iterable[int]:
+    if not hasattr(chunk, "tokens"):
+        raise DataError(f"{NOT_TEXT}, got {type(chunk).__name__}")
+    return chunk.tokens  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, init=False)
@@ -159,6 +199,10 @@ class Datum:
     def with_inputs(self, **inputs: Any) -> Datum:
         """The same sequence with more, or other, ``loss_fn_inputs``."""
         return Datum(self.model_input, {**self.loss_fn_inputs, **inputs})
+
+    def detached(self) -> Datum:
+        """The same datum in memory that nobody can change from outside."""
+        return Datum(self.model_input, {key: tensor.detached() for key, tensor in self.loss_fn_inputs.items()})
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Datum, (self.model_input, dict(self.loss_fn_inputs))
@@ -326,7 +370,7 @@ def as_model_input(value: Any) -> ModelInput:
     try:
         tokens = value.to_ints() if hasattr(value, "to_ints") else value
     except ValueError:  # Tinker's, with an image in it
-        raise DataError("model_input: holds something other than text; this trainer reads tokens only") from None
+        raise DataError(NOT_TEXT) from None
     return ModelInput.from_ints(tokens)
 
 

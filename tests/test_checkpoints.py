@@ -406,6 +406,33 @@ def test_pruning_keeps_the_newest(good, tmp_path):
     assert len(store.all_steps(tmp_path)) == 2
 
 
+def test_pruning_keeps_the_one_just_saved_where_damaged_ones_have_later_numbers(good, tmp_path):
+    copies(good, tmp_path, 1, 2, 3, 7, 8, 9)
+    store.prune(tmp_path, 2, saved=3)
+    assert [path.name for path in store.all_steps(tmp_path)] == [store.step_name(step) for step in (2, 3, 7, 8, 9)]
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_the_weights_of_a_sampler_that_lags_behind_come_back_to_the_bit(make_trainer, tmp_path, lora_rank):
+    trainer, again = make_trainer(lora_rank=lora_rank), make_trainer(lora_rank=lora_rank)
+    trainer.forward_backward(tiny.datums(2), "dpo")
+    trainer.optim_step(ADAM)
+    sampler = trainer.snapshot_sampler(1).result()
+    trainer.forward_backward(tiny.datums(2), "dpo")
+    trainer.optim_step(ADAM)
+    saved = trainer.save_state("two", facts={"run": {"total_steps": 9}}, sampler=sampler).result()
+    assert manifest.verify(Path(saved.path))["run"] == {"total_steps": 9}
+    again.load_state(f"{saved.path}/{store.SAMPLER}", optimizer=False).result()
+    held, now, found = (one.model.network.state_dict() for one in (sampler.engine(), trainer.engine, again.engine))
+    assert all(torch.equal(found[name], held[name]) for name in held)
+    assert not all(torch.equal(found[name], now[name]) for name in held)
+    again.load_state(saved).result()
+    assert same(again.engine, trainer.engine)
+    flip(Path(saved.path, store.SAMPLER, "config.json" if not lora_rank else "adapter_config.json"), 5)
+    with pytest.raises(CheckpointError, match=r"sampler/.*config\.json is damaged"):
+        again.load_state(saved).result()
+
+
 def test_options_out_of_range():
     for wrong in ({"every": 0}, {"keep": 0}):
         with pytest.raises(ConfigError, match=f"checkpoint.{next(iter(wrong))} must be at least 1, got 0"):

@@ -1,7 +1,9 @@
 """The command as it is typed: what it prints, what it runs, what it answers to a slip, and what it leaves behind."""
 
+import gc
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -189,6 +191,24 @@ def test_a_sweep_goes_on_after_a_failed_run_and_says_so(capsys, here):
     assert [lr for lr, _ in seen] == [1e-5, 1e-6]
     assert "run 2 failed: optim: lr must be >= 0" in capsys.readouterr().err
     assert left_behind(here) == []
+
+
+def test_a_failed_run_of_a_sweep_is_freed_before_the_next_one():
+    class Model:
+        pass
+
+    models, alive = [], []
+
+    def job(cfg, overrides):
+        gc.collect()
+        alive.append(sum(model() is not None for model in models))
+        model = Model()
+        models.append(weakref.ref(model))
+        raise ConfigError("data: wrong")
+
+    with pytest.raises(CookbookError, match="2 of 2 runs failed: data: wrong"):
+        run_job(Request(["seed=1,2"], multirun=True), job)
+    assert alive == [0, 0]
 
 
 def test_a_sweep_over_groups_and_by_hydras_own_key(here):

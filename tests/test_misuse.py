@@ -11,6 +11,7 @@ import torch
 from runtools import SMALL, checkpoint, files, here, rows, timeless, train, write  # noqa: F401 - here is a fixture
 from safetensors.torch import load_file, save_file
 
+from cookbook import atomic
 from cookbook.cli.app import run
 from cookbook.paths import packaged
 
@@ -112,6 +113,10 @@ def test_data_that_is_not_there(capsys):
     write("rows.jsonl", TALK)
     missing = refused(capsys, "recipe=sft", "data=jsonl", "data.path=row.jsonl")
     assert missing == "data.path: row.jsonl does not exist; give a file or folder. Did you mean 'rows.jsonl'?"
+    # Known before a model is loaded, which would have told of its own absence.
+    assert refused(capsys, "recipe=sft", "data=jsonl", "data.path=row.jsonl", "model.name=./none") == missing
+    columns = refused(capsys, "recipe=dpo", "data=jsonl", "data.path=rows.jsonl", "model.name=./none")
+    assert columns.startswith("rows.jsonl:1: the columns are messages, and this recipe reads ")
     missing = refused(capsys, "recipe=sft", "data=jsonl")
     assert missing == "data: no data given; pass data.path=<file or folder> or data.name=<hub id>"
 
@@ -227,6 +232,14 @@ def test_an_out_that_cannot_be_written(capsys, largest_file):
     largest_file(1000)
     message = "out: cannot write to run: File too large; choose another folder with out=..."
     assert refused(capsys, *SMALL["sft"], "out=run") == message
+
+
+def test_a_file_that_cannot_be_written_anew_is_as_it_was(largest_file):
+    write("config.yaml", "seed: 0\n")
+    largest_file(100)
+    with pytest.raises(OSError, match="File too large"):
+        atomic.write_text(Path("config.yaml"), "x" * 200)
+    assert [(path.name, path.read_text()) for path in Path().iterdir()] == [("config.yaml", "seed: 0\n")]
 
 
 def test_a_disk_that_is_full_while_saving(capsys, largest_file):

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -12,21 +13,22 @@ import pytest
 import yaml
 from runtools import SMALL, bits, checkpoint, files, here, resume_words, rows, start, timeless, train, write  # noqa: F401
 
+from cookbook.checkpoints import manifest
 from cookbook.cli.app import run
 
 pytestmark = pytest.mark.usefixtures("here")
 FOUR = ["recipe.steps=4"]
 
 
-def stop_at(step: int, number: signal.Signals = signal.SIGINT, moment: str = "on_step") -> list[str]:
-    """The overrides of a hook that sends the run a signal when it has finished ``step``."""
+def stop_at(*steps: int, number: signal.Signals = signal.SIGINT, moment: str = "on_step") -> list[str]:
+    """The overrides of a hook that sends the run a signal when it has finished one of ``steps``, one in each sitting."""
     arguments, at = ("checkpoint", "checkpoint.step") if moment == "on_checkpoint" else ("step, metrics", "step")
     write(
         "stopping.py",
         "import os\nfrom cookbook import Hook\n\n\n"
         "class Stop(Hook):\n"
         f"    def {moment}(self, run, {arguments}):\n"
-        f"        if {at} == {step} and run.first_step < {step}:\n"
+        f"        if {at} in {steps} and run.first_step < {at}:\n"
         f"            os.kill(os.getpid(), {int(number)})\n",
     )
     return ["+hook.stop._target_=stopping.Stop"]
@@ -61,6 +63,22 @@ def test_two_sittings_equal_one(words, capsys):
         assert Path("stopped/samples.jsonl").read_bytes() == samples.read_bytes()
 
 
+def test_between_two_weight_syncs_samples_go_on_coming_from_the_older_weights():
+    write("dice.py", "def odd(completion, row):\n    return sum(map(ord, completion)) % 2\n")
+    words = [*SMALL["grpo"], "recipe.steps=5", "reward=python", "reward.target=dice.py:odd", "optim.lr=1e-3"]
+    words += ["weight_sync.every=3", "checkpoint.every=3", "eval.every=null"]
+    assert train(*words, "out=straight") == 0
+    stop = stop_at(1, 2, 4)
+    for step in (1, 2, 4):  # between two syncs, there once more, and behind the next one
+        assert train(*words, "out=stopped", *stop) == 130
+        assert (checkpoint("stopped", step) / "sampler").is_dir()
+    assert train(*words, "out=stopped") == 0
+    same_as_undisturbed()
+    assert not (checkpoint("stopped", 3) / "sampler").exists()  # where a sync is due, the older weights are of no use
+    # Step 5 learned from samples of the weights after step 3: with fresh ones sampler and trainer differ by rounding alone.
+    assert rows("stopped")[5]["kl/sampler_trainer_k3"] > 1e-6
+
+
 @pytest.mark.parametrize("moment", ["on_eval", "on_checkpoint"])
 def test_asked_at_any_moment_of_the_step_it_stops_saved(moment):
     """While it evaluates, the same step is the last; while it saves already, the next one is. Either is saved."""
@@ -84,7 +102,7 @@ def test_terminate_is_the_same_and_the_printed_command_goes_on(capsys):
     words = [*SMALL["sft"], *FOUR]
     assert train(*words, "out=straight") == 0
     capsys.readouterr()
-    assert train(*words, "out='its place/a=b'", *stop_at(2, signal.SIGTERM)) == 130
+    assert train(*words, "out='its place/a=b'", *stop_at(2, number=signal.SIGTERM)) == 130
     again = resume_words(capsys.readouterr().out)
     assert run(again) == 0
     same_as_undisturbed("its place/a=b")
@@ -118,9 +136,14 @@ def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> No
         time.sleep(0.005)
 
 
-def test_killed_at_any_moment_the_same_command_goes_on():
+def test_killed_at_any_moment_the_same_command_goes_on(capsys):
+    """And while it runs, nobody else can."""
     words = [*SMALL["orpo"], "recipe.steps=12", "eval.every=null", "checkpoint.every=1", "checkpoint.keep=2", "out=stopped"]
     process = start(words)
+    wait_for_step(process, Path("stopped"), 1)
+    assert train(*words) == 2
+    taken = f"another process (pid {process.pid}) is running in stopped; wait for it or choose another folder"
+    assert capsys.readouterr().err == f"error: out: {taken}\n"
     wait_for_step(process, Path("stopped"), 3)
     time.sleep(random.uniform(0, 0.1))
     process.kill()
@@ -262,6 +285,8 @@ def finished(tmp_path_factory):
         ("model.dtype=bfloat16", "model.dtype: the run in run was made with 'float32', now it is 'bfloat16'"),
         ("model=tiny_random", "model.random: the run in run was made with False, now it is True"),
         ("data.limit=23", "data.limit: the run in run was made with 24, now it is 23"),
+        ("recipe.batch_size=5", "recipe.batch_size: the run in run was made with 4, now it is 5"),
+        ("rollout.max_tokens=9", "rollout.max_tokens: the run in run was made with 16, now it is 9"),
         ("recipe=orpo", "recipe.name: the run in run was made with 'dpo', now it is 'orpo'"),
     ],
 )
@@ -273,6 +298,52 @@ def test_another_run_is_not_gone_on_with(change, difference, capsys, finished, m
     advice = "set it back to go on, or choose another out= to start anew"
     assert capsys.readouterr().err == f"error: {difference}; {advice}\n"
     assert files(Path("run")) == before
+
+
+def test_what_is_harmless_may_change_and_is_noted(finished, monkeypatch, tmp_path):
+    shutil.copytree(finished / "run", "run")
+    more = [
+        "recipe.steps=4",
+        "eval.every=1",
+        "checkpoint.keep=1",
+        "backend.micro_batch_tokens=64",
+        "tracker=none",
+        "optim.lr=1e-3",
+    ]
+    assert train(*SMALL["dpo"], *more, "out=run") == 0
+    assert [row["step"] for row in rows("run")] == [0, 1, 2, 3, 4]
+    log = Path("run/log.txt").read_text()
+    for change in ("recipe.steps: 3 before, now 4", "backend.micro_batch_tokens: 8192 before, now 64"):
+        assert f"INFO {change}\n" in log
+    assert "data.limit:" not in log
+
+
+def test_a_checkpoint_that_was_moved_knows_its_run(finished, capsys):
+    shutil.copytree(checkpoint(finished / "run"), "moved")
+    words = [*SMALL["dpo"], *FOUR, "resume=moved", "out=branch"]
+    assert train(*words, "recipe.batch_size=3") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: recipe.batch_size: the run that saved moved was made with 4, now it is 3; set it back to ")
+    assert train(*words) == 0
+    assert [row["step"] for row in rows("branch")] == [4]
+    assert capsys.readouterr().err == ""
+    facts = {key: value for key, value in manifest.read(Path("moved")).items() if key not in ("run", "format", "files")}
+    Path("moved", manifest.NAME).unlink()
+    manifest.write(Path("moved"), facts)  # as the Python API saves, which knows no configuration
+    assert train(*SMALL["dpo"], *FOUR, "resume=moved", "out=unknown") == 0
+    assert "moved does not say which run made it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("schedule", "warned"), [("constant", False), ("linear", True), ("wsd", False)])
+def test_another_total_is_told_where_it_changes_the_steps_that_are_done(schedule, warned, capsys):
+    """Of a schedule that stays until its last tenth, the first two steps are the same of 3 and of 30."""
+    words = [*SMALL["orpo"], f"schedule={schedule}", "eval.every=null", "out=run"]
+    assert train(*words, "recipe.steps=30", *stop_at(2)) == 130
+    capsys.readouterr()
+    assert train(*words, "recipe.steps=3") == 0
+    err = capsys.readouterr().err
+    told = "WARNING: recipe.steps: 2 steps have had the learning rates of a run of 30, and now it is one of 3; "
+    assert err.startswith(told) and err.count("\n") == 1 if warned else err == ""
 
 
 def test_a_torn_checkpoint_is_passed_over_with_a_warning(capfd):

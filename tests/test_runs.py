@@ -1,5 +1,7 @@
 """Every recipe from the command line to the run folder, a few steps each."""
 
+import contextlib
+import io
 import json
 import math
 import shlex
@@ -8,14 +10,20 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from runtools import LITTLE, SMALL, bits, checkpoint, here, rows, timeless, train, write  # noqa: F401 - here is a fixture
 from safetensors.torch import load_file
 
+from cookbook import rollout
 from cookbook.cli.app import run
+from cookbook.data import RenderedPrompt, Renderer, Row
+from cookbook.evaluation import split_answer
 from cookbook.paths import packaged
+from cookbook.rollout import Group, RolloutConfig
+from cookbook.types import Sample, datum_from_tokens_weights
 
 pytestmark = pytest.mark.usefixtures("here")
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
@@ -23,20 +31,20 @@ LN2 = math.log(2)
 FLOAT32_AT_LN2 = 1e-7  # two steps between neighbouring float32 numbers at 0.69
 
 EVERY_STEP = {
-    "loss", "tokens/trained", "tokens/accuracy", "tokens/entropy", "optim/lr", "optim/grad_norm", "optim/num_loss_tokens",
+    "loss", "tokens/trained", "tokens/entropy", "optim/lr", "optim/grad_norm", "optim/num_loss_tokens",
     "optim/num_sequences", "time/step_s", "time/tokens_per_s",
 }  # fmt: skip
 PREFERENCE = {"rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy"}
 ROLLOUT = {
-    "reward/mean", "reward/std", "reward/frac_groups_without_spread", "rollout/completion_tokens_mean",
-    "rollout/completion_tokens_max", "rollout/truncated_frac",
+    "reward/mean", "reward/std", "reward/group_std", "reward/frac_groups_without_spread", "rollout/completion_tokens_mean",
+    "rollout/completion_tokens_max", "rollout/truncated_frac", "time/sampled_tokens_per_s",
 }  # fmt: skip
 POLICY = {"kl/sampler_trainer_k1", "kl/sampler_trainer_k3", "kl/reference", "loss/clip_frac", "loss/ratio_mean"}
 STEP_METRICS = {
-    "sft": EVERY_STEP,
+    "sft": EVERY_STEP | {"tokens/accuracy"},
     "dpo": EVERY_STEP | PREFERENCE,
     "orpo": EVERY_STEP | PREFERENCE | {"loss/nll", "loss/odds_ratio"},
-    "grpo": EVERY_STEP | ROLLOUT | POLICY,
+    "grpo": EVERY_STEP | {"tokens/accuracy"} | ROLLOUT | POLICY,
 }
 EVAL_METRICS = {
     "sft": {"eval/loss", "eval/accuracy", "eval/tokens/accuracy"},
@@ -55,7 +63,7 @@ def test_a_run_leaves_a_whole_folder_and_says_where(recipe, capsys):
     out, err = capsys.readouterr()
     assert err == ""
     assert {path.name for path in Path("run").iterdir()} == {
-        "config.yaml", "environment.json", "metrics.jsonl", "samples.jsonl", "checkpoints", "log.txt", "curves.svg",
+        "config.yaml", "environment.json", "metrics.jsonl", "samples.jsonl", "checkpoints", "log.txt", "curves.svg", ".lock",
     }  # fmt: skip
     assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step-000003"]
     assert yaml.safe_load(Path("run/config.yaml").read_text())["recipe"]["name"] == recipe
@@ -77,6 +85,8 @@ def check_metrics(recipe):
     for row in found[1:]:
         trained = row["tokens/trained"] > 0
         assert STEP_METRICS[recipe] - (set() if trained else POLICY | {"tokens/accuracy", "tokens/entropy"}) <= set(row)
+    if recipe in ("dpo", "orpo"):  # over both sides of the pairs it would mean nothing
+        assert not any(key.endswith("tokens/accuracy") for row in found for key in row)
     evaluated = [row["step"] for row in found if EVAL_METRICS[recipe] <= set(row)]
     assert evaluated == [0, 2, 3]  # before training, every second step, at the end
     assert not EVAL_METRICS[recipe] & set(found[1])
@@ -147,7 +157,8 @@ def test_a_step_without_any_spread_has_a_row_and_moves_nothing():
     assert train(*SMALL["grpo"], "reward=python", "reward.target=same.py:same", "out=run") == 0
     for row in rows("run")[1:]:
         assert row["reward/frac_groups_without_spread"] == 1.0
-        assert row["loss"] == row["tokens/trained"] == row["optim/grad_norm"] == 0.0
+        assert row["loss"] == row["tokens/trained"] == row["optim/grad_norm"] == row["time/tokens_per_s"] == 0.0
+        assert row["reward/std"] == row["reward/group_std"] == 0.0 < row["time/sampled_tokens_per_s"]
     before, after = (load_file(folder / "model.safetensors") for folder in (packaged("data") / "tiny", checkpoint("run")))
     assert all(torch.equal(after[name], before[name]) for name in after)
 
@@ -159,6 +170,53 @@ def test_samples_may_lag_behind_the_weights():
     drift = [row["kl/sampler_trainer_k3"] for row in rows("run")[1:]]
     # Fresh weights: sampler and trainer differ by rounding in float32, squared. One update of lr 3e-4 later: by far more.
     assert max(drift[0], drift[2]) < 1e-9 < 1e-6 < min(drift[1], drift[3])
+
+
+def test_what_is_said_of_rewards():
+    prompt = RenderedPrompt([1], Row("here:1", {}), "", "")
+    samples = [Sample([5], [-1.0], "stop", 0)] * 2
+    found = rollout.metrics([Group(prompt, samples, ["", ""], rewards) for rewards in ([0.3, 0.1 + 0.2], [0.0, 1.0])])
+    assert found["reward/frac_groups_without_spread"] == 0.5  # as the advantages see it, rounding is no spread
+    assert found["reward/group_std"] == pytest.approx(math.sqrt(0.5) / 2)  # of 0 and 1, divisor G - 1: sqrt(1/2)
+    assert found["reward/std"] == pytest.approx(np.std([0.3, 0.3, 0.0, 1.0]))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_training_sees_the_policy_at_the_temperature_of_the_samples(temperature, make_trainer):
+    trainer = make_trainer()
+    renderer = Renderer(trainer.tokenizer, trainer.max_length)
+    prompt = RenderedPrompt([5, 6, 7], Row("here:1", {}), "", "")
+    config = RolloutConfig(max_tokens=4, temperature=temperature)
+    (group,) = rollout.sample_groups(trainer.live_sampler(0).result(), [prompt], 2, config, renderer, seed=0)
+    data = rollout.datums([group], [[1.0, -1.0]])
+    told = [datum.loss_fn_inputs.get("temperature") for datum in data]
+    assert [None if one is None else one.tolist() for one in told] == [None if temperature == 1.0 else temperature] * 2
+    for datum, output in zip(data, trainer.forward(data, "grpo", {"kl_beta": 0.0}).result().loss_fn_outputs, strict=True):
+        trained = datum.loss_fn_inputs["weights"].array > 0
+        sampled = datum.loss_fn_inputs["sampling_logprobs"].array
+        # The same float32 model through a cache and without one: a few rounding errors of logprobs around -5.
+        assert output["logprobs"].array[trained] == pytest.approx(sampled[trained], abs=1e-5)
+
+
+def test_evaluation_stops_where_rollouts_do():
+    words = [*SMALL["grpo"], "recipe.steps=1"]
+    assert train(*words, "out=plain") == 0
+    assert train(*words, "rollout.stop=['1','2','3','4','5']", "out=stopping") == 0
+    plain, stopping = (
+        [row["completion"] for row in rows(out, "samples.jsonl") if "split" in row] for out in ("plain", "stopping")
+    )
+    assert any(any(digit in text[:-1] for digit in "12345") for text in plain)
+    assert not any(digit in text[:-1] for digit in "12345" for text in stopping)
+
+
+def test_text_that_is_trained_whole_asks_nothing():
+    tokens = [7, 8, 9, 3]
+    assert split_answer(datum_from_tokens_weights(tokens, [1.0, 1.0, 1.0, 1.0])) is None
+    assert split_answer(datum_from_tokens_weights(tokens, [0.0, 0.0, 1.0, 1.0])) == ([7, 8], [9, 3])
+    write("text.jsonl", '{"text": "1+1=2"}\n' * 8)
+    words = ["data=jsonl", "data.path=text.jsonl", "data.eval_path=text.jsonl"]
+    assert train(*SMALL["sft"], *words, "recipe.steps=1", "out=run") == 0
+    assert "eval/loss" in rows("run")[-1] and "eval/accuracy" not in rows("run")[-1]
 
 
 def test_held_out_rows_may_fill_the_context():
@@ -266,9 +324,24 @@ def test_hooks_of_ones_own_see_every_moment():
     words = ["+hook.mine._target_=my_hooks.Note", "+hook.mine.path=notes.txt", "recipe.steps=2", "checkpoint.every=1"]
     assert train(*SMALL["grpo"], *words, "out=run") == 0
     assert Path("notes.txt").read_text().splitlines() == [
-        "start grpo 0", "sync 0", "eval 0 True", "sync 0", "step 1 True", "checkpoint 1",
+        "start grpo 0", "sync 0", "eval 0 True", "step 1 True", "checkpoint 1",
         "sync 1", "sync 2", "eval 2 True", "step 2 True", "checkpoint 2", "end finished",
     ]  # fmt: skip
+
+
+def test_a_hook_that_fails_at_the_end_keeps_no_other_from_hearing_of_it():
+    write(
+        "my_hooks.py",
+        "from cookbook import Hook\n\n\n"
+        "class Fail(Hook):\n"
+        "    def on_end(self, run, state):\n"
+        "        print('told', state)\n"
+        "        raise ZeroDivisionError\n",
+    )
+    words = ["recipe.steps=1", "+hook.one._target_=my_hooks.Fail", "+hook.two._target_=my_hooks.Fail"]
+    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(ZeroDivisionError):
+        train(*SMALL["orpo"], *words, "out=run")
+    assert out.getvalue().count("told ") == 2 and out.getvalue().count("told finished\n") == 1  # the run has failed by then
 
 
 def test_a_reward_of_ones_own():
@@ -291,6 +364,64 @@ def test_a_fork_runs_from_its_folder_and_does_what_it_says(capsys):
     capsys.readouterr()
     assert run(["diff", "my_grpo"]) == 0
     assert '+        step.log(gradient, update, {"mine": 7.0})' in capsys.readouterr().out
+
+
+def fork_of_sft(*changes):
+    """The words that run recipes/mine.py: the SFT recipe with every first text replaced by the second."""
+    if not Path("recipes/mine.py").exists():
+        assert run(["fork", "sft", "mine"]) == 0
+    code = (packaged("recipes") / "sft.py").read_text()
+    for old, new in changes:
+        assert old in code
+        code = code.replace(old, new)
+    Path("recipes/mine.py").write_text(code.replace('"sft"', '"mine"'))
+    return ["recipe=mine", *SMALL["sft"][1:], "checkpoint.final=false", "eval.every=null"]
+
+
+LOGGED = "        step.log(gradient, update)\n"
+AT_ONCE = "        # 1. The rows of this step"
+
+
+@pytest.mark.parametrize(
+    ("place", "way"),
+    [
+        ((LOGGED, f"{LOGGED}        if step.index == 1:\n            break\n"), "break behind the step"),
+        ((LOGGED, f"{LOGGED}        if step.index == 1:\n            return\n"), "return behind the step"),
+        ((AT_ONCE, f"        if step.index == 2:\n            break\n{AT_ONCE}"), "break before the next"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_recipe_may_leave_its_loop_and_loses_nothing(place, way, capsys):
+    words = [*fork_of_sft(place), "out=run"]
+    assert train(*words) == 0
+    assert [row["step"] for row in rows("run")] == [0, 1, 2]
+    assert ("eval/loss" in rows("run")[2]) is (way != "break before the next")
+    assert "loss" in rows("run")[2] and checkpoint("run").name == "step-000002"
+    assert "the recipe left its loop after step 2 of 3; all of it is saved\n" in capsys.readouterr().out
+    assert Path("run/log.txt").read_text().endswith("INFO finished\n")
+    fork_of_sft()
+    assert train(*words) == 0  # and goes on
+    assert [row["step"] for row in rows("run")] == [0, 1, 2, 3]
+
+
+def test_what_goes_wrong_after_a_loop_was_left_is_not_swallowed():
+    """As Python does where it takes a generator down."""
+    write("my_hooks.py", "from cookbook import Hook\n\n\nclass Fail(Hook):\n    def on_step(self, *_):\n        1 / 0\n")
+    words = [*fork_of_sft((LOGGED, f"{LOGGED}        break\n")), "+hook.fail._target_=my_hooks.Fail", "out=run"]
+    with pytest.raises(ZeroDivisionError):
+        train(*words)
+    assert "ended by ZeroDivisionError" in Path("run/log.txt").read_text()
+
+
+def test_a_second_loop_goes_on_where_the_first_was_left():
+    head, tail = "    for step in run.steps(", "        step.log(gradient, update)\n"
+    code = (packaged("recipes") / "sft.py").read_text()
+    loop = code[code.index(head) :]
+    first = loop.replace(tail, f"{tail}        if step.index == 0:\n            break\n")
+    assert train(*fork_of_sft((loop, first + loop)), "out=run") == 0
+    assert [row["step"] for row in rows("run")] == [0, 1, 2, 3]
+    assert train(*SMALL["sft"], "eval.every=1", "out=straight") == 0
+    assert [row["loss"] for row in rows("run")[1:]] == [row["loss"] for row in rows("straight")[1:]]
 
 
 def test_a_loss_of_ones_own_trains_like_the_one_it_came_from():

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent import futures
+
 import numpy as np
 import pytest
 import tiny
@@ -10,7 +14,7 @@ import torch
 from cookbook.deployments.embedded import EmbeddedConfig
 from cookbook.engine import sampler as engine_sampler
 from cookbook.engine.sampler import Request, sample
-from cookbook.errors import ConfigError, RolloutError
+from cookbook.errors import BackendError, ConfigError, RolloutError
 from cookbook.types import AdamParams, Datum, ModelInput, SamplingParams
 
 ADAM = AdamParams(learning_rate=1e-2)
@@ -160,6 +164,24 @@ def test_temperatures_mix_in_a_batch(model):
     assert mixed[1][0].tokens == ask(model, [PROMPTS[0]], temperature=1.5, seed=1)[0][0].tokens
 
 
+@pytest.mark.parametrize("budget", [1, 30, 64])
+def test_a_request_larger_than_the_budget_is_split_and_draws_the_same(model, budget):
+    """One prompt of 3 tokens and 7 completions of at most 8 are 77 tokens."""
+    whole = ask(model, [PROMPTS[0]], num_samples=7, seed=3)[0]
+    sizes = []
+    hook = model.network.register_forward_pre_hook(
+        lambda _, args, given: sizes.append(len(given["input_ids"])), with_kwargs=True
+    )
+    try:
+        split = ask(model, [PROMPTS[0]], num_samples=7, seed=3, max_batch_tokens=budget)[0]
+    finally:
+        hook.remove()
+    assert max(sizes) == max(1, budget // 11)
+    assert [one.tokens for one in split] == [one.tokens for one in whole]
+    for one, other in zip(split, whole, strict=True):  # another number of rows rounds otherwise
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
 # ---- where it ends ---------------------------------------------------------------------------------------------------
 
 
@@ -295,7 +317,7 @@ def test_a_snapshot_after_dropout_is_no_different(make_trainer):
     trainer = make_trainer(lora_rank=4, lora_dropout=0.5)
     step(trainer)
     snapshot = trainer.snapshot_sampler().result()
-    assert snapshot._engine().head.finish is not None
+    assert snapshot._engine().passes.head.finish is not None
     live = trainer.live_sampler(1).result()
     np.testing.assert_allclose(
         snapshot.compute_logprobs(PROMPTS[1]).result()[1:], live.compute_logprobs(PROMPTS[1]).result()[1:], atol=1e-6
@@ -346,6 +368,20 @@ def test_what_is_asked_before_the_first_answer_is_one_batch(make_trainer, monkey
     assert batches == [4, 1, 4, 1]
     assert first == again  # to the bit
     assert first[0][0] != first[1]  # the same prompt, asked again without a seed, is drawn anew
+
+
+def test_two_samplers_of_a_step_do_not_draw_the_same(make_trainer):
+    params = SamplingParams(max_tokens=8, stop=[])
+
+    def program():
+        trainer = make_trainer()
+        samplers = [trainer.snapshot_sampler().result(), trainer.live_sampler(0).result(), trainer.snapshot_sampler().result()]
+        futures = [sampler.sample(PROMPTS[0], 1, params) for sampler in samplers]
+        return [drawn(future)[0].tokens for future in futures]
+
+    found = program()
+    assert len(set(map(tuple, found))) == 3
+    assert program() == found
 
 
 def test_draws_without_a_seed_differ_from_step_to_step(make_trainer):
@@ -405,6 +441,52 @@ def test_a_closed_trainer_answers_nothing_and_hangs_nobody(make_trainer):
     for _ in range(2):
         with pytest.raises(Exception, match="the trainer is closed"):
             late.result(timeout=10)
+
+
+@pytest.mark.parametrize("look", [futures.wait, lambda them: list(futures.as_completed(them)), lambda them: them[1].done()])
+def test_every_way_of_looking_at_a_sample_starts_it(make_trainer, look):
+    live = make_trainer().live_sampler(0).result()
+    asked = [live.sample(prompt, 1, GREEDY) for prompt in PROMPTS]
+    looking = threading.Thread(target=look, args=(asked,), daemon=True)
+    looking.start()
+    looking.join(20)
+    assert not looking.is_alive()
+    told = threading.Event()
+    asked[0].add_done_callback(lambda _: told.set())
+    assert told.wait(20) and asked[0]._start is None
+
+
+def test_a_flush_does_not_overtake_another(make_trainer, monkeypatch):
+    """What a thread sends must stay behind what was asked before, though that is being sent by another."""
+    trainer = make_trainer()
+    live, submit, begun, order = trainer.live_sampler(0).result(), trainer._worker.submit, threading.Event(), []
+
+    def slow(job, *rest):
+        number = len(job.args[2])
+        begun.set()
+        time.sleep(0.05 if number == 2 else 0.0)
+        order.append(number)
+        return submit(job, *rest)
+
+    monkeypatch.setattr(trainer._worker, "submit", slow)
+    first = [live.sample(prompt, 1, GREEDY) for prompt in PROMPTS[:2]]
+    sending = threading.Thread(target=first[0].done)
+    sending.start()
+    assert begun.wait(10)
+    live.sample(PROMPTS[2], 1, GREEDY).result(20)
+    sending.join(10)
+    assert order == [2, 1]
+
+
+def test_running_out_of_memory_while_sampling_names_what_bounds_it(make_trainer, monkeypatch):
+    live = make_trainer().live_sampler(0).result()
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("cookbook.backends.sampling.sample", full)
+    with pytest.raises(BackendError, match=r"out of memory: .*; lower deployment\.max_batch_tokens"):
+        live.sample(PROMPTS[0], 1, GREEDY).result()
 
 
 def test_threads_may_ask_at_the_same_time(make_trainer):

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import inspect
+import threading
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +15,7 @@ import tiny
 import torch
 
 import cookbook
+from cookbook.engine import sampler as engine_sampler
 from cookbook.errors import CheckpointError, ConfigError, DataError
 from cookbook.service import ServiceClient
 
@@ -112,7 +117,9 @@ def test_the_same_awaited_once_and_twice(service, types, tiny_folder, twice):
         params = types.SamplingParams(max_tokens=4, seed=1)
         prompt = types.ModelInput.from_ints(PROMPT)
         both = await asyncio.gather(*(sampling.sample_async(prompt, 2, params) for _ in range(2)))
-        assert both[0] == both[1] == await sampling.sample(prompt, 2, params)
+        alone = await sampling.sample(prompt, 2, params)
+        assert both[0] == both[1]
+        assert [one.tokens for one in both[0].sequences] == [one.tokens for one in alone.sequences]
         assert (await sampling.compute_logprobs_async(prompt))[0] is None
         resumed = await answer(service.create_training_client_from_state_with_optimizer_async(saved.path))
         await answer(resumed.load_state_with_optimizer_async(saved.path))
@@ -170,6 +177,70 @@ def test_reinforcement_with_the_field_names_of_tinker(service, types, tiny_folde
         assert abs(output.metrics["kl/sampler_trainer_k1"]) < 1e-5  # the sampler's weights are the trainer's
     metrics = training.optim_step(types.AdamParams(), "num_loss_tokens").result().metrics
     assert metrics["optim/num_loss_tokens"] == 3 * sum(len(sequence.tokens) for sequence in futures[0].result().sequences)
+
+
+def test_an_input_made_of_chunks(service, types, tiny_folder):
+    """Tinker's documentation builds prompts so, and reads the model's name through ``model_data``."""
+    training = service.create_lora_training_client(base_model=str(tiny_folder), rank=4)
+    chunks = [types.EncodedTextChunk(tokens=[5, 6]), types.EncodedTextChunk(tokens=[7])]
+    prompt = types.ModelInput(chunks=chunks).append_int(8)
+    assert (prompt.length, prompt.append(chunks[0]).to_ints()) == (4, [5, 6, 7, 8, 5, 6])
+    datum = types.Datum(model_input=prompt, loss_fn_inputs={"target_tokens": [6, 7, 8, 9], "weights": [0.0, 1.0, 1.0, 1.0]})
+    assert len(training.forward_backward([datum], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].tolist()) == 4
+    sampling = training.save_weights_and_get_sampling_client()
+    assert sampling.compute_logprobs(prompt).result() == sampling.compute_logprobs([5, 6, 7, 8]).result()
+    data = training.get_info().model_data
+    assert (data.arch, data.model_name) == ("qwen3", str(tiny_folder)) and data.tokenizer_id
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """How many requests were decoded together, call by call."""
+    sizes = []
+    original = engine_sampler.decode
+
+    def counting(model, requests, *rest):
+        sizes.append(len(requests))
+        return original(model, requests, *rest)
+
+    monkeypatch.setattr(engine_sampler, "decode", counting)
+    monkeypatch.setattr("cookbook.engine.probe.decode", original)
+    return sizes
+
+
+def test_what_coroutines_ask_together_is_one_batch(service, tiny_folder, batches):
+    sampling = service.create_sampling_client(base_model=str(tiny_folder))
+    engine = sampling._sampler._engine()
+    params = cookbook.SamplingParams(max_tokens=3, stop=[])
+
+    async def rollout(length):
+        return await sampling.sample(list(range(1, length)), 2, params)
+
+    async def program():
+        await asyncio.gather(*(sampling.sample_async(list(range(1, length)), 2, params) for length in range(3, 8)))
+        await asyncio.gather(*(rollout(length) for length in range(3, 7)))  # a coroutine of the user's own
+        before = engine.passes.count
+        await asyncio.gather(*(sampling.compute_logprobs_async(list(range(1, length))) for length in range(3, 8)))
+        return engine.passes.count - before
+
+    passes = asyncio.run(program())
+    assert batches == [5, 4, 0]
+    assert passes == 1
+
+
+def test_samplers_of_the_same_weights_draw_differently_and_repeat(tmp_path, tiny_folder):
+    params = cookbook.SamplingParams(max_tokens=8, stop=[])
+
+    def program():
+        with ServiceClient(checkpoint_dir=tmp_path) as service:
+            training = service.create_training_client(str(tiny_folder))
+            samplers = [training.save_weights_and_get_sampling_client() for _ in range(2)]
+            samplers += [service.create_sampling_client(base_model=str(tiny_folder)) for _ in range(2)]
+            return [sampler.sample(PROMPT, 1, params).result().sequences[0].tokens for sampler in samplers]
+
+    found = program()
+    assert len(set(map(tuple, found))) == 4
+    assert program() == found
 
 
 # ---- saving and going on ---------------------------------------------------------------------------------------------
@@ -263,6 +334,117 @@ def test_the_end_tells_every_error_and_closes_everything(tmp_path, tiny_folder):
     for client in clients:
         with pytest.raises(Exception, match="the trainer is closed"):
             client.forward(tiny.datums(1), "cross_entropy")
+
+
+def trainer_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "cookbook-trainer" and thread.is_alive()]
+
+
+def ended(threads):
+    """Whether these threads end by themselves."""
+    for thread in threads:
+        thread.join(10)
+    return not any(thread.is_alive() for thread in threads)
+
+
+def test_a_client_that_is_dropped_frees_its_model_and_ends_its_thread(service, tiny_folder):
+    before = trainer_threads()
+    training = service.create_training_client(str(tiny_folder))
+    training.forward_backward(tiny.datums(2), "dpo")
+    outputs = [training.optim_step(cookbook.AdamParams()).result()]
+    snapshot = training.save_weights_and_get_sampling_client()
+    asked = service.create_sampling_client(base_model=str(tiny_folder)).sample(PROMPT, 1)  # the future outlives its client
+    model = weakref.ref(training._trainer.engine.model)
+    threads = [thread for thread in trainer_threads() if thread not in before]
+    assert len(threads) == 2
+
+    del training
+    gc.collect()
+    assert model() is None and outputs
+    assert len(snapshot.compute_logprobs(PROMPT).result()) == 3  # and the snapshot outlives the trainer
+    assert len(asked.result().sequences) == 1
+    frozen = weakref.ref(snapshot._sampler._engine().model)
+    del snapshot
+    gc.collect()
+    assert frozen() is None and ended(threads)
+
+
+def test_a_call_that_is_under_way_is_finished_for_nobody(service, tiny_folder):
+    training = service.create_training_client(str(tiny_folder))
+    saved, threads = training.save_state("last"), trainer_threads()
+    del training
+    gc.collect()
+    assert Path(saved.result().path).is_dir()
+    gc.collect()
+    assert ended(threads)
+
+
+def test_the_error_of_a_client_that_is_gone_is_told(tmp_path, tiny_folder):
+    service = ServiceClient(checkpoint_dir=tmp_path)
+    bad = [cookbook.Datum(cookbook.ModelInput.from_ints([1]))]
+    service.create_training_client(str(tiny_folder)).forward_backward(bad, "cross_entropy")
+    gc.collect()
+    with pytest.raises(DataError, match="missing required field 'target_tokens'"):
+        service.close()
+    service.close()  # once
+
+
+@pytest.mark.parametrize(
+    ("call", "options", "message"),
+    [
+        ("ServiceClient", {"base_ulr": "x"}, "ServiceClient: unknown option 'base_ulr'. Did you mean 'base_url'?"),
+        ("ServiceClient", {"warp": 9}, r"unknown option 'warp'\. \(there are base_url, "),
+        ("create_training_client", {"dtpye": "bfloat16"}, "unknown option 'dtpye'. Did you mean 'dtype'?"),
+        ("create_lora_training_client", {"rnak": 4}, "unknown option 'rnak'. Did you mean 'rank'?"),
+        ("create_lora_training_client", {"train_mlp": False}, "train_mlp: .*lora_target_modules"),
+        ("create_lora_training_client", {"train_attn": False}, "train_attn: .*lora_target_modules"),
+        ("create_lora_training_client", {"train_unembed": True}, "train_unembed: .*lora_target_modules"),
+        ("create_lora_training_client", {"optimizer": "dimuon"}, "optimizer: this trainer has AdamW only, got 'dimuon'"),
+        ("create_training_client_from_state", {"optimizer": "dimuon"}, "this trainer has AdamW only"),
+        ("create_training_client_from_state_with_optimizer", {"pth": 1}, "unknown option 'pth'"),
+        ("create_sampling_client", {"base_modle": "x"}, "unknown option 'base_modle'. Did you mean 'base_model'?"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(service, tiny_folder, call, options, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        ServiceClient(**options) if call == "ServiceClient" else getattr(service, call)(str(tiny_folder), **options)
+    assert "\n" not in str(caught.value)
+
+
+NOT_OFFERED = {"base_model"}  # of create_training_client_from_state: a checkpoint on another base
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "create_lora_training_client",
+        "create_training_client_from_state",
+        "create_training_client_from_state_with_optimizer",
+        "create_sampling_client",
+    ],
+)
+def test_options_of_tinker_without_a_meaning_here_are_taken(tmp_path, tiny_folder, call):
+    """Every parameter of Tinker's own client; the ones that both have keep their defaults."""
+    tinker = pytest.importorskip("tinker")
+
+    def only_theirs(theirs, ours):
+        names = [name for name, one in inspect.signature(theirs).parameters.items() if one.kind is not one.VAR_KEYWORD]
+        return {name: None for name in names if name not in {*inspect.signature(ours).parameters, *NOT_OFFERED}}
+
+    with ServiceClient(checkpoint_dir=tmp_path, **only_theirs(tinker.ServiceClient, ServiceClient)) as service:
+        training = service.create_training_client(str(tiny_folder))
+        saves = only_theirs(tinker.TrainingClient.save_state, type(training).save_state)
+        saved = training.save_state("a", **saves).result()
+        training.load_state(saved, weights_access_token=None).result()
+        start = str(tiny_folder) if call == "create_lora_training_client" else saved.path
+        options = only_theirs(getattr(tinker.ServiceClient, call), getattr(ServiceClient, call))
+        assert options and getattr(service, call)(start, **options)
+        if call == "create_lora_training_client":
+            options = {"optimizer": tinker.types.AdamOptimizerConfig(), "train_mlp": True, "train_attn": True}
+            training = service.create_lora_training_client(start, **options)
+            trained = " ".join(name for name, _ in training._trainer.engine.model.trainable())
+            assert all(layer in trained for layer in ("q_proj", "o_proj", "gate_proj", "down_proj"))
+            assert "lm_head" not in trained and "embed_tokens" not in trained
 
 
 def test_mistakes(service, tiny_folder):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 
 import numpy as np
@@ -16,8 +17,8 @@ from cookbook.backends.local import LocalConfig, LocalTrainer
 from cookbook.backends.worker import Worker, explained
 from cookbook.engine.model import ModelConfig
 from cookbook.errors import BackendError, CheckpointError, ConfigError, CookbookError, DataError
-from cookbook.losses import DPO
-from cookbook.types import AdamParams, Datum, ModelInput
+from cookbook.losses import DPO, CrossEntropy
+from cookbook.types import AdamParams, Datum, ModelInput, SamplingParams
 
 ADAM = AdamParams(learning_rate=1e-3)
 BAD = [Datum(ModelInput.from_ints([1, 2]))]  # no target_tokens
@@ -74,6 +75,29 @@ def test_the_batch_is_the_one_that_was_passed(make_trainer):
     assert len(logprobs.result()) == 3
 
 
+def test_the_arrays_are_those_that_were_passed(make_trainer):
+    """The caller may go on with its buffers, and with the memory behind them."""
+    trainer, gate = make_trainer(), threading.Event()
+    reference = trainer.reference()
+    tokens, weights = np.arange(1, 9), torch.linspace(0.5, 1.0, 8)
+    batch = [Datum(ModelInput.from_ints(range(8)), {"target_tokens": tokens, "weights": weights})]
+    passed = [batch]
+    tinker = pytest.importorskip("tinker")
+    inputs = {"target_tokens": tinker.TensorData.from_numpy(tokens), "weights": tinker.TensorData.from_torch(weights)}
+    passed.append([tinker.Datum(tinker.ModelInput.from_ints(list(range(8))), inputs)])
+    expected = [trainer.forward(data, "cross_entropy").result().metrics["loss"] for data in passed]
+
+    trainer.forward_backward_custom(tiny.datums(1), lambda _, rows: (gate.wait(10) and rows[0].sum(), {}))
+    calls = [trainer.forward(data, "cross_entropy") for data in passed]
+    calls += [trainer.forward_backward_custom(data, CrossEntropy()) for data in passed]
+    logprobs = reference.logprobs(batch)
+    kept = reference.logprobs([Datum(ModelInput.from_ints(range(8)), {"target_tokens": tokens.copy()})])
+    tokens[:], weights[:] = 3, 0.0
+    gate.set()
+    assert [call.result().metrics["loss"] for call in calls] == expected * 2
+    np.testing.assert_array_equal(logprobs.result()[0], kept.result()[0])
+
+
 def test_futures_can_be_waited_for_in_every_way(make_trainer):
     trainer, data = make_trainer(), tiny.datums(2)
     plain = trainer.forward(data, "cross_entropy").result(timeout=60)
@@ -124,6 +148,53 @@ def test_tinker_data_is_trained_on(make_trainer):
     found = trainer.forward_backward(theirs, "cross_entropy").result()
     assert found.metrics["loss"] == pytest.approx(ours.metrics["loss"], rel=1e-6)  # Tinker keeps float32 weights
     assert trainer.optim_step(tinker.AdamParams(learning_rate=1e-3)).result().metrics["optim/lr"] == 1e-3
+
+
+OWN_THREAD = "the trainer waits for itself"
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda trainer: trainer.forward(tiny.datums(2), "dpo").result(),
+        lambda trainer: trainer.forward(tiny.datums(2), "dpo").exception(timeout=5),
+        lambda trainer: asyncio.run(trainer.forward(tiny.datums(2), "dpo").coroutine()),
+        lambda trainer: trainer.snapshot_sampler().result(),
+        lambda trainer: trainer.reference(),
+        lambda trainer: trainer.made_before.sample([1, 2], 1, SamplingParams(max_tokens=2)).result(),
+        lambda trainer: trainer.close(),
+    ],
+    ids=["result", "exception", "await", "snapshot", "reference", "sample", "close"],
+)
+def test_a_loss_that_waits_for_its_own_trainer_is_told(make_trainer, ask):
+    trainer = make_trainer()
+    trainer.made_before = trainer.snapshot_sampler().result()
+
+    def loss(data, logprobs):
+        ask(trainer)
+        return logprobs[0].sum(), {}
+
+    with pytest.raises(BackendError, match=rf"{OWN_THREAD}|close: called by a loss") as caught:
+        trainer.forward_backward_custom(tiny.datums(1), loss).result(timeout=20)
+    assert "\n" not in str(caught.value)
+    fails(trainer.optim_step(ADAM), f"{OWN_THREAD}|close: called", BackendError)
+    assert trainer.optim_step(ADAM).result(timeout=20)
+
+
+def test_a_callback_may_read_what_is_there_and_ask_for_more(make_trainer):
+    trainer, found = make_trainer(), []
+    told = threading.Event()
+
+    def callback(future):
+        found.append(future.result())
+        found.append(trainer.forward(tiny.datums(2), "dpo"))
+        with pytest.raises(BackendError, match=OWN_THREAD):
+            found[-1].result()
+        told.set()
+
+    trainer.forward(tiny.datums(2), "dpo").add_done_callback(callback)
+    assert told.wait(20)
+    assert len(found[1].result(timeout=20).loss_fn_outputs) == 2
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
@@ -287,6 +358,24 @@ def test_the_reference_of_a_trained_adapter_is_the_trained_one(make_trainer):
         np.testing.assert_array_equal(found, row["logprobs"].array)
 
 
+def storages(network, names):
+    return [p.untyped_storage().data_ptr() for name, p in network.named_parameters() if name in names]
+
+
+def test_a_frozen_copy_under_an_adapter_copies_the_adapter_only(make_trainer):
+    for options in ({"lora_rank": 4}, {}):
+        trainer, data = make_trainer(**options), tiny.datums(2)
+        trainer.forward_backward(data, "dpo")
+        trainer.optim_step(AdamParams(learning_rate=1e-2)).result()
+        model, frozen = trainer.engine.model, trainer.snapshot_sampler().result()._engine().model
+        trained = {name for name, _ in model.trainable()}
+        base = {name for name, _ in model.network.named_parameters()} - trained
+        assert bool(base) == bool(options) and not frozen.trainable()
+        assert storages(model.network, base) == storages(frozen.network, base)
+        assert not set(storages(model.network, trained)) & set(storages(frozen.network, trained))
+        assert model.trainable() and all(p.requires_grad for name, p in model.network.named_parameters() if name in trained)
+
+
 # ---- start and end ---------------------------------------------------------------------------------------------------
 
 
@@ -297,7 +386,7 @@ def test_closing_waits_and_refuses_more(make_trainer):
     assert last.done()
     trainer.close()  # twice is fine
     with pytest.raises(BackendError, match="the trainer is closed"):
-        trainer.forward(tiny.datums(1), "dpo")
+        trainer.forward(tiny.datums(2), "dpo")
 
 
 def test_a_model_that_cannot_be_loaded_leaves_no_thread(tmp_path):
@@ -336,6 +425,43 @@ def test_a_device_that_is_not_there(device):
         pytest.skip("it is there")
     with pytest.raises(ConfigError, match=r"backend\.device: "):
         LocalConfig(device=device).torch_device()
+
+
+def test_what_is_public_of_the_engine(make_trainer):
+    trainer = make_trainer()
+    trainer.forward_backward(tiny.datums(2), "dpo")
+    trainer.optim_step(ADAM).result()
+    assert (trainer.step, trainer.max_length) == (1, tiny.CONTEXT)
+
+
+class SlowQueue:
+    """Jobs arrive late: another thread has all the time to come between."""
+
+    def __init__(self, jobs):
+        self.jobs, self.begun = jobs, threading.Event()
+
+    def put(self, job):
+        self.begun.set()
+        time.sleep(0.05 if job is not None else 0.0)
+        self.jobs.put(job)
+
+
+def test_a_job_that_was_accepted_while_another_thread_closes_is_done():
+    worker = Worker(1)
+    worker._jobs = SlowQueue(worker._jobs)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(worker.submit, lambda: "done")
+        assert worker._jobs.begun.wait(10)
+        worker.close()
+        assert answer.result().result(timeout=5) == "done"
+
+
+def test_the_worker_ends_when_nobody_holds_it():
+    worker = Worker(1)
+    thread, last = worker.thread, worker.submit(lambda: time.sleep(0.05) or "done")
+    del worker
+    thread.join(10)
+    assert last.result(timeout=0) == "done" and not thread.is_alive()
 
 
 def test_the_worker_outlives_its_jobs():

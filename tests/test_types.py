@@ -13,6 +13,7 @@ from cookbook.errors import ConfigError, DataError
 from cookbook.types import (
     AdamParams,
     Datum,
+    EncodedTextChunk,
     ModelInput,
     SamplingParams,
     TensorData,
@@ -81,6 +82,19 @@ def test_a_read_only_array_becomes_a_tensor_of_its_own():
     assert array[0] == 0
 
 
+def test_detached_numbers_do_not_change():
+    array = np.arange(3.0)
+    tensor = TensorData(array)
+    detached = tensor.detached()
+    view = array[:]
+    view.flags.writeable = False  # read-only, and its owner is not
+    others = [detached, TensorData(view).detached(), Datum(THREE, {"weights": array}).detached().loss_fn_inputs["weights"]]
+    array[:] = 9
+    assert all(other.tolist() == [0, 1, 2] for other in others) and tensor.tolist() == [9, 9, 9]
+    array.flags.writeable = False
+    assert tensor.detached() is tensor  # nothing to copy
+
+
 # ---- datums ----------------------------------------------------------------------------------------------------------
 
 
@@ -132,6 +146,17 @@ def test_model_inputs():
 def test_what_is_no_token_is_refused(wrong):
     with pytest.raises(DataError, match="model_input: expected token ids: "):
         as_model_input(wrong)
+
+
+def test_an_input_of_chunks():
+    chunks = [EncodedTextChunk(tokens=[1, 2]), EncodedTextChunk((3,))]
+    made = ModelInput(chunks=chunks)
+    assert made == ModelInput.from_ints([1, 2, 3]) == ModelInput.empty().append(chunks[0]).append_int(3)
+    assert hash(made) == hash(ModelInput((1, 2, 3))) and chunks[0].length == 2
+    with pytest.raises(DataError, match=r"holds something other than text.*got object"):
+        ModelInput(chunks=[object()])
+    with pytest.raises(DataError, match="expected token ids"):
+        EncodedTextChunk(tokens=[1.5])
 
 
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])

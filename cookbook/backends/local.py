@@ -10,15 +10,18 @@ from typing import Any, TypeVar
 
 import torch
 
+from cookbook.backends.failures import Failures
 from cookbook.backends.sampling import LocalSampler, SampleQueue
 from cookbook.backends.worker import Worker, explained
 from cookbook.checkpoints import store
 from cookbook.engine.engine import Engine, EngineOptions
 from cookbook.engine.model import LanguageModel, ModelConfig, load
+from cookbook.engine.shared import SharedBase
 from cookbook.errors import BackendError, CheckpointError, ConfigError, RolloutError
 from cookbook.futures import Future
 from cookbook.losses import get_loss
 from cookbook.normalization import as_normalization
+from cookbook.protocols import Sampler
 from cookbook.types import (
     AdamParams,
     Checkpoint,
@@ -104,21 +107,32 @@ class _CallFuture(Future[T]):
 class LocalTrainer:
     """A :class:`TrainingClient` in this process. Calls queue up on one worker thread and return at once.
 
-    ``folder`` is where checkpoints go.
+    ``folder`` is where checkpoints go. Trainers that share ``unread`` leave their untold errors there. Those that share a
+    ``worker`` take turns on its thread, and those on one ``base`` hold its weights once.
     """
 
-    def __init__(self, model: ModelConfig, config: LocalConfig, *, seed: int = 0, folder: str | Path = "checkpoints") -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: LocalConfig,
+        *,
+        seed: int = 0,
+        folder: str | Path = "checkpoints",
+        unread: set[Failures] | None = None,
+        worker: Worker | None = None,
+        base: SharedBase | None = None,
+    ) -> None:
         self.config = config
         self.folder = Path(folder)
         self.seed = seed
-        self._worker = Worker(config.threads)
+        self._owns_worker = worker is None
+        self._worker = worker or Worker(config.threads)
         self._samples = SampleQueue(self._worker, max_batch_tokens=65536)
-        self._failure: BaseException | None = None
-        self._failure_read = False
+        self._failures = Failures(unread)
         try:
-            self.engine = self._worker.submit(lambda: _make_engine(model, config, seed)).result()
+            self.engine = self._worker.submit(lambda: _make_engine(model, config, seed, base)).result()
         except BaseException:
-            self._worker.close()
+            self._end_worker()
             raise
 
     # ---- TrainingClient ------------------------------------------------------------------------------------------
@@ -127,8 +141,8 @@ class LocalTrainer:
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, Any] | None = None
     ) -> Future[ForwardBackwardOutput]:
         loss = get_loss(loss_fn, loss_fn_config)
-        rows = list(data)  # the caller may change its list before this call's turn comes
-        return self._submit(lambda: self.engine.forward(_datums(rows), loss))
+        rows = _own(data)
+        return self._submit(lambda: self.engine.forward(rows, loss))
 
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, Any] | None = None
@@ -136,8 +150,8 @@ class LocalTrainer:
         return self.forward_backward_custom(data, get_loss(loss_fn, loss_fn_config))
 
     def forward_backward_custom(self, data: Sequence[Datum], loss_fn: Any) -> Future[ForwardBackwardOutput]:
-        rows = list(data)
-        return self._submit(lambda: self.engine.forward_backward(_datums(rows), loss_fn))
+        rows = _own(data)
+        return self._submit(lambda: self.engine.forward_backward(rows, loss_fn))
 
     def optim_step(
         self, adam_params: AdamParams, grad_accumulation_normalization: str | None = None
@@ -146,16 +160,28 @@ class LocalTrainer:
         normalization = as_normalization(grad_accumulation_normalization)
 
         def step() -> OptimStepOutput:
-            if self._failure is not None:
+            if self._failures.first is not None:
                 self.engine.discard_gradient()
-                raise self._failure
+                raise self._failures.first
             return self.engine.optim_step(adam, normalization)
 
-        return self._submit(step, self._forget_failure)
+        return self._submit(step, self._failures.forget)
 
-    def save_state(self, name: str, *, overwrite: bool = False) -> Future[Checkpoint]:
+    def save_state(
+        self,
+        name: str,
+        *,
+        overwrite: bool = False,
+        facts: Mapping[str, Any] | None = None,
+        sampler: Sampler | None = None,
+    ) -> Future[Checkpoint]:
         folder = store.named(self.folder, name)
-        return self._submit(lambda: store.save(self.engine, folder, state=True, overwrite=overwrite))
+        older = sampler.engine() if isinstance(sampler, LocalSampler) else None
+
+        def save() -> Checkpoint:
+            return store.save(self.engine, folder, state=True, overwrite=overwrite, facts=facts, sampler=older)
+
+        return self._submit(save)
 
     def load_state(self, checkpoint: Checkpoint | str, *, optimizer: bool = True) -> Future[None]:
         path = Path(checkpoint.path if isinstance(checkpoint, Checkpoint) else checkpoint)
@@ -167,17 +193,34 @@ class LocalTrainer:
         folder = store.named(self.folder, name)
         return self._submit(lambda: store.save(self.engine, folder, state=False))
 
+    def refuse(self, error: BaseException) -> Future[Any]:
+        """A call that could not even be made fails in its turn, as any other that fails."""
+
+        def fail() -> None:
+            raise error
+
+        return self._submit(fail)
+
     def close(self) -> None:
         self._samples.flush()
-        self._worker.close()
-        if self._failure is not None and not self._failure_read:
-            raise self._failure
+        self._end_worker()
+        self._failures.raise_unread()
 
     # ---- what only a trainer in this process can do --------------------------------------------------------------
 
     @property
     def tokenizer(self) -> Any:
         return self.engine.model.tokenizer
+
+    @property
+    def step(self) -> int:
+        """Finished optimizer steps, of the calls that have had their turn."""
+        return self.engine.step
+
+    @property
+    def max_length(self) -> int:
+        """The longest sequence the model takes, tokens."""
+        return self.engine.model.max_length
 
     @property
     def max_batch_tokens(self) -> int:
@@ -224,6 +267,13 @@ class LocalTrainer:
 
     # ---- inside --------------------------------------------------------------------------------------------------
 
+    def _end_worker(self) -> None:
+        """Waits for what is under way; ends the thread unless others use it."""
+        if self._owns_worker:
+            self._worker.close()
+        else:
+            self._worker.submit(lambda: None).result()
+
     def _submit(self, job: Callable[[], T], on_read: Callable[[BaseException], None] | None = None) -> Future[T]:
         """Queues ``job`` behind every sample asked for so far. Its failure is remembered until a step has reported it."""
         self._samples.flush()
@@ -233,24 +283,13 @@ class LocalTrainer:
                 return job()
             except BaseException as caught:
                 error = explained(caught)
-                if self._failure is None:
-                    self._failure, self._failure_read = error, False
+                self._failures.note(error)
                 self.engine.discard_gradient()
                 if error is caught:
                     raise
                 raise error from None
 
-        return self._worker.submit(guarded, _CallFuture(on_read or self._note_read))
-
-    def _note_read(self, error: BaseException) -> None:
-        """The caller knows: the end of the run need not tell again."""
-        if error is self._failure:
-            self._failure_read = True
-
-    def _forget_failure(self, error: BaseException) -> None:
-        """A step has told: training may go on."""
-        if error is self._failure:
-            self._failure = None
+        return self._worker.submit(guarded, _CallFuture(on_read or self._failures.read))
 
     def _at(self, step: int) -> int:
         if self.engine.step != step:
@@ -258,8 +297,13 @@ class LocalTrainer:
         return step
 
     def _frozen(self) -> Engine:
+        """An engine on a copy of what is trained. What an adapter lies on never changes, and is shared."""
+        network = self.engine.model.network
+        shared = [p for p in network.parameters() if not p.requires_grad]
+        if self.engine.model.is_lora:
+            shared += network.buffers()
         model = copy.copy(self.engine.model)
-        model.network = copy.deepcopy(self.engine.model.network).requires_grad_(False)
+        model.network = copy.deepcopy(network, {id(tensor): tensor for tensor in shared}).requires_grad_(False)
         return Engine(model, self.engine.options)
 
 
@@ -272,19 +316,20 @@ class LocalReference:
         self._adapter = adapter
 
     def logprobs(self, data: Sequence[Datum]) -> Future[list[Any]]:
-        rows = list(data)
+        rows = _own(data)
 
         def job() -> list[Any]:
-            output = self._engine.forward(_datums(rows), adapter=self._adapter)
+            output = self._engine.forward(rows, adapter=self._adapter)
             return [row["logprobs"].to_numpy() for row in output.loss_fn_outputs]
 
         return self._submit(job)
 
 
-def _make_engine(model: ModelConfig, config: LocalConfig, seed: int) -> Engine:
-    loaded = load(model, config.torch_device(), seed)
+def _make_engine(model: ModelConfig, config: LocalConfig, seed: int, base: SharedBase | None) -> Engine:
+    loaded = load(model, config.torch_device(), seed, base)
     return Engine(loaded, config.engine_options(loaded, seed))
 
 
-def _datums(data: Sequence[Any]) -> list[Datum]:
-    return [as_datum(datum, index) for index, datum in enumerate(data)]
+def _own(data: Sequence[Any]) -> list[Datum]:
+    """``data`` as our datums, with arrays nobody else holds: the caller may go on with its own before the call's turn comes."""
+    return [as_datum(datum, index).detached() for index, datum in enumerate(data)]

@@ -5,50 +5,19 @@ Waiting, not time, closes a batch: so what is computed together is a function of
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from cookbook.backends.worker import Worker, explained
+from cookbook.backends.worker import SAMPLING_REMEDY, Worker, explained
 from cookbook.engine.engine import Engine
 from cookbook.engine.sampler import Request, check_prompt, sample
 from cookbook.errors import BackendError, RolloutError
-from cookbook.futures import Future
+from cookbook.futures import Future, LazyFuture
 from cookbook.types import Datum, ModelInput, SampleResponse, SamplingParams, as_model_input, as_sampling
-
-T = TypeVar("T")
-
-
-class LazyFuture(Future[T]):
-    """A future whose work starts when it is first waited for: by ``result``, ``await``, ``done`` or a callback.
-
-    ``concurrent.futures.wait`` and ``as_completed`` do none of these; ask for the results one by one.
-    """
-
-    def __init__(self, start: Callable[[], None]) -> None:
-        super().__init__()
-        self._start = start
-
-    def result(self, timeout: float | None = None) -> T:
-        self._start()
-        return super().result(timeout)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._start()
-        return super().exception(timeout)
-
-    def done(self) -> bool:
-        self._start()
-        return super().done()
-
-    def add_done_callback(self, fn: Callable[[Any], object]) -> None:
-        self._start()
-        super().add_done_callback(fn)
-
-    def __await__(self) -> Generator[Any, None, T]:
-        self._start()
-        return super().__await__()
 
 
 @dataclass(frozen=True)
@@ -68,28 +37,37 @@ class SampleQueue:
         self.max_batch_tokens = max_batch_tokens
         self._worker = worker
         self._waiting: list[tuple[_Asked, Callable[[], Engine], int]] = []
+        self._unseeded: Counter[int] = Counter()  # requests without a seed so far, by step
         self._lock = threading.Lock()  # rollouts may ask from threads of their own
 
     def add(
         self, prompt: list[int], request: Request | None, engine: Callable[[], Engine], step: int, *, score: bool
     ) -> LazyFuture[Any]:
         asked = _Asked(prompt, request, score, LazyFuture(self.flush))
+        asked.future.answered_by = self._worker.thread
         with self._lock:
             self._waiting.append((asked, engine, step))
         return asked.future
 
+    def number(self, step: int) -> int:
+        """A new number, from 1, for every request without a seed, whichever sampler of that step it is made to."""
+        with self._lock:
+            self._unseeded[step] += 1
+            return self._unseeded[step]
+
     def flush(self) -> None:
         """Sends everything that waits to the worker, as one job a version of the weights."""
-        with self._lock:
+        refused: list[_Asked] = []
+        with self._lock:  # until all is sent: what another thread asked for later must not overtake it
             waiting, self._waiting = self._waiting, []
-        by_version: dict[tuple[Callable[[], Engine], int], list[_Asked]] = {}
-        for asked, engine, step in waiting:
-            by_version.setdefault((engine, step), []).append(asked)
-        for (engine, step), batch in by_version.items():
-            try:
-                self._worker.submit(lambda engine=engine, step=step, batch=batch: self._answer(engine, step, batch))  # type: ignore[misc]
-            except BackendError as error:  # the trainer is closed
-                _fail(batch, error)
+            for engine, step, batch in _by_version(waiting):
+                try:
+                    self._worker.submit(functools.partial(self._answer, engine, step, batch))
+                except BackendError as closed:
+                    refused += batch
+                    error = closed
+        if refused:  # outside the lock: it runs callbacks, and those may ask for more
+            _fail(refused, error)
 
     def _answer(self, engine_of: Callable[[], Engine], step: int, batch: list[_Asked]) -> None:
         """Answers ``batch`` together. A bad prompt fails alone."""
@@ -100,11 +78,23 @@ class SampleQueue:
             sequences = iter(sample(engine.model, requests, step, self.max_batch_tokens))
             logprobs = iter(_prompt_logprobs(engine, [asked.prompt for asked in batch if asked.score]))
         except BaseException as error:  # noqa: BLE001 - it is raised again where a future is read
-            _fail(batch, explained(error))
+            _fail(batch, explained(error, SAMPLING_REMEDY))
             return
         for asked in batch:
             scored = next(logprobs) if asked.score else None
             asked.future.set_result(scored if asked.request is None else SampleResponse(next(sequences), scored))
+
+
+def _by_version(
+    waiting: Sequence[tuple[_Asked, Callable[[], Engine], int]],
+) -> Iterator[tuple[Callable[[], Engine], int, list[_Asked]]]:
+    """What waits, as one batch a version of the weights; from here on its futures need no start."""
+    batches: dict[tuple[Callable[[], Engine], int], list[_Asked]] = {}
+    for asked, engine, step in waiting:
+        asked.future.started()
+        batches.setdefault((engine, step), []).append(asked)
+    for (engine, step), batch in batches.items():
+        yield engine, step, batch
 
 
 def _possible(engine: Engine, asked: _Asked) -> bool:
@@ -137,7 +127,6 @@ class LocalSampler:
         self._queue = queue
         self._engine = engine
         self._seed = seed
-        self._asked = 0
 
     def sample(
         self,
@@ -147,17 +136,22 @@ class LocalSampler:
         *,
         include_prompt_logprobs: bool = False,
     ) -> Future[SampleResponse]:
-        """``num_samples`` completions. Without a seed in the params, draws differ from call to call and from step to step,
-        and repeat from run to run.
+        """``num_samples`` completions. Without a seed in the params, draws differ from call to call, also to another sampler of
+        this step, and from step to step; and repeat from run to run.
         """
         if num_samples < 1:
             raise RolloutError(f"sample: num_samples must be at least 1, got {num_samples}")
         params = as_sampling(sampling_params or SamplingParams())
-        self._asked += 1
-        seed = (self._seed * 1_000_003 + self.step) * 1_000_003 + self._asked if params.seed is None else params.seed
         tokens = as_model_input(prompt).to_ints()
+        seed = params.seed
+        if seed is None:
+            seed = (self._seed * 1_000_003 + self.step) * 1_000_003 + self._queue.number(self.step)
         request = Request(tokens, num_samples, params, seed)
         return self._queue.add(tokens, request, self._engine, self.step, score=include_prompt_logprobs)
+
+    def engine(self) -> Engine:
+        """The weights it samples from. Raises RolloutError when they are gone."""
+        return self._engine()
 
     def compute_logprobs(self, prompt: Any) -> Future[list[float | None]]:
         """The logprob of every token given those before it, at temperature 1; the first is None."""

@@ -1,7 +1,8 @@
 """Writing, finding and loading checkpoints.
 
 A checkpoint is an ordinary Hugging Face folder (``model.safetensors``, or PEFT's ``adapter_model.safetensors``, with config and
-tokenizer), so transformers, PEFT and vLLM load it as it is. A resumable one also holds ``trainer.safetensors``, the optimizer.
+tokenizer), so transformers, PEFT and vLLM load it as it is. A resumable one also holds ``trainer.safetensors``, the optimizer,
+and where a run was sampling from older weights than the trainer's, those in a folder ``sampler``, a checkpoint in itself.
 It is written aside, digested, forced to the disk and renamed: it appears whole or not at all.
 """
 
@@ -30,6 +31,7 @@ log = logging.getLogger("cookbook")
 
 TRAINER = "trainer.safetensors"
 ADAPTER = "adapter_model.safetensors"
+SAMPLER = "sampler"
 _STEP = re.compile(r"step-(\d+)")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 
@@ -51,8 +53,20 @@ def step_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def save(engine: Engine, folder: Path, *, state: bool, overwrite: bool = False) -> Checkpoint:
+def save(
+    engine: Engine,
+    folder: Path,
+    *,
+    state: bool,
+    overwrite: bool = False,
+    facts: Mapping[str, Any] | None = None,
+    sampler: Engine | None = None,
+) -> Checkpoint:
     """Writes the model, and with ``state`` the optimizer, to ``folder``.
+
+    Args:
+        facts: what else the manifest should say, as JSON has it.
+        sampler: older weights, which samples are still drawn from; they go to ``folder/sampler``.
 
     Raises:
         CheckpointError: the name is taken, or the disk refuses; nothing is left behind.
@@ -63,7 +77,10 @@ def save(engine: Engine, folder: Path, *, state: bool, overwrite: bool = False) 
             raise CheckpointError(f"{folder}: exists already; choose another name")
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        _write(engine, aside, state)
+        if sampler is not None:
+            (aside / SAMPLER).mkdir()
+            _write(sampler, aside / SAMPLER, state=False, facts={})
+        _write(engine, aside, state=state, facts=facts or {})
         _publish(aside, folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
@@ -72,15 +89,15 @@ def save(engine: Engine, folder: Path, *, state: bool, overwrite: bool = False) 
     return Checkpoint(str(folder), engine.step, "state" if state else "base")
 
 
-def _write(engine: Engine, folder: Path, state: bool) -> None:
+def _write(engine: Engine, folder: Path, *, state: bool, facts: Mapping[str, Any]) -> None:
     model = engine.model
     # PEFT would otherwise ask the hub whether the embeddings were resized. They never are.
     model.network.save_pretrained(folder, **({"save_embedding_layers": False} if model.is_lora else {}))
     model.tokenizer.save_pretrained(folder)
     if state:
         save_file(engine.optimizer.state(), folder / TRAINER)
-    facts = {"kind": "state" if state else "base", "step": engine.step, "base_model": model.config.name}
-    manifest.write(folder, {**facts, "dtype": model.config.dtype, "lora": model.is_lora})
+    own = {"kind": "state" if state else "base", "step": engine.step, "base_model": model.config.name}
+    manifest.write(folder, {**facts, **own, "dtype": model.config.dtype, "lora": model.is_lora})
 
 
 def _publish(aside: Path, folder: Path) -> None:

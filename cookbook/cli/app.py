@@ -150,6 +150,25 @@ def _dry_run(cfg: DictConfig, overrides: list[str]) -> None:
 
 
 @app.command()
+def serve(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="OVERRIDE", help="key=value or group=name, of conf/serve.yaml.")
+    ] = None,
+    cfg: Annotated[Part | None, typer.Option("--cfg", "-c", help="Print the configuration, unchecked.")] = None,
+) -> None:
+    """Serve the trainer over HTTP, to Tinker's client and ours."""
+    from cookbook.cli import hydra_bridge as bridge
+    from cookbook.cli import serve as serving
+
+    _import_from_here()
+    request = bridge.Request(overrides or (), config_name="serve")
+    if cfg is not None:
+        print(bridge.show(request, cfg), end="")
+    else:
+        bridge.run(request, serving.run)
+
+
+@app.command()
 def fork(
     names: Annotated[
         list[str],

@@ -145,6 +145,23 @@ def prompts(
     return sieve.kept(found)
 
 
+_READERS: Mapping[str, Callable[[Row, DataConfig], Callable[[Row], Any]]] = {
+    "conversations": conversation_reader,
+    "preferences": preference_reader,
+    "rollouts": prompt_reader,
+}
+
+
+def check_columns(kind: str, rows: Sequence[Row], config: DataConfig) -> None:
+    """Whether the rows have the columns of what a recipe learns from: ``conversations``, ``preferences`` or ``rollouts``.
+
+    Raises:
+        DataError: they have not.
+    """
+    if rows:
+        _READERS[kind](rows[0], config)
+
+
 def _parts(example: Example) -> Sequence[Example]:
     return separate_answers(example) if isinstance(example, Chat) else [example]
 

@@ -6,7 +6,7 @@ batch does not matter (up to float rounding of the logits).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,15 @@ class Request:
     seed: int
 
 
+@dataclass(frozen=True)
+class _Share:
+    """The samples ``start`` to ``start + count - 1`` of a request: what of it is decoded in one batch."""
+
+    request: int
+    start: int
+    count: int
+
+
 @dataclass
 class _Lane:
     """One completion under way."""
@@ -44,6 +53,8 @@ class _Lane:
 
 def sample(model: LanguageModel, requests: Sequence[Request], step: int, max_batch_tokens: int) -> list[list[Sample]]:
     """Answers all requests, in batches of at most ``max_batch_tokens`` prompt and completion tokens.
+
+    A request that is larger than that is answered in several; a single completion that is, alone.
 
     Raises:
         RolloutError: a prompt is empty or not of this vocabulary, or leaves no room for its completion; an architecture
@@ -90,32 +101,40 @@ def check_prompt(model: LanguageModel, prompt: Sequence[int], max_tokens: int | 
     return wanted
 
 
-def _batches(requests: Sequence[Request], room: Sequence[int], budget: int) -> list[list[int]]:
+def _batches(requests: Sequence[Request], room: Sequence[int], budget: int) -> list[list[_Share]]:
     """Requests of similar prompt length together, so that little of a batch is padding."""
-    batches: list[list[int]] = []
+    batches: list[list[_Share]] = []
     tokens = 0
-    for index in sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt), i)):
-        need = requests[index].num_samples * (len(requests[index].prompt) + room[index])
+    for share in _shares(requests, room, budget):
+        need = share.count * (len(requests[share.request].prompt) + room[share.request])
         if not batches or tokens + need > budget:
             batches.append([])
             tokens = 0
-        batches[-1].append(index)
+        batches[-1].append(share)
         tokens += need
     return batches
+
+
+def _shares(requests: Sequence[Request], room: Sequence[int], budget: int) -> Iterator[_Share]:
+    """Every request, by length of prompt, in as few shares as the budget allows."""
+    for index in sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt), i)):
+        at_once = max(1, budget // (len(requests[index].prompt) + room[index]))
+        for start in range(0, requests[index].num_samples, at_once):
+            yield _Share(index, start, min(at_once, requests[index].num_samples - start))
 
 
 class _Decoder:
     """Decodes one batch of requests to its end."""
 
-    def __init__(self, model: LanguageModel, requests: Sequence[Request], batch: list[int], room: Sequence[int]) -> None:
+    def __init__(self, model: LanguageModel, requests: Sequence[Request], batch: list[_Share], room: Sequence[int]) -> None:
         self.model = model
         self.requests = requests
         self.batch = batch
-        self.lanes = [_Lane(index, [], []) for index in batch for _ in range(requests[index].num_samples)]
+        self.lanes = [_Lane(share.request, [], []) for share in batch for _ in range(share.count)]
         self.alive = list(range(len(self.lanes)))
         self.limits = np.array([room[lane.request] for lane in self.lanes])
         self.rule = _Rule(model, [requests[lane.request].params for lane in self.lanes])
-        self.streams = [_stream(requests[index].seed, i) for index in batch for i in range(requests[index].num_samples)]
+        self.streams = [_stream(requests[share.request].seed, share.start + i) for share in batch for i in range(share.count)]
         self.draws = np.zeros((len(self.lanes), DRAWS_AT_ONCE))
         self.finished = np.zeros(len(self.lanes), dtype=bool)
 
@@ -143,7 +162,7 @@ class _Decoder:
         """Runs every prompt once, left-padded, then gives each of its completions a copy of the cache row."""
         from transformers import DynamicCache  # half a second: imported when a model is there anyway
 
-        prompts = [self.requests[index].prompt for index in self.batch]
+        prompts = [self.requests[share.request].prompt for share in self.batch]
         width = max(map(len, prompts))
         ids = np.zeros((len(prompts), width), dtype=np.int64)
         real = np.zeros_like(ids)
@@ -155,7 +174,7 @@ class _Decoder:
         positions = torch.from_numpy(np.maximum(real.cumsum(1) - 1, 0)).to(device)
         cache = DynamicCache(config=self.model.network.config.get_text_config())
         logits = self._step(torch.from_numpy(ids).to(device), mask, positions, cache)
-        copies = torch.tensor([self.requests[index].num_samples for index in self.batch], device=device)
+        copies = torch.tensor([share.count for share in self.batch], device=device)
         rows = torch.repeat_interleave(torch.arange(len(prompts), device=device), copies)
         cache.reorder_cache(rows)
         return cache, mask[rows] if mask is not None else None, positions[rows, -1:], logits[rows]

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from cookbook import atomic
 from cookbook.errors import ConfigError
 
 
@@ -46,13 +47,11 @@ class JsonLines:
         if not self.path.exists():
             return
         kept = [row for row in self.read() if row["step"] <= step]
-        whole = "".join(map(_line, kept)).encode()
-        if whole == self.path.read_bytes():
+        whole = "".join(map(_line, kept))
+        if whole.encode() == self.path.read_bytes():
             return
-        aside = self.path.with_suffix(".tmp")
         with self._writing():
-            aside.write_bytes(whole)
-            aside.replace(self.path)
+            atomic.write_text(self.path, whole)
 
     def close(self) -> None:
         if self._file is not None:

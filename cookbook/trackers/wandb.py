@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cookbook import atomic
 from cookbook.errors import ConfigError
 
 
@@ -45,7 +46,8 @@ class WandbTracker:
             )
         except wandb.errors.Error as error:  # no key, no network
             raise ConfigError(f"tracker: wandb: {error}; log in with `wandb login`, or set WANDB_MODE=offline") from None
-        id_file.write_text(f"{self._run.id}\n")
+        if known is None:
+            atomic.write_text(id_file, f"{self._run.id}\n")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
