@@ -235,7 +235,7 @@ class ServiceClient(_AsyncTwins):
         if base_url is not None:
             raise ConfigError(f"base_url: this version trains in this process only, got {base_url!r}; leave base_url out")
         self._folder = Path(checkpoint_dir)
-        self._backend = backend or LocalConfig()
+        self._backend = backend or LocalConfig(all_logprobs=True)
         self._trainers: weakref.WeakValueDictionary[int, LocalTrainer] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()  # the trainers', in the order of making
         self._unread: set[Failures] = set()

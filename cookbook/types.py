@@ -336,7 +336,7 @@ class OptimStepOutput:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A saved model: ``kind`` is ``state`` (resumable) or ``base`` (weights to sample from)."""
+    """A saved model: ``kind`` is ``state`` (resumable), ``base`` (weights to sample from) or ``delta`` (their changes)."""
 
     path: str
     step: int

@@ -11,7 +11,6 @@ import torch
 
 from cookbook.engine import head
 from cookbook.engine.offload import offloading
-from cookbook.errors import BackendError
 from cookbook.losses import DFT, DPO, GRPO, ORPO, CrossEntropy
 from cookbook.types import AdamParams, Datum, ModelInput
 
@@ -236,32 +235,62 @@ def test_a_custom_loss_gets_float32_tensors_that_want_a_gradient(make_engine):
     assert output.metrics["mine"] == 3.0
 
 
+def surrogate(slopes):
+    """A loss whose slopes are given, as a client sends them that computed a loss of its own."""
+    return lambda _, logprobs: (sum((slope * row).sum() for slope, row in zip(slopes, logprobs, strict=True)), {})
+
+
 @pytest.mark.parametrize("retain", [0, 4 << 30])
-def test_a_gradient_computed_elsewhere_goes_on_from_the_forward(make_engine, retain):
+def test_a_gradient_goes_on_from_the_forward(make_engine, retain):
     data, loss = tiny.datums(), LOSSES["dpo"]
     engine = make_engine(micro_batch_tokens=40, retain_bytes=retain)
     engine.forward_backward(data, loss)
     expected, counts, cost = tiny.gradients(engine), engine.counts, engine.passes.count
     engine.discard_gradient()
-    retained, output = engine.forward_retained(data)
+    retained, output = engine.forward_retained(data, CrossEntropy())
+    assert output.metrics["loss"] == engine.forward(data, CrossEntropy()).metrics["loss"]
+    before = engine.passes.count - cost
     leaves = [row["logprobs"].to_torch().clone().requires_grad_() for row in output.loss_fn_outputs]
     slopes = torch.autograd.grad(loss(data, leaves)[0], leaves)
-    engine.backward(retained, slopes)
+    others = [datum.with_inputs(weights=np.ones(datum.model_input.length)) for datum in data]  # a loss may read what it likes
+    engine.forward_backward(others, surrogate(slopes), retained)
     assert all(torch.equal(found, wanted) for found, wanted in zip(tiny.gradients(engine), expected, strict=True))
-    assert engine.counts == counts and engine.passes.count == 2 * cost
-    with pytest.raises(BackendError, match="it was used"):
-        engine.backward(retained, slopes)
+    assert engine.counts == counts and engine.passes.count == cost + before + (0 if retain else cost // 2 + 0)
+    assert not retained.passes  # used
 
 
-def test_a_forward_of_other_weights_is_no_base_for_a_gradient(make_engine):
-    data = tiny.datums(2)
+def test_a_forward_that_does_not_fit_is_passed_over(make_engine):
+    """Of other weights, of other tokens, of another temperature, or used before: the gradient is right all the same."""
+    data, loss = tiny.datums(2), undeclared(LOSSES["dpo"])
     engine = make_engine()
-    retained, _ = engine.forward_retained(data)
-    engine.forward_backward(data, LOSSES["dpo"])
-    engine.optim_step(AdamParams(), None)
-    with pytest.raises(BackendError, match="the weights have changed"):
-        engine.backward(retained, [torch.ones(datum.model_input.length) for datum in data])
-    assert engine.counts.num_loss_tokens == 0
+
+    def stale():
+        retained, _ = engine.forward_retained(data)
+        engine.forward_backward(data, loss)
+        engine.optim_step(AdamParams(), None)
+        return retained, data
+
+    def used():
+        retained, _ = engine.forward_retained(data)
+        engine.forward_backward(data, loss, retained)
+        engine.discard_gradient()
+        return retained, data
+
+    def other(change):
+        return lambda: (engine.forward_retained(data)[0], [change(data[0]), data[1]])
+
+    swapped = other(lambda datum: Datum(ModelInput.from_ints([9, *datum.model_input.tokens[1:]]), datum.loss_fn_inputs))
+    heated = other(lambda datum: datum.with_inputs(temperature=np.array(0.5)))
+    for case in (stale, used, swapped, heated):
+        retained, given = case()
+        before = engine.passes.count
+        engine.forward_backward(given, loss, retained)
+        assert engine.passes.count == before + 1
+        found = tiny.gradients(engine)
+        engine.discard_gradient()
+        engine.forward_backward(given, loss)
+        assert all(torch.equal(a, b) for a, b in zip(found, tiny.gradients(engine), strict=True))
+        engine.discard_gradient()
 
 
 def test_token_metrics_are_those_of_the_logits(make_engine):
@@ -292,6 +321,43 @@ def test_a_head_in_slices_is_the_head(make_engine, monkeypatch, rows):
         found.append((tiny.gradients(engine), output.metrics))
     assert tiny.difference(found[1][0], found[0][0]) < 1e-12
     assert found[1][1] == pytest.approx(found[0][1], rel=1e-9)
+
+
+@pytest.mark.parametrize("chunk_rows", [5, 10_000])
+@pytest.mark.parametrize("name", LOSSES)
+def test_tokens_of_weight_0_need_not_be_scored(make_engine, monkeypatch, name, chunk_rows):
+    monkeypatch.setattr(head, "CHUNK_BYTES", chunk_rows * 4 * tiny.VOCABULARY)
+    rows = tiny.datums(6)
+    if name not in ("dpo", "orpo"):  # a pair needs both its answers
+        rows[5] = rows[5].with_inputs(weights=np.zeros(rows[5].model_input.length))
+    data = LOSSES[name].prepare(rows)
+    found = []
+    for all_logprobs in (True, False):
+        engine = make_engine(dtype="float64", micro_batch_tokens=40, all_logprobs=all_logprobs)
+        output = engine.forward_backward(data, LOSSES[name])
+        found.append((tiny.gradients(engine), engine.counts, output))
+    (gradients, counts, whole), (others, other_counts, part) = found
+    assert tiny.difference(others, gradients) < 1e-12
+    assert other_counts == counts
+    assert part.metrics == pytest.approx(whole.metrics, rel=1e-12)
+    for datum, one, other in zip(data, part.loss_fn_outputs, whole.loss_fn_outputs, strict=True):
+        masked = datum.loss_fn_inputs["weights"].array == 0
+        np.testing.assert_allclose(one["logprobs"].array[~masked], other["logprobs"].array[~masked], rtol=1e-6)
+        assert np.isnan(one["logprobs"].array[masked]).all() and np.isfinite(other["logprobs"].array).all()
+
+
+def test_every_token_is_scored_for_a_loss_of_which_nothing_is_known(make_engine):
+    data, seen = tiny.datums(2), []
+
+    def loss(_, logprobs):
+        seen.extend(logprobs)
+        return sum(row.sum() for row in logprobs), {}
+
+    engine = make_engine(all_logprobs=False)
+    outputs = engine.forward_backward(data, loss).loss_fn_outputs
+    assert all((row < 0).all() for row in seen)
+    assert all(np.isfinite(row["logprobs"].array).all() for row in outputs)
+    assert all(np.isfinite(row["logprobs"].array).all() for row in engine.forward(data, LOSSES["dpo"]).loss_fn_outputs)
 
 
 def test_the_whole_step_in_slices_packed_and_recomputed(make_engine, monkeypatch):

@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
     5: "cookbook.cli cookbook.__main__",
     4: "cookbook.server cookbook.jobs",
-    3: "cookbook.run cookbook.session cookbook.service cookbook.runfolder cookbook.report recipes",
+    3: "cookbook.run cookbook.session cookbook.service cookbook.runfolder cookbook.report cookbook.identity "
+    "cookbook.status recipes",
     2: "cookbook.backends cookbook.deployments cookbook.weight_sync cookbook.checkpoints cookbook.trackers cookbook.rollout "
     "cookbook.rewards cookbook.data cookbook.hooks cookbook.config cookbook.recipe cookbook.evaluation cookbook.progress "
     "cookbook.check",

@@ -323,7 +323,7 @@ def test_a_bug_in_a_loss_keeps_its_trace(make_trainer):
         (lambda t: t.forward_backward([], "dpo", {"bta": 1}), "unknown key 'loss_fn_config.bta'"),
         (lambda t: t.optim_step(ADAM, "tokens"), "grad_accumulation_normalization: expected null"),
         (lambda t: t.save_state("../elsewhere"), "checkpoint name"),
-        (lambda t: t.save_weights_for_sampler_ext("a", checkpoint_type="delta"), "got 'delta'"),
+        (lambda t: t.save_weights_for_sampler_ext("a", checkpoint_type="diff"), "got 'diff'"),
     ],
 )
 def test_mistakes_that_need_no_model_are_told_at_once(make_trainer, call, message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +11,15 @@ from typing import Any, TypeVar
 
 import torch
 
+from cookbook.backends import copies
 from cookbook.backends.failures import Failures
 from cookbook.backends.sampling import LocalSampler, SampleQueue
 from cookbook.backends.worker import Worker, explained
-from cookbook.checkpoints import store
+from cookbook.checkpoints import chain, store
 from cookbook.engine.engine import Engine, EngineOptions
 from cookbook.engine.model import LanguageModel, ModelConfig, load
 from cookbook.engine.shared import SharedBase
-from cookbook.errors import BackendError, CheckpointError, ConfigError, RolloutError
+from cookbook.errors import BackendError, ConfigError, RolloutError
 from cookbook.futures import Future
 from cookbook.losses import get_loss
 from cookbook.normalization import as_normalization
@@ -47,6 +49,7 @@ class LocalConfig:
     activation_checkpointing: str = "auto"
     activation_offloading: bool = False
     token_metrics: bool = True
+    all_logprobs: bool = False
     retain_gb: float = 4.0
 
     def __post_init__(self) -> None:
@@ -80,6 +83,7 @@ class LocalConfig:
             activation_checkpointing=large if choice == "auto" else choice == "true",
             activation_offloading=self.activation_offloading,
             token_metrics=self.token_metrics,
+            all_logprobs=self.all_logprobs,
             seed=seed,
         )
 
@@ -129,6 +133,7 @@ class LocalTrainer:
         self._worker = worker or Worker(config.threads)
         self._samples = SampleQueue(self._worker, max_batch_tokens=65536)
         self._failures = Failures(unread)
+        self.sampler_checkpoints = chain.SamplerCheckpoints()
         try:
             self.engine = self._worker.submit(lambda: _make_engine(model, config, seed, base)).result()
         except BaseException:
@@ -174,24 +179,40 @@ class LocalTrainer:
         overwrite: bool = False,
         facts: Mapping[str, Any] | None = None,
         sampler: Sampler | None = None,
+        asynchronous: bool = False,
     ) -> Future[Checkpoint]:
         folder = store.named(self.folder, name)
         older = sampler.engine() if isinstance(sampler, LocalSampler) else None
 
-        def save() -> Checkpoint:
-            return store.save(self.engine, folder, state=True, overwrite=overwrite, facts=facts, sampler=older)
+        def save(engine: Engine) -> Checkpoint:
+            return store.save(engine, folder, state=True, overwrite=overwrite, facts=facts, sampler=older)
 
-        return self._submit(save)
+        if not asynchronous:
+            return self._submit(lambda: save(self.engine))
+        copied = self._submit(lambda: copies.on_host(self.engine, self._tokenizer_to_save))
+
+        def save_copy() -> Checkpoint:
+            try:
+                return save(copied.result())
+            except BaseException as error:
+                self._failures.note(error)
+                raise
+
+        return self._saver.submit(save_copy, _CallFuture(self._failures.read))
 
     def load_state(self, checkpoint: Checkpoint | str, *, optimizer: bool = True) -> Future[None]:
         path = Path(checkpoint.path if isinstance(checkpoint, Checkpoint) else checkpoint)
-        return self._submit(lambda: store.load(self.engine, path, optimizer=optimizer))
+
+        def load() -> None:
+            self.sampler_checkpoints.forget()
+            chain.load(self.engine, path, optimizer=optimizer)
+
+        return self._submit(load)
 
     def save_weights_for_sampler_ext(self, name: str, *, checkpoint_type: str = "base") -> Future[Checkpoint]:
-        if checkpoint_type != "base":
-            raise CheckpointError(f"checkpoint_type: this trainer writes 'base' checkpoints, got {checkpoint_type!r}")
+        chain.check_kind(checkpoint_type)
         folder = store.named(self.folder, name)
-        return self._submit(lambda: store.save(self.engine, folder, state=False))
+        return self._submit(lambda: self.sampler_checkpoints.save(self.engine, folder, checkpoint_type))
 
     def refuse(self, error: BaseException) -> Future[Any]:
         """A call that could not even be made fails in its turn, as any other that fails."""
@@ -204,9 +225,15 @@ class LocalTrainer:
     def close(self) -> None:
         self._samples.flush()
         self._end_worker()
+        if "_saver" in self.__dict__:
+            self._saver.close()
         self._failures.raise_unread()
 
     # ---- what only a trainer in this process can do --------------------------------------------------------------
+
+    def digests(self) -> dict[str, str]:
+        """What tells the model, as it was loaded, from another one of the same name."""
+        return copies.digests(self.engine.model)
 
     @property
     def tokenizer(self) -> Any:
@@ -253,7 +280,7 @@ class LocalTrainer:
         def snapshot() -> LocalSampler:
             if step is not None:
                 self._at(step)
-            frozen = self._frozen()
+            frozen = copies.frozen(self.engine)
             return LocalSampler(self._samples, lambda: frozen, self.engine.step, self.seed)
 
         return self._submit(snapshot)
@@ -263,7 +290,8 @@ class LocalTrainer:
         idle = self._submit(lambda: self.engine.model.adapter_is_idle).result()
         if idle:
             return LocalReference(self._submit, self.engine, adapter=False)
-        return LocalReference(self._submit, self._submit(self._frozen).result(), adapter=True)
+        frozen = self._submit(lambda: copies.frozen(self.engine)).result()
+        return LocalReference(self._submit, frozen, adapter=True)
 
     # ---- inside --------------------------------------------------------------------------------------------------
 
@@ -296,15 +324,14 @@ class LocalTrainer:
             raise BackendError(f"the weights have seen {self.engine.step} steps, not {step}")
         return step
 
-    def _frozen(self) -> Engine:
-        """An engine on a copy of what is trained. What an adapter lies on never changes, and is shared."""
-        network = self.engine.model.network
-        shared = [p for p in network.parameters() if not p.requires_grad]
-        if self.engine.model.is_lora:
-            shared += network.buffers()
-        model = copy.copy(self.engine.model)
-        model.network = copy.deepcopy(network, {id(tensor): tensor for tensor in shared}).requires_grad_(False)
-        return Engine(model, self.engine.options)
+    @functools.cached_property
+    def _saver(self) -> Worker:
+        """Writes checkpoints while the worker trains on; one at a time."""
+        return Worker(threads=1)
+
+    @functools.cached_property
+    def _tokenizer_to_save(self) -> Any:
+        return copy.deepcopy(self.tokenizer)
 
 
 class LocalReference:

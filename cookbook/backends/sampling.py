@@ -19,6 +19,8 @@ from cookbook.errors import BackendError, RolloutError
 from cookbook.futures import Future, LazyFuture
 from cookbook.types import Datum, ModelInput, SampleResponse, SamplingParams, as_model_input, as_sampling
 
+VERSIONS = 1000  # of the weights whose requests without a seed are counted: nobody samples from as many at a time
+
 
 @dataclass(frozen=True)
 class _Asked:
@@ -53,6 +55,8 @@ class SampleQueue:
         """A new number, from 1, for every request without a seed, whichever sampler of that step it is made to."""
         with self._lock:
             self._unseeded[step] += 1
+            if len(self._unseeded) > VERSIONS:
+                del self._unseeded[next(iter(self._unseeded))]
             return self._unseeded[step]
 
     def flush(self) -> None:

@@ -8,12 +8,13 @@ It is written aside, digested, forced to the disk and renamed: it appears whole 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,22 +72,33 @@ def save(
     Raises:
         CheckpointError: the name is taken, or the disk refuses; nothing is left behind.
     """
+    with appearing(folder, overwrite=overwrite) as aside:
+        if sampler is not None:
+            (aside / SAMPLER).mkdir()
+            _write(sampler, aside / SAMPLER, state=False, facts={})
+        _write(engine, aside, state=state, facts=facts or {})
+    return Checkpoint(str(folder), engine.step, "state" if state else "base")
+
+
+@contextlib.contextmanager
+def appearing(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A folder to fill. It becomes ``folder`` at the end of the block, whole; if the block fails there is nothing.
+
+    Raises:
+        CheckpointError: the name is taken, or the disk refuses.
+    """
     aside = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
     try:
         if folder.exists() and not overwrite:
             raise CheckpointError(f"{folder}: exists already; choose another name")
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        if sampler is not None:
-            (aside / SAMPLER).mkdir()
-            _write(sampler, aside / SAMPLER, state=False, facts={})
-        _write(engine, aside, state=state, facts=facts or {})
+        yield aside
         _publish(aside, folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise CheckpointError(f"{folder}: could not be saved: {reason}; earlier checkpoints are untouched") from None
-    return Checkpoint(str(folder), engine.step, "state" if state else "base")
 
 
 def _write(engine: Engine, folder: Path, *, state: bool, facts: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,6 +45,7 @@ class EngineOptions:
     activation_checkpointing: bool = False
     activation_offloading: bool = False
     token_metrics: bool = True  # tokens/accuracy and tokens/entropy with every pass
+    all_logprobs: bool = True  # False: not those of tokens of weight 0, where the loss ignores them; NaN stands for them
     seed: int = 0
 
 
@@ -58,11 +60,20 @@ class _Pass:
 
 @dataclass
 class Retained:
-    """The forward passes of a call that wait for its gradient. Good once, and only for the weights they were computed with."""
+    """A call's forward passes that wait for a gradient: good for one, and only of the weights they were computed with.
+
+    ``num_bytes``: about what the graphs hold in memory, until this object is dropped or used.
+    """
 
     data: Sequence[Datum]
     passes: list[_Pass]
+    scores: Scores
     version: int
+    num_bytes: int
+
+    def is_of(self, data: Sequence[Datum]) -> bool:
+        """Whether ``data`` has the same tokens, targets and temperatures; what a loss reads besides may differ."""
+        return len(data) == len(self.data) and all(_same_pass(*pair) for pair in zip(data, self.data, strict=True))
 
 
 class Engine:
@@ -100,15 +111,20 @@ class Engine:
         scores = Scores()
         batches = self._plan(data)
         _check_data(data, loss)
-        wanted = self._wanted(loss)
+        wanted = self._wanted(loss, training=False)
         with torch.no_grad(), self._adapter(adapter):
             for batch in batches:
                 self.passes.run(data, batch, scores, wanted, training=False, seed=0)
             value, metrics = loss(data, *_columns(scores, wanted)) if loss else (None, {})
         return self._output(data, scores, value, metrics)
 
-    def forward_backward(self, data: Sequence[Datum], loss: LossFunction) -> ForwardBackwardOutput:
+    def forward_backward(
+        self, data: Sequence[Datum], loss: LossFunction, retained: Retained | None = None
+    ) -> ForwardBackwardOutput:
         """Adds the gradient of ``loss`` to what has accumulated since the last step.
+
+        ``retained``: a forward of the same tokens and targets to go on from; one that does not fit, or not any more, is
+        passed over, and the forward computed anew.
 
         Raises:
             DataError: a datum lacks what the model or the loss needs.
@@ -116,44 +132,52 @@ class Engine:
             ConfigError: a second call with a mean before a step.
         """
         self._may_accumulate(loss)
-        scores = Scores()
         batches = self._plan(data)
         _check_data(data, loss)
-        wanted = self._wanted(loss)
+        wanted = self._wanted(loss, training=True)
+        if retained and self._goes_on(retained, data, wanted):
+            passes, retained.passes = retained.passes, []
+            return self._from_passes(data, passes, loss, retained.scores, wanted)
+        scores = Scores()
         # Terms of one datum each need no other micro-batch: nothing is kept. Every other loss sees the whole batch at once.
-        apart = isinstance(loss, Loss) and loss.scope in (Scope.token, Scope.sequence) and not wanted.router
-        for group in [[batch] for batch in batches] if apart else [batches]:
-            passes = self._forward_all(data, group, scores, wanted)
-            indices = sorted(index for batch in group for index in batch.indices)
-            slopes = loss_gradient(loss, [data[index] for index in indices], *scores.part(indices, entropy=wanted.entropy))
-            self._backward_all(data, passes, slopes, wanted, self._router_slope(loss, slopes, scores))
-        value, metrics = slopes.value, slopes.metrics
-        if apart and len(batches) > 1:
+        if isinstance(loss, Loss) and loss.scope in (Scope.token, Scope.sequence) and not wanted.router:
+            for batch in batches:
+                self._forward_backward_apart(data, batch, loss, scores, wanted)
             with torch.no_grad():
                 value, metrics = loss(data, *_columns(scores, wanted))
-        return self._output(data, scores, value, metrics, self._router_weight(loss, slopes))
+            return self._output(data, scores, value, metrics)
+        return self._from_passes(data, self._forward_all(data, batches, scores, wanted), loss, scores, wanted)
 
-    def forward_retained(self, data: Sequence[Datum]) -> tuple[Retained, ForwardBackwardOutput]:
-        """As :meth:`forward`, in training mode, with what :meth:`backward` needs to go on from there without a second forward.
+    def forward_retained(
+        self, data: Sequence[Datum], loss: LossFunction | None = None
+    ) -> tuple[Retained, ForwardBackwardOutput]:
+        """As :meth:`forward`, with the graphs that :meth:`forward_backward` can go on from, for a loss computed elsewhere.
 
-        Graphs beyond ``retain_bytes`` are not kept, and computed again. Dropping the first of the two frees the memory.
+        Graphs beyond ``retain_bytes`` are not kept, and computed again. In training mode: where a model drops out, a
+        forward that is to be compared with others is none of these.
         """
-        scores, wanted = Scores(), self._wanted(None)
-        passes = self._forward_all(data, self._plan(data), scores, wanted)
-        return Retained(data, passes, self.version), self._output(data, scores, None, {})
+        batches = self._plan(data)
+        _check_data(data, loss)
+        scores, wanted = Scores(), self._wanted(None, training=True)
+        passes = self._forward_all(data, batches, scores, wanted)
+        kept = sum(one.batch.num_tokens for one in passes if one.found)
+        retained = Retained(data, passes, scores, self.version, int(kept * self._bytes_per_token()))
+        with torch.no_grad():
+            value, metrics = loss(data, *_columns(scores, wanted)) if loss else (None, {})
+        return retained, self._output(data, scores, value, metrics)
 
-    def backward(self, retained: Retained, slopes: Sequence[Tensor]) -> None:
-        """Adds the gradient of a loss whose slopes dL/dlogprob, per datum ``(T,)`` or ``(T, K)``, were computed elsewhere.
+    def _goes_on(self, retained: Retained, data: Sequence[Datum], wanted: Wanted) -> bool:
+        """Fused optimizers change weights behind autograd's back, so their version is compared here."""
+        fresh = retained.version == self.version and bool(retained.passes)
+        return fresh and not (wanted.entropy or wanted.router) and retained.is_of(data)
 
-        Raises:
-            BackendError: the weights have changed since, or the graphs have been used: their gradient would be wrong.
-        """
-        if retained.version != self.version or not retained.passes:
-            raise BackendError("backward: the weights have changed since this forward, or it was used; run the forward again")
-        self.accumulated.append(None)
-        passes, retained.passes = retained.passes, []
-        found = LossGradient(torch.zeros(()), {}, dict(enumerate(slopes)), None)
-        self._backward_all(retained.data, passes, found, self._wanted(None), None)
+    def _from_passes(
+        self, data: Sequence[Datum], passes: list[_Pass], loss: LossFunction, scores: Scores, wanted: Wanted
+    ) -> ForwardBackwardOutput:
+        """The loss of the whole batch, and the way back through its passes."""
+        slopes = loss_gradient(loss, data, *scores.part(range(len(data)), entropy=wanted.entropy))
+        self._backward_all(data, passes, slopes, wanted, self._router_slope(loss, slopes, scores))
+        return self._output(data, scores, slopes.value, slopes.metrics, self._router_weight(loss, slopes))
 
     def optim_step(self, adam: AdamParams, normalization: Normalization | None) -> OptimStepOutput:
         """Divides what has accumulated, once; clips; steps; clears.
@@ -201,6 +225,25 @@ class Engine:
 
     # ---- the two halves ------------------------------------------------------------------------------------------
 
+    def _forward_backward_apart(
+        self, data: Sequence[Datum], batch: MicroBatch, loss: Loss, scores: Scores, wanted: Wanted
+    ) -> None:
+        """The gradient of one micro-batch's own terms."""
+        if not self.passes.folds(batch, wanted):
+            passes = self._forward_all(data, [batch], scores, wanted)
+            indices = sorted(batch.indices)
+            slopes = loss_gradient(loss, [data[index] for index in indices], *scores.part(indices, entropy=wanted.entropy))
+            self._backward_all(data, passes, slopes, wanted, None)
+            return
+
+        def slopes_of(logprobs: dict[int, Tensor]) -> dict[int, Tensor]:
+            with torch.enable_grad():
+                found = loss_gradient(loss, [data[index] for index in logprobs], logprobs)
+            self.counts.add(*found.active())
+            return found.logprobs
+
+        self.passes.run_folded(data, batch, scores, wanted, slopes_of, seed=self._next_seed()).backward()  # type: ignore[no-untyped-call]
+
     def _forward_all(self, data: Sequence[Datum], batches: list[MicroBatch], scores: Scores, wanted: Wanted) -> list[_Pass]:
         """Runs every pass; keeps the first graph and those that fit beside it, and of the rest only what they found."""
         room = float(self.options.retain_bytes)
@@ -225,17 +268,21 @@ class Engine:
     ) -> None:
         """The second half of the chain rule, pass by pass; passes through which nothing flows are left out."""
         self.counts.add(*slopes.active())
+        columns = [slopes.logprobs] if slopes.entropy is None else [slopes.logprobs, slopes.entropy]
         for one in passes:
-            columns = [slopes.logprobs] if slopes.entropy is None else [slopes.logprobs, slopes.entropy]
-            gradients = [torch.cat([column[index] for index in one.batch.indices]) for column in columns]
-            if router is not None or any(gradient.any() for gradient in gradients):
+            if router is not None or any(column[index].any() for column in columns for index in one.batch.indices):
                 found = one.found or self.passes.run(data, one.batch, Scores(), wanted, training=True, seed=one.seed)
-                roots = [found.logprobs] if found.entropy is None else [found.logprobs, found.entropy]
-                if found.router is not None and router is not None and found.router.probability.requires_grad:
-                    roots, gradients = [*roots, found.router.probability], [*gradients, router]
-                torch.autograd.backward(roots, [g.to(root) for root, g in zip(roots, gradients, strict=True)])
-                del found, roots
+                self._backward(found, columns, router)
+                del found
             one.found = None  # frees the graph before the next pass
+
+    @staticmethod
+    def _backward(found: Found, columns: Sequence[Mapping[int, Tensor]], router: Tensor | None) -> None:
+        roots = [found.logprobs] if found.entropy is None else [found.logprobs, found.entropy]
+        gradients = [found.tokens.gathered(column) for column in columns]
+        if found.router is not None and router is not None and found.router.probability.requires_grad:
+            roots, gradients = [*roots, found.router.probability], [*gradients, router]
+        torch.autograd.backward(roots, [gradient.to(root) for root, gradient in zip(roots, gradients, strict=True)])
 
     def _router_weight(self, loss: LossFunction, slopes: LossGradient) -> float:
         """What the router's loss is multiplied by, so that it is a mean or a sum just as the loss beside it."""
@@ -291,9 +338,13 @@ class Engine:
         self.seeds += 1
         return (self.options.seed * 1_000_003 + self.step * 10_007 + self.seeds) % (1 << 62)
 
-    def _wanted(self, loss: LossFunction | None) -> Wanted:
-        entropy = isinstance(loss, Loss) and loss.needs_entropy
-        return Wanted(self.options.token_metrics, entropy, router=bool(self.router_coefficient) and loss is not None)
+    def _wanted(self, loss: LossFunction | None, *, training: bool) -> Wanted:
+        return Wanted(
+            metrics=self.options.token_metrics and (loss is not None or training),
+            entropy=isinstance(loss, Loss) and loss.needs_entropy,
+            router=bool(self.router_coefficient) and loss is not None,
+            weighted_only=isinstance(loss, Loss) and loss.ignores_masked and training and not self.options.all_logprobs,
+        )
 
     def _adapter(self, enabled: bool) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if enabled else self.model.network.disable_adapter()
@@ -306,6 +357,8 @@ class Engine:
         metrics: Mapping[str, float],
         router_weight: float = 0.0,
     ) -> ForwardBackwardOutput:
+        for index, mask in scores.left_out.items():
+            scores.logprobs[index] = scores.logprobs[index].masked_fill(_like(mask, scores.logprobs[index]), float("nan"))
         outputs = [{"logprobs": TensorData.from_torch(logprobs)} for logprobs in scores.ordered()]
         found = {**metrics, **_token_metrics(data, scores)}
         if value is not None:
@@ -317,6 +370,15 @@ class Engine:
         return ForwardBackwardOutput(outputs, found)
 
 
+def _same_pass(one: Datum, other: Datum) -> bool:
+    """Whether the model makes the same logprobs of both."""
+    keys = ("target_tokens", "temperature")
+    pairs = [(one.loss_fn_inputs.get(key), other.loss_fn_inputs.get(key)) for key in keys]
+    return one.model_input.tokens == other.model_input.tokens and all(
+        a is b or (a is not None and b is not None and np.array_equal(a.array, b.array)) for a, b in pairs
+    )
+
+
 def _check_data(data: Sequence[Datum], loss: LossFunction | None) -> None:
     if isinstance(loss, Loss):
         loss.check_data(data)
@@ -326,6 +388,11 @@ def _columns(scores: Scores, wanted: Wanted) -> list[list[Tensor]]:
     """What a loss is called with besides the datums."""
     entropy = [scores.entropy[index] for index in range(len(scores.entropy))]
     return [scores.ordered(), entropy] if wanted.entropy else [scores.ordered()]
+
+
+def _like(mask: Tensor, values: Tensor) -> Tensor:
+    """``(T,)`` as it fits beside ``(T,)`` or ``(T, K)``."""
+    return mask if values.ndim == 1 else mask[:, None]
 
 
 def _token_metrics(data: Sequence[Datum], scores: Scores) -> dict[str, float]:

@@ -1,13 +1,12 @@
 """From hidden states to the log-probabilities of given targets.
 
-Every objective is a function of target logprobs, so this is the only place that sees logits, and it sees a slice of them at
-a time: ``CHUNK_BYTES`` bounds the logits that exist at once, whatever the number of tokens and the size of the vocabulary.
-Slices are computed again in the backward pass when all of them would not fit.
+Every objective is a function of target logprobs, so this is the only place that knows how a model makes logits. Where its
+output layer is linear, as nearly always, :mod:`~cookbook.engine.linear_logprobs` never forms all of them. Any other layer is
+run as it is, on a slice of tokens at a time.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,24 +15,25 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from cookbook.engine.linear_logprobs import FoldedLogprobs, LinearLogprobs, linear_logprobs, linear_logprobs_with_gradient
 from cookbook.engine.model import LanguageModel
 from cookbook.errors import BackendError
 
-CHUNK_BYTES = 64 << 20
+CHUNK_BYTES = 64 << 20  # of logits: what is kept of a linear layer's, what exists at once of another layer's
 # Relative to the largest logit; a wrong scale or soft cap is off by tens of percent. Half precision rounds to 0.4%.
 PROBE_TOLERANCE = {torch.bfloat16: 3e-2}
 
 
 @dataclass(frozen=True)
-class TokenScores:
-    """Per token: ``logprobs`` float32, with graph; ``entropy`` (nats), with one on request; ``hit``: the target is the argmax.
+class Finish:
+    """What a model does to the output of its last layer: ``softcap * tanh(scale * z / softcap)``."""
 
-    Shapes ``(N,)``, or ``(N, K)`` for the logprobs of ``K`` targets a token; ``hit`` then speaks of the first.
-    """
+    scale: float = 1.0
+    softcap: float | None = None
 
-    logprobs: Tensor
-    entropy: Tensor | None
-    hit: Tensor | None
+    def __call__(self, logits: Tensor) -> Tensor:
+        scaled = logits if self.scale == 1.0 else logits * self.scale
+        return scaled if self.softcap is None else self.softcap * torch.tanh(scaled / self.softcap)
 
 
 class OutputHead:
@@ -47,7 +47,7 @@ class OutputHead:
     def __init__(self, model: LanguageModel) -> None:
         self.network = model.network
         self.layer = model.network.get_output_embeddings()
-        self.finish: Callable[[Tensor], Tensor] | None = self._verified_finish(model)
+        self.finish: Finish | None = self._verified_finish(model)
 
     def hidden_states(self, **inputs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The input of the output layer, ``(B, T, H)``, and the router logits of every layer when they are asked for.
@@ -69,21 +69,73 @@ class OutputHead:
 
     def scores(
         self, hidden: Tensor, targets: Tensor, temperature: Tensor | None = None, *, metrics: bool, entropy: bool = False
-    ) -> TokenScores:
+    ) -> LinearLogprobs:
         """Scores ``targets``, ``(N,)`` or ``(N, K)``, given ``hidden`` ``(N, H)``. ``temperature`` ``(N,)`` divides the logits.
 
         ``metrics`` asks for entropy and hit, ``entropy`` for an entropy with its graph.
         """
+        if not self.is_linear:
+            return self._scores_by_layer(hidden, targets, temperature, metrics, entropy)
+        return linear_logprobs(
+            hidden,
+            self.layer.weight,
+            targets,
+            entropy=metrics,
+            entropy_gradient=entropy,
+            hit=metrics,
+            cache_bytes=CHUNK_BYTES,
+            **self._options(temperature),
+        )
+
+    def folds(self, num_tokens: int) -> bool:
+        """Whether a loss whose terms stand alone had better bring its slopes along: :meth:`fold` forms logits once."""
+        trained = self.is_linear and self.layer.weight.requires_grad
+        return trained and num_tokens * len(self.layer.weight) * 4 > CHUNK_BYTES
+
+    def fold(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        temperature: Tensor | None,
+        gradient_of: Callable[[slice, Tensor], Tensor],
+        *,
+        cuts: list[int],
+        metrics: bool,
+    ) -> FoldedLogprobs:
+        """As :meth:`scores`, of a linear layer, with the gradient computed on the way.
+
+        ``gradient_of(rows, logprobs)`` gives dL/dlogprob of consecutive rows, which begin and end at ``cuts``.
+        """
+        options = self._options(temperature)
+        return linear_logprobs_with_gradient(
+            hidden, self.layer.weight, targets, gradient_of, cuts=cuts, entropy=metrics, hit=metrics, **options
+        )
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the layer is a matrix product and nothing else: no adapter on it, no quantization, no hook of a wrapper."""
+        return self.finish is not None and type(self.layer).forward is torch.nn.Linear.forward
+
+    def _options(self, temperature: Tensor | None) -> dict[str, Any]:
+        """What turns the layer's products into logits. Read anew for every pass, as the weight: wrappers exchange them."""
+        assert self.finish is not None
+        heat = 1.0 if temperature is None else temperature
+        return {"bias": self.layer.bias, "scale": self.finish.scale, "softcap": self.finish.softcap, "temperature": heat}
+
+    def _scores_by_layer(
+        self, hidden: Tensor, targets: Tensor, temperature: Tensor | None, metrics: bool, entropy: bool
+    ) -> LinearLogprobs:
+        """In slices, computed again in the backward pass when there is more than one."""
         vocabulary = hidden.shape[-1] if self.finish is None else self.layer.weight.shape[0]
         rows = max(1, CHUNK_BYTES // (4 * int(vocabulary)))
-        heat = [None] * -(-len(hidden) // rows) if temperature is None else torch.split(temperature, rows)
+        heat = [None] * max(1, -(-len(hidden) // rows)) if temperature is None else torch.split(temperature, rows)
         slices = list(zip(torch.split(hidden, rows), torch.split(targets, rows), heat, strict=True))
         if len(slices) == 1 or not torch.is_grad_enabled():
             parts = [self._score(*one, metrics, entropy) for one in slices]
         else:
             parts = [checkpoint(self._score, *one, metrics, entropy, use_reentrant=False) for one in slices]
         logprobs, entropies, hit = (list(column) for column in zip(*parts, strict=True))
-        return TokenScores(
+        return LinearLogprobs(
             torch.cat(logprobs),
             torch.cat(entropies) if metrics or entropy else None,
             torch.cat(hit) if metrics else None,
@@ -109,7 +161,7 @@ class OutputHead:
         return logprobs.reshape(targets.shape), entropy, hit
 
     @torch.no_grad()
-    def _verified_finish(self, model: LanguageModel) -> Callable[[Tensor], Tensor] | None:
+    def _verified_finish(self, model: LanguageModel) -> Finish | None:
         """The first candidate that turns the layer's output into the model's own logits on a probe, or None."""
         if self.layer is None:
             return None
@@ -122,7 +174,7 @@ class OutputHead:
                 f"model.name: the weights of {model.config.name} make logits that are not finite; use an undamaged model, "
                 "or another model.dtype"
             )
-        self.finish = _identity  # lets hidden_states take the hook's way
+        self.finish = Finish()  # lets hidden_states take the hook's way
         raw = self.layer(self.hidden_states(input_ids=probe)[0])
         tolerance = PROBE_TOLERANCE.get(own.dtype, 1e-3) * float(own.abs().max())
         for finish in _candidates(config):
@@ -131,22 +183,10 @@ class OutputHead:
         return None
 
 
-def _candidates(config: Any) -> list[Callable[[Tensor], Tensor]]:
+def _candidates(config: Any) -> list[Finish]:
     """What Hugging Face models are known to do after their output layer (Gemma, Granite, Cohere, HyperCLOVA X)."""
     cap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
     scales = [getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)]
-    finishes: list[Callable[[Tensor], Tensor]] = []
-    if cap:
-        finishes.append(lambda logits: cap * torch.tanh(logits / cap))
-    for scale in scales:
-        if scale:
-            finishes += [functools.partial(_scaled, float(scale)), functools.partial(_scaled, 1 / float(scale))]
-    return [*finishes, _identity]
-
-
-def _scaled(factor: float, logits: Tensor) -> Tensor:
-    return logits * factor
-
-
-def _identity(logits: Tensor) -> Tensor:
-    return logits
+    capped = [Finish(softcap=float(cap))] if cap else []
+    scaled = [Finish(factor) for scale in scales if scale for factor in (float(scale), 1 / float(scale))]
+    return [*capped, *scaled, Finish()]

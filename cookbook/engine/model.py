@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from cookbook.engine.shared import SharedBase
 from cookbook.errors import BackendError, ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -95,10 +96,11 @@ class LanguageModel:
         return sum(p.numel() for p in self.network.parameters())
 
 
-def load(config: ModelConfig, device: torch.device, seed: int) -> LanguageModel:
+def load(config: ModelConfig, device: torch.device, seed: int, shared: SharedBase | None = None) -> LanguageModel:
     """Loads (or, with ``random``, initializes from ``seed``) a model and wraps it for LoRA when asked.
 
-    A folder that holds a PEFT adapter is loaded on top of the base model it names, and trained further.
+    A folder that holds a PEFT adapter is loaded on top of the base model it names, and trained further. Where that base is
+    ``shared``, its weights are not read again, and stay one copy in memory under an adapter.
 
     Raises:
         BackendError: nothing to load there, or not a causal language model, in one line.
@@ -111,9 +113,11 @@ def load(config: ModelConfig, device: torch.device, seed: int) -> LanguageModel:
     adapter = _adapter_config(config.name)
     base = adapter["base_model_name_or_path"] if adapter else config.name
     tokenizer = load_tokenizer(config)
-    if Path(base).is_dir():
-        base = str(Path(base).resolve())  # an adapter remembers it, and may be loaded from another working directory
-    network = _network(config, base, seed).to(device)
+    base = resolved(base)  # an adapter remembers it, and may be loaded from another working directory
+    if shared is None or shared.name != base:
+        network = _network(config, base, seed).to(device)
+    else:
+        network = shared.under_adapter() if adapter or config.lora_rank else shared.copied()
     if adapter:
         network = _load_adapter(network, config.name)
         config = _as_adapter(config, adapter)
@@ -159,6 +163,11 @@ def load_tokenizer(config: ModelConfig) -> Any:
         except OSError as error:
             raise ConfigError(f"model.chat_template: cannot read {config.chat_template!r}: {error.strerror}") from None
     return tokenizer
+
+
+def resolved(name: str) -> str:
+    """A folder's whole path; a hub id as it is."""
+    return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
 def _network(config: ModelConfig, base: str, seed: int) -> Any:

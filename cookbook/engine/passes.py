@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,22 +17,25 @@ from cookbook.engine.model import LanguageModel
 from cookbook.engine.offload import offloading
 from cookbook.engine.router_loss import RouterLoad, router_load
 from cookbook.engine.saved import SavedBytes
+from cookbook.engine.scored import ScoredTokens
 from cookbook.types import Datum
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a call needs of every token besides its logprob."""
+    """What a call needs of every token besides its logprob, and of which tokens."""
 
     metrics: bool = True  # entropy and hit, as numbers
     entropy: bool = False  # entropy, with its graph
     router: bool = False  # how tokens were routed, with its graph
+    weighted_only: bool = False  # nothing of tokens of weight 0
 
 
 @dataclass
 class Found:
-    """What one pass found, with its graph: ``logprobs`` ``(N,)`` or ``(N, K)``, ``entropy`` ``(N,)``."""
+    """What one pass found of its scored tokens, with its graph: ``logprobs`` ``(N,)`` or ``(N, K)``, ``entropy`` ``(N,)``."""
 
+    tokens: ScoredTokens
     logprobs: Tensor
     entropy: Tensor | None
     router: RouterLoad | None
@@ -40,12 +43,19 @@ class Found:
 
 @dataclass
 class Scores:
-    """What the passes of a call found, per datum, on the CPU, without graphs."""
+    """What the passes of a call found, per datum, on the CPU, without graphs; 0 at tokens that were ``left_out``."""
 
     logprobs: dict[int, Tensor] = field(default_factory=dict)
     entropy: dict[int, Tensor] = field(default_factory=dict)
     hit: dict[int, Tensor] = field(default_factory=dict)
+    left_out: dict[int, Tensor] = field(default_factory=dict)
     router: RouterLoad | None = None
+
+    def add(self, tokens: ScoredTokens, logprobs: Tensor, entropy: Tensor | None, hit: Tensor | None) -> None:
+        self.left_out.update(tokens.left_out())
+        for column, values in ((self.logprobs, logprobs), (self.entropy, entropy), (self.hit, hit)):
+            if values is not None:
+                column.update(tokens.spread(values.detach().cpu()))
 
     def part(self, indices: Sequence[int], *, entropy: bool) -> tuple[dict[int, Tensor], dict[int, Tensor] | None]:
         """The logprobs of some datums, and their entropies when wanted."""
@@ -55,6 +65,10 @@ class Scores:
 
     def ordered(self) -> list[Tensor]:
         return [self.logprobs[index] for index in range(len(self.logprobs))]
+
+
+SlopesOf = Callable[[dict[int, Tensor]], Mapping[int, Tensor]]
+"""From the logprobs of some datums, by index, ``(T, ...)``, to dL/dlogprob of each."""
 
 
 class Passes:
@@ -70,32 +84,69 @@ class Passes:
     def run(
         self, data: Sequence[Datum], batch: MicroBatch, scores: Scores, wanted: Wanted, *, training: bool, seed: int
     ) -> Found:
-        """One pass. Files what it found under ``scores``; returns it, with its graph, in the order of ``batch.indices``."""
-        device = self.model.device
-        inputs = collate(data, batch, device)
-        rows = [data[index] for index in batch.indices]
-        targets = torch.cat([_targets(datum) for datum in rows]).to(device)
+        """One pass. Files what it found under ``scores``; returns it, with its graph."""
+        tokens = ScoredTokens.of(data, batch.indices, weighted_only=wanted.weighted_only)
+        with self._surroundings(batch, training, seed):
+            hidden, router = self._hidden(data, batch, tokens, wanted)
+            found = self.head.scores(hidden, *self._targets(data, tokens), metrics=wanted.metrics, entropy=wanted.entropy)
+        scores.add(tokens, found.logprobs, found.entropy, found.hit)
+        if router is not None:
+            scores.router = router.detached() if scores.router is None else scores.router + router.detached()
+        return Found(tokens, found.logprobs, found.entropy if wanted.entropy else None, router)
+
+    def folds(self, batch: MicroBatch, wanted: Wanted) -> bool:
+        """Whether :meth:`run_folded` is the better way for a loss whose terms stand alone."""
+        return not (wanted.entropy or wanted.router) and self.head.folds(batch.num_tokens)
+
+    def run_folded(
+        self, data: Sequence[Datum], batch: MicroBatch, scores: Scores, wanted: Wanted, slopes_of: SlopesOf, *, seed: int
+    ) -> Tensor:
+        """One pass in which the head computes gradients on its way forward, for a loss that is a sum over datums.
+
+        Returns a scalar whose backward pass goes on from there.
+        """
+        tokens = ScoredTokens.of(data, batch.indices, weighted_only=wanted.weighted_only)
+
+        def gradient_of(rows: slice, logprobs: Tensor) -> Tensor:
+            if not len(logprobs):
+                return logprobs
+            some = tokens.part(rows)
+            return some.gathered(slopes_of(dict(some.spread(logprobs.cpu())))).to(logprobs)
+
+        with self._surroundings(batch, training=True, seed=seed):
+            hidden, _ = self._hidden(data, batch, tokens, wanted)
+            targets, temperature = self._targets(data, tokens)
+            found = self.head.fold(hidden, targets, temperature, gradient_of, cuts=tokens.cuts, metrics=wanted.metrics)
+        scores.add(tokens, found.logprobs, found.entropy, found.hit)
+        return found.surrogate
+
+    def _hidden(
+        self, data: Sequence[Datum], batch: MicroBatch, tokens: ScoredTokens, wanted: Wanted
+    ) -> tuple[Tensor, RouterLoad | None]:
+        """The hidden states of the scored tokens, ``(N, H)``, and how all tokens were routed."""
+        inputs = collate(data, batch, self.model.device)
         arguments: dict[str, Any] = {"input_ids": inputs.input_ids}
         if inputs.position_ids is not None:
             arguments["position_ids"] = inputs.position_ids
         if wanted.router:
             arguments["output_router_logits"] = True
         self.count += 1
+        hidden, router_logits = self.head.hidden_states(**arguments)
+        places = inputs.places if len(tokens) == len(inputs.places) else inputs.places[tokens.rows().to(inputs.places.device)]
+        router = router_load(router_logits, inputs.places, self._top_k) if wanted.router else None
+        return hidden.reshape(-1, hidden.shape[-1])[places], router
+
+    def _targets(self, data: Sequence[Datum], tokens: ScoredTokens) -> tuple[Tensor, Tensor | None]:
+        """Of the scored tokens, the targets and what their logits are divided by, where anything."""
+        targets = tokens.gathered({index: _target_tokens(data[index]) for index in tokens.positions})
+        heat = _temperatures(data, tokens)
+        return targets.to(self.model.device), heat if heat is None else heat.to(self.model.device)
+
+    @contextlib.contextmanager
+    def _surroundings(self, batch: MicroBatch, training: bool, seed: int) -> Iterator[None]:
         self.model.network.train(training)
         with self._randomness(training, seed), self._keeping(batch.num_tokens):
-            hidden, router_logits = self.head.hidden_states(**arguments)
-            hidden = hidden.reshape(-1, hidden.shape[-1])[inputs.places]
-            found = self.head.scores(
-                hidden, targets, _temperatures(rows, device), metrics=wanted.metrics, entropy=wanted.entropy
-            )
-            router = router_load(router_logits, inputs.places, self._top_k) if wanted.router else None
-        lengths = [datum.model_input.length for datum in rows]
-        for store, values in ((scores.logprobs, found.logprobs), (scores.entropy, found.entropy), (scores.hit, found.hit)):
-            if values is not None:
-                store.update(zip(batch.indices, torch.split(values.detach().cpu(), lengths), strict=True))
-        if router is not None:
-            scores.router = router.detached() if scores.router is None else scores.router + router.detached()
-        return Found(found.logprobs, found.entropy if wanted.entropy else None, router)
+            yield
 
     @property
     def _top_k(self) -> int:
@@ -137,17 +188,15 @@ class Passes:
             self.bytes_per_token = saved.total / num_tokens
 
 
-def _targets(datum: Datum) -> Tensor:
-    return torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array).long()
+def _target_tokens(datum: Datum) -> Tensor:
+    return datum.loss_fn_inputs["target_tokens"].to_torch().long()
 
 
-def _temperatures(rows: Sequence[Datum], device: torch.device) -> Tensor | None:
-    """What each token's logits are divided by, ``(N,)``; None: nothing."""
-    if not any("temperature" in datum.loss_fn_inputs for datum in rows):
+def _temperatures(data: Sequence[Datum], tokens: ScoredTokens) -> Tensor | None:
+    """Per scored token, ``(N,)``; None where no datum has a temperature."""
+    inputs = [data[index].loss_fn_inputs for index in tokens.positions]
+    if not any("temperature" in given for given in inputs):
         return None
-    ones = torch.ones(())
-    values = [
-        datum.loss_fn_inputs["temperature"].to_torch() if "temperature" in datum.loss_fn_inputs else ones for datum in rows
-    ]
-    lengths = torch.tensor([datum.model_input.length for datum in rows])
-    return torch.repeat_interleave(torch.stack([value.double() for value in values]), lengths).to(device)
+    values = [float(given["temperature"].array) if "temperature" in given else 1.0 for given in inputs]
+    counts = torch.tensor([len(positions) for positions in tokens.positions.values()])
+    return torch.repeat_interleave(torch.tensor(values, dtype=torch.float64), counts)

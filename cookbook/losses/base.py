@@ -46,6 +46,7 @@ class Loss:
         reads: those it reads when they are there.
         several_targets: whether ``target_tokens`` may be ``(T, K)``, K alternatives per position.
         prepares: whether :meth:`prepare` is what makes the reduction true: ``__call__`` alone is then a weighted sum.
+        ignores_masked: whether tokens of weight 0 influence nothing, so that nobody need compute their logprobs.
         stop_gradient: what is held constant on purpose, in words; ``cookbook check loss`` takes any other for a mistake.
     """
 
@@ -55,6 +56,7 @@ class Loss:
     reads: ClassVar[frozenset[str]] = frozenset({"weights"})
     several_targets: ClassVar[bool] = False
     prepares: ClassVar[bool] = False
+    ignores_masked: ClassVar[bool] = False
     normalization: Normalization | None = None
 
     def __post_init__(self) -> None:

@@ -58,6 +58,7 @@ class DPO(Loss):
     name: ClassVar[str] = "dpo"
     reduction: ClassVar[Reduction] = Reduction.mean
     scope = Scope.pair
+    ignores_masked: ClassVar[bool] = True
 
     variant: Variant = "sigmoid"
     beta: float = 0.1

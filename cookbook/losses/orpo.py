@@ -44,6 +44,7 @@ class ORPO(Loss):
     name: ClassVar[str] = "orpo"
     reduction: ClassVar[Reduction] = Reduction.mean
     scope = Scope.pair
+    ignores_masked: ClassVar[bool] = True
 
     odds_weight: float = 1.0
     normalization: Normalization | None = None

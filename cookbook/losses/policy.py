@@ -54,6 +54,7 @@ class PolicyLoss(Loss):
     reduction: ClassVar[Reduction] = Reduction.token_sum
     needs: ClassVar[frozenset[str]] = frozenset({"target_tokens", "sampling_logprobs", "advantages"})
     sampled_only: ClassVar[bool] = True
+    ignores_masked: ClassVar[bool] = True
     normalization: Normalization | None = Normalization.num_loss_tokens
 
     @property

@@ -35,6 +35,7 @@ class SupervisedLoss(Loss):
     reduction: ClassVar[Reduction] = Reduction.mean
     several_targets: ClassVar[bool] = True
     prepares: ClassVar[bool] = True
+    ignores_masked: ClassVar[bool] = True
     normalization: Normalization | None = None
 
     @property

@@ -1,0 +1,70 @@
+"""Copies of an engine, and the digests that tell one model from another."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from typing import Any
+
+import torch
+
+from cookbook.engine.engine import Engine
+from cookbook.engine.model import LanguageModel
+
+SAMPLED = 64  # elements of every tensor that go into a digest: training, or another checkpoint, changes all of them
+
+
+def frozen(engine: Engine) -> Engine:
+    """An engine on a copy of what is trained, where it is. What an adapter lies on never changes, and is shared."""
+    network = engine.model.network
+    shared = {id(tensor): tensor for tensor in _never_changing(engine.model)}
+    return Engine(_with(engine.model, copy.deepcopy(network, shared).requires_grad_(False)), engine.options)
+
+
+def on_host(engine: Engine, tokenizer: Any) -> Engine:
+    """An engine on a copy, in host memory, of all that a checkpoint holds, to be saved while the original trains on.
+
+    Args:
+        tokenizer: one of its own: a tokenizer cannot be saved while another thread uses it.
+    """
+    network = engine.model.network
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in _never_changing(engine.model)}
+    for parameter in network.parameters():
+        if id(parameter) not in memo:
+            data = parameter.detach().to("cpu", copy=True)
+            memo[id(parameter)] = torch.nn.Parameter(data, parameter.requires_grad)
+    model = _with(engine.model, copy.deepcopy(network, memo))
+    model.tokenizer = tokenizer
+    made = Engine(model, engine.options)
+    made.optimizer.load_state(engine.optimizer.state())
+    made.step = engine.step
+    return made
+
+
+def digests(model: LanguageModel) -> dict[str, str]:
+    """What tells a model as it was loaded from another one of the same name: ``weights``, ``tokenizer``, ``chat_template``.
+
+    A fresh adapter does not count: it follows from the seed, and differs in rounding between devices.
+    """
+    sha = hashlib.sha256()
+    for name, parameter in model.network.named_parameters():
+        if "lora_" not in name:
+            sha.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+            sha.update(parameter.detach().reshape(-1)[:SAMPLED].cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    tokenizer = model.tokenizer
+    spelling = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    texts = {"tokenizer": spelling, "chat_template": json.dumps(tokenizer.chat_template)}
+    found = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+    return {name: digest[:16] for name, digest in {"weights": sha.hexdigest(), **found}.items()}
+
+
+def _never_changing(model: LanguageModel) -> list[torch.Tensor]:
+    shared = [parameter for parameter in model.network.parameters() if not parameter.requires_grad]
+    return [*shared, *model.network.buffers()] if model.is_lora else shared
+
+
+def _with(model: LanguageModel, network: Any) -> LanguageModel:
+    made = copy.copy(model)
+    made.network = network
+    return made

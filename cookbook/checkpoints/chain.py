@@ -1,0 +1,207 @@
+"""Checkpoints to sample from: a base, which is an ordinary Hugging Face folder, and after it deltas, each against the last.
+
+A delta's folder holds ``weights.delta`` and a manifest that names its ``predecessor``, a folder beside it. Every manifest tells
+the digest of the weights. An adapter is small and stands alone: under LoRA every checkpoint is a base.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from cookbook.checkpoints import delta, manifest, store, weights
+from cookbook.checkpoints.weights import Weights
+from cookbook.engine.engine import Engine
+from cookbook.engine.model import DTYPES, LanguageModel
+from cookbook.errors import CheckpointError
+from cookbook.types import Checkpoint
+
+KINDS = ("base", "delta")
+FILE = "weights.delta"
+
+
+def check_kind(kind: str) -> None:
+    """Raises CheckpointError for a kind of checkpoint that there is not."""
+    if kind not in KINDS:
+        raise CheckpointError(f"checkpoint_type: expected one of {', '.join(KINDS)}, got {kind!r}")
+
+
+class SamplerCheckpoints:
+    """Writes a trainer's weights, in the element type they are served in (None: the model's own), one after another.
+
+    From the first delta on it keeps the last version in host memory, which saves reading it back.
+    """
+
+    def __init__(self, dtype: str | None = None) -> None:
+        self._dtype = dtype
+        self._last: Path | None = None
+        self._held: Weights | None = None
+
+    def forget(self) -> None:
+        """The weights were replaced, not trained: the next checkpoint cannot be a delta."""
+        self._last = self._held = None
+
+    def save(self, engine: Engine, folder: Path, kind: str) -> Checkpoint:
+        """Writes the weights to ``folder``, whole or as the difference from the last call's.
+
+        Returns:
+            What was written: of an adapter always a ``base``.
+
+        Raises:
+            CheckpointError: the name is taken, the disk refuses, or a delta is asked for and there is nothing before it.
+        """
+        if engine.model.is_lora:
+            return store.save(engine, folder, state=False, facts={"weights": adapter_digest(engine.model)})
+        now = Weights.of(on_disk(engine.model, DTYPES[self._dtype] if self._dtype else None))
+        if kind == "delta":
+            self._write_delta(engine, folder, now)
+        else:
+            self._write_base(engine, folder, now)
+            self._held = None
+        self._last = folder
+        return Checkpoint(str(folder), engine.step, kind)
+
+    def _write_base(self, engine: Engine, folder: Path, now: Weights) -> None:
+        with store.appearing(folder) as aside:
+            # The tensors have the names they are to have on the disk already.
+            engine.model.network.save_pretrained(aside, state_dict=dict(now.tensors), save_original_format=False)
+            if self._dtype is not None:
+                _state_dtype(aside / "config.json", self._dtype)
+            engine.model.tokenizer.save_pretrained(aside)
+            manifest.write(aside, {**self._facts(engine, now), "kind": "base"})
+
+    def _write_delta(self, engine: Engine, folder: Path, now: Weights) -> None:
+        if self._last is None or not self._last.is_dir():
+            gone = f" ({self._last} is gone)" if self._last else ""
+            raise CheckpointError(f"{folder}: there is nothing that a delta could differ from{gone}; write a base first")
+        before = self._held or reconstruct(self._last)
+        made = delta.between(before, now)
+        with store.appearing(folder) as aside:
+            (aside / FILE).write_bytes(delta.to_bytes(made))
+            chained = {"kind": "delta", "predecessor": self._last.name, "applies_to": before.digest}
+            manifest.write(aside, {**self._facts(engine, now), **chained})
+        # What changed is copied, for training goes on in the same memory.
+        same = {name for name, one in now.facts.items() if one == before.facts[name]}
+        tensors = {name: before.tensors[name] if name in same else tensor.clone() for name, tensor in now.tensors.items()}
+        self._held = Weights(tensors, now.facts)
+
+    def _facts(self, engine: Engine, now: Weights) -> dict[str, Any]:
+        config = engine.model.config
+        own = {"step": engine.step, "base_model": config.name, "dtype": self._dtype or config.dtype, "lora": False}
+        return {**own, "weights": now.digest}
+
+
+def _state_dtype(config: Path, dtype: str) -> None:
+    """transformers writes the model's own into its config, and not that of the tensors it was given."""
+    config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": dtype}, indent=2) + "\n")
+
+
+def on_disk(model: LanguageModel, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The model's tensors under the names, and in the parts, that ``save_pretrained`` writes; tied ones once.
+
+    Those that need no conversion are the model's own memory.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    network = model.network
+    unsaved = network._keys_to_ignore_on_save or ()
+    own = {name: tensor for name, tensor in network.state_dict().items() if name not in unsaved}
+    tensors = revert_weight_conversion(network, remove_tied_weights_from_state_dict(own, network))
+    return {name: _served(tensor, dtype) for name, tensor in tensors.items()}
+
+
+def _served(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to("cpu", wanted)
+
+
+def adapter_digest(model: LanguageModel) -> str:
+    """The digest of an adapter's weights, under the names of its file."""
+    from peft import get_peft_model_state_dict
+
+    tensors = get_peft_model_state_dict(model.network, save_embedding_layers=False)
+    return Weights.of({name: _served(tensor, None) for name, tensor in tensors.items()}).digest
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def lineage(folder: Path) -> list[Path]:
+    """The base that ``folder`` goes back to, the deltas after it, and ``folder`` at the end.
+
+    Raises:
+        CheckpointError: one of them is missing, or is something else.
+    """
+    line = [folder]
+    while (facts := manifest.read(line[-1]))["kind"] == "delta":
+        before = store.named(line[-1].parent, facts["predecessor"])
+        if before in line or not before.is_dir():
+            problem = "comes before it as well" if before in line else "is missing"
+            raise CheckpointError(f"{line[-1]}: differs from {before}, which {problem}; use another checkpoint")
+        line.append(before)
+    if "weights" not in facts:
+        raise CheckpointError(f"{line[-1]}: is not a checkpoint to sample from; use one of save_weights_for_sampler_ext")
+    return line[::-1]
+
+
+def reconstruct(folder: Path) -> Weights:
+    """The weights of a base or a delta. Every file, every step and the result are verified.
+
+    Raises:
+        CheckpointError: something is missing, damaged, or does not belong together.
+    """
+    base, *deltas = lineage(folder)
+    found = weights.read(base)
+    _must_be(base, found, manifest.verify(base))
+    for step in deltas:
+        facts = manifest.verify(step)
+        found = delta.apply(delta.from_bytes((step / FILE).read_bytes(), str(step / FILE)), found)
+        _must_be(step, found, facts)
+    return found
+
+
+def _must_be(folder: Path, found: Weights, facts: Mapping[str, Any]) -> None:
+    if found.digest != facts.get("weights"):
+        raise CheckpointError(f"{folder}: holds other weights than its manifest says; use another checkpoint")
+
+
+def export(folder: Path, out: Path) -> Checkpoint:
+    """Writes what a delta stands for as a base of its own, an ordinary Hugging Face folder ``out``.
+
+    Raises:
+        CheckpointError: as :func:`reconstruct`, or ``out`` is taken.
+    """
+    base = lineage(folder)[0]
+    found, facts = reconstruct(folder), manifest.read(folder)
+    with store.appearing(out) as aside:
+        for path in base.iterdir():
+            if path.match(weights.FILES):
+                names = [name for name, _ in weights.tensors_in(path)]
+                save_file({name: found.tensors[name] for name in names}, aside / path.name, metadata={"format": "pt"})
+            elif path.name != manifest.NAME:
+                shutil.copy2(path, aside / path.name)
+        kept = {key: facts[key] for key in ("step", "base_model", "dtype", "lora", "weights")}
+        manifest.write(aside, {**kept, "kind": "base"})
+    return Checkpoint(str(out), facts["step"], "base")
+
+
+def load(engine: Engine, folder: Path, *, optimizer: bool) -> None:
+    """As :func:`cookbook.checkpoints.store.load`, of a delta too.
+
+    Raises:
+        CheckpointError: as there, and as :func:`reconstruct`.
+    """
+    if manifest.read(folder)["kind"] != "delta":
+        store.load(engine, folder, optimizer=optimizer)
+        return
+    with tempfile.TemporaryDirectory() as aside:
+        store.load(engine, Path(export(folder, Path(aside) / folder.name).path), optimizer=optimizer)

@@ -1,0 +1,157 @@
+"""The JSON half of the wire: what clients send. Unknown fields are ignored: newer clients have more."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Metadata = dict[str, Any] | None
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(protected_namespaces=(), extra="ignore")
+
+
+class CreateSession(Message):
+    tags: list[str] = []
+    user_metadata: Metadata = None
+    sdk_version: str = ""
+    display_name: str | None = None
+    project_id: str | None = None
+
+
+class Heartbeat(Message):
+    session_id: str
+
+
+class Finish(Message):
+    reason: Any = None
+    detail: str | None = None
+
+
+class LoraConfig(Message):
+    rank: int = Field(ge=0, le=4096)
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OptimizerConfig(Message):
+    type: str = "adamw"
+
+
+class CreateModel(Message):
+    session_id: str
+    model_seq_id: int = Field(ge=0)
+    base_model: str
+    user_metadata: Metadata = None
+    lora_config: LoraConfig | None = None
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+
+
+class OfModel(Message):
+    model_id: str
+
+
+class Sequenced(OfModel):
+    seq_id: int = Field(ge=1)
+
+
+class OptimStep(Sequenced):
+    """``adam_params`` from plain clients, ``optimizer_params`` from those that add fields of their own."""
+
+    adam_params: dict[str, Any] | None = None
+    optimizer_params: dict[str, Any] | None = None
+    grad_accumulation_normalization: str | None = None
+
+
+class SaveWeights(Sequenced):
+    path: str | None = None
+    ttl_seconds: float | None = Field(None, gt=0)
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+
+
+class SaveWeightsForSampler(Sequenced):
+    path: str | None = None
+    sampling_session_seq_id: int | None = None
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    ttl_seconds: float | None = Field(None, gt=0)
+    user_metadata: dict[str, str] | None = None
+
+
+class SaveWeightsExternal(Sequenced):
+    path: str
+    ttl_seconds: float | None = Field(None, gt=0)
+    age_encryption_recipients: list[str] | None = None
+
+
+class LoadWeights(Message):
+    """Into a model (``model_id``, ``seq_id``), or as a new one (``session_id``, ``model_seq_id``)."""
+
+    model_id: str | None = None
+    seq_id: int | None = Field(None, ge=1)
+    session_id: str | None = None
+    model_seq_id: int | None = Field(None, ge=0)
+    base_model: str | None = None
+    user_metadata: Metadata = None
+    path: str
+    optimizer: bool = False
+    optimizer_config: OptimizerConfig | None = None
+
+
+class CreateSamplingSession(Message):
+    session_id: str
+    sampling_session_seq_id: int = Field(ge=0)
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class OfSampler(Message):
+    sampling_session_id: str
+
+
+class Chunk(Message):
+    type: str = "encoded_text"
+    tokens: list[int] = []
+
+
+class Prompt(Message):
+    chunks: list[Chunk]
+
+
+class Sampling(Message):
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | list[int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+class Sample(OfSampler):
+    seq_id: int = Field(ge=0)
+    num_samples: int = Field(1, ge=1, le=4096)
+    prompt: Prompt
+    sampling_params: Sampling
+    prompt_logprobs: bool | None = None
+    prompt_logprobs_last_n: int | None = Field(None, ge=1)
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: Any = None
+    prompt_alt_tokens_k: int = 0
+
+
+class RetrieveFuture(Message):
+    request_id: str
+    allow_metadata_only: bool = False
+
+
+class OfPath(Message):
+    tinker_path: str
+
+
+class Ttl(Message):
+    ttl_seconds: float | None = Field(None, gt=0)

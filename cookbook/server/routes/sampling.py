@@ -1,0 +1,31 @@
+"""Sampling sessions and samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+
+from cookbook.server import messages, sampling
+from cookbook.server.routes.common import Body, Here, parsed, promise
+
+router = APIRouter()
+
+
+@router.post("/create_sampling_session")
+async def create_sampling_session(service: Here, body: Body) -> dict[str, Any]:
+    made = await sampling.create_sampling_session(service, parsed(messages.CreateSamplingSession, body))
+    return {"type": "create_sampling_session", "sampling_session_id": made.sampler_id}
+
+
+@router.get("/samplers/{sampler_id}")
+async def sampler(service: Here, sampler_id: str) -> dict[str, Any]:
+    found = service.sampler(sampler_id)
+    return {"sampler_id": found.sampler_id, "base_model": found.base_model, "model_path": found.model_path}
+
+
+@router.post("/asample")
+async def asample(service: Here, body: Body) -> dict[str, Any]:
+    message = parsed(messages.Sample, body)
+    answer = sampling.sample(service, message, body)
+    return promise(answer, sample_sequence_ids=[f"{answer.request_id}/{i}" for i in range(message.num_samples)])

@@ -1,0 +1,54 @@
+"""Starting and stopping the server."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from pathlib import Path
+
+import uvicorn
+
+from cookbook.backends.local import LocalConfig
+from cookbook.engine.model import ModelConfig
+from cookbook.errors import ConfigError
+from cookbook.server.app import create_app
+from cookbook.server.catalogue import Catalogue
+from cookbook.server.config import ServerConfig
+from cookbook.server.host import Host
+from cookbook.server.service import Service
+
+
+def serve(model: ModelConfig, backend: LocalConfig, server: ServerConfig, *, seed: int, out: Path) -> None:
+    """Loads the model, listens, and answers until it is told to stop.
+
+    Raises:
+        ConfigError: the address cannot be had, or needs keys that are not there.
+        BackendError: the model cannot be loaded.
+    """
+    server.api_keys()  # before anything slow
+    with listening(server) as listener:
+        host = Host(model, backend, seed=seed, names=tuple(server.names))
+        app = create_app(Service(host, Catalogue(out), server))
+        address, port = listener.getsockname()[:2]
+        print(f"serving {model.name} on http://{address}:{port}  (checkpoints in {out})", flush=True)
+        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
+        signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn stops on it, then raises it again; what follows has to run
+        try:
+            uvicorn.Server(config).run(sockets=[listener])
+        finally:
+            host.close()
+
+
+def listening(server: ServerConfig) -> socket.socket:
+    """A socket that takes connections from now on; they wait until somebody answers. Raises ConfigError."""
+    listener = socket.socket(socket.AF_INET6 if ":" in server.host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((server.host, server.port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"server.port: cannot listen on {server.host}:{server.port}: {error.strerror}; choose another"
+        ) from None
+    return listener

@@ -1,0 +1,127 @@
+"""What the server knows: sessions, their training runs and sampling sessions, answers, checkpoints.
+
+All of it changes on one event loop only; models compute on the host's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from cookbook.server.catalogue import Catalogue
+from cookbook.server.config import ServerConfig
+from cookbook.server.downloads import Downloads
+from cookbook.server.errors import Refused
+from cookbook.server.futures import Answer, Answers
+from cookbook.server.host import Host
+from cookbook.server.messages import CreateSession
+from cookbook.server.results import Result, failure
+from cookbook.server.runs import TrainingRun
+from cookbook.server.samplers import Batcher, SamplingSession
+
+T = TypeVar("T")
+
+
+@dataclass
+class Session:
+    """One client. Its runs and samplers are freed when it ends, or has been silent for too long."""
+
+    session_id: str
+    user_metadata: dict[str, Any] | None
+    display_name: str | None
+    last_seen: float = field(default_factory=time.monotonic)
+    run_ids: list[str] = field(default_factory=list)
+    sampler_ids: list[str] = field(default_factory=list)
+
+
+class Service:
+    """The state behind the routes."""
+
+    def __init__(self, host: Host, catalogue: Catalogue, config: ServerConfig) -> None:
+        self.host = host
+        self.catalogue = catalogue
+        self.config = config
+        self.answers = Answers(config.max_results_mb << 20)
+        self.batcher = Batcher(host.worker)
+        self.downloads = Downloads(catalogue)
+        self.sessions: dict[str, Session] = {}
+        self.runs: dict[str, TrainingRun] = {}
+        self.samplers: dict[str, SamplingSession] = {}
+        self.making_samplers = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()  # the event loop itself holds its tasks weakly
+
+    # ---- sessions ------------------------------------------------------------------------------------------------
+
+    def create_session(self, message: CreateSession) -> Session:
+        session = Session(f"s{secrets.token_hex(8)}", message.user_metadata, message.display_name)
+        self.sessions[session.session_id] = session
+        return session
+
+    def session(self, session_id: str) -> Session:
+        """It has just been heard of. Raises Refused, 404."""
+        if session_id not in self.sessions:
+            raise Refused(404, f"there is no session {session_id!r}; it ended, or was silent for too long")
+        found = self.sessions[session_id]
+        found.last_seen = time.monotonic()
+        return found
+
+    def end_session(self, session_id: str) -> None:
+        """Frees what the session holds. Checkpoints stay."""
+        session = self.sessions.pop(session_id)
+        for sampler_id in session.sampler_ids:
+            self.samplers.pop(sampler_id, None)
+            self.answers.forget(sampler_id)
+        for run_id in session.run_ids:
+            self.runs.pop(run_id, None)
+            self.answers.forget(run_id)
+
+    def end_silent_sessions(self) -> None:
+        limit = time.monotonic() - self.config.session_timeout_s
+        for session_id in [known for known, session in self.sessions.items() if session.last_seen < limit]:
+            self.end_session(session_id)
+
+    # ---- what sessions hold --------------------------------------------------------------------------------------
+
+    def run(self, run_id: str) -> TrainingRun:
+        """Raises Refused, 404."""
+        if run_id not in self.runs:
+            raise Refused(404, f"there is no training run {run_id!r} in memory; make one from a checkpoint")
+        found = self.runs[run_id]
+        self.session(found.session_id)
+        return found
+
+    def add_run(self, run: TrainingRun) -> None:
+        self.runs[run.facts.run_id] = run
+        self.session(run.session_id).run_ids.append(run.facts.run_id)
+
+    def sampler(self, sampler_id: str) -> SamplingSession:
+        """Raises Refused, 404."""
+        if sampler_id not in self.samplers:
+            raise Refused(404, f"there is no sampling session {sampler_id!r}; make a new sampling client")
+        found = self.samplers[sampler_id]
+        self.session(found.session_id)
+        return found
+
+    def add_sampler(self, sampler: SamplingSession) -> None:
+        self.samplers[sampler.sampler_id] = sampler
+        self.session(sampler.session_id).sampler_ids.append(sampler.sampler_id)
+
+    # ---- work that is no trainer's call --------------------------------------------------------------------------
+
+    def in_thread(self, work: Callable[[], T], answer: Answer, encode: Callable[[T], Result]) -> None:
+        """Does ``work`` on a thread and ``encode`` back on the event loop, and settles ``answer`` with the outcome."""
+
+        async def do() -> None:
+            try:
+                result = encode(await asyncio.to_thread(work))
+            except BaseException as error:  # noqa: BLE001 - it fails the request
+                result = failure(error)
+            self.answers.settle(answer, result)
+
+        task = asyncio.create_task(do())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,168 @@
+"""The requests whose order counts: passes, optimizer steps, saving and loading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from cookbook.backends.local import LocalTrainer
+from cookbook.errors import ConfigError
+from cookbook.server.calls import call_of, parse
+from cookbook.server.catalogue import Address
+from cookbook.server.errors import Refused
+from cookbook.server.futures import Answer
+from cookbook.server.messages import (
+    LoadWeights,
+    OptimStep,
+    SaveWeights,
+    SaveWeightsExternal,
+    SaveWeightsForSampler,
+    Sequenced,
+)
+from cookbook.server.results import Result, from_json, passed
+from cookbook.server.runs import Begin, Encode
+from cookbook.server.samplers import SamplingSession
+from cookbook.server.service import Service
+from cookbook.types import AdamParams
+
+
+def forward_backward(service: Service, body: bytes) -> Answer:
+    """Raises Refused: not such a message, no such run."""
+    message = parse(body)
+
+    def begin(trainer: LocalTrainer) -> Any:
+        call = call_of(message)
+        do = trainer.forward if call.forward_only else trainer.forward_backward
+        return do(call.data, call.loss_fn, call.loss_fn_config)
+
+    kind = "forward" if message.forward_only else "forward_backward"
+    return _accept(service, message.model_id, message.seq_id, body, kind, begin, passed)
+
+
+def optim_step(service: Service, message: OptimStep, body: bytes) -> Answer:
+    def begin(trainer: LocalTrainer) -> Any:
+        return trainer.optim_step(*_adam(message))
+
+    return _accept_message(service, message, body, "optim_step", begin, lambda output: from_json({"metrics": output.metrics}))
+
+
+def save_weights(service: Service, message: SaveWeights, body: bytes) -> Answer:
+    name = message.path or f"seq-{message.seq_id}"
+
+    def begin(trainer: LocalTrainer) -> Any:
+        return trainer.save_state(Address(message.model_id, "weights", name).folder_name, overwrite=message.overwrite)
+
+    def saved(_: Any) -> Result:
+        address = Address(message.model_id, "weights", name)
+        service.catalogue.add(address, message.ttl_seconds, message.user_metadata)
+        return from_json({"type": "save_weights", "path": address.path})
+
+    return _accept_message(service, message, body, "save_weights", begin, saved)
+
+
+def save_weights_for_sampler(service: Service, message: SaveWeightsForSampler, body: bytes) -> Answer:
+    if message.path is None:
+        return _publish(service, message, body)
+    begin, saved = _sampler_checkpoint(service, message, "sampler_weights", message.path, message.user_metadata)
+    return _accept_message(service, message, body, "save_weights_for_sampler", begin, saved)
+
+
+def save_weights_external(service: Service, message: SaveWeightsExternal, body: bytes) -> Answer:
+    begin, saved = _sampler_checkpoint(service, message, "external_weights", message.path, None)
+
+    def checked(trainer: LocalTrainer) -> Any:
+        if message.age_encryption_recipients:
+            raise ConfigError("save_weights_external: this server does not encrypt; leave age_encryption_recipients out")
+        return begin(trainer)
+
+    return _accept_message(service, message, body, "save_weights_external", checked, saved)
+
+
+def load_weights(service: Service, message: LoadWeights, body: bytes) -> Answer:
+    """Into a run that exists already. Raises Refused, 422: it is not said which."""
+    if message.model_id is None or message.seq_id is None:
+        raise Refused(422, "load_weights: needs model_id and seq_id, or session_id and model_seq_id")
+    loaded = {"type": "load_weights", "path": message.path, "model_id": message.model_id}
+
+    def begin(trainer: LocalTrainer) -> Any:
+        address = Address.parse(message.path)
+        service.catalogue.find(address)
+        return trainer.load_state(str(service.catalogue.place(address)), optimizer=message.optimizer)
+
+    return _accept(service, message.model_id, message.seq_id, body, "load_weights", begin, lambda _: from_json(loaded))
+
+
+def _sampler_checkpoint(
+    service: Service,
+    message: SaveWeightsForSampler | SaveWeightsExternal,
+    kind: str,
+    name: str,
+    user_metadata: dict[str, str] | None,
+) -> tuple[Begin, Encode]:
+    """How weights to sample from are saved under a name, and what is answered then."""
+
+    def begin(trainer: LocalTrainer) -> Any:
+        return trainer.save_weights_for_sampler_ext(Address(message.model_id, kind, name).folder_name)
+
+    def saved(_: Any) -> Result:
+        address = Address(message.model_id, kind, name)
+        found = service.catalogue.add(address, message.ttl_seconds, user_metadata)
+        return from_json({"path": address.path, "size_bytes": found.size_bytes})
+
+    return begin, saved
+
+
+def _publish(service: Service, message: SaveWeightsForSampler, body: bytes) -> Answer:
+    """Puts the weights into a sampling session, in memory only."""
+    run = service.run(message.model_id)
+    sampler_id = f"{run.session_id}:sample:{message.sampling_session_seq_id}"
+
+    def published(sampler: Any) -> Result:
+        session = SamplingSession(sampler_id, run.session_id, run.facts.base_model, None, sampler)
+        service.add_sampler(session)
+        if message.kind == "inflight":
+            run.inflight.append(session)
+            for following in run.inflight:
+                following.sampler = sampler
+        return from_json({"type": "save_weights_for_sampler", "sampling_session_id": sampler_id})
+
+    def begin(trainer: LocalTrainer) -> Any:
+        return trainer.snapshot_sampler()
+
+    return _accept_message(service, message, body, "save_weights_for_sampler", begin, published)
+
+
+def _accept_message(
+    service: Service, message: Sequenced, body: bytes, kind: str, begin: Begin, encode: Callable[[Any], Result]
+) -> Answer:
+    return _accept(service, message.model_id, message.seq_id, body, kind, begin, encode)
+
+
+def _accept(
+    service: Service, run_id: str, number: int, body: bytes, kind: str, begin: Begin, encode: Callable[[Any], Result]
+) -> Answer:
+    """A request that is repeated gets the answer it had, and runs once."""
+    run = service.run(run_id)
+    answer, new = service.answers.claim(run_id, number, body, kind)
+    if new:
+        run.accept(number, answer, begin, encode)
+    return answer
+
+
+def _adam(message: OptimStep) -> tuple[AdamParams, str | None]:
+    """The step's numbers, and its normalization, which plain clients carry among the optimizer's extra fields.
+
+    Raises:
+        ConfigError: another optimizer, an unknown field, or no number where one is wanted.
+    """
+    given = dict(message.adam_params if message.adam_params is not None else message.optimizer_params or {})
+    kind = given.pop("type", "adamw")
+    normalization = given.pop("grad_accumulation_normalization", message.grad_accumulation_normalization)
+    known = AdamParams.__dataclass_fields__
+    if kind != "adamw":
+        raise ConfigError(f"optim_step: this trainer has adamw only, got {kind!r}")
+    if unknown := sorted(given.keys() - known):
+        raise ConfigError(f"optim_step: unknown field {unknown[0]!r}; there are {', '.join(known)}")
+    if wrong := [name for name, value in given.items() if isinstance(value, bool) or not isinstance(value, int | float)]:
+        raise ConfigError(f"optim_step: {wrong[0]} must be a number, got {given[wrong[0]]!r}")
+    return AdamParams(**given), normalization

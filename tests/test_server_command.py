@@ -1,0 +1,77 @@
+"""``cookbook serve`` as a process of its own, from its configuration to its end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+
+from cookbook import config, typed
+from cookbook.backends.local import LocalConfig
+from cookbook.cli import app
+from cookbook.cli.hydra_bridge import Request, show
+from cookbook.engine.model import ModelConfig
+from cookbook.server.config import ServerConfig
+
+tinker = pytest.importorskip("tinker")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_serve_yaml_restates_the_defaults():
+    from omegaconf import OmegaConf
+
+    cfg = OmegaConf.create(show(Request(config_name="serve"), "job", resolve=True))
+    assert config.build(cfg.server, "server") == ServerConfig()
+    assert config.build(cfg.backend, "backend") == LocalConfig()
+    assert isinstance(config.build(cfg.model, "model"), ModelConfig)
+    assert set(cfg.server) - {typed.TARGET} == set(ServerConfig.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("server.host=0.0.0.0", "can be reached from other machines, and there are no API keys"),
+        ("server.port=70000", "server.port: expected 0 to 65535"),
+        ("server.prot=1", "Did you mean 'server.port'?"),
+        ("model.lora_rank=4", "clients choose the rank of each run"),
+    ],
+)
+def test_a_mistake_is_one_line(override, problem, tiny_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COOKBOOK_API_KEYS", raising=False)
+    assert app.run(["serve", f"model.name={tiny_folder}", "server.port=0", override]) == 2
+    error = capsys.readouterr().err
+    assert problem in error and error.startswith("error: ") and error.count("\n") == 1
+
+
+def test_a_server_in_a_process_of_its_own_trains_and_ends_when_told(tmp_path, tiny_folder):
+    command = [sys.executable, "-m", "cookbook", "serve", f"model.name={tiny_folder}", "server.port=0", f"out={tmp_path}"]
+    environment = {**os.environ, "COOKBOOK_API_KEYS": "tml-secret", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=tmp_path) as server:
+        try:
+            url = re.search(r"http://127\.0\.0\.1:\d+", server.stdout.readline())[0]
+            with pytest.raises(tinker.AuthenticationError):
+                tinker.ServiceClient(base_url=url, api_key="tml-wrong").create_lora_training_client(str(tiny_folder))
+            with tinker.ServiceClient(base_url=url, api_key="tml-secret") as service:
+                _train(service, str(tiny_folder))
+        finally:
+            server.send_signal(signal.SIGTERM)
+        assert server.wait(timeout=30) == 0
+
+
+def _train(service, base):
+    training = service.create_lora_training_client(base, rank=2).result()
+    tokens = list(range(40, 60))
+    inputs = {"target_tokens": tokens[1:], "weights": [1.0] * 19}
+    datum = tinker.Datum(model_input=tinker.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
+    training.forward_backward([datum], "cross_entropy")
+    training.optim_step(tinker.AdamParams()).result()
+    sampler = training.save_weights_and_get_sampling_client().result()
+    assert sampler.sample(datum.model_input, 2, tinker.SamplingParams(max_tokens=3)).result().sequences
+    assert len(training.get_tokenizer()) == tiny.VOCABULARY
