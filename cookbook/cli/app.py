@@ -223,6 +223,21 @@ def sample(
         print(completion)
 
 
+@app.command()
+def plan(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="OVERRIDE", help="As of cookbook train.", autocompletion=_complete_override),
+    ] = None,
+) -> None:
+    """Estimate the memory and arithmetic of a step, before any weight is loaded."""
+    from cookbook.cli import hydra_bridge as bridge
+    from cookbook.cli import plan as planning
+
+    _import_from_here()
+    bridge.run(bridge.Request(overrides or ()), planning.run)
+
+
 check = typer.Typer(name="check", help="Examine a loss, a dataset or a configuration, without training.", rich_markup_mode=None)
 app.add_typer(check)
 

@@ -127,6 +127,18 @@ def load(config: ModelConfig, device: torch.device, seed: int, shared: SharedBas
     return LanguageModel(network, tokenizer, config, device)
 
 
+def fresh_network(config: ModelConfig) -> Any:
+    """The network that ``config`` describes, adapter included, with random weights: nothing but its shapes is read.
+
+    Raises:
+        BackendError: no such model.
+    """
+    adapter = _adapter_config(config.name)
+    network = _network(replace(config, random=True), adapter["base_model_name_or_path"] if adapter else config.name, seed=0)
+    rank = adapter["r"] if adapter else config.lora_rank
+    return _add_lora(network, replace(config, lora_rank=rank), seed=0) if rank else network
+
+
 def context_length(architecture: Any, tokenizer: Any) -> int | None:
     """The longest sequence, tokens, that the positions and the tokenizer allow; None when neither knows a limit.
 

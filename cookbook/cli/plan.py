@@ -1,0 +1,95 @@
+"""``cookbook plan``: what a step of a run will take, in memory and arithmetic, before any weight is loaded."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+
+from omegaconf import DictConfig
+
+from cookbook.check.rows import survey
+from cookbook.cli import tables
+from cookbook.cli.check_data import context
+from cookbook.data import Renderer, load_rows
+from cookbook.engine.estimate import Estimate, estimate
+from cookbook.engine.model import load_tokenizer
+from cookbook.errors import ConfigError
+from cookbook.losses.base import Scope
+from cookbook.session import Settings, settings
+
+PYTHON = 0.6e9  # resident once Python, torch and transformers are loaded, measured on the CPU build
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sequences of one step: how many, the longest and all of them in tokens. Those of the longest rows of the data."""
+
+    sequences: int
+    longest: int
+    tokens: int
+
+
+def run(cfg: DictConfig, overrides: list[str]) -> None:
+    """Prints the estimate.
+
+    Raises:
+        CookbookError: the configuration is wrong, the data cannot be read, or there is no such model.
+    """
+    typed = settings(cfg)
+    shape = _shape(typed, cfg.recipe.name)
+    pass_tokens = min(max(typed.backend.micro_batch_tokens, shape.longest), shape.tokens)
+    rows = max(1, round(pass_tokens / shape.longest))
+    apart = typed.loss.scope in (Scope.token, Scope.sequence)
+    found = estimate(
+        typed.model,
+        rows,
+        round(pass_tokens / rows),
+        step_tokens=0 if apart else shape.tokens,
+        retain_bytes=int(typed.backend.retain_gb * (1 << 30)),
+        reference=typed.loss.needs_reference,
+        cpu=typed.backend.torch_device().type == "cpu",
+    )
+    tables.facts(_lines(found, shape), table=sys.stdout.isatty())
+
+
+def _shape(typed: Settings, name: str) -> Shape:
+    """From the recipe's own keys, under the names that the shipped recipes give them, and the longest rows."""
+    kind = getattr(typed.module, "DATA", None)
+    recipe = asdict(typed.recipe)
+    count = recipe.get("batch_size") or recipe.get("prompts_per_step")
+    if kind is None or count is None:
+        raise ConfigError(f"recipes/{name}.py: plan needs DATA, and batch_size or prompts_per_step in its Config")
+    tokenizer = load_tokenizer(typed.model)
+    renderer = Renderer(tokenizer, context(typed.model, tokenizer))
+    rows = load_rows(typed.data, "train", typed.seed, typed.eval.limit)
+    found = survey(kind, rows, renderer, typed.data, typed.rollout.max_tokens)
+    completion = typed.rollout.max_tokens if kind == "rollouts" else 0
+    lengths = sorted((len(one.tokens) + completion for one in found.sequences), reverse=True)
+    count *= 2 if kind == "preferences" else 1
+    longest = [length for length in lengths[:count] for _ in range(recipe.get("group_size") or 1)]
+    return Shape(len(longest), longest[0], sum(longest))
+
+
+def _lines(found: Estimate, shape: Shape) -> list[tuple[str, str]]:
+    lines = [
+        ("parameters", f"{found.parameters:,}, of which {found.trained:,} are trained"),
+        ("step", f"{shape.sequences:,} sequences of up to {shape.longest:,} tokens, {shape.tokens:,} in all, at the most"),
+        ("largest pass", f"{found.pass_tokens:,} tokens; backend.micro_batch_tokens lowers it"),
+        ("weights", _size(found.weights)),
+        ("gradients", _size(found.gradients)),
+        ("optimizer", f"{_size(found.moments)}, AdamW"),
+    ]
+    if found.reference:
+        lines.append(("reference", f"{_size(found.reference)}, a frozen copy"))
+    lines += [
+        ("activations", f"{_size(found.passing)} at the worst moment of the backward pass"),
+        ("allocator", f"{_size(found.allocator)} of freed blocks that the C library keeps"),
+        ("memory", f"{_size(found.peak)} at the peak, besides {_size(PYTHON)} of Python and torch"),
+        ("arithmetic", f"{found.flops_per_token * shape.tokens:.3g} floating-point operations a step, forward and backward"),
+    ]
+    return lines
+
+
+def _size(count: float) -> str:
+    """Bytes for people."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
