@@ -53,11 +53,11 @@ PACKS = {
     "Olmo2": {},
     "SmolLM3": {},
     "HyperCLOVAX": {"logits_scaling": 3.0},
-}
-# Their layers carry a state along the row, or they build positions or masks of their own.
-DOES_NOT_PACK = {
     "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
     "GptOss": {**EXPERTS, "num_local_experts": 4, "sliding_window": 6, "rope_parameters": {"rope_type": "default"}},
+}
+# Their layers carry a state along the row.
+DOES_NOT_PACK = {
     "Qwen3_5Text": {**LINEAR, "num_hidden_layers": 4},
     "RecurrentGemma": {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 16, "logits_soft_cap": 3.0},
     "Mamba": {"state_size": 4},
@@ -105,8 +105,7 @@ def test_logprobs_are_those_of_the_models_own_logits(family, model):
         assert engine.passes.head.finish is not None  # recognized: the logits of a batch never exist at once
         for found, own in zip(logprobs(engine, data), expected, strict=True):
             np.testing.assert_allclose(found, own.numpy(), atol=EXACT)
-    assert model.packs == (family in PACKS)
-    assert engine._packing() == ("packed" if family in PACKS else "padded")
+    assert model.layouts.packed == model.layouts.shared == (family in PACKS)
 
 
 def test_gradients_are_those_of_plain_autograd(model):

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import torch
 
 from cookbook.backends import copies
-from cookbook.backends.failures import Failures
+from cookbook.backends.failures import CallFuture, Failures
+from cookbook.backends.graphs import KeptGraphs
 from cookbook.backends.sampling import LocalSampler, SampleQueue
 from cookbook.backends.worker import Worker, explained
 from cookbook.checkpoints import chain, store
@@ -46,6 +47,7 @@ class LocalConfig:
     threads: int = 1
     micro_batch_tokens: int = 8192
     packing: str = "auto"
+    shared_prompts: bool = True
     activation_checkpointing: str = "auto"
     activation_offloading: bool = False
     token_metrics: bool = True
@@ -79,6 +81,7 @@ class LocalConfig:
         return EngineOptions(
             micro_batch_tokens=self.micro_batch_tokens,
             packing=self.packing,
+            shared_prompts=self.shared_prompts,
             retain_bytes=int(self.retain_gb * (1 << 30)),
             activation_checkpointing=large if choice == "auto" else choice == "true",
             activation_offloading=self.activation_offloading,
@@ -88,31 +91,12 @@ class LocalConfig:
         )
 
 
-class _CallFuture(Future[T]):
-    """Tells the trainer when its error has been read."""
-
-    def __init__(self, on_read: Callable[[BaseException], None]) -> None:
-        super().__init__()
-        self._on_read = on_read
-
-    def result(self, timeout: float | None = None) -> T:
-        self._note(timeout)
-        return super().result(timeout)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._note(timeout)
-        return super().exception(timeout)
-
-    def _note(self, timeout: float | None) -> None:
-        if (error := super().exception(timeout)) is not None:
-            self._on_read(error)
-
-
 class LocalTrainer:
     """A :class:`TrainingClient` in this process. Calls queue up on one worker thread and return at once.
 
     ``folder`` is where checkpoints go. Trainers that share ``unread`` leave their untold errors there. Those that share a
-    ``worker`` take turns on its thread, and those on one ``base`` hold its weights once.
+    ``worker`` take turns on its thread, and those on one ``base`` hold its weights once. With ``graphs``, a forward that is
+    followed by a backward on the same tokens is not computed twice.
     """
 
     def __init__(
@@ -125,6 +109,7 @@ class LocalTrainer:
         unread: set[Failures] | None = None,
         worker: Worker | None = None,
         base: SharedBase | None = None,
+        graphs: KeptGraphs | None = None,
     ) -> None:
         self.config = config
         self.folder = Path(folder)
@@ -133,6 +118,7 @@ class LocalTrainer:
         self._worker = worker or Worker(config.threads)
         self._samples = SampleQueue(self._worker, max_batch_tokens=65536)
         self._failures = Failures(unread)
+        self._graphs = graphs or KeptGraphs(0)
         self.sampler_checkpoints = chain.SamplerCheckpoints()
         try:
             self.engine = self._worker.submit(lambda: _make_engine(model, config, seed, base)).result()
@@ -147,7 +133,7 @@ class LocalTrainer:
     ) -> Future[ForwardBackwardOutput]:
         loss = get_loss(loss_fn, loss_fn_config)
         rows = _own(data)
-        return self._submit(lambda: self.engine.forward(rows, loss))
+        return self._submit(lambda: self._graphs.forward(self.engine, rows, loss))
 
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, Any] | None = None
@@ -156,7 +142,9 @@ class LocalTrainer:
 
     def forward_backward_custom(self, data: Sequence[Datum], loss_fn: Any) -> Future[ForwardBackwardOutput]:
         rows = _own(data)
-        return self._submit(lambda: self.engine.forward_backward(rows, loss_fn))
+        return self._submit(
+            lambda: self.engine.forward_backward(rows, loss_fn, retained=self._graphs.take(self.engine, rows))
+        )
 
     def optim_step(
         self, adam_params: AdamParams, grad_accumulation_normalization: str | None = None
@@ -168,7 +156,9 @@ class LocalTrainer:
             if self._failures.first is not None:
                 self.engine.discard_gradient()
                 raise self._failures.first
-            return self.engine.optim_step(adam, normalization)
+            output = self.engine.optim_step(adam, normalization)
+            self._graphs.drop(self.engine)
+            return output
 
         return self._submit(step, self._failures.forget)
 
@@ -198,7 +188,7 @@ class LocalTrainer:
                 self._failures.note(error)
                 raise
 
-        return self._saver.submit(save_copy, _CallFuture(self._failures.read))
+        return self._saver.submit(save_copy, CallFuture(self._failures.read))
 
     def load_state(self, checkpoint: Checkpoint | str, *, optimizer: bool = True) -> Future[None]:
         path = Path(checkpoint.path if isinstance(checkpoint, Checkpoint) else checkpoint)
@@ -206,6 +196,7 @@ class LocalTrainer:
         def load() -> None:
             self.sampler_checkpoints.forget()
             chain.load(self.engine, path, optimizer=optimizer)
+            self._graphs.drop(self.engine)
 
         return self._submit(load)
 
@@ -317,7 +308,7 @@ class LocalTrainer:
                     raise
                 raise error from None
 
-        return self._worker.submit(guarded, _CallFuture(on_read or self._failures.read))
+        return self._worker.submit(guarded, CallFuture(on_read or self._failures.read))
 
     def _at(self, step: int) -> int:
         if self.engine.step != step:

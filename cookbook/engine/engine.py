@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cookbook.engine.batching import MicroBatch, plan
 from cookbook.engine.datum_check import check_datum
 from cookbook.engine.gradients import Gradients
 from cookbook.engine.loss_gradient import LossFunction, LossGradient, loss_gradient
 from cookbook.engine.model import LanguageModel, deprecations_hidden
 from cookbook.engine.optimizer import Optimizer
 from cookbook.engine.passes import Found, Passes, Scores, Wanted
+from cookbook.engine.planning import CPU_PASS_TOKENS, Layouts, MicroBatch, plan
 from cookbook.engine.router_loss import router_coefficient
 from cookbook.errors import BackendError, ConfigError, DataError
 from cookbook.losses.base import Loss, Scope
@@ -41,6 +41,7 @@ class EngineOptions:
 
     micro_batch_tokens: int = 8192
     packing: str = "auto"  # auto | padded | packed
+    shared_prompts: bool = True
     retain_bytes: int = 4 << 30
     activation_checkpointing: bool = False
     activation_offloading: bool = False
@@ -90,6 +91,8 @@ class Engine:
         self.counts = GradientCounts()
         self.accumulated: list[Reduction | None] = []  # what each call since the last step returned
         self.seeds = 0  # drawn since the last step
+        self.layouts = self._layouts()
+        self._told: set[str] = set()  # layouts that the log has explained
         if options.activation_checkpointing:
             with deprecations_hidden():
                 model.network.gradient_checkpointing_enable({"use_reentrant": False})
@@ -302,19 +305,21 @@ class Engine:
         vocabulary = self.model.network.config.get_text_config().vocab_size
         for index, datum in enumerate(data):
             check_datum(datum, index, vocabulary, self.model.max_length)
-        by_width: dict[int, list[int]] = {}  # top-K targets of one K share a pass
-        for index, datum in enumerate(data):
-            shape = datum.loss_fn_inputs["target_tokens"].shape
-            by_width.setdefault(shape[1] if len(shape) > 1 else 0, []).append(index)
-        return [batch for indices in by_width.values() for batch in self._plan_some(data, indices)]
+        budget = self.options.micro_batch_tokens
+        made = plan(data, min(budget, CPU_PASS_TOKENS) if self.model.device.type == "cpu" else budget, self.layouts)
+        if made.layout not in self._told:
+            self._told.add(made.layout)
+            log.info("sequences are %s: %s", made.layout, made.reason)
+        return made.batches
 
-    def _plan_some(self, data: Sequence[Datum], indices: list[int]) -> Iterator[MicroBatch]:
-        lengths = [data[index].model_input.length for index in indices]
-        for batch in plan(lengths, self.options.micro_batch_tokens, self._packing()):
-            yield MicroBatch([[indices[i] for i in row] for row in batch.rows], batch.width)
-
-    def _packing(self) -> str:
-        return self.options.packing if self.options.packing == "padded" or self.model.packs else "padded"
+    def _layouts(self) -> Layouts:
+        """What the options leave of what the architecture can do."""
+        if self.options.packing == "padded":
+            return Layouts(packed=False, shared=False)
+        can = self.model.layouts
+        # A shared beginning would be dropped out of once for all.
+        shared = can.shared and self.options.shared_prompts and not self.passes.drops_out
+        return Layouts(can.packed, shared, can.reason)
 
     def _bytes_per_token(self) -> float:
         """What a kept graph costs: as measured on the first, or with activations recomputed or taken away, their inputs."""

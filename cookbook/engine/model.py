@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from cookbook.engine.planning import Layouts
 from cookbook.engine.shared import SharedBase
 from cookbook.errors import BackendError, ConfigError
 
@@ -64,11 +65,11 @@ class LanguageModel:
         return context_length(self.network.config, self.tokenizer) or 1 << 30
 
     @functools.cached_property
-    def packs(self) -> bool:
-        """Whether several sequences may share a row."""
+    def layouts(self) -> Layouts:
+        """What a row may hold. Asking gives the model cookbook's attention, where that is exact."""
         from cookbook.engine import probe  # it imports this module
 
-        return probe.packs(self)
+        return probe.layouts(self)
 
     @functools.cached_property
     def decodes(self) -> bool:

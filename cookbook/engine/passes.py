@@ -6,15 +6,15 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from cookbook.engine.batching import MicroBatch, collate
+from cookbook.engine.collate import collate
 from cookbook.engine.head import OutputHead
 from cookbook.engine.model import LanguageModel
 from cookbook.engine.offload import offloading
+from cookbook.engine.planning import MicroBatch
 from cookbook.engine.router_loss import RouterLoad, router_load
 from cookbook.engine.saved import SavedBytes
 from cookbook.engine.scored import ScoredTokens
@@ -125,9 +125,7 @@ class Passes:
     ) -> tuple[Tensor, RouterLoad | None]:
         """The hidden states of the scored tokens, ``(N, H)``, and how all tokens were routed."""
         inputs = collate(data, batch, self.model.device)
-        arguments: dict[str, Any] = {"input_ids": inputs.input_ids}
-        if inputs.position_ids is not None:
-            arguments["position_ids"] = inputs.position_ids
+        arguments = inputs.arguments
         if wanted.router:
             arguments["output_router_logits"] = True
         self.count += 1
@@ -155,7 +153,7 @@ class Passes:
     @contextlib.contextmanager
     def _randomness(self, training: bool, seed: int) -> Iterator[None]:
         """Dropout drawn from the pass's own seed, so that a pass computed twice drops the same, and a resumed run too."""
-        if not (training and self._drops_out):
+        if not (training and self.drops_out):
             yield
             return
         devices = [self.model.device] if self.model.device.type == "cuda" else []
@@ -164,9 +162,14 @@ class Passes:
             yield
 
     @functools.cached_property
-    def _drops_out(self) -> bool:
+    def drops_out(self) -> bool:
+        """Whether a pass in training differs from one that is not."""
         config = self.model.network.config.get_text_config().to_dict()
-        configured = any("drop" in name and isinstance(value, float) and value > 0 for name, value in config.items())
+        heads = ("classifier", "summary")  # of models for other tasks
+        configured = any(
+            "drop" in name and not name.startswith(heads) and isinstance(value, float) and value > 0
+            for name, value in config.items()
+        )
         layers = (layer for layer in self.model.network.modules() if isinstance(layer, torch.nn.Dropout))
         return configured or any(layer.p > 0 for layer in layers)
 

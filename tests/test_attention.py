@@ -1,0 +1,347 @@
+"""Sequences in one row, and beginnings computed once, give what every sequence gives alone; architectures that would not are
+refused."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import numpy as np
+import pytest
+import tiny
+import torch
+import transformers
+from transformers.masking_utils import create_causal_mask
+
+from cookbook.engine import attention, probe
+from cookbook.engine.attention import Block, Layout
+from cookbook.engine.collate import collate
+from cookbook.engine.engine import Engine, EngineOptions
+from cookbook.engine.model import LanguageModel, ModelConfig
+from cookbook.engine.planning import Layouts, plan
+from cookbook.losses import DPO
+from cookbook.types import Datum, ModelInput
+
+CPU = torch.device("cpu")
+SHAPE = {
+    "vocab_size": tiny.VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": tiny.CONTEXT,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+WINDOW = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+MODELS = {
+    "full": ("Qwen3", {}),
+    "sliding": ("Qwen3", {**WINDOW, "use_sliding_window": True}),
+    "soft-capped": ("Gemma2", {**WINDOW, "attn_logit_softcapping": 2.0}),
+    "sinks": ("GptOss", {**WINDOW, **EXPERTS, "rope_parameters": {"rope_type": "default"}}),
+}
+# Qwen3 is float64 throughout here; what remains is the order of some hundred sums. The others soften their scores in float32.
+EXACT = {"full": 1e-12, "sliding": 1e-12, "soft-capped": 2e-6, "sinks": 2e-6}
+LAYOUTS = {"padded": Layouts(False, False), "packed": Layouts(True, False), "shared": Layouts()}
+
+
+@functools.cache
+def network(name):
+    """With the attention of transformers, in float64."""
+    family, changes = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **changes})
+    made = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager").double().eval()
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    for module in list(made.modules()):
+        for child, norm in module.named_children():
+            if type(norm).__name__ == "Qwen3RMSNorm":  # it computes in float32; torch's does not
+                double = torch.nn.RMSNorm(norm.weight.shape, eps=norm.variance_epsilon, dtype=torch.float64)
+                double.weight = norm.weight
+                setattr(module, child, double)
+    return made
+
+
+def ours(name):
+    made = copy.deepcopy(network(name))
+    attention.install(made)
+    return made
+
+
+def sequences(seed=0):
+    """Ragged groups, a sequence that begins another, twins, loners."""
+    rng = np.random.default_rng(seed)
+
+    def draw(length):
+        return rng.integers(0, tiny.VOCABULARY, length).tolist()
+
+    prompts = [draw(length) for length in (20, 13, 30)]
+    tokens = [prompts[0] + draw(length) for length in (3, 9, 1, 3)] + [prompts[1] + draw(5) for _ in range(2)]
+    tokens += [prompts[2], prompts[2] + draw(4)] + [tokens[4]] + [draw(length) for length in (17, 1, 6)]
+    rng.shuffle(tokens)
+    return [Datum(ModelInput.from_ints(one), {"target_tokens": np.array(draw(len(one)))}) for one in tokens]
+
+
+DATA = sequences()
+
+
+def target_logprobs(logits, datum):
+    return logits.log_softmax(-1).gather(-1, datum.loss_fn_inputs["target_tokens"].to_torch()[:, None])[:, 0]
+
+
+def alone(model):
+    """Every datum in a pass of its own."""
+    return [
+        target_logprobs(model(input_ids=torch.tensor([datum.model_input.tokens]), use_cache=False).logits[0], datum)
+        for datum in DATA
+    ]
+
+
+def together(model, layouts, budget, *, told=True):
+    found = {}
+    for batch in plan(DATA, budget, layouts).batches:
+        inputs = collate(DATA, batch, CPU)
+        arguments = inputs.arguments if told else {**inputs.arguments, "layout": None}
+        logits = model(**arguments, use_cache=False).logits.flatten(0, 1)[inputs.places]
+        parts = logits.split([DATA[index].model_input.length for index in batch.indices])
+        found |= {index: target_logprobs(part, DATA[index]) for index, part in zip(batch.indices, parts, strict=True)}
+    return [found[index] for index in range(len(DATA))]
+
+
+def gradients(model, logprobs):
+    """Of a sum that weighs every token of every datum differently, shared ones too."""
+    weights = torch.randn(sum(map(len, logprobs)), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    found = torch.autograd.grad(torch.cat(logprobs) @ weights, parameters, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+
+
+@functools.cache
+def expected(name):
+    logprobs = alone(network(name))
+    return [row.detach() for row in logprobs], gradients(network(name), logprobs)
+
+
+@pytest.mark.parametrize("budget", [70, 10_000])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_layout_changes_nothing(name, layout, budget):
+    assert plan(DATA, budget, LAYOUTS[layout]).layout == layout
+    model = ours(name)
+    logprobs = together(model, LAYOUTS[layout], budget)
+    assert apart(logprobs, expected(name)[0]) < EXACT[name]
+    assert tiny.difference(gradients(model, logprobs), expected(name)[1]) < EXACT[name]
+
+
+@pytest.mark.parametrize("layout", ["packed", "shared"])
+def test_layers_computed_again_read_the_same(layout):
+    model = ours("sliding").train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    found = gradients(model, together(model, LAYOUTS[layout], 10_000))
+    assert tiny.difference(found, expected("sliding")[1]) < EXACT["sliding"]
+
+
+def test_without_the_layout_it_would_show():
+    """The tolerance means something: the same passes with sequences that read each other."""
+    found = together(ours("full"), LAYOUTS["shared"], 10_000, told=False)
+    assert apart(found, expected("full")[0]) > 0.01
+
+
+def apart(found, logprobs):
+    return tiny.difference([row.detach() for row in found], logprobs)
+
+
+# ---- the kernel for GPUs -----------------------------------------------------------------------------------------------
+
+KEYS = torch.tensor([*range(10), *range(6, 12), *range(6, 10), 12, 13])  # the last two runs read the third
+LAYOUT = Layout((Block(2, 3, 3), Block(1, 4, 4), Block(2, 2, 6)), KEYS, CPU)
+
+
+def varlen(query, key, value, starts, key_starts, max_queries, max_keys, *, scale, window_size, enable_gqa):
+    """What torch.nn.attention.varlen documents: of every run, the last query sees up to the last key, and ``window_size[0]``
+    keys before its own."""
+    assert (int(starts.diff().max()), int(key_starts.diff().max())) == (max_queries, max_keys)
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    out = torch.empty_like(query)
+    for run in range(len(starts) - 1):
+        rows = slice(int(starts[run]), int(starts[run + 1]))
+        columns = slice(int(key_starts[run]), int(key_starts[run + 1]))
+        own = torch.arange(rows.stop - rows.start)[:, None] + (columns.stop - columns.start) - (rows.stop - rows.start)
+        other = torch.arange(columns.stop - columns.start)
+        seen = (other <= own + window_size[1]) & ((other >= own - window_size[0]) | (window_size[0] < 0))
+        for head in range(query.shape[1]):
+            of = head // (query.shape[1] // key.shape[1])
+            scores = (query[rows, head] @ key[columns, of].T * scale).masked_fill(~seen, float("-inf"))
+            out[rows, head] = scores.softmax(-1) @ value[columns, of]
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+def test_a_variable_length_kernel_is_told_the_same(window):
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(14, heads, 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2))
+    rule = attention._Rule(0.3, 0.0, None, None)
+    found = attention._attend(query, key, value, LAYOUT, window, rule)
+    read = (x.index_select(0, LAYOUT.key_index) for x in (key, value))
+    assert torch.allclose(found, attention._attend_varlen(varlen, query, *read, LAYOUT, window, rule), rtol=0, atol=1e-14)
+    scored = attention._attend(query, key, value, LAYOUT, window, attention._Rule(0.3, 0.0, 1e9, None))  # a cap out of reach
+    assert torch.allclose(found, scored, rtol=0, atol=1e-12)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_variable_length_kernel_of_torch(window):
+    if attention._varlen_kernel() is None:
+        pytest.skip("this torch has none")
+    layout = Layout(LAYOUT.blocks, LAYOUT.key_index.cuda(), torch.device("cuda"))
+    stream = [torch.randn(14, heads, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)]
+    rule = attention._Rule(0.125, 0.0, None, None)
+    found = attention._attend(*stream, layout, window, rule)
+    double = [x.detach().double().requires_grad_() for x in stream]
+    own = attention._attend(*double, layout, window, rule)
+    upstream = torch.randn_like(found)
+    slopes = [torch.autograd.grad(out, x, upstream.to(out)) for out, x in ((found, stream), (own, double))]
+    assert tiny.difference([found, *slopes[0]], [own, *slopes[1]]) < 1e-2  # bfloat16 has 8 bits
+
+
+# ---- what an architecture is trusted with ----------------------------------------------------------------------------
+
+
+def language_model(name, **config):
+    return LanguageModel(copy.deepcopy(network(name)), tiny.tokenizer(), ModelConfig(name, dtype="float64", **config), CPU)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_is_tried_and_kept(name):
+    model = language_model(name)
+    assert probe.layouts(model) == Layouts(packed=True, shared=True)
+    assert model.network.config._attn_implementation == attention.NAME
+    assert attention.NAME not in model.network.config.to_json_string()  # a checkpoint says nothing of it
+
+
+def masking_by_itself(model):
+    """A window that the attention is not told of: too long for the trial to miss it."""
+    config = model.network.config
+    config.layer_types, config.sliding_window = ["sliding_attention", "full_attention"], 50
+    model.network.model.has_sliding_layers = True
+    return "would read each other"
+
+
+def deaf(model):
+    """A model that does not hand on what it does not know."""
+    inner = model.network.model.forward
+    model.network.model.forward = lambda *args, layout=None, **kwargs: inner(*args, **kwargs)
+    return "would read each other"
+
+
+def carrying(model):
+    """Layers through which a token hears the one before it in the row."""
+    model.network.model.layers[0].mlp.register_forward_hook(lambda _, __, out: out + out.roll(1, 1))
+    return "would read each other"
+
+
+def by_name(model):
+    """One that knows its arguments by name."""
+    inner = model.network.forward
+    model.network.forward = lambda input_ids, position_ids=None, use_cache=None: inner(
+        input_ids=input_ids, position_ids=position_ids, use_cache=use_cache
+    )
+    return "would read each other"
+
+
+def chunked(model):
+    model.network.config.layer_types = ["full_attention", "chunked_attention"]
+    return "layers of chunked_attention"
+
+
+def another_kernel(model):
+    model.config = ModelConfig("full", dtype="float64", attn_implementation="flash_attention_2")
+    return "flash_attention_2"
+
+
+@pytest.mark.parametrize("change", [masking_by_itself, deaf, carrying, by_name, chunked, another_kernel])
+def test_what_would_come_out_otherwise_is_refused(change):
+    model = language_model("full")
+    reason = change(model)
+    found = probe.layouts(model)
+    assert not found.packed
+    assert not found.shared
+    assert reason in found.reason
+    assert model.network.config._attn_implementation == "sdpa"
+
+
+def test_what_packs_may_still_not_share():
+    """A token that hears the one before it unless it is the first: right in packed rows, wrong where a prompt is elsewhere."""
+    model, positions = language_model("full"), []
+
+    def hear(_, __, out):
+        return torch.where(positions[-1][..., None] > 0, out + out.roll(1, 1), out)
+
+    model.network.model.rotary_emb.register_forward_pre_hook(lambda _, args: positions.append(args[1]))
+    model.network.model.layers[0].mlp.register_forward_hook(hear)
+    found = probe.layouts(model)
+    assert (found.packed, found.shared) == (True, False)
+    assert "cannot compute a common beginning once" in found.reason
+
+
+def test_masks_a_model_makes_of_something_else_are_made():
+    model = ours("full")
+    arguments = {"config": model.config, "inputs_embeds": torch.zeros(1, 4, 32)}
+    arguments |= {"attention_mask": None, "past_key_values": None}
+    assert create_causal_mask(**arguments) is None
+    mask = create_causal_mask(**arguments, or_mask_function=lambda batch, head, query, key: key == 3)
+    assert mask[0, 0].tolist() == [[key <= query or key == 3 for key in range(4)] for query in range(4)]
+
+
+# ---- in the engine ---------------------------------------------------------------------------------------------------
+
+
+def pairs():
+    """Chosen and rejected of a prompt; once the one begins the other."""
+    data = []
+    for number in range(3):
+        one, other = tiny.datums(2, seed=number)
+        prompt = list(range(50 * number, 50 * number + 30))
+        for datum in (one, other) if number else (one, one):
+            tokens = [*prompt, *datum.model_input.tokens, 7, 8][: -1 if datum is one and len(data) % 2 else None]
+            length = len(tokens) - 1
+            weights = np.r_[np.zeros(30), np.ones(length - 30)]
+            inputs = {"target_tokens": np.array(tokens[1:]), "weights": weights, "reference_logprobs": -np.ones(length)}
+            data.append(Datum(ModelInput.from_ints(tokens[:-1]), inputs))
+    return data
+
+
+def test_neither_packing_nor_sharing_changes_what_is_learnt(make_engine, caplog):
+    caplog.set_level("INFO", logger="cookbook")
+    plain = make_engine(dtype="float64", packing="padded", micro_batch_tokens=1)
+    plain.forward_backward(pairs(), DPO())
+    for options, layout in (({}, "shared"), ({"shared_prompts": False}, "packed"), ({"packing": "padded"}, "padded")):
+        caplog.clear()
+        engine = make_engine(dtype="float64", **options)
+        for _ in range(2):
+            engine.discard_gradient()
+            engine.forward_backward(pairs(), DPO())
+        assert tiny.difference(tiny.gradients(engine), tiny.gradients(plain)) < 1e-6  # the norms compute in float32
+        told = [record.getMessage() for record in caplog.records if "sequences are" in record.getMessage()]
+        assert len(told) == 1
+        assert told[0].startswith(f"sequences are {layout}: ")
+
+
+def test_what_drops_out_shares_nothing(make_engine):
+    """One beginning dropped out of once is not several dropped out of each by itself."""
+    layouts = make_engine(lora_rank=2, lora_dropout=0.1).layouts
+    assert layouts.packed
+    assert not layouts.shared
+    assert make_engine(lora_rank=2).layouts.shared
+
+
+def test_turned_off_the_model_keeps_its_own_attention():
+    model = language_model("full")
+    Engine(model, EngineOptions(packing="padded"))
+    assert model.network.config._attn_implementation == "sdpa"

@@ -1,0 +1,216 @@
+"""Which datums share a pass: what a plan covers, what it saves, and that it is made fast and the same way again."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from cookbook.engine.attention import Block
+from cookbook.engine.collate import collate
+from cookbook.engine.planning import Layouts, plan
+from cookbook.engine.prefixes import WORTH_SHARING, Group, groups
+from cookbook.types import Datum, ModelInput
+
+CPU = torch.device("cpu")
+PADDED = Layouts(packed=False, shared=False)
+PACKED = Layouts(packed=True, shared=False)
+SHARED = Layouts()
+
+
+def datum(tokens, targets=None):
+    tokens = np.asarray(tokens)
+    return Datum(ModelInput.from_ints(tokens), {"target_tokens": tokens if targets is None else targets})
+
+
+def of_lengths(*lengths):
+    """Datums that begin differently."""
+    return [datum(np.arange(length) + 1000 * number) for number, length in enumerate(lengths)]
+
+
+def families(*shapes, seed=0):
+    """For every (prompt, completions) a prompt of its own and completions of these lengths; shuffled."""
+    rng = np.random.default_rng(seed)
+    data = []
+    for number, (prompt, completions) in enumerate(shapes):
+        beginning = [number, *rng.integers(0, 99, prompt - 1)]
+        data += [datum([*beginning, 100 + place, *rng.integers(0, 99, rest - 1)]) for place, rest in enumerate(completions)]
+    rng.shuffle(data)
+    return data
+
+
+def sequences(data):
+    return [np.array(one.model_input.tokens) for one in data]
+
+
+DATA = {
+    "one": of_lengths(7),
+    "ragged": of_lengths(3, 90, 31, 31, 4, 77, 12, 1),
+    "groups": families((40, [9, 3, 12, 1]), (25, [10] * 3), (8, [30, 31]), (60, [5])),
+    "twins": [*of_lengths(20, 20), *of_lengths(20, 20)],
+    "one begins the other": [datum(range(30)), datum(range(40)), datum(range(3))],
+    "two kinds": [*of_lengths(9, 4), *(datum(range(length), np.zeros((length, 2), int)) for length in (6, 8))],
+}
+
+
+@pytest.mark.parametrize("layouts", [PADDED, PACKED, SHARED], ids=["padded", "packed", "shared"])
+@pytest.mark.parametrize("budget", [1, 64, 100, 10_000])
+@pytest.mark.parametrize("name", DATA)
+def test_every_token_of_every_datum_stands_where_its_places_say(name, budget, layouts):
+    data = DATA[name]
+    batches = plan(data, budget, layouts).batches
+    assert sorted(index for batch in batches for index in batch.indices) == list(range(len(data)))
+    for batch in batches:
+        inputs = collate(data, batch, CPU)
+        assert inputs.input_ids.numel() == batch.num_tokens
+        assert batch.num_tokens <= budget or len(batch.indices) == 1
+        assert len({data[index].loss_fn_inputs["target_tokens"].array.ndim for index in batch.indices}) == 1
+        expected = np.concatenate([data[index].model_input.tokens for index in batch.indices])
+        assert np.array_equal(inputs.input_ids.flatten()[inputs.places], expected)
+        if inputs.position_ids is not None:
+            expected = np.concatenate([np.arange(data[index].model_input.length) for index in batch.indices])
+            assert np.array_equal(inputs.position_ids.flatten()[inputs.places], expected)
+
+
+@pytest.mark.parametrize("layouts", [PACKED, SHARED], ids=["packed", "shared"])
+@pytest.mark.parametrize("name", DATA)
+def test_every_token_reads_its_own_sequence_up_to_itself(name, layouts):
+    """The layout as a table of who sees whom, spelled out run by run, against the datums."""
+    data = DATA[name]
+    for batch in plan(data, 10_000, layouts).batches:
+        inputs = collate(data, batch, CPU)
+        seen = reads(inputs.layout, inputs.input_ids.numel())
+        places = iter(torch.split(inputs.places, [data[index].model_input.length for index in batch.indices]))
+        for own in places:
+            for position, place in enumerate(own.tolist()):
+                assert seen[place] == own[: position + 1].tolist()
+
+
+def reads(layout, num_tokens):
+    """By place, the places it sees."""
+    index = torch.arange(num_tokens) if layout.key_index is None else layout.key_index
+    queries, keys, seen = 0, 0, {}
+    for block in layout.blocks:
+        for _ in range(block.count):
+            for query in range(block.queries):
+                seen[queries + query] = index[keys : keys + block.keys - block.queries + query + 1].tolist()
+            queries, keys = queries + block.queries, keys + block.keys
+    assert (queries, keys) == (num_tokens, len(index))
+    starts = [0, *np.cumsum([block.queries for block in layout.blocks for _ in range(block.count)])]
+    assert layout.offsets[0].tolist() == starts  # the same, as the kernel for GPUs is told
+    return seen
+
+
+def test_sequences_of_one_length_are_attended_to_at_once():
+    data = of_lengths(5, 8, 5, 8, 5)
+    (batch,) = plan(data, 1000, PACKED).batches
+    assert collate(data, batch, CPU).layout.blocks == (Block(3, 5, 5), Block(2, 8, 8))
+
+
+def test_packed_passes_hold_no_padding_and_are_nearly_full():
+    rng = np.random.default_rng(0)
+    data = of_lengths(*rng.integers(10, 200, 300).tolist())
+    total = sum(one.model_input.length for one in data)
+    batches = plan(data, 1000, PACKED).batches
+    assert sum(batch.num_tokens for batch in batches) == total
+    assert len(batches) == -(-total // 1000)
+
+
+def test_padded_rows_are_of_similar_length():
+    rng = np.random.default_rng(0)
+    data = of_lengths(*np.clip(rng.lognormal(5, 0.7, 200), 32, 512).astype(int).tolist())
+    made = plan(data, 4096, PADDED)
+    total = sum(one.model_input.length for one in data)
+    assert made.layout == "padded"
+    assert sum(batch.num_tokens for batch in made.batches) < 1.15 * total
+
+
+# ---- which beginnings are shared -----------------------------------------------------------------------------------
+
+
+def found(data, budget=10_000):
+    """Groups as sets, the largest first."""
+    return sorted((sorted(group.members), group.prefix) for group in groups(sequences(data), budget) if len(group.members) > 1)
+
+
+def test_completions_of_a_prompt_share_it_and_nothing_else():
+    shared = [7] * 30  # all begin alike, as chats do; what pays is the prompt
+    data = [datum([*shared, *one.model_input.tokens]) for one in families((40, [9, 3, 12, 1]), (25, [10] * 3))]
+    sizes = sorted((len(members), prefix) for members, prefix in found(data))
+    assert sizes == [(3, 55), (4, 70)]
+
+
+def test_all_share_when_that_saves_most():
+    data = [datum([*range(50), number, number, number]) for number in range(5)]
+    assert found(data) == [([0, 1, 2, 3, 4], 50)]
+
+
+SHAPES = [(512, 128, 2), (128, 512, 8), (100, 100, 2), (66, 100, 2), (64, 100, 3)]
+
+
+@pytest.mark.parametrize(("prompt", "completion", "count"), SHAPES)
+def test_a_beginning_is_shared_where_it_pays(prompt, completion, count):
+    ratio = count * (prompt + completion) / (prompt + count * completion)
+    assert bool(found(families((prompt, [completion] * count)))) == (ratio >= WORTH_SHARING)
+
+
+def test_one_may_begin_the_other_and_twins_are_one():
+    assert found([datum(range(30)), datum(range(40))]) == [([0, 1], 30)]
+    assert found([datum([5, 6, 7])] * 3) == [([0, 1, 2], 3)]
+
+
+def test_a_group_too_large_for_the_budget_is_parted_and_its_prompt_repeated():
+    data = families((50, [20] * 10))
+    parts = groups(sequences(data), budget=120)  # 50 + 3 * 20 = 110
+    assert sorted(len(group.members) for group in parts) == [1, 3, 3, 3]
+    assert groups(sequences(data), budget=60) == [Group((group.members[0],), 70) for group in groups(sequences(data), 60)]
+
+
+def test_parts_too_small_to_pay_share_nothing():
+    data = families((25, [60] * 10))
+    assert found(data) != []
+    assert found(data, budget=25 + 2 * 60) == []
+
+
+def test_a_beginning_of_all_that_does_not_pay_leaves_the_pair_whose_does():
+    """Together they would save 41 * 12 of 4,200 tokens: more than the pair's 90, and too little for so many calls."""
+    data = [datum([*range(12), 1000 + number, *range(87)]) for number in range(40)]
+    data += [datum([*range(90), number, *range(9)]) for number in (2000, 2001)]
+    assert found(data) == [([40, 41], 90)]
+
+
+def test_nested_beginnings_of_any_depth():
+    """Turn after turn of one conversation: the recursion would be as deep as the data is long."""
+    data = [np.arange(length) for length in range(1, 1500)]
+    parts = groups(data, 10**9)
+    assert sorted(index for group in parts for index in group.members) == list(range(len(data)))
+    computed = sum(group.num_tokens([len(one) for one in data]) for group in parts)
+    assert computed < 0.6 * sum(map(len, data))
+
+
+# ---- speed and sameness ------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_a_function_of_the_call():
+    data = families((40, [9, 3, 12, 1]), (25, [10] * 3), (8, [30, 31]))
+    assert plan(data, 100, SHARED) == plan(list(data), 100, SHARED)
+
+
+def test_what_was_chosen_is_explained():
+    assert plan(families((40, [5, 5])), 100, SHARED).layout == "shared"
+    assert plan(of_lengths(40, 20), 100, SHARED).layout == "packed"
+    refused = plan(of_lengths(40, 20), 100, Layouts(False, False, "Mamba has layers of linear_attention"))
+    assert (refused.layout, refused.reason) == ("padded", "Mamba has layers of linear_attention; 33% of padding in this call")
+
+
+def test_planning_takes_milliseconds():
+    """512 datums of 512 tokens, 8 a prompt: 6 ms alone on the machine; the bound leaves room for others on it."""
+    data = families(*[(384, [128] * 8)] * 64)
+    seconds = []
+    for _ in range(5):
+        start = time.process_time()
+        plan(data, 8192, SHARED)
+        seconds.append(time.process_time() - start)
+    assert min(seconds) < 0.03
