@@ -1,38 +1,56 @@
-# `make` lists the targets. Everything runs in .venv, which `make train` and `make test` set up by themselves.
+# `make` lists the targets. Everything runs in .venv, which they set up by themselves: what training needs for `make train`,
+# the development tools on top of it for what tests, lints or builds.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP_INSTALL = -m pip install --quiet --constraint constraints.txt
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
+
+# PyPI's torch for Linux brings gigabytes of CUDA. Where there is no NVIDIA GPU, torch is looked for among PyTorch's CPU builds
+# too: their 2.13.0+cpu meets the pin 2.13.0 and ranks above PyPI's 2.13.0, so pip takes it. Where that index does not answer
+# (a mirror, no network), pip's own configuration decides. TORCH_INDEX=URL names another index, TORCH_INDEX= none.
+CPU_BUILDS := https://download.pytorch.org/whl/cpu
+ANSWERS := from urllib.request import urlopen; urlopen("$(CPU_BUILDS)/torch/", timeout=10)
+TORCH_INDEX ?= $(shell if ! command -v nvidia-smi >/dev/null && $(PYTHON) -c '$(ANSWERS)' 2>/dev/null; then \
+	echo $(CPU_BUILDS); fi)
+TORCH = $(TORCH_INDEX:%=--extra-index-url=%) torch
 
 .PHONY: help setup train test test-slow parity bench lint types check data tiny-model wheel clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
+# torch by itself first: no other index than pip's own gets to choose the rest.
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python $(PIP_INSTALL) $(TORCH)
+	$(BIN)/python $(PIP_INSTALL) --editable .
 	@touch $@
 
-setup: $(VENV)/installed ## Make .venv and install cookbook with its development tools
+$(VENV)/tools: $(VENV)/installed
+	$(BIN)/python $(PIP_INSTALL) --editable '.[dev]'
+	@touch $@
+
+setup: $(VENV)/tools ## Make .venv and install cookbook with its development tools
 
 train: $(VENV)/installed ## The main job: GRPO on the shipped model, to a policy that visibly learned (ARGS="..." adds overrides)
 	$(BIN)/cookbook train recipe=grpo $(ARGS)
 
-test: $(VENV)/installed ## The tests, in under five minutes
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+test: $(VENV)/tools ## The tests, in under five minutes
+	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0
 
-test-slow: $(VENV)/installed ## Learning runs over seeds, the installed wheel, the shipped model rebuilt: some twenty minutes
-	$(BIN)/python -m pytest -m slow
+test-slow: $(VENV)/tools ## Learning runs over seeds, the installed wheel, the shipped model rebuilt: some ten minutes
+	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal --max-worker-restart 0 -o faulthandler_timeout=1200
 
 # TRL lives in an environment of its own. TRL=trl takes its newest version (remove .venv-trl first).
 TRL ?= trl==1.16.0
 .venv-trl/installed: constraints.txt
 	$(PYTHON) -m venv .venv-trl
 	@echo '*' > .venv-trl/.gitignore
-	.venv-trl/bin/python -m pip install --quiet --constraint constraints.txt $(TRL)
+	.venv-trl/bin/python $(PIP_INSTALL) $(TORCH)
+	.venv-trl/bin/python $(PIP_INSTALL) $(TRL)
 	@touch $@
 
 parity: $(VENV)/installed .venv-trl/installed ## Losses, gradients and runs beside TRL's, as a table; fails when they part
@@ -42,10 +60,10 @@ parity: $(VENV)/installed .venv-trl/installed ## Losses, gradients and runs besi
 	$(BIN)/python benchmarks/parity/cookbook_side.py runs/parity
 	$(BIN)/python benchmarks/parity/compare.py runs/parity
 
-lint: $(VENV)/installed ## Style
+lint: $(VENV)/tools ## Style
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
-types: $(VENV)/installed ## Types, strict
+types: $(VENV)/tools ## Types, strict
 	$(BIN)/mypy
 
 check: lint types test ## Everything that must be green before a commit
@@ -59,7 +77,7 @@ tiny-model: $(VENV)/installed ## Make data/tiny anew, from nothing
 bench: $(VENV)/installed ## What a step costs: a table of CPU seconds and ratios
 	$(BIN)/python benchmarks/step.py
 
-wheel: $(VENV)/installed ## Build the wheel into dist/
+wheel: $(VENV)/tools ## Build the wheel into dist/
 	$(BIN)/python -m build --wheel --no-isolation
 
 clean: ## Remove what was built and installed; runs/ stays

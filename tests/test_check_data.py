@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -138,15 +137,14 @@ def test_weights_between_are_told(capsys):
     assert capsys.readouterr().out == "t\na[[bc]][[d]]x0.5[[sampled]]\n\n"
 
 
-def test_in_colour():
-    code = (
-        "from cookbook.check.rows import Piece\n"
-        "from cookbook.cli.token_text import show\n"
-        "show('t', [Piece('[b]prompt', 0), Piece('an', 1), Piece('\\n', 1), Piece('half', .5)], '', colour=True)\n"
-    )
-    environment = {"PATH": "", "FORCE_COLOR": "1", "TERM": "xterm-256color", "PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert "\033[2m[b]prompt\033[0m\033[1;38;" in done.stdout and "\u23ce" in done.stdout
+def test_in_colour(capsys, monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm-256color"), ("COLORTERM", "")):
+        monkeypatch.setenv(name, value)
+    shown = [Piece("[b]prompt", 0.0), Piece("an", 1.0), Piece("\n", 1.0), Piece("half", 0.5)]
+    token_text.show("t", shown, "", colour=True)
+    out = capsys.readouterr().out
+    assert "\033[2m[b]prompt\033[0m\033[1;38;" in out and "\u23ce" in out
 
 
 # The commands

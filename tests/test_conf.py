@@ -26,8 +26,19 @@ def _elsewhere(tmp_path, monkeypatch):
 
 
 @cache
-def composed(override: str) -> dict:
-    return OmegaConf.to_container(OmegaConf.create(show(Request([override]), "job", resolve=True)))
+def composed(*overrides: str) -> dict:
+    return OmegaConf.to_container(OmegaConf.create(show(Request(overrides), "job", resolve=True)))
+
+
+def choices(path) -> list[str]:
+    """The overrides that choose a file. Where groups are independent, one configuration shows the n-th file of each."""
+    if path.parts[0] in GLOBAL or len(path.parts) == 1:
+        return [f"{path.parts[0]}={path.stem}"] if len(path.parts) > 1 else []
+    groups: dict[str, list] = {}
+    for typed_file in TYPED:
+        groups.setdefault(typed_file.parts[0], []).append(typed_file.stem)
+    rank = groups[path.parts[0]].index(path.stem)
+    return [f"{group}={names[rank]}" for group, names in groups.items() if rank < len(names)]
 
 
 def nodes(path):
@@ -44,7 +55,7 @@ TYPED = [path for path in FILES if len(path.parts) > 1 and path.parts[0] not in 
 
 @pytest.mark.parametrize("path", FILES, ids=IDS)
 def test_every_file_composes(path):
-    assert composed(f"{path.parts[0]}={path.stem}" if len(path.parts) > 1 else "seed=0")
+    assert composed(*choices(path))
 
 
 @pytest.mark.parametrize("path", FILES, ids=IDS)
@@ -65,7 +76,7 @@ def test_a_file_has_exactly_the_keys_of_its_class(path):
         fields = {field.name for field in dataclasses.fields(cls) if field.init}
         assert set(node) - {typed.TARGET} == fields
         if typed.MISSING not in node.values():  # such a file waits for a value
-            whole = OmegaConf.create(composed(f"{path.parts[0]}={path.stem}"))
+            whole = OmegaConf.create(composed(*choices(path)))
             config.build(OmegaConf.select(whole, where), where)
 
 
