@@ -1,0 +1,92 @@
+"""What `cookbook plan` promises, against closed forms and against what a real pass leaves behind."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import tiny
+
+from cookbook.cli.app import run
+from cookbook.engine.estimate import estimate
+from cookbook.engine.model import ModelConfig
+from cookbook.losses import CrossEntropy
+
+ROWS, WIDTH = 4, 32
+
+
+def found(folder, reference=False, step_tokens=0, retain_bytes=0, cpu=False, **model):
+    config = ModelConfig(str(folder), **model)
+    return estimate(config, ROWS, WIDTH, step_tokens=step_tokens, retain_bytes=retain_bytes, reference=reference, cpu=cpu)
+
+
+def test_arithmetic_is_that_of_the_matrix_products(tiny_folder, make_engine):
+    config = make_engine().model.network.config
+    hidden, heads, head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
+    attention = hidden * head_dim * (2 * heads + 2 * config.num_key_value_heads)  # q and o, k and v
+    layer = attention + 3 * hidden * config.intermediate_size
+    products = 6 * (config.num_hidden_layers * layer + hidden * config.vocab_size)
+    # Scores and mixing forward; both again for either factor and the scores once more backward: 7 products of T x T x D.
+    scores = config.num_hidden_layers * 7 * 2 * WIDTH * heads * head_dim
+    per_token = found(tiny_folder).flops_per_token
+    # Besides: the position of a row that the network's own head sees, forward.
+    assert per_token == pytest.approx(products + scores + 2 * hidden * config.vocab_size / WIDTH, rel=1e-3)
+
+
+def test_states_are_counted_by_their_bytes(tiny_folder, make_engine):
+    count = make_engine().model.num_parameters
+    full = found(tiny_folder, reference=True)
+    assert (full.parameters, full.trained) == (count, count)
+    assert (full.weights, full.gradients, full.moments, full.reference) == (4 * count, 4 * count, 8 * count, 4 * count)
+    half = found(tiny_folder, dtype="bfloat16")
+    assert (half.weights, half.gradients, half.moments) == (2 * count, 4 * count, 12 * count)
+    engine = make_engine(lora_rank=4)
+    adapter = sum(parameter.numel() for _, parameter in engine.model.trainable())
+    lora = found(tiny_folder, lora_rank=4, reference=True)
+    assert (lora.trained, lora.moments, lora.reference) == (adapter, 8 * adapter, 0)  # the base model is the reference
+    assert full.peak == full.weights + full.gradients + full.moments + full.reference + full.passing
+
+
+def test_kept_graphs_are_those_of_a_real_pass(tiny_folder, make_engine):
+    engine = make_engine(token_metrics=False, packing="padded")
+    data = tiny.datums(ROWS, longest=WIDTH)
+    engine.forward_backward(data, CrossEntropy())
+    hidden_only = found(tiny_folder).saved_per_token
+    # Real rows are padded; and attention keeps other things of tensors that have numbers.
+    assert hidden_only == pytest.approx(engine.passes.bytes_per_token - 4 * tiny.VOCABULARY, rel=0.2)
+
+
+def test_what_a_loss_keeps_is_added_up_to_the_budget(tiny_folder):
+    alone = found(tiny_folder)
+    tokens = ROWS * WIDTH
+    twice = found(tiny_folder, step_tokens=2 * tokens, retain_bytes=1 << 30)
+    assert twice.passing == alone.passing + int(tokens * alone.saved_per_token)
+    assert found(tiny_folder, step_tokens=2 * tokens, retain_bytes=100).passing == alone.passing + 100
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
+def test_no_weight_is_allocated(tmp_path):
+    """A model of 6 GB is planned in the memory of its shapes."""
+    from transformers import Qwen3Config
+
+    Qwen3Config(num_hidden_layers=2).save_pretrained(tmp_path)
+    before = resident()
+    planned = found(tmp_path)
+    assert planned.weights > 6e9
+    assert resident() - before < 3e8
+
+
+def test_the_command_says_it_in_words(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(["plan", "recipe=dpo", "recipe.batch_size=2"]) == 0
+    out = capsys.readouterr().out
+    assert "624,384, of which 624,384 are trained" in out
+    assert "reference" in out and "GB of Python and torch" in out
+    assert run(["plan", "recipe=sft", "model.name=./nowhere"]) == 2
+    assert "no such folder" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
