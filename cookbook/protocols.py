@@ -16,8 +16,11 @@ from cookbook.types import (
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
+    from cookbook.engine.model import ModelConfig
     from cookbook.futures import Future
 
     LossFn = Callable[[Sequence[Datum], list[torch.Tensor]], tuple[torch.Tensor, Mapping[str, float]]]
@@ -60,10 +63,12 @@ class TrainingClient(Protocol):
         overwrite: bool = False,
         facts: Mapping[str, Any] | None = None,
         sampler: Sampler | None = None,
+        asynchronous: bool = False,
     ) -> Future[Checkpoint]:
         """Weights, optimizer and step, to go on from.
 
         ``facts`` are kept beside them, as JSON; ``sampler``'s weights too: older ones, which the caller still samples from.
+        ``asynchronous``: later calls wait for a copy in host memory only, and not for the disk.
         """
         ...
 
@@ -75,8 +80,23 @@ class TrainingClient(Protocol):
         """Weights to sample from, as a Hugging Face folder."""
         ...
 
+    def live_sampler(self, step: int) -> Future[Any]:
+        """A sampler on the weights in training, after ``step`` steps. It refuses to answer once they have moved on."""
+        ...
+
+    def lagging_sampler(self, step: int) -> Future[Any]:
+        """A sampler on a copy of those weights; :meth:`save_state` can save it while training goes on."""
+        ...
+
+    max_batch_tokens: int
+    """Prompt and completion tokens that its samplers work on at once."""
+
     def reference(self) -> Reference:
         """The weights as they are now, frozen."""
+        ...
+
+    def digests(self) -> Mapping[str, str]:
+        """What tells the model, as it was loaded, from another one of the same name, by subjects of ``identity``."""
         ...
 
     @property
@@ -99,6 +119,18 @@ class TrainingClient(Protocol):
         ...
 
 
+class Backend(Protocol):
+    """Where a model is trained: what an entry of the group ``backend`` is."""
+
+    def make_trainer(self, model: ModelConfig, *, seed: int, folder: Path) -> TrainingClient:
+        """``folder`` is where checkpoints go.
+
+        Raises:
+            CookbookError: the model cannot be had.
+        """
+        ...
+
+
 class Sampler(Protocol):
     """One version of the weights, to sample from. New weights, new sampler."""
 
@@ -112,6 +144,18 @@ class Sampler(Protocol):
 
     def compute_logprobs(self, prompt: Any) -> Future[list[float | None]]:
         """The logprob of every token given those before it, shape ``(T,)``; the first is None."""
+        ...
+
+
+class DeploymentConfig(Protocol):
+    """What an entry of the group ``deployment`` is."""
+
+    def deploy(self, trainer: TrainingClient, *, live: bool) -> Deployment:
+        """``live``: samplers are always of the newest weights; otherwise they may lag behind.
+
+        Raises:
+            ConfigError: the trainer is not one whose weights it can sample from.
+        """
         ...
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 from cookbook import atomic
 from cookbook.evaluation import Example
 from cookbook.run import Run
-from cookbook.runfolder import CONFIG
 from cookbook.svg import Curve, chart
 
 log = logging.getLogger("cookbook")
@@ -45,12 +43,11 @@ def summary(run: Run) -> None:
         if len(values) > 1:
             (first, before), (last, after) = values[0], values[-1]
             print(f"{label}: {form.format(before)} after {first} steps -> {form.format(after)} after {last}")
-    examples = run.evaluations[-1][1].examples[:3] if run.evaluations else []
-    for example in examples:
+    for example in run.examples:
         print(f"  {_one_line(example)}")
     found = [name for name in ("metrics.jsonl", "samples.jsonl", "curves.svg", "checkpoints") if (run.out / name).exists()]
     print(f"run folder: {run.out}  ({', '.join(found)})")
-    print(f"next: {_next_command(run, examples)}", flush=True)
+    print(f"next: {_next_command(run)}", flush=True)
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
@@ -74,13 +71,6 @@ def _one_line(example: Example) -> str:
     return f"{prompt[-60:]!r} -> {' '.join(example.completion.split())[:100]!r}{reward}"
 
 
-def _next_command(run: Run, examples: Sequence[Example]) -> str:
-    short = (example.prompt for example in examples if example.prompt.isprintable() and 0 < len(example.prompt) < 60)
+def _next_command(run: Run) -> str:
+    short = (example.prompt for example in run.examples if example.prompt.isprintable() and 0 < len(example.prompt) < 60)
     return shlex.join(["cookbook", "sample", str(run.out), next(short, "12+30=")])
-
-
-def resume_command(out: Path) -> str:
-    """How to go on with the run in ``out``, whatever made it."""
-    plain = re.fullmatch(r"[\w./-]+", str(out))  # Hydra wants quotes around anything else
-    value = str(out) if plain else "'" + str(out).replace("'", "\\'") + "'"
-    return shlex.join(["cookbook", "train", "--config", str(out / CONFIG), f"out={value}"])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
@@ -17,7 +18,7 @@ from cookbook.checkpoints import CheckpointConfig, store
 from cookbook.config import OptimConfig
 from cookbook.data import DataConfig, RenderedPrompt, Renderer, Row, datums
 from cookbook.errors import ConfigError
-from cookbook.evaluation import EvalConfig, Evaluation
+from cookbook.evaluation import SHOWN, EvalConfig, Evaluation, Example
 from cookbook.futures import Future, done
 from cookbook.hooks import Hook
 from cookbook.interrupt import Interrupted, InterruptGuard
@@ -29,7 +30,7 @@ from cookbook.rollout import Group, RolloutConfig
 from cookbook.schedules import Schedule
 from cookbook.trackers.console import Console
 from cookbook.trackers.jsonl import JsonLines
-from cookbook.types import Datum, ForwardBackwardOutput, OptimStepOutput, SamplingParams
+from cookbook.types import Checkpoint, Datum, ForwardBackwardOutput, OptimStepOutput, SamplingParams
 
 log = logging.getLogger("cookbook")
 
@@ -123,14 +124,21 @@ class Run:
     planned_steps: int | None = None
     sampler: Sampler | None = None
     console: Console | None = None
-    evaluations: list[tuple[int, Evaluation]] = field(default_factory=list)
-    _tokens: int = 0
+    examples: list[Example] = field(default_factory=list)  # of the last evaluation
+    _tokens: int = 0  # of this step so far
+    _rows: int | None = None  # a checksum of the rows of this step so far
+    _saving: tuple[int, Future[Checkpoint]] | None = None  # of which step, under way while training goes on
     _open: tuple[Step, Evaluate | None] | None = None  # the step that the recipe is in
 
     def __post_init__(self) -> None:
         self._done = self._saved = self.first_step  # finished steps, and those that the newest checkpoint has
         self.metrics_file = JsonLines(self.out / "metrics.jsonl")
         self.samples_file = JsonLines(self.out / "samples.jsonl")
+
+    @property
+    def done(self) -> int:
+        """Finished steps, those before a resume included."""
+        return self._done
 
     # ---- data ----------------------------------------------------------------------------------------------------
 
@@ -160,6 +168,7 @@ class Run:
             return done(ForwardBackwardOutput([], {"loss": 0.0, "tokens/trained": 0.0}))
         prepared = self.loss.prepare(self.with_reference(data))
         self._tokens += sum(datum.model_input.length for datum in prepared)
+        self._note_rows(datum.where for datum in data if isinstance(datum, datums.RowDatum))
         if LOSSES.get(self.loss.name) == f"{type(self.loss).__module__}:{type(self.loss).__qualname__}":
             return self.trainer.forward_backward(prepared, self.loss.name, self.loss.options())
         return self.trainer.forward_backward_custom(prepared, self.loss)
@@ -176,6 +185,11 @@ class Run:
             return data
         logprobs = self.reference.logprobs(data).result()
         return [datum.with_inputs(reference_logprobs=row) for datum, row in zip(data, logprobs, strict=True)]
+
+    def _note_rows(self, places: Iterable[str]) -> None:
+        """Takes the rows' files and lines, without the folders: those differ between machines."""
+        for place in places:
+            self._rows = zlib.crc32(place.rpartition("/")[2].encode(), self._rows or 0)
 
     # ---- sampling ------------------------------------------------------------------------------------------------
 
@@ -203,6 +217,7 @@ class Run:
         if self.reward is None:
             raise ConfigError("reward: this recipe learns from rewards; choose one, for example reward=number")
         seed = self.seed * 1_000_003 + step.index
+        self._note_rows(prompt.row.where for prompt in prompts)
         started = time.monotonic()
         groups = rollout.sample_groups(sampler, prompts, group_size, self.rollout, self.renderer, seed)
         sampling_s = time.monotonic() - started
@@ -276,11 +291,13 @@ class Run:
                     self._write(0, self._evaluate(evaluate, 0))
                 for index in range(self._done, total):
                     step = Step(index, total)
-                    self._tokens = 0
+                    self._tokens, self._rows = 0, None
                     self._open = step, evaluate
                     yield step
                     self._open = None
                     self._finish(step, evaluate)
+                    if self._saving is not None and self._saving[1].done():
+                        self._settle()
                     stop = guard.asked and index + 1 < total  # read once: it may be asked at any moment
                     self._checkpoint(index + 1, total, stop=stop)
                     if stop:
@@ -294,6 +311,7 @@ class Run:
         Not done where the loop is left: Python takes a generator down out of sight, and swallows what goes wrong there.
         """
         if self._open is None:
+            self._settle()
             return
         step, evaluate = self._open
         self._open = None
@@ -301,6 +319,7 @@ class Run:
             self._finish(step, evaluate, last=True)
         if self._done > self._saved:
             self._checkpoint(self._done, step.total, stop=True)
+        self._settle()
         line = f"the recipe left its loop after step {self._done} of {step.total}; all of it is saved"
         log.info(line)
         if self.console:
@@ -316,6 +335,8 @@ class Run:
             # Prompts and completions that went through forward_backward, over the whole step, sampling and rewards included.
             "time/tokens_per_s": self._tokens / seconds,
         }
+        if self._rows is not None:  # equal where two runs took the same rows in the same order
+            row["data/rows_crc32"] = self._rows
         if evaluate and (last or number == step.total or (self.eval.every and number % self.eval.every == 0)):
             row.update(self._evaluate(evaluate, number))
         self._write(number, row)
@@ -330,7 +351,7 @@ class Run:
 
     def _evaluate(self, evaluate: Evaluate, step: int) -> dict[str, float]:
         found = evaluate(step)
-        self.evaluations.append((step, found))
+        self.examples = found.examples[:SHOWN]
         for example in found.examples:
             values = {"split": "eval", "prompt": example.prompt, "completion": example.completion, "reward": example.reward}
             self.samples_file.write(step, values)
@@ -354,14 +375,40 @@ class Run:
         due = self.checkpoint.every is not None and number % self.checkpoint.every == 0
         if not (due or stop or (number == total and self.checkpoint.final)):
             return
+        self._settle()
         facts: dict[str, Any] = {"identity": self.identity, "total_steps": total}
         behind = self.sampler if number % self.sync_every else None
         if behind is not None:
             facts["sampler_step"] = behind.step
-        name = store.step_name(number)
-        saved = self.trainer.save_state(name, overwrite=True, facts={"run": facts}, sampler=behind).result()
+        last = stop or number == total
+        saving = self.trainer.save_state(
+            store.step_name(number),
+            overwrite=True,
+            facts={"run": facts},
+            sampler=behind,
+            asynchronous=self.checkpoint.asynchronous and not last,
+        )
+        self._saving, self._saved = (number, saving), number
+        if last or not self.checkpoint.asynchronous:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Waits for the checkpoint under way, and tells of it.
+
+        Raises:
+            CheckpointError: it could not be saved.
+            ConfigError: the recipe's turns are not one optimizer step each, so that it cannot be gone on from.
+        """
+        if self._saving is None:
+            return
+        (number, saving), self._saving = self._saving, None
+        saved = saving.result()
+        if saved.step != number:
+            raise ConfigError(
+                f"recipe: after {number} turns of run.steps the model has seen {saved.step} optimizer steps; "
+                "call run.optim_step(step) once a turn"
+            )
         store.prune(self.out / "checkpoints", self.checkpoint.keep, number)
-        self._saved = number
         log.info("saved %s", saved.path)
         for hook in self.hooks:
             hook.on_checkpoint(self, saved)

@@ -7,12 +7,15 @@ import json
 import logging
 import os
 import platform
+import re
+import shlex
 import shutil
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,25 +23,18 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from cookbook import __version__, atomic, lock
+from cookbook import status as statuses
 from cookbook.checkpoints import manifest, store
 from cookbook.errors import CheckpointError, ConfigError, CookbookError
+from cookbook.identity import Identity, differences
+from cookbook.status import Status
 
 log = logging.getLogger("cookbook")
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 ENVIRONMENT = "environment.json"
-# A checkpoint goes on only under the same values of these, but for the named fields: they decide what step N is a step of.
-# Everything else may change between two sittings, and log.txt says so.
-IDENTITY: Mapping[str, frozenset[str]] = {
-    "recipe": frozenset({"steps", "epochs"}),  # batches[i] does not depend on how many follow
-    "seed": frozenset(),
-    "model": frozenset(),
-    "loss": frozenset(),
-    "data": frozenset(),
-    "reward": frozenset(),
-    "rollout": frozenset({"log_samples"}),
-}
+GOES_ON = ("auto", "force")  # values of `resume` that go on with the run in the folder
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "peft", "hydra-core", "omegaconf", "numpy")
 
 
@@ -48,7 +44,7 @@ def choose(out: str | None, resume: str, recipe: str, new_id: str) -> tuple[Path
     A checkpoint of another run starts a branch: it needs a folder of its own.
 
     Raises:
-        ConfigError: the folder is taken and ``resume`` is not ``auto``; or it holds something that is not a run.
+        ConfigError: the folder is taken and ``resume`` is neither ``auto`` nor ``force``; or what it holds is not a run.
         CheckpointError: ``resume`` names a path that is not a checkpoint or a run, or not the newest of the run in the folder.
     """
     named = _named(resume)
@@ -74,21 +70,23 @@ def _resume_point(folder: Path, resume: str, named: Path | None) -> Path | None:
                 "choose out=<new folder> to branch off there, or delete the later ones"
             )
         return named
-    if resume != "auto":
+    if resume not in GOES_ON:
         raise ConfigError(f"out: {folder} holds a run already; choose another folder, or resume=auto to go on with it")
     return newest
 
 
 def _named(resume: str) -> Path | None:
     """The checkpoint that ``resume`` names, if it does: the path itself, or the newest of a run folder."""
-    if resume in ("auto", "never"):
+    if resume in (*GOES_ON, "never"):
         return None
     path = Path(resume)
     if (path / manifest.NAME).is_file():
         return path
     newest = store.newest(path / "checkpoints")
     if newest is None:
-        raise CheckpointError(f"resume: {path} is neither a checkpoint nor a run with one; expected auto, never or such a path")
+        raise CheckpointError(
+            f"resume: {path} is neither a checkpoint nor a run with one; expected auto, force, never or such a path"
+        )
     return newest
 
 
@@ -110,9 +108,18 @@ def _taken(folder: Path) -> bool:
     return True
 
 
+@dataclass(frozen=True)
+class Opened:
+    """A run folder that this process has to itself. ``resume_from`` is the checkpoint to go on from; None: from the start."""
+
+    folder: Path
+    resume_from: Path | None
+    status: Status
+
+
 @contextlib.contextmanager
-def opened(out: str | None, resume: str, cfg: DictConfig, overrides: list[str]) -> Iterator[tuple[Path, Path | None]]:
-    """The run's folder with ``config.yaml``, ``environment.json`` and a log, and the checkpoint to go on from.
+def opened(out: str | None, resume: str, cfg: DictConfig, overrides: list[str], identity: Identity) -> Iterator[Opened]:
+    """The run's folder with ``config.yaml``, ``environment.json``, ``status.json`` and a log.
 
     No other process can open the folder meanwhile. A mistake that shows before the first row of metrics, or Ctrl-C, leaves
     nothing behind of a folder made here.
@@ -128,11 +135,12 @@ def opened(out: str | None, resume: str, cfg: DictConfig, overrides: list[str]) 
     with _entered(folder):
         try:
             resume_from = _resume_point(folder, resume, named)  # only now: nobody adds a checkpoint any more
-            notes = prepare(folder, cfg, overrides, resume_from)
-            with logging_to(folder):
+            notes = prepare(folder, cfg, overrides, resume_from, identity)
+            status = Status(folder, resume_command(folder))
+            with logging_to(folder), _kept(status):
                 for note in notes:
                     log.info("%s", note)
-                yield folder, resume_from
+                yield Opened(folder, resume_from, status)
         except (CookbookError, KeyboardInterrupt):
             if folder in made and not (folder / METRICS).exists():
                 shutil.rmtree(folder, ignore_errors=True)
@@ -140,6 +148,16 @@ def opened(out: str | None, resume: str, cfg: DictConfig, overrides: list[str]) 
                     for path in made[1:]:
                         path.rmdir()
             raise
+
+
+@contextlib.contextmanager
+def _kept(status: Status) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(status.kept())
+        except OSError as error:
+            raise _unwritable(status.folder, error) from None
+        yield
 
 
 @contextlib.contextmanager
@@ -157,7 +175,7 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
     return ConfigError(f"out: cannot write to {folder}: {error.strerror}; choose another folder with out=...")
 
 
-def prepare(out: Path, cfg: DictConfig, overrides: list[str], resume_from: Path | None) -> list[str]:
+def prepare(out: Path, cfg: DictConfig, overrides: list[str], resume_from: Path | None, identity: Identity) -> list[str]:
     """Writes ``config.yaml`` and ``environment.json``, once it is sure that an earlier run goes on as the same run.
 
     Returns:
@@ -169,9 +187,9 @@ def prepare(out: Path, cfg: DictConfig, overrides: list[str], resume_from: Path 
     resolved = plain(cfg) | {"out": None, "resume": "auto"}  # running it again makes a new folder
     earlier = _config_of(out)
     if earlier is not None:
-        _must_be_same(f"the run in {out}", identity(earlier), identity(resolved))
+        identity.compare_config(f"the run in {out}", earlier)
     if resume_from is not None:
-        _must_be_same_in(resume_from, identity(resolved))
+        identity.compare_checkpoint(resume_from)
     found = environment(overrides)
     try:
         if earlier != resolved:
@@ -181,18 +199,17 @@ def prepare(out: Path, cfg: DictConfig, overrides: list[str], resume_from: Path 
     except OSError as error:
         raise _unwritable(out, error) from None
     before = earlier or _config_of(_run_of(resume_from)) or resolved
-    changes = [f"{name}: {then!r} before, now {now!r}" for name, then, now in _differences("", before, resolved)]
-    return [json.dumps(found), *changes]
+    changes = [f"{name}: {then!r} before, now {now!r}" for name, then, now in differences("", before, resolved)]
+    return [json.dumps(found), *_last_sitting(out), *changes]
 
 
-def identity(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a configuration may not change while its run goes on, as JSON gives it back."""
-
-    def fixed(node: Any, free: frozenset[str]) -> Any:
-        return {name: value for name, value in node.items() if name not in free} if isinstance(node, dict) else node
-
-    found: dict[str, Any] = json.loads(json.dumps({key: fixed(cfg.get(key), free) for key, free in IDENTITY.items()}))
-    return found
+def _last_sitting(out: Path) -> list[str]:
+    """How it ended. Nobody but this process is in the folder, so one that says it is running was killed."""
+    last = statuses.read(out)
+    if last is None:
+        return []
+    ended = "killed" if last.get("state") == statuses.RUNNING else last.get("state")
+    return [f"the last sitting here (pid {last.get('pid')}) was {ended} after step {last.get('step')}"]
 
 
 def plain(cfg: Any) -> dict[str, Any]:
@@ -206,32 +223,11 @@ def _config_of(run: Path | None) -> dict[str, Any] | None:
     return plain(OmegaConf.load(run / CONFIG)) if run and (run / CONFIG).is_file() else None
 
 
-def _must_be_same_in(checkpoint: Path, now: dict[str, Any]) -> None:
-    """Asks the checkpoint itself which run it is of, wherever it stands."""
-    then = manifest.read(checkpoint).get("run", {}).get("identity")
-    if then is None:  # made through the Python API, which has no configuration
-        log.warning("resume: %s does not say which run made it, so nothing checks that this one is the same", checkpoint)
-    else:
-        _must_be_same(f"the run that saved {checkpoint}", then, now)
-
-
-def _must_be_same(which: str, then: Any, now: Any) -> None:
-    difference = next(_differences("", then, now), None)
-    if difference is not None:
-        name, before, after = difference
-        raise ConfigError(
-            f"{name}: {which} was made with {before!r}, now it is {after!r}; "
-            "set it back to go on, or choose another out= to start anew"
-        )
-
-
-def _differences(key: str, then: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Every place where two configurations differ: its dotted name, and both values."""
-    if isinstance(then, dict) and isinstance(now, dict):
-        for name in {**then, **now}:
-            yield from _differences(f"{key}.{name}".removeprefix("."), then.get(name), now.get(name))
-    elif then != now:
-        yield key, then, now
+def resume_command(out: Path) -> str:
+    """How to go on with the run in ``out``, whatever made it."""
+    plain_name = re.fullmatch(r"[\w./-]+", str(out))  # Hydra wants quotes around anything else
+    value = str(out) if plain_name else "'" + str(out).replace("'", "\\'") + "'"
+    return shlex.join(["cookbook", "train", "--config", str(out / CONFIG), f"out={value}"])
 
 
 def environment(overrides: list[str]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,16 +21,16 @@ from cookbook.checkpoints import CheckpointConfig, manifest, store
 from cookbook.config import OptimConfig, build
 from cookbook.data import DataConfig, Renderer, Row, load_rows
 from cookbook.data.datums import check_columns
-from cookbook.deployments.embedded import EmbeddedConfig
 from cookbook.engine.model import ModelConfig
 from cookbook.errors import CheckpointError, ConfigError
 from cookbook.evaluation import EvalConfig
 from cookbook.hooks import Hook
+from cookbook.identity import Identity, rows_digest
 from cookbook.interrupt import Interrupted
 from cookbook.losses import Loss
 from cookbook.losses.base import Scope
 from cookbook.paths import packaged
-from cookbook.protocols import Deployment, Reward, Sampler, Tracker, TrainingClient
+from cookbook.protocols import Backend, Deployment, DeploymentConfig, Reward, Sampler, Tracker, TrainingClient
 from cookbook.rollout import RolloutConfig
 from cookbook.run import Run, Split
 from cookbook.schedules import Schedule
@@ -50,12 +51,12 @@ class Settings:
     module: ModuleType
     recipe: Any
     model: ModelConfig
-    backend: LocalConfig
+    backend: Backend
     data: DataConfig
     loss: Loss
     reward: Reward | None
     rollout: RolloutConfig
-    deployment: EmbeddedConfig
+    deployment: DeploymentConfig
     weight_sync: WeightSyncConfig
     optim: OptimConfig
     schedule: Schedule
@@ -133,22 +134,38 @@ def train(cfg: DictConfig, overrides: list[str]) -> None:
         KeyboardInterrupt: the second; it is as it was at its last checkpoint.
     """
     typed = settings(cfg)
+    plain = runfolder.plain(cfg)
+    identity = Identity(plain, typed.module.Config, force=typed.resume == "force")
     with contextlib.ExitStack() as stack:
-        out, resume_from = stack.enter_context(runfolder.opened(typed.out, typed.resume, cfg, overrides))
-        rows = _rows(typed)
-        trainer = stack.enter_context(_trainer(typed, out))
-        run = _build(typed, runfolder.plain(cfg), trainer, rows, out, resume_from)
-        stack.enter_context(_told(run, runfolder.plain(cfg)))
+        place = stack.enter_context(runfolder.opened(typed.out, typed.resume, cfg, overrides, identity))
+        rows = _rows(typed, identity)
+        trainer = stack.enter_context(_trainer(typed, place.folder))
+        for subject, digest in trainer.digests().items():
+            identity.measured(subject, digest)
+        deployment = typed.deployment.deploy(trainer, live=typed.weight_sync.every == 1)
+        stack.callback(deployment.close)
+        run = _build(typed, plain, trainer, deployment, rows, place, identity)
+        stack.enter_context(_told(run, plain))
+        _collect_garbage_from_here()
         try:
             typed.module.train(run)
             run.finish()
         except Interrupted as stop:
-            print(f"stopped after step {stop.step}, saved; go on with: {report.resume_command(out)}", flush=True)
+            print(f"stopped after step {stop.step}, saved; go on with: {place.status.resume}", flush=True)
             raise
+        if run.done == 0:
+            raise ConfigError(f"recipe: {run.name} has ended without one step; train inside of `for step in run.steps(n)`")
         report.summary(run)
 
 
-def _rows(typed: Settings) -> Callable[[Split], list[Row]]:
+def _collect_garbage_from_here() -> None:
+    """Ends what the command began: no collection during start-up, and none ever of what it made."""
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
+
+
+def _rows(typed: Settings, identity: Identity) -> Callable[[Split], list[Row]]:
     """What gives a split's rows. Those of a recipe that says what it learns from are read here, and columns that do not suit
     it refused: a slip in the data costs no loading of a model.
 
@@ -158,7 +175,10 @@ def _rows(typed: Settings) -> Callable[[Split], list[Row]]:
     read: dict[Split, list[Row]] = {}
 
     def load(which: Split) -> list[Row]:
-        return load_rows(typed.data, which, typed.seed, typed.eval.limit)
+        found = load_rows(typed.data, which, typed.seed, typed.eval.limit)
+        if which == "train":
+            identity.measured("rows", rows_digest(found))
+        return found
 
     if kind is not None:
         read = {"train": load("train"), "eval": load("eval")}
@@ -168,9 +188,9 @@ def _rows(typed: Settings) -> Callable[[Split], list[Row]]:
 
 
 @contextlib.contextmanager
-def _trainer(typed: Settings, out: Path) -> Iterator[LocalTrainer]:
+def _trainer(typed: Settings, out: Path) -> Iterator[TrainingClient]:
     """The trainer, closed at the end, which raises a failure that nobody has read."""
-    trainer = LocalTrainer(typed.model, typed.backend, seed=typed.seed, folder=out / "checkpoints")
+    trainer = typed.backend.make_trainer(typed.model, seed=typed.seed, folder=out / "checkpoints")
     with contextlib.ExitStack() as stack:
         stack.callback(trainer.close)
         try:
@@ -184,15 +204,16 @@ def _build(
     typed: Settings,
     cfg: dict[str, Any],
     trainer: TrainingClient,
+    deployment: Deployment,
     rows: Callable[[Split], list[Row]],
-    out: Path,
-    resume_from: Path | None,
+    place: runfolder.Opened,
+    identity: Identity,
 ) -> Run:
     # The reference is the weights the run started from: taken before a checkpoint is loaded over them.
     reference = trainer.reference() if typed.loss.needs_reference else None
-    deployment = typed.deployment.deploy(trainer, live=typed.weight_sync.every == 1)
     earlier: Mapping[str, Any] = {}
     sampler = None
+    out, resume_from = place.folder, place.resume_from
     if resume_from is not None:
         earlier = manifest.read(resume_from).get("run", {})
         sampler = _load(trainer, deployment, resume_from, earlier.get("sampler_step"))
@@ -219,14 +240,15 @@ def _build(
         syncer=DeploymentSyncer(deployment),
         sync_every=typed.weight_sync.every,
         trackers=typed.trackers,
-        hooks=typed.hooks,
-        identity=runfolder.identity(cfg),
+        hooks=[place.status, *typed.hooks],
+        identity=identity.facts,
         first_step=trainer.step,
         planned_steps=earlier.get("total_steps"),
         sampler=sampler,
     )
     for file in (run.metrics_file, run.samples_file):
         file.keep_until(run.first_step if resume_from else -1)
+    store.prune(out / "checkpoints", typed.checkpoint.keep, run.first_step)  # the last sitting may have been killed before
     return run
 
 

@@ -273,7 +273,8 @@ class AdamParams:
 class SamplingParams:
     """How to sample. ``stop`` None stops at the end-of-text token, ``[]`` at nothing, else also at these strings or ids.
 
-    ``top_k`` 0 or -1 and ``top_p`` 1.0 switch the filters off; top-p reads what top-k left. A temperature of 0 is greedy.
+    ``top_k`` 0 or -1, ``top_p`` 1.0 and ``min_p`` 0.0 switch the filters off; top-p reads what top-k left, and min-p keeps what
+    has at least that share of the likeliest token's probability. A temperature of 0 is greedy.
     ``max_tokens`` None fills the context.
     """
 
@@ -283,6 +284,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -291,6 +293,8 @@ class SamplingParams:
             raise ConfigError(f"sampling: temperature must be >= 0, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"sampling: top_p must be above 0 and at most 1, got {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise ConfigError(f"sampling: min_p must be between 0 and 1, got {self.min_p}")
 
 
 @dataclass(frozen=True)

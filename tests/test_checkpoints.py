@@ -135,6 +135,49 @@ def test_saving_asks_no_hub(make_engine, tmp_path, monkeypatch):
     store.load(engine, tmp_path / "one", optimizer=True)
 
 
+# ---- saved while training goes on ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_aside_it_holds_what_was_when_it_was_asked_for(make_trainer, tmp_path, kind):
+    """The same bytes as a save that training waits for, although three more steps were asked for at once."""
+    trainer = make_trainer(**KINDS[kind])
+    for name, aside in (("waited", False), ("aside", True)):
+        trainer.forward_backward(tiny.datums(2), "dpo")
+        trainer.optim_step(ADAM)
+        saved = trainer.save_state(name, asynchronous=aside)
+        reference = trainer.save_state(f"{name}-again") if aside else None
+        for _ in range(3):
+            trainer.forward_backward(tiny.datums(2), "dpo")
+            trainer.optim_step(ADAM)
+        assert saved.result().step == (1 if not aside else 5)
+    trainer.close()
+    one, other = Path(saved.result().path), Path(reference.result().path)
+    manifest.verify(one)
+    files = {path.name for path in one.iterdir()}
+    assert files == {path.name for path in other.iterdir()}
+    for name in files - {manifest.NAME}:
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+
+
+def test_a_save_aside_that_fails_is_told(make_trainer, tmp_path):
+    """To who reads it; and where nobody does, by the next step and at the end."""
+    trainer = make_trainer()
+    (tmp_path / "file").write_text("text")
+    trainer.folder = tmp_path / "file"
+    with pytest.raises(CheckpointError, match="could not be saved: Not a directory"):
+        trainer.save_state("one", asynchronous=True).result()
+    lost = trainer.save_state("two", asynchronous=True)
+    while not lost.done():
+        time.sleep(0.01)
+    trainer.forward_backward(tiny.datums(2), "dpo")
+    with pytest.raises(CheckpointError, match="could not be saved: Not a directory"):
+        trainer.optim_step(ADAM).result()
+    trainer.save_state("three", asynchronous=True)
+    with pytest.raises(CheckpointError, match="could not be saved: Not a directory"):
+        trainer.close()
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 

@@ -1,17 +1,21 @@
 """What people get wrong: one line that says where, what, got and what to do; exit code 2; nothing left behind."""
 
 import json
+import os
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from runtools import SMALL, checkpoint, files, here, rows, timeless, train, write  # noqa: F401 - here is a fixture
+from runtools import ROOT, SMALL, checkpoint, files, here, rows, timeless, train, write  # noqa: F401 - here is a fixture
 from safetensors.torch import load_file, save_file
 
 from cookbook import atomic
+from cookbook.checkpoints import manifest
 from cookbook.cli.app import run
 from cookbook.paths import packaged
 
@@ -60,7 +64,10 @@ def copy_of_tiny(name: str, *without: str) -> Path:
         ("eval.limit=0", "eval.limit must be at least 1, got 0; null takes all rows"),
         ("rollout.temperature=0", "rollout.temperature must be > 0, got 0.0: "),
         ("resume=null", "resume: expected text, got null"),
-        ("resume=always", "resume: always is neither a checkpoint nor a run with one; expected auto, never or such a path"),
+        (
+            "resume=always",
+            "resume: always is neither a checkpoint nor a run with one; expected auto, force, never or such a path",
+        ),
         ("loss=dpo", "loss: recipe=grpo trains on rollouts, and DPO compares pairs; choose another loss "),
         ("recipe=sft loss=ppo", "loss: recipe=sft trains on conversations, and PPO needs advantages, sampling_logprobs; "),
         ("recipe=dpo loss=cross_entropy", "loss: recipe=dpo trains on preferences, and CrossEntropy does not compare pairs; "),
@@ -242,8 +249,9 @@ def test_a_file_that_cannot_be_written_anew_is_as_it_was(largest_file):
     assert [(path.name, path.read_text()) for path in Path().iterdir()] == [("config.yaml", "seed: 0\n")]
 
 
-def test_a_disk_that_is_full_while_saving(capsys, largest_file):
-    words = [*SMALL["orpo"], "recipe.steps=4", "checkpoint.every=2", "out=run"]
+@pytest.mark.parametrize("aside", ["false", "true"])
+def test_a_disk_that_is_full_while_saving(aside, capsys, largest_file):
+    words = [*SMALL["orpo"], "recipe.steps=4", "checkpoint.every=2", f"checkpoint.asynchronous={aside}", "out=run"]
     assert train(*SMALL["orpo"], "recipe.steps=4", "out=whole") == 0
     assert train(*words, "recipe.steps=2") == 0
     before = files(checkpoint("run", 2))
@@ -258,6 +266,64 @@ def test_a_disk_that_is_full_while_saving(capsys, largest_file):
     largest_file(resource.RLIM_INFINITY)
     assert train(*words) == 0
     assert timeless("run")[3:] == timeless("whole")[3:]
+
+
+FULL_DISK = """
+set -e
+mount -t tmpfs -o size="$1" tmpfs disk
+shift
+set +e
+"$@"
+code=$?
+cp -r disk kept
+exit $code
+"""
+
+
+def test_a_disk_that_really_is_full_while_saving():
+    """A file system of 12 MB, which holds the checkpoint of step 1 and half of the one after it."""
+    Path("disk").mkdir()
+    own = ["unshare", "--user", "--map-root-user", "--mount"]
+    tried = shutil.which("unshare") and subprocess.run([*own, "mount", "-t", "tmpfs", "tmpfs", "disk"], check=False)
+    if not tried or tried.returncode:
+        pytest.skip("this user may not mount")
+    words = [*SMALL["orpo"], "eval.every=null", "checkpoint.every=1", "out=disk/run"]
+    command = [sys.executable, "-m", "cookbook.cli.app", "train", *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*own, "sh", "-c", FULL_DISK, "sh", "12m", *command], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: disk/run/checkpoints/step-000002: could not be saved: ")
+    assert "No space left on device" in done.stderr and done.stderr.count("\n") == 1
+    assert [path.name for path in Path("kept/run/checkpoints").iterdir()] == ["step-000001"]
+    manifest.verify(Path("kept/run/checkpoints/step-000001"))
+    assert json.loads(Path("kept/run/status.json").read_text())["state"] == "failed"
+    shutil.copytree("kept/run", "run")
+    assert train(*words[:-1], "out=run") == 0
+    assert [row["step"] for row in rows("run")] == [0, 1, 2, 3]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give its rights away and take them back")
+def test_a_folder_that_becomes_read_only(capsys):
+    """After step 1; the metrics of step 2 still go into their open file, its checkpoint does not."""
+    write(
+        "locking.py",
+        "import os\nfrom cookbook import Hook\n\n\nclass Lock(Hook):\n    def on_step(self, run, step, metrics):\n"
+        "        if step == 2:\n            os.chmod('run/checkpoints', 0o555)\n            os.seteuid(65534)\n",
+    )
+    words = [*SMALL["orpo"], "eval.every=null", "checkpoint.every=1", "out=run"]
+    Path.cwd().chmod(0o777)
+    try:
+        assert train(*words, "+hook.lock._target_=locking.Lock") == 2
+    finally:
+        os.seteuid(0)
+    message = "run/checkpoints/step-000002: could not be saved: Permission denied; earlier checkpoints are untouched"
+    assert capsys.readouterr().err.endswith(f"error: {message}\n")
+    manifest.verify(checkpoint("run", 1))
+    Path("run/checkpoints").chmod(0o755)
+    assert train(*words) == 0
+    assert [row["step"] for row in rows("run")] == [0, 1, 2, 3]
 
 
 def test_a_disk_that_is_full_while_noting_metrics(capsys, largest_file):

@@ -2,7 +2,7 @@
 
 import contextlib
 import importlib
-import random
+import json
 import shutil
 import signal
 import subprocess
@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 import yaml
 from runtools import SMALL, bits, checkpoint, files, here, resume_words, rows, start, timeless, train, write  # noqa: F401
+from safetensors.torch import load_file, save_file
 
 from cookbook.checkpoints import manifest
 from cookbook.cli.app import run
+from cookbook.paths import packaged
 
 pytestmark = pytest.mark.usefixtures("here")
 FOUR = ["recipe.steps=4"]
@@ -43,9 +45,11 @@ def same_as_undisturbed(stopped: str = "stopped", straight: str = "straight") ->
 # Exactly
 
 
+ASIDE = ["checkpoint.every=1", "checkpoint.asynchronous=true"]
 VARIANTS = {
     **SMALL,
     "sft-lora-dropout-cosine": [*SMALL["sft"], "model=tiny", "model.lora_rank=4", "model.lora_dropout=0.3", "schedule=cosine"],
+    "dpo-bfloat16-saved-aside": [*SMALL["dpo"], "model.dtype=bfloat16", *ASIDE],
     "dpo-lora-bfloat16": [*SMALL["dpo"], "model.lora_rank=4", "model.dtype=bfloat16", "optim.lr=1e-2"],
 }
 
@@ -92,6 +96,22 @@ def test_asked_at_any_moment_of_the_step_it_stops_saved(moment):
     same_as_undisturbed()
 
 
+def test_at_an_epochs_end_with_accumulated_gradients_and_calls_that_nobody_waits_for():
+    """Two calls a step, whose results the recipe never reads: both are under way when the checkpoint is asked for."""
+    assert run(["fork", "sft", "mine"]) == 0
+    code = Path("recipes/mine.py").read_text()
+    split = "run.forward_backward(data[:5])\n        run.forward_backward(data[5:])\n        run.optim_step(step)\n"
+    head = code[: code.index("gradient = run.forward_backward(data)")]
+    Path("recipes/mine.py").write_text(head + split)
+    words = ["recipe=mine", "recipe.batch_size=12", *FOUR, "data.limit=24", "eval.limit=4", "eval.every=null"]
+    assert train(*words, "out=straight") == 0
+    assert train(*words, "out=stopped", *stop_at(2)) == 130
+    assert train(*words, "out=stopped") == 0
+    same_as_undisturbed()
+    order = [row["data/rows_crc32"] for row in rows("stopped")[1:]]
+    assert len(set(order)) == 4  # every epoch in an order of its own
+
+
 def test_stopping_saves_even_where_nothing_else_would():
     words = [*SMALL["orpo"], *FOUR, "checkpoint.every=null", "checkpoint.final=false", "out=stopped"]
     assert train(*words, *stop_at(1)) == 130
@@ -134,26 +154,6 @@ def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> No
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline
         time.sleep(0.005)
-
-
-def test_killed_at_any_moment_the_same_command_goes_on(capsys):
-    """And while it runs, nobody else can."""
-    words = [*SMALL["orpo"], "recipe.steps=12", "eval.every=null", "checkpoint.every=1", "checkpoint.keep=2", "out=stopped"]
-    process = start(words)
-    wait_for_step(process, Path("stopped"), 1)
-    assert train(*words) == 2
-    taken = f"another process (pid {process.pid}) is running in stopped; wait for it or choose another folder"
-    assert capsys.readouterr().err == f"error: out: {taken}\n"
-    wait_for_step(process, Path("stopped"), 3)
-    time.sleep(random.uniform(0, 0.1))
-    process.kill()
-    process.communicate()
-    reached = rows("stopped")[-1]["step"]
-    assert 3 <= reached < 12
-    assert train(*words) == 0
-    assert train(*words, "out=straight") == 0
-    same_as_undisturbed()
-    assert len(list(Path("stopped/checkpoints").iterdir())) == 2  # nothing half-written stays
 
 
 def test_ctrl_c_once_at_the_keyboard():
@@ -204,7 +204,7 @@ def test_a_finished_run_is_left_alone(capsys):
     assert train(*SMALL["grpo"], "out=run") == 0
     assert "nothing to do: run has seen 3 of 3 steps; raise recipe.steps to go on" in capsys.readouterr().out
     after = files(Path("run"))
-    assert {name for name in before if after[name] != before[name]} <= {"run/log.txt", "run/curves.svg"}
+    assert {name for name in before if after[name] != before[name]} <= {"run/log.txt", "run/curves.svg", "run/status.json"}
     assert set(after) == set(before)
     assert after["run/curves.svg"][1] == before["run/curves.svg"][1]
 
@@ -255,7 +255,7 @@ def test_a_path_branches_off_into_a_folder_of_its_own(capsys):
     refused = {
         "resume=run/checkpoints/step-000002": "resume: run/checkpoints/step-000002 is not the newest of its run, which ",
         "resume=run/checkpoints/step-000002 out=branch": "out: branch holds a run already; choose another folder, or ",
-        "resume=nowhere": "resume: nowhere is neither a checkpoint nor a run with one; expected auto, never or such a path",
+        "resume=nowhere": "resume: nowhere is neither a checkpoint nor a run with one; expected auto, force, never or ",
         "resume=null": "resume: expected text, got null",
         "resume=run loss=simpo": "loss._target_: the run in run was made with 'cookbook.losses.orpo.ORPO', now it is",
     }
@@ -298,6 +298,67 @@ def test_another_run_is_not_gone_on_with(change, difference, capsys, finished, m
     advice = "set it back to go on, or choose another out= to start anew"
     assert capsys.readouterr().err == f"error: {difference}; {advice}\n"
     assert files(Path("run")) == before
+
+
+def test_other_rows_in_the_same_file_are_other_data(capsys):
+    rows_of = '{{"prompt": "1+{0}=", "completion": "{1}"}}\n'.format
+    write("rows.jsonl", "".join(rows_of(i, i + 1) for i in range(8)))
+    words = ["recipe=sft", "recipe.batch_size=4", "eval.every=null", "data=jsonl", "data.path=rows.jsonl", "out=run"]
+    assert train(*words, "recipe.steps=1") == 0
+    write("rows.jsonl", "".join(rows_of(i, i + 2) for i in range(8)))
+    before = files(Path("run/checkpoints"))
+    assert train(*words, "recipe.steps=2") == 2
+    assert capsys.readouterr().err.startswith(
+        "error: data: the digest of the training rows: the run that saved run/checkpoints/step-000001 was made with '"
+    )
+    assert files(Path("run/checkpoints")) == before
+    assert train(*words, "recipe.steps=2", "resume=force") == 0
+    warning = capsys.readouterr().err
+    assert warning.startswith("WARNING: data: the digest of the training rows: ") and warning.count("\n") == 1
+    assert [row["step"] for row in rows("run")] == [0, 1, 2]
+    assert train(*words, "recipe.steps=3") == 0  # the checkpoint now knows the new rows
+    assert yaml.safe_load(Path("run/config.yaml").read_text())["resume"] == "auto"
+
+
+@pytest.mark.parametrize(
+    ("file", "subject"),
+    [
+        ("model.safetensors", "model.name: the digest of the weights it starts from"),
+        ("tokenizer.json", "model.name: the digest of its tokenizer"),
+        ("chat_template.jinja", "model.chat_template: the digest of its text"),
+    ],
+)
+def test_another_model_of_the_same_name_is_another_run(file, subject, capsys):
+    shutil.copytree(packaged("data") / "tiny", "model")
+    words = [*SMALL["dpo"], "model.name=./model", "eval.every=null", "out=run"]
+    assert train(*words, "recipe.steps=1") == 0
+    change = {
+        "model.safetensors": lambda path: save_file({k: v * 2 for k, v in load_file(path).items()}, path, {"format": "pt"}),
+        "tokenizer.json": lambda path: path.write_text(json.dumps({**json.loads(path.read_text()), "added_tokens": []})),
+        "chat_template.jinja": lambda path: path.write_text("{# #}" + path.read_text()),
+    }
+    change[file](Path("model", file))
+    capsys.readouterr()
+    assert train(*words, "recipe.steps=2") == 2
+    assert capsys.readouterr().err.startswith(
+        f"error: {subject}: the run that saved run/checkpoints/step-000001 was made with '"
+    )
+
+
+def test_a_key_that_is_new_had_its_default_before(finished, monkeypatch, tmp_path, capsys):
+    """As in a run made by a version that did not know ``data.train_on``, ``data.columns.text`` and ``loss.beta`` yet."""
+    shutil.copytree(finished / "run", "run")
+    config = yaml.safe_load(Path("run/config.yaml").read_text())
+    facts = manifest.read(checkpoint("run"))
+    for one in (config, facts["run"]["identity"]):
+        del one["data"]["train_on"], one["data"]["columns"]["text"], one["loss"]["beta"]
+    Path("run/config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    (checkpoint("run") / manifest.NAME).unlink()
+    manifest.write(checkpoint("run"), {key: value for key, value in facts.items() if key not in ("format", "files")})
+    assert train(*SMALL["dpo"], *FOUR, "loss.beta=0.3", "out=run") == 2
+    assert capsys.readouterr().err.startswith("error: loss.beta: the run in run was made with 0.1, now it is 0.3; ")
+    assert train(*SMALL["dpo"], *FOUR, "out=run") == 0
+    assert [row["step"] for row in rows("run")] == [0, 1, 2, 3, 4]
 
 
 def test_what_is_harmless_may_change_and_is_noted(finished, monkeypatch, tmp_path):

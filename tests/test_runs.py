@@ -32,7 +32,7 @@ FLOAT32_AT_LN2 = 1e-7  # two steps between neighbouring float32 numbers at 0.69
 
 EVERY_STEP = {
     "loss", "tokens/trained", "tokens/entropy", "optim/lr", "optim/grad_norm", "optim/num_loss_tokens",
-    "optim/num_sequences", "time/step_s", "time/tokens_per_s",
+    "optim/num_sequences", "data/rows_crc32", "time/step_s", "time/tokens_per_s",
 }  # fmt: skip
 PREFERENCE = {"rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy"}
 ROLLOUT = {
@@ -63,7 +63,8 @@ def test_a_run_leaves_a_whole_folder_and_says_where(recipe, capsys):
     out, err = capsys.readouterr()
     assert err == ""
     assert {path.name for path in Path("run").iterdir()} == {
-        "config.yaml", "environment.json", "metrics.jsonl", "samples.jsonl", "checkpoints", "log.txt", "curves.svg", ".lock",
+        "config.yaml", "environment.json", "metrics.jsonl", "samples.jsonl", "checkpoints", "log.txt", "curves.svg",
+        "status.json", ".lock",
     }  # fmt: skip
     assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step-000003"]
     assert yaml.safe_load(Path("run/config.yaml").read_text())["recipe"]["name"] == recipe

@@ -16,10 +16,14 @@ SAMPLED = 64  # elements of every tensor that go into a digest: training, or ano
 
 
 def frozen(engine: Engine) -> Engine:
-    """An engine on a copy of what is trained, where it is. What an adapter lies on never changes, and is shared."""
+    """An engine on a copy of what is trained, where it is. What an adapter lies on never changes, and is shared.
+
+    Parameters stay marked as trainable: torch multiplies by those in another order, and the copy is to answer bit by bit as the
+    original does.
+    """
     network = engine.model.network
     shared = {id(tensor): tensor for tensor in _never_changing(engine.model)}
-    return Engine(_with(engine.model, copy.deepcopy(network, shared).requires_grad_(False)), engine.options)
+    return Engine(_with(engine.model, copy.deepcopy(network, shared)), engine.options)
 
 
 def on_host(engine: Engine, tokenizer: Any) -> Engine:
@@ -52,11 +56,14 @@ def digests(model: LanguageModel) -> dict[str, str]:
         if "lora_" not in name:
             sha.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
             sha.update(parameter.detach().reshape(-1)[:SAMPLED].cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    tokenizer = model.tokenizer
+    return {"weights": sha.hexdigest()[:16], **tokenizer_digests(model.tokenizer)}
+
+
+def tokenizer_digests(tokenizer: Any) -> dict[str, str]:
+    """What tells a tokenizer from another one of the same name: ``tokenizer``, ``chat_template``."""
     spelling = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     texts = {"tokenizer": spelling, "chat_template": json.dumps(tokenizer.chat_template)}
-    found = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
-    return {name: digest[:16] for name, digest in {"weights": sha.hexdigest(), **found}.items()}
+    return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
 
 
 def _never_changing(model: LanguageModel) -> list[torch.Tensor]:

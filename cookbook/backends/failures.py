@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
+from cookbook.futures import Future
+
+T = TypeVar("T")
+
 
 class Failures:
     """The first failure since a step has told one, and whether anybody has read it.
@@ -36,3 +43,23 @@ class Failures:
         if self.first is not None and self in self._unread:
             self._unread.discard(self)
             raise self.first
+
+
+class CallFuture(Future[T]):
+    """Tells the trainer when its error has been read."""
+
+    def __init__(self, on_read: Callable[[BaseException], None]) -> None:
+        super().__init__()
+        self._on_read = on_read
+
+    def result(self, timeout: float | None = None) -> T:
+        self._note(timeout)
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._note(timeout)
+        return super().exception(timeout)
+
+    def _note(self, timeout: float | None) -> None:
+        if (error := super().exception(timeout)) is not None:
+            self._on_read(error)

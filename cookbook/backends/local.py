@@ -64,6 +64,10 @@ class LocalConfig:
                 f"backend.activation_checkpointing: expected auto, true or false, got {self.activation_checkpointing!r}"
             )
 
+    def make_trainer(self, model: ModelConfig, *, seed: int, folder: Path) -> LocalTrainer:
+        """Raises CookbookError: the model cannot be loaded."""
+        return LocalTrainer(model, self, seed=seed, folder=folder)
+
     def torch_device(self) -> torch.device:
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -142,9 +146,7 @@ class LocalTrainer:
 
     def forward_backward_custom(self, data: Sequence[Datum], loss_fn: Any) -> Future[ForwardBackwardOutput]:
         rows = _own(data)
-        return self._submit(
-            lambda: self.engine.forward_backward(rows, loss_fn, retained=self._graphs.take(self.engine, rows))
-        )
+        return self._submit(lambda: self.engine.forward_backward(rows, loss_fn, retained=self._graphs.take(self.engine, rows)))
 
     def optim_step(
         self, adam_params: AdamParams, grad_accumulation_normalization: str | None = None
@@ -205,6 +207,10 @@ class LocalTrainer:
         folder = store.named(self.folder, name)
         return self._submit(lambda: self.sampler_checkpoints.save(self.engine, folder, checkpoint_type))
 
+    def delta_predecessor(self) -> Future[str | None]:
+        """The folder of the checkpoint that the next delta would differ from; None: the next must be a base."""
+        return self._submit(lambda: self.sampler_checkpoints.predecessor)
+
     def refuse(self, error: BaseException) -> Future[Any]:
         """A call that could not even be made fails in its turn, as any other that fails."""
 
@@ -264,6 +270,10 @@ class LocalTrainer:
             return LocalSampler(self._samples, engine, step, self.seed)
 
         return self._submit(live)
+
+    def lagging_sampler(self, step: int) -> Future[LocalSampler]:
+        """A sampler on a copy of the weights after ``step`` steps."""
+        return self.snapshot_sampler(step)
 
     def snapshot_sampler(self, step: int | None = None) -> Future[LocalSampler]:
         """A sampler on a copy of the weights as they are when this call's turn comes (after ``step`` steps, if given)."""

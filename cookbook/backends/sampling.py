@@ -6,6 +6,7 @@ Waiting, not time, closes a batch: so what is computed together is a function of
 from __future__ import annotations
 
 import functools
+import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 
 from cookbook.backends.worker import SAMPLING_REMEDY, Worker, explained
 from cookbook.engine.engine import Engine
-from cookbook.engine.sampler import Request, check_prompt, sample
+from cookbook.engine.sampler import Piece, Request, check_prompt, sample, stream
 from cookbook.errors import BackendError, RolloutError
 from cookbook.futures import Future, LazyFuture
 from cookbook.types import Datum, ModelInput, SampleResponse, SamplingParams, as_model_input, as_sampling
@@ -73,6 +74,25 @@ class SampleQueue:
         if refused:  # outside the lock: it runs callbacks, and those may ask for more
             _fail(refused, error)
 
+    def stream(self, request: Request, engine: Callable[[], Engine]) -> Iterator[Piece]:
+        """Asks at once, after what waits; the pieces come while the worker draws them."""
+        self.flush()
+        pieces: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
+        given_up = threading.Event()
+
+        def draw() -> None:
+            try:
+                for piece in stream(engine().model, request, self.max_batch_tokens):
+                    pieces.put(piece)
+                    if given_up.is_set():
+                        return
+            except RuntimeError as error:
+                raise explained(error, SAMPLING_REMEDY) from None
+            finally:
+                pieces.put(None)
+
+        return _pieces(pieces, self._worker.submit(draw), given_up)
+
     def _answer(self, engine_of: Callable[[], Engine], step: int, batch: list[_Asked]) -> None:
         """Answers ``batch`` together. A bad prompt fails alone."""
         try:
@@ -87,6 +107,17 @@ class SampleQueue:
         for asked in batch:
             scored = next(logprobs) if asked.score else None
             asked.future.set_result(scored if asked.request is None else SampleResponse(next(sequences), scored))
+
+
+def _pieces(pieces: queue.SimpleQueue[Piece | None], end: Future[None], given_up: threading.Event) -> Iterator[Piece]:
+    if end.answered_by is threading.current_thread():
+        raise BackendError("stream: read on the trainer's own thread, which is to draw it; read it from outside")
+    try:
+        while (piece := pieces.get()) is not None:
+            yield piece
+    finally:
+        given_up.set()
+    end.result()
 
 
 def _by_version(
@@ -143,15 +174,21 @@ class LocalSampler:
         """``num_samples`` completions. Without a seed in the params, draws differ from call to call, also to another sampler of
         this step, and from step to step; and repeat from run to run.
         """
+        request = self._request(prompt, num_samples, sampling_params)
+        return self._queue.add(request.prompt, request, self._engine, self.step, score=include_prompt_logprobs)
+
+    def stream(self, prompt: Any, num_samples: int = 1, sampling_params: SamplingParams | None = None) -> Iterator[Piece]:
+        """What :meth:`sample` would draw, a few tokens at a time. Other calls wait until it is drawn or no longer read."""
+        return self._queue.stream(self._request(prompt, num_samples, sampling_params), self._engine)
+
+    def _request(self, prompt: Any, num_samples: int, sampling_params: SamplingParams | None) -> Request:
         if num_samples < 1:
             raise RolloutError(f"sample: num_samples must be at least 1, got {num_samples}")
         params = as_sampling(sampling_params or SamplingParams())
-        tokens = as_model_input(prompt).to_ints()
         seed = params.seed
         if seed is None:
             seed = (self._seed * 1_000_003 + self.step) * 1_000_003 + self._queue.number(self.step)
-        request = Request(tokens, num_samples, params, seed)
-        return self._queue.add(tokens, request, self._engine, self.step, score=include_prompt_logprobs)
+        return Request(as_model_input(prompt).to_ints(), num_samples, params, seed)
 
     def engine(self) -> Engine:
         """The weights it samples from. Raises RolloutError when they are gone."""

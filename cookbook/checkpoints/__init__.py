@@ -14,6 +14,7 @@ class CheckpointConfig:
     every: int | None = 50
     final: bool = True
     keep: int | None = 3
+    asynchronous: bool = False
 
     def __post_init__(self) -> None:
         if self.every is not None and self.every < 1:

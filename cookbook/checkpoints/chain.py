@@ -25,7 +25,7 @@ from cookbook.errors import CheckpointError
 from cookbook.types import Checkpoint
 
 KINDS = ("base", "delta")
-FILE = "weights.delta"
+FILE = delta.FILE
 
 
 def check_kind(kind: str) -> None:
@@ -48,6 +48,11 @@ class SamplerCheckpoints:
     def forget(self) -> None:
         """The weights were replaced, not trained: the next checkpoint cannot be a delta."""
         self._last = self._held = None
+
+    @property
+    def predecessor(self) -> str | None:
+        """The folder that the next delta would differ from."""
+        return str(self._last) if self._last is not None and self._last.is_dir() else None
 
     def save(self, engine: Engine, folder: Path, kind: str) -> Checkpoint:
         """Writes the weights to ``folder``, whole or as the difference from the last call's.

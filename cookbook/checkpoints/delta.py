@@ -28,6 +28,7 @@ from cookbook.checkpoints.weights import Fact, Weights, as_integers, digest_of, 
 from cookbook.errors import CheckpointError
 from cookbook.types import Array
 
+FILE = "weights.delta"  # in a checkpoint's folder
 MAGIC = b"cbdelta1"
 SAME, POSITIONS, XOR = "same", "positions", "xor"
 LEVEL = 1  # zstd's: higher ones save nothing on data without repetitions, see benchmarks/delta.py

@@ -1,0 +1,40 @@
+"""Which server, and how patient to be with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cookbook.engine.model import ModelConfig
+from cookbook.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cookbook.backends.remote.trainer import RemoteTrainer
+
+
+@dataclass
+class RemoteConfig:
+    """``conf/backend/remote.yaml`` says what each field means."""
+
+    base_url: str
+    api_key_env: str = "TINKER_API_KEY"
+    patience_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if not self.base_url.startswith(("http://", "https://")):
+            raise ConfigError(f"backend.base_url: expected http://host:port or https://..., got {self.base_url!r}")
+        if not self.patience_s > 0:
+            raise ConfigError(f"backend.patience_s must be above 0, got {self.patience_s}")
+
+    def make_trainer(self, model: ModelConfig, *, seed: int, folder: Path) -> RemoteTrainer:
+        """A run on the server. Its checkpoints stay there; ``folder`` gets what finds them again.
+
+        Raises:
+            ConfigError: the package ``tinker`` is missing, or the server computes otherwise than ``model`` says.
+            BackendError: the server does not answer, refuses the key, or has another model.
+        """
+        from cookbook.backends.remote.server import Server  # they import torch and tinker
+        from cookbook.backends.remote.trainer import RemoteTrainer
+
+        return RemoteTrainer(model, Server(self), seed=seed, folder=folder)

@@ -1,0 +1,11 @@
+"""Runs that are killed at random moments come out as if nothing had happened. The full form: ``make kills``."""
+
+from pathlib import Path
+
+import kills
+
+
+def test_killed_runs_of_every_recipe_come_out_alike(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    counts = kills.campaign(tmp_path, kills=5, seed=15)
+    assert counts.kills >= 5 and counts.trials >= 4

@@ -1,0 +1,119 @@
+"""``status.json``: whoever looks into a run's folder learns how it stands, and a run that failed looks failed."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from runtools import SMALL, here, resume_words, rows, start, train, write  # noqa: F401 - here is a fixture
+
+from cookbook import lock, status
+from cookbook.cli.app import run
+
+pytestmark = pytest.mark.usefixtures("here")
+QUIET = ["eval.every=null", "out=run"]
+
+
+def told() -> dict:
+    found = status.read(Path("run"))
+    assert found is not None
+    return found
+
+
+def hook(body: str) -> list[str]:
+    """A hook of the user's that does ``body`` after every step."""
+    head = "import os, signal\nfrom cookbook import Hook\n\n\nclass Mine(Hook):\n"
+    head += "    def on_step(self, run, step, metrics):\n"
+    write("mine.py", head + "".join(f"        {line}\n" for line in body.splitlines()))
+    return ["+hook.mine._target_=mine.Mine"]
+
+
+def test_from_the_start_to_the_end():
+    note = "print(step, open('run/status.json').read().replace(chr(10), ' '), file=open('seen.txt', 'a'))"
+    assert train(*SMALL["orpo"], *QUIET, "checkpoint.every=2", *hook(note)) == 0
+    seen = [json.loads(line.partition(" ")[2]) for line in Path("seen.txt").read_text().splitlines()]
+    assert [(one["state"], one["step"], one["saved_step"]) for one in seen] == [
+        ("running", 0, None), ("running", 0, None), ("running", 2, 2),
+    ]  # fmt: skip
+    last = told()
+    assert (last["state"], last["step"], last["saved_step"], last["error"]) == ("finished", 3, 3, None)
+    assert last["resume"] == "cookbook train --config run/config.yaml out=run"
+    assert last["pid"] and last["host"] and last["started"] <= last["updated"]
+
+
+def test_stopped_and_gone_on_with():
+    stop = hook("if step == 2 and not run.first_step:\n    os.kill(os.getpid(), signal.SIGTERM)")
+    assert train(*SMALL["orpo"], *QUIET, *stop) == 130
+    last = told()
+    assert (last["state"], last["step"], last["saved_step"]) == ("interrupted", 2, 2)
+    assert last["error"] == "Interrupted: stopped after step 2"
+    assert run(resume_words("go on with: " + last["resume"])) == 0
+    assert (told()["state"], told()["step"], told()["error"]) == ("finished", 3, None)
+    assert "was interrupted after step 2\n" in Path("run/log.txt").read_text()
+
+
+@pytest.mark.parametrize("kind", ["bug", "mistake"])
+def test_failed(kind, capsys):
+    words = [*SMALL["orpo"], *QUIET, "checkpoint.every=1"]
+    if kind == "bug":
+        with pytest.raises(ZeroDivisionError):
+            train(*words, *hook("1 / (2 - step)"))
+        assert told()["error"] == "ZeroDivisionError: division by zero"
+    else:
+        assert train(*words, *hook("from cookbook.errors import DataError\nif step == 2:\n    raise DataError('x: y')")) == 2
+        assert told()["error"] == "x: y"
+    assert (told()["state"], told()["step"], told()["saved_step"]) == ("failed", 2, 1)
+
+
+def test_killed_it_says_running_and_nobody_holds_the_lock(capsys):
+    process = start([*SMALL["orpo"], *QUIET, "recipe.steps=500", "checkpoint.every=null"])
+    deadline = time.monotonic() + 60
+    while not Path("run/metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert train(*SMALL["orpo"], *QUIET) == 2
+    taken = f"another process (pid {process.pid}) is running in run; wait for it or choose another folder"
+    assert capsys.readouterr().err == f"error: out: {taken}\n"
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert (told()["state"], told()["pid"]) == ("running", process.pid)
+    with lock.held(Path("run")):
+        pass
+    assert train(*SMALL["orpo"], *QUIET) == 0
+    assert f"the last sitting here (pid {process.pid}) was killed after step 0\n" in Path("run/log.txt").read_text()
+    assert told()["state"] == "finished"
+
+
+def test_a_refused_resume_leaves_it_as_it_was():
+    assert train(*SMALL["orpo"], *QUIET) == 0
+    before = Path("run/status.json").read_bytes()
+    assert train(*SMALL["orpo"], *QUIET, "seed=1") == 2
+    assert Path("run/status.json").read_bytes() == before
+
+
+def fork(**changes: str) -> list[str]:
+    """The words that run an SFT recipe whose loop runs over other ``turns``, or which asks for its ``update`` otherwise."""
+    assert run(["fork", "sft", "mine"]) == 0
+    code = Path("recipes/mine.py").read_text()
+    whole = {"turns": "run.steps(len(batches) if cfg.steps is None else cfg.steps, evaluate)", "update": "run.optim_step(step)"}
+    for what, new in changes.items():
+        assert whole[what] in code
+        code = code.replace(whole[what], new)
+    Path("recipes/mine.py").write_text(code)
+    return ["recipe=mine", *SMALL["sft"][1:]]
+
+
+def test_a_run_that_has_trained_nothing_has_failed(capsys):
+    words = fork(turns="[]")
+    assert train(*words, *QUIET) == 2
+    error = "error: recipe: mine has ended without one step; train inside of `for step in run.steps(n)`\n"
+    assert capsys.readouterr().err == error
+    assert not Path("run").exists()
+
+
+def test_a_recipe_whose_turns_are_no_steps_cannot_be_gone_on_with_and_fails(capsys):
+    words = fork(turns="run.steps(cfg.steps)", update="run.optim_step(step) if step.index else {}")
+    assert train(*words, *QUIET) == 2
+    error = "error: recipe: after 3 turns of run.steps the model has seen 2 optimizer steps; call run.optim_step(step) once a "
+    assert capsys.readouterr().err == f"{error}turn\n"
+    assert told()["state"] == "failed" and len(rows("run")) == 3
