@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 from omegaconf import DictConfig
 
+from cookbook.backends.local import LocalConfig
 from cookbook.check.rows import survey
 from cookbook.cli import tables
 from cookbook.cli.check_data import context
@@ -36,8 +37,11 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
         CookbookError: the configuration is wrong, the data cannot be read, or there is no such model.
     """
     typed = settings(cfg)
+    backend = typed.backend
+    if not isinstance(backend, LocalConfig):
+        raise ConfigError("backend: plan estimates the embedded trainer's work; use backend=local")
     shape = _shape(typed, cfg.recipe.name)
-    pass_tokens = min(max(typed.backend.micro_batch_tokens, shape.longest), shape.tokens)
+    pass_tokens = min(max(backend.micro_batch_tokens, shape.longest), shape.tokens)
     rows = max(1, round(pass_tokens / shape.longest))
     apart = typed.loss.scope in (Scope.token, Scope.sequence)
     found = estimate(
@@ -45,9 +49,9 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
         rows,
         round(pass_tokens / rows),
         step_tokens=0 if apart else shape.tokens,
-        retain_bytes=int(typed.backend.retain_gb * (1 << 30)),
+        retain_bytes=int(backend.retain_gb * (1 << 30)),
         reference=typed.loss.needs_reference,
-        cpu=typed.backend.torch_device().type == "cpu",
+        cpu=backend.torch_device().type == "cpu",
     )
     tables.facts(_lines(found, shape), table=sys.stdout.isatty())
 
