@@ -17,7 +17,7 @@ TORCH_INDEX ?= $(shell if ! command -v nvidia-smi >/dev/null && $(PYTHON) -c '$(
 	echo $(CPU_BUILDS); fi)
 TORCH = $(TORCH_INDEX:%=--extra-index-url=%) torch
 
-.PHONY: help setup train test test-slow kills long-run parity bench bench-peers lint types check data tiny-model wheel clean
+.PHONY: help setup train test test-slow kills long-run vllm test-vllm parity tinker-cookbook bench bench-peers lint types check data tiny-model wheel clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -84,6 +84,21 @@ parity: $(VENV)/installed .venv-trl/installed ## Losses, gradients and runs besi
 	$(BIN)/python benchmarks/parity/cookbook_side.py runs/parity
 	$(BIN)/python benchmarks/parity/compare.py runs/parity
 
+# tinker_cookbook lives in an environment of its own, without its pin of tml-renderers: only renderers of other models need it.
+TINKER_COOKBOOK ?= tinker_cookbook==0.6.1
+TINKER_COOKBOOK_NEEDS := tinker aiohttp anyio blobfile chz cloudpickle datasets huggingface-hub math-verify numpy pillow pydantic \
+	pylatexenc pyrage rich safetensors sympy termcolor tiktoken tqdm transformers
+.venv-tinker/installed: constraints.txt
+	$(PYTHON) -m venv .venv-tinker
+	@echo '*' > .venv-tinker/.gitignore
+	.venv-tinker/bin/python $(PIP_INSTALL) $(TORCH)
+	.venv-tinker/bin/python $(PIP_INSTALL) $(TINKER_COOKBOOK_NEEDS)
+	.venv-tinker/bin/python $(PIP_INSTALL) --no-deps $(TINKER_COOKBOOK) tml-renderers
+	@touch $@
+
+tinker-cookbook: $(VENV)/tools .venv-tinker/installed ## Unmodified tinker_cookbook recipes on `cookbook serve`: each must learn
+	$(BIN)/python benchmarks/tinker_cookbook/run.py .venv-tinker/bin/python
+
 lint: $(VENV)/tools ## Style
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
@@ -110,4 +125,4 @@ wheel: $(VENV)/tools ## Build the wheel into dist/
 	$(BIN)/python -m build --wheel --no-isolation
 
 clean: ## Remove what was built and installed; runs/ stays
-	rm -rf $(VENV) .venv-trl .venv-vllm dist build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-trl .venv-tinker .venv-vllm dist build .mypy_cache .ruff_cache .pytest_cache

@@ -24,6 +24,8 @@ _HOMES = {
     "SamplingParams": "cookbook.types",
     "TensorData": "cookbook.types",
     "datum_from_tokens_weights": "cookbook.types",
+    "FusedOutputLoss": "cookbook.engine.fused_loss",
+    "LinearCrossEntropyLoss": "cookbook.engine.fused_loss",
     "CookbookError": "cookbook.errors",
     "Hook": "cookbook.hooks",
     "Loss": "cookbook.losses",
@@ -43,6 +45,7 @@ __all__ = ["__version__", *_HOMES, *sorted(_MODULES)]
 
 if TYPE_CHECKING:
     from cookbook import advantages, errors, losses, schedules, types
+    from cookbook.engine.fused_loss import FusedOutputLoss, LinearCrossEntropyLoss
     from cookbook.errors import CookbookError
     from cookbook.hooks import Hook
     from cookbook.losses import CISPO, DFT, DPO, DRO, GRPO, ORPO, PPO, CrossEntropy, ImportanceSampling, Loss

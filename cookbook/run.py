@@ -126,6 +126,7 @@ class Run:
     console: Console | None = None
     examples: list[Example] = field(default_factory=list)  # of the last evaluation
     _tokens: int = 0  # of this step so far
+    _sync_s: float = 0.0  # spent on weight syncs in this step so far, seconds
     _rows: int | None = None  # a checksum of the rows of this step so far
     _saving: tuple[int, Future[Checkpoint]] | None = None  # of which step, under way while training goes on
     _open: tuple[Step, Evaluate | None] | None = None  # the step that the recipe is in
@@ -207,7 +208,9 @@ class Run:
         return self.sampler if self.sampler is not None and self.sampler.step == step else self._fresh(step)
 
     def _fresh(self, step: int) -> Sampler:
+        started = time.monotonic()
         sampler = self.syncer.sync(step)
+        self._sync_s += time.monotonic() - started
         for hook in self.hooks:
             hook.on_weight_sync(self, sampler)
         return sampler
@@ -228,7 +231,8 @@ class Run:
         for row in rollout.log_rows(groups, self.rollout.log_samples):
             self.samples_file.write(step.index + 1, row)
         found = rollout.metrics(groups)
-        step.log(found, {"time/sampled_tokens_per_s": found["rollout/tokens"] / sampling_s})
+        lag = {"sync/version_lag": float(step.index - sampler.step)}  # optimizer steps that the samples' weights are behind
+        step.log(found, lag, {"time/sampled_tokens_per_s": found["rollout/tokens"] / sampling_s})
         return groups
 
     # ---- evaluation ----------------------------------------------------------------------------------------------
@@ -291,7 +295,7 @@ class Run:
                     self._write(0, self._evaluate(evaluate, 0))
                 for index in range(self._done, total):
                     step = Step(index, total)
-                    self._tokens, self._rows = 0, None
+                    self._tokens, self._rows, self._sync_s = 0, None, 0.0
                     self._open = step, evaluate
                     yield step
                     self._open = None
@@ -339,6 +343,8 @@ class Run:
             row["data/rows_crc32"] = self._rows
         if evaluate and (last or number == step.total or (self.eval.every and number % self.eval.every == 0)):
             row.update(self._evaluate(evaluate, number))
+        if self.sampler is not None:
+            row["time/sync_s"] = self._sync_s
         self._write(number, row)
         self._done = number
         for hook in self.hooks:

@@ -10,19 +10,19 @@ import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from cookbook.backends.failures import Failures
-from cookbook.backends.local import LocalConfig, LocalTrainer
-from cookbook.backends.sampling import LocalSampler
-from cookbook.checkpoints import manifest
+from cookbook.backends.homes import AnySampler, Trainer
+from cookbook.backends.info import ModelInfo
+from cookbook.backends.local import LocalConfig
+from cookbook.backends.remote.config import RemoteConfig
 from cookbook.engine.model import ModelConfig
 from cookbook.errors import ConfigError
 from cookbook.futures import Future
-from cookbook.paths import packaged
 from cookbook.suggest import did_you_mean
 from cookbook.types import (
     AdamParams,
@@ -66,34 +66,13 @@ class _AsyncTwins:
         return call
 
 
-@dataclass(frozen=True)
-class ModelData:
-    """Which model it is: its architecture as the Hugging Face config names it, and where weights and tokenizer came from."""
-
-    arch: str
-    model_name: str
-    tokenizer_id: str
-
-
-@dataclass(frozen=True)
-class ModelInfo:
-    """What :meth:`TrainingClient.get_info` tells."""
-
-    model_data: ModelData
-    model_name: str
-    lora_rank: int
-    is_lora: bool
-    num_parameters: int
-    max_context_length: int
-
-
 class SamplingClient(_Ready):
     """Samples from one version of the weights.
 
     Make all ``sample`` calls before reading the first result, or gather their ``_async`` twins: they are answered together.
     """
 
-    def __init__(self, sampler: LocalSampler, tokenizer: Any, base_model: str) -> None:
+    def __init__(self, sampler: AnySampler, tokenizer: Any, base_model: str) -> None:
         self._sampler = sampler
         self._tokenizer = tokenizer
         self._base_model = base_model
@@ -135,7 +114,7 @@ class SamplingClient(_Ready):
 class TrainingClient(_Ready, _AsyncTwins):
     """A model in training. Calls return futures at once and run in the order they are made."""
 
-    def __init__(self, trainer: LocalTrainer, service: ServiceClient) -> None:
+    def __init__(self, trainer: Trainer, service: ServiceClient) -> None:
         self._trainer = trainer
         self._service = service
 
@@ -190,7 +169,7 @@ class TrainingClient(_Ready, _AsyncTwins):
         if name is not None:
             self.save_weights_for_sampler(name).result()
         sampler = self._trainer.snapshot_sampler().result()
-        return SamplingClient(sampler, self.get_tokenizer(), self._trainer.engine.model.config.name)
+        return SamplingClient(sampler, self.get_tokenizer(), self._trainer.info().model_name)
 
     def create_sampling_client(self, model_path: Checkpoint | str, **tinker_options: Any) -> SamplingClient:
         """A sampling client on saved weights."""
@@ -200,10 +179,7 @@ class TrainingClient(_Ready, _AsyncTwins):
         return self._trainer.tokenizer
 
     def get_info(self) -> ModelInfo:
-        model = self._trainer.engine.model
-        name = model.config.name
-        data = ModelData(model.network.config.model_type, name, model.tokenizer.name_or_path)
-        return ModelInfo(data, name, model.config.lora_rank, model.is_lora, model.num_parameters, model.max_length)
+        return self._trainer.info()
 
     def close(self) -> None:
         """Waits for what is under way; raises the error of a failed call that nobody has read."""
@@ -214,13 +190,15 @@ class ServiceClient(_AsyncTwins):
     """Makes training and sampling clients. A client that nobody holds any more frees its model and ends its thread.
 
     Args:
-        base_url: None trains in this process.
-        checkpoint_dir: where ``save_state`` and ``save_weights_for_sampler`` write.
-        backend: how the embedded trainer computes; the default suits a laptop.
-        tinker_options: what Tinker's client takes beside these (``api_key``, ``user_metadata``, ...) is not used.
+        base_url: of a server (``cookbook serve``, hosted Tinker); None trains in this process.
+        checkpoint_dir: where ``save_state`` and ``save_weights_for_sampler`` write; of a server's checkpoints, where they are.
+        backend: how the embedded trainer computes; the default suits a laptop. Or a server in more detail than ``base_url``.
+        tinker_options: what Tinker's client takes beside these (``user_metadata``, ...) is not used; the API key of a server
+            comes from the environment.
 
     Raises:
-        ConfigError: a ``base_url``: this version trains in process only; an option nobody knows.
+        ConfigError: an option nobody knows, or ``base_url`` beside a ``backend``.
+        BackendError: the server does not answer, or refuses the key.
     """
 
     def __init__(
@@ -228,15 +206,15 @@ class ServiceClient(_AsyncTwins):
         *,
         base_url: str | None = None,
         checkpoint_dir: str | Path = "checkpoints",
-        backend: LocalConfig | None = None,
+        backend: LocalConfig | RemoteConfig | None = None,
         **tinker_options: Any,
     ) -> None:
         _refuse_others(ServiceClient, tinker_options, OF_A_SESSION)
-        if base_url is not None:
-            raise ConfigError(f"base_url: this version trains in this process only, got {base_url!r}; leave base_url out")
-        self._folder = Path(checkpoint_dir)
-        self._backend = backend or LocalConfig(all_logprobs=True)
-        self._trainers: weakref.WeakValueDictionary[int, LocalTrainer] = weakref.WeakValueDictionary()
+        if base_url is not None and backend is not None:
+            raise ConfigError(f"base_url: give it or a backend, got both; leave base_url={base_url!r} out, or backend")
+        config = RemoteConfig(base_url) if base_url is not None else backend or LocalConfig(all_logprobs=True)
+        self._home = config.home(Path(checkpoint_dir))
+        self._trainers: weakref.WeakValueDictionary[int, Trainer] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()  # the trainers', in the order of making
         self._unread: set[Failures] = set()
 
@@ -251,7 +229,7 @@ class ServiceClient(_AsyncTwins):
         """
         of_the_model = {field.name for field in fields(ModelConfig)} - {"name"}
         _refuse_others(self.create_training_client, model_options, sorted(of_the_model))
-        config = ModelConfig(_model_name(base_model), lora_rank=lora_rank, **model_options)
+        config = self._home.model(base_model, {"lora_rank": lora_rank, **model_options})
         return TrainingClient(self._trainer(config, seed), self)
 
     def create_lora_training_client(
@@ -301,14 +279,15 @@ class ServiceClient(_AsyncTwins):
         _refuse_others(self.create_sampling_client, tinker_options, OF_SAMPLING)
         if (model_path is None) == (base_model is None):
             raise ConfigError("create_sampling_client: pass either model_path or base_model")
-        model = ModelConfig(_model_name(str(base_model))) if model_path is None else _saved_model(model_path)
+        model = self._home.model(str(base_model), {}) if model_path is None else self._home.saved_model(model_path)
         trainer = self._trainer(model)
-        return SamplingClient(trainer.live_sampler(0).result(), trainer.tokenizer, model.name)
+        return SamplingClient(self._home.sampler(trainer, model_path), trainer.tokenizer, model.name)
 
     def close(self) -> None:
         """Closes every client. Raises the error of a failed call that nobody has read, also of a client that is gone."""
         with contextlib.ExitStack() as stack:  # one client's error does not keep the others open
             stack.callback(self._tell_unread)
+            stack.callback(self._home.close)
             for trainer in self._trainers.values():
                 stack.callback(trainer.close)
 
@@ -323,16 +302,15 @@ class ServiceClient(_AsyncTwins):
         self.close()
 
     def _from_state(self, path: Checkpoint | str, *, optimizer: bool) -> TrainingClient:
-        model = _saved_model(path)
-        trainer = self._trainer(model, 0)
-        trainer.load_state(model.name, optimizer=optimizer).result()
+        trainer = self._trainer(self._home.saved_model(path), 0)
+        trainer.load_state(path, optimizer=optimizer).result()
         return TrainingClient(trainer, self)
 
-    def _trainer(self, model: ModelConfig, seed: int | None = None) -> LocalTrainer:
+    def _trainer(self, model: ModelConfig, seed: int | None = None) -> Trainer:
         """``seed`` None is one of its own: two samplers of the same weights are to draw differently."""
         number = next(self._numbers)
         seed = number if seed is None else seed
-        trainer = LocalTrainer(model, self._backend, seed=seed, folder=self._folder, unread=self._unread)
+        trainer = self._home.trainer(model, seed, self._unread)
         self._trainers[number] = trainer
         return trainer
 
@@ -351,17 +329,3 @@ def _check_optimizer(tinker_options: Mapping[str, Any]) -> None:
     optimizer = tinker_options.get("optimizer")
     if optimizer is not None and getattr(optimizer, "type", None) != "adamw":
         raise ConfigError(f"optimizer: this trainer has AdamW only, got {optimizer!r}; leave optimizer out")
-
-
-def _saved_model(checkpoint: Checkpoint | str) -> ModelConfig:
-    """A checkpoint as a model to load: a model folder, or an adapter that names its base.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
-    folder = str(checkpoint.path if isinstance(checkpoint, Checkpoint) else checkpoint)
-    return ModelConfig(folder, dtype=manifest.verify(Path(folder))["dtype"])
-
-
-def _model_name(base_model: str) -> str:
-    return str(packaged("data") / "tiny") if base_model == "tiny" else base_model

@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from cookbook import recipe as recipes
 from cookbook import report, runfolder
 from cookbook.backends.local import LocalConfig, LocalTrainer
+from cookbook.backends.remote import pointers
 from cookbook.checkpoints import CheckpointConfig, manifest, store
 from cookbook.config import OptimConfig, build
 from cookbook.data import DataConfig, Renderer, Row, load_rows
@@ -317,5 +318,10 @@ def _sampling_target(target: str) -> str:
         checkpoint = store.newest(folder / "checkpoints")
         if checkpoint is None:
             raise CheckpointError(f"{target}: this run has no checkpoint yet; wait for one, or lower checkpoint.every")
+        if (elsewhere := manifest.read(checkpoint).get(pointers.SERVER)) is not None:
+            raise CheckpointError(
+                f"{target}: the weights of its checkpoints are on the server at {elsewhere['url']}; fetch them with "
+                f"`tinker checkpoint download {elsewhere['path']}`, and sample from that folder"
+            )
         return str(checkpoint)
     return str(packaged("data") / "tiny") if target == "tiny" and not folder.exists() else target

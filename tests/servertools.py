@@ -53,7 +53,7 @@ class Running:
 def running(model: Path, folder: Path, **options: Any) -> Iterator[Running]:
     """``options`` are fields of ``ServerConfig``."""
     config = ServerConfig(port=0, **options)
-    host = Host(ModelConfig(str(model)), LocalConfig(), seed=0, names=tuple(config.names))
+    host = Host(ModelConfig(str(model)), LocalConfig(), seed=0, names=tuple(config.names), graph_bytes=config.graph_bytes)
     service = Service(host, Catalogue(folder), config)
     with listening(config) as listener:
         server = uvicorn.Server(uvicorn.Config(create_app(service), log_level="error"))

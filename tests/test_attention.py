@@ -345,3 +345,17 @@ def test_turned_off_the_model_keeps_its_own_attention():
     model = language_model("full")
     Engine(model, EngineOptions(packing="padded"))
     assert model.network.config._attn_implementation == "sdpa"
+
+
+def test_rows_that_positions_divide_are_kept_apart():
+    """A call that is not the engine's: transformers tells several sequences in a row by positions that start again."""
+    model = language_model("full")
+    before = alone_logits = None
+    ids, positions = torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([[0, 1, 2, 0, 1]])
+    with torch.no_grad():
+        before = model.network(input_ids=ids, position_ids=positions, use_cache=False).logits
+        assert model.layouts.packed  # now it has cookbook's attention
+        found = model.network(input_ids=ids, position_ids=positions, use_cache=False).logits
+        alone_logits = model.network(input_ids=ids[:, 3:], use_cache=False).logits
+    assert (found - before).abs().max() < 1e-12
+    assert (found[:, 3:] - alone_logits).abs().max() < 1e-12

@@ -9,8 +9,12 @@ import pytest
 import tiny
 import torch
 
-from cookbook.engine import head
+from cookbook.engine import head, loss_gradient
+from cookbook.engine.engine import EngineOptions
+from cookbook.engine.linear_logprobs import tokenwise
 from cookbook.engine.offload import offloading
+from cookbook.engine.planning import Layouts
+from cookbook.errors import BackendError, ConfigError, DataError
 from cookbook.losses import DFT, DPO, GRPO, ORPO, CrossEntropy
 from cookbook.types import AdamParams, Datum, ModelInput
 
@@ -95,7 +99,7 @@ def test_graphs_that_do_not_fit_are_computed_a_second_time(make_engine):
     engine = make_engine(micro_batch_tokens=40)
     cost = passes_of(engine, data, loss)
     assert passes_of(make_engine(micro_batch_tokens=40, retain_bytes=0), data, loss) == 2 * cost - 1  # one always fits
-    half = int(sum(datum.model_input.length for datum in data) / 2 * engine._bytes_per_token())
+    half = int(sum(datum.model_input.length for datum in data) / 2 * engine.passes.bytes_per_token)
     partly = passes_of(make_engine(micro_batch_tokens=40, retain_bytes=half), data, loss)
     assert cost < partly < 2 * cost
 
@@ -344,6 +348,52 @@ def test_tokens_of_weight_0_need_not_be_scored(make_engine, monkeypatch, name, c
         masked = datum.loss_fn_inputs["weights"].array == 0
         np.testing.assert_allclose(one["logprobs"].array[~masked], other["logprobs"].array[~masked], rtol=1e-6)
         assert np.isnan(one["logprobs"].array[masked]).all() and np.isfinite(other["logprobs"].array).all()
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "dft", "grpo"])
+def test_a_loss_of_tokens_never_holds_the_logits_of_a_whole_datum(make_engine, monkeypatch, name):
+    """One long datum, a chunk of a few rows: the gradient is that of the whole, the largest tensor that of the chunk."""
+    loss = LOSSES[name]
+    data = loss.prepare([tiny.datums(40, longest=90)[7]])
+    whole = make_engine(dtype="float64", micro_batch_tokens=10_000)
+    expected = whole.forward_backward(data, loss)
+    monkeypatch.setattr(head, "CHUNK_BYTES", 4 * 4 * tiny.VOCABULARY)
+    monkeypatch.setattr(tokenwise, "_chunk_rows", lambda given: 5)
+    engine = make_engine(dtype="float64", micro_batch_tokens=10_000)
+    calls = []
+    inner = loss_gradient.loss_gradient
+    monkeypatch.setattr("cookbook.engine.engine.loss_gradient", lambda *given: calls.append(given[1]) or inner(*given))
+    output = engine.forward_backward(data, loss)
+    assert len(calls) > 3 and all(datum.model_input.length <= 5 for call in calls for datum in call)
+    assert tiny.difference(tiny.gradients(engine), tiny.gradients(whole)) < 1e-12
+    assert engine.counts == whole.counts
+    assert output.metrics == pytest.approx(expected.metrics, rel=1e-12)
+
+
+def test_a_call_that_fails_leaves_nothing_behind(make_engine):
+    data = tiny.datums(4)
+    engine = make_engine(micro_batch_tokens=1)
+
+    def loss(_, logprobs):
+        return sum(row.sum() for row in logprobs) * float("nan"), {}
+
+    for bad in (loss, DPO()):
+        with pytest.raises((BackendError, DataError)):
+            engine.forward_backward(
+                [*data[:3], Datum(data[3].model_input, {"target_tokens": data[3].loss_fn_inputs["target_tokens"]})], bad
+            )
+        assert not engine.accumulated and engine.counts.num_loss_tokens == 0
+        assert all(not gradient.any() for gradient in tiny.gradients(engine))
+    engine.forward_backward(data, DPO())
+
+
+def test_what_cannot_be_packed_is_not_packed_by_force(make_engine):
+    with pytest.raises(ConfigError, match="expected one of auto, packed, padded, got 'packd'"):
+        make_engine(packing="packd")
+    engine = make_engine(packing="auto")
+    engine.model.layouts = Layouts(False, False, "reason")
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM cannot be packed exactly: reason; set it to auto"):
+        type(engine)(engine.model, EngineOptions(packing="packed"))
 
 
 def test_every_token_is_scored_for_a_loss_of_which_nothing_is_known(make_engine):

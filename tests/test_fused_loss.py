@@ -7,10 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from cookbook.engine.fused_loss import FusedOutputLoss, LinearCrossEntropyLoss, hidden_states_of
-from cookbook.engine.linear_logprobs import implementations
+from cookbook.engine.linear_logprobs import implementations, low_rank_of
 from cookbook.errors import ConfigError
 
 SHAPE = {
@@ -125,13 +126,103 @@ def test_options_are_checked(options):
         LinearCrossEntropyLoss(torch.nn.Linear(4, 9), **options)
 
 
-def test_cce_falls_back_with_one_warning(caplog):
+@pytest.mark.parametrize("impl", ["cce", "torch_compile"])
+def test_what_cannot_run_falls_back_with_one_warning(caplog, impl):
     implementations._cannot.cache_clear()
     layer, labels = torch.nn.Linear(4, 9, bias=False), torch.randint(0, 9, (2, 5))
     with caplog.at_level(logging.WARNING, logger="cookbook"):
-        losses = [LinearCrossEntropyLoss(layer, impl="cce")(HIDDEN, labels) for _ in range(2)]
+        losses = [LinearCrossEntropyLoss(layer, impl=impl)(HIDDEN, labels) for _ in range(2)]
     assert losses[0] == LinearCrossEntropyLoss(layer)(HIDDEN, labels)
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert [record.message.split()[0] for record in caplog.records] == [f"impl={impl}"]
+
+
+def adapted(**options):
+    """A model with PEFT's LoRA on its head, no longer at its start, where B is 0."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False)).double()
+    wrapped = get_peft_model(model, LoraConfig(r=3, target_modules=["lm_head"], **options), autocast_adapter_dtype=False)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    return wrapped
+
+
+@pytest.mark.parametrize(
+    ("options", "linear"),
+    [
+        ({}, True),
+        ({"use_rslora": True}, True),
+        ({"use_dora": True}, False),
+        ({"lora_bias": True}, False),
+        ({"lora_dropout": 1e-9}, False),  # recognized all the same, and too rare to change what is computed
+    ],
+)
+def test_an_adapter_on_the_head_is_part_of_it(options, linear, batch):
+    model, (tokens, labels) = adapted(**options), batch
+    assert (low_rank_of(model.get_output_embeddings()) is not None) == linear
+    hidden = model.base_model.model.model(tokens).last_hidden_state
+    LinearCrossEntropyLoss(model.get_output_embeddings(), chunk_size=5)(hidden, labels).backward()
+    mine = {name: one.grad.clone() for name, one in model.named_parameters() if one.requires_grad}
+    model.zero_grad()
+    model(tokens, labels=labels).loss.backward()
+    assert len(mine) >= 2
+    for name, gradient in mine.items():  # transformers computes its loss in float32
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-5, atol=1e-7)
+
+
+def test_an_adapter_is_as_it_is_now():
+    model = adapted(lora_dropout=0.5)
+    layer = model.get_output_embeddings()
+    assert low_rank_of(layer) is None
+    model.eval()
+    assert low_rank_of(layer)[2].scaling == layer.scaling["default"]
+    with model.disable_adapter():
+        assert low_rank_of(layer) == (layer.base_layer.weight, None, None)
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["lm_head"]))
+    model.base_model.set_adapter(["default", "other"])
+    assert low_rank_of(layer) is None
+    model.base_model.set_adapter("default")
+    layer.merge()
+    assert low_rank_of(layer) is None
+
+
+def test_a_float32_adapter_on_a_bfloat16_head():
+    model = adapted().bfloat16()
+    layer = model.get_output_embeddings()
+    layer.lora_A.float()
+    layer.lora_B.float()
+    hidden, labels = torch.randn(2, 5, 16).bfloat16(), torch.randint(0, 97, (2, 5))
+    loss = LinearCrossEntropyLoss(layer)(hidden, labels)
+    loss.backward()
+    logits = layer(hidden)[:, :-1].float().reshape(-1, 97)
+    # bfloat16 rounds a logit to 0.4%; they are of the size of 10 here, eight tokens are averaged.
+    assert loss.item() == pytest.approx(torch.nn.functional.cross_entropy(logits, labels[:, 1:].reshape(-1)).item(), abs=0.02)
+    assert layer.lora_B["default"].weight.grad.dtype == torch.float32
+
+
+class Doubled(torch.nn.Linear):
+    """Stands for a quantized layer: its output is not its weight's."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_a_layer_of_another_kind_is_run_itself():
+    torch.manual_seed(0)
+    layer, labels = Doubled(4, 9), torch.randint(0, 9, (2, 5))
+    loss = LinearCrossEntropyLoss(layer, chunk_size=3, scale=0.5, softcap=3.0)
+    logits = loss.forward_logits(HIDDEN)[:, :-1].reshape(-1, 9)
+    assert torch.equal(loss.forward_logits(HIDDEN), 3.0 * torch.tanh(layer(HIDDEN) * 0.5 / 3.0))
+    assert torch.allclose(loss(HIDDEN, labels), torch.nn.functional.cross_entropy(logits, labels[:, 1:].reshape(-1)))
+    assert loss(HIDDEN, torch.full((2, 5), -100)) == 0
+
+
+def test_a_forward_written_over_the_layers_own_counts():
+    layer = torch.nn.Linear(4, 9)
+    assert low_rank_of(layer) == (layer.weight, layer.bias, None)
+    layer.forward = lambda x: x
+    assert low_rank_of(layer) is None
 
 
 def test_it_satisfies_the_protocol_that_others_may_implement():

@@ -337,6 +337,18 @@ def test_chunks_end_where_the_caller_allows(cuts, expected):
     assert error(given.hidden.grad, exact.hidden.grad) < 1e-12
 
 
+def test_gradients_computed_on_the_way_are_handed_over_once_and_uncopied():
+    given = case().to(torch.float32)
+    found = linear_logprobs_with_gradient(given.hidden, given.weight, given.targets, lambda rows, _: given.by_logprobs[rows])
+    (held,) = [one for one in found.surrogate.grad_fn.gradients if one is not None and one.shape == given.weight.shape]
+    place = held.data_ptr()
+    del held
+    found.surrogate.backward(retain_graph=True)
+    assert given.weight.grad.data_ptr() == place
+    with pytest.raises(BackendError, match="backward ran twice"):
+        found.surrogate.backward()
+
+
 def test_autocast_is_followed():
     given = case(peak=0.25).to(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from concurrent import futures
 
 import numpy as np
@@ -12,8 +13,14 @@ import tiny
 import torch
 
 from cookbook.deployments.embedded import EmbeddedConfig
+from cookbook.engine import kv_cache
 from cookbook.engine import sampler as engine_sampler
-from cookbook.engine.sampler import Request, sample
+from cookbook.engine.choosing import draw
+from cookbook.engine.decoding import Decoder
+from cookbook.engine.model import LanguageModel, ModelConfig
+from cookbook.engine.requests import lanes_of
+from cookbook.engine.sampler import Request, sample, stream
+from cookbook.engine.stopping import Ending, completing_tokens
 from cookbook.errors import BackendError, ConfigError, RolloutError
 from cookbook.types import AdamParams, Datum, ModelInput, SamplingParams
 
@@ -107,6 +114,44 @@ def test_top_k_and_top_p_keep_what_they_should(model):
             assert chi_square_per_degree(counts, kept / kept.sum()) < 4  # few degrees: a looser bound
 
 
+def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest(model):
+    probabilities = np.exp(logprobs_at(model, [5, 6, 7]))
+    order = np.argsort(-probabilities)
+    share = float(probabilities[order[4]] / probabilities[order[0]]) * 0.999
+    for others in ({}, {"top_k": 50}, {"top_p": 0.999}):
+        counts, _ = frequencies(model, min_p=share, **others)
+        assert set(np.flatnonzero(counts).tolist()) == set(order[:5].tolist()), others
+
+
+def test_rows_of_a_batch_keep_their_own_filters(model):
+    filters = [{}, {"top_k": 2}, {"min_p": 0.3}, {"top_p": 0.3}, {"top_k": 5, "temperature": 0.5}, {"temperature": 0.0}]
+    requests = [Request(PROMPTS[0], 2, SamplingParams(**{**FREE, **given}), seed=9) for given in filters]
+    for given, found in zip(filters, sample(model, requests, 0, 100_000), strict=True):
+        alone = ask(model, [PROMPTS[0]], num_samples=2, seed=9, **given)[0]
+        assert [one.tokens for one in found] == [one.tokens for one in alone], given
+
+
+@pytest.mark.parametrize("vocabulary", [7, 1024, 1025, 5000])
+def test_a_draw_is_where_the_cumulated_weights_pass_the_random_number(vocabulary):
+    """Whatever the size of the vocabulary, and whether or not it is a multiple of anything."""
+    rng = np.random.default_rng(0)
+    weights = rng.gamma(0.1, size=(300, vocabulary)).astype(np.float32)
+    weights[:, rng.random(vocabulary) < 0.3] = 0
+    weights[:100, : vocabulary // 2] = 0  # whole blocks without weight
+    weights[:, -2:] = 0
+    weights[:, vocabulary // 2] = 0.1
+    uniform = rng.random(300)
+    uniform[::3] = 1.0  # where a random number falls in a block may round up to that
+    uniform[1::9] = 0.0
+    found = draw(torch.from_numpy(weights), torch.from_numpy(uniform)).numpy()
+    cumulated = np.cumsum(weights, axis=1, dtype=np.float64)
+    total, row = cumulated[:, -1], np.arange(300)
+    assert (weights[row, found] > 0).all()
+    rounding = 1e-6 * total  # float32 sums of blocks
+    assert (cumulated[row, found] >= uniform * total - rounding).all()
+    assert (cumulated[row, found] - weights[row, found] <= uniform * total + rounding).all()
+
+
 def test_filters_do_not_change_the_logprobs(model):
     plain = ask(model, PROMPTS, temperature=0.8, top_k=1)
     for prompt, (one,) in zip(PROMPTS, plain, strict=True):
@@ -151,10 +196,11 @@ def test_samples_of_a_prompt_differ_and_repeat(model):
     assert ask(model, [PROMPTS[0]], seed=-1) and ask(model, [PROMPTS[0]], seed=2**70)
 
 
-def test_random_numbers_do_not_end(model, monkeypatch):
-    expected = ask(model, [PROMPTS[0]], num_samples=3, max_tokens=20)
-    monkeypatch.setattr(engine_sampler, "DRAWS_AT_ONCE", 7)
-    assert ask(model, [PROMPTS[0]], num_samples=3, max_tokens=20) == expected
+@pytest.mark.parametrize("tokens", [1, 7, 64])
+def test_how_many_tokens_a_round_has_changes_nothing(model, monkeypatch, tokens):
+    expected = ask(model, PROMPTS, num_samples=3, max_tokens=20)
+    monkeypatch.setattr(Decoder.__init__, "__defaults__", (tokens,))
+    assert ask(model, PROMPTS, num_samples=3, max_tokens=20) == expected
 
 
 def test_temperatures_mix_in_a_batch(model):
@@ -182,6 +228,176 @@ def test_a_request_larger_than_the_budget_is_split_and_draws_the_same(model, bud
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
 
 
+# ---- what is decoded together -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def passes(model):
+    """The ``(rows, columns)`` of every forward pass."""
+    shapes = []
+    hook = model.network.register_forward_pre_hook(
+        lambda _, args, given: shapes.append(tuple(given["input_ids"].shape)), with_kwargs=True
+    )
+    yield shapes
+    hook.remove()
+
+
+def test_a_prompt_is_read_once_for_all_that_begin_with_it(model, passes):
+    expected = ask(model, [PROMPTS[1]], num_samples=1, seed=3)[0]
+    passes.clear()
+    again = [Request(PROMPTS[1], 1, SamplingParams(**FREE), seed=3 + i) for i in range(5)]
+    found = sample(model, [*again, Request(PROMPTS[2], 2, SamplingParams(**FREE), seed=0)], 0, 100_000)
+    assert passes == [(2, 7)] + [(7, 1)] * 7
+    assert found[0][0].tokens == expected[0].tokens
+    assert len({tuple(one.tokens) for one, *_ in found}) == 6
+
+
+def test_a_prompt_waits_until_all_its_samples_fit(model, passes):
+    """Rows of 11 tokens, three at once: two of the first prompt, then two of the second."""
+    ask(model, [[5, 6, 7], [9, 8, 7]], num_samples=2, max_batch_tokens=33)
+    assert passes == ([(1, 3)] + [(2, 1)] * 7) * 2
+
+
+def test_a_round_is_over_when_many_rows_have_ended(model, passes):
+    params = [SamplingParams(max_tokens=1 if i < 4 else 9, stop=[]) for i in range(6)]
+    sample(model, [Request([i, i], 1, given, seed=0) for i, given in enumerate(params)], 0, 100_000)
+    assert passes == [(6, 2)] + [(2, 1)] * 8
+
+
+def test_the_cache_gives_every_row_what_it_wrote(dirty_memory):
+    """A row that enters beside longer ones; columns that a mask hides are numbers."""
+    from transformers import DynamicCache
+
+    def read(rows, width):
+        states = DynamicCache()
+        states.update(torch.randn(rows, 2, width, 4), torch.randn(rows, 2, width, 4), 0)
+        return states
+
+    torch.manual_seed(0)
+    first, second = read(2, 5), read(1, 3)
+    cache = kv_cache.open_cache(first)
+    cache.enter(first, torch.tensor([1, 0, 1]))
+    new = torch.randn(2, 3, 2, 1, 4)
+    cache.states.update(*new, 0)
+    cache.keep([0, 2], 6)
+    cache.enter(second, torch.tensor([0, 0]))
+    last = torch.randn(2, 4, 2, 1, 4)
+    found = cache.states.update(*last, 0)
+    for states, one, other, step, end in zip(
+        found, *((c.layers[0].keys, c.layers[0].values) for c in (first, second)), new, last, strict=True
+    ):
+        assert states.shape == (4, 2, 7, 4) and states.isfinite().all()
+        assert torch.equal(states[:2], torch.cat([one[[1, 1]], step[[0, 2]], end[:2]], -2))
+        assert torch.equal(states[2:, :, 3:], torch.cat([other[[0, 0]], end[2:]], -2))
+
+
+@pytest.fixture
+def dirty_memory(monkeypatch):
+    """New memory holds what a mask cannot hide."""
+    clean = torch.Tensor.new_empty
+
+    def dirty(tensor, *shape):
+        return tensor.new_full(shape, float("nan")) if tensor.is_floating_point() else clean(tensor, *shape)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", dirty)
+
+
+def test_waiting_prompts_enter_while_others_go_on(model, passes, monkeypatch, dirty_memory):
+    """Limits of 4 and 40 tokens in turn: the budget takes 3 rows of at most 47, and every short one makes room for the next."""
+    monkeypatch.setattr(Decoder.__init__, "__defaults__", (4,))
+    monkeypatch.setattr(kv_cache, "COLUMNS_AT_ONCE", 5)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 256, rng.integers(1, 8)).tolist() for _ in range(12)]
+    params = [SamplingParams(max_tokens=40 if i % 3 == 0 else 4, stop=[]) for i in range(12)]
+    requests = [Request(prompt, 1, given, seed=i) for i, (prompt, given) in enumerate(zip(prompts, params, strict=True))]
+    alone = [sample(model, [request], 0, 10_000)[0][0] for request in requests]
+    passes.clear()
+    crowd = Decoder(model, [lane for i, request in enumerate(requests) for lane in lanes_of(model, i, request)], 3 * 47)
+    crowd.waiting = deque(sorted(crowd.waiting, key=lambda lane: lane.request))  # as they come: long and short ones mixed
+    lanes = {lane.request: lane for round in crowd.rounds() for lane in round}
+    for number, one in enumerate(alone):
+        assert lanes[number].tokens == one.tokens
+        np.testing.assert_allclose(lanes[number].logprobs, one.logprobs, atol=1e-5)
+    assert max(rows for rows, _ in passes) == 3
+    assert sum(rows for rows, columns in passes if columns == 1) <= 1.3 * sum(len(one.tokens) for one in alone)
+    assert len(passes) < 110  # one after the other, by threes, four long ones and their like take 4 * 40
+
+
+@pytest.mark.parametrize("window", [3, 6, 64])
+def test_sliding_windows_slide_in_place(window, monkeypatch, dirty_memory):
+    """Rows enter and leave, and the buffers move, while layers with and without a window see what they should."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    monkeypatch.setattr(Decoder.__init__, "__defaults__", (3,))
+    monkeypatch.setattr(kv_cache, "COLUMNS_AT_ONCE", 2)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    config = Gemma2Config(
+        vocab_size=tiny.VOCABULARY, num_hidden_layers=4, sliding_window=window, initializer_range=0.3, **shape
+    )
+    torch.manual_seed(0)
+    model = LanguageModel(Gemma2ForCausalLM(config).eval(), tiny.tokenizer(), ModelConfig("gemma2"), torch.device("cpu"))
+    prompts = [list(range(length, 3 * length)) for length in (1, 9, 2, 5, 12)]
+    model.network.generation_config.eos_token_id = None
+    params = [SamplingParams(max_tokens=n, temperature=0.0, stop=[]) for n in (4, 12, 20, 5, 7)]
+    requests = [Request(prompt, 1, given, seed=0) for prompt, given in zip(prompts, params, strict=True)]
+    for request, (one,) in zip(requests, sample(model, requests, 0, 75), strict=True):
+        given = {"max_new_tokens": request.params.max_tokens, "do_sample": False, "pad_token_id": 0}
+        expected = model.network.generate(torch.tensor([request.prompt]), **given)
+        assert one.tokens == expected[0, len(request.prompt) :].tolist()
+
+
+def test_states_of_other_kinds_are_kept_by_transformers_own_cache():
+    """Some layers carry a state: the longest prompt's row leaves first, and the next ones enter when all have left."""
+    import transformers
+
+    numbers = {f"linear_num_{name}_heads": 2 for name in ("key", "value")}
+    sizes = {f"linear_{name}_head_dim": 8 for name in ("key", "value")}
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    config = transformers.Qwen3_5TextConfig(vocab_size=tiny.VOCABULARY, num_hidden_layers=4, **numbers, **sizes, **shape)
+    torch.manual_seed(0)
+    network = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for parameter in network.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model = LanguageModel(network, tiny.tokenizer(), ModelConfig("hybrid"), torch.device("cpu"))
+    requests = [
+        Request(list(range(length)), 1, SamplingParams(max_tokens=limit, stop=[]), seed=length)
+        for length, limit in ((20, 2), (3, 20), (4, 18), (19, 4))
+    ]
+    for request, (one,) in zip(requests, sample(model, requests, 0, 3 * 24), strict=True):
+        (alone,) = sample(model, [request], 0, 1000)[0]
+        assert one.tokens == alone.tokens
+        np.testing.assert_allclose(one.logprobs, alone.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["GPT2", "OPT"])
+def test_a_row_that_filled_the_context_waits_for_the_others_inside_it(family):
+    """Learned positions end with the context; one model counts them from the mask."""
+    import transformers
+
+    shape = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "ffn_dim": 48, "word_embed_proj_dim": 32}
+    config = getattr(transformers, f"{family}Config")(vocab_size=tiny.VOCABULARY, max_position_embeddings=tiny.CONTEXT, **shape)
+    torch.manual_seed(0)
+    network = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = LanguageModel(network, tiny.tokenizer(), ModelConfig(family), torch.device("cpu"))
+    prompts = [list(range(93)), *([n] for n in range(7))]  # few enough end that they stay till the round is over
+    lengths = [len(one.tokens) for (one,) in ask(model, prompts, max_tokens=None)]
+    assert lengths == [3, *[95] * 7]
+
+
+def test_pieces_as_they_come_are_the_samples(model):
+    request = Request(PROMPTS[0], 3, SamplingParams(max_tokens=30), seed=2)
+    whole = sample(model, [request], 0, 10_000)[0]
+    tokens, ends = [[], [], []], [None, None, None]
+    for piece in stream(model, request, 10_000):
+        assert 0 < len(piece.tokens) == len(piece.logprobs) <= 4
+        assert ends[piece.number] is None
+        tokens[piece.number] += piece.tokens
+        ends[piece.number] = piece.stop_reason
+    assert tokens == [one.tokens for one in whole]
+    assert ends == [one.stop_reason for one in whole]
+
+
 # ---- where it ends ---------------------------------------------------------------------------------------------------
 
 
@@ -200,7 +416,9 @@ def test_it_ends_with_the_stop_token_once(model):
     assert ask(model, [PROMPTS[0]], num_samples=6, stop=np.array([stop]))[0] == stopped
 
 
-def test_it_ends_with_a_stop_string(model):
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_it_ends_with_a_stop_string(model, monkeypatch, tokens):
+    monkeypatch.setattr(Decoder.__init__, "__defaults__", (tokens,))
     free = ask(model, [PROMPTS[0]], num_samples=4, temperature=1.0)[0]
     text = model.tokenizer.decode(free[0].tokens[2:4])
     for stop in (text, [text, "never there"]):
@@ -209,6 +427,21 @@ def test_it_ends_with_a_stop_string(model):
         assert one.tokens == free[0].tokens[: len(one.tokens)]
         assert model.tokenizer.decode(one.tokens).endswith(text)
         assert text not in model.tokenizer.decode(one.tokens[:-1])
+
+
+def test_a_stop_string_is_looked_for_where_a_token_may_complete_it(model):
+    """Among them one whose last character is two tokens, bytes that are no character alone."""
+    lists = [["é"], ["ab", "\n"], ["z é"]]
+    may = [completing_tokens(model, strings) for strings in lists]
+    assert [int(one.sum()) for one in may] < [tiny.VOCABULARY] * 3  # it tells some tokens from others
+    rng = np.random.default_rng(0)
+    for strings, completing in zip(lists, may, strict=True):
+        ending = Ending((), tuple(strings))
+        text = [*rng.integers(0, 256, 30).tolist(), *model.tokenizer.encode(strings[0], add_special_tokens=False)]
+        reached = [ending.is_reached(model.tokenizer, text[: end + 1]) for end in range(len(text))]
+        first = reached.index(True)
+        assert completing[text[first]]
+    assert not completing_tokens(model, []).any()
 
 
 @pytest.fixture
@@ -423,6 +656,33 @@ def test_prompts_are_scored(make_trainer, make_engine):
     assert len(live.compute_logprobs(list(range(96))).result()) == 96  # a full context can be scored
 
 
+def test_a_sampler_streams(make_trainer):
+    trainer = make_trainer()
+    live = trainer.live_sampler(0).result()
+    params = SamplingParams(max_tokens=20, stop=[], seed=1)
+    expected = drawn(live.sample(PROMPTS[0], 2, params))
+    pieces = live.stream(PROMPTS[0], 2, params)  # asked here, before the step
+    stepped = step(trainer)
+    tokens = {0: [], 1: []}
+    for piece in pieces:
+        tokens[piece.number] += piece.tokens
+    assert stepped.result() and [tokens[0], tokens[1]] == [one.tokens for one in expected]
+    with pytest.raises(RolloutError, match="moved on"):
+        list(live.stream(PROMPTS[0], 2, params))
+
+
+def test_a_stream_that_nobody_reads_on_ends(make_trainer, monkeypatch):
+    asked, original = [], Decoder._round
+    monkeypatch.setattr(Decoder, "_round", lambda decoder: (asked.append(1), time.sleep(0.01), original(decoder))[-1])
+    live = make_trainer().live_sampler(0).result()
+    asked.clear()  # the probe's
+    pieces = live.stream(PROMPTS[0], 1, SamplingParams(max_tokens=90, stop=[]))
+    next(pieces)
+    pieces.close()
+    assert drawn(live.sample(PROMPTS[0], 1, GREEDY))  # its turn comes
+    assert len(asked) < 10  # of 23, and one for the last line
+
+
 def test_requests_out_of_range_are_told_at_once(make_trainer):
     live = make_trainer().live_sampler(0).result()
     with pytest.raises(RolloutError, match="num_samples must be at least 1, got 0"):
@@ -514,8 +774,3 @@ def test_the_embedded_deployment(make_trainer, live):
         assert drawn(sampler.sample(PROMPTS[0], 1, GREEDY)) == before
     assert deployment.load(1).result().step == 1
     deployment.close()
-
-
-def test_the_embedded_deployment_needs_a_trainer_in_this_process():
-    with pytest.raises(ConfigError, match="deployment=embedded needs backend=local"):
-        EmbeddedConfig().deploy(object(), live=True)

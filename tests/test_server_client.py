@@ -121,6 +121,20 @@ def test_samplers_of_a_run_of_saved_weights_and_of_the_base_model(service, train
     assert live.compute_logprobs(PROMPT, prompt_logprobs_last_n=1).result() == [None] * 3 + answers[0].prompt_logprobs[-1:]
 
 
+def test_the_likeliest_tokens_of_a_prompt_are_the_models_own(server, service):
+    client = service.create_sampling_client(base_model="tiny").result()
+    params = tinker.SamplingParams(max_tokens=1)
+    answer = client.sample(PROMPT, 1, params, include_prompt_logprobs=True, topk_prompt_logprobs=3).result()
+    network = server.service.host.base_sampler().engine().model.network
+    expected = network(torch.tensor([PROMPT.to_ints()])).logits[0, :-1].detach().log_softmax(-1).topk(3)
+    rows = answer.topk_prompt_logprobs
+    assert not rows[0] and [[token for token, _ in row] for row in rows[1:]] == expected.indices.tolist()
+    # One product of a 32-wide layer in float32, by two ways through the head: a few roundings of values near 5.
+    assert np.allclose([[value for _, value in row] for row in rows[1:]], expected.values.numpy(), atol=1e-5)
+    with pytest.raises(tinker.BadRequestError, match="the vocabulary has"):
+        client.sample(PROMPT, 1, params, topk_prompt_logprobs=10**6).result()
+
+
 def test_a_sampler_in_flight_follows_what_is_published(training):
     first = training.save_weights_and_get_sampling_client(kind="inflight").result()
     before = first.compute_logprobs(PROMPT).result()

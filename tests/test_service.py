@@ -448,8 +448,8 @@ def test_options_of_tinker_without_a_meaning_here_are_taken(tmp_path, tiny_folde
 
 
 def test_mistakes(service, tiny_folder):
-    with pytest.raises(ConfigError, match="base_url: "):
-        ServiceClient(base_url="http://localhost:8000")
+    with pytest.raises(ConfigError, match="base_url: expected http"):
+        ServiceClient(base_url="localhost:8000")
     for wrong in ({}, {"model_path": "a", "base_model": "b"}):
         with pytest.raises(ConfigError, match="pass either model_path or base_model"):
             service.create_sampling_client(**wrong)

@@ -53,7 +53,7 @@ class _Model:
 
 
 class KeptGraphs:
-    """The graphs of all trainers of one worker, which is the only one to use it; ``max_bytes`` bounds them together, 0: none."""
+    """The graphs of all trainers of one worker, which alone uses it; ``max_bytes`` bounds them together, 0: none is kept."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -83,7 +83,7 @@ class KeptGraphs:
         return output
 
     def take(self, engine: Engine, data: Sequence[Datum]) -> Retained | None:
-        """The graph of a forward of the same tokens and targets under the weights as they are; it is the caller's from now on."""
+        """The graph of a forward of the same tokens and targets under the present weights; it is the caller's from now on."""
         model = self._model(engine)
         known = model.forwards.pop(_digest(data), None) if model.forwards else None
         if known is None:
@@ -110,7 +110,7 @@ class KeptGraphs:
 
 
 def _can_go_on(engine: Engine) -> bool:
-    """Not where a forward drops out, as it must then differ from the one in training; nor where the router's loss needs more."""
+    """Not where a forward in training drops out and another does not; nor where the router's loss needs more of it."""
     return not (engine.passes.drops_out or engine.router_coefficient)
 
 

@@ -7,18 +7,20 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from cookbook.backends import copies
 from cookbook.backends.failures import CallFuture, Failures
 from cookbook.backends.graphs import KeptGraphs
+from cookbook.backends.info import ModelData, ModelInfo
 from cookbook.backends.sampling import LocalSampler, SampleQueue
 from cookbook.backends.worker import Worker, explained
 from cookbook.checkpoints import chain, store
 from cookbook.engine.engine import Engine, EngineOptions
 from cookbook.engine.model import LanguageModel, ModelConfig, load
+from cookbook.engine.planning import PACKINGS
 from cookbook.engine.shared import SharedBase
 from cookbook.errors import BackendError, ConfigError, RolloutError
 from cookbook.futures import Future
@@ -34,6 +36,9 @@ from cookbook.types import (
     as_adam,
     as_datum,
 )
+
+if TYPE_CHECKING:
+    from cookbook.backends.homes import Home
 
 T = TypeVar("T")
 CHECKPOINTING_FROM_PARAMETERS = 1_000_000_000
@@ -55,8 +60,8 @@ class LocalConfig:
     retain_gb: float = 4.0
 
     def __post_init__(self) -> None:
-        if self.packing not in ("auto", "packed", "padded"):
-            raise ConfigError(f"backend.packing: expected one of auto, packed, padded, got {self.packing!r}")
+        if self.packing not in PACKINGS:
+            raise ConfigError(f"backend.packing: expected one of {', '.join(PACKINGS)}, got {self.packing!r}")
         if self.threads < 1 or self.micro_batch_tokens < 1:
             raise ConfigError("backend: threads and micro_batch_tokens must be at least 1")
         if str(self.activation_checkpointing).lower() not in ("auto", "true", "false"):
@@ -67,6 +72,12 @@ class LocalConfig:
     def make_trainer(self, model: ModelConfig, *, seed: int, folder: Path) -> LocalTrainer:
         """Raises CookbookError: the model cannot be loaded."""
         return LocalTrainer(model, self, seed=seed, folder=folder)
+
+    def home(self, folder: Path) -> Home:
+        """Where a :class:`~cookbook.service.ServiceClient` computes."""
+        from cookbook.backends.homes import EmbeddedHome  # it imports this module
+
+        return EmbeddedHome(self, folder)
 
     def torch_device(self) -> torch.device:
         if self.device == "auto":
@@ -231,6 +242,12 @@ class LocalTrainer:
     def digests(self) -> dict[str, str]:
         """What tells the model, as it was loaded, from another one of the same name."""
         return copies.digests(self.engine.model)
+
+    def info(self) -> ModelInfo:
+        model = self.engine.model
+        name = model.config.name
+        data = ModelData(model.network.config.model_type, name, model.tokenizer.name_or_path)
+        return ModelInfo(data, name, model.config.lora_rank, model.is_lora, model.num_parameters, model.max_length)
 
     @property
     def tokenizer(self) -> Any:

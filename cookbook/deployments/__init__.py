@@ -1,1 +1,1 @@
-"""Where samples come from: ``embedded`` in the trainer's process."""
+"""Where samples come from: ``embedded`` where the trainer is, in this process or on its server."""

@@ -1,11 +1,9 @@
-"""Samples from the trainer's own weights, in its process: weight sync costs nothing, and every replica is the trainer."""
+"""Samples from the trainer's own weights, where it is: weight sync moves nothing, and every replica is the trainer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cookbook.backends.local import LocalTrainer
-from cookbook.errors import ConfigError
 from cookbook.futures import Future
 from cookbook.protocols import Sampler, TrainingClient
 
@@ -20,23 +18,21 @@ class EmbeddedConfig:
         """``live`` samples from the trainer's own weights; otherwise every sync copies them, so that samplers may lag behind.
 
         Raises:
-            ConfigError: the trainer is not in this process.
+            ConfigError: the trainer takes no such ``max_batch_tokens``.
         """
-        if not isinstance(trainer, LocalTrainer):
-            raise ConfigError("deployment=embedded needs backend=local: it samples from a trainer in the same process")
-        return EmbeddedDeployment(trainer, self.max_batch_tokens, live)
+        trainer.max_batch_tokens = self.max_batch_tokens
+        return EmbeddedDeployment(trainer, live)
 
 
 class EmbeddedDeployment:
-    """A :class:`~cookbook.protocols.Deployment` in the trainer's process."""
+    """A :class:`~cookbook.protocols.Deployment` of the trainer itself."""
 
-    def __init__(self, trainer: LocalTrainer, max_batch_tokens: int, live: bool) -> None:
+    def __init__(self, trainer: TrainingClient, live: bool) -> None:
         self._trainer = trainer
         self._live = live
-        trainer.max_batch_tokens = max_batch_tokens
 
     def load(self, step: int) -> Future[Sampler]:
-        return self._trainer.live_sampler(step) if self._live else self._trainer.snapshot_sampler(step)  # type: ignore[return-value]
+        return self._trainer.live_sampler(step) if self._live else self._trainer.lagging_sampler(step)
 
     def close(self) -> None:
         """Nothing of its own to close."""

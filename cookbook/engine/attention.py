@@ -10,9 +10,11 @@ go on to transformers' own.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -72,6 +74,19 @@ class Layout:
         return ends[0], ends[1]
 
 
+_LAID_OUT: ContextVar[bool] = ContextVar("laid_out", default=False)
+
+
+@contextlib.contextmanager
+def by_layout(laid_out: bool) -> Iterator[None]:
+    """Around a call of the model that brings a layout: positions that start again then need no mask."""
+    token = _LAID_OUT.set(laid_out)
+    try:
+        yield
+    finally:
+        _LAID_OUT.reset(token)
+
+
 def install(network: Any) -> str:
     """Makes this module the attention of a Hugging Face model; returns the name of what it had, for :func:`uninstall`."""
     from transformers import AttentionInterface
@@ -93,11 +108,13 @@ def _mask_unless_causal(
 ) -> Tensor | None:
     """transformers asks for the mask of a pass: None where ``attend`` knows by itself, with or without a window.
 
-    ``use_vmap`` marks masks a model made of something else.
+    ``use_vmap`` marks masks a model made of something else, ``allow_is_causal_skip=False`` those of several sequences in a row,
+    which somebody else's call tells by positions alone.
     """
     from transformers.masking_utils import sdpa_mask
 
-    if attention_mask is None and q_length == kv_length and not use_vmap:
+    plain = rest.get("allow_is_causal_skip", True) or _LAID_OUT.get()
+    if attention_mask is None and q_length == kv_length and not use_vmap and plain:
         return None
     mask: Tensor | None = sdpa_mask(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, use_vmap=use_vmap, **rest
@@ -124,6 +141,7 @@ def attend(
     ``s_aux`` are attention sinks, one logit a head. Without a ``layout`` every row is one sequence.
     """
     rule = _Rule(scaling if scaling is not None else query.shape[-1] ** -0.5, dropout, softcap, s_aux)
+    attention_mask = attention_mask if layout is None else None  # the layout says it all; a mask knows the positions alone
     causal = rest.get("is_causal", getattr(module, "is_causal", True)) is not False and rest.get("position_bias") is None
     if attention_mask is None and query.shape[2] == key.shape[2] and causal:
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))

@@ -27,6 +27,8 @@ def check_datum(datum: Datum, index: int, vocabulary: int, max_length: int) -> N
         heat = datum.loss_fn_inputs["temperature"].array
         if heat.ndim or not 0 < float(heat) < float("inf"):
             raise DataError(f"datum {index}: temperature must be one number > 0, got {heat.tolist()}")
+    if not targets.size:
+        raise DataError(f"datum {index}: target_tokens of shape {targets.shape} hold no target; give at least one per position")
     for key, low, high in (
         ("model_input", min(datum.model_input.tokens), max(datum.model_input.tokens)),
         ("target_tokens", int(targets.min()), int(targets.max())),

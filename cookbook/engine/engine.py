@@ -12,10 +12,9 @@ import contextlib
 import functools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,13 +23,14 @@ from cookbook.engine.gradients import Gradients
 from cookbook.engine.loss_gradient import LossFunction, LossGradient, loss_gradient
 from cookbook.engine.model import LanguageModel, deprecations_hidden
 from cookbook.engine.optimizer import Optimizer
+from cookbook.engine.outputs import columns, output, same_pass
 from cookbook.engine.passes import Found, Passes, Scores, Wanted
-from cookbook.engine.planning import CPU_PASS_TOKENS, Layouts, MicroBatch, plan
+from cookbook.engine.planning import CPU_PASS_TOKENS, PACKINGS, Layouts, MicroBatch, plan
 from cookbook.engine.router_loss import router_coefficient
 from cookbook.errors import BackendError, ConfigError, DataError
 from cookbook.losses.base import Loss, Scope
 from cookbook.normalization import GradientCounts, Normalization, Reduction, check
-from cookbook.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput, TensorData
+from cookbook.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput
 
 log = logging.getLogger("cookbook")
 
@@ -48,6 +48,10 @@ class EngineOptions:
     token_metrics: bool = True  # tokens/accuracy and tokens/entropy with every pass
     all_logprobs: bool = True  # False: not those of tokens of weight 0, where the loss ignores them; NaN stands for them
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.packing not in PACKINGS:
+            raise ConfigError(f"backend.packing: expected one of {', '.join(PACKINGS)}, got {self.packing!r}")
 
 
 @dataclass
@@ -71,10 +75,11 @@ class Retained:
     scores: Scores
     version: int
     num_bytes: int
+    entropy: bool
 
     def is_of(self, data: Sequence[Datum]) -> bool:
         """Whether ``data`` has the same tokens, targets and temperatures; what a loss reads besides may differ."""
-        return len(data) == len(self.data) and all(_same_pass(*pair) for pair in zip(data, self.data, strict=True))
+        return len(data) == len(self.data) and all(same_pass(*pair) for pair in zip(data, self.data, strict=True))
 
 
 class Engine:
@@ -92,7 +97,6 @@ class Engine:
         self.accumulated: list[Reduction | None] = []  # what each call since the last step returned
         self.seeds = 0  # drawn since the last step
         self.layouts = self._layouts()
-        self._told: set[str] = set()  # layouts that the log has explained
         if options.activation_checkpointing:
             with deprecations_hidden():
                 model.network.gradient_checkpointing_enable({"use_reentrant": False})
@@ -118,8 +122,7 @@ class Engine:
         with torch.no_grad(), self._adapter(adapter):
             for batch in batches:
                 self.passes.run(data, batch, scores, wanted, training=False, seed=0)
-            value, metrics = loss(data, *_columns(scores, wanted)) if loss else (None, {})
-        return self._output(data, scores, value, metrics)
+        return self._scored_output(data, scores, loss, wanted)
 
     def forward_backward(
         self, data: Sequence[Datum], loss: LossFunction, retained: Retained | None = None
@@ -134,6 +137,13 @@ class Engine:
             BackendError: the loss is not a finite scalar, or does not depend on the logprobs.
             ConfigError: a second call with a mean before a step.
         """
+        try:
+            return self._forward_backward(data, loss, retained)
+        except BaseException:
+            self.discard_gradient()  # half of a call's gradient is nobody's
+            raise
+
+    def _forward_backward(self, data: Sequence[Datum], loss: LossFunction, retained: Retained | None) -> ForwardBackwardOutput:
         self._may_accumulate(loss)
         batches = self._plan(data)
         _check_data(data, loss)
@@ -146,9 +156,7 @@ class Engine:
         if isinstance(loss, Loss) and loss.scope in (Scope.token, Scope.sequence) and not wanted.router:
             for batch in batches:
                 self._forward_backward_apart(data, batch, loss, scores, wanted)
-            with torch.no_grad():
-                value, metrics = loss(data, *_columns(scores, wanted))
-            return self._output(data, scores, value, metrics)
+            return self._scored_output(data, scores, loss, wanted)
         return self._from_passes(data, self._forward_all(data, batches, scores, wanted), loss, scores, wanted)
 
     def forward_retained(
@@ -161,18 +169,17 @@ class Engine:
         """
         batches = self._plan(data)
         _check_data(data, loss)
-        scores, wanted = Scores(), self._wanted(None, training=True)
+        # What the loss to come reads is not known: every token, but no router's loss.
+        scores, wanted = Scores(), replace(self._wanted(loss, training=True), router=False, weighted_only=False)
         passes = self._forward_all(data, batches, scores, wanted)
-        kept = sum(one.batch.num_tokens for one in passes if one.found)
-        retained = Retained(data, passes, scores, self.version, int(kept * self._bytes_per_token()))
-        with torch.no_grad():
-            value, metrics = loss(data, *_columns(scores, wanted)) if loss else (None, {})
-        return retained, self._output(data, scores, value, metrics)
+        kept = sum(self._num_bytes(one.batch, one.found) for one in passes if one.found)
+        retained = Retained(data, passes, scores, self.version, kept, wanted.entropy)
+        return retained, self._scored_output(data, scores, loss, wanted)
 
     def _goes_on(self, retained: Retained, data: Sequence[Datum], wanted: Wanted) -> bool:
         """Fused optimizers change weights behind autograd's back, so their version is compared here."""
         fresh = retained.version == self.version and bool(retained.passes)
-        return fresh and not (wanted.entropy or wanted.router) and retained.is_of(data)
+        return fresh and not wanted.router and retained.entropy >= wanted.entropy and retained.is_of(data)
 
     def _from_passes(
         self, data: Sequence[Datum], passes: list[_Pass], loss: LossFunction, scores: Scores, wanted: Wanted
@@ -180,7 +187,21 @@ class Engine:
         """The loss of the whole batch, and the way back through its passes."""
         slopes = loss_gradient(loss, data, *scores.part(range(len(data)), entropy=wanted.entropy))
         self._backward_all(data, passes, slopes, wanted, self._router_slope(loss, slopes, scores))
-        return self._output(data, scores, slopes.value, slopes.metrics, self._router_weight(loss, slopes))
+        return output(data, scores, slopes.value, slopes.metrics, self._router_weight(loss, slopes))
+
+    def _scored_output(
+        self, data: Sequence[Datum], scores: Scores, loss: LossFunction | None, wanted: Wanted
+    ) -> ForwardBackwardOutput:
+        """The loss's value and metrics, of logprobs that are there already."""
+        if loss is None:
+            return output(data, scores, None, {})
+        if scores.router is not None:  # its share goes by the tokens that have a gradient
+            with torch.enable_grad():
+                slopes = loss_gradient(loss, data, *scores.part(range(len(data)), entropy=wanted.entropy))
+            return output(data, scores, slopes.value, slopes.metrics, self._router_weight(loss, slopes))
+        with torch.no_grad():
+            value, metrics = loss(data, *columns(scores, wanted))
+        return output(data, scores, value, metrics)
 
     def optim_step(self, adam: AdamParams, normalization: Normalization | None) -> OptimStepOutput:
         """Divides what has accumulated, once; clips; steps; clears.
@@ -232,38 +253,45 @@ class Engine:
         self, data: Sequence[Datum], batch: MicroBatch, loss: Loss, scores: Scores, wanted: Wanted
     ) -> None:
         """The gradient of one micro-batch's own terms."""
-        if not self.passes.folds(batch, wanted):
+        whole = loss.scope is Scope.sequence
+        if not self.passes.folds(data, batch, wanted, whole=whole):
             passes = self._forward_all(data, [batch], scores, wanted)
             indices = sorted(batch.indices)
             slopes = loss_gradient(loss, [data[index] for index in indices], *scores.part(indices, entropy=wanted.entropy))
             self._backward_all(data, passes, slopes, wanted, None)
             return
 
-        def slopes_of(logprobs: dict[int, Tensor]) -> dict[int, Tensor]:
-            with torch.enable_grad():
-                found = loss_gradient(loss, [data[index] for index in logprobs], logprobs)
-            self.counts.add(*found.active())
-            return found.logprobs
+        active: dict[int, int] = {}
 
-        self.passes.run_folded(data, batch, scores, wanted, slopes_of, seed=self._next_seed()).backward()  # type: ignore[no-untyped-call]
+        def slopes_of(indices: Sequence[int], pieces: Sequence[Datum], logprobs: Sequence[Tensor]) -> list[Tensor]:
+            with torch.enable_grad():
+                found = loss_gradient(loss, pieces, dict(zip(indices, logprobs, strict=True)))
+            for index, count in found.active_by_datum().items():
+                active[index] = active.get(index, 0) + count
+            return list(found.logprobs.values())
+
+        seed = self._next_seed()
+        root = self.passes.run_folded(data, batch, scores, wanted, slopes_of, seed=seed, whole=whole)
+        torch.autograd.backward(root)
+        self.counts.add(sum(active.values()), sum(count > 0 for count in active.values()))
 
     def _forward_all(self, data: Sequence[Datum], batches: list[MicroBatch], scores: Scores, wanted: Wanted) -> list[_Pass]:
         """Runs every pass; keeps the first graph and those that fit beside it, and of the rest only what they found."""
-        room = float(self.options.retain_bytes)
-        kept = 0
+        room = self.options.retain_bytes
+        per_token = 0.0  # the most that a token of a pass before has kept
         passes = []
         for batch in batches:
             seed = self._next_seed()
-            need = batch.num_tokens * self._bytes_per_token()
-            keep = batch is batches[0] or need <= room
+            keep = batch is batches[0] or batch.num_tokens * per_token <= room
             with contextlib.nullcontext() if keep else torch.no_grad():
                 found = self.passes.run(data, batch, scores, wanted, training=True, seed=seed)
             if keep:
-                room -= batch.num_tokens * self._bytes_per_token()
-                kept += 1
+                kept = self._num_bytes(batch, found)
+                room -= kept
+                per_token = max(per_token, kept / batch.num_tokens)
             passes.append(_Pass(batch, found if keep else None, seed))
-        if kept < len(passes):
-            log.info("kept the graphs of %d of %d micro-batches; the rest is computed twice", kept, len(passes))
+        if any(one.found is None for one in passes):
+            self._tell("retain", "graphs of a call's micro-batches do not all fit into retain_gb; the rest is computed twice")
         return passes
 
     def _backward_all(
@@ -271,18 +299,19 @@ class Engine:
     ) -> None:
         """The second half of the chain rule, pass by pass; passes through which nothing flows are left out."""
         self.counts.add(*slopes.active())
-        columns = [slopes.logprobs] if slopes.entropy is None else [slopes.logprobs, slopes.entropy]
+        sides = [slopes.logprobs] if slopes.entropy is None else [slopes.logprobs, slopes.entropy]
+        self.model.network.train(True)  # layers that are computed again must drop as they did
         for one in passes:
-            if router is not None or any(column[index].any() for column in columns for index in one.batch.indices):
+            if router is not None or any(side[index].any() for side in sides for index in one.batch.indices):
                 found = one.found or self.passes.run(data, one.batch, Scores(), wanted, training=True, seed=one.seed)
-                self._backward(found, columns, router)
+                self._backward(found, sides, router)
                 del found
             one.found = None  # frees the graph before the next pass
 
     @staticmethod
-    def _backward(found: Found, columns: Sequence[Mapping[int, Tensor]], router: Tensor | None) -> None:
-        roots = [found.logprobs] if found.entropy is None else [found.logprobs, found.entropy]
-        gradients = [found.tokens.gathered(column) for column in columns]
+    def _backward(found: Found, sides: Sequence[Mapping[int, Tensor]], router: Tensor | None) -> None:
+        gradients = [found.tokens.gathered(side) for side in sides]
+        roots = [root for root in (found.logprobs, found.entropy) if root is not None][: len(gradients)]
         if found.router is not None and router is not None and found.router.probability.requires_grad:
             roots, gradients = [*roots, found.router.probability], [*gradients, router]
         torch.autograd.backward(roots, [gradient.to(root) for root, gradient in zip(roots, gradients, strict=True)])
@@ -307,30 +336,40 @@ class Engine:
             check_datum(datum, index, vocabulary, self.model.max_length)
         budget = self.options.micro_batch_tokens
         made = plan(data, min(budget, CPU_PASS_TOKENS) if self.model.device.type == "cpu" else budget, self.layouts)
-        if made.layout not in self._told:
-            self._told.add(made.layout)
-            log.info("sequences are %s: %s", made.layout, made.reason)
+        self._tell(made.layout, f"sequences are {made.layout}: {made.reason}")
         return made.batches
+
+    def _tell(self, subject: str, line: str) -> None:
+        """Logs a choice once for a model, its copies included."""
+        if subject not in self.model.told:
+            self.model.told.add(subject)
+            log.info(line)
 
     def _layouts(self) -> Layouts:
         """What the options leave of what the architecture can do."""
         if self.options.packing == "padded":
             return Layouts(packed=False, shared=False)
         can = self.model.layouts
+        if self.options.packing == "packed" and not can.packed:
+            name = type(self.model.network).__name__
+            raise ConfigError(f"backend.packing: {name} cannot be packed exactly: {can.reason}; set it to auto")
         # A shared beginning would be dropped out of once for all.
         shared = can.shared and self.options.shared_prompts and not self.passes.drops_out
         return Layouts(can.packed, shared, can.reason)
 
-    def _bytes_per_token(self) -> float:
-        """What a kept graph costs: as measured on the first, or with activations recomputed or taken away, their inputs."""
+    def _num_bytes(self, batch: MicroBatch, found: Found) -> int:
+        """What a kept graph costs: as counted, and the layers' inputs where activations are recomputed or taken away."""
         if not (self.options.activation_checkpointing or self.options.activation_offloading):
-            return self.passes.bytes_per_token
+            return found.num_bytes
         config = self.model.network.config.get_text_config()
-        return float(8 * config.hidden_size * config.num_hidden_layers * next(self.model.network.parameters()).element_size())
+        element: int = next(self.model.network.parameters()).element_size()
+        layers = 8 * int(config.hidden_size) * int(config.num_hidden_layers) * element
+        return found.num_bytes + layers * batch.num_tokens
 
     def _may_accumulate(self, loss: LossFunction) -> None:
         """Means do not add up to a mean: two calls would weigh every call the same, whatever its number of tokens."""
-        reduction = loss.reduction if isinstance(loss, Loss) and not loss.prepares else None
+        once = isinstance(loss, Loss) and (not loss.prepares or self.router_coefficient > 0)
+        reduction = loss.reduction if isinstance(loss, Loss) and once else None
         declared = [one for one in (reduction, *self.accumulated) if one is not None]
         if reduction is not None and len(declared) > 1 and Reduction.mean in declared:
             raise ConfigError(
@@ -354,66 +393,7 @@ class Engine:
     def _adapter(self, enabled: bool) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if enabled else self.model.network.disable_adapter()
 
-    def _output(
-        self,
-        data: Sequence[Datum],
-        scores: Scores,
-        value: Tensor | None,
-        metrics: Mapping[str, float],
-        router_weight: float = 0.0,
-    ) -> ForwardBackwardOutput:
-        for index, mask in scores.left_out.items():
-            scores.logprobs[index] = scores.logprobs[index].masked_fill(_like(mask, scores.logprobs[index]), float("nan"))
-        outputs = [{"logprobs": TensorData.from_torch(logprobs)} for logprobs in scores.ordered()]
-        found = {**metrics, **_token_metrics(data, scores)}
-        if value is not None:
-            total = float(value)
-            if scores.router is not None:
-                found["loss/router"] = float(scores.router.loss())
-                total += router_weight * found["loss/router"]
-            found = {"loss": total, "loss:sum": total, **found}
-        return ForwardBackwardOutput(outputs, found)
-
-
-def _same_pass(one: Datum, other: Datum) -> bool:
-    """Whether the model makes the same logprobs of both."""
-    keys = ("target_tokens", "temperature")
-    pairs = [(one.loss_fn_inputs.get(key), other.loss_fn_inputs.get(key)) for key in keys]
-    return one.model_input.tokens == other.model_input.tokens and all(
-        a is b or (a is not None and b is not None and np.array_equal(a.array, b.array)) for a, b in pairs
-    )
-
 
 def _check_data(data: Sequence[Datum], loss: LossFunction | None) -> None:
     if isinstance(loss, Loss):
         loss.check_data(data)
-
-
-def _columns(scores: Scores, wanted: Wanted) -> list[list[Tensor]]:
-    """What a loss is called with besides the datums."""
-    entropy = [scores.entropy[index] for index in range(len(scores.entropy))]
-    return [scores.ordered(), entropy] if wanted.entropy else [scores.ordered()]
-
-
-def _like(mask: Tensor, values: Tensor) -> Tensor:
-    """``(T,)`` as it fits beside ``(T,)`` or ``(T, K)``."""
-    return mask if values.ndim == 1 else mask[:, None]
-
-
-def _token_metrics(data: Sequence[Datum], scores: Scores) -> dict[str, float]:
-    """Means over the tokens whose weight is not zero: every token where a datum has no weights."""
-    if not scores.hit:
-        return {}
-    entropy, hit, count = 0.0, 0.0, 0
-    for index, datum in enumerate(data):
-        mask: Any = slice(None)
-        if "weights" in datum.loss_fn_inputs:
-            weights = datum.loss_fn_inputs["weights"].array
-            mask = torch.from_numpy(weights.reshape(len(weights), -1).any(-1)) if weights.ndim else slice(None)
-        kept = scores.hit[index][mask]
-        entropy += float(scores.entropy[index][mask].double().sum())
-        hit += float(kept.sum())
-        count += kept.numel()
-    if not count:
-        return {}
-    return {"tokens/accuracy": hit / count, "tokens/entropy": entropy / count, "tokens/trained": float(count)}

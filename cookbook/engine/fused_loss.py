@@ -12,13 +12,16 @@ from __future__ import annotations
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from cookbook.engine.linear_logprobs import linear_logprobs_with_gradient
+from cookbook.engine.linear_logprobs import linear_logprobs_with_gradient, low_rank_of
 from cookbook.engine.linear_logprobs.implementations import CCE, cce_logprobs, check
 from cookbook.errors import ConfigError
 
 IGNORE_INDEX = -100
+CHUNK_TOKENS = 512  # of a layer that has to be run itself
 
 
 @runtime_checkable
@@ -37,9 +40,10 @@ class FusedOutputLoss(Protocol):
 class LinearCrossEntropyLoss:
     """Cross-entropy of a linear output layer. ``[tokens, vocabulary]`` is never in memory, forward or backward.
 
-    ``output_embeddings`` is what a Hugging Face model's ``get_output_embeddings()`` returns: a module with ``weight``
-    ``(V, H)`` and perhaps ``bias`` ``(V,)``. Both are read at every call, so tying, ``.to()`` and wrapping after construction
-    are seen. ``impl``: ``auto``, ``pytorch``, ``torch_compile`` or ``cce``. ``chunk_size``: tokens whose logits exist at once;
+    ``output_embeddings`` is what a Hugging Face model's ``get_output_embeddings()`` returns: a linear layer, perhaps with a
+    LoRA adapter by PEFT. Its parameters are read at every call, so tying, ``.to()`` and new weights after construction are
+    seen. Any other layer (quantized, with dropout) is run as it is, ``chunk_size`` tokens at a time, and again in the backward
+    pass. ``impl``: ``auto``, ``pytorch``, ``torch_compile`` or ``cce``. ``chunk_size``: tokens whose logits exist at once;
     None fits it to the vocabulary. ``scale`` and ``softcap``: what the model does to its logits (Granite and Cohere; Gemma).
 
     Raises:
@@ -82,16 +86,20 @@ class LinearCrossEntropyLoss:
 
     def forward_logits(self, hidden_states: Any) -> Tensor:
         """``(B, T, V)``: all of them in memory, scaled and capped as the model does."""
-        hidden = hidden_states_of(hidden_states)
-        weight, bias = self._parameters()
-        logits = torch.nn.functional.linear(hidden, weight, bias)
+        return self._logits(hidden_states_of(hidden_states))
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.output_embeddings(hidden)
         logits = logits if self.scale == 1.0 else logits * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def _mean(self, rows: Tensor, targets: Tensor) -> Tensor:
-        weight, bias = self._parameters()
         count = max(1, len(targets))
-        if self.impl == CCE:
+        layer = low_rank_of(self.output_embeddings)
+        if layer is None:
+            return self._sum_by_layer(rows, targets) / count
+        weight, bias, low_rank = layer
+        if self.impl == CCE and low_rank is None:
             logprobs = cce_logprobs(rows * self.scale, weight, targets, bias, self.softcap)
             if logprobs is not None:
                 return -logprobs.sum() / count
@@ -101,14 +109,20 @@ class LinearCrossEntropyLoss:
             targets,
             lambda _, logprobs: torch.full_like(logprobs, -1 / count),
             bias=bias,
+            low_rank=low_rank,
             scale=self.scale,
             softcap=self.softcap,
             chunk_rows=self.chunk_size,
         ).surrogate
 
-    def _parameters(self) -> tuple[Tensor, Tensor | None]:
-        bias: Tensor | None = getattr(self.output_embeddings, "bias", None)
-        return self.output_embeddings.weight, bias
+    def _sum_by_layer(self, rows: Tensor, targets: Tensor) -> Tensor:
+        size = self.chunk_size or CHUNK_TOKENS
+        parts = zip(torch.split(rows, size), torch.split(targets, size), strict=True)
+        return torch.stack([checkpoint(self._chunk_sum, *part, use_reentrant=False) for part in parts]).sum()
+
+    def _chunk_sum(self, rows: Tensor, targets: Tensor) -> Tensor:
+        logits = self._logits(rows)
+        return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, reduction="sum")
 
 
 def hidden_states_of(output: Any) -> Tensor:

@@ -99,12 +99,12 @@ class OutputHead:
         temperature: Tensor | None,
         gradient_of: Callable[[slice, Tensor], Tensor],
         *,
-        cuts: list[int],
+        cuts: list[int] | None,
         metrics: bool,
     ) -> FoldedLogprobs:
         """As :meth:`scores`, of a linear layer, with the gradient computed on the way.
 
-        ``gradient_of(rows, logprobs)`` gives dL/dlogprob of consecutive rows, which begin and end at ``cuts``.
+        ``gradient_of(rows, logprobs)`` gives dL/dlogprob of consecutive rows, which begin and end at ``cuts``, where given.
         """
         options = self._options(temperature)
         return linear_logprobs_with_gradient(

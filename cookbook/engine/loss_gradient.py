@@ -28,13 +28,18 @@ class LossGradient:
 
     def active(self) -> tuple[int, int]:
         """How many tokens have a gradient, and how many datums hold such a token."""
-        per_datum = []
+        counts = self.active_by_datum().values()
+        return sum(counts), sum(count > 0 for count in counts)
+
+    def active_by_datum(self) -> dict[int, int]:
+        """How many tokens of each datum have a gradient."""
+        found = {}
         for index, row in self.logprobs.items():
             moves = row.reshape(len(row), -1).ne(0).any(-1)
             if self.entropy is not None:
                 moves = moves | self.entropy[index].ne(0)
-            per_datum.append(int(moves.sum()))
-        return sum(per_datum), sum(count > 0 for count in per_datum)
+            found[index] = int(moves.sum())
+        return found
 
 
 def loss_gradient(
@@ -90,10 +95,15 @@ def _call(loss: LossFunction, data: Sequence[Datum], columns: list[list[Tensor]]
     value, metrics = result
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise BackendError(f"loss: must return a scalar tensor, got {_described(value)}")
-    return value.reshape(()), {key: _number(key, number) for key, number in metrics.items()}
+    return value.reshape(()), {key: number(key, metric) for key, metric in metrics.items()}
 
 
-def _number(key: str, value: Any) -> float:
+def number(key: str, value: Any) -> float:
+    """A metric as a number.
+
+    Raises:
+        BackendError: it is none.
+    """
     try:
         return float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError):

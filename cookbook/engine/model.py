@@ -7,7 +7,7 @@ import functools
 import json
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ class ModelConfig:
     lora_dropout: float = 0.0
     lora_target_modules: Any = "all-linear"
     chat_template: str | None = None
-    attn_implementation: str = "sdpa"
+    attn_implementation: str = "auto"
     trust_remote_code: bool = False
     router_aux_loss_coef: float | None = None
 
@@ -58,6 +58,7 @@ class LanguageModel:
     tokenizer: Any
     config: ModelConfig
     device: torch.device
+    told: set[str] = field(default_factory=set)  # choices that the log has explained
 
     @property
     def max_length(self) -> int:
@@ -186,19 +187,18 @@ def resolved(name: str) -> str:
 def _network(config: ModelConfig, base: str, seed: int) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    attention = None if config.attn_implementation == "auto" else config.attn_implementation  # None: sdpa where it is exact
     common = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     try:
         if config.random:
             architecture = AutoConfig.from_pretrained(base, **common)
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
-                return AutoModelForCausalLM.from_config(
-                    architecture, dtype=DTYPES[config.dtype], attn_implementation=config.attn_implementation
-                )
+                return AutoModelForCausalLM.from_config(architecture, dtype=DTYPES[config.dtype], attn_implementation=attention)
         network, found = AutoModelForCausalLM.from_pretrained(
             base,
             dtype=DTYPES[config.dtype],
-            attn_implementation=config.attn_implementation,
+            attn_implementation=attention,
             output_loading_info=True,
             **common,
         )

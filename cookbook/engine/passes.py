@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from cookbook.engine.attention import by_layout
 from cookbook.engine.collate import collate
 from cookbook.engine.head import OutputHead
 from cookbook.engine.model import LanguageModel
@@ -17,7 +18,7 @@ from cookbook.engine.offload import offloading
 from cookbook.engine.planning import MicroBatch
 from cookbook.engine.router_loss import RouterLoad, router_load
 from cookbook.engine.saved import SavedBytes
-from cookbook.engine.scored import ScoredTokens
+from cookbook.engine.scored import ScoredTokens, piece_of
 from cookbook.types import Datum
 
 
@@ -39,6 +40,7 @@ class Found:
     logprobs: Tensor
     entropy: Tensor | None
     router: RouterLoad | None
+    num_bytes: int  # kept for the backward pass, as far as autograd keeps it
 
 
 @dataclass
@@ -67,8 +69,8 @@ class Scores:
         return [self.logprobs[index] for index in range(len(self.logprobs))]
 
 
-SlopesOf = Callable[[dict[int, Tensor]], Mapping[int, Tensor]]
-"""From the logprobs of some datums, by index, ``(T, ...)``, to dL/dlogprob of each."""
+SlopesOf = Callable[[Sequence[int], Sequence[Datum], Sequence[Tensor]], Sequence[Tensor]]
+"""From indices, datums (or pieces of them) and their logprobs, ``(T, ...)``, to dL/dlogprob of each."""
 
 
 class Passes:
@@ -78,7 +80,7 @@ class Passes:
         self.model = model
         self.head = OutputHead(model)
         self.count = 0  # since the start: what a loss costs, countable
-        self.bytes_per_token = 0.0  # kept for the backward pass, as the first one showed
+        self.bytes_per_token = 0.0  # the most that a pass has kept for its backward pass
         self._offload = offload
 
     def run(
@@ -86,37 +88,52 @@ class Passes:
     ) -> Found:
         """One pass. Files what it found under ``scores``; returns it, with its graph."""
         tokens = ScoredTokens.of(data, batch.indices, weighted_only=wanted.weighted_only)
-        with self._surroundings(batch, training, seed):
+        with self._surroundings(batch, training=training, seed=seed) as saved:
             hidden, router = self._hidden(data, batch, tokens, wanted)
             found = self.head.scores(hidden, *self._targets(data, tokens), metrics=wanted.metrics, entropy=wanted.entropy)
+        self.bytes_per_token = max(self.bytes_per_token, saved.total / batch.num_tokens)
         scores.add(tokens, found.logprobs, found.entropy, found.hit)
         if router is not None:
             scores.router = router.detached() if scores.router is None else scores.router + router.detached()
-        return Found(tokens, found.logprobs, found.entropy if wanted.entropy else None, router)
+        return Found(tokens, found.logprobs, found.entropy if wanted.entropy else None, router, saved.total)
 
-    def folds(self, batch: MicroBatch, wanted: Wanted) -> bool:
-        """Whether :meth:`run_folded` is the better way for a loss whose terms stand alone."""
-        return not (wanted.entropy or wanted.router) and self.head.folds(batch.num_tokens)
+    def folds(self, data: Sequence[Datum], batch: MicroBatch, wanted: Wanted, *, whole: bool) -> bool:
+        """Whether :meth:`run_folded` is the better way for a loss of independent terms; ``whole``: only datums are."""
+        if wanted.entropy or wanted.router or not self.head.folds(batch.num_tokens):
+            return False
+        return not whole or not self.head.folds(max(data[index].model_input.length for index in batch.indices))
 
     def run_folded(
-        self, data: Sequence[Datum], batch: MicroBatch, scores: Scores, wanted: Wanted, slopes_of: SlopesOf, *, seed: int
+        self,
+        data: Sequence[Datum],
+        batch: MicroBatch,
+        scores: Scores,
+        wanted: Wanted,
+        slopes_of: SlopesOf,
+        *,
+        seed: int,
+        whole: bool,
     ) -> Tensor:
-        """One pass in which the head computes gradients on its way forward, for a loss that is a sum over datums.
+        """One pass in which the head computes gradients on its way forward, for a loss that is a sum over tokens or datums.
 
-        Returns a scalar whose backward pass goes on from there.
+        ``slopes_of`` sees the scored tokens alone, a chunk at a time, with ``whole`` never part of a datum's. Returns a scalar
+        whose backward pass goes on from there.
         """
         tokens = ScoredTokens.of(data, batch.indices, weighted_only=wanted.weighted_only)
 
         def gradient_of(rows: slice, logprobs: Tensor) -> Tensor:
             if not len(logprobs):
                 return logprobs
-            some = tokens.part(rows)
-            return some.gathered(slopes_of(dict(some.spread(logprobs.cpu())))).to(logprobs)
+            indices, positions = zip(*tokens.pieces(rows), strict=True)
+            pieces = [piece_of(data[index], some) for index, some in zip(indices, positions, strict=True)]
+            parts = torch.split(logprobs.cpu(), [len(some) for some in positions])
+            return torch.cat(list(slopes_of(indices, pieces, parts))).to(logprobs)
 
         with self._surroundings(batch, training=True, seed=seed):
             hidden, _ = self._hidden(data, batch, tokens, wanted)
             targets, temperature = self._targets(data, tokens)
-            found = self.head.fold(hidden, targets, temperature, gradient_of, cuts=tokens.cuts, metrics=wanted.metrics)
+            cuts = tokens.cuts if whole else None
+            found = self.head.fold(hidden, targets, temperature, gradient_of, cuts=cuts, metrics=wanted.metrics)
         scores.add(tokens, found.logprobs, found.entropy, found.hit)
         return found.surrogate
 
@@ -129,7 +146,8 @@ class Passes:
         if wanted.router:
             arguments["output_router_logits"] = True
         self.count += 1
-        hidden, router_logits = self.head.hidden_states(**arguments)
+        with by_layout(inputs.layout is not None):
+            hidden, router_logits = self.head.hidden_states(**arguments)
         places = inputs.places if len(tokens) == len(inputs.places) else inputs.places[tokens.rows().to(inputs.places.device)]
         router = router_load(router_logits, inputs.places, self._top_k) if wanted.router else None
         return hidden.reshape(-1, hidden.shape[-1])[places], router
@@ -141,10 +159,17 @@ class Passes:
         return targets.to(self.model.device), heat if heat is None else heat.to(self.model.device)
 
     @contextlib.contextmanager
-    def _surroundings(self, batch: MicroBatch, training: bool, seed: int) -> Iterator[None]:
+    def _surroundings(self, batch: MicroBatch, *, training: bool, seed: int) -> Iterator[SavedBytes]:
+        """Randomness of the pass's own, and what becomes of that which autograd keeps: taken away, or counted."""
         self.model.network.train(training)
-        with self._randomness(training, seed), self._keeping(batch.num_tokens):
-            yield
+        saved = SavedBytes(self.model.network.parameters())
+        with self._randomness(training, seed):
+            if self._offload and torch.is_grad_enabled():
+                with offloading(self.model.network.parameters(), self.model.device):
+                    yield saved
+            else:
+                with saved.counted():
+                    yield saved
 
     @property
     def _top_k(self) -> int:
@@ -167,28 +192,14 @@ class Passes:
         config = self.model.network.config.get_text_config().to_dict()
         heads = ("classifier", "summary")  # of models for other tasks
         configured = any(
-            "drop" in name and not name.startswith(heads) and isinstance(value, float) and value > 0
+            any(word in name for word in ("drop", "jitter", "noise"))
+            and not name.startswith(heads)
+            and isinstance(value, float)
+            and value > 0
             for name, value in config.items()
         )
         layers = (layer for layer in self.model.network.modules() if isinstance(layer, torch.nn.Dropout))
         return configured or any(layer.p > 0 for layer in layers)
-
-    @contextlib.contextmanager
-    def _keeping(self, num_tokens: int) -> Iterator[None]:
-        """Around a pass with a graph: takes what it saves away, or measures it once."""
-        parameters = self.model.network.parameters()
-        if not torch.is_grad_enabled():
-            yield
-        elif self._offload:
-            with offloading(parameters, self.model.device):
-                yield
-        elif self.bytes_per_token:
-            yield
-        else:
-            saved = SavedBytes(parameters)
-            with saved.counted():
-                yield
-            self.bytes_per_token = saved.total / num_tokens
 
 
 def _target_tokens(datum: Datum) -> Tensor:

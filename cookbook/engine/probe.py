@@ -31,8 +31,8 @@ KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 def layouts(model: LanguageModel) -> Layouts:
     """What rows of this model may hold. It keeps cookbook's attention if they may hold several sequences."""
     name, asked = type(model.network).__name__, model.config.attn_implementation
-    if asked not in ("sdpa", "eager"):
-        return Layouts(False, False, f"attention of {asked} reads one sequence a row, sdpa several")
+    if asked not in ("auto", "sdpa"):
+        return Layouts(False, False, f"model.attn_implementation={asked} reads one sequence a row, auto and sdpa several")
     if unknown := set(getattr(_text_config(model), "layer_types", None) or ()) - KNOWN_LAYERS:
         return Layouts(False, False, f"{name} has layers of {', '.join(sorted(unknown))}")
     model.network.eval()
@@ -89,7 +89,8 @@ class _Trial:
         if inputs.layout and windows is not None:
             inputs = replace(inputs, layout=replace(inputs.layout, windows=windows))
         try:
-            logits: Tensor = self.model.network(**inputs.arguments, use_cache=False).logits
+            with attention.by_layout(inputs.layout is not None):
+                logits: Tensor = self.model.network(**inputs.arguments, use_cache=False).logits
         except TypeError:  # a forward, or an attention, that knows its arguments by name
             return None
         return logits.flatten(0, 1)[inputs.places].float().log_softmax(-1)

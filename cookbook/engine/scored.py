@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cookbook.types import Datum
+from cookbook.types import Datum, ModelInput
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,14 @@ class ScoredTokens:
         starts = itertools.accumulate(self.lengths.values(), initial=0)
         return torch.cat([positions + start for positions, start in zip(self.positions.values(), starts, strict=False)])
 
-    def part(self, rows: slice) -> ScoredTokens:
-        """The datums whose scored tokens are ``rows``, which begin and end where a datum does."""
-        inside = [index for index, stop in zip(self.positions, self.cuts, strict=True) if rows.start < stop <= rows.stop]
-        return ScoredTokens(
-            {index: self.positions[index] for index in inside}, {index: self.lengths[index] for index in inside}
-        )
+    def pieces(self, rows: slice) -> Iterator[tuple[int, Tensor]]:
+        """The datums among whose scored tokens ``rows`` are, with the positions of these."""
+        start = 0
+        for index, positions in self.positions.items():
+            first, last = max(rows.start - start, 0), min(rows.stop - start, len(positions))
+            if first < last:
+                yield index, positions[first:last]
+            start += len(positions)
 
     def spread(self, values: Tensor) -> Iterator[tuple[int, Tensor]]:
         """``(len(self), ...)`` -> by datum ``(T, ...)``, 0 at tokens that were not scored."""
@@ -71,6 +73,17 @@ class ScoredTokens:
                 mask[positions] = False
                 found[index] = mask
         return found
+
+
+def piece_of(datum: Datum, positions: Tensor) -> Datum:
+    """The datum's tokens at ``positions`` with what stands beside them, for a loss whose terms stand alone."""
+    if len(positions) == datum.model_input.length:
+        return datum
+    places = positions.numpy()
+    tokens = np.asarray(datum.model_input.tokens)[places]
+    arrays = {key: value.array for key, value in datum.loss_fn_inputs.items()}
+    inputs = {key: array[places] if array.ndim else array for key, array in arrays.items()}
+    return Datum(ModelInput.from_ints(tokens), inputs)
 
 
 def _positions(datum: Datum, weighted_only: bool) -> Tensor:

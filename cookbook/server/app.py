@@ -12,8 +12,9 @@ from fastapi.responses import Response
 from cookbook import __version__
 from cookbook.server.auth import Auth
 from cookbook.server.errors import Refused
+from cookbook.server.observed import Observed
 from cookbook.server.results import error_response
-from cookbook.server.routes import download, futures, runs, sampling, session, training
+from cookbook.server.routes import about, download, futures, metrics, runs, sampling, session, training
 from cookbook.server.service import Service
 
 API = "/api/v1"
@@ -26,10 +27,12 @@ def create_app(service: Service) -> FastAPI:
         title="cookbook", version=__version__, lifespan=_lifespan, docs_url=f"{API}/docs", openapi_url=f"{API}/openapi.json"
     )
     app.state.service = service
-    for part in (session, training, sampling, futures, runs, download):
+    for part in (session, training, sampling, futures, runs, download, about):
         app.include_router(part.router, prefix=API)
+    app.include_router(metrics.router)
     app.add_exception_handler(Refused, _refused)
     app.add_middleware(Auth, keys=service.config.api_keys())
+    app.add_middleware(Observed, metrics=service.metrics)
     return app
 
 

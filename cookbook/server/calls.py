@@ -27,6 +27,8 @@ LOSS_NAMES = {"stable_reinforce": "cispo"}
 """Losses we know under another name. Tinker's own ``stable_reinforce`` is not public; CISPO is what we have for its purpose,
 samples that are some steps old: it bounds every token's importance ratio and silences none."""
 
+CUSTOM = "custom"  # a loss that the session has made, by the option loss_id
+
 WORDS = {"true": True, "false": False, "null": None}
 
 
@@ -73,7 +75,8 @@ def call_of(message: Any) -> Call:
     options = {key: _value(value) for key, value in message.loss_fn_config_v2.items()} or dict(message.loss_fn_config)
     if name != message.loss_fn:
         options = {}  # they are options of a loss that is not this one
-    return Call(message.model_id, message.seq_id, data, name, _typed(name, options), message.forward_only)
+    typed = options if name == CUSTOM else _typed(name, options)
+    return Call(message.model_id, message.seq_id, data, name, typed, message.forward_only)
 
 
 def _value(value: Any) -> float | str:
@@ -111,10 +114,18 @@ class _Budget:
 def _datum(message: Any, index: int, budget: _Budget) -> Datum:
     try:
         tokens = [token for chunk in message.model_input for token in _tokens(chunk)]
-        inputs = {key: TensorData(_array(key, tensor, budget)) for key, tensor in message.loss_fn_inputs.items()}
+        inputs = {
+            key: TensorData(_of_sequence(_array(key, tensor, budget), len(tensor.shape), len(tokens)))
+            for key, tensor in message.loss_fn_inputs.items()
+        }
         return Datum(ModelInput.from_ints(tokens), inputs)
     except DataError as error:
         raise DataError(f"datum {index}: {error}") from None
+
+
+def _of_sequence(array: Array, dimensions: int, length: int) -> Array:
+    """A scalar, which speaks of the whole sequence, has no shape on the wire; nor has a list whose sender names none."""
+    return array.reshape(()) if not dimensions and len(array) == 1 != length else array
 
 
 def _tokens(chunk: Any) -> list[int]:

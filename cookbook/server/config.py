@@ -21,15 +21,23 @@ class ServerConfig:
     keys_env: str = "COOKBOOK_API_KEYS"
     max_request_mb: int = 256
     max_results_mb: int = 1024
+    graphs_gb: float = 4.0
     session_timeout_s: float = 600.0
     gap_timeout_s: float = 120.0
+    drain_s: float = 30.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"server.port: expected 0 to 65535, got {self.port}; 0 takes any that is free")
-        for name in ("max_request_mb", "max_results_mb", "session_timeout_s", "gap_timeout_s"):
+        for name in ("max_request_mb", "max_results_mb", "session_timeout_s", "gap_timeout_s", "drain_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"server.{name} must be above 0, got {getattr(self, name)}")
+        if not self.graphs_gb >= 0:
+            raise ConfigError(f"server.graphs_gb: expected 0 or more, got {self.graphs_gb}")
+
+    @property
+    def graph_bytes(self) -> int:
+        return int(self.graphs_gb * (1 << 30))
 
     @property
     def is_local(self) -> bool:

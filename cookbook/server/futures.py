@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from cookbook.errors import RolloutError
+from cookbook.server.completions import Completions
 from cookbook.server.errors import Refused
-from cookbook.server.results import Result
+from cookbook.server.results import Result, failure
+
+SAMPLE = "asample"
 
 
 @dataclass
@@ -18,6 +24,7 @@ class Answer:
     request_id: str
     digest: bytes
     kind: str
+    asked: float = field(default_factory=time.monotonic)
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     result: Result | None = None  # None: not yet, or no longer
 
@@ -28,6 +35,9 @@ class Answers:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.kept_bytes = 0
+        self.closing = False  # nothing new is accepted
+        self.completions = Completions()
+        self.watchers: list[Callable[[Answer, Result], None]] = []  # called with every answer as it is settled
         self._answers: dict[str, Answer] = {}
         self._fetched: OrderedDict[str, None] = OrderedDict()
 
@@ -37,12 +47,14 @@ class Answers:
         A client repeats a request whose acknowledgement it has not seen. It must not run twice.
 
         Raises:
-            Refused: 400, another request had that number.
+            Refused: 400, another request had that number; 503, the server is about to end.
         """
         request_id = f"{scope}/{number}"
         digest = hashlib.sha256(body).digest()
         known = self._answers.get(request_id)
         if known is None:
+            if self.closing:
+                raise Refused(503, "the server is shutting down and takes no new work; what it has accepted is finished")
             known = self._answers[request_id] = Answer(request_id, digest, kind)
             return known, True
         if known.digest != digest:
@@ -50,10 +62,31 @@ class Answers:
         return known, False
 
     def settle(self, answer: Answer, result: Result) -> None:
+        """The first result counts: what comes after a cancellation is nobody's."""
+        if answer.settled.is_set():
+            return
         answer.result = result
         self.kept_bytes += len(result.body)
         answer.settled.set()
+        if answer.kind == SAMPLE:
+            scope, _, number = answer.request_id.rpartition("/")
+            size, failed = len(result.body), result.is_failure
+            self.completions.add(scope, int(number), request_id=answer.request_id, num_bytes=size, failed=failed)
+        for told in self.watchers:
+            told(answer, result)
         self._shrink()
+
+    def cancel(self, request_id: str) -> None:
+        """Fails a sampling request that is still waiting; nothing happens to any other."""
+        answer = self._answers.get(request_id)
+        if answer is not None and answer.kind == SAMPLE:
+            self.settle(answer, failure(RolloutError("asample: cancelled by the client")))
+
+    def acknowledge(self, request_ids: Iterable[str]) -> None:
+        """The client has these results: they need not be kept."""
+        for request_id in request_ids:
+            if request_id in self._answers:
+                self._drop(request_id)
 
     async def fetch(self, request_id: str, wait_s: float) -> Result | None:
         """The result, as soon as it is there; None when it is not after ``wait_s``.
@@ -79,13 +112,18 @@ class Answers:
         for request_id in [known for known in self._answers if known.rpartition("/")[0] == scope]:
             self._drop(request_id)
             del self._answers[request_id]
+        self.completions.forget(scope)
 
     def __len__(self) -> int:
         return len(self._answers)
 
+    def unsettled(self) -> list[Answer]:
+        """Those without a result yet."""
+        return [answer for answer in self._answers.values() if not answer.settled.is_set()]
+
     @property
     def pending(self) -> int:
-        return sum(not answer.settled.is_set() for answer in self._answers.values())
+        return len(self.unsettled())
 
     def _shrink(self) -> None:
         while self.kept_bytes > self.max_bytes and self._fetched:

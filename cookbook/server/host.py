@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cookbook.backends.graphs import KeptGraphs
 from cookbook.backends.local import LocalConfig, LocalTrainer
 from cookbook.backends.sampling import LocalSampler
 from cookbook.backends.worker import Worker
@@ -22,19 +24,23 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 class Host:
     """Makes trainers and samplers. Adapters lie on one copy of the base weights; a full run has a copy of its own.
 
-    ``names`` are what clients may call the base model, besides its own name.
+    ``names`` are what clients may call the base model, besides its own name; ``graph_bytes`` what may be kept of forward passes
+    whose loss a client computes.
     """
 
-    def __init__(self, model: ModelConfig, config: LocalConfig, *, seed: int, names: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, model: ModelConfig, config: LocalConfig, *, seed: int, names: tuple[str, ...] = (), graph_bytes: int = 0
+    ) -> None:
         if model.lora_rank:
             raise ConfigError("model.lora_rank: clients choose the rank of each run; leave it at 0")
         self.model = model
-        self.config = config
+        self.config = replace(config, all_logprobs=True)  # the protocol knows no gaps in them; clients compute with all
         self.name = resolved(model.name)
         self.names = frozenset({self.name, model.name, Path(model.name).name, *names})
         self.worker = Worker(config.threads)
+        self.graphs = KeptGraphs(graph_bytes)
         self.seed = seed
-        self._base_trainer = LocalTrainer(model, config, seed=seed, worker=self.worker)
+        self._base_trainer = LocalTrainer(model, self.config, seed=seed, worker=self.worker)
         self._base = SharedBase(self.name, self._base_trainer.engine.model.network)
 
     def public_name(self, base_model: str) -> str:
@@ -59,12 +65,26 @@ class Host:
         return self._base_trainer.max_length
 
     @property
+    def vocabulary(self) -> int:
+        """How many tokens the model knows."""
+        return int(self._base_trainer.engine.model.network.config.get_text_config().vocab_size)
+
+    @property
     def architecture(self) -> str:
         return str(self._base_trainer.engine.model.network.config.model_type)
 
     @property
     def tokenizer_name(self) -> str:
         return str(self._base_trainer.tokenizer.name_or_path)
+
+    @property
+    def num_parameters(self) -> int:
+        return self._base_trainer.engine.model.num_parameters
+
+    @functools.cached_property
+    def digests(self) -> dict[str, str]:
+        """What tells the base model from another one of the same name."""
+        return self._base_trainer.digests()
 
     def new_trainer(self, folder: Path, *, rank: int, seed: int, modules: Any = "all-linear") -> LocalTrainer:
         """A run from the base model. ``rank`` 0 trains every parameter."""
@@ -87,7 +107,9 @@ class Host:
         self.worker.close()
 
     def _trainer(self, model: ModelConfig, folder: Path, seed: int) -> LocalTrainer:
-        return LocalTrainer(model, self.config, seed=seed, folder=folder, worker=self.worker, base=self._base)
+        return LocalTrainer(
+            model, self.config, seed=seed, folder=folder, worker=self.worker, base=self._base, graphs=self.graphs
+        )
 
 
 def target_modules(*, attention: bool, mlp: bool) -> Any:

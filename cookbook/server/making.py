@@ -11,12 +11,14 @@ from cookbook.backends.local import LocalTrainer
 from cookbook.errors import ConfigError, CookbookError
 from cookbook.server.catalogue import Address, RunFacts
 from cookbook.server.futures import Answer
+from cookbook.server.graph_loss import GraphLoss
 from cookbook.server.host import target_modules
-from cookbook.server.messages import CreateModel, LoadWeights, LoraConfig, OptimizerConfig
+from cookbook.server.messages import CreateModel, CustomLoss, LoadWeights, LoraConfig, OptimizerConfig
 from cookbook.server.results import Result, failure, from_json
 from cookbook.server.runs import TrainingRun
 from cookbook.server.service import Service, Session
 
+MAX_LOSSES = 1000
 FULL = ":full"  # behind a model's name: train every parameter. So does a rank of 0.
 
 
@@ -67,6 +69,22 @@ def create_from_weights(service: Service, message: LoadWeights, body: bytes) -> 
         seed=origin.seed,
     )
     _make(service, session, facts, answer, make, message.optimizer_config)
+    return answer
+
+
+def create_custom_loss(service: Service, message: CustomLoss, body: bytes) -> Answer:
+    """Raises Refused: no such session."""
+    session = service.session(message.session_id)
+    answer, new = service.answers.claim(session.losses_scope, message.custom_loss_seq_id, body, "create_custom_loss")
+    if new:
+        try:
+            if len(session.losses) >= MAX_LOSSES:
+                raise ConfigError(f"create_custom_loss: {MAX_LOSSES} losses are enough for a session; make each once")
+            session.losses[answer.request_id] = GraphLoss(wire=message)
+            result = from_json({"type": "create_custom_loss", "loss_id": answer.request_id})
+        except CookbookError as error:
+            result = failure(error)
+        service.answers.settle(answer, result)
     return answer
 
 

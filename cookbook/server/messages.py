@@ -125,7 +125,7 @@ class Prompt(Message):
 class Sampling(Message):
     max_tokens: int | None = None
     seed: int | None = None
-    stop: str | list[str] | list[int] | None = None
+    stop: str | list[str | int] | None = None
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
@@ -138,15 +138,64 @@ class Sample(OfSampler):
     sampling_params: Sampling
     prompt_logprobs: bool | None = None
     prompt_logprobs_last_n: int | None = Field(None, ge=1)
-    topk_prompt_logprobs: int = 0
+    topk_prompt_logprobs: int = Field(0, ge=0)
     topk_sample_logprobs: int = 0
     target_prompt_logprobs: Any = None
-    prompt_alt_tokens_k: int = 0
+    prompt_alt_tokens_k: int = Field(0, ge=0)
+
+
+class LossInput(Message):
+    name: str
+    rank: int = Field(ge=0, le=2)
+
+
+class LossNode(Message):
+    """One step of a traced loss. Arguments are as :mod:`~cookbook.server.graph_loss` decodes them."""
+
+    op: str
+    name: str
+    target: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+
+
+class LossGraph(Message):
+    nodes: list[LossNode]
+
+
+class CustomLoss(Message):
+    session_id: str
+    custom_loss_seq_id: int = Field(ge=0)
+    name: str
+    inputs: list[LossInput]
+    graph: LossGraph
+
+
+class Batch(OfSampler):
+    """The next ``count`` samples are to be computed together."""
+
+    count: int = Field(ge=1, le=4096)
 
 
 class RetrieveFuture(Message):
     request_id: str
     allow_metadata_only: bool = False
+
+
+class SamplerFeed(Message):
+    sampling_session_id: str
+    cloned_sampler_id: int = Field(0, ge=0)
+
+
+class RetrieveFutures(Message):
+    target: SamplerFeed
+    prev_cursor: int = Field(0, ge=0)
+    timeout: float | None = Field(None, ge=0)
+    retrieved_request_ids: list[str] = []
+
+
+class CancelFuture(Message):
+    request_id: str
 
 
 class OfPath(Message):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,11 @@ class Result:
 
     body: bytes
     content_type: str = JSON
+    error: str | None = None  # why the call failed, if it did
+
+    @property
+    def is_failure(self) -> bool:
+        return self.error is not None
 
 
 def from_json(value: Mapping[str, Any]) -> Result:
@@ -32,7 +37,8 @@ def from_json(value: Mapping[str, Any]) -> Result:
 
 
 def failure(error: BaseException) -> Result:
-    return from_json({"error": described(error), "category": category(error)})
+    reason = described(error)
+    return replace(from_json({"error": reason, "category": category(error)}), error=reason)
 
 
 def passed(output: ForwardBackwardOutput) -> Result:
@@ -71,7 +77,28 @@ def _float32(array: Array) -> Array:
     return np.ascontiguousarray(array, dtype="<f4")
 
 
-def sampled(response: SampleResponse, last_n: int | None = None) -> Result:
+NO_TOKEN, NO_LOGPROB = 0, -99999.0  # where the protocol has nothing: before the first token
+
+
+@dataclass(frozen=True)
+class Successors:
+    """Of every token of a prompt but the last, the likeliest successors, best first: ``ids`` and ``logprobs``, ``(T-1, k)``."""
+
+    ids: Array
+    logprobs: Array
+
+    def write(self, message: Any) -> None:
+        """As a row for every token of the prompt: what could have stood in its place; nothing in the first's."""
+        message.k, message.length = self.ids.shape[1], len(self.ids) + 1
+        message.token_ids = np.pad(self.ids, ((1, 0), (0, 0)), constant_values=NO_TOKEN).astype("<i4").tobytes()
+        message.logprobs = _float32(np.pad(self.logprobs, ((1, 0), (0, 0)), constant_values=NO_LOGPROB)).tobytes()
+
+
+def sampled(
+    response: SampleResponse,
+    last_n: int | None = None,
+    successors: Successors | None = None,
+) -> Result:
     """``last_n`` limits the prompt's logprobs to that many at its end."""
     message = schema.SampleResponse()
     for sample in response.sequences:
@@ -82,6 +109,8 @@ def sampled(response: SampleResponse, last_n: int | None = None) -> Result:
         )
     if response.prompt_logprobs is not None:
         message.prompt_logprobs = _with_gaps(response.prompt_logprobs, last_n).tobytes()
+    if successors is not None:
+        successors.write(message.topk_prompt_logprobs)
     return Result(message.SerializeToString(), schema.CONTENT_TYPE)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,43 @@ from cookbook.backends.sampling import LocalSampler
 from cookbook.backends.worker import Worker
 
 Told = Callable[[Future[Any]], None]
+
+
+class Gathering:
+    """A batch that a client has announced: its requests wait until all have come, so that what is computed together, and with
+    it the last bits of the results, does not depend on when they came.
+
+    Args:
+        ended: called when it is over.
+        together: a context in which what is started is computed together.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        timeout_s: float,
+        ended: Callable[[], None],
+        together: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        self._count = count
+        self._ended = ended
+        self._together = together
+        self._starts: dict[int, Callable[[], None]] = {}
+        self._alarm = asyncio.get_running_loop().call_later(timeout_s, self.end)
+
+    def arrived(self, number: int, start: Callable[[], None]) -> None:
+        """``start`` is called in the order of numbers."""
+        self._starts[number] = start
+        if len(self._starts) == self._count:
+            self.end()
+
+    def end(self) -> None:
+        """Starts what has come."""
+        self._alarm.cancel()
+        self._ended()
+        with self._together():
+            for number in sorted(self._starts):
+                self._starts[number]()
 
 
 @dataclass
@@ -24,6 +62,8 @@ class SamplingSession:
     base_model: str
     model_path: str | None
     sampler: LocalSampler
+    joined: int = 0  # clients in other processes that share it
+    gathering: Gathering | None = None
 
 
 class Batcher:
@@ -35,7 +75,7 @@ class Batcher:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._gathering: list[tuple[Future[Any], Told]] = []
 
     def add(self, asked: Future[Any], told: Told) -> None:
@@ -50,6 +90,12 @@ class Batcher:
             self._gathering.append((asked, tell))
         if first:
             self._worker.submit(self._close)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """What is added inside of the block shares a batch."""
+        with self._lock:
+            yield
 
     def _close(self) -> None:
         """Looking at one future sends all that were asked of its model. This runs where they are computed."""

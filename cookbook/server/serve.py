@@ -15,7 +15,11 @@ from cookbook.server.app import create_app
 from cookbook.server.catalogue import Catalogue
 from cookbook.server.config import ServerConfig
 from cookbook.server.host import Host
+from cookbook.server.observed import log_to
+from cookbook.server.running import Server
 from cookbook.server.service import Service
+
+LOG_FILE = "requests.jsonl"
 
 
 def serve(model: ModelConfig, backend: LocalConfig, server: ServerConfig, *, seed: int, out: Path) -> None:
@@ -27,14 +31,15 @@ def serve(model: ModelConfig, backend: LocalConfig, server: ServerConfig, *, see
     """
     server.api_keys()  # before anything slow
     with listening(server) as listener:
-        host = Host(model, backend, seed=seed, names=tuple(server.names))
-        app = create_app(Service(host, Catalogue(out), server))
+        host = Host(model, backend, seed=seed, names=tuple(server.names), graph_bytes=server.graph_bytes)
+        service = Service(host, Catalogue(out), server)
+        log_to(out / LOG_FILE)
         address, port = listener.getsockname()[:2]
         print(f"serving {model.name} on http://{address}:{port}  (checkpoints in {out})", flush=True)
-        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
+        config = uvicorn.Config(create_app(service), log_level="warning", access_log=False, timeout_graceful_shutdown=5)
         signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn stops on it, then raises it again; what follows has to run
         try:
-            uvicorn.Server(config).run(sockets=[listener])
+            Server(config, service).run(sockets=[listener])
         finally:
             host.close()
 

@@ -17,8 +17,11 @@ from cookbook.server.config import ServerConfig
 from cookbook.server.downloads import Downloads
 from cookbook.server.errors import Refused
 from cookbook.server.futures import Answer, Answers
+from cookbook.server.graph_loss import GraphLoss
 from cookbook.server.host import Host
 from cookbook.server.messages import CreateSession
+from cookbook.server.metrics import Metrics
+from cookbook.server.observed import settled
 from cookbook.server.results import Result, failure
 from cookbook.server.runs import TrainingRun
 from cookbook.server.samplers import Batcher, SamplingSession
@@ -36,6 +39,11 @@ class Session:
     last_seen: float = field(default_factory=time.monotonic)
     run_ids: list[str] = field(default_factory=list)
     sampler_ids: list[str] = field(default_factory=list)
+    losses: dict[str, GraphLoss] = field(default_factory=dict)  # made by create_custom_loss
+
+    @property
+    def losses_scope(self) -> str:
+        return f"{self.session_id}:loss"
 
 
 class Service:
@@ -46,6 +54,8 @@ class Service:
         self.catalogue = catalogue
         self.config = config
         self.answers = Answers(config.max_results_mb << 20)
+        self.metrics = Metrics()
+        self.answers.watchers += [self.metrics.settled, settled]
         self.batcher = Batcher(host.worker)
         self.downloads = Downloads(catalogue)
         self.sessions: dict[str, Session] = {}
@@ -72,6 +82,7 @@ class Service:
     def end_session(self, session_id: str) -> None:
         """Frees what the session holds. Checkpoints stay."""
         session = self.sessions.pop(session_id)
+        self.answers.forget(session.losses_scope)
         for sampler_id in session.sampler_ids:
             self.samplers.pop(sampler_id, None)
             self.answers.forget(sampler_id)

@@ -7,10 +7,11 @@ from typing import Any
 
 from cookbook.backends.local import LocalTrainer
 from cookbook.errors import ConfigError
-from cookbook.server.calls import call_of, parse
+from cookbook.server.calls import CUSTOM, Call, call_of, parse
 from cookbook.server.catalogue import Address
 from cookbook.server.errors import Refused
 from cookbook.server.futures import Answer
+from cookbook.server.graph_loss import GraphLoss
 from cookbook.server.messages import (
     LoadWeights,
     OptimStep,
@@ -32,11 +33,26 @@ def forward_backward(service: Service, body: bytes) -> Answer:
 
     def begin(trainer: LocalTrainer) -> Any:
         call = call_of(message)
+        service.metrics.trained_tokens += sum(datum.model_input.length for datum in call.data)
+        if call.loss_fn == CUSTOM:
+            return trainer.forward_backward_custom(call.data, _custom_loss(service, call))
         do = trainer.forward if call.forward_only else trainer.forward_backward
         return do(call.data, call.loss_fn, call.loss_fn_config)
 
     kind = "forward" if message.forward_only else "forward_backward"
     return _accept(service, message.model_id, message.seq_id, body, kind, begin, passed)
+
+
+def _custom_loss(service: Service, call: Call) -> GraphLoss:
+    """Raises ConfigError: the session has made no such loss, or only its value is wanted."""
+    session_id = service.run(call.model_id).session_id
+    loss_id = call.loss_fn_config.get("loss_id")
+    losses = service.session(session_id).losses
+    if loss_id not in losses:
+        raise ConfigError(f"forward_backward: this session has made no custom loss {loss_id!r}; call create_custom_loss first")
+    if call.forward_only:
+        raise ConfigError("forward: a custom loss is computed by forward_backward only")
+    return losses[loss_id]
 
 
 def optim_step(service: Service, message: OptimStep, body: bytes) -> Answer:

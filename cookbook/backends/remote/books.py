@@ -33,10 +33,10 @@ class Books:
         self._samplers[path] = weakref.ref(sampler)
         self._known.add(path)
 
-    def sweep(self) -> None:
-        """Waits for the server. What another run folder points to is not known here, so branches keep their origin."""
+    def sweep(self, *, closing: bool = False) -> None:
+        """Waits for the server. ``closing``: nobody samples any more."""
         pointed = {path for _, path in pointers.below(self._folder)}
-        held = {path for path, sampler in self._samplers.items() if sampler() is not None}
+        held = {path for path, sampler in self._samplers.items() if sampler() is not None and not closing}
         for path in self._known - pointed - held:
             self._samplers.pop(path, None)
             self._server.delete(path)

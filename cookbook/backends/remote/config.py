@@ -10,6 +10,7 @@ from cookbook.engine.model import ModelConfig
 from cookbook.errors import ConfigError
 
 if TYPE_CHECKING:
+    from cookbook.backends.homes import Home
     from cookbook.backends.remote.trainer import RemoteTrainer
 
 
@@ -38,3 +39,9 @@ class RemoteConfig:
         from cookbook.backends.remote.trainer import RemoteTrainer
 
         return RemoteTrainer(model, Server(self), seed=seed, folder=folder)
+
+    def home(self, folder: Path) -> Home:
+        """Where a :class:`~cookbook.service.ServiceClient` computes. Raises as :meth:`make_trainer`."""
+        from cookbook.backends.remote.home import RemoteHome
+
+        return RemoteHome(self, folder)

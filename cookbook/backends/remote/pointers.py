@@ -56,6 +56,15 @@ def read(folder: Path) -> Pointer:
     return Pointer(facts[SERVER]["path"], facts[SERVER]["url"], int(facts["step"]), facts["kind"])
 
 
+def address(place: str) -> str:
+    """What the server calls the checkpoint: ``place`` itself (``tinker://...``), or what the pointer in that folder says.
+
+    Raises:
+        CheckpointError: as :func:`read`.
+    """
+    return place if place.startswith("tinker://") else read(Path(place)).path
+
+
 def below(folder: Path) -> Iterator[tuple[Path, str]]:
     """Every pointer in ``folder`` with its address. Damaged ones are none."""
     for file in sorted(folder.glob(f"**/{manifest.NAME}")):

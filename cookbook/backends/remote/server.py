@@ -9,6 +9,7 @@ import importlib
 import json
 import logging
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from cookbook.backends.remote.messages import Explain
 from cookbook.backends.remote.watch import Watch
 from cookbook.backends.remote.wire import Wire
 from cookbook.engine.model import ModelConfig
-from cookbook.errors import BackendError, CheckpointError, ConfigError, CookbookError
+from cookbook.errors import BackendError, ConfigError, CookbookError
 from cookbook.futures import Future
 
 log = logging.getLogger("cookbook")
@@ -101,6 +102,11 @@ class Server:
     def sampler_of(self, *, path: str | None = None, base_model: str | None = None) -> Any:
         """A sampling client on saved weights, or on a base model. Waits for it."""
         return self.follow(self._service.create_sampling_client(model_path=path, base_model=base_model)).result()
+
+    def origin(self, path: str) -> tuple[str, int]:
+        """The base model of saved weights, and the rank of their adapter, 0 for full weights."""
+        found = self.follow(self._rest.get_weights_info_by_tinker_path(path)).result()
+        return found.base_model, found.lora_rank or 0
 
     def announce(self, sampler: Any, count: int) -> None:
         """The next ``count`` requests of a sampling client are to be computed together; only servers of ours listen.
@@ -193,13 +199,8 @@ def _package() -> Any:
         package = importlib.import_module("tinker")
     except ModuleNotFoundError as error:
         raise ConfigError(f"backend=remote: the package {error.name!r} is not installed; install cookbook[tinker]") from None
+    # Stop texts and stop ids side by side are more than its own type of them says.
+    warnings.filterwarnings("ignore", message="Pydantic serializer warnings", category=UserWarning)
     if "TINKER_LOG" not in os.environ:  # what it says while it asks again is for those who look into it
         logging.getLogger("tinker").setLevel(logging.ERROR)
     return package
-
-
-def checked(path: str) -> str:
-    """Raises CheckpointError unless it is an address of saved weights on a server."""
-    if not path.startswith("tinker://"):
-        raise CheckpointError(f"checkpoint: expected tinker://..., got {path!r}")
-    return path

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from cookbook.backends.copies import tokenizer_digests
 from cookbook.backends.failures import CallFuture, Failures
+from cookbook.backends.info import ModelData, ModelInfo
 from cookbook.backends.remote import pointers, surrogate, wire
 from cookbook.backends.remote.books import Books
 from cookbook.backends.remote.pointers import Pointer
@@ -89,7 +90,7 @@ class RemoteTrainer:
         self._client: Any = None
         self._broken: BaseException | None = None  # a call that failed before anything of it went out
         self._accumulated = surrogate.Accumulated()
-        self._lost_gradient = False
+        self._lost_gradient: BackendError | None = None
         self._moved = False  # away from where it started
         self._order = threading.Lock()
         self._unseeded: Counter[int] = Counter()
@@ -136,6 +137,7 @@ class RemoteTrainer:
             self._accumulated.add(loss_fn)
             found = surrogate.slopes(loss_fn, rows, self._forward(client, rows, loss_fn))
             if self.server.divides:
+                self._accumulated.travelled = True
                 return found.output, self._backward(client, found.data)
             self._accumulated.held.append(found)
             return found.output, None
@@ -162,10 +164,11 @@ class RemoteTrainer:
                 raise self._failures.first
             if error is not None:
                 raise error
-            return OptimStepOutput({**known, **((asked.result().metrics or {}) if asked is not None else {})})
+            return OptimStepOutput({**((asked.result().metrics or {}) if asked is not None else {}), **known})
 
         self._moved = True
-        return self._call(lambda client: self._ask_step(client, adam, normalization), receive, self._failures.forget)
+        ask = functools.partial(self._ask_step, adam=adam, normalization=normalization)
+        return self._call(ask, receive, self._failures.forget, is_step=True)
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -202,7 +205,7 @@ class RemoteTrainer:
 
         def ask(_: Any) -> None:
             self._client = replace(self._start, path=found.path, optimizer=optimizer).make()
-            self._accumulated, self._lost_gradient = surrogate.Accumulated(), False
+            self._accumulated, self._lost_gradient, self._broken = surrogate.Accumulated(), None, None
 
         def receive(_: Any) -> None:
             self.step = found.step if optimizer else 0
@@ -320,6 +323,12 @@ class RemoteTrainer:
             )
         return {"weights": there["weights"], **own}
 
+    def info(self) -> ModelInfo:
+        found, name = self.server.facts, self.model.name
+        architecture, parameters = (found.architecture, found.num_parameters) if found else ("", 0)
+        data = ModelData(architecture, name, self.tokenizer.name_or_path)
+        return ModelInfo(data, name, self.model.lora_rank, self.model.lora_rank > 0, parameters, self.max_length)
+
     def close(self) -> None:
         """Waits for what is under way, unless a call has failed; raises the error of one that nobody has read."""
         if self._failures.first is not None:
@@ -327,7 +336,7 @@ class RemoteTrainer:
         self._sender.close()
         self._receiver.close()
         if self._failures.first is None:
-            self._books.sweep()
+            self._books.sweep(closing=True)
         if self._owns_server:
             self.server.close()
         self._failures.raise_unread()
@@ -341,6 +350,7 @@ class RemoteTrainer:
         on_read: Callable[[BaseException], None] | None = None,
         *,
         needs_client: bool = True,
+        is_step: bool = False,
     ) -> Future[T]:
         """``ask`` goes out after all earlier calls, ``receive`` gets its answer after they have got theirs."""
 
@@ -348,13 +358,12 @@ class RemoteTrainer:
             try:
                 if needs_client and self._client is None:
                     self._client = self._start.make()
-                if needs_client and self._lost_gradient:
-                    raise BackendError(
-                        "the server holds a part of a gradient whose rest has failed; load a checkpoint, or make a new run"
-                    )
+                if needs_client and self._lost_gradient is not None:
+                    raise self._lost_gradient
                 return ask(self._client)
             except BaseException as error:
-                self._broken = self._broken or error
+                if not is_step:  # the next step tells of it
+                    self._broken = self._broken or error
                 raise
 
         def answer() -> T:
@@ -377,7 +386,6 @@ class RemoteTrainer:
         return wire.passed(self.server.follow(client.forward(batch, surrogate.LINEAR)).result())
 
     def _backward(self, client: Any, rows: Sequence[Datum]) -> Future[Any]:
-        self._accumulated.travelled = True
         return self.server.follow(client.forward_backward(self._wired(rows), surrogate.LINEAR))
 
     def _ask_step(
@@ -387,7 +395,10 @@ class RemoteTrainer:
         accumulated, self._accumulated = self._accumulated, surrogate.Accumulated()
         if self._broken is not None:
             error, self._broken = self._broken, None
-            self._lost_gradient = accumulated.travelled
+            if accumulated.travelled:
+                self._lost_gradient = BackendError(
+                    "the server holds a part of a gradient whose rest has failed; load a checkpoint, or make a new run"
+                )
             raise error
         accumulated.check(normalization)
         if self.server.divides:

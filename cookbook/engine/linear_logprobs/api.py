@@ -32,7 +32,10 @@ class LinearLogprobs:
 
 @dataclass(frozen=True)
 class LowRank:
-    """A trainable addition to the weight, ``scaling * B A``, that is never formed. ``a`` ``(r, H)``, ``b`` ``(V, r)``."""
+    """A trainable addition to the weight, ``scaling * B A``, that is never formed. ``a`` ``(r, H)``, ``b`` ``(V, r)``.
+
+    Both of one dtype, which may be wider than the weight's: PEFT keeps float32 adapters on bfloat16 layers.
+    """
 
     a: Tensor
     b: Tensor
@@ -149,8 +152,10 @@ def operands(
     _check(hidden, weight, targets, bias, scale, softcap)
     work = torch.promote_types(weight.dtype, torch.float32)
     per_row, scale = _temperature(temperature, scale, softcap, len(targets), work, hidden.device)
-    low_hidden = None if low_rank is None else low_rank.scaling * (hidden @ low_rank.a.T)
-    low_weight = None if low_rank is None else low_rank.b
+    low_hidden = low_weight = None
+    if low_rank is not None:
+        low_hidden = (low_rank.scaling * (hidden.to(low_rank.a.dtype) @ low_rank.a.T)).to(weight.dtype)
+        low_weight = low_rank.b.to(weight.dtype)
     return Operands(hidden, weight, targets, bias, low_hidden, low_weight, per_row, scale, softcap)
 
 

@@ -1,4 +1,8 @@
-"""Implementations by name: ``pytorch``, ``torch_compile``, ``cce`` (the cut-cross-entropy package), ``auto``."""
+"""Implementations by name: ``pytorch``, ``cce`` (the cut-cross-entropy package), ``auto``; ``torch_compile`` is understood.
+
+Compiled on the CPU, a tile's elementwise work is no faster (0.59 ms against 0.53 ms forward, 0.43 ms against 0.42 ms backward,
+4 MB, one thread), since a tile is in the cache anyway. So ``torch_compile`` runs the pytorch code and says so.
+"""
 
 from __future__ import annotations
 
@@ -19,27 +23,29 @@ log = logging.getLogger("cookbook")
 
 
 def check(name: str) -> str:
-    """Raises: ConfigError: no implementation is called so."""
+    """Warns, once, of a name that another stands in for. Raises: ConfigError: no implementation is called so."""
     if name not in IMPLEMENTATIONS:
         raise ConfigError(f"impl: must be one of {', '.join(IMPLEMENTATIONS)}, got {name!r}")
+    if name == TORCH_COMPILE:
+        _cannot(TORCH_COMPILE, "compiled, its tiles were measured to be no faster")
     return name
 
 
 def cce_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor | None:
     """``(N,)`` float32, differentiable, by Apple's kernels; None, and one warning, where they cannot run."""
     if importlib.util.find_spec("cut_cross_entropy") is None:
-        return _cannot("the package is not installed (pip install cut-cross-entropy)")
+        return _cannot(CCE, "the package is not installed (pip install cut-cross-entropy)")
     if hidden.device.type != "cuda":
-        return _cannot(f"it needs a GPU, and the model is on the {hidden.device.type}")
+        return _cannot(CCE, f"it needs a GPU, and the model is on the {hidden.device.type}")
     if hidden.dtype not in (torch.bfloat16, torch.float16):
-        return _cannot(f"it needs bfloat16, and the model is in {hidden.dtype}")
+        return _cannot(CCE, f"it needs bfloat16, and the model is in {hidden.dtype}")
     if bias is not None or targets.ndim != 1:
-        return _cannot("it takes no bias and one target per token")
+        return _cannot(CCE, "it takes no bias and one target per token")
     package = importlib.import_module("cut_cross_entropy")  # an extra, and slow to import
     losses: Tensor = package.linear_cross_entropy(hidden, weight, targets, softcap=softcap, reduction="none")
     return -losses.float()
 
 
 @functools.cache
-def _cannot(why: str) -> None:
-    log.warning("impl=cce cannot run here: %s; impl=pytorch is used instead", why)
+def _cannot(name: str, why: str) -> None:
+    log.warning("impl=%s does not run here: %s; impl=pytorch is used instead", name, why)

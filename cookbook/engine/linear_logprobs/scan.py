@@ -1,8 +1,9 @@
 """The forward pass: one walk over the tiles, which leaves a few numbers per row and what the backward pass asked for.
 
 Every row has one reference for the whole walk, ``exp2(bits - reference)`` is what is summed. It starts as a guess (the
-target's logit, or the largest of a sample); where the guess was more than 69 nats too low, the walk is repeated with the true
-maximum. So no running maximum is kept, nothing is rescaled on the way, and kept tiles share one factor per row.
+target's logit, or the largest of a sample, or 0 where they are near it); where the guess was more than 69 nats too low, the
+walk is repeated with the true maximum. So no running maximum is kept, nothing is rescaled on the way, and kept tiles share
+one factor per row.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from cookbook.engine.linear_logprobs.projection import LN2, Block, Projection, T
 EXCLUDED = -1e9  # bits; exp2 of it is 0, and so is its product with that 0, unlike infinity's
 SAFE_SUM = 2.0**100  # float32 ends at 2^128, and sums are multiplied with weights
 SAMPLED_COLUMNS = 64
+NEAR_ZERO = 32.0  # bits; exponentials of such logits are as safe and as exact without a reference, and a pass cheaper
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ def scan(projection: Projection, tiling: Tiling, wanted: Wanted, kept: Tensor | 
     """Log-probabilities of the targets, and what is ``wanted``; ``kept`` is a buffer for the tiles to use again."""
     target_bits = projection.target_bits()
     reference = torch.maximum(target_bits.amax(1), _sampled_maximum(projection))
+    reference = torch.where(reference.abs() < NEAR_ZERO, 0, reference)
     if wanted.keep and kept is None:
         kept = _empty(projection, projection.num_rows * projection.vocabulary)
     sums = _walk(projection, tiling, wanted, target_bits, reference, kept)
@@ -93,12 +96,14 @@ def _walk(
         mixtures += [_zeros(projection, rows, weight.shape[1]) for _, weight in projection.pairs] if wants else []
     buffer = _empty(projection, tiling.block_rows * tiling.tile_columns)
     second = torch.empty_like(buffer) if wanted.entropy else None
+    moved = bool(reference.any())
     for rows_of_block in tiling.blocks:
         block = Block(projection.select(rows_of_block), tiling)
         for index, tile in enumerate(tiling.tiles):
             shape = (block.projection.num_rows, tile.stop - tile.start)
             out = part(buffer, shape) if kept is None else tiling.view(kept, rows_of_block, tile)
-            _visit(block, index, tile, rows_of_block, target_bits[rows_of_block], reference[rows_of_block], out, second, sums)
+            start = reference[rows_of_block] if moved else None
+            _visit(block, index, tile, rows_of_block, target_bits[rows_of_block], start, out, second, sums)
     return sums
 
 
@@ -108,12 +113,12 @@ def _visit(
     tile: slice,
     rows: slice,
     target_bits: Tensor,
-    reference: Tensor,
+    reference: Tensor | None,
     out: Tensor,
     second: Tensor | None,
     sums: _Sums,
 ) -> None:
-    """Adds one tile to the sums; ``out`` then holds its exponentials."""
+    """Adds one tile to the sums; ``out`` then holds its exponentials. No ``reference`` is one of 0."""
     bits = block.bits(tile, out if second is None else part(second, (len(out), out.shape[1])))
     inside, columns, places = block.placed[index]
     if block.projection.one_target:
@@ -123,7 +128,7 @@ def _visit(
     if sums.largest is not None:
         torch.maximum(sums.largest[rows], bits.amax(1), out=sums.largest[rows])
     slope = block.projection.capped_slope(bits) if sums.mixtures else None
-    exponentials = torch.exp2(bits.sub_(reference[:, None]), out=out)
+    exponentials = torch.exp2(bits if reference is None else bits.sub_(reference[:, None]), out=out)
     if sums.weighted is not None:
         bits.mul_(exponentials)
         sums.weighted[rows] += bits.sum(1)

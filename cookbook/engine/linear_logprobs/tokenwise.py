@@ -17,6 +17,7 @@ from cookbook.engine.linear_logprobs.api import LowRank, Operands, linear_logpro
 from cookbook.engine.linear_logprobs.gradient import Gradients, Upstream, add_gradients
 from cookbook.engine.linear_logprobs.projection import Tiling
 from cookbook.engine.linear_logprobs.scan import Wanted, scan
+from cookbook.errors import BackendError
 
 CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}
 CHUNK_ROWS = (64, 1024)
@@ -79,6 +80,9 @@ def linear_logprobs_with_gradient(
     return FoldedLogprobs(logprobs.reshape(targets.shape), entropies, hits, surrogate)
 
 
+_MAKERS = (torch.zeros_like, torch.empty_like, torch.zeros_like, torch.zeros_like, torch.empty_like)
+
+
 class _Fold(torch.autograd.Function):
     """Computes everything in its forward pass, and hands it over in its backward pass."""
 
@@ -96,9 +100,10 @@ class _Fold(torch.autograd.Function):
         metrics: tuple[bool, bool],
     ) -> tuple[Tensor | None, ...]:
         likes = [hidden, weight, bias, low_hidden, low_weight]
+        # The weights' gradients are written by the first chunk: to fill them would be one more pass over fresh memory.
         found = [
-            None if like is None or not need else torch.zeros_like(like, dtype=given.work_dtype)
-            for like, need in zip(likes, ctx.needs_input_grad[:5], strict=True)
+            None if like is None or not need else make(like, dtype=given.work_dtype)
+            for like, need, make in zip(likes, ctx.needs_input_grad[:5], _MAKERS, strict=True)
         ]
         entropy, hit = metrics
         parts = []
@@ -130,9 +135,17 @@ class _Fold(torch.autograd.Function):
     def backward(ctx: Any, by_value: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if by_value is None:
             return (None,) * 9
-        # Mostly it is 1, and a copy of the weight's gradient would be the largest tensor of the step.
-        once = float(by_value) == 1.0
-        return (*[one if one is None or once else one * by_value for one in ctx.gradients], *[None] * 4)
+        # Given away, not lent: autograd copies a gradient that somebody else holds, and the weight's is the largest of a step.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise BackendError(
+                "linear_logprobs_with_gradient: backward ran twice, and the gradients are handed over once; compute it again"
+            )
+        if float(by_value) != 1.0:
+            for one in gradients:
+                if one is not None:
+                    one.mul_(by_value)
+        return (*gradients, *[None] * 4)
 
 
 def _joined(column: Sequence[Tensor | None]) -> Tensor | None:

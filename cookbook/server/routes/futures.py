@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from fastapi import APIRouter, Response
 
@@ -24,3 +25,23 @@ async def retrieve_future(service: Here, body: Body) -> Response:
         return response(result)
     again = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
     return Response(json.dumps(again), media_type=JSON)
+
+
+@router.post("/retrieve_futures")
+async def retrieve_futures(service: Here, body: Body) -> dict[str, Any]:
+    """Which requests of a sampling session were answered since the client last asked."""
+    message = parsed(messages.RetrieveFutures, body)
+    sampler_id = message.target.sampling_session_id
+    service.sampler(sampler_id)
+    of_session = f"{sampler_id}/"
+    service.answers.acknowledge(one for one in message.retrieved_request_ids if one.startswith(of_session))
+    wait_s = HOLD_S if message.timeout is None else min(message.timeout, HOLD_S)
+    feed = service.answers.completions
+    completions, cursor = await feed.after(sampler_id, message.target.cloned_sampler_id, message.prev_cursor, wait_s)
+    return {"completions": completions, "cursor": cursor}
+
+
+@router.post("/cancel_future", status_code=204)
+async def cancel_future(service: Here, body: Body) -> Response:
+    service.answers.cancel(parsed(messages.CancelFuture, body).request_id)
+    return Response(status_code=204)

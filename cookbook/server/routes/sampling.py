@@ -18,6 +18,14 @@ async def create_sampling_session(service: Here, body: Body) -> dict[str, Any]:
     return {"type": "create_sampling_session", "sampling_session_id": made.sampler_id}
 
 
+@router.post("/join_sampling_session")
+async def join_sampling_session(service: Here, body: Body) -> dict[str, int]:
+    """A number for one more client of a sampling session, from 1: the one that made it has 0."""
+    found = service.sampler(parsed(messages.OfSampler, body).sampling_session_id)
+    found.joined += 1
+    return {"client_counter": found.joined}
+
+
 @router.get("/samplers/{sampler_id}")
 async def sampler(service: Here, sampler_id: str) -> dict[str, Any]:
     found = service.sampler(sampler_id)

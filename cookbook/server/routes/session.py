@@ -28,13 +28,15 @@ async def client_config(service: Here) -> dict[str, Any]:
         "fwdbwd_max_chunk_len": 1 << 30,
         "fwdbwd_max_chunk_bytes_count": chunk_bytes,
         "fwdbwd_dispatch_bytes_semaphore_size": chunk_bytes,
+        "custom_loss_server_side": True,
+        "sample_use_retrieve_futures": True,
         "proto_compress_fwdbwd": not service.config.is_local,
     }
 
 
 @router.post("/client/dynamic_config")
 async def client_dynamic_config() -> dict[str, Any]:
-    return {}
+    return {"sample_cancel_enabled": True}
 
 
 @router.get("/get_server_capabilities")

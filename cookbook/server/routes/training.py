@@ -54,3 +54,8 @@ async def load_weights(service: Here, body: Body) -> dict[str, Any]:
     message = parsed(messages.LoadWeights, body)
     load = training.load_weights if message.session_id is None else making.create_from_weights
     return promise(load(service, message, body))
+
+
+@router.post("/create_custom_loss")
+async def create_custom_loss(service: Here, body: Body) -> dict[str, Any]:
+    return promise(making.create_custom_loss(service, parsed(messages.CustomLoss, body), body))

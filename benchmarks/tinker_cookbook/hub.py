@@ -1,0 +1,48 @@
+"""A folder in which the names of a hub are local folders: the tiny model, small data in the formats of the big sets."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def prepare(folder: Path, data: Path, models: Sequence[str]) -> None:
+    """Fills ``folder``: the tiny model under ``models``, chats and preferences of ``data``, sums as ``math_rl`` asks."""
+    for name in models:
+        shutil.copytree(data / "tiny", folder / name, dirs_exist_ok=True)
+    chats = [read(data / "arithmetic" / f"chat_{split}.jsonl") for split in ("train", "eval")]
+    pairs = [read(data / "arithmetic" / f"pairs_{split}.jsonl") for split in ("train", "eval")]
+    for split, chat, pair in zip(("train", "test"), chats, pairs, strict=True):
+        write(folder / "HuggingFaceH4" / "no_robots" / f"{split}.jsonl", chat)
+        write(folder / "Anthropic" / "hh-rlhf" / f"{split}.jsonl", map(preference, pair))
+    write(folder / "sums.jsonl", sums(4096))
+
+
+def preference(row: Row) -> Row:
+    """As that data set has it: whole dialogues as text."""
+    return {side: f"\n\nHuman: {row['prompt']}\n\nAssistant: {row[side]}" for side in ("chosen", "rejected")}
+
+
+def sums(count: int) -> Iterable[Row]:
+    """The questions of ``math_rl`` behind its own example."""
+    draw = random.Random(0)
+    for _ in range(count):
+        a, b = draw.randint(0, 100), draw.randint(0, 100)
+        turns = ["What is 4 + 5?", "9", f"What is {a} + {b}?", str(a + b)]
+        roles = ("user", "assistant") * 2
+        yield {"messages": [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=True)]}
+
+
+def read(file: Path) -> list[Row]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def write(file: Path, rows: Iterable[Row]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,0 +1,333 @@
+"""Runs on a server: the numbers of those in this process, and one line for whatever goes wrong between the two."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import servertools
+import tiny
+from runtools import SMALL, here, rows, timeless, train, write  # noqa: F401 - here is a fixture
+
+from cookbook.backends.local import LocalConfig, LocalTrainer
+from cookbook.backends.remote import facts, pointers, watch
+from cookbook.backends.remote.config import RemoteConfig
+from cookbook.cli.app import run
+from cookbook.engine.model import ModelConfig
+from cookbook.errors import BackendError, CheckpointError, ConfigError, RolloutError
+from cookbook.losses import CrossEntropy
+from cookbook.service import ServiceClient
+from cookbook.types import AdamParams, SamplingParams
+
+pytest.importorskip("tinker")
+pytestmark = pytest.mark.usefixtures("here")
+
+REWARD = "def reward(completion, row):\n    return sum(map(ord, completion)) % 7 / 7\n"
+STEP = AdamParams(learning_rate=1e-2)
+
+
+@pytest.fixture(scope="module")
+def server(tiny_folder, tmp_path_factory):
+    with servertools.running(tiny_folder, tmp_path_factory.mktemp("server")) as found:
+        yield found
+
+
+@pytest.fixture
+def make_remote(server, tiny_folder, tmp_path):
+    """``make_remote(**fields of ModelConfig)``: a trainer on the server."""
+    made = []
+
+    def make(seed=0, **model):
+        config = RemoteConfig(server.url, patience_s=30.0)
+        made.append(config.make_trainer(ModelConfig(str(tiny_folder), **model), seed=seed, folder=tmp_path / "checkpoints"))
+        return made[-1]
+
+    yield make
+    for trainer in made:
+        trainer.server.give_up()
+        trainer.server.close()
+
+
+@pytest.fixture
+def model(tiny_folder):
+    return [f"model.name={tiny_folder}", "model.random=false", "model.chat_template=null"]
+
+
+@pytest.fixture
+def backend(server):
+    return ["backend=remote", f"backend.base_url={server.url}"]
+
+
+# The server computes the logprobs of all tokens, and so must the embedded run if bits are to be compared.
+EMBEDDED = "backend.all_logprobs=true"
+LAGGING = ["weight_sync.every=2", "rollout.temperature=0.8", "rollout.stop=[a,e]"]  # stop texts beside the template's ids
+
+
+def same(one, other):
+    """Losses to the last bit, metrics but for one rounding: the client multiplies and divides means by the number of datums."""
+    pairs = list(zip(timeless(one), timeless(other), strict=True))
+    return all(a == pytest.approx(b, rel=1e-15, abs=0) and a.get("loss") == b.get("loss") for a, b in pairs)
+
+
+# ---- whole runs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ("sft", ["model.lora_rank=4"]),
+        ("dpo", []),
+        ("orpo", []),
+        ("grpo", ["reward=python", "reward.target=reward.py:reward", *LAGGING]),
+    ],
+)
+def test_a_run_has_the_numbers_of_the_embedded_one(recipe, options, model, backend):
+    write("reward.py", REWARD)
+    words = [*SMALL[recipe], *model, *options]
+    assert train(*words, EMBEDDED, "out=embedded") == 0
+    assert train(*words, *backend, "out=remote") == 0
+    assert same("remote", "embedded")
+    if recipe == "grpo":
+        assert any(row.get("optim/grad_norm") for row in rows("remote"))  # or nothing was compared
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [("dpo", []), ("grpo", ["reward=python", "reward.target=reward.py:reward", "loss.kl_beta=0.1"])],
+)
+def test_a_server_that_knows_only_cross_entropy_gets_the_slopes_of_other_losses(recipe, options, model, backend, monkeypatch):
+    write("reward.py", REWARD)
+    words = [*SMALL[recipe], *model, *options, "eval.every=null"]
+    assert train(*words, EMBEDDED, "out=embedded") == 0
+    monkeypatch.setattr(facts, "PATH", "/api/v1/unknown")  # what a server that is not ours has there: nothing
+    monkeypatch.setenv("TINKER_API_KEY", servertools.KEY)
+    assert train(*words, *backend, "out=remote") == 0
+    for found, expected in zip(rows("remote")[1:], rows("embedded")[1:], strict=True):
+        # Slopes travel in single precision: each optimizer step moves the weights by rounding errors of 6e-8 relative to a
+        # learning rate of 1e-4, far below what a loss of order 1 shows; the policy loss is a difference of such terms.
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6, abs=1e-7)
+        assert found["optim/grad_norm"] == pytest.approx(expected["optim/grad_norm"], rel=1e-6)  # that of the divided gradient
+        for name in ("optim/divisor", "optim/num_loss_tokens", "optim/num_sequences", "data/rows_crc32"):
+            assert found[name] == expected[name]
+
+
+def saved(server):
+    return {one.address.path for one in server.service.catalogue.all()}
+
+
+@pytest.mark.parametrize("recipe", ["sft", "grpo"])
+def test_a_run_goes_on_where_it_stopped(recipe, model, backend, server):
+    write("reward.py", REWARD)
+    sampled = ["reward=python", "reward.target=reward.py:reward", "weight_sync.every=3"] if recipe == "grpo" else []
+    words = [*SMALL[recipe], *model, *sampled, *backend, "checkpoint.every=1", "checkpoint.keep=1", "recipe.steps=4"]
+    before = saved(server)
+    assert train(*words, "out=whole") == 0
+    assert train(*words, "out=parts", "recipe.steps=2") == 0
+    assert train(*words, "out=parts") == 0
+    assert timeless("parts")[3:] == timeless("whole")[3:]  # step 2 was the last of its own sitting, and was evaluated
+    assert [path.name for path in Path("parts/checkpoints").iterdir()] == ["step-000004"]
+    pointed = {path for folder in ("whole", "parts") for _, path in pointers.below(Path(folder))}
+    assert saved(server) - before == pointed  # what the run folders have dropped is deleted there too
+
+
+# ---- a trainer -------------------------------------------------------------------------------------------------------
+
+
+def test_a_trainer_is_the_embedded_one(make_remote, make_trainer):
+    remote, embedded = make_remote(lora_rank=4), make_trainer(lora_rank=4, all_logprobs=True)
+    data = tiny.datums()
+    for trainer in (remote, embedded):
+        trainer.forward_backward(data, "cross_entropy")
+        trainer.forward_backward_custom(data, CrossEntropy())
+        trainer.optim_step(STEP, "num_loss_tokens").result()
+    outputs = [trainer.forward(data, "cross_entropy").result() for trainer in (remote, embedded)]
+    for found, expected in zip(*(output.loss_fn_outputs for output in outputs), strict=True):
+        assert np.array_equal(found["logprobs"].to_numpy(), expected["logprobs"].to_numpy())
+    assert outputs[0].metrics == pytest.approx(outputs[1].metrics, rel=1e-15, abs=0)
+    assert remote.step == embedded.step == 1 and remote.max_length == embedded.max_length
+    assert remote.digests().items() >= {key: embedded.digests()[key] for key in ("tokenizer", "chat_template")}.items()
+
+
+def test_what_fails_is_told_once_by_the_next_step(make_remote):
+    trainer = make_remote()
+    data = tiny.datums()
+
+    def broken(data, logprobs):
+        raise ValueError("mine")
+
+    trainer.forward_backward_custom(data, broken)
+    with pytest.raises(ValueError, match="mine"):
+        trainer.optim_step(STEP).result()
+    trainer.forward_backward(data, "cross_entropy")
+    trainer.optim_step(STEP).result()
+    assert trainer.step == 1
+    state = trainer.save_state("whole").result()
+    bad = [datum.with_inputs(target_tokens=np.full(datum.model_input.length, 10_000)) for datum in data]
+    trainer.forward_backward(bad, "cross_entropy")
+    with pytest.raises(BackendError, match="datum 0: target_tokens holds token 10000"):
+        trainer.optim_step(STEP).result()
+    trainer.forward_backward(data, "cross_entropy")
+    trainer.optim_step(STEP).result()
+    assert trainer.step == 2
+    trainer.forward_backward(data, "cross_entropy")
+    trainer.forward_backward_custom(data, broken)  # the server has half of the gradient now, and cannot know
+    with pytest.raises(ValueError, match="mine"):
+        trainer.optim_step(STEP).result()
+    with pytest.raises(BackendError, match="holds a part of a gradient"):
+        trainer.forward_backward(data, "cross_entropy").result()
+    with pytest.raises(BackendError, match="holds a part of a gradient"):
+        trainer.optim_step(STEP).result()
+    trainer.load_state(state).result()
+    trainer.forward_backward(data, "cross_entropy")
+    trainer.optim_step(STEP).result()
+    assert trainer.step == 2
+
+
+def test_nothing_can_be_sampled_here_from_weights_that_are_elsewhere(model, backend, capsys):
+    assert train(*SMALL["sft"], *model, *backend, "out=run", "recipe.steps=1") == 0
+    assert run(["sample", "run", "x"]) == 2
+    assert "are on the server at http" in capsys.readouterr().err
+
+
+def test_samplers_and_saved_weights(make_remote):
+    trainer = make_remote(lora_rank=4)
+    data = tiny.datums()
+    reference = trainer.reference()
+    before = reference.logprobs(data).result()
+    live = trainer.live_sampler(0).result()
+    lagging = trainer.lagging_sampler(0).result()
+    drawn = [one.sample([5, 6, 7], 2, SamplingParams(max_tokens=4, seed=1)).result() for one in (live, lagging)]
+    assert drawn[0] == drawn[1] and drawn[0].sequences[0].tokens != drawn[0].sequences[1].tokens
+    assert len(live.compute_logprobs([5, 6, 7]).result()) == 3
+    with pytest.raises(RolloutError, match="context"):
+        live.sample([5] * tiny.CONTEXT, 1, SamplingParams(max_tokens=4)).result()
+    trainer.forward_backward(data, "cross_entropy")
+    trainer.optim_step(STEP)
+    state = trainer.save_state("one").result()
+    assert state.step == 1
+    trainer.live_sampler(1).result()
+    with pytest.raises(RolloutError, match="sync again"):
+        live.sample([5, 6, 7]).result()
+    assert lagging.sample([5, 6, 7], 2, SamplingParams(max_tokens=4, seed=1)).result() == drawn[1]
+    assert all(np.array_equal(*pair) for pair in zip(before, reference.logprobs(data).result(), strict=True))
+    with pytest.raises(CheckpointError, match="exists already"):
+        trainer.save_state("one")
+    resumed = make_remote(lora_rank=4)
+    resumed.load_state(state).result()
+    assert resumed.step == 1
+    outputs = [one.forward(data, "cross_entropy").result().metrics for one in (trainer, resumed)]
+    assert outputs[0] == outputs[1]
+
+
+def losses(service, base_model):
+    """A loop as the documentation has it: trained, saved, loaded, sampled."""
+    with service:
+        training = service.create_lora_training_client(base_model, rank=4)
+        data, found = tiny.datums(), []
+        for _ in range(2):
+            found.append(training.forward_backward(data, "cross_entropy").result().metrics["loss:sum"])
+            training.optim_step(STEP).result()
+        state = training.save_state("state").result()
+        resumed = service.create_training_client_from_state_with_optimizer(state)
+        found.append(resumed.forward(data, "cross_entropy").result().metrics["loss:sum"])
+        weights = training.save_weights_for_sampler("weights").result()
+        samplers = [
+            training.save_weights_and_get_sampling_client(),
+            service.create_sampling_client(weights),
+            service.create_sampling_client(base_model=base_model),
+        ]
+        params = SamplingParams(max_tokens=5, seed=3)
+        found += [one.sample([5, 6, 7], 1, params).result().sequences[0].tokens for one in samplers]
+        assert training.get_info().is_lora and training.get_info().lora_rank == resumed.get_info().lora_rank == 4
+        return found
+
+
+def test_a_service_client_is_the_same_over_http(server, tiny_folder):
+    name = str(tiny_folder)
+    embedded = losses(ServiceClient(checkpoint_dir="embedded"), name)
+    assert losses(ServiceClient(base_url=server.url, checkpoint_dir="remote"), name) == embedded
+    with pytest.raises(ConfigError, match="give it or a backend"):
+        ServiceClient(base_url=server.url, backend=LocalConfig())
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def error_of(capsys, *words):
+    assert train(*words, "out=run") == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and not Path("run").exists()
+    return lines[0]
+
+
+def test_no_server(capsys, model):
+    url = f"http://127.0.0.1:{free_port()}"
+    found = error_of(capsys, *SMALL["sft"], *model, "backend=remote", f"backend.base_url={url}")
+    assert f"no answer from {url}" in found and "cookbook serve" in found
+
+
+def test_another_model_or_one_that_is_computed_otherwise(capsys, backend, model):
+    words = [*SMALL["sft"], *model, *backend]
+    assert "has not 'nobody/knows', but " in error_of(capsys, *words, "model.name=nobody/knows")
+    assert "model.dtype: the server at " in error_of(capsys, *words, "model.dtype=bfloat16")
+    assert "max_batch_tokens" in error_of(capsys, *words, "deployment.max_batch_tokens=7")
+    assert "base_url: expected http" in error_of(capsys, *words, "backend.base_url=localhost")
+    assert "backend.base_url: missing" in error_of(capsys, *SMALL["sft"], "backend=remote")
+
+
+def test_a_wrong_key(capsys, monkeypatch, tiny_folder, tmp_path, model):
+    monkeypatch.setenv("COOKBOOK_API_KEYS", "tml-right")
+    with servertools.running(tiny_folder, tmp_path / "server") as guarded:
+        words = [*SMALL["sft"], *model, "backend=remote", f"backend.base_url={guarded.url}"]
+        monkeypatch.setenv("TINKER_API_KEY", "tml-wrong")
+        assert "refuses the API key; set $TINKER_API_KEY" in error_of(capsys, *words)
+        monkeypatch.setenv("MY_KEY", "tml-right")
+        assert train(*words, "backend.api_key_env=MY_KEY", "out=run", "recipe.steps=1") == 0
+
+
+def test_a_server_of_another_version(capsys, monkeypatch, backend, model):
+    monkeypatch.setattr(facts, "WIRE", 2)
+    assert "install the same version on both sides" in error_of(capsys, *SMALL["sft"], *model, *backend)
+
+
+def test_a_server_that_dies(monkeypatch, tiny_folder, tmp_path):
+    monkeypatch.setattr(watch, "PROBE_S", 0.2)
+    with servertools.running(tiny_folder, tmp_path / "server") as mortal:
+        config = RemoteConfig(mortal.url, patience_s=0.5)
+        trainer = config.make_trainer(ModelConfig(str(tiny_folder)), seed=0, folder=tmp_path / "checkpoints")
+        trainer.forward_backward(tiny.datums(), "cross_entropy").result()
+    step = trainer.optim_step(STEP)
+    with pytest.raises(BackendError, match=r"no answer from .*; start the server there"):
+        step.result()
+    trainer.close()
+
+
+def test_without_the_package(monkeypatch, capsys, backend, model):
+    monkeypatch.setitem(sys.modules, "tinker", None)
+    assert "install cookbook[tinker]" in error_of(capsys, *SMALL["sft"], *model, *backend)
+
+
+def test_checkpoints_of_the_other_backend_are_told_apart(make_remote, make_trainer, tiny_folder):
+    local = make_trainer().save_state("mine").result()
+    with pytest.raises(CheckpointError, match="go on with backend=local"):
+        make_remote().load_state(local)
+
+
+def test_losses_that_need_more_than_logprobs(make_remote, monkeypatch):
+    monkeypatch.setattr(facts, "PATH", "/api/v1/unknown")
+    monkeypatch.setenv("TINKER_API_KEY", servertools.KEY)
+    with pytest.raises(ConfigError, match="entropies"):
+        make_remote().forward_backward(tiny.datums(), "grpo", {"entropy_coef": 0.1})
+
+
+def test_embedded_is_what_it_was(tiny_folder, tmp_path):
+    assert isinstance(LocalConfig().make_trainer(ModelConfig(str(tiny_folder)), seed=0, folder=tmp_path), LocalTrainer)

@@ -1,0 +1,281 @@
+"""The chain of checkpoints to replicas that serve: exactly the trainer's weights on every one of them, or an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+
+from cookbook.checkpoints import chain, manifest
+from cookbook.checkpoints.weights import Weights
+from cookbook.deployments.holder import FAILED, READING, WeightHolder
+from cookbook.errors import CheckpointError, CookbookError, RolloutError
+from cookbook.types import AdamParams
+from cookbook.weight_sync import ChainSyncer, Replica
+
+BASE, DELTA = "base", "delta"
+
+
+class Served:
+    """Replicas that hold weights as those of a server do, without a model behind them."""
+
+    def __init__(self, count: int = 2) -> None:
+        self.holders = [WeightHolder() for _ in range(count)]
+        self.got: list[str] = []  # kinds of the checkpoints
+        self.fails: set[int] = set()  # replicas whose load fails
+        self.lies: set[int] = set()  # replicas that say they are ready and have done nothing
+
+    def report(self) -> list[Replica]:
+        return [Replica(str(i), one.incarnation, one.status()["digest"]) for i, one in enumerate(self.holders)]
+
+    def load(self, folder: Path, step: int) -> None:
+        self.got.append(manifest.read(folder)["kind"])
+        for place, holder in enumerate(self.holders):
+            if place in self.lies:
+                continue
+            if place in self.fails:
+                raise RolloutError(f"replica {place} has failed")
+            holder.prepare(folder)
+            holder._thread.join(30)
+            if (status := holder.status())["state"] == FAILED:
+                raise RolloutError(status["error"])
+            holder.begin()
+            holder.finish()
+
+    def sampler(self, step: int):
+        return step
+
+
+@pytest.fixture
+def served() -> Served:
+    return Served()
+
+
+@pytest.fixture
+def trainer(make_trainer):
+    return make_trainer(dtype="bfloat16")
+
+
+def train(trainer, lr=1e-4):
+    trainer.forward_backward(tiny.datums(2, seed=trainer.step), "cross_entropy")
+    trainer.optim_step(AdamParams(learning_rate=lr)).result()
+    return trainer.step
+
+
+def serves_the_trainers(served, trainer) -> bool:
+    digest = Weights.of(chain.on_disk(trainer.engine.model)).digest
+    return all(one.status()["digest"] == digest == Weights.of(one._served.tensors).digest for one in served.holders)
+
+
+def folders(trainer) -> list[str]:
+    return sorted(manifest.read(path)["kind"] for path in trainer.folder.glob("sync-*"))
+
+
+def test_a_base_and_then_deltas(trainer, served):
+    syncer = ChainSyncer(trainer, served)
+    for _ in range(4):
+        assert syncer.sync(trainer.step) == trainer.step
+        assert serves_the_trainers(served, trainer)
+        train(trainer, lr=1e-6)
+    assert served.got == [BASE, DELTA, DELTA, DELTA]
+    assert (syncer.last.kind, syncer.last.step) == (DELTA, 3)
+    assert 0 < syncer.last.num_bytes < 0.5 * tiny_bytes(trainer)
+
+
+def tiny_bytes(trainer) -> int:
+    return Weights.of(chain.on_disk(trainer.engine.model)).num_bytes
+
+
+def test_bases_now_and_then_and_old_chains_deleted(trainer, served):
+    trainer.folder.mkdir(exist_ok=True)
+    foreign = trainer.folder / "sync-best"
+    foreign.mkdir()
+    syncer = ChainSyncer(trainer, served, deltas=1, keep=2)
+    for _ in range(5):
+        syncer.sync(trainer.step)
+        train(trainer)
+    assert served.got == [BASE, DELTA, BASE, DELTA, BASE]
+    foreign.rmdir()  # it is none of ours, and was left alone
+    assert folders(trainer) == [BASE, BASE, DELTA]
+
+
+def test_without_deltas(trainer, served):
+    syncer = ChainSyncer(trainer, served, deltas=0)
+    for _ in range(3):
+        syncer.sync(train(trainer))
+    assert served.got == [BASE] * 3 and folders(trainer) == [BASE]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_load_that_fails_on_one_replica(trainer, served, who):
+    """Base saved, load failed; then one of two replicas has the new weights and the other the old ones."""
+    syncer = ChainSyncer(trainer, served)
+    for _ in range(2):  # of a base, then of a delta
+        served.fails = {who}
+        with pytest.raises(RolloutError, match=f"replica {who} has failed"):
+            syncer.sync(trainer.step)
+        served.fails = set()
+        syncer.sync(trainer.step)
+        assert serves_the_trainers(served, trainer)
+        train(trainer)
+    assert served.got == [BASE, BASE, DELTA, BASE]
+    assert folders(trainer) == [BASE]
+
+
+def test_a_deployment_that_lies_about_readiness(trainer, served):
+    syncer = ChainSyncer(trainer, served)
+    served.lies = {1}
+    with pytest.raises(RolloutError, match=r"1 should serve step 0 .* and serves weights that it does not know; nothing may"):
+        syncer.sync(0)
+    served.lies = set()
+    syncer.sync(0)
+    served.lies = {0}
+    with pytest.raises(RolloutError, match=r"0 should serve step 1 \(\w{12}\.\.\.\) and serves \w{12}\.\.\.; nothing may"):
+        syncer.sync(train(trainer))
+    served.lies = set()
+    syncer.sync(trainer.step)
+    assert served.got == [BASE, BASE, DELTA, BASE]
+    assert serves_the_trainers(served, trainer)
+
+
+def test_a_replica_that_has_started_anew(trainer, served):
+    syncer = ChainSyncer(trainer, served)
+    syncer.sync(0)
+    served.holders[1] = WeightHolder()
+    syncer.sync(train(trainer))
+    # One that has started anew and was given the same weights by somebody else is still another.
+    old, served.holders[0] = served.holders[0], WeightHolder()
+    served.holders[0]._served = old._served
+    syncer.sync(train(trainer))
+    served.holders.append(WeightHolder())  # scaled up
+    syncer.sync(train(trainer))
+    served.holders.pop()  # and down
+    syncer.sync(train(trainer))
+    assert served.got == [BASE] * 5
+    assert serves_the_trainers(served, trainer)
+
+
+def test_a_replica_whose_weights_somebody_else_has_changed(trainer, served, make_trainer):
+    syncer = ChainSyncer(trainer, served)
+    syncer.sync(0)
+    served.load(Path(trainer.save_weights_for_sampler_ext("mine").result().path), 0)
+    train(trainer)
+    ChainSyncer(trainer, Served()).sync(trainer.step)
+    served.load(Path(trainer.save_weights_for_sampler_ext("other").result().path), 0)
+    served.got.clear()
+    syncer.sync(trainer.step)
+    assert served.got == [BASE] and serves_the_trainers(served, trainer)
+
+
+def test_two_saves_and_one_load(trainer, served):
+    syncer = ChainSyncer(trainer, served)
+    syncer.sync(0)
+    train(trainer)
+    trainer.save_weights_for_sampler_ext("by-hand", checkpoint_type=DELTA).result()
+    syncer.sync(train(trainer))
+    assert served.got == [BASE, BASE] and serves_the_trainers(served, trainer)
+    assert folders(trainer) == [BASE]  # the delta against the other save is gone
+    syncer.sync(train(trainer))
+    assert served.got[-1] == DELTA
+
+
+def test_rollback_by_load_state(trainer, served):
+    syncer = ChainSyncer(trainer, served)
+    saved = trainer.save_state("start").result()
+    syncer.sync(0)
+    syncer.sync(train(trainer))
+    trainer.load_state(saved).result()
+    syncer.sync(0)
+    assert served.got == [BASE, DELTA, BASE] and serves_the_trainers(served, trainer)
+    train(trainer)  # that the trainer refused a delta is no error of its own
+    syncer.sync(1)
+    assert served.got[-1] == DELTA and serves_the_trainers(served, trainer)
+
+
+def test_a_delta_saved_by_an_earlier_process(trainer, served):
+    ChainSyncer(trainer, served).sync(0)
+    first = ChainSyncer(trainer, served)
+    first.sync(0)
+    first.sync(train(trainer))
+    train(trainer)
+    later = ChainSyncer(trainer, served)
+    later.sync(trainer.step)
+    assert served.got == [BASE, BASE, DELTA, BASE]
+    assert folders(trainer) == [BASE]  # what the earlier one left is gone
+
+
+def test_a_predecessor_that_is_missing(trainer, served):
+    syncer = ChainSyncer(trainer, served)
+    syncer.sync(0)
+    for path in trainer.folder.glob("sync-*"):
+        path.rename(trainer.folder / "moved")
+    syncer.sync(train(trainer))
+    assert served.got == [BASE, BASE] and serves_the_trainers(served, trainer)
+
+
+@pytest.mark.parametrize("kind", [BASE, DELTA])
+def test_a_flipped_bit_in_a_file(trainer, served, kind, monkeypatch):
+    syncer = ChainSyncer(trainer, served)
+    if kind == DELTA:
+        syncer.sync(0)
+        train(trainer)
+    before = served.report()
+    load = served.load
+
+    def damaged(folder: Path, step: int) -> None:
+        path = folder / ("model.safetensors" if kind == BASE else "weights.delta")
+        content = bytearray(path.read_bytes())
+        content[-3] ^= 4
+        path.write_bytes(content)
+        load(folder, step)
+
+    monkeypatch.setattr(served, "load", damaged)
+    with pytest.raises(RolloutError, match=r"is damaged \(its digest differs\)"):
+        syncer.sync(trainer.step)
+    assert served.report() == before  # they serve what they did
+    monkeypatch.undo()
+    syncer.sync(trainer.step)
+    assert served.got[-1] == BASE and serves_the_trainers(served, trainer)
+
+
+def test_weights_of_another_step_are_refused(trainer, served):
+    with pytest.raises(RolloutError, match="the trainer has seen 0 steps, not 3"):
+        ChainSyncer(trainer, served).sync(3)
+    assert served.got == []
+
+
+def test_no_replica_at_all(trainer):
+    with pytest.raises(RolloutError, match="no replica has reported"):
+        ChainSyncer(trainer, Served(0)).sync(0)
+
+
+# ---- what a replica holds --------------------------------------------------------------------------------------------
+
+
+def test_a_holder_refuses_what_does_not_fit(trainer, tmp_path):
+    trainer.save_weights_for_sampler_ext("a").result()
+    train(trainer)
+    delta = Path(trainer.save_weights_for_sampler_ext("b", checkpoint_type=DELTA).result().path)
+    holder = WeightHolder()
+    for folder, reason in ((delta, "is a delta, and there are no weights"), (tmp_path / "none", "is not a checkpoint")):
+        holder.prepare(folder)
+        holder._thread.join(30)
+        assert holder.status()["state"] == FAILED and reason in holder.status()["error"]
+        with pytest.raises(CheckpointError, match="none are ready to be served"):
+            holder.begin()
+    assert holder.status()["digest"] is None
+
+
+def test_a_holder_knows_nothing_while_weights_are_put_in(trainer):
+    base = Path(trainer.save_weights_for_sampler_ext("a").result().path)
+    holder = WeightHolder()
+    holder.prepare(base)
+    if holder.status()["state"] == READING:
+        with pytest.raises(CookbookError, match="still being read"):
+            holder.prepare(base)
+    holder._thread.join(30)
+    holder.begin()
+    assert holder.status()["digest"] is None
+    holder.finish()
+    assert holder.status()["digest"] == manifest.read(base)["weights"]
