@@ -202,9 +202,10 @@ def test_a_float32_adapter_on_a_bfloat16_head():
 
 
 class Doubled(torch.nn.Linear):
-    """Stands for a quantized layer: its output is not its weight's."""
+    """Stands for a quantized layer: its output is not its weight's. ``seen`` are the rows of its calls."""
 
     def forward(self, x):
+        self.seen = [*getattr(self, "seen", []), len(x)]
         return 2 * super().forward(x)
 
 
@@ -212,6 +213,8 @@ def test_a_layer_of_another_kind_is_run_itself():
     torch.manual_seed(0)
     layer, labels = Doubled(4, 9), torch.randint(0, 9, (2, 5))
     loss = LinearCrossEntropyLoss(layer, chunk_size=3, scale=0.5, softcap=3.0)
+    loss(HIDDEN, labels)
+    assert layer.seen == [3, 3, 2]
     logits = loss.forward_logits(HIDDEN)[:, :-1].reshape(-1, 9)
     assert torch.equal(loss.forward_logits(HIDDEN), 3.0 * torch.tanh(layer(HIDDEN) * 0.5 / 3.0))
     assert torch.allclose(loss(HIDDEN, labels), torch.nn.functional.cross_entropy(logits, labels[:, 1:].reshape(-1)))

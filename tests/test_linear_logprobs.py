@@ -177,6 +177,19 @@ def test_float32_keeps_its_promises(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shift", [-400.0, 400.0])
+def test_logits_far_from_zero_neither_underflow_nor_overflow(mode, shift):
+    given = case(bias=True)
+    given.bias += shift
+    given = given.to(torch.float32)
+    exact, wanted = expected(given)
+    found = ours(given, mode)
+    # float32 rounds 400 to 3e-5, in the logit and once more in the normalizer.
+    assert (found[0] - wanted[0]).abs().max() < 2e-4
+    assert error(given.hidden.grad, exact.hidden.grad) < 2e-4
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_bfloat16_rounds_no_logprob(mode):
     """The target's logit is exact and the normalizer averages the others' rounding: the mean error stays below 1e-3."""
     given = case(peak=0.25).to(torch.bfloat16)

@@ -100,7 +100,7 @@ def test_logprobs_are_those_of_the_models_own_logits(family, model):
     data = tiny.datums(4)
     with torch.no_grad():
         expected = tiny.plain_logprobs(model.network, data)
-    for packing in ("padded", "packed"):
+    for packing in ("padded", "auto"):
         engine = Engine(model, EngineOptions(packing=packing))
         assert engine.passes.head.finish is not None  # recognized: the logits of a batch never exist at once
         for found, own in zip(logprobs(engine, data), expected, strict=True):
@@ -110,7 +110,7 @@ def test_logprobs_are_those_of_the_models_own_logits(family, model):
 
 def test_gradients_are_those_of_plain_autograd(model):
     data = tiny.datums(4)
-    engine = Engine(model, EngineOptions(packing="packed"))
+    engine = Engine(model, EngineOptions())
     expected = tiny.plain_gradients(model.network, data, DPO())
     engine.forward_backward(data, DPO())
     assert tiny.difference(tiny.gradients(engine), expected) < 1e-4

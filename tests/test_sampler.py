@@ -358,7 +358,7 @@ def test_states_of_other_kinds_are_kept_by_transformers_own_cache():
     network = transformers.AutoModelForCausalLM.from_config(config).eval()
     for parameter in network.parameters():
         if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.3)
+            torch.nn.init.normal_(parameter, std=0.1)
     model = LanguageModel(network, tiny.tokenizer(), ModelConfig("hybrid"), torch.device("cpu"))
     requests = [
         Request(list(range(length)), 1, SamplingParams(max_tokens=limit, stop=[]), seed=length)

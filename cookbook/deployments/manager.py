@@ -52,7 +52,7 @@ class Running:
         """Why it answers no more; None while it might."""
         if self.alive:
             return None
-        return f"the server's process {self.pid} has ended; it said: {server.last_line(Path(self.log), 'Error: ')}"
+        return f"the server's process {self.pid} has ended; it said: {server.first_error(Path(self.log))}"
 
 
 class DeploymentManager:

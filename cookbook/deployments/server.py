@@ -19,7 +19,7 @@ from cookbook.errors import ConfigError, RolloutError
 
 MODEL = "policy"  # the name it serves the model under
 PROGRESS_S, POLL_S, END_S = 10.0, 0.5, 15.0
-TAIL_BYTES = 16384
+TAIL_BYTES, LINE = 1 << 16, 300
 
 
 @dataclass(frozen=True)
@@ -128,15 +128,23 @@ def wait_until_healthy(client: Client, log: Path | None, limit_s: float, say: Ca
         time.sleep(POLL_S)
 
 
-def last_line(log: Path | None, containing: str = "") -> str:
-    """The log's last line that has this in it; else its last."""
+def last_line(log: Path | None) -> str:
+    """The log's last line."""
+    return _tail(log)[-1][-LINE:]
+
+
+def first_error(log: Path | None) -> str:
+    """The first line of the log's end that tells of an error, which the others follow from; without one its last."""
+    lines = _tail(log)
+    return next((line[-LINE:] for line in lines if "Error: " in line and "WARNING" not in line), lines[-1][-LINE:])
+
+
+def _tail(log: Path | None) -> list[str]:
     if log is None or not log.is_file():
-        return "nothing"
+        return ["nothing"]
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - TAIL_BYTES))
-        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-    found = [line for line in lines if containing in line] or lines or ["nothing"]
-    return found[-1][-300:]
+        return [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()] or ["nothing"]
 
 
 def birth(pid: int) -> str | None:

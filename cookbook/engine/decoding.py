@@ -160,7 +160,7 @@ class Decoder:
             return
         self.chooser = Chooser([lane.params for lane in self.rows], self.model.device)
         self.endings = Endings(self.model, [lane.ending for lane in self.rows], self.model.device)
-        self.ragged = len({lane.length for lane in self.rows}) > 1
+        self.padded = not bool(self.mask.all())
 
     def _forward(self, tokens: Tensor, going_on: Tensor) -> None:
         """One step of all rows. One that has ended stays where it is: the next position may be outside the context."""
@@ -168,7 +168,7 @@ class Decoder:
         new = going_on.long()[:, None]
         self.positions = self.positions + new
         self.mask = torch.cat([self.mask, new], 1)
-        self.logits = self._run(tokens[:, None], self.mask if self.ragged else None, self.positions, self.cache.states)
+        self.logits = self._run(tokens[:, None], self.mask if self.padded else None, self.positions, self.cache.states)
 
     def _run(self, ids: Tensor, mask: Tensor | None, positions: Tensor, states: Any) -> Tensor:
         """Logits of what follows the last column, ``(rows, V)`` float32."""

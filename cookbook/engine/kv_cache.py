@@ -32,7 +32,7 @@ class RowCache(Protocol):
         ...
 
     def keep(self, rows: list[int], width: int) -> None:
-        """Leaves only ``rows``, in this order, and ``in_place`` the last ``width`` columns. A row may only move to a lower place."""
+        """Leaves only ``rows``, in this order, ``in_place`` the last ``width`` columns. No row may move to a higher place."""
         ...
 
 

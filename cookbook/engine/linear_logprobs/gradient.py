@@ -11,7 +11,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cookbook.engine.linear_logprobs.projection import LN2, LOG2E, Block, Projection, Tiling, add_product, part, product
+from cookbook.engine.linear_logprobs.projection import (
+    LN2,
+    LOG2E,
+    Block,
+    Projection,
+    Tiling,
+    add_product,
+    part,
+    product,
+    uniform,
+)
 from cookbook.engine.linear_logprobs.scan import Scores
 
 LEAST_BITS = -200.0  # stands for log2(0), where p log p is 0
@@ -113,8 +123,9 @@ class _BlockGradient:
         self.narrow = projection.dtype != projection.work_dtype
         self._coefficients(upstream)
         self.targets = target_gradient(self.projection, self.scores, upstream).mul_(self.coefficient[:, None]).reshape(-1)
+        self.alpha = uniform(self.coefficient)
         self.weighed = [
-            None if weight is None else (x * self.coefficient[:, None]).to(x.dtype)
+            None if weight is None else x if self.alpha is not None else (x * self.coefficient[:, None]).to(x.dtype)
             for (x, _), weight in zip(self.projection.pairs, into.weights, strict=True)
         ]
         self.xs = [self._accumulator(out) for out in into.xs]
@@ -152,7 +163,7 @@ class _BlockGradient:
             if x is not None:
                 add_product(values, weight[tile], x)
             if sink is not None and weighed is not None:
-                (product if first else add_product)(values.T, weighed, sink)
+                (product if first else add_product)(values.T, weighed, sink, self.alpha)
         if self.into.bias is not None:
             self.into.bias[tile] += torch.mv(values.T.to(self.coefficient.dtype), self.coefficient)
 

@@ -174,18 +174,19 @@ class Block:
         self.projection = projection
         self.inner = self.projection.inner()
         self.outer = None if projection.softcap is None else self.projection.outer()
-        # Scaling the rows instead of the logits saves a pass over the logits. In bfloat16 it would round the rows.
+        # Scaling the rows, or inside the product, saves a pass over the logits. In bfloat16 it would round them.
         self.scaled = projection.dtype == projection.work_dtype
+        self.alpha = uniform(self.inner) if self.scaled else 1.0
         xs = [x for x, _ in self.projection.pairs]
-        self.xs = [x * self.inner[:, None] for x in xs] if self.scaled else xs
+        self.xs = xs if self.alpha is not None else [x * self.inner[:, None] for x in xs]
         self.placed = self._places(tiling)
 
     def bits(self, tile: slice, out: Tensor) -> Tensor:
         """The tile's logits in bits, written to ``out``, ``(M, C)`` in the work dtype."""
         weights = [weight[tile] for _, weight in self.projection.pairs]
-        product(self.xs[0], weights[0].T, out)
+        product(self.xs[0], weights[0].T, out, self.alpha)
         for x, weight in zip(self.xs[1:], weights[1:], strict=True):
-            add_product(x, weight.T, out)
+            add_product(x, weight.T, out, self.alpha)
         if not self.scaled:
             out.mul_(self.inner[:, None])
         if self.projection.bias is not None:
@@ -210,19 +211,33 @@ def part(buffer: Tensor, shape: tuple[int, int]) -> Tensor:
     return buffer[: shape[0] * shape[1]].view(shape)
 
 
-def product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """``out = a b``, accumulated in float32 whatever the operands."""
-    if a.dtype == out.dtype:
-        return torch.mm(a, b, out=out)
-    if a.is_cuda:
-        return torch.mm(a, b, out_dtype=out.dtype, out=out)
-    return out.copy_(torch.mm(a, b))  # the CPU's product rounds its result; it accumulates in float32 inside
+def uniform(column: Tensor) -> float | None:
+    """The number that all of ``column`` is, or None. It goes into a product as it is, without a copy of the rows."""
+    if not len(column):
+        return 1.0
+    first = column[0]
+    return float(first) if bool((column == first).all()) else None
 
 
-def add_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """``out += a b``, accumulated in the dtype of ``out``."""
+def product(a: Tensor, b: Tensor, out: Tensor, alpha: float | None = None) -> Tensor:
+    """``out = alpha a b``, accumulated in float32 whatever the operands; no ``alpha`` is 1."""
+    alpha = 1.0 if alpha is None else alpha
     if a.dtype == out.dtype:
-        return out.addmm_(a, b)
+        return torch.mm(a, b, out=out) if alpha == 1.0 else out.addmm_(a, b, beta=0, alpha=alpha)
     if a.is_cuda:
-        return torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-    return out.add_(torch.mm(a, b))
+        return _scaled(torch.mm(a, b, out_dtype=out.dtype, out=out), alpha)
+    return _scaled(out.copy_(torch.mm(a, b)), alpha)  # the CPU's product rounds its result; it accumulates in float32 inside
+
+
+def add_product(a: Tensor, b: Tensor, out: Tensor, alpha: float | None = None) -> Tensor:
+    """``out += alpha a b``, accumulated in the dtype of ``out``; no ``alpha`` is 1."""
+    alpha = 1.0 if alpha is None else alpha
+    if a.dtype == out.dtype:
+        return out.addmm_(a, b, alpha=alpha)
+    if a.is_cuda:
+        return torch.addmm(out, a, b, alpha=alpha, out_dtype=out.dtype, out=out)
+    return out.add_(torch.mm(a, b), alpha=alpha)
+
+
+def _scaled(out: Tensor, alpha: float) -> Tensor:
+    return out if alpha == 1.0 else out.mul_(alpha)
