@@ -135,6 +135,7 @@ def train(cfg: DictConfig, overrides: list[str]) -> None:
         KeyboardInterrupt: the second; it is as it was at its last checkpoint.
     """
     typed = settings(cfg)
+    _weights_are_meant(typed.model, overrides)
     plain = runfolder.plain(cfg)
     identity = Identity(plain, typed.module.Config, force=typed.resume == "force")
     with contextlib.ExitStack() as stack:
@@ -157,6 +158,20 @@ def train(cfg: DictConfig, overrides: list[str]) -> None:
         if run.done == 0:
             raise ConfigError(f"recipe: {run.name} has ended without one step; train inside of `for step in run.steps(n)`")
         report.summary(run)
+
+
+def _weights_are_meant(model: ModelConfig, overrides: list[str]) -> None:
+    """Refuses to train fresh weights under a name that the user gave for its weights.
+
+    Raises:
+        ConfigError: ``model.name`` was set, and a recipe's default that nobody spoke of says ``random``.
+    """
+    spoken_of = {override.partition("=")[0] for override in overrides}
+    if model.random and "model.name" in spoken_of and not {"model", "model.random"} & spoken_of:
+        raise ConfigError(
+            f"model.name: this recipe starts from fresh weights unless told otherwise, so those of {model.name!r} would not be "
+            "read; add model.random=false to train them, or model.random=true to start anew"
+        )
 
 
 def _collect_garbage_from_here() -> None:

@@ -121,7 +121,7 @@ def test_data_that_is_not_there(capsys):
     missing = refused(capsys, "recipe=sft", "data=jsonl", "data.path=row.jsonl")
     assert missing == "data.path: row.jsonl does not exist; give a file or folder. Did you mean 'rows.jsonl'?"
     # Known before a model is loaded, which would have told of its own absence.
-    assert refused(capsys, "recipe=sft", "data=jsonl", "data.path=row.jsonl", "model.name=./none") == missing
+    assert refused(capsys, "recipe=sft", "data=jsonl", "data.path=row.jsonl", "model.name=./none", "model.random=false") == missing
     columns = refused(capsys, "recipe=dpo", "data=jsonl", "data.path=rows.jsonl", "model.name=./none")
     assert columns.startswith("rows.jsonl:1: the columns are messages, and this recipe reads ")
     missing = refused(capsys, "recipe=sft", "data=jsonl")
@@ -355,3 +355,12 @@ def test_sampling_what_cannot_be_sampled(words, message, capsys):
     write("run/config.yaml", "seed: 0\n")
     assert run(["sample", *words]) == 2
     assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def test_named_weights_are_not_passed_over_in_silence(here, capsys):  # noqa: F811
+    """SFT's default starts from fresh weights; a name that somebody gives is meant for what is in it."""
+    shipped = str(packaged("data") / "tiny")
+    assert train("recipe=sft", f"model.name={shipped}", "recipe.steps=1", "out=a") == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: model.name: this recipe starts from fresh weights") and err.count("\n") == 1
+    assert train("recipe=sft", f"model.name={shipped}", "model.random=false", "recipe.steps=1", "eval.limit=2", "out=b") == 0
