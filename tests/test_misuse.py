@@ -121,7 +121,9 @@ def test_data_that_is_not_there(capsys):
     missing = refused(capsys, "recipe=sft", "data=jsonl", "data.path=row.jsonl")
     assert missing == "data.path: row.jsonl does not exist; give a file or folder. Did you mean 'rows.jsonl'?"
     # Known before a model is loaded, which would have told of its own absence.
-    assert refused(capsys, "recipe=sft", "data=jsonl", "data.path=row.jsonl", "model.name=./none", "model.random=false") == missing
+    assert (
+        refused(capsys, "recipe=sft", "data=jsonl", "data.path=row.jsonl", "model.name=./none", "model.random=false") == missing
+    )
     columns = refused(capsys, "recipe=dpo", "data=jsonl", "data.path=rows.jsonl", "model.name=./none")
     assert columns.startswith("rows.jsonl:1: the columns are messages, and this recipe reads ")
     missing = refused(capsys, "recipe=sft", "data=jsonl")
