@@ -17,7 +17,7 @@ TORCH_INDEX ?= $(shell if ! command -v nvidia-smi >/dev/null && $(PYTHON) -c '$(
 	echo $(CPU_BUILDS); fi)
 TORCH = $(TORCH_INDEX:%=--extra-index-url=%) torch
 
-.PHONY: help setup train test test-slow kills long-run vllm test-vllm parity tinker-cookbook bench bench-peers lint types check data tiny-model wheel clean
+.PHONY: help setup train test test-slow kills long-run vllm test-vllm parity tinker-cookbook bench bench-gpu bench-peers lint types check data tiny-model wheel clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -113,8 +113,16 @@ data: $(VENV)/installed ## Make data/arithmetic anew
 tiny-model: $(VENV)/installed ## Make data/tiny anew, from nothing
 	$(BIN)/python scripts/make_tiny_model.py
 
-bench: $(VENV)/installed ## What a step costs: a table of CPU seconds and ratios
+bench: $(VENV)/installed ## What a step, packing, the sampler, the output head and memory cost: tables of CPU seconds and ratios
 	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/packing.py
+	$(BIN)/python benchmarks/sampling.py --tiny
+	$(BIN)/python benchmarks/head.py --small
+	$(BIN)/python benchmarks/plan.py
+
+bench-gpu: $(VENV)/installed ## Training and the output head on a GPU: tokens per second, model FLOPs utilization (GPU=--small: anywhere)
+	$(BIN)/python benchmarks/gpu.py $(GPU)
+	$(BIN)/python benchmarks/head.py $(if $(GPU),$(GPU),--device cuda)
 
 # Real rows where GSM8K lies beside the checkout, random ones of its lengths elsewhere. PEERS="--rounds 1 --only sft-small".
 bench-peers: $(VENV)/installed .venv-trl/installed ## Speed and memory beside TRL's, as a table and JSON: the better part of an hour

@@ -25,7 +25,7 @@ from cookbook.checkpoints.weights import Weights
 from cookbook.data import DataConfig, RenderedPrompt, Renderer, load_rows, prompts
 from cookbook.engine.model import ModelConfig
 from cookbook.paths import packaged
-from cookbook.rewards import Number, score
+from cookbook.rewards import Judge, Number
 from cookbook.rollout import RolloutConfig
 from cookbook.types import AdamParams, Datum
 
@@ -72,9 +72,7 @@ def updates(dtype: str, lr: float) -> tuple[float, float]:
 
 def rollouts(trainer: LocalTrainer, renderer: Renderer, rows: list[RenderedPrompt], step: int) -> list[Datum]:
     sampler = trainer.live_sampler(step).result()
-    groups = rollout.sample_groups(sampler, rows, GROUP, RolloutConfig(), renderer, seed=step)
-    for group in groups:
-        group.rewards.extend(score(Number(), group.texts, [group.prompt.row] * GROUP))
+    groups = rollout.sample_groups(sampler, rows, GROUP, RolloutConfig(), renderer, step, judge=Judge(Number())).groups
     return rollout.datums(groups, group_advantages([group.rewards for group in groups], "zscore").tolist())
 
 

@@ -32,7 +32,7 @@ SHAPES = [(1024, 32000, 512), (1024, 151936, 256)]
 GPU_SHAPES = [(16384, 151936, 1024), (8192, 151936, 4096)]  # Qwen3-0.6B and 8B
 MEMORY_SHAPE = (4096, 151936, 256)
 MASKED_SHAPE = (1024, 32000, 512)
-EXACT_SHAPE = (256, 32000, 256)
+EXACT_SHAPE = (512, 32000, 512)
 MODES = ("recompute", "cached", "tokenwise", "frozen")
 BYTES_PER_LOGIT = {"naive log_softmax": 12, "F.cross_entropy": 12, "F.cross_entropy, frozen": 12, "cached": 4}
 TRL_COLUMNS = 8192
@@ -49,11 +49,11 @@ class Problem:
     slope: Tensor
 
     @classmethod
-    def of(cls, shape: tuple[int, int, int], device: str, dtype: torch.dtype) -> Problem:
-        """Logits of standard deviation 4, as a trained model's have."""
+    def of(cls, shape: tuple[int, int, int], device: str, dtype: torch.dtype, deviation: float = 4.0) -> Problem:
+        """Logits of standard deviation 4, as a trained model's have, unless it is another."""
         rows, vocabulary, width = shape
         draw = torch.Generator(device).manual_seed(0)
-        hidden = torch.randn(rows, width, generator=draw, device=device) * 4 / width**0.5
+        hidden = torch.randn(rows, width, generator=draw, device=device) * deviation / width**0.5
         weight = torch.randn(vocabulary, width, generator=draw, device=device)
         targets = torch.randint(0, vocabulary, (rows,), generator=draw, device=device)
         slope = torch.full((rows,), -1 / rows, device=device)
@@ -286,12 +286,16 @@ def _available() -> int:
 
 
 def errors(shape: tuple[int, int, int], device: str) -> list[Row]:
-    """Of logprobs, absolute; of gradients, relative to the largest of their kind, also among tokens with p > 0.99 alone."""
+    """Of logprobs, absolute; of gradients, norm over norm, also among the tokens with p > 0.99 alone.
+
+    The targets' probabilities have quartiles of about 5e-4, 0.09 and 0.96: a model that has learnt something.
+    """
     rows: list[Row] = []
     for dtype in (torch.float32, torch.bfloat16):
-        problem = Problem.of(shape, device, dtype)
-        with torch.no_grad():  # a third of the targets are what the model would say, with a logit near 18
-            problem.hidden[::3] = 18 / shape[2] * problem.weight[problem.targets[::3]]
+        problem = Problem.of(shape, device, dtype, deviation=2.0)
+        with torch.no_grad():
+            lift = torch.linspace(0, 20, shape[0], device=device)[:, None] / shape[2]
+            problem.hidden.copy_((problem.hidden.float() + lift * problem.weight[problem.targets]).to(dtype))
         exact = Problem(
             problem.hidden.detach().double().requires_grad_(),
             problem.weight.detach().double().requires_grad_(),
@@ -324,7 +328,7 @@ def _relative(found: Tensor | None, wanted: Tensor | None, rows: Tensor | None =
         return None
     if rows is not None:
         found, wanted = found[rows], wanted[rows]
-    return ((found.double() - wanted).abs().max() / wanted.abs().max()).item()
+    return ((found.double() - wanted).norm() / wanted.norm()).item()
 
 
 def report(what: str, rows: list[Row]) -> list[Row]:

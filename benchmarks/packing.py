@@ -6,17 +6,12 @@ prompt computed as often as it stands there. Timed as in ``step.py``; the target
 
 from __future__ import annotations
 
-import argparse
-import json
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from step import Candidates, compare, datums, model, pad, show, without_gradient
-from transformers.utils import logging as transformers_logging
+from step import Candidates, Rows, command, compare, datums, model, pad, without_gradient
 
 from cookbook.engine.engine import Engine, EngineOptions
 from cookbook.engine.model import LanguageModel
@@ -27,22 +22,16 @@ RANDOM_BATCH = 16  # sequences
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="also write the figures here")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    transformers_logging.disable_progress_bar()
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        tiny, small = model(Path(folder) / "tiny", 128, 4), model(Path(folder) / "small", 256, 4)
-        rows += compare("64 sequences of 32..512 tokens, H=256 L=4: packed at least 2.2 times as fast", lengths(small))
+    def measured(folder: Path) -> Rows:
+        tiny, small = model(folder / "tiny", 128, 4), model(folder / "small", 256, 4)
+        rows = compare("64 sequences of 32..512 tokens, H=256 L=4: packed at least 2.2 times as fast", lengths(small))
         rows += compare("256 sequences of 8..40 tokens, H=128 L=4", short(tiny))
         for count, target in ((2, 1.5), (8, 2.4)):
             what = f"16 sequences, {count} a prompt, 512 + 128 tokens, H=256 L=4: shared at least {target} times as fast"
             rows += compare(what, prompts(small, count))
-    show(rows)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+        return rows
+
+    command(__doc__, measured)
 
 
 def lengths(language_model: LanguageModel) -> Candidates:

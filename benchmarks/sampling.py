@@ -1,11 +1,14 @@
-"""Tokens per CPU second of the embedded sampler beside transformers' generate: ``python benchmarks/sampling.py [--json FILE]``.
+"""Tokens per CPU second of the embedded sampler beside transformers' generate: ``python benchmarks/sampling.py``.
 
-The same prompts, 8 completions each of exactly 64 tokens, drawn at temperature 1 without filters. Timed as in ``step.py``.
+The same prompts, 8 completions each of exactly 64 tokens, drawn at temperature 1 without filters. Timed as in ``step.py``. With
+``--vllm PYTHON``, the Python of an environment that has vLLM, also beside a vLLM server over HTTP and, on the larger model, in
+process: every process on one thread, in CPU seconds of all processes together.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import tempfile
 from pathlib import Path
@@ -13,39 +16,64 @@ from typing import Any
 
 import numpy as np
 import torch
-from step import Candidates, compare, show
-from transformers import Qwen3Config, Qwen3ForCausalLM
+import vllm_peer
+from step import ROUNDS, Candidates, Rows, compare, show
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from cookbook.engine.model import LanguageModel, ModelConfig, load
+from cookbook.engine.engine import Engine, EngineOptions
+from cookbook.engine.model import ModelConfig, load, load_tokenizer
 from cookbook.engine.sampler import Request, sample
-from cookbook.types import SamplingParams
+from cookbook.types import Array, SamplingParams
 
 TINY = Path(__file__).resolve().parent.parent / "data" / "tiny"
-PROMPTS, SAMPLES, TOKENS = 64, 8, 64
+SAMPLES, TOKENS = 8, 64
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--tiny", action="store_true", help="leave out the larger model, which takes ten minutes")
+    parser.add_argument("--larger", action="store_true", help="leave out the tiny one")
+    parser.add_argument("--vllm", metavar="PYTHON", help="also compare with the vLLM that this Python has")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()
-    tiny = load(ModelConfig(str(TINY)), torch.device("cpu"), seed=0)
-    work = f"{PROMPTS} prompts x {SAMPLES} x {TOKENS} tokens"
-    rows = compare(f"{work}, data/tiny, prompts of 64", candidates(tiny, 64))
-    rows += compare(f"{work}, data/tiny, prompts of 256", candidates(tiny, 256))
-    if not arguments.tiny:
-        with tempfile.TemporaryDirectory() as folder:
-            rows += compare(f"{work}, 28M parameters, prompts of 64", candidates(larger(Path(folder)), 64))
+    rows: Rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, path, lengths in models(Path(folder), arguments):
+            for length in lengths:
+                what = f"{arguments.prompts} prompts x {SAMPLES} x {TOKENS} tokens, {name}, prompts of {length}"
+                rows += measured(what, path, length, arguments)
     show(rows)
-    rates(rows)
+    rates(rows, arguments.prompts * SAMPLES * TOKENS)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
 
 
-def larger(folder: Path) -> LanguageModel:
+def models(folder: Path, arguments: argparse.Namespace) -> list[tuple[str, Path, tuple[int, ...]]]:
+    """What is measured: names, folders, and lengths of prompts."""
+    tiny = [] if arguments.larger else [("data/tiny", TINY, (64, 256))]
+    return tiny if arguments.tiny else [*tiny, ("28M parameters", larger(folder / "larger"), (64,))]
+
+
+def measured(what: str, path: Path, length: int, arguments: argparse.Namespace) -> Rows:
+    """All candidates on the same random prompts of ``length`` tokens."""
+    prompts = np.random.default_rng(2).integers(0, 256, (arguments.prompts, length))
+    with contextlib.ExitStack() as running:
+        found = candidates(path, prompts)
+        if arguments.vllm:
+            asked = (prompts.tolist(), SAMPLES, TOKENS)
+            folder = Path(running.enter_context(tempfile.TemporaryDirectory()))
+            found["vLLM over HTTP"] = running.enter_context(vllm_peer.over_http(arguments.vllm, path, folder, *asked))
+            if path != TINY:
+                found["vLLM in process"] = running.enter_context(vllm_peer.in_process(arguments.vllm, path, *asked))
+        return compare(what, found, arguments.rounds)
+
+
+def larger(folder: Path) -> Path:
     """A Qwen3 of 27 million fresh parameters and 4,096 tokens, with the tokenizer of data/tiny."""
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -60,13 +88,14 @@ def larger(folder: Path) -> LanguageModel:
         tie_word_embeddings=True,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
-    load(ModelConfig(str(TINY)), torch.device("cpu"), seed=0).tokenizer.save_pretrained(folder)
-    return load(ModelConfig(str(folder)), torch.device("cpu"), seed=0)
+    load_tokenizer(ModelConfig(str(TINY))).save_pretrained(folder)
+    return folder
 
 
-def candidates(model: LanguageModel, length: int) -> Candidates:
-    """Both on the same random prompts of ``length`` tokens."""
-    prompts = np.random.default_rng(2).integers(0, 256, (PROMPTS, length))
+def candidates(path: Path, prompts: Array) -> Candidates:
+    """Of this process: the model as transformers loads it, and as an engine has it."""
+    network = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = Engine(load(ModelConfig(str(path)), torch.device("cpu"), seed=0), EngineOptions()).model
     requests = [
         Request(prompt, SAMPLES, SamplingParams(max_tokens=TOKENS, stop=[]), seed)
         for seed, prompt in enumerate(prompts.tolist())
@@ -74,7 +103,7 @@ def candidates(model: LanguageModel, length: int) -> Candidates:
     ids = torch.from_numpy(prompts)
 
     def generate() -> None:
-        drawn = model.network.generate(
+        drawn = network.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=True,
@@ -84,19 +113,19 @@ def candidates(model: LanguageModel, length: int) -> Candidates:
             min_new_tokens=TOKENS,
             pad_token_id=0,
         )
-        assert drawn.shape == (PROMPTS * SAMPLES, length + TOKENS)
+        assert drawn.shape == (len(prompts) * SAMPLES, prompts.shape[1] + TOKENS)
 
     def cookbook() -> None:
         drawn = sample(model, requests, 0, 1 << 20)
-        assert sum(len(one.tokens) for group in drawn for one in group) == PROMPTS * SAMPLES * TOKENS
+        assert sum(len(one.tokens) for group in drawn for one in group) == len(prompts) * SAMPLES * TOKENS
 
     return {"transformers generate": torch.no_grad()(generate), "cookbook": cookbook}
 
 
-def rates(rows: list[dict[str, Any]]) -> None:
+def rates(rows: list[dict[str, Any]], tokens: int) -> None:
     print("\nTokens per CPU second, and how many times the first")
     for row in rows:
-        row["tokens_per_cpu_s"] = PROMPTS * SAMPLES * TOKENS / row["cpu_s"]
+        row["tokens_per_cpu_s"] = tokens / row["cpu_s"]
         print(f"  {row['comparison']:60s} {row['candidate']:24s} {row['tokens_per_cpu_s']:9,.0f} {1 / row['ratio']:6.2f}x")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import re
@@ -28,8 +29,11 @@ import torch
 
 from cookbook.backends.local import LocalConfig, LocalTrainer
 from cookbook.engine.model import ModelConfig
+from cookbook.server.config import ServerConfig
+from cookbook.server.durability import LEVELS
 
 ADAM = tinker.AdamParams(learning_rate=1e-5)
+DEFAULT = ServerConfig.durability
 TICKS_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -40,9 +44,10 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         step.model(Path(folder) / "model", 256, 4)
-        with serving(Path(folder)) as (url, cpu_s), tinker.ServiceClient(base_url=url, api_key="tml-bench") as service:
+        with serving(Path(folder), DEFAULT) as (url, cpu_s), tinker.ServiceClient(base_url=url, api_key="tml-bench") as service:
             rows = steps(Path(folder), service, cpu_s)
-            rows += requests(f"{folder}/model", service)
+            rows.append(samples(f"{folder}/model", service))
+        rows += requests(Path(folder))
     step.show([row for row in rows if "cpu_s" in row])
     for row in rows:
         if "wall_s" in row:
@@ -52,9 +57,10 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def serving(folder: Path) -> Iterator[tuple[str, Callable[[], float]]]:
+def serving(folder: Path, durability: str) -> Iterator[tuple[str, Callable[[], float]]]:
     """The server's address, and a function that tells the CPU seconds it has used."""
-    overrides = [f"model.name={folder}/model", "backend.token_metrics=false", "server.port=0", f"out={folder}/serve"]
+    overrides = [f"model.name={folder}/model", "backend.token_metrics=false", "server.port=0", f"out={folder}/{durability}"]
+    overrides.append(f"server.durability={durability}")
     with subprocess.Popen([sys.executable, "-m", "cookbook", "serve", *overrides], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         url = re.search(r"http://\S+?:\d+", server.stdout.readline())
@@ -107,23 +113,32 @@ def steps(folder: Path, service: tinker.ServiceClient, server_cpu_s: Callable[[]
     ]
 
 
-def requests(model: str, service: tinker.ServiceClient) -> list[dict[str, Any]]:
-    """The fixed cost of a small request, and many samples at once."""
+def requests(folder: Path) -> list[dict[str, Any]]:
+    """The fixed cost of a small request, at every level of durability, in turn."""
+    small, asks = batch(1, 8), {}
+    with contextlib.ExitStack() as stack:
+        for level in LEVELS:
+            url, _ = stack.enter_context(serving(folder, level))
+            service = stack.enter_context(tinker.ServiceClient(base_url=url, api_key="tml-bench"))
+            client = service.create_lora_training_client(f"{folder}/model", rank=1).result()
+            asks[level] = functools.partial(lambda one: one.forward(small, "cross_entropy").result(), client)
+        found = measured(asks, time.perf_counter)
+    title = "a forward of 8 tokens, wall, server.durability="
+    return [{"comparison": f"{title}{level}", "wall_s": statistics.median(taken)} for level, taken in found.items()]
+
+
+def samples(model: str, service: tinker.ServiceClient) -> dict[str, Any]:
+    """Many samples at once."""
     client = service.create_lora_training_client(model, rank=1).result()
-    small = batch(1, 8)
-    one = measured({"": lambda: client.forward(small, "cross_entropy").result()}, time.perf_counter)[""]
     sampler = client.save_weights_and_get_sampling_client().result()
-    prompt, params = small[0].model_input, tinker.SamplingParams(max_tokens=8, stop=[])
+    prompt, params = batch(1, 8)[0].model_input, tinker.SamplingParams(max_tokens=8, stop=[])
 
     def many() -> None:
         for answer in [sampler.sample(prompt, 1, params) for _ in range(500)]:
             answer.result()
 
-    samples = measured({"": many}, time.perf_counter)[""]
-    return [
-        {"comparison": "a forward of 8 tokens, wall", "wall_s": statistics.median(one)},
-        {"comparison": "500 concurrent samples of 8 tokens, wall", "wall_s": statistics.median(samples)},
-    ]
+    taken = measured({"": many}, time.perf_counter)[""]
+    return {"comparison": "500 concurrent samples of 8 tokens, wall", "wall_s": statistics.median(taken)}
 
 
 def measured(candidates: dict[str, Callable[[], object]], clock: Callable[[], float]) -> dict[str, list[float]]:

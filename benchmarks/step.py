@@ -23,26 +23,34 @@ from transformers.utils import logging as transformers_logging
 from cookbook.data.byte_tokenizer import byte_tokenizer
 from cookbook.engine.engine import Engine, EngineOptions
 from cookbook.engine.model import LanguageModel, ModelConfig, load
-from cookbook.engine.sampler import Request, sample
 from cookbook.losses import get_loss
-from cookbook.types import Datum, SamplingParams, datum_from_tokens_weights
+from cookbook.types import Datum, datum_from_tokens_weights
 
 ROUNDS = 5
 Candidates = dict[str, Callable[[], object]]
+Rows = list[dict[str, Any]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    def measured(folder: Path) -> Rows:
+        small, larger = model(folder / "small", 128, 4), model(folder / "larger", 256, 4)
+        return [
+            *compare("custom loss, 4,096 tokens, H=256 L=4", custom_loss(larger)),
+            *compare("layout, 64 sequences of 32..512 tokens, H=128 L=4", layouts(small)),
+        ]
+
+    command(__doc__, measured)
+
+
+def command(doc: str, measured: Callable[[Path], Rows]) -> None:
+    """A benchmark's command line. ``measured`` gets a folder for its models; its rows are shown, and ``--json`` keeps them."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()
-    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        small, larger = model(Path(folder) / "small", 128, 4), model(Path(folder) / "larger", 256, 4)
-        rows += compare("custom loss, 4,096 tokens, H=256 L=4", custom_loss(larger))
-        rows += compare("layout, 64 sequences of 32..512 tokens, H=128 L=4", layouts(small))
-        rows += compare("sampling, 64 prompts x 8 x 32 tokens, H=128 L=4", sampling(small))
+        rows = measured(Path(folder))
     show(rows)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
@@ -123,31 +131,6 @@ def pad(datum: Datum, width: int) -> Datum:
     return datum_from_tokens_weights(tokens, weights)
 
 
-def sampling(language_model: LanguageModel) -> Candidates:
-    """Our sampler, which prefills a prompt once for its group, and transformers' generate on the repeated prompts."""
-    draw = np.random.default_rng(2)
-    prompts = draw.integers(0, 256, (64, 64))
-    params = SamplingParams(max_tokens=32, stop=[])
-    requests = [Request(prompt.tolist(), 8, params, seed) for seed, prompt in enumerate(prompts)]
-    repeated = torch.from_numpy(prompts).repeat_interleave(8, 0)
-
-    def generate() -> None:
-        language_model.network.generate(
-            repeated,
-            attention_mask=torch.ones_like(repeated),
-            do_sample=True,
-            max_new_tokens=32,
-            min_new_tokens=32,
-            use_cache=True,
-            pad_token_id=0,
-        )
-
-    return {
-        "transformers generate": torch.no_grad()(generate),
-        "cookbook": lambda: sample(language_model, requests, 0, 1 << 20),
-    }
-
-
 def without_gradient(engine: Engine, run: Callable[[], object]) -> Callable[[], None]:
     """Every round starts from the same state."""
 
@@ -158,14 +141,16 @@ def without_gradient(engine: Engine, run: Callable[[], object]) -> Callable[[], 
     return once
 
 
-def compare(what: str, candidates: Candidates) -> list[dict[str, Any]]:
+def compare(what: str, candidates: Candidates, rounds: int = ROUNDS) -> list[dict[str, Any]]:
+    """A candidate that returns a float says how many CPU seconds other processes have spent for it."""
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
-    for round_number in range(ROUNDS + 1):
+    for round_number in range(rounds + 1):
         for name, run in candidates.items():
             start = time.process_time()
-            run()
+            elsewhere = run()
             if round_number:  # the first round warms up
-                seconds[name].append(time.process_time() - start)
+                own = time.process_time() - start
+                seconds[name].append(own + elsewhere if isinstance(elsewhere, float) else own)
     first = next(iter(seconds.values()))
     return [
         {

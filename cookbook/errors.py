@@ -5,6 +5,10 @@ A message says where, what is wrong, what was found, and what to do: ``datum 3: 
 build both from the same tokens``.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 
 class CookbookError(Exception):
     """Base of every error that has a remedy on the user's side."""
@@ -22,9 +26,32 @@ class BackendError(CookbookError, RuntimeError):
     """The trainer: loading a model, computing, running out of memory."""
 
 
+class NonFiniteError(BackendError):
+    """A loss or a gradient came out NaN or infinite, and the weights are as they were.
+
+    ``datums`` are the places in the call of those to blame; empty where the fault is of all of them together.
+    """
+
+    def __init__(self, message: str, datums: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.datums = tuple(datums)
+
+
 class CheckpointError(CookbookError, RuntimeError):
     """Saving, finding or loading a checkpoint."""
 
 
 class RolloutError(CookbookError, RuntimeError):
-    """Sampling from a deployment, or rewarding what was sampled."""
+    """Sampling from a deployment, or rewarding what was sampled. Raised by a sampler, it ends the run; its children do not."""
+
+
+class BadRowError(RolloutError):
+    """A reward finds the row itself at fault, whatever the completion: ``data.on_bad_row`` decides."""
+
+
+class SamplerUnavailableError(RolloutError):
+    """A sampler cannot answer now. The same request may be answered when it is made again."""
+
+
+class SampleRefusedError(RolloutError):
+    """A sampler cannot answer this one request, now or later. It may answer others."""

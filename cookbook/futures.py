@@ -31,6 +31,10 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         self._check_thread()
         return super().exception(timeout)
 
+    def failure(self) -> BaseException | None:
+        """What it has failed with by now. Never waits, and leaves the error unread: who asks for the result gets it still."""
+        return concurrent.futures.Future.exception(self) if self.done() else None
+
     def cancel(self) -> bool:
         """Never: calls are made in order, each of them. A timeout ends the waiting, not the call."""
         return False

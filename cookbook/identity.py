@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,9 @@ GROUPS: Mapping[str, frozenset[str]] = {
     "seed": frozenset(),
     "model": frozenset(),
     "loss": frozenset(),
-    "data": frozenset(),
-    "reward": frozenset(),
-    "rollout": frozenset({"log_samples"}),
+    "data": frozenset({"on_bad_row"}),  # a run that fails on them has met none before
+    "reward": frozenset({"workers", "timeout_s"}),  # where it is called, and not what it says
+    "rollout": frozenset({"retries", "max_consecutive_failures", "log_samples"}),
 }
 MEASURED = "measured"
 # What a configuration cannot tell, because it may change under the same name.
@@ -44,11 +44,20 @@ class Identity:
 
     Args:
         recipe: the recipe's ``Config``.
+        defaults: the value of each top-level key where nothing is said.
         force: a difference is a warning in the log, and no error.
     """
 
-    def __init__(self, cfg: Mapping[str, Any], recipe: type, *, force: bool = False) -> None:
+    def __init__(
+        self,
+        cfg: Mapping[str, Any],
+        recipe: type,
+        defaults: Callable[[], Mapping[str, Any]] = dict,
+        *,
+        force: bool = False,
+    ) -> None:
         self._recipe = recipe
+        self._defaults = defaults
         self._force = force
         self._earlier: Mapping[str, Any] = {}
         self._which = ""
@@ -86,7 +95,7 @@ class Identity:
         """The groups that count. A key that is missing, because another version wrote the configuration, has its default."""
         found = {}
         for group, free in GROUPS.items():
-            node = cfg.get(group)
+            node = cfg[group] if group in cfg else self._defaults().get(group)
             if isinstance(node, Mapping):
                 node = {name: value for name, value in self._filled(group, node).items() if name not in free}
             found[group] = node
@@ -110,11 +119,21 @@ class Identity:
         log.warning("%s; going on all the same, as resume=force asks", line)
 
 
+class _Missing:
+    """Stands for the value of a key that is not there."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+MISSING = _Missing()
+
+
 def differences(key: str, then: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Every place where two configurations differ: its dotted name, and both values."""
+    """Every place where two configurations differ: its dotted name, and both values, ``MISSING`` for one that is not there."""
     if isinstance(then, Mapping) and isinstance(now, Mapping):
         for name in {**then, **now}:
-            yield from differences(f"{key}.{name}".removeprefix("."), then.get(name), now.get(name))
+            yield from differences(f"{key}.{name}".removeprefix("."), then.get(name, MISSING), now.get(name, MISSING))
     elif then != now:
         yield key, then, now
 

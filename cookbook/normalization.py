@@ -7,6 +7,7 @@ contradiction.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -58,6 +59,20 @@ def check(where: str, reduction: Reduction, normalization: Normalization | None)
         raise ConfigError(
             f"{where} returns a sum over sequences; normalization={normalization} would weigh it by their lengths. "
             f"Use normalization={Normalization.num_sequences}"
+        )
+
+
+def check_accumulation(loss: str, reduction: Reduction | None, earlier: Sequence[Reduction | None]) -> None:
+    """Refuses a mean among several calls: each would weigh the same, whatever its number of tokens. None is undeclared.
+
+    Raises:
+        ConfigError: ``loss``, or one of the ``earlier`` calls since the last step, returned a mean.
+    """
+    declared = [one for one in (reduction, *earlier) if one is not None]
+    if reduction is not None and len(declared) > 1 and Reduction.mean in declared:
+        raise ConfigError(
+            f"forward_backward: {loss} returns a mean, and means of several calls do not add up to a mean; "
+            "pass the whole batch in one call (backend.micro_batch_tokens bounds its memory)"
         )
 
 

@@ -76,8 +76,13 @@ class TrainingClient(Protocol):
         """The inverse of :meth:`save_state`."""
         ...
 
-    def save_weights_for_sampler_ext(self, name: str, *, checkpoint_type: str = "base") -> Future[Checkpoint]:
-        """Weights to sample from, as a Hugging Face folder."""
+    def save_weights_for_sampler_ext(
+        self, name: str, *, checkpoint_type: str = "base", merged: bool = False
+    ) -> Future[Checkpoint]:
+        """Weights to sample from, as a Hugging Face folder: under LoRA the adapter, or (``merged``) its sum with the rest.
+
+        ``checkpoint_type="delta"``: the lossless difference from the last such checkpoint.
+        """
         ...
 
     def live_sampler(self, step: int) -> Future[Any]:
@@ -147,6 +152,19 @@ class Sampler(Protocol):
         ...
 
 
+@runtime_checkable
+class LaggingSampler(Protocol):
+    """A :class:`Sampler` whose weights can be saved while training goes on."""
+
+    def saving(self) -> Callable[[Path], object]:
+        """What writes them as a checkpoint to a folder that is not there yet.
+
+        Raises:
+            RolloutError: they are gone.
+        """
+        ...
+
+
 class DeploymentConfig(Protocol):
     """What an entry of the group ``deployment`` is."""
 
@@ -187,8 +205,9 @@ class Reference(Protocol):
 class Reward(Protocol):
     """Judges one completion.
 
-    ``completion`` is the text without the end-of-turn token; ``row`` is the dataset's row as it was read. Returns a number;
-    higher is better. It may raise: the run then fails, naming the row.
+    ``completion`` is the text without the end-of-turn token; ``row`` is the dataset's row as it was read, with its answer's
+    text as ``answer`` where it has one in another form. Returns a number; higher is better. It may raise: the run then fails,
+    naming the row.
     """
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> float: ...

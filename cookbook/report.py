@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cookbook import atomic
-from cookbook.evaluation import Example
+from cookbook.backends.remote import pointers
+from cookbook.checkpoints import manifest, store
+from cookbook.evaluation import PASS, Example
 from cookbook.run import Run
 from cookbook.svg import Curve, chart
 
@@ -38,16 +40,33 @@ def summary(run: Run) -> None:
     rows = run.metrics_file.read()
     draw(rows, run.out / "curves.svg", f"{run.name}: {run.out.name}")
     print()
-    for key, label, form in HEADLINES:
+    passes = [(key, f"{key.removeprefix('eval/')} on held-out prompts", "{:.1%}") for key in pass_metrics(rows)]
+    for key, label, form in [*HEADLINES, *passes]:
         values = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
         if len(values) > 1:
             (first, before), (last, after) = values[0], values[-1]
             print(f"{label}: {form.format(before)} after {first} steps -> {form.format(after)} after {last}")
+    for line in _failures(rows):
+        print(line)
     for example in run.examples:
-        print(f"  {_one_line(example)}")
+        print(f"  {one_line(example)}")
+    if (left_out := run.bad_rows.summary()) is not None:
+        print(left_out)
     found = [name for name in ("metrics.jsonl", "samples.jsonl", "curves.svg", "checkpoints") if (run.out / name).exists()]
     print(f"run folder: {run.out}  ({', '.join(found)})")
     print(f"next: {_next_command(run)}", flush=True)
+
+
+def pass_metrics(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of pass@k that the rows have, by k."""
+    return sorted({key for row in rows for key in row if key.startswith(PASS)}, key=lambda key: int(key.removeprefix(PASS)))
+
+
+def _failures(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """What could not be sampled, if anything."""
+    left_out, again = (int(sum(row.get(key, 0) for row in rows)) for key in ("rollout/failed", "rollout/retries"))
+    if left_out or again:
+        yield f"sampling: {again} requests were made again, {left_out} prompts left out (log.txt names their rows)"
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
@@ -65,12 +84,17 @@ def draw(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
         log.warning("%s: cannot be written: %s", path, error.strerror)
 
 
-def _one_line(example: Example) -> str:
+def one_line(example: Example) -> str:
+    """A completion, and what it is worth."""
     prompt = " ".join(example.prompt.split())
     reward = "" if example.reward is None else f"   reward {example.reward:g}"
     return f"{prompt[-60:]!r} -> {' '.join(example.completion.split())[:100]!r}{reward}"
 
 
 def _next_command(run: Run) -> str:
+    """What to try next: sampling, for which weights that are on a server have to be fetched first."""
+    last = run.out / "checkpoints" / store.step_name(run.done)
+    if (last / manifest.NAME).is_file() and (elsewhere := manifest.read(last).get(pointers.SERVER)) is not None:
+        return shlex.join(["tinker", "checkpoint", "download", str(elsewhere["path"])])
     short = (example.prompt for example in run.examples if example.prompt.isprintable() and 0 < len(example.prompt) < 60)
     return shlex.join(["cookbook", "sample", str(run.out), next(short, "12+30=")])

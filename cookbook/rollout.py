@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,10 +12,14 @@ from typing import Any
 import numpy as np
 
 from cookbook.advantages import groups_without_spread
-from cookbook.data import RenderedPrompt, Renderer
-from cookbook.errors import ConfigError
+from cookbook.data import Refusals, RenderedPrompt, Renderer, RowDatum
+from cookbook.errors import BadRowError, ConfigError
 from cookbook.protocols import Sampler
+from cookbook.resilience import Asker, Unanswered
+from cookbook.rewards import Judge, Pending
 from cookbook.types import Datum, ModelInput, Sample, SamplingParams
+
+log = logging.getLogger("cookbook")
 
 
 @dataclass
@@ -23,10 +30,17 @@ class RolloutConfig:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
     stop: list[str] | None = None
+    retries: int = 2
+    max_consecutive_failures: int = 16
     log_samples: int = 8
 
     def __post_init__(self) -> None:
+        if self.retries < 0:
+            raise ConfigError(f"rollout.retries must be at least 0, got {self.retries}")
+        if self.max_consecutive_failures < 1:
+            raise ConfigError(f"rollout.max_consecutive_failures must be at least 1, got {self.max_consecutive_failures}")
         if self.temperature <= 0:
             raise ConfigError(
                 f"rollout.temperature must be > 0, got {self.temperature}: a group of greedy completions is all alike"
@@ -36,8 +50,17 @@ class RolloutConfig:
     def sampling(self, stop_token_ids: Sequence[int]) -> SamplingParams:
         stop: list[str | int] = [*stop_token_ids, *(self.stop or [])]
         return SamplingParams(
-            max_tokens=self.max_tokens, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, stop=stop
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            stop=stop,
         )
+
+    def asker(self) -> Asker:
+        """What asks the samplers of one run."""
+        return Asker(self.retries, self.max_consecutive_failures)
 
 
 @dataclass(frozen=True)
@@ -54,24 +77,82 @@ class Group:
     temperature: float = 1.0
 
 
+@dataclass(frozen=True)
+class Rollouts:
+    """What a step has sampled: a group of every prompt, but for those whose requests have failed.
+
+    ``sampling_s``: seconds until the last completion was there; ``reward_s``: and from then until the last reward was.
+    """
+
+    groups: list[Group]
+    unanswered: Unanswered
+    sampling_s: float
+    reward_s: float
+
+    def metrics(self) -> dict[str, float]:
+        """As :func:`metrics`; ``rollout/failed`` are the prompts left out, ``rollout/retries`` the requests made again."""
+        found = metrics(self.groups)
+        return {
+            **found,
+            "rollout/failed": float(len(self.unanswered.failed)),
+            "rollout/retries": float(self.unanswered.num_retries),
+            "time/sampled_tokens_per_s": found["rollout/tokens"] / self.sampling_s,
+            "time/reward_s": self.reward_s,
+        }
+
+
 def sample_groups(
-    sampler: Sampler, prompts: Sequence[RenderedPrompt], group_size: int, config: RolloutConfig, renderer: Renderer, seed: int
-) -> list[Group]:
+    sampler: Sampler,
+    prompts: Sequence[RenderedPrompt],
+    group_size: int,
+    config: RolloutConfig,
+    renderer: Renderer,
+    seed: int,
+    asker: Asker | None = None,
+    judge: Judge | None = None,
+    refusals: Refusals | None = None,
+) -> Rollouts:
     """``group_size`` completions of every prompt. Every prompt is submitted before any result is waited for.
 
-    The draws are a function of ``seed``, the prompt's place and the sample's place alone.
+    The draws are a function of ``seed``, the prompt's place and the sample's place alone. With a ``judge``, the completions of
+    a prompt are judged while others are still being sampled. A prompt whose row the reward finds at fault goes to
+    ``refusals``, and its group is left out.
+
+    Raises:
+        BadRowError: there are no ``refusals``, ``data.on_bad_row`` fails, or no other prompt is left.
+        RolloutError: as :meth:`Asker.ask <cookbook.resilience.Asker.ask>`; or a reward, which names its row.
     """
     params = config.sampling(renderer.stop_token_ids)
-    futures = [
-        sampler.sample(ModelInput.from_ints(prompt.tokens), group_size, replace(params, seed=seed * 100_003 + place))
+    requests = [
+        functools.partial(
+            sampler.sample, ModelInput.from_ints(prompt.tokens), group_size, replace(params, seed=seed * 100_003 + place)
+        )
         for place, prompt in enumerate(prompts)
     ]
-    groups = []
-    for prompt, future in zip(prompts, futures, strict=True):
-        samples = future.result().sequences
+    groups: dict[int, Group] = {}
+    pending: dict[int, list[Pending]] = {}
+
+    def arrived(place: int, samples: list[Sample]) -> None:
+        prompt = prompts[place]
         texts = [renderer.text(sample.tokens) for sample in samples]
-        groups.append(Group(prompt, samples, texts, [], config.temperature))
-    return groups
+        groups[place] = Group(prompt, samples, texts, [], config.temperature)
+        pending[place] = [judge.submit(text, prompt.row) for text in texts] if judge else []
+
+    started = time.monotonic()
+    unanswered = (asker or config.asker()).ask(requests, arrived)
+    sampled = time.monotonic()
+    for place, error in unanswered.failed.items():
+        log.info("%s: left out, its completions could not be sampled: %s", prompts[place].row.where, error)
+    for place in sorted(groups):
+        try:
+            groups[place].rewards.extend(reward() for reward in pending[place])
+        except BadRowError as error:
+            if refusals is None or not refusals.skips_bad_rows or len(groups) == 1:
+                raise
+            refusals.add(prompts[place].row.where, "on_bad_row", str(error))
+            del groups[place]
+    in_order = [groups[place] for place in sorted(groups)]
+    return Rollouts(in_order, unanswered, sampled - started, time.monotonic() - sampled)
 
 
 def datum(prompt: Sequence[int], sample: Sample, advantage: float, temperature: float = 1.0) -> Datum:
@@ -100,11 +181,15 @@ def datum(prompt: Sequence[int], sample: Sample, advantage: float, temperature: 
 def datums(groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> list[Datum]:
     """The datums of every group whose completions differ in reward; the others could teach nothing."""
     return [
-        datum(group.prompt.tokens, sample, advantage, group.temperature)
+        _of_row(datum(group.prompt.tokens, sample, advantage, group.temperature), group.prompt)
         for group, row in zip(groups, advantages, strict=True)
         if any(row)
         for sample, advantage in zip(group.samples, row, strict=True)
     ]
+
+
+def _of_row(found: Datum, prompt: RenderedPrompt) -> RowDatum:
+    return RowDatum(found.model_input, found.loss_fn_inputs, prompt.row.where, prompt.question)
 
 
 def metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -13,24 +13,28 @@ from typing import Any, Generic, Literal, TypeVar
 import numpy as np
 import torch
 
-from cookbook import evaluation, rollout
+from cookbook import failed_batch, rollout
+from cookbook.bad_rows import BadRows
 from cookbook.checkpoints import CheckpointConfig, store
+from cookbook.checkpoints.cadence import Progress
 from cookbook.config import OptimConfig
-from cookbook.data import DataConfig, RenderedPrompt, Renderer, Row, datums
-from cookbook.errors import ConfigError
-from cookbook.evaluation import SHOWN, EvalConfig, Evaluation, Example
+from cookbook.data import DataConfig, Refusals, RenderedPrompt, Renderer, Row, datums
+from cookbook.errors import ConfigError, CookbookError
+from cookbook.evaluation import FINGERPRINT, SHOWN, EvalConfig, Evaluation, Evaluator, Example
 from cookbook.futures import Future, done
 from cookbook.hooks import Hook
+from cookbook.identity import rows_digest
 from cookbook.interrupt import Interrupted, InterruptGuard
 from cookbook.losses import LOSSES, Loss
 from cookbook.losses.base import Scope
 from cookbook.protocols import Reference, Reward, Sampler, Tracker, TrainingClient, WeightSyncer
-from cookbook.rewards import score
+from cookbook.reference import Remembered
+from cookbook.rewards import Judge
 from cookbook.rollout import Group, RolloutConfig
 from cookbook.schedules import Schedule
 from cookbook.trackers.console import Console
 from cookbook.trackers.jsonl import JsonLines
-from cookbook.types import Checkpoint, Datum, ForwardBackwardOutput, OptimStepOutput, SamplingParams
+from cookbook.types import Checkpoint, Datum, ForwardBackwardOutput, OptimStepOutput
 
 log = logging.getLogger("cookbook")
 
@@ -94,9 +98,10 @@ class Run:
     """A run under way.
 
     ``cfg`` is the recipe's own ``Config``; ``trainer`` the model in training; ``loss`` what it is trained with; ``out`` the run
-    folder. ``identity`` is what may not change while the run goes on, and goes into every checkpoint; ``planned_steps`` how
-    many steps it was to have when the checkpoint was saved that it goes on from; ``sampler`` what it was sampling from then,
-    where that was not the checkpoint's own weights. The rest is what the methods below are made of.
+    folder. ``refusals`` takes the rows that cannot be used. ``identity`` is what may not change while the run goes on, and goes
+    into every checkpoint; ``before`` how far it had come when the checkpoint was saved that it goes on from, ``planned_steps``
+    how many steps it was to have then, and ``sampler`` what it was sampling from, where that was not the checkpoint's own
+    weights. ``judge`` calls ``reward``. The rest is what the methods below are made of.
     """
 
     cfg: Any
@@ -106,10 +111,12 @@ class Run:
     trainer: TrainingClient
     loss: Loss
     reward: Reward | None
+    judge: Judge | None
     reference: Reference | None
     renderer: Renderer
     data: DataConfig
     rows: Callable[[Split], list[Row]]
+    refusals: Refusals
     rollout: RolloutConfig
     optim: OptimConfig
     schedule: Schedule
@@ -120,42 +127,70 @@ class Run:
     trackers: list[Tracker]
     hooks: list[Hook]
     identity: Mapping[str, Any] = field(default_factory=dict)
-    first_step: int = 0
+    before: Progress = field(default_factory=Progress)
     planned_steps: int | None = None
     sampler: Sampler | None = None
     console: Console | None = None
     examples: list[Example] = field(default_factory=list)  # of the last evaluation
+    _prompts: list[RenderedPrompt] = field(default_factory=list)  # of the held-out rows, where they are not the recipe's own
     _tokens: int = 0  # of this step so far
+    _earlier_tokens: int = 0  # of the steps before it in this sitting
     _sync_s: float = 0.0  # spent on weight syncs in this step so far, seconds
     _rows: int | None = None  # a checksum of the rows of this step so far
     _saving: tuple[int, Future[Checkpoint]] | None = None  # of which step, under way while training goes on
     _open: tuple[Step, Evaluate | None] | None = None  # the step that the recipe is in
 
     def __post_init__(self) -> None:
-        self._done = self._saved = self.first_step  # finished steps, and those that the newest checkpoint has
+        self._began = time.monotonic()
+        self._done = self.first_step  # finished steps
+        self._saved = self.before  # how far the newest checkpoint is
         self.metrics_file = JsonLines(self.out / "metrics.jsonl")
         self.samples_file = JsonLines(self.out / "samples.jsonl")
+        self.bad_rows = BadRows(self.out, self.refusals)
+        self._asker = self.rollout.asker()
+        stop = tuple(self.rollout.stop or ())
+        self._evaluator = Evaluator(self.eval, self.renderer, self._asker, self.judge, stop, self.seed, self.refusals)
+        self._evaluated_rows = ""  # the digest of the held-out rows
+        self._calls = failed_batch.Calls()
+        self._accumulated: list[Datum] = []  # what the next update is of
+
+    @property
+    def first_step(self) -> int:
+        """Finished steps when this sitting began."""
+        return self.before.steps
 
     @property
     def done(self) -> int:
         """Finished steps, those before a resume included."""
         return self._done
 
+    @property
+    def progress(self) -> Progress:
+        """How far the run has come, its earlier sittings included."""
+        minutes = self.before.minutes + (time.monotonic() - self._began) / 60
+        return Progress(self._done, self.before.tokens + self._earlier_tokens, minutes)
+
     # ---- data ----------------------------------------------------------------------------------------------------
 
     def conversations(self, which: Split) -> Sequence[Datum]:
         """The ``train`` or ``eval`` rows, rendered, with weight on the tokens to learn."""
-        return datums.conversation_datums(self.rows(which), self.renderer, self.data)
+        return datums.conversation_datums(self._read(which), self.renderer, self.data, self.refusals)
 
     def preferences(self, which: Split) -> Sequence[Sequence[Datum]]:
         """The ``train`` or ``eval`` rows as ``[chosen, rejected]``, with weight on the answers' tokens."""
-        flat = datums.preference_datums(self.rows(which), self.renderer, self.data)
+        flat = datums.preference_datums(self._read(which), self.renderer, self.data, self.refusals)
         return [flat[i : i + 2] for i in range(0, len(flat), 2)]
 
     def prompts(self, which: Split) -> list[RenderedPrompt]:
         """The ``train`` or ``eval`` rows as prompts, with room for a completion."""
         room = self.rollout.max_tokens if which == "train" else self.eval.max_tokens
-        return datums.prompts(self.rows(which), self.renderer, self.data, room)
+        return datums.prompts(self._read(which), self.renderer, self.data, room, self.refusals)
+
+    def _read(self, which: Split) -> list[Row]:
+        rows = self.rows(which)
+        if which == "eval":
+            self._evaluated_rows = rows_digest(rows)
+        return rows
 
     def batches(self, rows: Sequence[T], size: int, epochs: int = 1) -> Batches[T]:
         """``rows`` in the run's own order, ``size`` at a time."""
@@ -169,16 +204,29 @@ class Run:
             return done(ForwardBackwardOutput([], {"loss": 0.0, "tokens/trained": 0.0}))
         prepared = self.loss.prepare(self.with_reference(data))
         self._tokens += sum(datum.model_input.length for datum in prepared)
-        self._note_rows(datum.where for datum in data if isinstance(datum, datums.RowDatum))
+        # Those of rollouts have been noted when they were sampled, with the prompts that teach nothing.
+        sampled = "sampling_logprobs" in data[0].loss_fn_inputs
+        self._note_rows(datum.where for datum in data if isinstance(datum, datums.RowDatum) and not sampled)
         if LOSSES.get(self.loss.name) == f"{type(self.loss).__module__}:{type(self.loss).__qualname__}":
-            return self.trainer.forward_backward(prepared, self.loss.name, self.loss.options())
-        return self.trainer.forward_backward_custom(prepared, self.loss)
+            gradient = self.trainer.forward_backward(prepared, self.loss.name, self.loss.options())
+        else:
+            gradient = self.trainer.forward_backward_custom(prepared, self.loss)
+        self._calls.add(failed_batch.Call(self._done + 1, prepared, gradient))
+        self._accumulated += prepared
+        return gradient
 
     def optim_step(self, step: Step) -> Future[OptimStepOutput]:
         """The update, with this step's learning rate and the division that the loss asks for."""
         step.updated = True
         adam = self.optim.adam(self.schedule.factor(step.index + 1, step.total))
-        return self.trainer.optim_step(adam, self.loss.normalization)
+        update = self.trainer.optim_step(adam, self.loss.normalization)
+        self._calls.add(failed_batch.Call(step.index + 1, self._accumulated, update, update=True))
+        self._accumulated = []
+        return update
+
+    def explained(self, error: CookbookError) -> BaseException:
+        """``error``, or what it comes of; with the rows that are to blame and where their batch is, if numbers are at fault."""
+        return failed_batch.explained(error, self._calls, self.out, self.trainer, self.renderer)
 
     def with_reference(self, data: Sequence[Datum]) -> Sequence[Datum]:
         """``data`` with ``reference_logprobs``, when the loss reads them and they are not there yet."""
@@ -186,6 +234,11 @@ class Run:
             return data
         logprobs = self.reference.logprobs(data).result()
         return [datum.with_inputs(reference_logprobs=row) for datum, row in zip(data, logprobs, strict=True)]
+
+    def remember_reference(self, data: Sequence[Datum]) -> None:
+        """From now on the reference logprobs of ``data``, which come again, are computed once each."""
+        if self.reference is not None:
+            self.reference = Remembered(self.reference, data)
 
     def _note_rows(self, places: Iterable[str]) -> None:
         """Takes the rows' files and lines, without the folders: those differ between machines."""
@@ -216,24 +269,22 @@ class Run:
         return sampler
 
     def sample_groups(self, sampler: Sampler, prompts: Sequence[RenderedPrompt], group_size: int, step: Step) -> list[Group]:
-        """``group_size`` completions of every prompt, with their rewards."""
-        if self.reward is None:
+        """``group_size`` completions of every prompt, with their rewards.
+
+        A prompt whose completions cannot be sampled is left out; ``rollout/failed`` counts them.
+        """
+        if self.judge is None:
             raise ConfigError("reward: this recipe learns from rewards; choose one, for example reward=number")
         seed = self.seed * 1_000_003 + step.index
         self._note_rows(prompt.row.where for prompt in prompts)
-        started = time.monotonic()
-        groups = rollout.sample_groups(sampler, prompts, group_size, self.rollout, self.renderer, seed)
-        sampling_s = time.monotonic() - started
-        texts = [text for group in groups for text in group.texts]
-        rewards = score(self.reward, texts, [group.prompt.row for group in groups for _ in group.texts])
-        for place, group in enumerate(groups):
-            group.rewards.extend(rewards[place * group_size : (place + 1) * group_size])
-        for row in rollout.log_rows(groups, self.rollout.log_samples):
+        found = rollout.sample_groups(
+            sampler, prompts, group_size, self.rollout, self.renderer, seed, self._asker, self.judge, self.refusals
+        )
+        for row in rollout.log_rows(found.groups, self.rollout.log_samples):
             self.samples_file.write(step.index + 1, row)
-        found = rollout.metrics(groups)
         lag = {"sync/version_lag": float(step.index - sampler.step)}  # optimizer steps that the samples' weights are behind
-        step.log(found, lag, {"time/sampled_tokens_per_s": found["rollout/tokens"] / sampling_s})
-        return groups
+        step.log(found.metrics(), lag)
+        return found.groups
 
     # ---- evaluation ----------------------------------------------------------------------------------------------
 
@@ -252,25 +303,15 @@ class Run:
         return Evaluation({f"eval/{key}": number for key, number in self._meant(found).items()})
 
     def evaluate_answers(self, data: Sequence[Datum], step: int) -> Evaluation:
-        """How many held-out answers greedy decoding reproduces."""
-        asked = [getattr(datum, "question", "") for datum in data]
-        context, text = self.renderer.max_length, self.renderer.text
-        return evaluation.answers(self._newest(step), data, asked, self._greedy(), context, text)
-
-    def _greedy(self) -> SamplingParams:
-        stop: list[str | int] = [*self.renderer.stop_token_ids, *(self.rollout.stop or [])]
-        return SamplingParams(max_tokens=self.eval.max_tokens, temperature=0.0, stop=stop)
+        """How many held-out answers are right: as the reward says, if one is chosen, else where they are ``data``'s own."""
+        if self.judge is not None:
+            self._prompts = self._prompts or self.prompts("eval")
+            return self.evaluate_rewards(self._prompts, step)
+        return self._evaluator.answers(self._newest(step), data).abridged()
 
     def evaluate_rewards(self, prompts: Sequence[RenderedPrompt], step: int) -> Evaluation:
-        """The rewards of greedy completions of held-out prompts."""
-        if not prompts or self.reward is None:
-            return Evaluation({})
-        samples = evaluation.greedy(self._newest(step), [prompt.tokens for prompt in prompts], self._greedy())
-        texts = [self.renderer.text(sample.tokens) for sample in samples]
-        rewards = score(self.reward, texts, [prompt.row for prompt in prompts])
-        shown = zip(prompts[: evaluation.SHOWN], texts, rewards, strict=False)
-        examples = [evaluation.Example(prompt.question, text, reward) for prompt, text, reward in shown]
-        return Evaluation(evaluation.rewarded(rewards), examples)
+        """The rewards of completions of held-out prompts."""
+        return self._evaluator.rewards(self._newest(step), prompts).abridged() if prompts else Evaluation({})
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
@@ -287,12 +328,12 @@ class Run:
         self._warn_of_other_rates(total)
         self.console = Console(total, self._done)
         if self._done >= total:
-            seen = f"{self._done} of {total} steps"
-            self.console.note(f"nothing to do: {self.out} has seen {seen}; raise recipe.steps to go on")
+            self._note_nothing_to_do(total)
+        self.bad_rows.note(self._done)
         try:
             with InterruptGuard() as guard:
                 if self._done == 0 and evaluate:
-                    self._write(0, self._evaluate(evaluate, 0))
+                    self._write(0, {**self._evaluate(evaluate, 0), **self.bad_rows.metrics(0)})
                 for index in range(self._done, total):
                     step = Step(index, total)
                     self._tokens, self._rows, self._sync_s = 0, None, 0.0
@@ -309,6 +350,14 @@ class Run:
         finally:
             self.console.close()
 
+    def _note_nothing_to_do(self, total: int) -> None:
+        """Raises ConfigError for a branch that would be a copy of what it starts from."""
+        seen = f"{self._done} of {total} steps"
+        if not self.metrics_file.path.exists():
+            raise ConfigError(f"recipe.steps: {self.out} starts after {seen}, so it would train none; raise recipe.steps")
+        if self.console:
+            self.console.note(f"nothing to do: {self.out} is finished, with {seen}; raise recipe.steps to go on")
+
     def finish(self) -> None:
         """Ends a loop that the recipe left with ``break`` or ``return``: writes its last step down, evaluates and saves.
 
@@ -321,7 +370,7 @@ class Run:
         self._open = None
         if step.updated:
             self._finish(step, evaluate, last=True)
-        if self._done > self._saved:
+        if self._done > self._saved.steps:
             self._checkpoint(self._done, step.total, stop=True)
         self._settle()
         line = f"the recipe left its loop after step {self._done} of {step.total}; all of it is saved"
@@ -345,8 +394,10 @@ class Run:
             row.update(self._evaluate(evaluate, number))
         if self.sampler is not None:
             row["time/sync_s"] = self._sync_s
+        row.update(self.bad_rows.metrics(number))
         self._write(number, row)
         self._done = number
+        self._earlier_tokens += self._tokens
         for hook in self.hooks:
             hook.on_step(self, number, row)
 
@@ -357,13 +408,16 @@ class Run:
 
     def _evaluate(self, evaluate: Evaluate, step: int) -> dict[str, float]:
         found = evaluate(step)
+        metrics = dict(found.metrics)
+        if metrics and self._evaluated_rows:
+            metrics[FINGERPRINT] = float(self._evaluator.fingerprint(self._evaluated_rows))
         self.examples = found.examples[:SHOWN]
         for example in found.examples:
             values = {"split": "eval", "prompt": example.prompt, "completion": example.completion, "reward": example.reward}
             self.samples_file.write(step, values)
         for hook in self.hooks:
-            hook.on_eval(self, step, found.metrics)
-        return dict(found.metrics)
+            hook.on_eval(self, step, metrics)
+        return metrics
 
     def _write(self, step: int, row: Mapping[str, float]) -> None:
         self.metrics_file.write(step, row)
@@ -378,11 +432,13 @@ class Run:
         Between two weight syncs the checkpoint holds the sampler's older weights too. To put off saving until the next sync
         would be less to store, but Ctrl-C must not wait for it, and no step may be the wrong one to stop after.
         """
-        due = self.checkpoint.every is not None and number % self.checkpoint.every == 0
+        now = self.progress
+        due = self.checkpoint.saving.due(self._saved, now)
         if not (due or stop or (number == total and self.checkpoint.final)):
             return
         self._settle()
-        facts: dict[str, Any] = {"identity": self.identity, "total_steps": total}
+        progress = {"tokens": now.tokens, "minutes": now.minutes}
+        facts: dict[str, Any] = {"identity": self.identity, "total_steps": total, "progress": progress}
         behind = self.sampler if number % self.sync_every else None
         if behind is not None:
             facts["sampler_step"] = behind.step
@@ -394,7 +450,7 @@ class Run:
             sampler=behind,
             asynchronous=self.checkpoint.asynchronous and not last,
         )
-        self._saving, self._saved = (number, saving), number
+        self._saving, self._saved = (number, saving), now
         if last or not self.checkpoint.asynchronous:
             self._settle()
 
@@ -414,7 +470,7 @@ class Run:
                 f"recipe: after {number} turns of run.steps the model has seen {saved.step} optimizer steps; "
                 "call run.optim_step(step) once a turn"
             )
-        store.prune(self.out / "checkpoints", self.checkpoint.keep, number)
+        store.prune(self.out / "checkpoints", self.checkpoint.keep, number, self.checkpoint.staying)
         log.info("saved %s", saved.path)
         for hook in self.hooks:
             hook.on_checkpoint(self, saved)

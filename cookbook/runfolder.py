@@ -5,28 +5,24 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
-import platform
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from cookbook import __version__, atomic, lock
+from cookbook import atomic, lock
 from cookbook import status as statuses
 from cookbook.checkpoints import manifest, store
+from cookbook.environment import environment
 from cookbook.errors import CheckpointError, ConfigError, CookbookError
-from cookbook.identity import Identity, differences
+from cookbook.identity import MISSING, Identity, differences
 from cookbook.status import Status
 
 log = logging.getLogger("cookbook")
@@ -35,7 +31,6 @@ CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 ENVIRONMENT = "environment.json"
 GOES_ON = ("auto", "force")  # values of `resume` that go on with the run in the folder
-PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "peft", "hydra-core", "omegaconf", "numpy")
 
 
 def choose(out: str | None, resume: str, recipe: str, new_id: str) -> tuple[Path, Path | None]:
@@ -135,11 +130,13 @@ def opened(out: str | None, resume: str, cfg: DictConfig, overrides: list[str], 
     with _entered(folder):
         try:
             resume_from = _resume_point(folder, resume, named)  # only now: nobody adds a checkpoint any more
-            notes = prepare(folder, cfg, overrides, resume_from, identity)
+            notes, changes = prepare(folder, cfg, overrides, resume_from, identity)
             status = Status(folder, resume_command(folder))
             with logging_to(folder), _kept(status):
                 for note in notes:
                     log.info("%s", note)
+                if changes:
+                    print(f"changed: {', '.join(changes)}", flush=True)
                 yield Opened(folder, resume_from, status)
         except (CookbookError, KeyboardInterrupt):
             if folder in made and not (folder / METRICS).exists():
@@ -175,11 +172,14 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
     return ConfigError(f"out: cannot write to {folder}: {error.strerror}; choose another folder with out=...")
 
 
-def prepare(out: Path, cfg: DictConfig, overrides: list[str], resume_from: Path | None, identity: Identity) -> list[str]:
+def prepare(
+    out: Path, cfg: DictConfig, overrides: list[str], resume_from: Path | None, identity: Identity
+) -> tuple[list[str], list[str]]:
     """Writes ``config.yaml`` and ``environment.json``, once it is sure that an earlier run goes on as the same run.
 
     Returns:
-        What the log should say of this sitting: its environment, and what has changed since the one before.
+        What the log should say of this sitting: its environment, and what has changed since the one before; and the changes
+        of what the one before knew, as the terminal should have them.
 
     Raises:
         ConfigError: the folder cannot be written, or the run in it, or the checkpoint, has another identity.
@@ -199,8 +199,22 @@ def prepare(out: Path, cfg: DictConfig, overrides: list[str], resume_from: Path 
     except OSError as error:
         raise _unwritable(out, error) from None
     before = earlier or _config_of(_run_of(resume_from)) or resolved
-    changes = [f"{name}: {then!r} before, now {now!r}" for name, then, now in differences("", before, resolved)]
-    return [json.dumps(found), *_last_sitting(out), *changes]
+    changes = list(differences("", before, resolved))
+    notes = [json.dumps(found), *_last_sitting(out), *(_change(*change) for change in changes)]
+    return notes, [f"{name} {_short(then)} -> {_short(now)}" for name, then, now in changes if then is not MISSING]
+
+
+def _change(name: str, then: Any, now: Any) -> str:
+    if then is MISSING:
+        return f"{name}: not in the run's configuration, which an earlier version wrote, so it had its default; now {now!r}"
+    return f"{name}: {then!r} before, now {now!r}"
+
+
+def _short(value: Any) -> str:
+    """A value for one line among others."""
+    if isinstance(value, dict):
+        return "{...}" if value else "{}"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _last_sitting(out: Path) -> list[str]:
@@ -230,38 +244,6 @@ def resume_command(out: Path) -> str:
     return shlex.join(["cookbook", "train", "--config", str(out / CONFIG), f"out={value}"])
 
 
-def environment(overrides: list[str]) -> dict[str, Any]:
-    """What a result may depend on besides the configuration."""
-    return {
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": ["cookbook", "train", *overrides],
-        "python": sys.version.split()[0],
-        "platform": platform.platform(),
-        "packages": {"cookbook": __version__, **{name: _version(name) for name in PACKAGES}},
-        "git": _git_state(),
-        "threads": os.environ.get("OMP_NUM_THREADS"),
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _git_state() -> dict[str, Any] | None:
-    """Commit and whether files differ from it, when the current folder is in a git checkout."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-
-    try:
-        return {"commit": git("rev-parse", "HEAD"), "changed_files": git("status", "--porcelain").splitlines()[:50]}
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
 @contextlib.contextmanager
 def warnings_shown() -> Iterator[None]:
     """While it is entered, warnings of cookbook go to the terminal, and no message anywhere but where this module sends it."""
@@ -288,7 +270,7 @@ def logging_to(out: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        log.info("ended by %s", type(error).__name__, exc_info=True)
+        log.info("ended by %s", type(error).__name__, exc_info=not isinstance(error, KeyboardInterrupt))
         raise
     else:
         log.info("finished")

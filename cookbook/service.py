@@ -160,8 +160,11 @@ class TrainingClient(_Ready, _AsyncTwins):
         _refuse_others(self.save_weights_for_sampler, tinker_options, OF_A_SAVE)
         return self._trainer.save_weights_for_sampler_ext(name)
 
-    def save_weights_for_sampler_ext(self, name: str, checkpoint_type: str = "base") -> Future[Checkpoint]:
-        return self._trainer.save_weights_for_sampler_ext(name, checkpoint_type=checkpoint_type)
+    def save_weights_for_sampler_ext(
+        self, name: str, checkpoint_type: str = "base", *, merged: bool = False
+    ) -> Future[Checkpoint]:
+        """As :meth:`save_weights_for_sampler`; ``merged`` adds the adapter to its model, ``delta`` saves the difference."""
+        return self._trainer.save_weights_for_sampler_ext(name, checkpoint_type=checkpoint_type, merged=merged)
 
     def save_weights_and_get_sampling_client(self, name: str | None = None, **tinker_options: Any) -> SamplingClient:
         """A sampling client on a copy of the current weights; also saved to disk when ``name`` is given."""

@@ -19,11 +19,12 @@ from cookbook import report, runfolder
 from cookbook.backends.local import LocalConfig, LocalTrainer
 from cookbook.backends.remote import pointers
 from cookbook.checkpoints import CheckpointConfig, manifest, store
+from cookbook.checkpoints.cadence import Progress
 from cookbook.config import OptimConfig, build
-from cookbook.data import DataConfig, Renderer, Row, load_rows
+from cookbook.data import DataConfig, Refusals, Renderer, Row, load_rows
 from cookbook.data.datums import check_columns
 from cookbook.engine.model import ModelConfig
-from cookbook.errors import CheckpointError, ConfigError
+from cookbook.errors import CheckpointError, ConfigError, CookbookError
 from cookbook.evaluation import EvalConfig
 from cookbook.hooks import Hook
 from cookbook.identity import Identity, rows_digest
@@ -32,6 +33,7 @@ from cookbook.losses import Loss
 from cookbook.losses.base import Scope
 from cookbook.paths import packaged
 from cookbook.protocols import Backend, Deployment, DeploymentConfig, Reward, Sampler, Tracker, TrainingClient
+from cookbook.rewards import Judge
 from cookbook.rollout import RolloutConfig
 from cookbook.run import Run, Split
 from cookbook.schedules import Schedule
@@ -126,8 +128,11 @@ def _check_parts(name: str, module: ModuleType, loss: Loss, reward: Reward | Non
 
 
 @runfolder.warnings_shown()
-def train(cfg: DictConfig, overrides: list[str]) -> None:
+def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], Mapping[str, Any]] = dict) -> None:
     """Runs the recipe of ``cfg`` from its start, or from where an earlier run in the same folder stood.
+
+    Args:
+        defaults: the value of each top-level key where nothing is said, for those that the earlier run does not know.
 
     Raises:
         CookbookError: anything the user can mend.
@@ -137,16 +142,18 @@ def train(cfg: DictConfig, overrides: list[str]) -> None:
     typed = settings(cfg)
     _weights_are_meant(typed.model, overrides)
     plain = runfolder.plain(cfg)
-    identity = Identity(plain, typed.module.Config, force=typed.resume == "force")
+    identity = Identity(plain, typed.module.Config, defaults, force=typed.resume == "force")
     with contextlib.ExitStack() as stack:
         place = stack.enter_context(runfolder.opened(typed.out, typed.resume, cfg, overrides, identity))
-        rows = _rows(typed, identity)
+        refusals = Refusals(typed.data)
+        rows = _rows(typed, identity, refusals)
         trainer = stack.enter_context(_trainer(typed, place.folder))
         for subject, digest in trainer.digests().items():
             identity.measured(subject, digest)
         deployment = typed.deployment.deploy(trainer, live=typed.weight_sync.every == 1)
         stack.callback(deployment.close)
-        run = _build(typed, plain, trainer, deployment, rows, place, identity)
+        judge = stack.enter_context(judging(typed.reward))
+        run = _build(typed, plain, trainer, deployment, judge, rows, refusals, place, identity)
         stack.enter_context(_told(run, plain))
         _collect_garbage_from_here()
         try:
@@ -155,9 +162,25 @@ def train(cfg: DictConfig, overrides: list[str]) -> None:
         except Interrupted as stop:
             print(f"stopped after step {stop.step}, saved; go on with: {place.status.resume}", flush=True)
             raise
-        if run.done == 0:
+        except CookbookError as error:
+            told = run.explained(error)
+            if told is error:
+                raise
+            raise told from error
+        if run.done == 0 or (run.done == run.first_step and not run.metrics_file.path.exists()):
             raise ConfigError(f"recipe: {run.name} has ended without one step; train inside of `for step in run.steps(n)`")
         report.summary(run)
+
+
+@contextlib.contextmanager
+def judging(reward: Reward | None) -> Iterator[Judge | None]:
+    """What calls the reward, with processes of its own until the end; None without a reward."""
+    judge = Judge(reward) if reward is not None else None
+    try:
+        yield judge
+    finally:
+        if judge is not None:
+            judge.close()
 
 
 def _weights_are_meant(model: ModelConfig, overrides: list[str]) -> None:
@@ -181,7 +204,7 @@ def _collect_garbage_from_here() -> None:
         gc.enable()
 
 
-def _rows(typed: Settings, identity: Identity) -> Callable[[Split], list[Row]]:
+def _rows(typed: Settings, identity: Identity, refusals: Refusals) -> Callable[[Split], list[Row]]:
     """What gives a split's rows. Those of a recipe that says what it learns from are read here, and columns that do not suit
     it refused: a slip in the data costs no loading of a model.
 
@@ -191,7 +214,7 @@ def _rows(typed: Settings, identity: Identity) -> Callable[[Split], list[Row]]:
     read: dict[Split, list[Row]] = {}
 
     def load(which: Split) -> list[Row]:
-        found = load_rows(typed.data, which, typed.seed, typed.eval.limit)
+        found = load_rows(typed.data, which, typed.seed, typed.eval.limit, refusals)
         if which == "train":
             identity.measured("rows", rows_digest(found))
         return found
@@ -221,17 +244,21 @@ def _build(
     cfg: dict[str, Any],
     trainer: TrainingClient,
     deployment: Deployment,
+    judge: Judge | None,
     rows: Callable[[Split], list[Row]],
+    refusals: Refusals,
     place: runfolder.Opened,
     identity: Identity,
 ) -> Run:
     # The reference is the weights the run started from: taken before a checkpoint is loaded over them.
     reference = trainer.reference() if typed.loss.needs_reference else None
     earlier: Mapping[str, Any] = {}
+    before = Progress()
     sampler = None
     out, resume_from = place.folder, place.resume_from
     if resume_from is not None:
-        earlier = manifest.read(resume_from).get("run", {})
+        facts = manifest.read(resume_from)
+        earlier, before = facts.get("run", {}), Progress.of(facts)
         sampler = _load(trainer, deployment, resume_from, earlier.get("sampler_step"))
         _say(f"going on after step {trainer.step}, from {resume_from}")
     elif (out / runfolder.METRICS).exists():
@@ -244,10 +271,12 @@ def _build(
         trainer=trainer,
         loss=typed.loss,
         reward=typed.reward,
+        judge=judge,
         reference=reference,
         renderer=Renderer(trainer.tokenizer, trainer.max_length),
         data=typed.data,
         rows=rows,
+        refusals=refusals,
         rollout=typed.rollout,
         optim=typed.optim,
         schedule=typed.schedule,
@@ -258,13 +287,16 @@ def _build(
         trackers=typed.trackers,
         hooks=[place.status, *typed.hooks],
         identity=identity.facts,
-        first_step=trainer.step,
+        before=before,
         planned_steps=earlier.get("total_steps"),
         sampler=sampler,
     )
+    kept = run.first_step if resume_from else -1
     for file in (run.metrics_file, run.samples_file):
-        file.keep_until(run.first_step if resume_from else -1)
-    store.prune(out / "checkpoints", typed.checkpoint.keep, run.first_step)  # the last sitting may have been killed before
+        file.keep_until(kept)
+    run.bad_rows.go_on(kept)
+    # The last sitting may have been killed before.
+    store.prune(out / "checkpoints", typed.checkpoint.keep, run.first_step, typed.checkpoint.staying)
     return run
 
 
@@ -293,6 +325,7 @@ def _told(run: Run, cfg: dict[str, Any]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.callback(run.metrics_file.close)
         stack.callback(run.samples_file.close)
+        stack.callback(run.bad_rows.file.close)
         for tracker in run.trackers:
             tracker.start(cfg, str(run.out), run.out.name, run.first_step)
             stack.push(at_end(tracker.end))
@@ -317,7 +350,7 @@ def sample(
     Raises:
         CookbookError: nothing to sample from, or the prompt does not fit.
     """
-    with contextlib.closing(LocalTrainer(ModelConfig(_sampling_target(target)), LocalConfig())) as trainer:
+    with contextlib.closing(LocalTrainer(ModelConfig(sampling_target(target)), LocalConfig())) as trainer:
         renderer = Renderer(trainer.tokenizer, trainer.max_length)
         chat = getattr(trainer.tokenizer, "chat_template", None)
         tokens = renderer.prompt_tokens([{"role": "user", "content": prompt}] if chat else prompt)
@@ -326,7 +359,7 @@ def sample(
         return [renderer.text(sequence.tokens) for sequence in response.sequences]
 
 
-def _sampling_target(target: str) -> str:
+def sampling_target(target: str) -> str:
     """The folder or hub id to load: of a run, its newest checkpoint."""
     folder = Path(target)
     if (folder / runfolder.CONFIG).is_file():

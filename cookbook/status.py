@@ -24,6 +24,7 @@ from cookbook.types import Checkpoint
 log = logging.getLogger("cookbook")
 
 NAME = "status.json"
+EVERY_S = 1.0  # how old ``step`` may be while a run goes on
 RUNNING, FINISHED, INTERRUPTED, FAILED = "running", "finished", "interrupted", "failed"
 
 
@@ -38,6 +39,7 @@ class Status(Hook):
     step: int = 0
     saved_step: int | None = None
     started: str = field(default_factory=lambda: _now())
+    _written: float = 0.0
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -57,9 +59,12 @@ class Status(Hook):
     def on_start(self, run: Any) -> None:
         if run.first_step:
             self.step = self.saved_step = run.first_step
+            self._note(RUNNING)
 
     def on_step(self, run: object, step: int, metrics: Mapping[str, float]) -> None:
         self.step = step
+        if time.monotonic() - self._written >= EVERY_S:
+            self._note(RUNNING)
 
     def on_checkpoint(self, run: object, checkpoint: Checkpoint) -> None:
         self.saved_step = checkpoint.step
@@ -72,6 +77,7 @@ class Status(Hook):
             log.warning("%s: cannot be written: %s", self.folder / NAME, reason.strerror)
 
     def _write(self, state: str, error: BaseException | None = None) -> None:
+        self._written = time.monotonic()
         content = {
             "state": state,
             "step": self.step,

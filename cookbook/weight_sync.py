@@ -7,7 +7,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -85,6 +85,23 @@ class Replicas(Protocol):
     def sampler(self, step: int) -> Sampler:
         """One that answers with what was loaded last, and with nothing else."""
         ...
+
+    def in_use(self) -> Collection[Path]:
+        """The checkpoints that may be loaded once more."""
+        ...
+
+
+def must_serve(replicas: Sequence[Replica], digest: str, step: int) -> None:
+    """Raises RolloutError when one of them serves other weights than those of ``digest``, or there is none."""
+    for replica in replicas:
+        if replica.digest != digest:
+            holds = f"{replica.digest[:12]}..." if replica.digest else "weights that it does not know"
+            raise RolloutError(
+                f"weight sync: {replica.name} should serve step {step} ({digest[:12]}...) and serves {holds}; "
+                "nothing may be sampled from it before the next sync"
+            )
+    if not replicas:
+        raise RolloutError("weight sync: no replica has reported; start the deployment")
 
 
 @dataclass(frozen=True)
@@ -165,15 +182,7 @@ class ChainSyncer:
     def _verified(self, digest: str, step: int) -> frozenset[Replica]:
         """The replicas, all of which hold the weights of ``digest``."""
         found = self._replicas.report()
-        for replica in found:
-            if replica.digest != digest:
-                holds = f"{replica.digest[:12]}..." if replica.digest else "weights that it does not know"
-                raise RolloutError(
-                    f"weight sync: {replica.name} should serve step {step} ({digest[:12]}...) and serves {holds}; "
-                    "nothing may be sampled from it before the next sync"
-                )
-        if not found:
-            raise RolloutError("weight sync: no replica has reported; start the deployment")
+        must_serve(found, digest, step)
         return frozenset(found)
 
     # ---- what is kept --------------------------------------------------------------------------------------------
@@ -181,12 +190,14 @@ class ChainSyncer:
     def _note(self, folder: Path, kind: str) -> None:
         """Takes ``folder`` into its chain, and deletes what nobody needs any more.
 
-        That is the chains before the kept ones, and what failed syncs and earlier processes have left.
+        That is the chains before the kept ones where nobody uses them, and what failed syncs and earlier processes have left.
         """
         if kind == "base" or not self._chains:
             self._chains.append([])
         self._chains[-1].append(folder)
-        self._chains = self._chains[-self._keep :]
+        used = set(self._replicas.in_use())
+        older, newest = self._chains[: -self._keep], self._chains[-self._keep :]
+        self._chains = [*(chain for chain in older if used.intersection(chain)), *newest]
         kept = {path for chain in self._chains for path in chain}
         for path in folder.parent.iterdir():
             if OURS.fullmatch(path.name) and path not in kept:

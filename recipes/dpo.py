@@ -25,12 +25,16 @@ def train(run: Run) -> None:
     cfg: Config = run.cfg
     # The reference never changes, so its logprobs of the held-out pairs are computed once.
     held_out = run.with_reference([datum for pair in run.preferences("eval") for datum in pair])
-    batches = run.batches(run.preferences("train"), cfg.batch_size, cfg.epochs)
+    pairs = run.preferences("train")
+    batches = run.batches(pairs, cfg.batch_size, cfg.epochs)
+    steps = len(batches) if cfg.steps is None else cfg.steps
+    if steps > batches.per_epoch:  # pairs come again
+        run.remember_reference([datum for pair in pairs for datum in pair])
 
     def evaluate(step: int) -> Evaluation:
         return run.evaluate_loss(held_out) | run.evaluate_answers(held_out[::2], step)
 
-    for step in run.steps(len(batches) if cfg.steps is None else cfg.steps, evaluate):
+    for step in run.steps(steps, evaluate):
         # 1. The pairs of this step, chosen and rejected side by side.
         data = [datum for pair in batches[step.index] for datum in pair]
         # 2. Reference logprobs are added by the way; then the gradient and the update, both under way at once.

@@ -78,6 +78,7 @@ def prepare(folder: Path) -> None:
 
     from cookbook import session  # noqa: F401 - imported before the forks, so that they need not
     from cookbook.backends import local  # noqa: F401
+    from cookbook.checkpoints import contents  # noqa: F401
     from cookbook.cli import app, hydra_bridge  # noqa: F401
 
     os.chdir(folder)
@@ -217,8 +218,8 @@ def check_status(out: Path, child: int, code: int, way: str) -> None:
 def tensors(out: Path) -> dict[str, bytes]:
     """Every tensor file of the last checkpoint."""
     folder = out / "checkpoints" / f"step-{STEPS:06d}"
-    found = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
-    if len(found) != 2:
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.safetensors")}
+    if "trainer/shard-00000-00000.safetensors" not in found or len(found) < 2:
         raise DifferenceError(f"{folder}: holds {sorted(found)}")
     return found
 

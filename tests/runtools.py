@@ -62,9 +62,9 @@ def checkpoint(run_folder: Path | str, step: int | None = None) -> Path:
 
 
 def bits(folder: Path) -> dict[str, bytes]:
-    """What a checkpoint holds of tensors: model or adapter, and optimizer."""
-    found = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
-    assert "trainer.safetensors" in found and len(found) == 2
+    """What a checkpoint holds of tensors: model or adapter, optimizer, and what it was sampling from."""
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.safetensors")}
+    assert "trainer/shard-00000-00000.safetensors" in found and len(found) in (2, 3)
     return found
 
 

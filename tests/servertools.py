@@ -1,10 +1,16 @@
-"""A server in a thread of the test, so that its insides can be looked at, and the unmodified client to talk to it."""
+"""A server in a thread of the test, so that its insides can be looked at, or in a process of its own, to be killed."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +58,7 @@ class Running:
 @contextlib.contextmanager
 def running(model: Path, folder: Path, **options: Any) -> Iterator[Running]:
     """``options`` are fields of ``ServerConfig``."""
-    config = ServerConfig(port=0, **options)
+    config = ServerConfig(**{"port": 0, **options})
     host = Host(ModelConfig(str(model)), LocalConfig(), seed=0, names=tuple(config.names), graph_bytes=config.graph_bytes)
     service = Service(host, Catalogue(folder), config)
     with listening(config) as listener:
@@ -60,6 +66,8 @@ def running(model: Path, folder: Path, **options: Any) -> Iterator[Running]:
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve([listener])))
         thread.start()
+        while not server.started and thread.is_alive():
+            time.sleep(0.01)
         try:
             yield Running(f"http://127.0.0.1:{listener.getsockname()[1]}", service, loop)
         finally:
@@ -67,3 +75,45 @@ def running(model: Path, folder: Path, **options: Any) -> Iterator[Running]:
             thread.join()
             loop.close()
             host.close()
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+class Mortal:
+    """``cookbook serve`` as a process that is killed at once, and started anew at the same address and folder."""
+
+    def __init__(self) -> None:
+        here = Path(__file__).resolve().parent
+        self._forker = subprocess.Popen(
+            [sys.executable, str(here / "serving.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(here.parent), "OMP_NUM_THREADS": "1"},
+        )
+        self.url = self._line = ""
+
+    def start(self, model: Path, folder: Path, **options: Any) -> None:
+        """``options`` are fields of ``ServerConfig``. The server before is killed."""
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        options = {"port": port, "names": ["tiny"], **options}
+        self._line = json.dumps({"model": str(model), "out": str(folder), "options": options}) + "\n"
+        self.again()
+
+    def again(self) -> None:
+        """Kills it, and starts it anew. Returns when it listens."""
+        assert self._forker.stdin is not None and self._forker.stdout is not None
+        self._forker.stdin.write(self._line)
+        self._forker.stdin.flush()
+        while not (line := self._forker.stdout.readline()).startswith("serving"):
+            assert line, "the server did not start"
+
+    def close(self) -> None:
+        assert self._forker.stdin is not None
+        self._forker.stdin.close()
+        self._forker.wait()

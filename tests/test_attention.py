@@ -15,6 +15,7 @@ from transformers.masking_utils import create_causal_mask
 
 from cookbook.engine import attention, probe
 from cookbook.engine.attention import Block, Layout
+from cookbook.engine.attention_scores import Prompts, Rule
 from cookbook.engine.collate import collate
 from cookbook.engine.engine import Engine, EngineOptions
 from cookbook.engine.model import LanguageModel, ModelConfig
@@ -186,11 +187,11 @@ def varlen(query, key, value, starts, key_starts, max_queries, max_keys, *, scal
 def test_a_variable_length_kernel_is_told_the_same(window):
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(14, heads, 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2))
-    rule = attention._Rule(0.3, 0.0, None, None)
+    rule = Rule(0.3, 0.0, None, None)
     found = attention._attend(query, key, value, LAYOUT, window, rule)
     read = (x.index_select(0, LAYOUT.key_index) for x in (key, value))
     assert torch.allclose(found, attention._attend_varlen(varlen, query, *read, LAYOUT, window, rule), rtol=0, atol=1e-14)
-    scored = attention._attend(query, key, value, LAYOUT, window, attention._Rule(0.3, 0.0, 1e9, None))  # a cap out of reach
+    scored = attention._attend(query, key, value, LAYOUT, window, Rule(0.3, 0.0, 1e9, None))  # a cap out of reach
     assert torch.allclose(found, scored, rtol=0, atol=1e-12)
 
 
@@ -201,13 +202,42 @@ def test_the_variable_length_kernel_of_torch(window):
         pytest.skip("this torch has none")
     layout = Layout(LAYOUT.blocks, LAYOUT.key_index.cuda(), torch.device("cuda"))
     stream = [torch.randn(14, heads, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)]
-    rule = attention._Rule(0.125, 0.0, None, None)
+    rule = Rule(0.125, 0.0, None, None)
     found = attention._attend(*stream, layout, window, rule)
     double = [x.detach().double().requires_grad_() for x in stream]
     own = attention._attend(*double, layout, window, rule)
     upstream = torch.randn_like(found)
     slopes = [torch.autograd.grad(out, x, upstream.to(out)) for out, x in ((found, stream), (own, double))]
     assert tiny.difference([found, *slopes[0]], [own, *slopes[1]]) < 1e-2  # bfloat16 has 8 bits
+
+
+# ---- samples that go on from a prompt ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", ["in order", "out of order", "padded", "soft-capped", "sinks"])
+def test_samples_read_their_prompt_once_and_see_what_each_would_alone(change):
+    """Four samples of two prompts, 4 heads on 2: as of every row by itself, its prompt copied in front of its own keys."""
+    draw = functools.partial(torch.randn, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    query, key, value = draw(4, 4, 1, 8), draw(4, 2, 3, 8), draw(4, 2, 3, 8)  # of the newest three, two are written
+    layer = draw(2, 2, 5, 8), draw(2, 2, 5, 8), draw(4, 2, 1, 8), draw(4, 2, 1, 8)
+    of, members, places, mask = [0, 0, 1, 1], None, None, None
+    if change != "in order":
+        of, members, places = [1, 0, 0, 0], torch.tensor([1, 2, 3, 0, 0, 0]), torch.tensor([3, 0, 1, 2])
+    if change == "padded":
+        mask = torch.ones(4, 1, 1, 8, dtype=torch.bool)
+        mask[0, ..., :2] = mask[0, ..., 5] = False
+    rule = Rule(0.3, 0.0, 2.0 if change == "soft-capped" else None, draw(4) if change == "sinks" else None)
+    slots = 2 if members is None else 3
+    found = Prompts([layer], 2, slots, members, places, mask).attend(query, key, value, 0, rule)
+    for row, prompt in enumerate(of):
+        read = zip(layer[:2], layer[2:], (key, value), strict=True)
+        keys, values = (torch.cat([of_all[prompt], own[row], newest[row, :, :2]], 1) for of_all, own, newest in read)
+        for head in range(4):
+            scores = keys[head // 2] @ query[row, head, 0] * rule.scale
+            scores = scores if rule.softcap is None else 2.0 * torch.tanh(scores / 2.0)
+            weights = scores.exp() * (1 if mask is None else mask[row, 0, 0])
+            total = weights.sum() + (0 if rule.sinks is None else rule.sinks[head].exp())
+            assert torch.allclose(found[row, head, 0], weights @ values[head // 2] / total, rtol=0, atol=1e-14)
 
 
 # ---- what an architecture is trusted with ----------------------------------------------------------------------------

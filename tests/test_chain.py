@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -10,10 +11,11 @@ import torch
 from safetensors.torch import load_file
 from test_model_families import FAMILIES, language_model
 
-from cookbook.checkpoints import chain, manifest
+from cookbook.checkpoints import adapters, chain, manifest
 from cookbook.checkpoints.chain import SamplerCheckpoints, export, lineage, reconstruct
 from cookbook.checkpoints.weights import Weights
 from cookbook.engine.engine import Engine, EngineOptions
+from cookbook.engine.model import ModelConfig, _add_lora
 from cookbook.errors import CheckpointError
 from cookbook.losses import DPO
 from cookbook.types import AdamParams
@@ -26,7 +28,7 @@ def train(engine, step=0, lr=1e-6):
 
 def trained(engine):
     """What the model holds now, under the names of a file, in memory of its own."""
-    return {name: tensor.clone() for name, tensor in chain.on_disk(engine.model).items()}
+    return {name: tensor.clone() for name, tensor in chain.on_disk(adapters.full_network(engine.model)).items()}
 
 
 def same(one, other):
@@ -101,7 +103,7 @@ def test_names_and_parts_are_those_of_save_pretrained(family, tmp_path):
     assert family in FAMILIES
     engine = Engine(language_model(family), EngineOptions())
     engine.model.network.save_pretrained(tmp_path / "plain")
-    assert same(chain.on_disk(engine.model), load_file(tmp_path / "plain" / "model.safetensors"))
+    assert same(chain.on_disk(engine.model.network), load_file(tmp_path / "plain" / "model.safetensors"))
     checkpoints = SamplerCheckpoints()
     checkpoints.save(engine, tmp_path / "base", "base")
     assert (tmp_path / "base" / "model.safetensors").read_bytes() == (tmp_path / "plain" / "model.safetensors").read_bytes()
@@ -138,6 +140,81 @@ def test_an_adapter_stands_alone(make_engine, tmp_path):
         Weights.of(load_file(tmp_path / name / "adapter_model.safetensors")).digest for name in ("first", "second")
     ]
     assert found[0] != found[1]
+
+
+# ---- an adapter and what it adapts -----------------------------------------------------------------------------------
+
+
+def logprobs_of(network, tokens):
+    """What a network says of every token after the first."""
+    with torch.no_grad():
+        logits = network(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, :-1]
+    return logits.double().log_softmax(-1).gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
+
+TOKENS = [7, 100, 31, 200, 55, 8, 9, 120]
+
+
+@pytest.mark.parametrize("modules", ["all-linear", ["q_proj", "embed_tokens"], ["down_proj", "lm_head"]], ids=str)
+def test_merged_weights_compute_what_the_adapter_does(make_engine, tmp_path, modules):
+    """Also where one of two tied weights is adapted, which the merged folder then holds apart. 1e-5: float32, added up once."""
+    from transformers import AutoModelForCausalLM
+
+    engine = make_engine(lora_rank=4, lora_target_modules=modules)
+    checkpoints = SamplerCheckpoints()
+    checkpoints.save_adapted(engine, tmp_path / "adapted")
+    train(engine, lr=1e-2)
+    with_adapter = logprobs_of(engine.model.network, TOKENS)
+    with engine.model.network.disable_adapter():
+        without = logprobs_of(engine.model.network, TOKENS)
+    assert (with_adapter - without).abs().max() > 0.05
+    assert checkpoints.save(engine, tmp_path / "merged", "base", merged=True).kind == "base"
+    for name, expected in (("merged", with_adapter), ("adapted", without)):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert not (tmp_path / name / "adapter_config.json").exists()
+        assert (logprobs_of(loaded, TOKENS) - expected).abs().max() < 1e-5
+        assert manifest.verify(tmp_path / name)["lora"] is False
+    assert logprobs_of(engine.model.network, TOKENS).equal(with_adapter)  # it was not touched
+
+
+def test_merged_weights_are_chained_as_others(make_engine, tmp_path):
+    engine, checkpoints = make_engine(lora_rank=4, dtype="bfloat16"), SamplerCheckpoints()
+    for step, kind in enumerate(("base", "delta", "delta")):
+        checkpoints.save(engine, tmp_path / f"v{step}", kind, merged=True)
+        assert same(reconstruct(tmp_path / f"v{step}").tensors, trained(engine))
+        train(engine, step, lr=1e-3)
+    alone = checkpoints.save(engine, tmp_path / "adapter", "delta")  # the adapter by itself is in nobody's way
+    assert alone.kind == "base" and (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+    checkpoints.save(engine, tmp_path / "v3", "delta", merged=True)
+    assert manifest.read(tmp_path / "v3")["predecessor"] == "v2"
+    assert same(reconstruct(tmp_path / "v3").tensors, trained(engine))
+
+
+def test_a_sum_is_rounded_once(make_engine, tmp_path):
+    """In bfloat16 the change of the weights is not: only what it is added to."""
+    engine = make_engine(lora_rank=4, dtype="bfloat16")
+    train(engine, lr=1e-2)
+    plain = engine.model.network.get_base_model().state_dict()
+    name = "model.layers.0.mlp.down_proj"
+    a, b = (plain[f"{name}.lora_{factor}.default.weight"].double() for factor in "AB")
+    exact = plain[f"{name}.base_layer.weight"].double() + (32 / 4) * (b @ a)
+    found = trained(engine)[f"{name}.weight"]
+    assert found.dtype == torch.bfloat16
+    assert (found != exact.bfloat16()).float().mean() < 1e-3  # float32 is between the two
+
+
+@pytest.mark.parametrize("family", ["GPT2", "Qwen3Moe", "Gemma3Text"])
+def test_merged_weights_of_other_architectures(family, tmp_path):
+    """Layers that keep their weights transposed, experts, tied heads."""
+    from transformers import AutoModelForCausalLM
+
+    plain, config = language_model(family), ModelConfig(family, lora_rank=2)
+    engine = Engine(replace(plain, network=_add_lora(plain.network, config, 0), config=config), EngineOptions())
+    train(engine, lr=1e-2)
+    SamplerCheckpoints().save(engine, tmp_path / "merged", "base", merged=True)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    expected = logprobs_of(engine.model.network, TOKENS)
+    assert (logprobs_of(loaded, TOKENS) - expected).abs().max() < 1e-5
 
 
 # ---- any doubt is an error -------------------------------------------------------------------------------------------
@@ -190,6 +267,13 @@ def test_a_flipped_bit_anywhere_in_the_chain_is_noticed(saved, tmp_path, folder,
     with pytest.raises(CheckpointError):
         export(tmp_path / "v2", tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
+
+
+def test_a_file_that_is_overwritten_changes_nothing_that_was_read(saved, tmp_path):
+    found = reconstruct(tmp_path / "v0")
+    path = tmp_path / "v0" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4096] + bytes(4096))
+    assert same(found.tensors, saved[0])
 
 
 def rewritten(folder, **facts):

@@ -181,7 +181,9 @@ def test_refused_rows_are_listed_and_end_with_2(capsys):
     assert capsys.readouterr().err.startswith("error: check data: no row is left to train on; the first: mine.jsonl:1: ")
     Path("mine.jsonl").write_text("{broken\n")
     assert run(command) == 2
-    assert capsys.readouterr().err.startswith("error: " + f"{Path.cwd()}/mine.jsonl:1: broken JSON at column 2")
+    got = capsys.readouterr()
+    assert "training: 1 row, 1 row cannot be used" in got.out
+    assert got.err.startswith("error: check data: no row is left to train on; the first: mine.jsonl:1: broken JSON at column 2")
 
 
 def test_a_recipe_without_data_says_so(capsys):

@@ -193,6 +193,7 @@ def test_a_sweep_goes_on_after_a_failed_run_and_says_so(capsys, here):
     assert left_behind(here) == []
 
 
+@pytest.mark.slow
 def test_a_failed_run_of_a_sweep_is_freed_before_the_next_one():
     class Model:
         pass
@@ -234,7 +235,7 @@ def test_runs_of_a_sweep_do_not_share_a_folder():
 
 
 def fail(error):
-    def job(cfg, overrides):
+    def job(*_):
         raise error
 
     return job

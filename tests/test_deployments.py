@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict, replace
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -17,7 +18,7 @@ from cookbook.deployments.http import Client, RequestRefusedError, ServerUnavail
 from cookbook.deployments.limit import AdaptiveLimit
 from cookbook.deployments.manager import DeploymentManager, Running
 from cookbook.deployments.sampler import DeploymentSampler, Pool, Replica
-from cookbook.deployments.vllm import VllmConfig
+from cookbook.deployments.vllm import VllmConfig, VllmDeployment
 from cookbook.errors import ConfigError, RolloutError
 from cookbook.types import SamplingParams
 
@@ -330,11 +331,11 @@ def written(manager, name, process, born=None):
         "pid": process.pid,
         "born": born or server.birth(process.pid),
         "url": "http://127.0.0.1:9",
-        "made_as": "x",
+        "options": asdict(options("/none")),
         "log": "/none",
     }
     (folder / "server.json").write_text(json.dumps(record))
-    return Running(**record)
+    return Running(**{**record, "options": options("/none")})
 
 
 def test_what_runs_is_listed_and_deleted(tmp_path, sleeper):
@@ -368,7 +369,7 @@ def test_a_deployment_has_one_user(tmp_path):
     manager = DeploymentManager(tmp_path)
     with (
         manager.held("mine"),
-        pytest.raises(ConfigError, match=r"deployment\.name: mine is used by process \d+; choose another name"),
+        pytest.raises(ConfigError, match=r"deployment\.name: mine is used by process \d+; wait for it, or choose another name"),
         manager.held("mine"),
     ):
         pass
@@ -377,7 +378,7 @@ def test_a_deployment_has_one_user(tmp_path):
 
 
 def options(python: str) -> server.Options:
-    return server.Options(python, "model", "float32", 512, 1 << 20, 1, ())
+    return server.Options(python, "model", "float32", 512, 1 << 20, 1, 0, ())
 
 
 def test_a_python_without_vllm(tmp_path):
@@ -402,6 +403,20 @@ def test_a_server_that_ends_at_once_says_why(tmp_path):
     assert manager.running() == {}
 
 
+@pytest.mark.parametrize(
+    ("dtype", "says"), [("float32", "is gone$"), ("bfloat16", r"is gone; .* set deployment\.dtype=float32$")]
+)
+def test_a_server_that_dies_of_its_first_tokens(tmp_path, web, fast, dtype, says):
+    """Before a run begins, and with what to do where it may be for the element type."""
+    web.answers = [(500, {}, {"error": {"message": "the engine is gone"}})] * 7
+    one = Running(1, "0", web.url, replace(options("/none"), dtype=dtype), "/none")
+    manager = DeploymentManager(tmp_path)
+    manager.client = lambda one: Client(one.url)
+    with pytest.raises(RolloutError, match=says):
+        manager.warm_up(one)
+    assert web.asked[0][1]["sampling_params"]["max_tokens"] > 1
+
+
 def test_waiting_tells_how_it_goes_and_ends(web, tmp_path, monkeypatch):
     monkeypatch.setattr(server, "PROGRESS_S", 0.0)
     monkeypatch.setattr(server, "POLL_S", 0.01)
@@ -422,6 +437,7 @@ def test_waiting_tells_how_it_goes_and_ends(web, tmp_path, monkeypatch):
         ({"on_exit": "keep"}, r"on_exit=keep needs deployment\.name"),
         ({"replicas": 0}, "replicas must be at least 1"),
         ({"deltas": -1}, "must be at least 0"),
+        ({"dtype": "float16"}, "dtype: expected float32 or bfloat16, got 'float16'"),
         ({"url": "http://x", "replicas": 2}, r"leave deployment\.replicas=1"),
     ],
 )
@@ -431,9 +447,28 @@ def test_configurations_that_make_no_sense(fields, message):
 
 
 def test_trainers_that_it_cannot_serve(make_trainer):
-    with pytest.raises(ConfigError, match=r"set weight_sync\.every=1"):
-        VllmConfig().deploy(make_trainer(), live=False)
-    with pytest.raises(ConfigError, match=r"set model\.lora_rank=0"):
-        VllmConfig().deploy(make_trainer(lora_rank=2), live=True)
     with pytest.raises(ConfigError, match="needs backend=local"):
         VllmConfig().deploy(object(), live=True)
+    with pytest.raises(ConfigError, match=r"dtype: vLLM serves float32 or bfloat16, and the model is in float64; set one"):
+        VllmConfig().deploy(make_trainer(dtype="float64"), live=True)
+
+
+def test_what_a_server_is_started_with(make_trainer, tiny_folder):
+    """Full weights and adapters; chunked prefill and seeds do not go together, nor do its control routes and other machines."""
+    full, adapted = (VllmConfig(max_length=9000).options(make_trainer(lora_rank=rank)) for rank in (0, 9))
+    assert (full.model, full.dtype, full.lora_rank, adapted.model) == (str(tiny_folder), "float32", 0, str(tiny_folder))
+    plain, with_adapters = (" ".join(server.command(options, 1)) for options in (full, adapted))
+    for command in (plain, with_adapters):
+        assert "--no-enable-chunked-prefill" in command and "--max-num-batched-tokens 9000" in command
+        assert "--host 127.0.0.1" in command
+    assert "lora" not in plain and "--enable-lora --max-lora-rank 16 --max-loras 2" in with_adapters
+    with pytest.raises(ConfigError, match=r"model\.lora_rank: vLLM takes adapters of rank 512 at most, got 513; lower it"):
+        server.command(replace(full, lora_rank=513), 1)
+
+
+def test_the_tolerance_goes_by_the_element_type(make_trainer):
+    trainer = make_trainer()
+    for fields, expected in (({}, 1e-3), ({"dtype": "bfloat16"}, 0.3), ({"logprob_tolerance": 0.5}, 0.5)):
+        deployment = object.__new__(VllmDeployment)
+        deployment._config, deployment._trainer = VllmConfig(**fields), trainer
+        assert deployment._tolerance == expected

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import logging
 
 import numpy as np
 import pytest
 import tiny
 import torch
 
-from cookbook.engine import head, loss_gradient
+from cookbook.engine import head, loss_gradient, memory
 from cookbook.engine.engine import EngineOptions
 from cookbook.engine.linear_logprobs import tokenwise
 from cookbook.engine.offload import offloading
@@ -422,3 +423,48 @@ def test_the_whole_step_in_slices_packed_and_recomputed(make_engine, monkeypatch
         found.append(tiny.weights(engine))
         monkeypatch.setattr(head, "CHUNK_BYTES", 5000)
     assert tiny.difference(found[1], found[0]) < 1e-9
+
+
+def test_logprobs_by_an_implementation_that_was_handed_over(make_engine):
+    """``head_impl`` takes anybody's; what it does not know (here, a temperature) is computed by the engine itself."""
+    calls = []
+
+    def plain(hidden, weight, targets, *, bias, scale, softcap, temperature):
+        calls.append(len(targets))
+        if temperature is not None:
+            return None
+        return (hidden @ weight.T * scale).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+
+    for heat in (None, 0.7):
+        data = CrossEntropy().prepare(tiny.datums())
+        data = [datum.with_inputs(temperature=np.array(heat)) for datum in data] if heat else data
+        found = []
+        for impl in ("auto", plain):
+            engine = make_engine(head_impl=impl)
+            output = engine.forward_backward(data, CrossEntropy())
+            found.append((tiny.gradients(engine), output.metrics))
+        assert tiny.difference(found[1][0], found[0][0]) < 1e-6
+        assert found[1][1] == pytest.approx(found[0][1], rel=1e-6)  # entropy and accuracy too
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_activations_are_recomputed_where_they_do_not_fit(make_engine, monkeypatch, caplog, lora_rank):
+    data = CrossEntropy().prepare(tiny.datums(8))
+    found = {}
+    for free in (1 << 40, 1 << 20):
+        monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free)
+        engine = make_engine(activation_checkpointing=None, lora_rank=lora_rank)
+        with caplog.at_level(logging.INFO, logger="cookbook"):
+            engine.forward_backward(data, CrossEntropy())
+        found[free] = tiny.gradients(engine)
+        assert engine.options.activation_checkpointing is (free == 1 << 20)
+    assert all(torch.equal(one, other) for one, other in zip(*found.values(), strict=True))
+
+
+def test_the_bytes_of_a_token_are_those_of_a_pass(make_engine):
+    """Measured on 32 tokens. The head's logits are not among them; what a row keeps whatever its length is spread thinner."""
+    engine = make_engine(token_metrics=False)
+    engine.forward_backward(CrossEntropy().prepare(tiny.datums(40)), CrossEntropy())
+    measured = memory.bytes_per_token(engine.model, engine.passes.head)
+    assert measured == pytest.approx(engine.passes.bytes_per_token - 4 * tiny.VOCABULARY, rel=0.15)

@@ -291,6 +291,7 @@ def test_half_precision_gradients_are_near_the_full_ones(make_engine):
     assert tiny.difference(found[1], found[0]) < 0.1  # 8 bits of mantissa, two layers
 
 
+@pytest.mark.slow
 def test_half_precision_gradients_are_summed_in_full(make_engine):
     """The same two passes 300 times give 300 times their gradient; a sum kept in bfloat16 stalls at 256 times a term."""
     data, found = tiny.datums(2, seed=4), []

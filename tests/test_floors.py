@@ -13,13 +13,13 @@ FLOORS = {
     5: "cookbook.cli cookbook.__main__",
     4: "cookbook.server cookbook.jobs",
     3: "cookbook.run cookbook.session cookbook.service cookbook.runfolder cookbook.report cookbook.identity "
-    "cookbook.status recipes",
+    "cookbook.status cookbook.comparison cookbook.evaluate_alone recipes",
     2: "cookbook.backends cookbook.deployments cookbook.weight_sync cookbook.checkpoints cookbook.trackers cookbook.rollout "
-    "cookbook.rewards cookbook.data cookbook.hooks cookbook.config cookbook.recipe cookbook.evaluation cookbook.progress "
-    "cookbook.check",
+    "cookbook.resilience cookbook.rewards cookbook.data cookbook.hooks cookbook.config cookbook.recipe cookbook.evaluation "
+    "cookbook.progress cookbook.check cookbook.bad_rows cookbook.failed_batch cookbook.reference",
     1: "cookbook.engine cookbook.losses cookbook.normalization cookbook.advantages cookbook.schedules cookbook.protocols",
     0: "cookbook.types cookbook.errors cookbook.paths cookbook.futures cookbook.interrupt cookbook.suggest cookbook.typed "
-    "cookbook.svg cookbook.pyfile cookbook.atomic cookbook.lock",
+    "cookbook.svg cookbook.pyfile cookbook.atomic cookbook.lock cookbook.environment cookbook.hub",
 }
 FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules.split()}
 FRONT = "cookbook"  # cookbook/__init__.py shows names of every floor, and imports none until it is asked
@@ -33,7 +33,8 @@ NEVER = [
 ONLY = [
     ("hydra", ("cookbook.cli.hydra_bridge",)),
     ("tinker", ("cookbook.backends.remote", "cookbook.server")),
-    ("torch.distributed", ("cookbook.engine.parallel",)),
+    # Ranks compute in one place, and save in another: writing files is a floor above the maths.
+    ("torch.distributed", ("cookbook.engine.parallel", "cookbook.checkpoints.ranks", "cookbook.checkpoints.sharded")),
 ]
 GRAMMAR = "cookbook.losses.base"  # what every loss is made of; the engine may know that, and no loss by name
 

@@ -136,6 +136,18 @@ def test_what_cannot_run_falls_back_with_one_warning(caplog, impl):
     assert [record.message.split()[0] for record in caplog.records] == [f"impl={impl}"]
 
 
+def test_another_implementation_takes_its_place():
+    layer, labels = torch.nn.Linear(4, 9, bias=False), torch.randint(0, 9, (2, 5))
+
+    def plain(hidden, weight, targets, *, bias, scale, softcap, temperature):
+        return (scale * hidden @ weight.T).log_softmax(-1).gather(-1, targets[:, None])[:, 0].float()
+
+    expected = LinearCrossEntropyLoss(layer, scale=0.5)(HIDDEN, labels)
+    torch.testing.assert_close(LinearCrossEntropyLoss(layer, plain, scale=0.5)(HIDDEN, labels), expected)
+    refused = LinearCrossEntropyLoss(layer, lambda *_, **__: None, scale=0.5)(HIDDEN, labels)
+    torch.testing.assert_close(refused, expected)
+
+
 def adapted(**options):
     """A model with PEFT's LoRA on its head, no longer at its start, where B is 0."""
     torch.manual_seed(0)

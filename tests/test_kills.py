@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import kills
+import pytest
 
 
+@pytest.mark.slow
 def test_killed_runs_of_every_recipe_come_out_alike(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     counts = kills.campaign(tmp_path, kills=5, seed=15)

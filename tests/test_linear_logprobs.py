@@ -203,6 +203,22 @@ def test_bfloat16_rounds_no_logprob(mode):
     assert mode == "frozen" or error(given.weight.grad, exact.weight.grad) < 1e-2
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_bfloat16_logits_that_matter_are_exact(mode):
+    """Logits up to 26 are rounded by up to 0.06, which the few likely tokens of a row would carry into every logprob."""
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(128, 64, generator=draw) * 2 / 64**0.5
+    weight = torch.randn(4000, 64, generator=draw)
+    targets = torch.randint(0, 4000, (128,), generator=draw)
+    hidden += torch.linspace(0, 20, 128)[:, None] * weight[targets] / 64  # from unlikely targets to sure ones
+    given = Case(hidden, weight, targets, torch.ones(128), torch.zeros(128)).to(torch.bfloat16)
+    exact, wanted = expected(given)
+    rounded = (given.hidden @ given.weight.T).double().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    assert (rounded - wanted[0]).abs().mean() > 4e-3
+    assert (ours(given, mode)[0] - wanted[0]).abs().mean() < 3e-4
+    assert (given.hidden.grad.double() - exact.hidden.grad).norm() < 4e-3 * exact.hidden.grad.norm()  # 2^-8, as it is stored
+
+
 def test_gradcheck():
     draw = torch.Generator().manual_seed(0)
     hidden, weight, bias = (

@@ -199,10 +199,9 @@ def test_a_reward_that_fails_names_the_row_and_is_never_a_zero(body, message, ca
     data = ["data.path=prompts_train.jsonl", "data.eval_path=prompts_eval.jsonl", "data.shuffle=false"]
     assert train(*SMALL["grpo"], *data, "reward=python", "reward.target=mine.py:grade", "out=run") == 2
     err = capsys.readouterr().err
-    assert err.splitlines()[-1] == f"error: prompts_train.jsonl:1: {message}"
+    assert err == f"error: prompts_train.jsonl:1: {message}\n"
     if "ZeroDivisionError" in message:
-        for told in (err, Path("run/log.txt").read_text()):
-            assert 'mine.py", line 4, in grade' in told
+        assert 'mine.py", line 4, in grade' in Path("run/log.txt").read_text()
     assert [row["step"] for row in rows("run")] == [0]
 
 
@@ -252,6 +251,7 @@ def test_a_file_that_cannot_be_written_anew_is_as_it_was(largest_file):
 
 
 @pytest.mark.parametrize("aside", ["false", "true"])
+@pytest.mark.slow
 def test_a_disk_that_is_full_while_saving(aside, capsys, largest_file):
     words = [*SMALL["orpo"], "recipe.steps=4", "checkpoint.every=2", f"checkpoint.asynchronous={aside}", "out=run"]
     assert train(*SMALL["orpo"], "recipe.steps=4", "out=whole") == 0
@@ -282,6 +282,7 @@ exit $code
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_really_is_full_while_saving():
     """A file system of 12 MB, which holds the checkpoint of step 1 and half of the one after it."""
     Path("disk").mkdir()
@@ -344,7 +345,7 @@ def test_a_disk_that_is_full_while_noting_metrics(capsys, largest_file):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["./no_folder", "1+1="], "model.name: no such folder './no_folder'; pass a local folder or a Hugging Face hub id"),
+        (["./no_folder", "1+1="], "sample: there is no folder './no_folder' here and no such model; give a run's folder, a "),
         (["run", "1+1="], "run: this run has no checkpoint yet; wait for one, or lower checkpoint.every"),
         (["tiny", "1" * 5000], "prompt: 5019 tokens and max_tokens=64 exceed the context of 4096; shorten the prompt"),
         (["tiny", "1+1=", "--max-tokens", "0"], "sampling: max_tokens must be at least 1, got 0"),

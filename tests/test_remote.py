@@ -80,7 +80,7 @@ def same(one, other):
     [
         ("sft", ["model.lora_rank=4"]),
         ("dpo", []),
-        ("orpo", []),
+        pytest.param("orpo", [], marks=pytest.mark.slow),
         ("grpo", ["reward=python", "reward.target=reward.py:reward", *LAGGING]),
     ],
 )
@@ -96,7 +96,10 @@ def test_a_run_has_the_numbers_of_the_embedded_one(recipe, options, model, backe
 
 @pytest.mark.parametrize(
     ("recipe", "options"),
-    [("dpo", []), ("grpo", ["reward=python", "reward.target=reward.py:reward", "loss.kl_beta=0.1"])],
+    [
+        ("dpo", []),
+        pytest.param("grpo", ["reward=python", "reward.target=reward.py:reward", "loss.kl_beta=0.1"], marks=pytest.mark.slow),
+    ],
 )
 def test_a_server_that_knows_only_cross_entropy_gets_the_slopes_of_other_losses(recipe, options, model, backend, monkeypatch):
     write("reward.py", REWARD)
@@ -118,7 +121,7 @@ def saved(server):
     return {one.address.path for one in server.service.catalogue.all()}
 
 
-@pytest.mark.parametrize("recipe", ["sft", "grpo"])
+@pytest.mark.parametrize("recipe", ["sft", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_a_run_goes_on_where_it_stopped(recipe, model, backend, server):
     write("reward.py", REWARD)
     sampled = ["reward=python", "reward.target=reward.py:reward", "weight_sync.every=3"] if recipe == "grpo" else []
@@ -204,6 +207,8 @@ def test_samplers_and_saved_weights(make_remote):
     assert len(live.compute_logprobs([5, 6, 7]).result()) == 3
     with pytest.raises(RolloutError, match="context"):
         live.sample([5] * tiny.CONTEXT, 1, SamplingParams(max_tokens=4)).result()
+    with pytest.raises(RolloutError, match=r"min_p=0\.1 is not in Tinker's protocol"):  # its client would leave it out
+        live.sample([5, 6, 7], 1, SamplingParams(max_tokens=4, min_p=0.1))
     trainer.forward_backward(data, "cross_entropy")
     trainer.optim_step(STEP)
     state = trainer.save_state("one").result()
@@ -299,7 +304,7 @@ def test_a_server_of_another_version(capsys, monkeypatch, backend, model):
     assert "install the same version on both sides" in error_of(capsys, *SMALL["sft"], *model, *backend)
 
 
-def test_a_server_that_dies(monkeypatch, tiny_folder, tmp_path):
+def test_a_server_that_dies(monkeypatch, tiny_folder, tmp_path, caplog):
     monkeypatch.setattr(watch, "PROBE_S", 0.2)
     with servertools.running(tiny_folder, tmp_path / "server") as mortal:
         config = RemoteConfig(mortal.url, patience_s=0.5)
@@ -309,6 +314,8 @@ def test_a_server_that_dies(monkeypatch, tiny_folder, tmp_path):
     with pytest.raises(BackendError, match=r"no answer from .*; start the server there"):
         step.result()
     trainer.close()
+    told = [record.getMessage() for record in caplog.records if record.name == "cookbook" and mortal.url in record.getMessage()]
+    assert told == [f"no answer from {mortal.url}; asking again until it is there, for up to 0.5 s (backend.patience_s)"]
 
 
 def test_without_the_package(monkeypatch, capsys, backend, model):

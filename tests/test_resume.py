@@ -53,8 +53,13 @@ VARIANTS = {
     "dpo-lora-bfloat16": [*SMALL["dpo"], "model.lora_rank=4", "model.dtype=bfloat16", "optim.lr=1e-2"],
 }
 
+LONG = ("dpo-bfloat16-saved-aside", "orpo")
 
-@pytest.mark.parametrize("words", VARIANTS.values(), ids=VARIANTS)
+
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param(words, id=name, marks=[pytest.mark.slow] if name in LONG else []) for name, words in VARIANTS.items()],
+)
 def test_two_sittings_equal_one(words, capsys):
     assert train(*words, *FOUR, "out=straight") == 0
     assert train(*words, *FOUR, "out=stopped", *stop_at(2)) == 130
@@ -67,6 +72,7 @@ def test_two_sittings_equal_one(words, capsys):
         assert Path("stopped/samples.jsonl").read_bytes() == samples.read_bytes()
 
 
+@pytest.mark.slow
 def test_between_two_weight_syncs_samples_go_on_coming_from_the_older_weights():
     write("dice.py", "def odd(completion, row):\n    return sum(map(ord, completion)) % 2\n")
     words = [*SMALL["grpo"], "recipe.steps=5", "reward=python", "reward.target=dice.py:odd", "optim.lr=1e-3"]
@@ -96,6 +102,7 @@ def test_asked_at_any_moment_of_the_step_it_stops_saved(moment):
     same_as_undisturbed()
 
 
+@pytest.mark.slow
 def test_at_an_epochs_end_with_accumulated_gradients_and_calls_that_nobody_waits_for():
     """Two calls a step, whose results the recipe never reads: both are under way when the checkpoint is asked for."""
     assert run(["fork", "sft", "mine"]) == 0
@@ -128,7 +135,7 @@ def test_terminate_is_the_same_and_the_printed_command_goes_on(capsys):
     same_as_undisturbed("its place/a=b")
 
 
-@pytest.mark.parametrize("tracker", ["wandb", "tensorboard"])
+@pytest.mark.parametrize("tracker", [pytest.param("wandb", marks=pytest.mark.slow), "tensorboard"])
 def test_a_tracker_goes_on_in_the_same_place(tracker, monkeypatch):
     pytest.importorskip(tracker, reason=f"{tracker} is an extra")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -156,6 +163,7 @@ def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> No
         time.sleep(0.005)
 
 
+@pytest.mark.slow
 def test_ctrl_c_once_at_the_keyboard():
     words = [*SMALL["grpo"], "recipe.steps=3000", "eval.every=null", "checkpoint.every=null"]
     process = start(words)
@@ -202,11 +210,23 @@ def test_a_finished_run_is_left_alone(capsys):
     before = files(Path("run"))
     capsys.readouterr()
     assert train(*SMALL["grpo"], "out=run") == 0
-    assert "nothing to do: run has seen 3 of 3 steps; raise recipe.steps to go on" in capsys.readouterr().out
+    assert "nothing to do: run is finished, with 3 of 3 steps; raise recipe.steps to go on" in capsys.readouterr().out
     after = files(Path("run"))
     assert {name for name in before if after[name] != before[name]} <= {"run/log.txt", "run/curves.svg", "run/status.json"}
     assert set(after) == set(before)
     assert after["run/curves.svg"][1] == before["run/curves.svg"][1]
+
+
+def test_a_branch_that_would_train_nothing_is_refused(capsys):
+    """A copy of another run under a new name would look like a run."""
+    assert train(*SMALL["orpo"], "out=run") == 0
+    capsys.readouterr()
+    assert train(*SMALL["orpo"], "resume=run", "out=branch") == 2
+    error = "error: recipe.steps: branch starts after 3 of 3 steps, so it would train none; raise recipe.steps\n"
+    assert capsys.readouterr().err == error
+    assert not Path("branch").exists()
+    assert train(*SMALL["orpo"], "resume=run") == 0  # its own folder: that it is finished is no mistake
+    assert "nothing to do: run is finished" in capsys.readouterr().out
 
 
 def test_more_steps_go_on_from_the_end():
@@ -243,6 +263,7 @@ def test_never_refuses_a_folder_with_a_run(capsys):
     assert files(Path("run")) == before
 
 
+@pytest.mark.slow
 def test_a_path_branches_off_into_a_folder_of_its_own(capsys):
     words = [*SMALL["orpo"], *FOUR, "checkpoint.every=2"]
     assert train(*words, "out=run") == 0
@@ -361,7 +382,30 @@ def test_a_key_that_is_new_had_its_default_before(finished, monkeypatch, tmp_pat
     assert [row["step"] for row in rows("run")] == [0, 1, 2, 3, 4]
 
 
-def test_what_is_harmless_may_change_and_is_noted(finished, monkeypatch, tmp_path):
+@pytest.mark.parametrize("by", ["words", "config"])
+def test_a_group_that_is_new_had_its_default_before(by, finished, capsys):
+    """As in a run made by a version that had no ``deployment`` and, of what makes a run's identity, no ``rollout``."""
+    shutil.copytree(finished / "run", "run")
+    config = yaml.safe_load(Path("run/config.yaml").read_text())
+    facts = manifest.read(checkpoint("run"))
+    del config["deployment"], config["rollout"], facts["run"]["identity"]["rollout"]
+    Path("run/config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    (checkpoint("run") / manifest.NAME).unlink()
+    manifest.write(checkpoint("run"), {key: value for key, value in facts.items() if key not in ("format", "files")})
+    words = SMALL["dpo"] if by == "words" else ["--config", "run/config.yaml"]
+    assert train(*words, *FOUR, "rollout.max_tokens=9", "out=run") == 2
+    assert "rollout.max_tokens: the run in run was made with 16, now it is 9; " in capsys.readouterr().err
+    assert train(*words, *FOUR, "out=run") == 0
+    told = "run/config.yaml takes defaults for rollout, deployment\n"
+    assert capsys.readouterr().err == (told if by == "config" else "")
+    assert [row["step"] for row in rows("run")] == [0, 1, 2, 3, 4]
+    log = Path("run/log.txt").read_text()
+    for group in ("rollout", "deployment"):
+        assert f"INFO {group}: not in the run's configuration, which an earlier version wrote, so it had its default; " in log
+    assert {"rollout", "deployment"} <= set(yaml.safe_load(Path("run/config.yaml").read_text()))
+
+
+def test_what_is_harmless_may_change_and_is_noted(finished, monkeypatch, tmp_path, capsys):
     shutil.copytree(finished / "run", "run")
     more = [
         "recipe.steps=4",
@@ -371,8 +415,18 @@ def test_what_is_harmless_may_change_and_is_noted(finished, monkeypatch, tmp_pat
         "tracker=none",
         "optim.lr=1e-3",
     ]
+    capsys.readouterr()
     assert train(*SMALL["dpo"], *more, "out=run") == 0
     assert [row["step"] for row in rows("run")] == [0, 1, 2, 3, 4]
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed: ")]
+    assert len(told) == 1
+    assert set(told[0].removeprefix("changed: ").split(", ")) == {
+        "recipe.steps 3 -> 4",
+        "eval.every 2 -> 1",
+        "checkpoint.keep 3 -> 1",
+        "backend.micro_batch_tokens 8192 -> 64",
+        "optim.lr 5e-05 -> 0.001",
+    }
     log = Path("run/log.txt").read_text()
     for change in ("recipe.steps: 3 before, now 4", "backend.micro_batch_tokens: 8192 before, now 64"):
         assert f"INFO {change}\n" in log
@@ -413,12 +467,12 @@ def test_a_torn_checkpoint_is_passed_over_with_a_warning(capfd):
     assert train(*words, "out=stopped") == 0
     torn = checkpoint("stopped") / "model.safetensors"
     torn.write_bytes(torn.read_bytes()[:-100])
-    (checkpoint("stopped", 3) / "trainer.safetensors").unlink()
+    (checkpoint("stopped", 3) / "trainer" / "shard-00000-00000.safetensors").unlink()
     capfd.readouterr()
     assert train(*words, "out=stopped") == 0
     out, err = capfd.readouterr()
     assert "passed over a checkpoint: stopped/checkpoints/step-000004: model.safetensors is damaged" in err
-    assert "passed over a checkpoint: stopped/checkpoints/step-000003: trainer.safetensors is missing" in err
+    assert "passed over a checkpoint: stopped/checkpoints/step-000003: trainer/shard-00000-00000.safetensors is missing" in err
     assert "going on after step 2, from stopped/checkpoints/step-000002" in out
     same_as_undisturbed()
     assert [row["step"] for row in rows("stopped")] == [0, 1, 2, 3, 4]
@@ -426,8 +480,9 @@ def test_a_torn_checkpoint_is_passed_over_with_a_warning(capfd):
 
 def test_a_torn_checkpoint_named_by_hand_is_refused(capsys):
     assert train(*SMALL["dpo"], "out=run") == 0
-    torn = checkpoint("run") / "trainer.safetensors"
+    torn = checkpoint("run") / "trainer" / "shard-00000-00000.safetensors"
     torn.write_bytes(torn.read_bytes()[:-1])
     assert train(*SMALL["dpo"], f"resume={checkpoint('run')}", "out=branch") == 2
-    assert "trainer.safetensors is damaged (its digest differs); use another checkpoint\n" in capsys.readouterr().err
+    name = str(torn.relative_to(checkpoint("run")))
+    assert f"{name} is damaged (its digest differs); use another checkpoint\n" in capsys.readouterr().err
     assert not Path("branch").exists()

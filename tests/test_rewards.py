@@ -1,7 +1,10 @@
 """Rewards: what counts as right, and that no mistake in one is ever a silent zero."""
 
 import logging
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +12,7 @@ import pytest
 
 from cookbook.data import Row
 from cookbook.errors import ConfigError, CookbookError, DataError, RolloutError
-from cookbook.rewards import Exact, Format, Number, Python, score
+from cookbook.rewards import Exact, Format, Judge, Number, Python, score
 
 
 @pytest.mark.parametrize(
@@ -146,6 +149,7 @@ def test_a_file_that_cannot_be_imported(user_file):
 
 def test_a_reward_that_raises_names_the_row_and_keeps_its_trace(user_file, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("cookbook"), "propagate", True)  # a run before this test may have changed it
+    caplog.set_level(logging.INFO, "cookbook")
     user_file("def inner(row):\n    return 1 / row['answer']\ndef f(completion, row):\n    return inner(row)\n")
     with pytest.raises(RolloutError) as error:
         score(Python("my_file.py:f"), ["a", "b"], ROWS)
@@ -206,3 +210,120 @@ def test_the_shipped_configurations_are_the_classes_defaults():
     values = OmegaConf.to_container(OmegaConf.load(conf / "python.yaml"))
     with pytest.raises(ConfigError, match=r"reward\.target: missing"):
         construct_target(values, "reward")
+
+
+# Processes of their own
+
+GRADE = """
+import os, re, sys, time
+
+def grade(completion, row):
+    if completion == "hangs":
+        re.match("(a+)+b", "a" * 60)  # holds the interpreter's lock for longer than anybody lives
+    if completion == "raises":
+        return 1 / 0
+    if completion == "ends":
+        os._exit(7)
+    if completion == "None":
+        return None
+    time.sleep(row["answer"])
+    return len(completion) + row["answer"]
+"""
+
+
+@pytest.fixture
+def judge(user_file):
+    """``judge(**limits)``: of that function."""
+    made = []
+    user_file(GRADE)
+
+    def make(**limits):
+        made.append(Judge(Python("my_file.py:grade", **limits)))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_workers_say_what_the_function_says_whoever_is_first(judge, workers):
+    """The first calls take longest, so the last ones come back first where there are three workers."""
+    rows = [Row(f"here:{number}", {"answer": (12 - number) / 500}) for number in range(12)]
+    texts = ["x" * (number % 5) for number in range(12)]
+    inline = [judge(workers=0, timeout_s=None).submit(text, row)() for text, row in zip(texts, rows, strict=True)]
+    pending = [judge(workers=workers).submit(text, row) for text, row in zip(texts, rows, strict=True)]
+    assert [reward() for reward in pending] == inline == score(Python("my_file.py:grade"), texts, rows)
+
+
+@pytest.mark.parametrize(
+    ("completion", "message"),
+    [
+        ("hangs", "the reward has not returned after 0.5 s; mend the reward or row, or raise reward.timeout_s"),
+        ("raises", "the reward raised ZeroDivisionError: division by zero (my_file.py:8); mend the reward or row"),
+        ("ends", "the reward ended its process (exit code 7); mend the reward or row"),
+        ("None", "the reward returned NoneType, not a number; return one float"),
+    ],
+)
+def test_what_goes_wrong_in_a_worker_names_the_row(judge, completion, message, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("cookbook"), "propagate", True)
+    caplog.set_level(logging.INFO, "cookbook")
+    found = judge(workers=1, timeout_s=0.5)
+    bad, good = found.submit(completion, Row("train.jsonl:7", {"answer": 0})), found.submit("abc", ROWS[1])
+    with pytest.raises(RolloutError) as error:
+        bad()
+    assert str(error.value) == f"train.jsonl:7: {message}"
+    assert good() == 3.0  # the next call has a process that works
+    if completion == "raises":
+        assert "return 1 / 0" in caplog.text and "ZeroDivisionError" in str(error.value.__cause__)
+
+
+def test_what_cannot_be_sent_to_a_worker_says_so(judge):
+    found = judge(workers=1)
+    with pytest.raises(
+        RolloutError, match=r"^here:1: the row cannot be sent to a process \(.*bytes.*\); set reward\.workers=0"
+    ):
+        found.submit("a", Row("here:1", {"answer": b"1"}))()
+
+
+def test_closing_ends_what_hangs(judge):
+    found = judge(workers=2, timeout_s=None)
+    started = [found.submit("abc", ROWS[1]), found.submit("abc", ROWS[1])]
+    assert [reward() for reward in started] == [3.0, 3.0]
+    processes = [one._running[0] for one in found._workers._processes]
+    for _ in range(4):
+        found.submit("hangs", ROWS[1])
+    found.close()
+    assert all(process.poll() is not None for process in processes)
+
+
+def test_a_worker_does_not_outlive_its_run(user_file):
+    """The run is killed while its reward hangs, and has nobody left who could stop it."""
+    user_file("import time\ndef f(completion, row):\n    print(__import__('os').getpid(), flush=True)\n    time.sleep(600)\n")
+    code = (
+        "import os\nfrom cookbook.data import Row\nfrom cookbook.rewards import Judge, Python\n"
+        "Judge(Python('my_file.py:f')).submit('a', Row('here:1', {}))()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+    worker = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    limit = time.monotonic() + 30
+    while Path(f"/proc/{worker}/cmdline").exists() and Path(f"/proc/{worker}/cmdline").read_bytes():
+        assert time.monotonic() < limit, "it is still there"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"workers": -1}, r"reward\.workers must be at least 0, got -1"),
+        ({"workers": 1, "timeout_s": 0}, r"reward\.timeout_s must be above 0, got 0; null sets no limit"),
+        ({"timeout_s": 2.5}, r"reward\.timeout_s=2\.5 needs reward\.workers of at least 1"),
+    ],
+)
+def test_limits_that_cannot_be_kept(limits, message):
+    with pytest.raises(ConfigError, match=message):
+        Number(**limits)

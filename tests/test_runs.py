@@ -164,6 +164,7 @@ def test_a_step_without_any_spread_has_a_row_and_moves_nothing():
     assert all(torch.equal(after[name], before[name]) for name in after)
 
 
+@pytest.mark.slow
 def test_samples_may_lag_behind_the_weights():
     write("dice.py", "def odd(completion, row):\n    return sum(map(ord, completion)) % 2\n")
     words = ["reward=python", "reward.target=dice.py:odd", "recipe.steps=4", "weight_sync.every=2"]
@@ -188,7 +189,7 @@ def test_training_sees_the_policy_at_the_temperature_of_the_samples(temperature,
     renderer = Renderer(trainer.tokenizer, trainer.max_length)
     prompt = RenderedPrompt([5, 6, 7], Row("here:1", {}), "", "")
     config = RolloutConfig(max_tokens=4, temperature=temperature)
-    (group,) = rollout.sample_groups(trainer.live_sampler(0).result(), [prompt], 2, config, renderer, seed=0)
+    (group,) = rollout.sample_groups(trainer.live_sampler(0).result(), [prompt], 2, config, renderer, seed=0).groups
     data = rollout.datums([group], [[1.0, -1.0]])
     told = [datum.loss_fn_inputs.get("temperature") for datum in data]
     assert [None if one is None else one.tolist() for one in told] == [None if temperature == 1.0 else temperature] * 2
@@ -220,6 +221,7 @@ def test_text_that_is_trained_whole_asks_nothing():
     assert "eval/loss" in rows("run")[-1] and "eval/accuracy" not in rows("run")[-1]
 
 
+@pytest.mark.slow
 def test_held_out_rows_may_fill_the_context():
     def row(length):
         return json.dumps({"prompt": "1" * length, "completion": "22"}) + "\n"
@@ -244,6 +246,7 @@ def test_a_seed_repeats_bit_by_bit_and_another_differs(recipe):
     assert bits(checkpoint("one")) != bits(checkpoint("other"))
 
 
+@pytest.mark.slow
 def test_the_config_of_a_run_starts_a_run_of_its_own(capsys):
     assert train(*SMALL["orpo"], "out=one") == 0
     before = timeless("one")

@@ -13,7 +13,7 @@ import tiny
 import torch
 
 from cookbook.deployments.embedded import EmbeddedConfig
-from cookbook.engine import kv_cache
+from cookbook.engine import kv_cache, kv_layer
 from cookbook.engine import sampler as engine_sampler
 from cookbook.engine.choosing import draw
 from cookbook.engine.decoding import Decoder
@@ -22,6 +22,7 @@ from cookbook.engine.requests import lanes_of
 from cookbook.engine.sampler import Request, sample, stream
 from cookbook.engine.stopping import Ending, completing_tokens
 from cookbook.errors import BackendError, ConfigError, RolloutError
+from cookbook.rollout import RolloutConfig
 from cookbook.types import AdamParams, Datum, ModelInput, SamplingParams
 
 ADAM = AdamParams(learning_rate=1e-2)
@@ -30,10 +31,17 @@ FREE = {"max_tokens": 8, "stop": []}
 
 
 @pytest.fixture(scope="module")
-def model(tiny_folder):
+def model(tiny_folder, request):
     from cookbook.engine.model import ModelConfig, load
 
-    return load(ModelConfig(str(tiny_folder)), torch.device("cpu"), 0)
+    found = load(ModelConfig(str(tiny_folder)), torch.device("cpu"), 0)
+    if getattr(request, "param", "shared") == "shared":
+        assert found.layouts.shared  # asked, as an engine does: the model has cookbook's attention from here on
+    return found
+
+
+# Samples of a prompt read its keys and values together, or, where the model has kept its own attention, a copy each.
+either_way = pytest.mark.parametrize("model", ["shared", "copied"], indirect=True, scope="module")
 
 
 def ask(model, prompts, num_samples=1, seed=0, max_batch_tokens=100_000, **params):
@@ -55,6 +63,7 @@ def scaled(logprobs, temperature):
 # ---- the distribution ------------------------------------------------------------------------------------------------
 
 
+@either_way
 @pytest.mark.parametrize("max_batch_tokens", [1, 40, 100_000])
 def test_greedy_is_what_generate_does(model, max_batch_tokens):
     found = ask(model, PROMPTS, num_samples=2, temperature=0.0, max_tokens=12, max_batch_tokens=max_batch_tokens)
@@ -131,6 +140,13 @@ def test_rows_of_a_batch_keep_their_own_filters(model):
         assert [one.tokens for one in found] == [one.tokens for one in alone], given
 
 
+def test_a_rollout_asks_for_what_its_config_says():
+    given = {"max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1}
+    assert RolloutConfig(**given, stop=["x"]).sampling([258]) == SamplingParams(**given, stop=[258, "x"])
+    with pytest.raises(ConfigError, match="min_p must be between 0 and 1, got 2"):
+        RolloutConfig(min_p=2)
+
+
 @pytest.mark.parametrize("vocabulary", [7, 1024, 1025, 5000])
 def test_a_draw_is_where_the_cumulated_weights_pass_the_random_number(vocabulary):
     """Whatever the size of the vocabulary, and whether or not it is a multiple of anything."""
@@ -158,6 +174,7 @@ def test_filters_do_not_change_the_logprobs(model):
         assert one.logprobs[0] == pytest.approx(scaled(logprobs_at(model, prompt), 0.8).max(), abs=1e-5)
 
 
+@either_way
 @pytest.mark.parametrize("temperature", [1.0, 0.0, 0.6])
 def test_logprobs_are_those_of_a_forward_pass(model, make_engine, temperature):
     """At temperature 1 (and 0, which scores at 1) they are the trainer's own."""
@@ -177,6 +194,7 @@ def test_logprobs_are_those_of_a_forward_pass(model, make_engine, temperature):
 # ---- seeds -----------------------------------------------------------------------------------------------------------
 
 
+@either_way
 def test_what_else_is_in_the_batch_does_not_matter(model):
     params = SamplingParams(max_tokens=8, stop=[])
     alone = sample(model, [Request(PROMPTS[1], 2, params, seed=3)], 0, 100_000)[0]
@@ -196,6 +214,7 @@ def test_samples_of_a_prompt_differ_and_repeat(model):
     assert ask(model, [PROMPTS[0]], seed=-1) and ask(model, [PROMPTS[0]], seed=2**70)
 
 
+@either_way
 @pytest.mark.parametrize("tokens", [1, 7, 64])
 def test_how_many_tokens_a_round_has_changes_nothing(model, monkeypatch, tokens):
     expected = ask(model, PROMPTS, num_samples=3, max_tokens=20)
@@ -210,6 +229,7 @@ def test_temperatures_mix_in_a_batch(model):
     assert mixed[1][0].tokens == ask(model, [PROMPTS[0]], temperature=1.5, seed=1)[0][0].tokens
 
 
+@either_way
 @pytest.mark.parametrize("budget", [1, 30, 64])
 def test_a_request_larger_than_the_budget_is_split_and_draws_the_same(model, budget):
     """One prompt of 3 tokens and 7 completions of at most 8 are 77 tokens."""
@@ -258,37 +278,69 @@ def test_a_prompt_waits_until_all_its_samples_fit(model, passes):
     assert passes == ([(1, 3)] + [(2, 1)] * 7) * 2
 
 
+@either_way
 def test_a_round_is_over_when_many_rows_have_ended(model, passes):
     params = [SamplingParams(max_tokens=1 if i < 4 else 9, stop=[]) for i in range(6)]
     sample(model, [Request([i, i], 1, given, seed=0) for i, given in enumerate(params)], 0, 100_000)
     assert passes == [(6, 2)] + [(2, 1)] * 8
 
 
-def test_the_cache_gives_every_row_what_it_wrote(dirty_memory):
-    """A row that enters beside longer ones; columns that a mask hides are numbers."""
+def prefilled(rows, width):
+    """What reading ``rows`` prompts of ``width`` tokens leaves."""
     from transformers import DynamicCache
 
-    def read(rows, width):
-        states = DynamicCache()
-        states.update(torch.randn(rows, 2, width, 4), torch.randn(rows, 2, width, 4), 0)
-        return states
+    states = DynamicCache()
+    states.update(torch.randn(rows, 2, width, 4), torch.randn(rows, 2, width, 4), 0)
+    return states, torch.ones(rows, width, dtype=torch.long)
 
+
+def test_the_cache_gives_every_row_what_it_wrote(dirty_memory):
+    """A row that enters beside longer ones; columns that a mask hides are numbers."""
     torch.manual_seed(0)
-    first, second = read(2, 5), read(1, 3)
-    cache = kv_cache.open_cache(first)
-    cache.enter(first, torch.tensor([1, 0, 1]))
+    (first, mask), (second, short) = prefilled(2, 5), prefilled(1, 3)
+    cache = kv_cache.open_cache(first, 7, shares=False)
+    cache.enter(first, mask, [1, 0, 1])
     new = torch.randn(2, 3, 2, 1, 4)
-    cache.states.update(*new, 0)
-    cache.keep([0, 2], 6)
-    cache.enter(second, torch.tensor([0, 0]))
+    cache.arguments(torch.ones(3, 1))["past_key_values"].update(*new, 0)
+    cache.keep([0, 2])
+    cache.enter(second, short, [0, 0])
     last = torch.randn(2, 4, 2, 1, 4)
-    found = cache.states.update(*last, 0)
+    given = cache.arguments(torch.ones(4, 1))
+    found = given["past_key_values"].update(*last, 0)
+    assert given["attention_mask"].tolist() == [[1] * 7] * 2 + [[0, 0, 0, 1, 1, 1, 1]] * 2
     for states, one, other, step, end in zip(
         found, *((c.layers[0].keys, c.layers[0].values) for c in (first, second)), new, last, strict=True
     ):
         assert states.shape == (4, 2, 7, 4) and states.isfinite().all()
         assert torch.equal(states[:2], torch.cat([one[[1, 1]], step[[0, 2]], end[:2]], -2))
         assert torch.equal(states[2:, :, 3:], torch.cat([other[[0, 0]], end[2:]], -2))
+
+
+def test_the_cache_keeps_a_prompt_once_as_long_as_a_row_goes_on_from_it():
+    """Of three prompts the first leaves with its rows; a longer one enters, and all is where the mask says."""
+    torch.manual_seed(0)
+    (first, mask), (second, long) = prefilled(3, 4), prefilled(1, 5)
+    mask[2, :2] = 0
+    cache = kv_cache.open_cache(first, 10, shares=True)
+    cache.enter(first, mask, [0, 0, 1, 2, 2])
+    new = torch.randn(2, 5, 2, 1, 4)
+    cache.arguments(torch.ones(5, 1))["past_key_values"].update(*new, 0)
+    cache.keep([4, 3, 2])
+    cache.enter(second, long, [0, 0])
+    given = cache.arguments(torch.ones(5, 1))
+    prompts = given["prompts"]
+    last = torch.randn(2, 5, 2, 1, 4)
+    newest = given["past_key_values"].update(*last, 0)
+    assert given["attention_mask"] is None
+    assert prompts.members.view(3, 2).tolist() == [[2, 2], [0, 1], [3, 4]] and prompts.places.tolist() == [2, 3, 0, 4, 5]
+    expected = [[0, 0, 0, 1, 1, 1, 1]] * 2 + [[0, 1, 1, 1, 1, 1, 1]] + [[1, 1, 1, 1, 1, 0, 1]] * 2
+    assert prompts.mask[:, 0, 0].int().tolist() == expected and prompts.written == 1
+    for place in (0, 1):
+        of_prompts, own = prompts.layers[0][place], prompts.layers[0][2 + place]
+        one, other = (getattr(c.layers[0], ("keys", "values")[place]) for c in (first, second))
+        assert torch.equal(of_prompts[:2, :, 1:], one[[1, 2]]) and torch.equal(of_prompts[2], other[0])
+        assert torch.equal(own[:3], new[place][[4, 3, 2]]) and not own[3:].any()
+        assert torch.equal(newest[place][:, :, :1], last[place]) and not newest[place][:, :, 1:].any()
 
 
 @pytest.fixture
@@ -302,10 +354,11 @@ def dirty_memory(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_empty", dirty)
 
 
+@either_way
 def test_waiting_prompts_enter_while_others_go_on(model, passes, monkeypatch, dirty_memory):
     """Limits of 4 and 40 tokens in turn: the budget takes 3 rows of at most 47, and every short one makes room for the next."""
     monkeypatch.setattr(Decoder.__init__, "__defaults__", (4,))
-    monkeypatch.setattr(kv_cache, "COLUMNS_AT_ONCE", 5)
+    monkeypatch.setattr(kv_layer, "COLUMNS_AT_ONCE", 5)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 256, rng.integers(1, 8)).tolist() for _ in range(12)]
     params = [SamplingParams(max_tokens=40 if i % 3 == 0 else 4, stop=[]) for i in range(12)]
@@ -329,7 +382,7 @@ def test_sliding_windows_slide_in_place(window, monkeypatch, dirty_memory):
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     monkeypatch.setattr(Decoder.__init__, "__defaults__", (3,))
-    monkeypatch.setattr(kv_cache, "COLUMNS_AT_ONCE", 2)
+    monkeypatch.setattr(kv_layer, "COLUMNS_AT_ONCE", 2)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     config = Gemma2Config(
         vocab_size=tiny.VOCABULARY, num_hidden_layers=4, sliding_window=window, initializer_range=0.3, **shape
@@ -385,6 +438,7 @@ def test_a_row_that_filled_the_context_waits_for_the_others_inside_it(family):
     assert lengths == [3, *[95] * 7]
 
 
+@either_way
 def test_pieces_as_they_come_are_the_samples(model):
     request = Request(PROMPTS[0], 3, SamplingParams(max_tokens=30), seed=2)
     whole = sample(model, [request], 0, 10_000)[0]

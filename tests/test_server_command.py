@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import servertools
 import tiny
 
 from cookbook import config, typed
@@ -50,23 +50,37 @@ def test_a_mistake_is_one_line(override, problem, tiny_folder, tmp_path, monkeyp
     assert problem in error and error.startswith("error: ") and error.count("\n") == 1
 
 
-def test_a_server_in_a_process_of_its_own_trains_and_ends_when_told(tmp_path, tiny_folder):
-    command = [sys.executable, "-m", "cookbook", "serve", f"model.name={tiny_folder}", "server.port=0", f"out={tmp_path}"]
+@pytest.mark.slow
+def test_a_server_in_a_process_of_its_own_is_killed_goes_on_and_ends_when_told(tmp_path, tiny_folder):
+    port = servertools.free_port()
+    command = [sys.executable, "-m", "cookbook", "serve", f"model.name={tiny_folder}", f"server.port={port}", "out=out"]
     environment = {**os.environ, "COOKBOOK_API_KEYS": "tml-secret", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=tmp_path) as server:
-        try:
-            url = re.search(r"http://127\.0\.0\.1:\d+", server.stdout.readline())[0]
-            with pytest.raises(tinker.AuthenticationError):
-                tinker.ServiceClient(base_url=url, api_key="tml-wrong").create_lora_training_client(str(tiny_folder))
-            with tinker.ServiceClient(base_url=url, api_key="tml-secret") as service:
-                _train(service, str(tiny_folder))
-        finally:
-            server.send_signal(signal.SIGTERM)
-        assert server.wait(timeout=30) == 0
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+
+    def start():
+        server = subprocess.Popen(command, env=environment, cwd=tmp_path, **pipes)
+        assert f"http://127.0.0.1:{port}" in server.stdout.readline()
+        return server
+
+    server, url = start(), f"http://127.0.0.1:{port}"
+    try:
+        with pytest.raises(tinker.AuthenticationError):
+            tinker.ServiceClient(base_url=url, api_key="tml-wrong").create_lora_training_client(str(tiny_folder))
+        with tinker.ServiceClient(base_url=url, api_key="tml-secret") as service:
+            training = service.create_lora_training_client(str(tiny_folder), rank=2).result()
+            _train(training)
+            server.kill()
+            server.communicate()
+            server = start()
+            _train(training)  # what came before is repeated in the new process, and is the same byte by byte
+    finally:
+        server.send_signal(signal.SIGTERM)
+    _, told = server.communicate(timeout=30)
+    assert server.returncode == 0
+    assert "\nfinishing accepted work, saving runs; once more stops at once\n" in told
 
 
-def _train(service, base):
-    training = service.create_lora_training_client(base, rank=2).result()
+def _train(training):
     tokens = list(range(40, 60))
     inputs = {"target_tokens": tokens[1:], "weights": [1.0] * 19}
     datum = tinker.Datum(model_input=tinker.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)

@@ -18,6 +18,7 @@ from cookbook.server.config import ServerConfig
 from cookbook.server.downloads import Downloads
 from cookbook.server.errors import Refused
 from cookbook.server.futures import Answers
+from cookbook.server.log import NoLog
 from cookbook.server.order import Order
 from cookbook.server.results import Result, passed, wire_name
 from cookbook.types import ForwardBackwardOutput, TensorData
@@ -141,7 +142,7 @@ def test_a_gap_holds_back_what_follows_until_it_is_given_up():
 def test_results_that_were_fetched_go_first_and_say_that_they_are_gone():
     async def scenario():
         answers = Answers(max_bytes=25)
-        made = [answers.claim(RUN, number, b"x", "optim_step")[0] for number in range(4)]
+        made = [answers.claim(NoLog(), RUN, number, b"x", "optim_step")[0] for number in range(4)]
         for answer in made[:2]:
             answers.settle(answer, Result(bytes(10)))
         await answers.fetch(made[1].request_id, 1)
@@ -161,7 +162,7 @@ def test_results_that_were_fetched_go_first_and_say_that_they_are_gone():
 def test_who_waits_for_a_result_gets_it_when_it_is_there():
     async def scenario():
         answers = Answers(max_bytes=100)
-        answer, _ = answers.claim(RUN, 1, b"x", "optim_step")
+        answer, _ = answers.claim(NoLog(), RUN, 1, b"x", "optim_step")
         assert await answers.fetch(answer.request_id, 0.01) is None
         asyncio.get_running_loop().call_later(0.05, answers.settle, answer, Result(b"done"))
         began = time.monotonic()

@@ -347,6 +347,7 @@ def ended(threads):
     return not any(thread.is_alive() for thread in threads)
 
 
+@pytest.mark.slow
 def test_a_client_that_is_dropped_frees_its_model_and_ends_its_thread(service, tiny_folder):
     before = trainer_threads()
     training = service.create_training_client(str(tiny_folder))

@@ -19,9 +19,11 @@ import pytest
 from cookbook import paths
 from cookbook.backends.local import LocalConfig, LocalTrainer
 from cookbook.checkpoints import manifest
-from cookbook.deployments import server
+from cookbook.cli.app import run
+from cookbook.deployments import control, server
+from cookbook.deployments.http import Client
 from cookbook.deployments.manager import DeploymentManager
-from cookbook.deployments.vllm import VllmConfig, check_logprobs
+from cookbook.deployments.vllm import PRIVATE, VllmConfig, check_logprobs
 from cookbook.engine.model import ModelConfig
 from cookbook.errors import ConfigError, RolloutError
 from cookbook.types import AdamParams, Datum, ModelInput, SamplingParams
@@ -52,7 +54,8 @@ def state(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(folder))
         yield
-        DeploymentManager().delete("tests")
+        for name in ("tests", "adapters", "bfloat16"):
+            DeploymentManager().delete(name)
         assert DeploymentManager().running() == {}
 
 
@@ -87,6 +90,15 @@ def under(reference, prompt, sample, temperature=1.0) -> np.ndarray:
 
 
 PROMPT = [10, 20, 30, 40]
+STOP = """
+import os, signal
+from cookbook import Hook
+
+class Stop(Hook):
+    def on_step(self, run, step, metrics):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+"""
 LONG = SamplingParams(max_tokens=300, seed=1, stop=[])
 
 
@@ -124,6 +136,17 @@ def test_requests_under_way_are_finished_on_the_weights_they_began_with(trainer,
     assert np.abs(under(after, PROMPT, one) - one.logprobs).max() < 1e-4
 
 
+def test_seeds_go_with_long_prompts(deployment):
+    """Were prefill done in chunks, seeded requests that do not fit into one batch together would end vLLM's CPU engine."""
+    sampler = deployment.load(0).result()
+    prompts = [[*PROMPT * 100, number] for number in range(48)]
+    params = SamplingParams(max_tokens=8, seed=3, stop=[])
+    futures = [sampler.sample(prompt, 1, params) for prompt in prompts]
+    together = [future.result().sequences[0].tokens for future in futures]
+    alone = sampler.sample(prompts[7], 1, params).result().sequences[0].tokens
+    assert all(len(tokens) == 8 for tokens in together) and together[7] == alone
+
+
 def test_a_damaged_file_leaves_what_is_served(trainer, deployment, monkeypatch):
     sampler = deployment.load(0).result()
     load = deployment.servers.load
@@ -158,6 +181,33 @@ def test_servers_that_are_there_are_used_again(trainer, deployment):
     assert one.alive
 
 
+def test_the_command_and_a_run_find_the_same_servers(trainer, capsys):
+    """Made by the one, used by the other; then two of them, which are given the same weights and take turns."""
+    settings = [f"deployment.python={PYTHON}", "deployment.max_length=512"]
+    assert run(["deployments", "create", "tests", *settings]) == 0
+    first = DeploymentManager().running()["tests"]
+    VllmConfig(**COMMON).deploy(trainer, live=True).close()
+    assert DeploymentManager().running()["tests"] == first
+    capsys.readouterr()
+    assert run(["deployments", "list"]) == 0
+    assert f"tests       healthy  {first[0].url}" in capsys.readouterr().out
+    assert run(["deployments", "scale", "tests", "2"]) == 0 and run(["deployments", "warm-up", "tests"]) == 0
+    two = VllmConfig(**COMMON, replicas=2).deploy(trainer, live=True)
+    for _ in range(2):
+        sampler = two.load(trainer.step).result()
+        assert len({one.digest for one in two.servers.report()}) == 1 and len(two.servers.report()) == 2
+        answers = [sampler.sample(PROMPT, 1, LONG).result().sequences[0].tokens for _ in range(2)]
+        assert answers[0] == answers[1]  # one from each, with the same seed
+        train(trainer)
+    running = DeploymentManager().running()["tests"]
+    assert running[0] == first[0] and len(running) == 2
+    os.killpg(running[1].pid, signal.SIGKILL)
+    with pytest.raises(RolloutError, match=f"the server's process {running[1].pid} has ended"):
+        two.load(trainer.step)
+    two.close()
+    assert run(["deployments", "scale", "tests", "1"]) == 0 and DeploymentManager().running()["tests"] == first
+
+
 def test_a_server_that_does_not_compute_with_what_it_holds(trainer, deployment):
     sampler = deployment.load(0).result()
     train(trainer)
@@ -185,6 +235,166 @@ def test_a_server_that_dies_ends_the_run_with_its_reason(trainer, deployment):
     DeploymentManager().delete("tests")
 
 
+def test_served_in_bfloat16(trainer):
+    """Other kernels than float32's. What is served are the trainer's weights, rounded, and answers are theirs within 8 bits."""
+    deployment = VllmConfig(**{**COMMON, "name": "bfloat16", "dtype": "bfloat16"}).deploy(trainer, live=True)
+    for _ in range(2):
+        sampler = deployment.load(trainer.step).result()
+        futures = [sampler.sample([*PROMPT * 50, number], 4, LONG) for number in range(16)]
+        reference = trainer.reference()
+        gaps = [under(reference, [*PROMPT * 50, 0], one) - one.logprobs for one in futures[0].result().sequences]
+        assert 1e-4 < np.abs(np.concatenate(gaps)).mean() < 0.05
+        assert all(len(one.tokens) == 300 for future in futures for one in future.result().sequences)
+        train(trainer)
+    assert deployment.syncer.last.kind == "delta" and manifest.read(sampler.checkpoint)["dtype"] == "bfloat16"
+    deployment.close()
+
+
+# ---- adapters --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def adapted(tmp_path):
+    """A trainer of an adapter, on weights that are not those of its folder, and servers for it."""
+    model = ModelConfig(str(paths.packaged("data") / "tiny"), random=True, lora_rank=4)
+    trainer = LocalTrainer(model, LocalConfig(), folder=tmp_path / "checkpoints")
+    deployment = VllmConfig(**{**COMMON, "name": "adapters"}).deploy(trainer, live=False)
+    yield trainer, deployment
+    deployment.close()
+    trainer.close()
+
+
+def test_an_adapter_is_synced_beside_the_one_that_is_asked(adapted):
+    """Loaded without a pause; requests under way, and older samplers, answer with theirs. 1e-4: float32, two programs."""
+    trainer, deployment = adapted
+    samplers, references = [], []
+    for _ in range(3):
+        samplers.append(deployment.load(trainer.step).result())
+        references.append(trainer.snapshot_sampler(trainer.step).result())
+        under_way = [samplers[-1].sample(PROMPT, 4, LONG) for _ in range(4)]
+        train(trainer, lr=3e-2)
+        for future in under_way:
+            assert all(len(one.tokens) == 300 for one in future.result().sequences)
+    for sampler, reference in zip(samplers, references, strict=True):
+        for one in sampler.sample(PROMPT, 2, LONG).result().sequences:
+            tokens = [*PROMPT, *one.tokens]
+            said = np.array(reference.compute_logprobs(tokens).result()[len(PROMPT) :])
+            assert np.abs(said - one.logprobs).max() < 1e-4 and one.step == sampler.step
+    client = Client(DeploymentManager().running()["adapters"][0].url)
+    assert set(control.adapters(client)) == {one.adapter for one in samplers}
+    del samplers, sampler
+    newest = deployment.load(trainer.step).result()
+    assert control.adapters(client) == [newest.adapter]
+    assert len(list(trainer.folder.iterdir())) == 1  # nothing of the weights under it, nor of older versions
+    assert newest.sample(PROMPT, 1, LONG).result().sequences  # vLLM does not miss their folders
+
+
+def test_an_adapter_that_is_not_what_was_read_is_an_error(adapted, monkeypatch):
+    """vLLM reads the folder by itself, after the worker has verified it."""
+    trainer, deployment = adapted
+    deployment.load(trainer.step).result()
+    prepare = control.prepare
+
+    def read_and_changed(clients, folder):
+        prepare(clients, folder)
+        path = folder / "adapter_model.safetensors"
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+    monkeypatch.setattr(control, "prepare", read_and_changed)
+    with pytest.raises(RolloutError, match="vLLM has loaded another adapter than the one that was read and verified"):
+        deployment.load(train(trainer))
+    monkeypatch.undo()
+    deployment.load(trainer.step).result()
+
+
+def test_what_is_merged_computes_as_the_adapter_does(adapted, trainer, tmp_path):
+    """Served as full weights by another server. 1e-4: float32, two programs, and the adapter added once."""
+    adapting, deployment = adapted
+    train(adapting, lr=3e-2)
+    one = deployment.load(adapting.step).result().sample(PROMPT, 1, LONG).result().sequences[0]
+    merged = adapting.save_weights_for_sampler_ext("merged", merged=True).result()
+    trainer.load_state(merged, optimizer=False).result()
+    full = VllmConfig(**COMMON).deploy(trainer, live=True)
+    said = full.load(trainer.step).result().compute_logprobs([*PROMPT, *one.tokens]).result()
+    full.close()
+    assert np.abs(np.array(said[len(PROMPT) :]) - one.logprobs).max() < 1e-4
+
+
+# ---- samples that lag behind -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lagging(trainer):
+    found = VllmConfig(**COMMON).deploy(trainer, live=False)
+    yield found
+    found.close()
+
+
+def test_older_weights_come_back_when_they_are_asked_again(trainer, lagging):
+    samplers, drawn = [], []
+    for _ in range(3):  # a base and two deltas
+        samplers.append(lagging.load(trainer.step).result())
+        drawn.append(samplers[-1].sample(PROMPT, 2, LONG).result().sequences)
+        train(trainer)
+    assert lagging.syncer.last.kind == "delta"
+    for place in (1, 0, 2, 1):
+        again = samplers[place].sample(PROMPT, 2, LONG).result().sequences
+        assert [one.tokens for one in again] == [one.tokens for one in drawn[place]]
+        assert [one.step for one in again] == [place] * 2
+    kept = [sampler.checkpoint for sampler in samplers]
+    newest = lagging.load(trainer.step).result()
+    assert lagging.syncer.last.kind == "base"  # for the last delta applies to other weights than are served
+    assert all(folder.is_dir() for folder in kept)
+    del samplers, newest
+    lagging.load(train(trainer)).result()
+    assert not any(folder.is_dir() for folder in kept)
+
+
+def test_a_resume_between_two_syncs_has_exactly_the_older_weights(trainer, lagging, tmp_path):
+    lagging.load(0).result()
+    older = lagging.load(train(trainer)).result()  # a delta: what is saved has to be put together
+    drawn = older.sample(PROMPT, 2, LONG).result().sequences
+    train(trainer)
+    saved = trainer.save_state("step-2", sampler=older, asynchronous=True).result()
+    train(trainer)
+    trainer.load_state(f"{saved.path}/sampler", optimizer=False).result()
+    again = lagging.load(0).result()
+    trainer.load_state(saved).result()
+    assert trainer.step == 2
+    assert manifest.read(again.checkpoint)["weights"] == manifest.read(older.checkpoint)["weights"]
+    assert [one.tokens for one in again.sample(PROMPT, 2, LONG).result().sequences] == [one.tokens for one in drawn]
+
+
+def test_grpo_with_samples_that_lag_behind(tmp_path):
+    """Stopped between two syncs, it goes on sampling from the older weights."""
+    words = ["recipe=grpo", "deployment=vllm", f"deployment.python={PYTHON}", "deployment.max_length=512", "recipe.steps=5"]
+    words += ["weight_sync.every=3", "recipe.prompts_per_step=8", "eval.every=2", "eval.limit=8", "optim.lr=1e-3"]
+    words += ["deployment.name=tests", "deployment.on_exit=keep", f"out={tmp_path / 'run'}"]
+    (tmp_path / "stopping.py").write_text(STOP)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "cookbook", "train", *words]
+    stopped = subprocess.run([*command, "+hook.stop._target_=stopping.Stop"], cwd=tmp_path, env=environment, check=False)
+    assert stopped.returncode == 130
+    assert (tmp_path / "run" / "checkpoints" / "step-000002" / "sampler" / "model.safetensors").exists()
+    subprocess.run(command, check=True, cwd=tmp_path, env=environment)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()][1:]
+    assert [row["sync/version_lag"] for row in rows] == [0, 1, 2, 0, 1]
+    drift = [row["kl/sampler_trainer_k3"] for row in rows]
+    assert max(drift[0], drift[3]) < 1e-8 < 1e-6 < min(drift[1], drift[2], drift[4])
+    assert all(row["kl/sampler_trainer_k1"] != 0 for row in rows)
+
+
+def test_grpo_of_an_adapter_learns_through_it(tmp_path):
+    """As the next test, with an adapter of rank 16."""
+    words = ["recipe=grpo", "deployment=vllm", f"deployment.python={PYTHON}", "deployment.max_length=512", "recipe.steps=12"]
+    words += ["model.lora_rank=16", "optim.lr=2e-3", "weight_sync.every=2", "eval.every=null"]
+    command = [sys.executable, "-m", "cookbook", "train", *words, f"out={tmp_path / 'run'}"]
+    subprocess.run(command, check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["eval/accuracy"] < 0.2 and rows[-1]["eval/accuracy"] > 0.4
+    assert all((row["kl/sampler_trainer_k3"] < 1e-8) == (row["sync/version_lag"] == 0) for row in rows[1:])
+
+
 def test_grpo_learns_through_it(tmp_path):
     """The shipped model answers 19% of the held-out sums; 12 steps later well over a half."""
     words = ["recipe=grpo", "deployment=vllm", f"deployment.python={PYTHON}", "deployment.max_length=512", "recipe.steps=12"]
@@ -194,4 +404,4 @@ def test_grpo_learns_through_it(tmp_path):
     assert rows[0]["eval/accuracy"] < 0.2 and rows[-1]["eval/accuracy"] > 0.6
     # The sampler's logprobs are the trainer's, to float32: were a sync left out, k3 would be 1e-3 and more.
     assert all(row["kl/sampler_trainer_k3"] < 1e-8 and row["sync/version_lag"] == 0 for row in rows[1:])
-    assert DeploymentManager().running() == {}
+    assert not [name for name in DeploymentManager().running() if name.startswith(PRIVATE)]  # its own has ended with it

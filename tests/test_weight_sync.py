@@ -24,6 +24,7 @@ class Served:
         self.holders = [WeightHolder() for _ in range(count)]
         self.got: list[str] = []  # kinds of the checkpoints
         self.fails: set[int] = set()  # replicas whose load fails
+        self.used: list[Path] = []  # checkpoints that samplers may want again
         self.lies: set[int] = set()  # replicas that say they are ready and have done nothing
 
     def report(self) -> list[Replica]:
@@ -46,6 +47,9 @@ class Served:
     def sampler(self, step: int):
         return step
 
+    def in_use(self) -> list[Path]:
+        return self.used
+
 
 @pytest.fixture
 def served() -> Served:
@@ -64,7 +68,7 @@ def train(trainer, lr=1e-4):
 
 
 def serves_the_trainers(served, trainer) -> bool:
-    digest = Weights.of(chain.on_disk(trainer.engine.model)).digest
+    digest = Weights.of(chain.on_disk(trainer.engine.model.network)).digest
     return all(one.status()["digest"] == digest == Weights.of(one._served.tensors).digest for one in served.holders)
 
 
@@ -84,7 +88,7 @@ def test_a_base_and_then_deltas(trainer, served):
 
 
 def tiny_bytes(trainer) -> int:
-    return Weights.of(chain.on_disk(trainer.engine.model)).num_bytes
+    return Weights.of(chain.on_disk(trainer.engine.model.network)).num_bytes
 
 
 def test_bases_now_and_then_and_old_chains_deleted(trainer, served):

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
+from cookbook.checkpoints import weights
 from cookbook.engine.engine import Engine
 from cookbook.engine.model import LanguageModel
-
-SAMPLED = 64  # elements of every tensor that go into a digest: training, or another checkpoint, changes all of them
 
 
 def frozen(engine: Engine) -> Engine:
@@ -41,7 +40,10 @@ def on_host(engine: Engine, tokenizer: Any) -> Engine:
     model = _with(engine.model, copy.deepcopy(network, memo))
     model.tokenizer = tokenizer
     made = Engine(model, engine.options)
-    made.optimizer.load_state(engine.optimizer.state())
+    state = engine.optimizer.state()
+    if engine.model.device.type == "cpu":  # then it is the original's own memory
+        state = {name: tensor.clone() for name, tensor in state.items()}
+    made.optimizer.load_state(state)
     made.step = engine.step
     return made
 
@@ -49,14 +51,13 @@ def on_host(engine: Engine, tokenizer: Any) -> Engine:
 def digests(model: LanguageModel) -> dict[str, str]:
     """What tells a model as it was loaded from another one of the same name: ``weights``, ``tokenizer``, ``chat_template``.
 
-    A fresh adapter does not count: it follows from the seed, and differs in rounding between devices.
+    Every element of the weights counts. A fresh adapter does not: it follows from the seed, and differs in rounding between
+    devices.
     """
-    sha = hashlib.sha256()
-    for name, parameter in model.network.named_parameters():
-        if "lora_" not in name:
-            sha.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-            sha.update(parameter.detach().reshape(-1)[:SAMPLED].cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return {"weights": sha.hexdigest()[:16], **tokenizer_digests(model.tokenizer)}
+    named = {name: one.detach() for name, one in model.network.named_parameters() if "lora_" not in name}
+    sizes = [tensor.nbytes for tensor in named.values()]
+    facts = weights.in_parallel(lambda tensor: weights.fact(tensor.cpu().contiguous()), named.values(), sizes)
+    return {"weights": weights.digest_of(dict(zip(named, facts, strict=True)))[:16], **tokenizer_digests(model.tokenizer)}
 
 
 def tokenizer_digests(tokenizer: Any) -> dict[str, str]:

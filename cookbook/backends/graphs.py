@@ -11,6 +11,7 @@ import hashlib
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -52,6 +53,14 @@ class _Model:
         return [one.graph for one in list(self.forwards.values()) if one.graph is not None]
 
 
+class Graphs(Protocol):
+    """What a trainer asks for its forward passes, and their graphs."""
+
+    def forward(self, engine: Engine, data: Sequence[Datum], loss: LossFunction) -> ForwardBackwardOutput: ...
+    def take(self, engine: Engine, data: Sequence[Datum]) -> Retained | None: ...
+    def drop(self, engine: Engine) -> None: ...
+
+
 class KeptGraphs:
     """The graphs of all trainers of one worker, which alone uses it; ``max_bytes`` bounds them together, 0: none is kept."""
 
@@ -64,15 +73,19 @@ class KeptGraphs:
         """About what they hold in memory."""
         return sum(graph.num_bytes for model in list(self._models.values()) for graph in model.graphs)
 
-    def forward(self, engine: Engine, data: Sequence[Datum], loss: LossFunction) -> ForwardBackwardOutput:
-        """As ``engine.forward``; with its graph when a backward is expected."""
-        if not self.max_bytes:
+    def forward(
+        self, engine: Engine, data: Sequence[Datum], loss: LossFunction, keep: bool | None = None
+    ) -> ForwardBackwardOutput:
+        """As ``engine.forward``; with its graph when a backward is expected, or as ``keep`` says."""
+        if not self.max_bytes and not keep:
             return engine.forward(data, loss)
         model = self._model(engine)
         place, model.count = model.count, model.count + 1
         graph = None
         wanted = _estimate(engine, data)
-        if place in model.expected and wanted <= self.max_bytes and _can_go_on(engine):
+        if keep is None:
+            keep = place in model.expected and wanted <= self.max_bytes and _can_go_on(engine)
+        if keep:
             self._make_room(wanted)
             graph, output = engine.forward_retained(data, loss)
         else:
@@ -94,6 +107,31 @@ class KeptGraphs:
     def drop(self, engine: Engine) -> None:
         """The weights have changed: what was kept of the old ones is worth nothing."""
         self._model(engine)
+
+    def holds(self, engine: Engine, data: Sequence[Datum]) -> bool:
+        """Whether the graph of a forward of the same tokens and targets is there."""
+        known = self._model(engine).forwards.get(_digest(data))
+        return known is not None and known.graph is not None
+
+    def memory(self, engine: Engine) -> dict[str, Any] | None:
+        """What decides about the engine's next forwards, as JSON has it; None while a graph is kept, which JSON has not."""
+        model = self._model(engine)
+        if model.graphs:
+            return None
+        forwards = {digest.hex(): one.place for digest, one in model.forwards.items()}
+        return {
+            "forwards": forwards,
+            "count": model.count,
+            "continued": sorted(model.continued),
+            "expected": sorted(model.expected),
+        }
+
+    def remember(self, engine: Engine, memory: dict[str, Any]) -> None:
+        """The inverse of :meth:`memory`, for the same weights in another process."""
+        model = self._model(engine)
+        model.forwards = {bytes.fromhex(digest): _Forward(place, None) for digest, place in memory["forwards"].items()}
+        model.count = memory["count"]
+        model.continued, model.expected = set(memory["continued"]), frozenset(memory["expected"])
 
     def _model(self, engine: Engine) -> _Model:
         model = self._models.setdefault(engine, _Model(engine.version))

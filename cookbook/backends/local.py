@@ -13,12 +13,13 @@ import torch
 
 from cookbook.backends import copies
 from cookbook.backends.failures import CallFuture, Failures
-from cookbook.backends.graphs import KeptGraphs
+from cookbook.backends.graphs import Graphs, KeptGraphs
 from cookbook.backends.info import ModelData, ModelInfo
 from cookbook.backends.sampling import LocalSampler, SampleQueue
 from cookbook.backends.worker import Worker, explained
 from cookbook.checkpoints import chain, store
 from cookbook.engine.engine import Engine, EngineOptions
+from cookbook.engine.linear_logprobs.implementations import IMPLEMENTATIONS
 from cookbook.engine.model import LanguageModel, ModelConfig, load
 from cookbook.engine.planning import PACKINGS
 from cookbook.engine.shared import SharedBase
@@ -26,7 +27,7 @@ from cookbook.errors import BackendError, ConfigError, RolloutError
 from cookbook.futures import Future
 from cookbook.losses import get_loss
 from cookbook.normalization import as_normalization
-from cookbook.protocols import Sampler
+from cookbook.protocols import LaggingSampler, Sampler
 from cookbook.types import (
     AdamParams,
     Checkpoint,
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from cookbook.backends.homes import Home
 
 T = TypeVar("T")
-CHECKPOINTING_FROM_PARAMETERS = 1_000_000_000
 
 
 @dataclass
@@ -53,17 +53,24 @@ class LocalConfig:
     micro_batch_tokens: int = 8192
     packing: str = "auto"
     shared_prompts: bool = True
+    fused_layers: bool = True
+    head_impl: str = "auto"
     activation_checkpointing: str = "auto"
     activation_offloading: bool = False
     token_metrics: bool = True
     all_logprobs: bool = False
     retain_gb: float = 4.0
+    shard_gb: float = 5.0
 
     def __post_init__(self) -> None:
         if self.packing not in PACKINGS:
             raise ConfigError(f"backend.packing: expected one of {', '.join(PACKINGS)}, got {self.packing!r}")
+        if self.head_impl not in IMPLEMENTATIONS:
+            raise ConfigError(f"backend.head_impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {self.head_impl!r}")
         if self.threads < 1 or self.micro_batch_tokens < 1:
             raise ConfigError("backend: threads and micro_batch_tokens must be at least 1")
+        if not self.shard_gb > 0:
+            raise ConfigError(f"backend.shard_gb must be above 0, got {self.shard_gb}")
         if str(self.activation_checkpointing).lower() not in ("auto", "true", "false"):
             raise ConfigError(
                 f"backend.activation_checkpointing: expected auto, true or false, got {self.activation_checkpointing!r}"
@@ -92,13 +99,14 @@ class LocalConfig:
 
     def engine_options(self, model: LanguageModel, seed: int) -> EngineOptions:
         choice = str(self.activation_checkpointing).lower()
-        large = model.num_parameters > CHECKPOINTING_FROM_PARAMETERS
         return EngineOptions(
             micro_batch_tokens=self.micro_batch_tokens,
             packing=self.packing,
             shared_prompts=self.shared_prompts,
+            fused_layers=self.fused_layers,
+            head_impl=self.head_impl,
             retain_bytes=int(self.retain_gb * (1 << 30)),
-            activation_checkpointing=large if choice == "auto" else choice == "true",
+            activation_checkpointing=None if choice == "auto" else choice == "true",
             activation_offloading=self.activation_offloading,
             token_metrics=self.token_metrics,
             all_logprobs=self.all_logprobs,
@@ -124,7 +132,7 @@ class LocalTrainer:
         unread: set[Failures] | None = None,
         worker: Worker | None = None,
         base: SharedBase | None = None,
-        graphs: KeptGraphs | None = None,
+        graphs: Graphs | None = None,
     ) -> None:
         self.config = config
         self.folder = Path(folder)
@@ -133,7 +141,7 @@ class LocalTrainer:
         self._worker = worker or Worker(config.threads)
         self._samples = SampleQueue(self._worker, max_batch_tokens=65536)
         self._failures = Failures(unread)
-        self._graphs = graphs or KeptGraphs(0)
+        self._graphs: Graphs = graphs or KeptGraphs(0)
         self.sampler_checkpoints = chain.SamplerCheckpoints()
         try:
             self.engine = self._worker.submit(lambda: _make_engine(model, config, seed, base)).result()
@@ -185,10 +193,11 @@ class LocalTrainer:
         asynchronous: bool = False,
     ) -> Future[Checkpoint]:
         folder = store.named(self.folder, name)
-        older = sampler.engine() if isinstance(sampler, LocalSampler) else None
+        older = sampler.saving() if isinstance(sampler, LaggingSampler) else None
 
         def save(engine: Engine) -> Checkpoint:
-            return store.save(engine, folder, state=True, overwrite=overwrite, facts=facts, sampler=older)
+            size = int(self.config.shard_gb * (1 << 30))
+            return store.save(engine, folder, state=True, overwrite=overwrite, facts=facts, sampler=older, shard_bytes=size)
 
         if not asynchronous:
             return self._submit(lambda: save(self.engine))
@@ -213,22 +222,31 @@ class LocalTrainer:
 
         return self._submit(load)
 
-    def save_weights_for_sampler_ext(self, name: str, *, checkpoint_type: str = "base") -> Future[Checkpoint]:
+    def save_weights_for_sampler_ext(
+        self, name: str, *, checkpoint_type: str = "base", merged: bool = False
+    ) -> Future[Checkpoint]:
         chain.check_kind(checkpoint_type)
         folder = store.named(self.folder, name)
-        return self._submit(lambda: self.sampler_checkpoints.save(self.engine, folder, checkpoint_type))
+        return self._submit(lambda: self.sampler_checkpoints.save(self.engine, folder, checkpoint_type, merged=merged))
+
+    def save_adapted_weights(self, name: str) -> Future[Checkpoint]:
+        """What the adapter lies on, without it, as full weights to sample from."""
+        folder = store.named(self.folder, name)
+        return self._submit(lambda: self.sampler_checkpoints.save_adapted(self.engine, folder))
 
     def delta_predecessor(self) -> Future[str | None]:
         """The folder of the checkpoint that the next delta would differ from; None: the next must be a base."""
         return self._submit(lambda: self.sampler_checkpoints.predecessor)
 
-    def refuse(self, error: BaseException) -> Future[Any]:
-        """A call that could not even be made fails in its turn, as any other that fails."""
+    def refuse(self, error: BaseException, *, step: bool = False) -> Future[Any]:
+        """A call that could not even be made fails in its turn, as any other that fails; ``step``: as an optimizer step does,
+        which tells of an earlier failure, and ends it.
+        """
 
         def fail() -> None:
-            raise error
+            raise (self._failures.first if step else None) or error
 
-        return self._submit(fail)
+        return self._submit(fail, self._failures.forget if step else None)
 
     def close(self) -> None:
         self._samples.flush()
@@ -238,6 +256,11 @@ class LocalTrainer:
         self._failures.raise_unread()
 
     # ---- what only a trainer in this process can do --------------------------------------------------------------
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether weights, optimizer and step are all there is: no gradient has accumulated, and no failure is to be told."""
+        return not self.engine.accumulated and not self.engine.seeds and self._failures.first is None
 
     def digests(self) -> dict[str, str]:
         """What tells the model, as it was loaded, from another one of the same name."""

@@ -11,9 +11,11 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from cookbook.backends.worker import SAMPLING_REMEDY, Worker, explained
+from cookbook.checkpoints import store
 from cookbook.engine.engine import Engine
 from cookbook.engine.sampler import Piece, Request, check_prompt, sample, stream
 from cookbook.errors import BackendError, RolloutError
@@ -193,6 +195,10 @@ class LocalSampler:
     def engine(self) -> Engine:
         """The weights it samples from. Raises RolloutError when they are gone."""
         return self._engine()
+
+    def saving(self) -> Callable[[Path], object]:
+        """As :class:`~cookbook.protocols.LaggingSampler` has it."""
+        return functools.partial(store.save, self._engine(), state=False)
 
     def compute_logprobs(self, prompt: Any) -> Future[list[float | None]]:
         """The logprob of every token given those before it, at temperature 1; the first is None."""

@@ -8,7 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from cookbook.data import DataConfig, Refusal, Renderer, Row, RowDatum, conversation_datums, preference_datums, prompts
+from cookbook.data import (
+    DataConfig,
+    Refusal,
+    Refusals,
+    Renderer,
+    Row,
+    RowDatum,
+    conversation_datums,
+    preference_datums,
+    prompts,
+)
 from cookbook.types import Array
 
 
@@ -39,29 +49,33 @@ class Survey:
     refused: Sequence[Refusal]
 
 
-def survey(kind: str, rows: Sequence[Row], renderer: Renderer, config: DataConfig, max_tokens: int) -> Survey:
+def survey(
+    kind: str, rows: Sequence[Row], renderer: Renderer, config: DataConfig, max_tokens: int, refusals: Refusals | None = None
+) -> Survey:
     """What a recipe that learns from ``kind`` makes of ``rows``.
 
     Args:
         kind: ``conversations``, ``preferences`` or ``rollouts``, a recipe's ``DATA``.
         max_tokens: of the completions of a rollout.
+        refusals: has collected the rows that could not even be read.
 
     Raises:
         CookbookError: what concerns the dataset as a whole, such as columns that do not suit the recipe.
     """
-    refused: list[Refusal] = []
+    refusals = Refusals(config, collect=True) if refusals is None else refusals
+    num_rows = len(rows) + len(refusals.found)
     if kind == "rollouts":
-        found = prompts(rows, renderer, config, max_tokens, refused)
+        found = prompts(rows, renderer, config, max_tokens, refusals)
         sequences = [Trained(one.row.where, one.tokens, np.zeros(len(one.tokens))) for one in found]
-        return Survey(len(rows), len(found), sequences, refused)
+        return Survey(num_rows, len(found), sequences, refusals.found)
     if kind == "preferences":
-        datums = preference_datums(rows, renderer, config, refused)
+        datums = preference_datums(rows, renderer, config, refusals)
         sides = ["chosen", "rejected"] * (len(datums) // 2)
     else:
-        datums = conversation_datums(rows, renderer, config, refused)
+        datums = conversation_datums(rows, renderer, config, refusals)
         sides = [""] * len(datums)
     sequences = [_sequence(one, side) for one, side in zip(datums, sides, strict=True)]
-    return Survey(len(rows), len({one.where for one in sequences}), sequences, refused)
+    return Survey(num_rows, len({one.where for one in sequences}), sequences, refusals.found)
 
 
 def _sequence(datum: RowDatum, side: str) -> Trained:

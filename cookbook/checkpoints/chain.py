@@ -1,7 +1,8 @@
 """Checkpoints to sample from: a base, which is an ordinary Hugging Face folder, and after it deltas, each against the last.
 
 A delta's folder holds ``weights.delta`` and a manifest that names its ``predecessor``, a folder beside it. Every manifest tells
-the digest of the weights. An adapter is small and stands alone: under LoRA every checkpoint is a base.
+the digest of the weights. An adapter is small and stands alone: under LoRA every checkpoint is a base, in PEFT's format, unless
+the sum with what it adapts is asked for.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cookbook.checkpoints import delta, manifest, store, weights
+from cookbook.backends import copies
+from cookbook.checkpoints import adapters, delta, manifest, store, weights
 from cookbook.checkpoints.weights import Weights
-from cookbook.engine.engine import Engine
-from cookbook.engine.model import DTYPES, LanguageModel
+from cookbook.engine.engine import Engine, EngineOptions
+from cookbook.engine.model import DTYPES, LanguageModel, ModelConfig
+from cookbook.engine.model import load as load_model
 from cookbook.errors import CheckpointError
 from cookbook.types import Checkpoint
 
@@ -54,30 +57,47 @@ class SamplerCheckpoints:
         """The folder that the next delta would differ from."""
         return str(self._last) if self._last is not None and self._last.is_dir() else None
 
-    def save(self, engine: Engine, folder: Path, kind: str) -> Checkpoint:
+    def save(self, engine: Engine, folder: Path, kind: str, *, merged: bool = False) -> Checkpoint:
         """Writes the weights to ``folder``, whole or as the difference from the last call's.
 
+        Args:
+            merged: an adapter together with what it adapts, as full weights; it makes no difference without an adapter.
+
         Returns:
-            What was written: of an adapter always a ``base``.
+            What was written: of an adapter by itself always a ``base``.
 
         Raises:
             CheckpointError: the name is taken, the disk refuses, or a delta is asked for and there is nothing before it.
         """
-        if engine.model.is_lora:
+        if engine.model.is_lora and not merged:
             return store.save(engine, folder, state=False, facts={"weights": adapter_digest(engine.model)})
-        now = Weights.of(on_disk(engine.model, DTYPES[self._dtype] if self._dtype else None))
+        network = adapters.full_network(engine.model)
+        now = self._weights(network)
         if kind == "delta":
             self._write_delta(engine, folder, now)
         else:
-            self._write_base(engine, folder, now)
+            self._write_base(engine, folder, network, now)
             self._held = None
         self._last = folder
         return Checkpoint(str(folder), engine.step, kind)
 
-    def _write_base(self, engine: Engine, folder: Path, now: Weights) -> None:
+    def save_adapted(self, engine: Engine, folder: Path) -> Checkpoint:
+        """Writes what an adapter lies on, as a base. No delta will be against it.
+
+        Raises:
+            CheckpointError: the name is taken, or the disk refuses.
+        """
+        network = adapters.full_network(engine.model, merged=False)
+        self._write_base(engine, folder, network, self._weights(network))
+        return Checkpoint(str(folder), engine.step, "base")
+
+    def _weights(self, network: Any) -> Weights:
+        return Weights.of(on_disk(network, DTYPES[self._dtype] if self._dtype else None))
+
+    def _write_base(self, engine: Engine, folder: Path, network: Any, now: Weights) -> None:
         with store.appearing(folder) as aside:
             # The tensors have the names they are to have on the disk already.
-            engine.model.network.save_pretrained(aside, state_dict=dict(now.tensors), save_original_format=False)
+            network.save_pretrained(aside, state_dict=dict(now.tensors), save_original_format=False)
             if self._dtype is not None:
                 _state_dtype(aside / "config.json", self._dtype)
             engine.model.tokenizer.save_pretrained(aside)
@@ -109,22 +129,21 @@ def _state_dtype(config: Path, dtype: str) -> None:
     config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": dtype}, indent=2) + "\n")
 
 
-def on_disk(model: LanguageModel, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The model's tensors under the names, and in the parts, that ``save_pretrained`` writes; tied ones once.
+def on_disk(network: Any, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """A Hugging Face module's tensors under the names, and in the parts, that ``save_pretrained`` writes; tied ones once.
 
-    Those that need no conversion are the model's own memory.
+    Those that need no conversion are the module's own memory.
     """
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-    network = model.network
     unsaved = network._keys_to_ignore_on_save or ()
     own = {name: tensor for name, tensor in network.state_dict().items() if name not in unsaved}
     tensors = revert_weight_conversion(network, remove_tied_weights_from_state_dict(own, network))
-    return {name: _served(tensor, dtype) for name, tensor in tensors.items()}
+    return {name: _in_host_memory(tensor, dtype) for name, tensor in tensors.items()}
 
 
-def _served(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+def _in_host_memory(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     return tensor.detach().to("cpu", wanted)
 
@@ -134,7 +153,7 @@ def adapter_digest(model: LanguageModel) -> str:
     from peft import get_peft_model_state_dict
 
     tensors = get_peft_model_state_dict(model.network, save_embedding_layers=False)
-    return Weights.of({name: _served(tensor, None) for name, tensor in tensors.items()}).digest
+    return Weights.of({name: _in_host_memory(tensor, None) for name, tensor in tensors.items()}).digest
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -158,16 +177,22 @@ def lineage(folder: Path) -> list[Path]:
     return line[::-1]
 
 
-def reconstruct(folder: Path) -> Weights:
+def reconstruct(folder: Path, known: tuple[Path, Weights] | None = None) -> Weights:
     """The weights of a base or a delta. Every file, every step and the result are verified.
+
+    Args:
+        known: a checkpoint with its weights; where ``folder`` goes back to it, nothing before it is read again.
 
     Raises:
         CheckpointError: something is missing, damaged, or does not belong together.
     """
-    base, *deltas = lineage(folder)
-    found = weights.read(base)
-    _must_be(base, found, manifest.verify(base))
-    for step in deltas:
+    line = lineage(folder)
+    if known is not None and known[0] in line:
+        base, found = known
+    else:
+        base, found = line[0], weights.read(line[0])
+        _must_be(base, found, manifest.verify(base))
+    for step in line[line.index(base) + 1 :]:
         facts = manifest.verify(step)
         found = delta.apply(delta.from_bytes((step / FILE).read_bytes(), str(step / FILE)), found)
         _must_be(step, found, facts)
@@ -179,24 +204,46 @@ def _must_be(folder: Path, found: Weights, facts: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{folder}: holds other weights than its manifest says; use another checkpoint")
 
 
-def export(folder: Path, out: Path) -> Checkpoint:
-    """Writes what a delta stands for as a base of its own, an ordinary Hugging Face folder ``out``.
+def export(folder: Path, out: Path, *, merged: bool = False) -> Checkpoint:
+    """Writes what a checkpoint stands for as a base of its own, an ordinary Hugging Face folder ``out``.
+
+    A delta becomes full weights; of a state its optimizer is left out; an adapter stays one, or (``merged``) is added to the
+    model it was trained on.
 
     Raises:
-        CheckpointError: as :func:`reconstruct`, or ``out`` is taken.
+        CheckpointError: as :func:`reconstruct`, or ``out`` is taken, or that model is another one by now.
     """
-    base = lineage(folder)[0]
-    found, facts = reconstruct(folder), manifest.read(folder)
+    facts = manifest.read(folder)
+    if facts.get("lora") and merged:
+        return _merge(folder, out, manifest.verify(folder))
+    if facts["kind"] == "delta":
+        base, found = lineage(folder)[0], reconstruct(folder)
+    else:
+        base, found = folder, None
+        manifest.verify(folder)
     with store.appearing(out) as aside:
-        for path in base.iterdir():
-            if path.match(weights.FILES):
+        for path in filter(Path.is_file, base.iterdir()):  # a state's optimizer is in a folder
+            if found is not None and path.match(weights.FILES):
                 names = [name for name, _ in weights.tensors_in(path)]
                 save_file({name: found.tensors[name] for name in names}, aside / path.name, metadata={"format": "pt"})
             elif path.name != manifest.NAME:
                 shutil.copy2(path, aside / path.name)
-        kept = {key: facts[key] for key in ("step", "base_model", "dtype", "lora", "weights")}
+        kept: dict[str, Any] = {key: facts[key] for key in ("step", "base_model", "dtype", "lora", "weights") if key in facts}
         manifest.write(aside, {**kept, "kind": "base"})
     return Checkpoint(str(out), facts["step"], "base")
+
+
+def _merge(folder: Path, out: Path, facts: Mapping[str, Any]) -> Checkpoint:
+    model = load_model(ModelConfig(str(folder), dtype=facts["dtype"]), torch.device("cpu"), seed=0)
+    trained_on = facts.get("run", {}).get("identity", {}).get("measured", {}).get("weights")
+    if trained_on not in (None, copies.digests(model)["weights"]):
+        raise CheckpointError(
+            f"{folder}: its adapter was trained on other weights than {facts['base_model']} holds; put those back, or export "
+            "the adapter by itself"
+        )
+    engine = Engine(model, EngineOptions())
+    engine.step = facts["step"]
+    return SamplerCheckpoints().save(engine, out, "base", merged=True)
 
 
 def load(engine: Engine, folder: Path, *, optimizer: bool) -> None:

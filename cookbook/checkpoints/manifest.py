@@ -11,7 +11,7 @@ from typing import Any
 from cookbook.errors import CheckpointError
 
 NAME = "checkpoint.json"
-FORMAT = 1
+FORMAT = 2
 READ_BYTES = 1 << 20
 
 
@@ -22,8 +22,8 @@ def write(folder: Path, facts: dict[str, Any]) -> None:
     stated = {"format": FORMAT, **facts, "files": files}
     manifest.write_text(json.dumps({**stated, "digest": _digest_of(stated)}, indent=2) + "\n")
     for path in [*(folder / name for name in files), manifest]:
-        _sync(path)
-    _sync(folder)
+        sync(path)
+    sync(folder)
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def read(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder}: {NAME} cannot be read ({error}); use another checkpoint") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or not isinstance(manifest.get("files"), dict):
-        raise CheckpointError(f"{folder}: {NAME} is not in format {FORMAT}; use another checkpoint")
+        raise CheckpointError(f"{folder}: {NAME} is not in format {FORMAT}, which this version reads; use another checkpoint")
     if manifest.pop("digest", None) != _digest_of(manifest):
         raise CheckpointError(f"{folder}: {NAME} is damaged (its digest differs); use another checkpoint")
     return manifest
@@ -49,9 +49,12 @@ def verify(folder: Path) -> dict[str, Any]:
     """The manifest, after comparing every file with it.
 
     Raises:
-        CheckpointError: a file is missing or damaged; it is named.
+        CheckpointError: a file is missing or damaged, or there are more tensors than it says; the file is named.
     """
     manifest = read(folder)
+    for path in sorted(folder.rglob("*.safetensors")):  # whoever loads the folder would take every such file for a part of it
+        if (name := str(path.relative_to(folder))) not in manifest["files"]:
+            raise CheckpointError(f"{folder}: {name} does not belong to it; use another checkpoint")
     for name, digest in manifest["files"].items():
         path = folder / name
         if not path.is_file():
@@ -73,7 +76,8 @@ def _digest(path: Path) -> str:
     return sha.hexdigest()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Forces a file or a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

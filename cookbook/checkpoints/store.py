@@ -1,38 +1,38 @@
 """Writing, finding and loading checkpoints.
 
 A checkpoint is an ordinary Hugging Face folder (``model.safetensors``, or PEFT's ``adapter_model.safetensors``, with config and
-tokenizer), so transformers, PEFT and vLLM load it as it is. A resumable one also holds ``trainer.safetensors``, the optimizer,
-and where a run was sampling from older weights than the trainer's, those in a folder ``sampler``, a checkpoint in itself.
-It is written aside, digested, forced to the disk and renamed: it appears whole or not at all.
+tokenizer), so transformers, PEFT and vLLM load it as it is. A resumable one also holds the optimizer, in a folder ``trainer``
+as :mod:`cookbook.checkpoints.sharded` writes it, and where a run was sampling from older weights than the trainer's, those in a
+folder ``sampler``, a checkpoint in itself. It is written aside, digested, forced to the disk and renamed: it appears whole or
+not at all.
+
+Where several ranks train one model, every one of them makes these calls; any other number of ranks can load the result.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from cookbook.checkpoints import manifest
+from cookbook.checkpoints import manifest, ranks
+from cookbook.checkpoints.cadence import Cadence, Progress
 from cookbook.engine.engine import Engine
-from cookbook.engine.model import LORA_FILE, LanguageModel
 from cookbook.errors import CheckpointError
 from cookbook.types import Checkpoint
 
 log = logging.getLogger("cookbook")
 
-TRAINER = "trainer.safetensors"
-ADAPTER = "adapter_model.safetensors"
+TRAINER = "trainer"
 SAMPLER = "sampler"
+SHARD_BYTES = 5 << 30
 _STEP = re.compile(r"step-(\d+)")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 
@@ -61,22 +61,24 @@ def save(
     state: bool,
     overwrite: bool = False,
     facts: Mapping[str, Any] | None = None,
-    sampler: Engine | None = None,
+    sampler: Callable[[Path], object] | None = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> Checkpoint:
     """Writes the model, and with ``state`` the optimizer, to ``folder``.
 
     Args:
         facts: what else the manifest should say, as JSON has it.
-        sampler: older weights, which samples are still drawn from; they go to ``folder/sampler``.
+        sampler: writes older weights, which samples are still drawn from, as a checkpoint; it is given ``folder/sampler``.
+        shard_bytes: the most that a file of tensors holds, unless it is a single one that is larger. A save needs about as much
+            memory beside the tensors themselves.
 
     Raises:
         CheckpointError: the name is taken, or the disk refuses; nothing is left behind.
     """
     with appearing(folder, overwrite=overwrite) as aside:
         if sampler is not None:
-            (aside / SAMPLER).mkdir()
-            _write(sampler, aside / SAMPLER, state=False, facts={})
-        _write(engine, aside, state=state, facts=facts or {})
+            sampler(aside / SAMPLER)
+        _write(engine, aside, state=state, facts=facts or {}, shard_bytes=shard_bytes)
     return Checkpoint(str(folder), engine.step, "state" if state else "base")
 
 
@@ -87,29 +89,34 @@ def appearing(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
     Raises:
         CheckpointError: the name is taken, or the disk refuses.
     """
-    aside = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
+    aside = ranks.on_first(lambda: folder.parent / f".{folder.name}.{os.getpid()}.tmp")
     try:
-        if folder.exists() and not overwrite:
-            raise CheckpointError(f"{folder}: exists already; choose another name")
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+        ranks.on_first(lambda: _begin(aside, folder, overwrite))
         yield aside
-        _publish(aside, folder)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
+        ranks.on_first(lambda: _publish(aside, folder))
+    except (OSError, SafetensorError) as error:  # on every rank the same
+        ranks.on_first(lambda: shutil.rmtree(aside, ignore_errors=True))
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise CheckpointError(f"{folder}: could not be saved: {reason}; earlier checkpoints are untouched") from None
 
 
-def _write(engine: Engine, folder: Path, *, state: bool, facts: Mapping[str, Any]) -> None:
+def _begin(aside: Path, folder: Path, overwrite: bool) -> None:
+    if folder.exists() and not overwrite:
+        raise CheckpointError(f"{folder}: exists already; choose another name")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+
+
+def _write(engine: Engine, folder: Path, *, state: bool, facts: Mapping[str, Any], shard_bytes: int) -> None:
+    from cookbook.checkpoints import contents
+
     model = engine.model
-    # PEFT would otherwise ask the hub whether the embeddings were resized. They never are.
-    model.network.save_pretrained(folder, **({"save_embedding_layers": False} if model.is_lora else {}))
-    model.tokenizer.save_pretrained(folder)
+    contents.write_model(model, folder, shard_bytes)
     if state:
-        save_file(engine.optimizer.state(), folder / TRAINER)
+        contents.write_optimizer(engine.optimizer, folder / TRAINER, shard_bytes)
     own = {"kind": "state" if state else "base", "step": engine.step, "base_model": model.config.name}
-    manifest.write(folder, {**facts, **own, "dtype": model.config.dtype, "lora": model.is_lora})
+    stated = {**facts, **own, "dtype": model.config.dtype, "lora": model.is_lora}
+    ranks.on_first(lambda: manifest.write(folder, stated))
 
 
 def _publish(aside: Path, folder: Path) -> None:
@@ -124,9 +131,7 @@ def _publish(aside: Path, folder: Path) -> None:
         if old.exists():
             old.rename(folder)
         raise
-    descriptor = os.open(folder.parent, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    manifest.sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -136,60 +141,31 @@ def load(engine: Engine, folder: Path, *, optimizer: bool) -> None:
     Raises:
         CheckpointError: it is missing, damaged, or of another model.
     """
-    facts = manifest.verify(folder)
+    from cookbook.checkpoints import contents
+
+    facts = ranks.on_first(lambda: manifest.verify(folder))
     if facts["lora"] != engine.model.is_lora:
         kind = "a LoRA adapter" if facts["lora"] else "full weights"
         raise CheckpointError(f"{folder}: holds {kind}, and the model is set up otherwise; set model.lora_rank to match")
     if optimizer and facts["kind"] != "state":
         raise CheckpointError(f"{folder}: holds weights only; pass optimizer=False, or a checkpoint made by save_state")
-    if facts["lora"]:
-        _load_adapter(engine.model.network, folder)
-    else:
-        _load_weights(engine.model, folder)
+    contents.load_model(engine.model, folder)
     engine.version += 1
     engine.discard_gradient()
     engine.optimizer.reset()
     if optimizer:
-        engine.optimizer.load_state(load_file(folder / TRAINER))
+        contents.load_optimizer(engine.optimizer, folder / TRAINER)
     engine.step = int(facts["step"]) if optimizer else 0
-
-
-def _load_weights(model: LanguageModel, folder: Path) -> None:
-    """Through transformers, which keeps some architectures in memory under other names than on disk."""
-    from transformers import AutoModelForCausalLM
-
-    trust = model.config.trust_remote_code
-    saved = AutoModelForCausalLM.from_pretrained(folder, dtype=model.network.dtype, trust_remote_code=trust).state_dict()
-    _must_fit(folder, model.network.state_dict(), saved)
-    model.network.load_state_dict(saved)
-
-
-def _load_adapter(network: Any, folder: Path) -> None:
-    from peft import get_peft_model_state_dict, set_peft_model_state_dict
-
-    saved = load_file(folder / ADAPTER)
-    _must_fit(folder, get_peft_model_state_dict(network, save_embedding_layers=False), saved)
-    alpha = network.peft_config["default"].lora_alpha
-    saved_alpha = json.loads((folder / LORA_FILE).read_text())["lora_alpha"]
-    if alpha != saved_alpha:
-        raise CheckpointError(f"{folder}: was made with lora_alpha={saved_alpha}, got {alpha}; set model.lora_alpha to match")
-    set_peft_model_state_dict(network, saved)
-
-
-def _must_fit(folder: Path, own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Before anything is overwritten: names and shapes are the same."""
-    own_shapes, saved_shapes = ({(name, tuple(tensor.shape)) for name, tensor in one.items()} for one in (own, saved))
-    if others := own_shapes ^ saved_shapes:
-        name, shape = min(others)
-        raise CheckpointError(
-            f"{folder}: is of another model ({name} of shape {shape} is in one of them only); use the model it was made from"
-        )
 
 
 def all_steps(folder: Path) -> list[Path]:
     """The checkpoints ``step-NNNNNN`` of a run, oldest first; unchecked."""
     found = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=_step)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def newest(folder: Path) -> Path | None:
@@ -204,15 +180,30 @@ def newest(folder: Path) -> Path | None:
     return None
 
 
-def prune(folder: Path, keep: int | None, saved: int | None = None) -> None:
+def prune(folder: Path, keep: int | None, saved: int | None = None, staying: Cadence | None = None) -> None:
     """Deletes all but the newest ``keep`` checkpoints, and what killed saves left behind.
 
-    Those after step ``saved`` count for nothing: the run passed them over as damaged, and they must not push out good ones.
+    Args:
+        saved: later steps count for nothing: the run passed them over as damaged, and they must not push out good ones.
+        staying: of the older ones, the first after each of its multiples stays all the same.
     """
     for path in [*folder.glob(".*.tmp"), *folder.glob(".*.old")]:
         shutil.rmtree(path, ignore_errors=True)
-    if keep is not None:
-        steps = all_steps(folder)
-        counted = [path for path in steps if saved is None or int(path.name.removeprefix("step-")) <= saved]
-        for path in counted[:-keep]:
+    if keep is None:
+        return
+    counted = [path for path in all_steps(folder) if saved is None or _step(path) <= saved]
+    stays = set(_staying(counted, staying or Cadence()))
+    for path in counted[:-keep]:
+        if path not in stays:
             shutil.rmtree(path)
+
+
+def _staying(steps: list[Path], cadence: Cadence) -> Iterator[Path]:
+    """The first of ``steps`` behind each multiple; one that does not tell how far the run had come is not among them."""
+    last = Progress()
+    for path in steps:
+        with contextlib.suppress(CheckpointError):
+            now = Progress.of(manifest.read(path))
+            if cadence.due(last, now):
+                last = now
+                yield path

@@ -25,6 +25,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 FILES = "model*.safetensors"
+ADAPTER_FILES = "adapter_model*.safetensors"
 
 
 @dataclass(frozen=True)
@@ -81,16 +82,19 @@ def as_integers(tensor: Tensor) -> Array:
     return tensor.reshape(-1).view(torch.uint8).numpy().view(f"u{tensor.element_size()}")
 
 
-def read(folder: Path) -> Weights:
-    """All tensors of a Hugging Face folder, from one file or several.
+def read(folder: Path, names: str = FILES) -> Weights:
+    """All tensors of a Hugging Face folder, from one file or several, called ``names``.
+
+    They are copied: as safetensors gives them they are the file itself, and would change with it after they were hashed.
 
     Raises:
         CheckpointError: there are none, or a file is damaged.
     """
-    files = sorted(folder.glob(FILES))
+    files = sorted(folder.glob(names))
     if not files:
-        raise CheckpointError(f"{folder}: holds no {FILES}; pass a folder of full weights")
-    return Weights.of({name: tensor for file in files for name, tensor in tensors_in(file)})
+        what = "full weights" if names == FILES else "an adapter"
+        raise CheckpointError(f"{folder}: holds no {names}; pass a folder of {what}")
+    return Weights.of({name: tensor.clone() for file in files for name, tensor in tensors_in(file)})
 
 
 def tensors_in(file: Path) -> Iterator[tuple[str, Tensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import select
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
@@ -13,7 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cookbook import __version__
+from cookbook.cli import serving
 from cookbook.errors import CookbookError
+from cookbook.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -38,7 +41,19 @@ LOSS_HELP = """
   cookbook check loss my_file.py:my_loss        one of several
 """
 
-INTERRUPTED = 130  # as shells count: 128 and the signal's number
+EVAL_HELP = """
+A run is evaluated as it was configured, a model as cookbook train is; an override changes either:
+
+\b
+  cookbook eval runs/mine                                  its newest checkpoint; the result goes into its folder
+  cookbook eval runs/mine 'eval.pass_at=[1,8]'             pass@k too, from drawn completions
+  cookbook eval qwen3_0p6b data=gsm8k reward=number        a model of conf/model, a folder or a hub id
+  cookbook eval tiny out=result.json                       the result as a file, every row's completion in it
+"""
+
+# As shells count: 128 and the signal's number.
+INTERRUPTED = 130
+PIPE_BROKEN = 141
 
 app = typer.Typer(
     name="cookbook",
@@ -68,15 +83,7 @@ class Topic(StrEnum):
     searchpath = "searchpath"
 
 
-class Kind(StrEnum):
-    """What ``cookbook list`` lists."""
-
-    all = "all"
-    recipes = "recipes"
-    losses = "losses"
-    models = "models"
-    data = "data"
-    rewards = "rewards"
+KINDS = ("all", "recipes", "losses", "models", "data", "rewards")  # what `cookbook list` lists
 
 
 def _complete_override(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -85,10 +92,20 @@ def _complete_override(ctx: typer.Context, incomplete: str) -> list[str]:
     return complete_override(ctx.params.get("overrides") or [], incomplete, ctx.params.get("config_dir") or [])
 
 
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="OVERRIDE", help="As of cookbook train.", autocompletion=_complete_override),
+]
+
+
 def _complete_loss(incomplete: str) -> list[str]:
     from cookbook.cli import conf_files
 
     return [file.name for file in conf_files.options("loss") if file.name.startswith(incomplete)]
+
+
+def _complete_kind(incomplete: str) -> list[str]:
+    return [kind for kind in KINDS if kind.startswith(incomplete)]
 
 
 def _complete_recipe(incomplete: str) -> list[str]:
@@ -139,9 +156,10 @@ def train(
 
 
 def _train(cfg: DictConfig, overrides: list[str]) -> None:
+    from cookbook.cli import conf_defaults
     from cookbook.session import train
 
-    train(cfg, overrides)
+    train(cfg, overrides, lambda: conf_defaults.composed(cfg.recipe.name))
 
 
 def _dry_run(cfg: DictConfig, overrides: list[str]) -> None:
@@ -197,10 +215,14 @@ def diff(
 
 
 @app.command("list")
-def list_(kind: Annotated[Kind, typer.Argument(help="What to list.")] = Kind.all) -> None:
+def list_(
+    kind: Annotated[str, typer.Argument(help=f"One of {', '.join(KINDS)}.", autocompletion=_complete_kind)] = "all",
+) -> None:
     """List what can be chosen, with where it comes from."""
     from cookbook.cli import listing
 
+    if kind not in KINDS:
+        raise CookbookError(f"list: unknown kind {kind!r}.{did_you_mean(kind, KINDS)} (choices: {', '.join(KINDS)})")
     _import_from_here()
     listing.print_list(kind, table=sys.stdout.isatty())
 
@@ -215,21 +237,41 @@ def sample(
     seed: Annotated[int, typer.Option(help="The same seed draws the same completions.")] = 0,
 ) -> None:
     """Sample completions of a prompt."""
+    from cookbook.cli import sample_target
+
+    found = sample_target.resolve(target)  # before anything slow
     from cookbook import session
 
     _import_from_here()
     for completion in session.sample(
-        target, prompt, max_tokens=max_tokens, temperature=temperature, num_samples=num_samples, seed=seed
+        found, prompt, max_tokens=max_tokens, temperature=temperature, num_samples=num_samples, seed=seed
     ):
         print(completion)
 
 
+@app.command("eval", epilog=EVAL_HELP)
+def eval_(
+    target: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="A run's folder, a checkpoint, or a model.")],
+    overrides: Overrides = None,
+) -> None:
+    """Evaluate a run or a model on held-out rows."""
+    from cookbook.cli import evaluate as evaluating
+
+    _import_from_here()
+    evaluating.run(target, overrides or ())
+
+
+@app.command()
+def compare(runs: Annotated[list[str], typer.Argument(metavar="RUN", help="The folders of two runs or more.")]) -> None:
+    """Show in what runs differ, and how they came out."""
+    from cookbook.cli import compare as comparing
+
+    comparing.run(runs, table=sys.stdout.isatty())
+
+
 @app.command()
 def plan(
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="OVERRIDE", help="As of cookbook train.", autocompletion=_complete_override),
-    ] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Estimate the memory and arithmetic of a step, before any weight is loaded."""
     from cookbook.cli import hydra_bridge as bridge
@@ -241,6 +283,8 @@ def plan(
 
 check = typer.Typer(name="check", help="Examine a loss, a dataset or a configuration, without training.", rich_markup_mode=None)
 app.add_typer(check)
+app.add_typer(serving.weights)
+app.add_typer(serving.deployments)
 
 
 @check.callback(invoke_without_command=True)
@@ -265,10 +309,7 @@ def check_loss(
 
 @check.command("data")
 def check_data(
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="OVERRIDE", help="As of cookbook train.", autocompletion=_complete_override),
-    ] = None,
+    overrides: Overrides = None,
     rows: Annotated[int, typer.Option(min=0, help="Rows shown as tokens.")] = 3,
 ) -> None:
     """Show what of a dataset would be trained, and the rows that cannot be used."""
@@ -281,10 +322,7 @@ def check_data(
 
 @check.command("config")
 def check_config(
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="OVERRIDE", help="As of cookbook train.", autocompletion=_complete_override),
-    ] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Type every key, and say what the run would do."""
     from cookbook.cli import check_config as checking
@@ -310,7 +348,8 @@ def _import_from_here() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """The exit code of one command line: 0 done, 2 the user's input (one line on stderr), 130 interrupted.
+    """The exit code of one command line: 0 done, 2 the user's input (one line on stderr), 130 interrupted, 141 a run whose
+    output nobody reads any more.
 
     A bug raises, so that Python prints its trace and exits with 1.
     """
@@ -319,12 +358,30 @@ def run(arguments: Sequence[str]) -> int:
     except CookbookError as error:
         return _refuse(str(error))
     except typer.TyperException as error:
-        return _refuse(error.format_message())
+        return _refuse(error.format_message().replace("Value error, ", ""))  # pydantic says that, and nothing by it
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of `cookbook ... | head` has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except SystemExit as stop:  # typer's answer to any broken pipe, which need not be the terminal's
+        if not isinstance(stop.__context__, BrokenPipeError):
+            raise
+        if not _reader_has_left():
+            raise stop.__context__ from None
+        return PIPE_BROKEN if arguments[:1] == ["train"] else 0
+
+
+def _reader_has_left() -> bool:
+    """Whether the broken pipe is the standard output, as of ``cookbook ... | head``."""
+    poll = select.poll()
+    poll.register(1, 0)
+    if any(state & select.POLLERR for _, state in poll.poll(0)):
+        _write_nowhere()
+        return True
+    return False
+
+
+def _write_nowhere() -> None:
+    """What is still in Python's buffer goes where it disturbs nobody."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _refuse(message: str) -> int:
@@ -337,8 +394,11 @@ def main() -> None:
     if sys.argv[1:2] == ["train"]:
         gc.disable()  # start-up makes a million objects that stay, and looking through them took a fifth of it
     code = run(sys.argv[1:])
-    if code == INTERRUPTED:  # the trainer's thread may still compute, and would crash in an interpreter that takes itself down
+    try:
         sys.stdout.flush()
+    except BrokenPipeError:
+        _write_nowhere()
+    if code == INTERRUPTED:  # the trainer's thread may still compute, and would crash in an interpreter that takes itself down
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)

@@ -50,8 +50,10 @@ def plan(cfg: DictConfig, typed: Settings) -> list[tuple[str, str]]:
         ("data", f"{_source(typed.data)}, {_rows(rows)}; held out: {_rows(held_out, typed.eval.limit)}"),
         ("loss", f"{typed.loss.name}, {type(typed.loss).__module__}.{type(typed.loss).__qualname__}: {described(typed.loss)}"),
     ]
+    if typed.reward is not None:
+        lines.append(("reward", repr(typed.reward)))
     if kind == "rollouts":
-        lines += [("reward", repr(typed.reward)), ("rollout", _rollout(typed))]
+        lines.append(("rollout", _rollout(typed)))
     if typed.loss.needs_reference:
         lines.append(("reference", "the weights the run starts from; one forward pass more per step"))
     lines += [

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from cookbook import paths
 from cookbook.check.rows import Survey, Trained, lengths, pieces, survey
 from cookbook.cli import tables, token_text
-from cookbook.data import Renderer, load_rows
+from cookbook.data import Refusals, Renderer, load_rows
 from cookbook.engine.model import ModelConfig, context_length, load_tokenizer
 from cookbook.errors import ConfigError, CookbookError
 from cookbook.session import Settings, settings
@@ -65,8 +65,9 @@ def context(config: ModelConfig, tokenizer: Any) -> int | None:
 
 
 def _survey(typed: Settings, kind: str, renderer: Renderer, which: Any, max_tokens: int) -> Survey:
-    rows = load_rows(typed.data, which, typed.seed, typed.eval.limit)
-    return survey(kind, rows, renderer, typed.data, max_tokens)
+    refusals = Refusals(typed.data, collect=True)
+    rows = load_rows(typed.data, which, typed.seed, typed.eval.limit, refusals)
+    return survey(kind, rows, renderer, typed.data, max_tokens, refusals)
 
 
 def _print_counts(split: str, found: Survey, kind: str) -> None:

@@ -14,6 +14,7 @@ from cookbook import paths, typed
 from cookbook.cli import conf_files
 from cookbook.errors import ConfigError
 from cookbook.recipe import NAME
+from cookbook.suggest import did_you_mean
 
 CODE = {"recipe": "recipes", "loss": "losses"}  # kind -> the folder of the user's Python file
 
@@ -41,9 +42,13 @@ def diff(kind: str, name: str, *, colour: bool) -> str:
     Raises:
         ConfigError: there is no such fork.
     """
-    conf = paths.user("conf") / kind / f"{name}.yaml"
+    if kind == "recipe" and not _conf(kind, name).is_file() and _conf("loss", name).is_file():
+        kind = "loss"  # `cookbook diff my_loss` can mean nothing else
+    conf = _conf(kind, name)
     if not conf.is_file():
-        raise ConfigError(f"diff: there is no {paths.shown(conf)} here; cookbook fork writes one")
+        forks = [path.stem for one in CODE for path in _conf(one, "").parent.glob("*.yaml")]
+        hint = did_you_mean(name, forks)
+        raise ConfigError(f"diff: there is no {paths.shown(conf)} here; cookbook fork writes one.{hint}")
     forked = conf_files.FORKED.search(conf.read_text(encoding="utf-8"))
     if forked is None:
         raise ConfigError(f"diff: {paths.shown(conf)} has no line '# forked from NAME', so there is nothing to compare")
@@ -58,6 +63,10 @@ def diff(kind: str, name: str, *, colour: bool) -> str:
     return "".join(f"{_coloured(line) if colour else line}\n" for line in lines)
 
 
+def _conf(kind: str, name: str) -> Path:
+    return paths.user("conf") / kind / f"{name}.yaml"
+
+
 def _copies(kind: str, name: str, new: str) -> dict[Path, str]:
     """The texts of a fork by path, code first."""
     conf = conf_files.find(kind, name)
@@ -69,7 +78,7 @@ def _copies(kind: str, name: str, new: str) -> dict[Path, str]:
         code, text = _loss(conf, new, text)
     return {
         paths.user(CODE[kind]) / f"{new}.py": code,
-        paths.user("conf") / kind / f"{new}.yaml": text,
+        _conf(kind, new): text,
     }
 
 

@@ -37,7 +37,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from cookbook import config, paths  # noqa: F401 - config registers ${cookbook:...}
-from cookbook.cli import messages, shadows
+from cookbook.cli import conf_defaults, messages, shadows
 from cookbook.errors import ConfigError, CookbookError
 
 Job = Callable[[DictConfig, list[str]], None]
@@ -59,6 +59,13 @@ class Request:
     config_dirs: Sequence[Path] = ()
     config_name: str = "train"
     config_file: Path | None = None  # the resolved configuration of an earlier run, instead of config_name
+
+
+@dataclass(frozen=True)
+class Raised:
+    """What a job returns for any other error. Hydra would put a line of its own before the trace."""
+
+    error: Exception
 
 
 @dataclass(frozen=True)
@@ -86,12 +93,16 @@ def run(request: Request, job: Job) -> None:
                 composer.refuse_shared_folder(cfg)
         shadows.note_conf(f"{group}/{option}" for group, option in cfg.hydra.runtime.choices.items())
         shadows.note_recipe(OmegaConf.select(cfg, "recipe.name"))
+        if composer.missing:
+            print(f"{request.config_file} takes defaults for {', '.join(composer.missing)}", file=sys.stderr)
         if multirun:
             _sweep(composer, job)
         else:
             returned = composer.run(cfg, _Task(job))
             if isinstance(returned, Failed):
                 raise CookbookError(returned.message)
+            if isinstance(returned, Raised):
+                raise returned.error
 
 
 def show(request: Request, part: str, *, resolve: bool = False, package: str | None = None) -> str:
@@ -104,7 +115,7 @@ def show(request: Request, part: str, *, resolve: bool = False, package: str | N
         if package is not None and package != "_global_":
             node = OmegaConf.select(node, package)
             if node is None:
-                raise ConfigError(messages.unknown_key(package, composer.known_keys))
+                raise ConfigError(messages.unknown_key(package, composer.keys))
         if not isinstance(node, Container):
             return f"{node}\n"
         header = f"# @package {package}\n" if package else ""
@@ -116,6 +127,15 @@ def info(request: Request, topic: str) -> None:
     with _composer(request) as composer, composer.explained(), _logging_restored():
         mode = RunMode.MULTIRUN if composer.multirun else RunMode.RUN
         composer.hydra.show_info(topic, config_name=composer.name, overrides=composer.overrides, run_mode=mode)
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind ``error``: one that falls into OmegaConf's own clearing up comes out as an error of that."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def complete(request: Request, word: str) -> list[str]:
@@ -140,6 +160,8 @@ class _Composer:
         self.hydra = hydra
         self.overrides = list(request.overrides)
         self.name = request.config_name
+        self.keys = messages.Keys(self.known_keys, "serve" if self.name == "serve" else "train")
+        self.missing: dict[str, Any] = {}  # top-level keys that an earlier run's configuration does not have yet
         self.multirun = request.multirun or "hydra.mode=MULTIRUN" in request.overrides
         if request.config_file is not None:
             self.name = RERUN
@@ -170,7 +192,9 @@ class _Composer:
         except CookbookError:
             raise
         except PROBLEMS as error:
-            raise ConfigError(messages.explain(error, self.known_keys)) from error
+            if _is_interrupt(error):
+                raise KeyboardInterrupt from error
+            raise ConfigError(messages.explain(error, self.keys)) from error
 
     def known_keys(self) -> list[str]:
         """Every key of the configuration that the chosen groups make, without the values that were typed."""
@@ -196,7 +220,7 @@ class _Composer:
         known = self.known_keys() if keys else []
         for key in keys:
             if known and key.partition(".")[0] not in {*known, "hydra"}:
-                raise ConfigError(messages.unknown_key(key, lambda: known))
+                raise ConfigError(messages.unknown_key(key, self.keys))
 
     def _store(self, path: Path) -> None:
         """Makes an earlier run's configuration the top one. A group that is chosen anew replaces the file's."""
@@ -208,7 +232,10 @@ class _Composer:
         groups = {override.key_or_group for override in self._parsed() if self._is_choice(override)}
         if "recipe" in groups:
             raise ConfigError("--config: recipe= chooses the other groups too, and they are settled here; drop one of them")
-        kept = {key: value for key, value in loaded.items() if key not in groups}
+        kept = {str(key): value for key, value in loaded.items() if key not in groups}
+        recipe = OmegaConf.select(OmegaConf.create(loaded), "recipe.name")
+        self.missing = {key: value for key, value in conf_defaults.composed(str(recipe)).items() if key not in {*kept, *groups}}
+        kept |= self.missing
         defaults = ["_self_", *({group: None} for group in sorted(groups))]
         ConfigStore.instance().store(RERUN, {"defaults": defaults, **kept})
 
@@ -251,12 +278,14 @@ def _search_path(config_dirs: Sequence[Path]) -> ConfigSearchPathImpl:
 
 @contextlib.contextmanager
 def _logging_restored() -> Iterator[None]:
-    """Hydra prints its info through the root logger, and leaves its handler there."""
+    """Hydra prints its info through the root logger, and leaves its handler there, which would report a broken pipe."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
+    reports, logging.raiseExceptions = logging.raiseExceptions, False
     try:
         yield
     finally:
+        logging.raiseExceptions = reports
         root.handlers[:] = handlers
         root.setLevel(level)
 
@@ -268,7 +297,7 @@ class _Task:
     job: Job
     in_sweep: bool = False
 
-    def __call__(self, cfg: DictConfig) -> Failed | None:
+    def __call__(self, cfg: DictConfig) -> Failed | Raised | None:
         settings = HydraConfig.get()
         overrides = list(settings.overrides.task)
         name = f"run {settings.job.num + 1}" if self.in_sweep else ""
@@ -280,6 +309,10 @@ class _Task:
             if self.in_sweep:
                 print(f"{name} failed: {error}", file=sys.stderr, flush=True)
             return Failed(str(error))
+        except Exception as error:
+            if self.in_sweep:
+                raise
+            return Raised(error)
         return None
 
 
@@ -301,7 +334,7 @@ def _sweep(composer: _Composer, job: Job) -> None:
     except PROBLEMS as error:
         if not isinstance(error, HydraException | YAMLError) and not messages.is_hydras(error):
             raise  # a recipe's own ValueError is a bug, and keeps its trace
-        raise ConfigError(messages.explain(error, composer.known_keys)) from error
+        raise ConfigError(messages.explain(error, composer.keys)) from error
     finally:
         _tidy(folder)
     returned = [result.return_value for batch in batches for result in batch]

@@ -7,16 +7,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cookbook import paths, recipe
 from cookbook.suggest import did_you_mean, did_you_mean_key
 
-Keys = Callable[[], Sequence[str]]
-"""The keys one could have meant; a function, because finding them takes a composition."""
 
-PRINT_KEYS = "(cookbook train --cfg job prints every key)"
+@dataclass(frozen=True)
+class Keys:
+    """The keys one could have meant; a function, because finding them takes a composition. ``command`` prints them all."""
+
+    find: Callable[[], Sequence[str]]
+    command: str = "train"
+
+    def __call__(self) -> Sequence[str]:
+        return self.find()
 
 
 def explain(error: Exception, keys: Keys) -> str:
@@ -41,7 +48,7 @@ def is_hydras(error: Exception) -> bool:
 
 def unknown_key(key: str, keys: Keys) -> str:
     """The line for a key that nothing reads."""
-    return f"unknown key {key!r}.{did_you_mean_key(key, keys())} {PRINT_KEYS}"
+    return f"unknown key {key!r}.{did_you_mean_key(key, keys())} (cookbook {keys.command} --cfg job prints every key)"
 
 
 def _unknown_key(match: re.Match[str], keys: Keys) -> str:

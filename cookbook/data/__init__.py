@@ -1,7 +1,8 @@
 """Rows in the formats people have, and tokens with weights out of them."""
 
 from cookbook.data.config import Columns, DataConfig
-from cookbook.data.datums import Refusal, RenderedPrompt, RowDatum, conversation_datums, preference_datums, prompts
+from cookbook.data.datums import RenderedPrompt, RowDatum, conversation_datums, preference_datums, prompts
+from cookbook.data.refusals import Refusal, Refusals
 from cookbook.data.render import Rendered, Renderer
 from cookbook.data.rows import Row
 from cookbook.data.source import load_rows
@@ -10,6 +11,7 @@ __all__ = [
     "Columns",
     "DataConfig",
     "Refusal",
+    "Refusals",
     "Rendered",
     "RenderedPrompt",
     "Renderer",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,4 +77,6 @@ class Cells:
                 tools = json.loads(tools)
             except json.JSONDecodeError as error:
                 raise DataError(f'{self.where}: "tools" is broken JSON: {error}; give a list of tool schemas') from None
+        if tools and (not isinstance(tools, Sequence) or isinstance(tools, str)):
+            raise DataError(f'{self.where}: "tools" must be a list of tool schemas, got {type(tools).__name__}')
         return tuple(tools) if tools else None

@@ -46,6 +46,7 @@ class DataConfig:
     max_length: int | None = None
     on_long: Literal["fail", "skip", "truncate"] = "fail"
     on_empty: Literal["fail", "skip"] = "fail"
+    on_bad_row: Literal["fail", "skip"] = "fail"
     train_on: Literal["assistant", "last_assistant", "each_assistant", "all"] = "assistant"
 
     def __post_init__(self) -> None:

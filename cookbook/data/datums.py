@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
+from cookbook.data.answers import with_answer
 from cookbook.data.config import DataConfig
 from cookbook.data.formats import (
     Chat,
@@ -19,13 +20,15 @@ from cookbook.data.formats import (
     question,
     separate_answers,
 )
-from cookbook.data.render import Rendered, Renderer
-from cookbook.data.rows import EmptyRowError, Row
+from cookbook.data.refusals import Refusals
+from cookbook.data.render import BATCH, Rendered, Renderer
+from cookbook.data.rows import Row
 from cookbook.errors import ConfigError, DataError
 from cookbook.types import Datum, ModelInput, datum_from_tokens_weights
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
+Reader = Callable[[Row, DataConfig], Callable[[Row], T]]
+"""From a dataset's first row to what reads each of its rows."""
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -51,7 +54,10 @@ class RowDatum(Datum):
 
 @dataclass(frozen=True, eq=False)
 class RenderedPrompt:
-    """A prompt to sample from: its tokens, the row a reward reads, the text the tokens spell, and what it asks."""
+    """A prompt to sample from: its tokens, the row a reward reads, the text the tokens spell, and what it asks.
+
+    The row is as it was read; with its answer as text, in a column ``answer``, where it has one in another form.
+    """
 
     tokens: list[int]
     row: Row
@@ -59,29 +65,21 @@ class RenderedPrompt:
     question: str
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """A row that cannot be used. ``reason`` begins with its place; ``fatal``: a run stops there, else it leaves the row out."""
-
-    reason: str
-    fatal: bool
-
-
 def conversation_datums(
-    rows: Sequence[Row], renderer: Renderer, config: DataConfig, refused: list[Refusal] | None = None
+    rows: Sequence[Row], renderer: Renderer, config: DataConfig, refusals: Refusals | None = None
 ) -> list[RowDatum]:
     """One datum per row, in the order of the rows; one per answer with ``train_on=each_assistant``.
 
     Each knows ``num_bytes``, the bytes of the text its trained tokens spell.
 
     Args:
-        refused: gets every row that cannot be used, and nothing is raised for it.
+        refusals: gets the rows that are left out. Without it the log tells how many there are.
 
     Raises:
-        DataError: a row that cannot be read or rendered, has nothing to train on, or is too long, as ``on_empty`` and
-            ``on_long`` say; or no row is left.
+        DataError: a row that cannot be read or rendered, has nothing to train on, or is too long, as ``on_bad_row``,
+            ``on_empty`` and ``on_long`` say; or no row is left.
     """
-    sieve = _Sieve(config, renderer, len(rows), refused)
+    sieve = _Sieve(config, renderer, len(rows), refusals)
     examples = [example for _, example in sieve.read(rows, conversation_reader)]
     train_on = config.train_on
     if train_on == "each_assistant":
@@ -96,24 +94,24 @@ def conversation_datums(
 
 
 def preference_datums(
-    rows: Sequence[Row], renderer: Renderer, config: DataConfig, refused: list[Refusal] | None = None
+    rows: Sequence[Row], renderer: Renderer, config: DataConfig, refusals: Refusals | None = None
 ) -> list[RowDatum]:
     """Two datums per row, chosen then rejected; the weights of each are 1 on its answer and 0 on the prompt.
 
     Args:
-        refused: as of :func:`conversation_datums`.
+        refusals: as of :func:`conversation_datums`.
 
     Raises:
         DataError: as :func:`conversation_datums`. A row is left out whole: never half a pair.
     """
-    sieve = _Sieve(config, renderer, len(rows), refused)
+    sieve = _Sieve(config, renderer, len(rows), refusals)
     pairs = sieve.read(rows, preference_reader)
     rendered = iter(sieve.render([side for _, pair in pairs for side in (pair.chosen, pair.rejected)]))
     datums = []
     for row, pair in pairs:
         chosen, rejected = next(rendered), next(rendered)
-        fit_chosen = sieve.fit(chosen, f"{row.where}: chosen")
-        fit_rejected = fit_chosen and sieve.fit(rejected, f"{row.where}: rejected")
+        fit_chosen = sieve.fit(chosen, row.where, "chosen")
+        fit_rejected = fit_chosen and sieve.fit(rejected, row.where, "rejected")
         if fit_chosen and fit_rejected:
             datums += [_datum(side, row.where, question(pair.chosen)) for side in (fit_chosen, fit_rejected)]
     return sieve.kept(datums)
@@ -124,28 +122,28 @@ def prompts(
     renderer: Renderer,
     config: DataConfig,
     max_tokens: int = 0,
-    refused: list[Refusal] | None = None,
+    refusals: Refusals | None = None,
 ) -> list[RenderedPrompt]:
     """One prompt per row, in the order of the rows.
 
     Args:
         max_tokens: of the completions, which have to fit behind the prompt.
-        refused: as of :func:`conversation_datums`.
+        refusals: as of :func:`conversation_datums`.
 
     Raises:
         DataError: as :func:`conversation_datums`. A prompt is never cut: ``on_long=truncate`` fails as ``fail`` does.
     """
-    sieve = _Sieve(config, renderer, len(rows), refused)
+    sieve = _Sieve(config, renderer, len(rows), refusals)
     examples = sieve.read(rows, prompt_reader)
     found = []
     for (row, example), rendered in zip(examples, sieve.prompts([example for _, example in examples]), strict=True):
         if rendered is not None and sieve.leaves_room(rendered[0], max_tokens, row.where):
             tokens, text = rendered
-            found.append(RenderedPrompt(tokens, row, text, question(example)))
+            found.append(RenderedPrompt(tokens, with_answer(row, config), text, question(example)))
     return sieve.kept(found)
 
 
-_READERS: Mapping[str, Callable[[Row, DataConfig], Callable[[Row], Any]]] = {
+_READERS: Mapping[str, Reader[Any]] = {
     "conversations": conversation_reader,
     "preferences": preference_reader,
     "rollouts": prompt_reader,
@@ -159,7 +157,19 @@ def check_columns(kind: str, rows: Sequence[Row], config: DataConfig) -> None:
         DataError: they have not.
     """
     if rows:
-        _READERS[kind](rows[0], config)
+        _reading(rows, _READERS[kind], config, Refusals(config))
+
+
+def _reading(rows: Sequence[Row], reader: Reader[T], config: DataConfig, refusals: Refusals) -> Callable[[Row], T]:
+    """What the first row says about how to read them all; the first that says it, where bad rows are left out.
+
+    Raises:
+        DataError: what is wrong with the first row.
+    """
+    for row in rows if refusals.skips_bad_rows else rows[:1]:
+        with contextlib.suppress(DataError):
+            return reader(row, config)
+    return reader(rows[0], config)
 
 
 def _parts(example: Example) -> Sequence[Example]:
@@ -181,12 +191,9 @@ def _trained_tokens(datum: Datum) -> list[int]:
 
 
 class _Sieve:
-    """Applies ``on_empty`` and ``on_long``, and says at the end what they left out.
+    """Parts the rows that can be trained from those that cannot."""
 
-    With a list ``refused`` nothing is raised for a row: it takes them all, also those that cannot be read or rendered.
-    """
-
-    def __init__(self, config: DataConfig, renderer: Renderer, num_rows: int, refused: list[Refusal] | None = None) -> None:
+    def __init__(self, config: DataConfig, renderer: Renderer, num_rows: int, refusals: Refusals | None = None) -> None:
         context = renderer.max_length
         if config.max_length is not None and context is not None and config.max_length > context:
             raise ConfigError(f"data.max_length={config.max_length} is above the model's context of {context} tokens; lower it")
@@ -194,96 +201,89 @@ class _Sieve:
         self.renderer = renderer
         self.max_length = config.max_length or context
         self.num_rows = num_rows
-        self.collects = refused is not None
-        self.refused: list[Refusal] = [] if refused is None else refused
+        self.tells = refusals is None
+        self.refusals = Refusals(config) if refusals is None else refusals
+        self.since = len(self.refusals.found)
 
-    def read(self, rows: Sequence[Row], reader: Callable[[Row, DataConfig], Callable[[Row], T]]) -> list[tuple[Row, T]]:
+    def read(self, rows: Sequence[Row], reader: Reader[T]) -> list[tuple[Row, T]]:
         """The rows that are not empty, each with what ``reader`` makes of it."""
         if not rows:
             return []
-        read = reader(rows[0], self.config)
+        read = _reading(rows, reader, self.config, self.refusals)
         found = []
         for row in rows:
             try:
                 found.append((row, read(row)))
-            except EmptyRowError as error:
-                self._leave_out(self.config.on_empty, str(error))
             except DataError as error:
-                self._refuse(error)
+                self.refusals.add_error(row.where, error)
         return found
 
-    def render(self, examples: Sequence[Example], train_on: str = "assistant") -> Sequence[Rendered | None]:
+    def render(self, examples: Sequence[Example], train_on: str = "assistant") -> list[Rendered | None]:
         """Each example with weights; None where it cannot be shown."""
         return self._each(examples, lambda some: self.renderer.render(some, train_on))
 
-    def prompts(self, examples: Sequence[Example]) -> Sequence[tuple[list[int], str] | None]:
+    def prompts(self, examples: Sequence[Example]) -> list[tuple[list[int], str] | None]:
         """Each example's prompt, as tokens and text; None where it cannot be shown."""
         return self._each(examples, self.renderer.prompts)
 
-    def fit(self, rendered: Rendered | None, where: str) -> Rendered | None:
-        """``rendered``, cut if that is asked for; None when it is left out."""
+    def fit(self, rendered: Rendered | None, where: str, side: str = "") -> Rendered | None:
+        """``rendered``, cut if that is asked for; None when it is left out. ``side`` of a pair it is."""
         if rendered is None:
             return None
+        place = f"{where}: {side}" if side else where
         length, limit = len(rendered.tokens), self.max_length
         cut = limit is not None and length > limit
         if cut and self.config.on_long != "truncate":
             remedy = "shorten it, raise data.max_length if the model allows, or set data.on_long=skip or truncate"
-            self._leave_out(self.config.on_long, f"{where}: {length} tokens, and {limit} fit; {remedy}")
+            self.refusals.add(where, "on_long", f"{place}: {length} tokens, and {limit} fit; {remedy}")
             return None
         if cut:
             rendered = Rendered(rendered.tokens[:limit], rendered.weights[:limit])
         if np.any(rendered.weights[1:]):  # nothing predicts the first token
             return rendered
         reason = f"nothing to train on in the first {limit} tokens" if cut else "nothing to train on, all weights are 0"
-        self._leave_out(self.config.on_empty, f"{where}: {reason}; remove the row or set data.on_empty=skip")
+        self.refusals.add(where, "on_empty", f"{place}: {reason}; remove the row or set data.on_empty=skip")
         return None
 
     def leaves_room(self, tokens: list[int], max_tokens: int, where: str) -> bool:
         """Whether prompt and completion fit; False when the prompt is left out."""
         if self.max_length is None or len(tokens) + max_tokens <= self.max_length:
             return True
-        self._leave_out(
-            self.config.on_long,
+        self.refusals.add(
+            where,
+            "on_long",
             f"{where}: a prompt of {len(tokens)} tokens and a completion of up to {max_tokens} do not fit in "
             f"{self.max_length}; lower rollout.max_tokens, shorten the prompt, or set data.on_long=skip",
         )
         return False
 
     def kept(self, items: list[T]) -> list[T]:
-        """``items``, with a line in the log about the rows left out.
+        """``items``, all of them.
 
         Raises:
-            DataError: none is left.
+            DataError: there are none, because every row was left out.
         """
-        if self.refused and not self.collects:
-            count, first = len(self.refused), self.refused[0].reason
-            if not items:
-                raise DataError(f"data: all {self.num_rows} rows were left out; the first: {first}")
-            log.warning("data: left out %d of %d rows; the first: %s", count, self.num_rows, first)
+        self.refusals.check_left(self.since, self.num_rows, len(items))
+        if self.tells:
+            self.refusals.warn(self.num_rows)
         return items
 
-    def _each(self, examples: Sequence[Example], render: Callable[[Sequence[Example]], list[T]]) -> Sequence[T | None]:
-        """All at once; one by one, to find those that cannot be shown, when that fails."""
-        try:
-            return render(examples)
-        except DataError:
-            if not self.collects:
-                raise
+    def _each(self, examples: Sequence[Example], render: Callable[[Sequence[Example]], list[T]]) -> list[T | None]:
+        """A batch at a time; one by one, to find those that cannot be shown, where that fails."""
         found: list[T | None] = []
-        for example in examples:
+        for start in range(0, len(examples), BATCH):
+            batch = examples[start : start + BATCH]
             try:
-                found += render([example])
-            except DataError as error:
-                self._refuse(error)
-                found.append(None)
+                found += render(batch)
+            except DataError:
+                if not self.refusals.skips_bad_rows:
+                    raise
+                found += (self._one(example, render) for example in batch)
         return found
 
-    def _refuse(self, error: DataError) -> None:
-        if not self.collects:
-            raise error
-        self.refused.append(Refusal(str(error), fatal=True))
-
-    def _leave_out(self, policy: str, reason: str) -> None:
-        if policy != "skip" and not self.collects:
-            raise DataError(reason)
-        self.refused.append(Refusal(reason, fatal=policy != "skip"))
+    def _one(self, example: Example, render: Callable[[Sequence[Example]], list[T]]) -> T | None:
+        try:
+            return render([example])[0]
+        except DataError as error:
+            self.refusals.add_error(example.where, error)
+            return None

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from cookbook.data.refusals import Refusals
 from cookbook.data.rows import Row
 from cookbook.errors import DataError
 from cookbook.suggest import did_you_mean
@@ -28,31 +29,38 @@ def existing(path: str, key: str) -> Path:
     raise DataError(f"{key}: {path} does not exist; give a file or folder.{did_you_mean(found.name, siblings)}")
 
 
-def read_json_lines(path: Path) -> Iterator[Row]:
+def read_json_lines(path: Path, refusals: Refusals) -> Iterator[Row]:
     """One JSON object per line. Lines of white space alone hold no row.
 
     Raises:
-        DataError: ``file:line`` of what is not UTF-8, not JSON, or not an object.
+        DataError: ``file:line`` of what is not UTF-8, not JSON, or not an object, where ``refusals`` does not take it.
     """
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             where = f"{path}:{number}"
-            if text := _utf8(line, where).strip():
-                yield Row(where, _object(_parse(text, where), where))
+            try:
+                if text := _utf8(line, where).strip():
+                    yield Row(where, _object(_parse(text, where), where))
+            except DataError as error:
+                refusals.add_error(where, error)
 
 
-def read_json(path: Path) -> Iterator[Row]:
+def read_json(path: Path, refusals: Refusals) -> Iterator[Row]:
     """A file that is one JSON array of objects, or JSON lines under another name.
 
     Raises:
-        DataError: where it is neither.
+        DataError: where it is neither; of an element that is no object, as :func:`read_json_lines`.
     """
     text = _utf8(path.read_bytes(), str(path))
     if not text.lstrip().startswith("["):
-        yield from read_json_lines(path)
+        yield from read_json_lines(path, refusals)
         return
     for index, value in enumerate(_parse(text, str(path), many_lines=True)):
-        yield Row(f"{path}[{index}]", _object(value, f"{path}[{index}]"))
+        where = f"{path}[{index}]"
+        try:
+            yield Row(where, _object(value, where))
+        except DataError as error:
+            refusals.add_error(where, error)
 
 
 def _utf8(raw: bytes, where: str) -> str:
@@ -70,6 +78,8 @@ def _parse(text: str, where: str, many_lines: bool = False) -> Any:
         raise DataError(f"{place}: broken JSON at column {error.colno}: {error.msg}; mend or remove the line") from None
     except _DuplicateKeyError as error:
         raise DataError(f"{where}: the key {error} is given twice in one object; keep one of them") from None
+    except (ValueError, RecursionError) as error:  # a number of more digits than Python reads, brackets without end
+        raise DataError(f"{where}: cannot be read: {str(error).partition(';')[0]}; mend or remove the line") from None
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import os
-import socket
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
+from cookbook import hub
 from cookbook.data.rows import Row
 from cookbook.errors import DataError
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
-
-CONNECT_TIMEOUT_S = 5.0
 
 
 def read_table(path: Path, limit: int | None) -> Iterator[Row]:
@@ -57,9 +53,8 @@ def read_hub(name: str, subset: str | None, split: str, streaming: bool, limit: 
         DataError: the hub cannot be reached, or has no such dataset, subset or split.
     """
     from datasets import load_dataset
-    from huggingface_hub import constants
 
-    if not constants.HF_HUB_OFFLINE and not _reachable(constants.ENDPOINT):
+    if not os.environ.get("HF_DATASETS_OFFLINE") and not hub.answers():
         raise DataError(
             f"data.name: the hub cannot be reached for {name}; pass data.path=<file or folder with the data>, "
             "or set HF_HUB_OFFLINE=1 if it was downloaded before"
@@ -95,16 +90,3 @@ def _advice(error: Exception) -> str:
     if isinstance(error, ConnectionError):
         return "pass data.path=<file or folder with the data>"
     return "check data.name or data.path, data.subset and data.split"
-
-
-def _reachable(endpoint: str) -> bool:
-    """Whether a connection opens. The hub's own client would retry for half a minute and print each attempt."""
-    if urllib.request.getproxies() or os.environ.get("HF_DATASETS_OFFLINE"):
-        return True  # a proxy answers in the hub's place; offline mode never connects
-    url = urlsplit(endpoint)
-    port = url.port or (80 if url.scheme == "http" else 443)
-    try:
-        socket.create_connection((url.hostname or "", port), timeout=CONNECT_TIMEOUT_S).close()
-    except OSError:
-        return False
-    return True

@@ -65,7 +65,7 @@ def _message(item: Any, place: str) -> Message:
 
 def _from_sharegpt(values: dict[str, Any], place: str) -> dict[str, Any]:
     speaker = values.pop("from")
-    if speaker not in SHAREGPT_ROLES:
+    if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
         raise DataError(f'{place} is "from" {speaker!r}; expected one of {", ".join(SHAREGPT_ROLES)}')
     return {"role": SHAREGPT_ROLES[speaker], "content": values.pop("value"), **values}
 

@@ -100,26 +100,26 @@ class Renderer:
         stops = [] if self.tokenizer.eos_token_id is None else [int(self.tokenizer.eos_token_id)]
         if self.tokenizer.chat_template:
             special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
-            closing = self._encode([self._template.end_of_turn])[0]
+            closing = self._encode([self._template.end_of_turn], [""])[0]
             closing = list(takewhile(special.__contains__, dropwhile(lambda token: token not in special, closing)))
             stops += closing[:1] if not set(stops) & set(closing) else []
         return tuple(stops)
 
     def _plain_prompts(self, examples: list[Plain]) -> list[tuple[list[int], str]]:
-        encoded = self._encode([example.prompt for example in examples])
+        encoded = self._encode([example.prompt for example in examples], _places(examples))
         return [(self._opening + tokens, example.prompt) for example, tokens in zip(examples, encoded, strict=True)]
 
     def _chat_prompts(self, chats: list[Chat]) -> list[tuple[list[int], str]]:
         texts = [self._template.prompt(chat) for chat in chats]
-        return list(zip(self._encode(texts), texts, strict=True))
+        return list(zip(self._encode(texts, _places(chats)), texts, strict=True))
 
     def _render_plain(self, examples: list[Plain], train_on: str) -> list[Rendered]:
         """Prompt and response are tokenized apart, so that training sees the very prompt that sampling sees."""
         eos = self.tokenizer.eos_token_id
         if eos is None:
             raise DataError("model.name: the tokenizer has no end-of-text token, so a text could not end; give it one")
-        prompts = self._encode([example.prompt for example in examples])
-        responses = self._encode([example.response for example in examples])
+        prompts = self._encode([example.prompt for example in examples], _places(examples))
+        responses = self._encode([example.response for example in examples], _places(examples))
         rendered = []
         for prompt, response in zip(prompts, responses, strict=True):
             before = self._opening + prompt
@@ -132,13 +132,7 @@ class Renderer:
 
     def _render_chats(self, chats: list[Chat], train_on: str) -> list[Rendered]:
         shown = [self._template.conversation(chat, train_on) for chat in chats]
-        encoded = self.tokenizer(
-            [text for text, _ in shown],
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-            verbose=False,
-        )
+        encoded = self._tokenized([text for text, _ in shown], _places(chats), return_offsets_mapping=True)
         rendered = []
         for (_, spans), tokens, offsets in zip(shown, encoded["input_ids"], encoded["offset_mapping"], strict=True):
             weights = np.full(len(tokens), 1.0 if train_on == "all" else 0.0, dtype=np.float32)
@@ -171,9 +165,31 @@ class Renderer:
         tokens = list(self.tokenizer("")["input_ids"])
         return tokens[:-1] if tokens[-1:] == [self.tokenizer.eos_token_id] else tokens
 
-    def _encode(self, texts: list[str]) -> list[list[int]]:
-        encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        return list(encoded["input_ids"])
+    def _encode(self, texts: list[str], places: Sequence[str]) -> list[list[int]]:
+        return list(self._tokenized(texts, places)["input_ids"])
+
+    def _tokenized(self, texts: list[str], places: Sequence[str], **more: bool) -> Any:
+        """Raises DataError, naming the place of a text that is none: JSON can spell halves of characters."""
+        try:
+            return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False, **more)
+        except TypeError:
+            for text, place in zip(texts, places, strict=True):
+                if not _is_unicode(text):
+                    message = "holds half of a surrogate pair (\\ud800 to \\udfff), which is no character; mend or remove it"
+                    raise DataError(f"{place}: {message}") from None
+            raise
+
+
+def _places(examples: Sequence[Example]) -> list[str]:
+    return [example.where for example in examples]
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _tokens_of(start: int, end: int, offsets: list[tuple[int, int]]) -> tuple[int, int]:

@@ -1,1 +1,1 @@
-"""Where samples come from: ``embedded`` where the trainer is, in this process or on its server."""
+"""Where samples come from: ``embedded`` where the trainer is, ``vllm`` from servers of their own."""

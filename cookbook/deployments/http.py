@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from cookbook.errors import RolloutError
+from cookbook.errors import RolloutError, SamplerUnavailableError
 
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
 BUSY = frozenset({429, 503})
@@ -30,7 +30,7 @@ class RequestRefusedError(RolloutError):
         self.status = status
 
 
-class ServerUnavailableError(RolloutError):
+class ServerUnavailableError(SamplerUnavailableError):
     """It does not answer, is busy or fails, after all retries. ``status`` is HTTP's, None without an answer."""
 
     def __init__(self, message: str, status: int | None, retry_after_s: float | None = None) -> None:
@@ -80,8 +80,10 @@ class Client:
                 time.sleep(_wait_s(attempt, error.retry_after_s))
         raise AssertionError("unreachable")
 
-    def once(self, path: str, body: Any = None, *, method: str = "POST", timeout_s: float | None = None) -> Any:
-        """As :meth:`call`, without retries."""
+    def once(
+        self, path: str, body: Any = None, *, method: str = "POST", timeout_s: float | None = None, text: bool = False
+    ) -> Any:
+        """As :meth:`call`, without retries. ``text``: what comes back is none of JSON, and nobody reads it."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"content-type": "application/json"}, method=method)
         try:
@@ -93,7 +95,7 @@ class Client:
             reason = getattr(error, "reason", None) or str(error) or type(error).__name__
             raise ServerUnavailableError(f"{self.url}{path}: no answer ({reason}); is the server running?", None) from None
         try:
-            return json.loads(content) if content else None
+            return json.loads(content) if content and not text else None
         except ValueError:
             raise ServerUnavailableError(f"{self.url}{path}: answers with something other than JSON", None) from None
 

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
+import queue
+import threading
+import weakref
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
-from cookbook.deployments.http import Client, ServerUnavailableError
+from cookbook.checkpoints import chain
+from cookbook.deployments.http import Client, RequestRefusedError, ServerUnavailableError
 from cookbook.deployments.limit import AdaptiveLimit
-from cookbook.errors import RolloutError
+from cookbook.errors import RolloutError, SampleRefusedError
 from cookbook.futures import Future
 from cookbook.types import Sample, SampleResponse, SamplingParams, as_model_input, as_sampling
 
 T = TypeVar("T")
 GENERATE = "/inference/v1/generate"
 START_REQUESTS = 16
+OF_THE_REQUEST = frozenset({400, 413, 422})  # statuses that blame what was asked, and not who asked, or where
 
 
 class Replica:
@@ -27,18 +34,38 @@ class Replica:
         self.limit = AdaptiveLimit(START_REQUESTS, max_requests)
 
     def generate(self, body: Mapping[str, Any]) -> Any:
-        """Raises RolloutError for a request that is refused, or a server that does not answer."""
+        """The server's answer.
+
+        Raises:
+            SampleRefusedError: it takes others, but not this request.
+            ServerUnavailableError: it does not answer.
+            RolloutError: it takes no requests of this kind, or from here.
+        """
         with self.limit.slot() as busy:
-            return self.client.call(GENERATE, body, busy=busy)
+            try:
+                return self.client.call(GENERATE, body, busy=busy)
+            except RequestRefusedError as error:
+                if error.status in OF_THE_REQUEST:
+                    raise SampleRefusedError(str(error)) from None
+                raise
+
+
+Job = Callable[[], None]
 
 
 class Pool:
-    """Answers requests on threads, replica by replica in turn."""
+    """Answers requests on threads, replica by replica in turn.
+
+    They are daemons: a run that ends because its servers are silent must not wait for them once more.
+    """
 
     def __init__(self, replicas: list[Replica], max_requests: int) -> None:
         self.replicas = replicas
         self._turn = itertools.count()
-        self._threads = ThreadPoolExecutor(max_requests * len(replicas), thread_name_prefix="sample")
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._threads = 0
+        self._most_threads = max_requests * len(replicas)
+        weakref.finalize(self, self._jobs.put, None)
 
     @property
     def max_length(self) -> int:
@@ -55,21 +82,54 @@ class Pool:
             except BaseException as error:  # noqa: BLE001 - it is raised again where the future is read
                 future.set_exception(error)
 
-        self._threads.submit(work)
+        self._jobs.put(work)
+        if self._threads < self._most_threads:
+            self._threads += 1
+            threading.Thread(target=_work, args=(self._jobs,), name="sample", daemon=True).start()
         return future
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Drops what waits. What is under way comes to nothing."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._jobs.get_nowait()
+        self._jobs.put(None)
+
+
+def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # and with it the request's future, while the next one is waited for
+    jobs.put(None)  # for the other threads
 
 
 class DeploymentSampler:
-    """Samples from what was loaded into the servers as ``version``; an answer of any other version is an error."""
+    """Samples from what was loaded into the servers as ``version``; an answer of any other version is an error.
 
-    def __init__(self, pool: Pool, step: int, version: str, seed: int = 0) -> None:
+    Args:
+        adapter: the name of one, which lies on those weights.
+        checkpoint: the folder that was loaded.
+        before: called before every request, to have these weights served.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        step: int,
+        version: str,
+        seed: int = 0,
+        *,
+        adapter: str | None = None,
+        checkpoint: Path | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> None:
         self.step = step
+        self.adapter = adapter
+        self.checkpoint = checkpoint
         self._pool = pool
         self._version = version
         self._seed = seed
+        self._before = before
         self._unseeded = itertools.count(1)
 
     def sample(
@@ -87,22 +147,35 @@ class DeploymentSampler:
         if seed is None:
             seed = (self._seed * 1_000_003 + self.step) * 1_000_003 + next(self._unseeded)
         asked = {**_asked(params, self._room(tokens, params)), "n": num_samples, "seed": seed % (1 << 63)}
-        return self._pool.submit(
-            {"token_ids": tokens, "sampling_params": asked}, lambda answer: self._read(answer, num_samples)
-        )
+        return self._submit(tokens, asked, lambda answer: self._read(answer, num_samples))
 
     def compute_logprobs(self, prompt: Any) -> Future[list[float | None]]:
         """The logprob of every token given those before it, at temperature 1; the first is None."""
         tokens = as_model_input(prompt).to_ints()
         params = {**_asked(SamplingParams(), self._room(tokens, SamplingParams(max_tokens=1))), "max_tokens": 1}
-        body = {"token_ids": tokens, "sampling_params": {**params, "prompt_logprobs": 0}}
 
         def read(answer: Any) -> list[float | None]:
             self._read(answer, 1)
             found = answer["prompt_logprobs"]
             return [None, *(row[str(token)]["logprob"] for token, row in zip(tokens[1:], found[1:], strict=True))]
 
-        return self._pool.submit(body, read)
+        return self._submit(tokens, {**params, "prompt_logprobs": 0}, read)
+
+    def saving(self) -> Callable[[Path], object]:
+        """As :class:`~cookbook.protocols.LaggingSampler` has it."""
+        if self.checkpoint is None:
+            raise RolloutError("sample: the weights of this sampler were never written to the disk; sync again")
+        return functools.partial(self._export, self.checkpoint)
+
+    def _export(self, checkpoint: Path, folder: Path) -> None:
+        """A method, so that whoever is to call it keeps the sampler, and that its checkpoint."""
+        chain.export(checkpoint, folder)
+
+    def _submit(self, tokens: list[int], asked: Mapping[str, Any], read: Callable[[Any], T]) -> Future[T]:
+        if self._before is not None:
+            self._before()
+        model = {"model": self.adapter} if self.adapter is not None else {}
+        return self._pool.submit({**model, "token_ids": tokens, "sampling_params": asked}, read)
 
     def _room(self, tokens: list[int], params: SamplingParams) -> int:
         """Tokens that the completion may have."""
@@ -118,6 +191,8 @@ class DeploymentSampler:
         return params.max_tokens or room
 
     def _read(self, answer: Any, num_samples: int) -> SampleResponse:
+        if self.adapter is not None and answer.get("model") != self.adapter:
+            raise RolloutError(f"sample: asked for adapter {self.adapter}, the server has sampled from {answer.get('model')}")
         try:
             choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
             samples = [self._sample(choice) for choice in choices]
@@ -136,7 +211,7 @@ class DeploymentSampler:
                 "sync again, and let nobody else load weights"
             )
         if (reason := choice["finish_reason"]) not in ("stop", "length"):
-            raise RolloutError(f"sample: the server has given up a completion ({reason}); look at its log")
+            raise ServerUnavailableError(f"sample: the server has given up a completion ({reason}); look at its log", None)
         content = choice["logprobs"]["content"]
         tokens, logprobs = list(map(int, choice["token_ids"])), [float(one["logprob"]) for one in content]
         if not tokens or [one["token_id"] for one in content] != tokens:

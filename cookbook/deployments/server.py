@@ -20,11 +20,16 @@ from cookbook.errors import ConfigError, RolloutError
 MODEL = "policy"  # the name it serves the model under
 PROGRESS_S, POLL_S, END_S = 10.0, 0.5, 15.0
 TAIL_BYTES, LINE = 1 << 16, 300
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM makes room for
 
 
 @dataclass(frozen=True)
 class Options:
-    """What tells one server from another. ``kv_cache_bytes`` of memory for keys and values; ``args`` go to vLLM as they are."""
+    """What tells one server from another.
+
+    ``kv_cache_bytes`` of memory for keys and values; ``lora_rank`` of the adapters it takes, 0 for none; ``args`` go to vLLM as
+    they are.
+    """
 
     python: str
     model: str
@@ -32,6 +37,7 @@ class Options:
     max_length: int
     kv_cache_bytes: int
     threads: int
+    lora_rank: int
     args: tuple[str, ...]
 
 
@@ -47,8 +53,19 @@ def command(options: Options, port: int) -> list[str]:
         *("--enforce-eager", "--enable-scale-out", "--generation-config", "vllm"),
         *("--logprobs-mode", "processed_logprobs"),  # those of the distribution that was sampled from
         *("--worker-extension-cls", vllm_worker.NAME),
+        *_lora(options.lora_rank),
         *options.args,
     ]
+
+
+def _lora(rank: int) -> list[str]:
+    """Two adapters may answer at once: those that samples under way began with, and the newest."""
+    if rank == 0:
+        return []
+    room = next((size for size in LORA_RANKS if size >= rank), None)
+    if room is None:
+        raise ConfigError(f"model.lora_rank: vLLM takes adapters of rank {LORA_RANKS[-1]} at most, got {rank}; lower it")
+    return ["--enable-lora", "--max-lora-rank", str(room), "--max-loras", "2", "--max-cpu-loras", "4"]
 
 
 def environment(options: Options, packages: Path) -> Mapping[str, str]:
@@ -60,6 +77,7 @@ def environment(options: Options, packages: Path) -> Mapping[str, str]:
     own = {
         "PYTHONPATH": str(packages),
         "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause it and load weights
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or it takes the cores that others use
         "OMP_NUM_THREADS": str(options.threads),

@@ -6,32 +6,31 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import numpy as np
 
 from cookbook.backends.local import LocalTrainer
-from cookbook.checkpoints import manifest
 from cookbook.checkpoints.chain import SamplerCheckpoints
-from cookbook.deployments import holder, server
+from cookbook.deployments import control, server
+from cookbook.deployments.adapters import AdapterServers
 from cookbook.deployments.http import Client
 from cookbook.deployments.manager import DeploymentManager
-from cookbook.deployments.sampler import DeploymentSampler, Pool, Replica
+from cookbook.deployments.sampler import Pool, Replica
+from cookbook.deployments.servers import Servers
+from cookbook.engine.model import ModelConfig, resolved
 from cookbook.errors import ConfigError, RolloutError
 from cookbook.futures import Future, done
 from cookbook.protocols import Sampler, TrainingClient
 from cookbook.types import Datum, ModelInput
 from cookbook.weight_sync import ChainSyncer
-from cookbook.weight_sync import Replica as Report
 
 log = logging.getLogger("cookbook")
 
-RPC = "/collective_rpc"
-POLL_S = 0.02
 CHECKED_TOKENS = 24
+TOLERANCES = {"float32": 1e-3, "bfloat16": 0.3}  # bfloat16 has 8 bits: two programs differ by 0.2 of a logprob now and then
 PRIVATE = "run-"  # how names begin that are of one run only
 
 
@@ -59,7 +58,7 @@ class VllmConfig:
     on_exit: str = "delete"
     deltas: int = 50
     keep_chains: int = 1
-    logprob_tolerance: float | None = 1e-3
+    logprob_tolerance: float | Literal["auto"] | None = "auto"
 
     def __post_init__(self) -> None:
         if self.on_exit not in ("delete", "keep"):
@@ -69,6 +68,8 @@ class VllmConfig:
         for key in ("replicas", "threads", "max_requests", "keep_chains"):
             if (value := getattr(self, key)) < 1:
                 raise ConfigError(f"deployment.{key} must be at least 1, got {value}")
+        if self.dtype not in (None, *TOLERANCES):
+            raise ConfigError(f"deployment.dtype: expected {' or '.join(TOLERANCES)}, got {self.dtype!r}")
         if self.retries < 0 or self.deltas < 0:
             raise ConfigError("deployment: retries and deltas must be at least 0")
         if self.url is not None and self.replicas != 1:
@@ -83,24 +84,31 @@ class VllmConfig:
         """
         if not isinstance(trainer, LocalTrainer):
             raise ConfigError("deployment=vllm needs backend=local: it serves checkpoints that a local trainer writes")
-        if trainer.engine.model.is_lora:
-            raise ConfigError("deployment=vllm serves full weights; set model.lora_rank=0, or use deployment=embedded")
-        if not live:
-            raise ConfigError("deployment=vllm holds one version of the weights; set weight_sync.every=1")
+        if (dtype := self.options(trainer).dtype) not in TOLERANCES:
+            raise ConfigError(f"deployment.dtype: vLLM serves {' or '.join(TOLERANCES)}, and the model is in {dtype}; set one")
         if self.dtype is not None:
             trainer.sampler_checkpoints = SamplerCheckpoints(self.dtype)
-        return VllmDeployment(self, trainer)
+        return VllmDeployment(self, trainer, live=live)
 
     def options(self, trainer: LocalTrainer) -> server.Options:
-        model = trainer.engine.model.config
+        config = trainer.engine.model.config
+        return self.options_for(config, trainer.max_length, _base_name(trainer))
+
+    def options_for(self, model: ModelConfig, max_length: int, base: str | None = None) -> server.Options:
+        """What a server of ``model`` is started with. ``base``: the name of what its adapter lies on, where that is another.
+
+        ``max_length``: the model's own, tokens.
+        """
+        name = base or model.name
         return server.Options(
             # Not resolved: the link is what makes it the environment's Python.
             python=str(Path(self.python).absolute()),
-            model=str(Path(model.name).absolute()) if Path(model.name).exists() else model.name,
+            model=resolved(name),
             dtype=self.dtype or model.dtype,
-            max_length=self.max_length or trainer.max_length,
+            max_length=self.max_length or max_length,
             kv_cache_bytes=int(self.kv_cache_gb * (1 << 30)),
             threads=self.threads,
+            lora_rank=model.lora_rank,
             args=tuple(self.args),
         )
 
@@ -108,28 +116,42 @@ class VllmConfig:
 class VllmDeployment:
     """A :class:`~cookbook.protocols.Deployment` on vLLM servers, its own or one that runs already."""
 
-    def __init__(self, config: VllmConfig, trainer: LocalTrainer) -> None:
+    def __init__(self, config: VllmConfig, trainer: LocalTrainer, *, live: bool) -> None:
         self._config = config
         self._trainer = trainer
         self._end = contextlib.ExitStack()
         try:
-            clients = self._clients()
-            self.servers = Servers(clients, config, trainer.seed)
+            self.servers = self._servers(live)
             self._end.callback(self.servers.close)
         except BaseException:
             self._end.close()
             raise
-        self.syncer = ChainSyncer(trainer, self.servers, deltas=config.deltas, keep=config.keep_chains)
+        deltas = 0 if trainer.engine.model.is_lora else config.deltas  # an adapter stands alone
+        self.syncer = ChainSyncer(trainer, self.servers, deltas=deltas, keep=config.keep_chains)
 
     def load(self, step: int) -> Future[Sampler]:
         """The weights are there when this returns, and a few logprobs have been compared with the trainer's."""
         sampler = self.syncer.sync(step)
-        if self._config.logprob_tolerance is not None:
-            check_logprobs(self._trainer, sampler, self._config.logprob_tolerance)
+        if self._tolerance is not None:
+            check_logprobs(self._trainer, sampler, self._tolerance)
         return done(sampler)
+
+    @property
+    def _tolerance(self) -> float | None:
+        found = self._config.logprob_tolerance
+        return TOLERANCES[self._config.options(self._trainer).dtype] if found == "auto" else found
 
     def close(self) -> None:
         self._end.close()
+
+    def _servers(self, live: bool) -> Servers:
+        trainer, config, clients = self._trainer, self._config, self._clients()
+        replicas = [Replica(client, control.max_length(client), config.max_requests) for client in clients]
+        pool = Pool(replicas, config.max_requests)
+        if not trainer.engine.model.is_lora:
+            return Servers(clients, pool, trainer.seed, live=live)
+        name = f"sync-{secrets.token_hex(4)}-000000"  # so a killed run's is cleared away with other syncs' checkpoints
+        return AdapterServers(clients, pool, trainer.seed, save_adapted=lambda: trainer.save_adapted_weights(name).result())
 
     def _clients(self) -> list[Client]:
         config = self._config
@@ -151,85 +173,10 @@ class VllmDeployment:
         return [manager.client(one, config.timeout_s, config.retries) for one in running]
 
 
-class Servers:
-    """The :class:`~cookbook.weight_sync.Replicas` behind a deployment."""
-
-    def __init__(self, clients: Sequence[Client], config: VllmConfig, seed: int) -> None:
-        self._clients = list(clients)
-        self._startup_s = config.startup_s
-        self._seed = seed
-        self._version = ""
-        replicas = [Replica(client, _max_length(client), config.max_requests) for client in clients]
-        self._pool = Pool(replicas, config.max_requests)
-
-    def report(self) -> list[Report]:
-        """One line a worker of every server."""
-        return [
-            Report(f"{client.url} worker {rank}", str(one["incarnation"]), one["digest"])
-            for client in self._clients
-            for rank, one in enumerate(_status(client))
-        ]
-
-    def load(self, folder: Path, step: int) -> None:
-        """All read it while they serve. Then each is paused, when what it is sampling has come to its end, and gets it."""
-        for client in self._clients:
-            client.once(RPC, {"method": "cookbook_prepare", "args": [str(folder.absolute())]})
-        for client in self._clients:
-            _wait_until_read(client)
-        digest = manifest.read(folder)["weights"]
-        version = f"step-{step}-{digest[:12]}"
-        paused_s = max([_replace(client, version) for client in self._clients])
-        log.info("loaded %s; the longest pause was %.3f s", version, paused_s)
-        self._version = version
-
-    def sampler(self, step: int) -> Sampler:
-        return DeploymentSampler(self._pool, step, self._version, self._seed)
-
-    def close(self) -> None:
-        self._pool.close()
-
-
-def _status(client: Client) -> list[dict[str, Any]]:
-    answer = client.call(RPC, {"method": "cookbook_status"})
-    return list(answer["results"])
-
-
-def _wait_until_read(client: Client) -> None:
-    """Raises RolloutError when a worker could not; it serves what it did."""
-    while True:
-        found = _status(client)
-        if failed := next((one for one in found if one["state"] == holder.FAILED), None):
-            raise RolloutError(f"weight sync: {client.url}: {failed['error']}; it goes on serving its earlier weights")
-        if all(one["state"] == holder.READY for one in found):
-            return
-        time.sleep(POLL_S)
-
-
-def _replace(client: Client, version: str) -> float:
-    """Puts in what was read. The seconds for which nothing was sampled.
-
-    Requests under way are finished first, and those that come meanwhile wait: no sample mixes versions.
-    """
-    try:
-        client.once("/pause?mode=wait")
-        started = time.monotonic()
-        client.once(RPC, {"method": "cookbook_load"})
-        client.once("/update_weight_version", {"new_version": version})
-        if not client.once("/reset_prefix_cache")["success"]:
-            raise RolloutError("the prefix cache could not be reset")
-    except BaseException as error:
-        with contextlib.suppress(RolloutError):  # it would hide the first
-            client.once("/resume")
-        if isinstance(error, RolloutError):
-            problem = f"weight sync: {client.url} may serve old or new weights by now ({error})"
-            raise RolloutError(f"{problem}; nothing may be sampled from it before the next sync") from None
-        raise
-    client.call("/resume")
-    return time.monotonic() - started
-
-
-def _max_length(client: Client) -> int:
-    return min(int(model["max_model_len"]) for model in client.call("/v1/models", method="GET")["data"])
+def _base_name(trainer: LocalTrainer) -> str | None:
+    """What an adapter says that it lies on."""
+    model = trainer.engine.model
+    return model.network.active_peft_config.base_model_name_or_path if model.is_lora else None
 
 
 def check_logprobs(trainer: TrainingClient, sampler: Sampler, tolerance: float) -> None:

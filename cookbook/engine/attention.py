@@ -4,8 +4,8 @@ A pass is one stream of tokens with a :class:`Layout` beside it. Every run of to
 the last of them, so no mask of the size of the row exists. On the CPU runs of one shape are computed together by
 scaled-dot-product attention; on a GPU in half precision all runs by one variable-length kernel.
 
-Installed in a Hugging Face model as an attention implementation of this name. Calls that bring a mask or a cache (sampling)
-go on to transformers' own.
+Installed in a Hugging Face model as an attention implementation of this name. Sampling brings the prompts that its rows go on
+from; other calls with a mask or a cache go on to transformers' own.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
+
+from cookbook.engine.attention_scores import Prompts, Rule, attend_by_scores
 
 NAME = "cookbook"
 
@@ -79,7 +80,7 @@ _LAID_OUT: ContextVar[bool] = ContextVar("laid_out", default=False)
 
 @contextlib.contextmanager
 def by_layout(laid_out: bool) -> Iterator[None]:
-    """Around a call of the model that brings a layout: positions that start again then need no mask."""
+    """Around a call of the model that brings a layout, or prompts: what its tokens see then needs no mask."""
     token = _LAID_OUT.set(laid_out)
     try:
         yield
@@ -103,6 +104,10 @@ def uninstall(network: Any, before: str) -> None:
     network.set_attn_implementation(before)
 
 
+def is_installed(network: Any) -> bool:
+    return bool(network.config._attn_implementation == NAME)
+
+
 def _mask_unless_causal(
     batch_size: int, q_length: int, kv_length: int, attention_mask: Tensor | None = None, use_vmap: bool = False, **rest: Any
 ) -> Tensor | None:
@@ -113,8 +118,8 @@ def _mask_unless_causal(
     """
     from transformers.masking_utils import sdpa_mask
 
-    plain = rest.get("allow_is_causal_skip", True) or _LAID_OUT.get()
-    if attention_mask is None and q_length == kv_length and not use_vmap and plain:
+    causal = q_length == kv_length and rest.get("allow_is_causal_skip", True)
+    if attention_mask is None and not use_vmap and (causal or _LAID_OUT.get()):
         return None
     mask: Tensor | None = sdpa_mask(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, use_vmap=use_vmap, **rest
@@ -134,13 +139,17 @@ def attend(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     layout: Layout | None = None,
+    prompts: Prompts | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """The signature of transformers' attention functions: ``(B, heads, T, D)`` in, ``(B, T, heads, D)`` out.
 
-    ``s_aux`` are attention sinks, one logit a head. Without a ``layout`` every row is one sequence.
+    ``s_aux`` are attention sinks, one logit a head. Without a ``layout`` every row is one sequence, which goes on from one of
+    the ``prompts`` where there are any.
     """
-    rule = _Rule(scaling if scaling is not None else query.shape[-1] ** -0.5, dropout, softcap, s_aux)
+    rule = Rule(scaling if scaling is not None else query.shape[-1] ** -0.5, dropout, softcap, s_aux)
+    if prompts is not None:
+        return prompts.attend(query, key, value, module.layer_idx, rule).transpose(1, 2), None
     attention_mask = attention_mask if layout is None else None  # the layout says it all; a mask knows the positions alone
     causal = rest.get("is_causal", getattr(module, "is_causal", True)) is not False and rest.get("position_bias") is None
     if attention_mask is None and query.shape[2] == key.shape[2] and causal:
@@ -159,31 +168,17 @@ def attend(
     causal = attention_mask is None and query.shape[2] > 1
     if causal:  # the first keys of a cache that is not full yet
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-    return _scored(query, key, value, attention_mask, causal, rule).transpose(1, 2), None
+    return attend_by_scores(query, key, value, attention_mask, causal, rule).transpose(1, 2), None
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """What happens between the scores of a query and its weights."""
-
-    scale: float
-    dropout: float
-    softcap: float | None
-    sinks: Tensor | None
-
-    @property
-    def is_plain(self) -> bool:
-        return self.softcap is None and self.sinks is None
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, window: int | None, rule: _Rule) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, window: int | None, rule: Rule) -> Tensor:
     """``(tokens, heads, D)`` -> ``(tokens, heads, D)``."""
     if layout.key_index is not None:
         key, value = key.index_select(0, layout.key_index), value.index_select(0, layout.key_index)
     varlen = _varlen_kernel() if _suits_varlen(query, value, rule) else None
     if varlen is not None:
         return _attend_varlen(varlen, query, key, value, layout, window, rule)
-    compute = _plain if rule.is_plain else _scored
+    compute = _plain if rule.is_plain else attend_by_scores
     queries = torch.split(query, [block.count * block.queries for block in layout.blocks])
     sizes = [block.count * block.keys for block in layout.blocks]
     found = []
@@ -194,7 +189,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, window: i
     return torch.cat(found) if len(found) > 1 else found[0]
 
 
-def _plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, rule: _Rule) -> Tensor:
+def _plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, rule: Rule) -> Tensor:
     """``(N, heads, queries, D)``, ``(N, key heads, keys, D)`` twice -> ``(N, heads, queries, D)``."""
     return scaled_dot_product_attention(
         query,
@@ -208,28 +203,7 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
     )
 
 
-def _scored(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, rule: _Rule) -> Tensor:
-    """As :func:`_plain`, score by score: for soft-capped logits and sinks, which no fused kernel of torch knows."""
-    count, heads, queries, _ = query.shape
-    grouped = query.reshape(count, key.shape[1], -1, queries, query.shape[-1])  # heads that read the same keys together
-    scores = (grouped @ key.transpose(-1, -2)[:, :, None] * rule.scale).flatten(1, 2)
-    scores = scores.float() if scores.dtype in (torch.float16, torch.bfloat16) else scores
-    if rule.softcap is not None:
-        scores = rule.softcap * torch.tanh(scores / rule.softcap)
-    if causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if mask is not None:  # not minus infinity: padding to the left of a prompt sees nothing, and must not become nan
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    if rule.sinks is not None:
-        sinks = rule.sinks.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, sinks], -1)
-    weights = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
-    weights = drop(weights, rule.dropout) if rule.dropout else weights
-    out: Tensor = weights.view(count, key.shape[1], -1, queries, key.shape[2]) @ value[:, :, None]
-    return out.view(count, heads, queries, -1)
-
-
-def _suits_varlen(query: Tensor, value: Tensor, rule: _Rule) -> bool:
+def _suits_varlen(query: Tensor, value: Tensor, rule: Rule) -> bool:
     half = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
     return half and rule.is_plain and not rule.dropout and query.shape[-1] == value.shape[-1] <= 256
 
@@ -246,7 +220,7 @@ def _varlen_kernel() -> Callable[..., Tensor] | None:
 
 
 def _attend_varlen(
-    kernel: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, layout: Layout, window: int | None, rule: _Rule
+    kernel: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, layout: Layout, window: int | None, rule: Rule
 ) -> Tensor:
     """Its causality aligns the last query with the last key, as a run is the last of what it reads."""
     starts, key_starts = layout.offsets

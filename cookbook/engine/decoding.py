@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cookbook.engine import attention
+from cookbook.engine.attention import by_layout
 from cookbook.engine.choosing import Chooser
 from cookbook.engine.kv_cache import RowCache, empty_states, open_cache
 from cookbook.engine.requests import Lane
@@ -35,13 +37,13 @@ class Decoder:
         self.model = model
         self.budget = max_batch_tokens
         self.round_tokens = round_tokens
+        self.longest = max((lane.need for lane in lanes), default=0)
         # Alike ones together: little of a batch is padding, and a prompt is read once for all that begin with it.
         self.waiting = deque(sorted(lanes, key=lambda lane: (lane.need, lane.prompt, lane.request, lane.number)))
         self.rows: list[Lane] = []
         self.cache: RowCache | None = None  # chosen by the first prompts' states
         self.logits: Tensor  # of every row's next token, (rows, V)
         self.positions: Tensor  # of its newest, (rows, 1)
-        self.mask: Tensor  # 1 where a column of the cache holds a token of the row, (rows, columns)
 
     @torch.no_grad()
     def rounds(self) -> Iterator[list[Lane]]:
@@ -93,15 +95,11 @@ class Decoder:
         rows = _without_holes(going_on.tolist())
         self.rows = [self.rows[row] for row in rows]
         assert self.cache is not None
-        width = self.mask.shape[1]
-        if self.cache.in_place:
-            width = max((lane.length - 1 for lane in self.rows), default=0)  # the last token is not in the cache yet
-        self.cache.keep(rows, width)
-        index = torch.tensor(rows, device=self.model.device, dtype=torch.long)
-        self.mask, self.positions = self.mask[index, self.mask.shape[1] - width :], self.positions[index]
+        self.cache.keep(rows)
+        self.positions = self.positions[rows]
         self._learn()
         if rows:
-            self._forward(tokens[index], going_on[index])
+            self._forward(tokens[rows], going_on[rows])
 
     def _enter(self) -> None:
         """Reads waiting prompts, each once, and gives every lane that starts with one a row."""
@@ -110,20 +108,19 @@ class Decoder:
             return
         prompts = list(dict.fromkeys(tuple(lane.prompt) for lane in lanes))
         place = {prompt: row for row, prompt in enumerate(prompts)}
-        index = torch.tensor([place[tuple(lane.prompt)] for lane in lanes], device=self.model.device)
+        starts = [place[tuple(lane.prompt)] for lane in lanes]
         ids, mask = self._padded(prompts)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         states = empty_states(self.model.network)
-        logits = self._run(ids, None if mask.all() else mask, positions, states)
+        given = {"past_key_values": states, "attention_mask": None if mask.all() else mask}
+        logits = self._run(ids, positions, given)
         if self.cache is None:
-            self.cache = open_cache(states)
-        self.cache.enter(states, index)
-        logits, mask, positions = logits[index], mask[index], positions[index, -1:]
+            self.cache = open_cache(states, self.longest, shares=_shares_prompts(self.model, states))
+        self.cache.enter(states, mask, starts)
+        logits, positions = logits[starts], positions[starts, -1:]
         if self.rows:
-            width = max(mask.shape[1], self.mask.shape[1])
-            mask = torch.cat([_to_width(self.mask, width), _to_width(mask, width)])
             logits, positions = torch.cat([self.logits, logits]), torch.cat([self.positions, positions])
-        self.logits, self.mask, self.positions = logits, mask, positions
+        self.logits, self.positions = logits, positions
         self.rows += lanes
         self._learn()
 
@@ -160,21 +157,18 @@ class Decoder:
             return
         self.chooser = Chooser([lane.params for lane in self.rows], self.model.device)
         self.endings = Endings(self.model, [lane.ending for lane in self.rows], self.model.device)
-        self.padded = not bool(self.mask.all())
 
     def _forward(self, tokens: Tensor, going_on: Tensor) -> None:
         """One step of all rows. One that has ended stays where it is: the next position may be outside the context."""
         assert self.cache is not None
         new = going_on.long()[:, None]
         self.positions = self.positions + new
-        self.mask = torch.cat([self.mask, new], 1)
-        self.logits = self._run(tokens[:, None], self.mask if self.padded else None, self.positions, self.cache.states)
+        self.logits = self._run(tokens[:, None], self.positions, self.cache.arguments(new))
 
-    def _run(self, ids: Tensor, mask: Tensor | None, positions: Tensor, states: Any) -> Tensor:
+    def _run(self, ids: Tensor, positions: Tensor, given: dict[str, Any]) -> Tensor:
         """Logits of what follows the last column, ``(rows, V)`` float32."""
-        out = self.model.network(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=states, use_cache=True, logits_to_keep=1
-        )
+        with by_layout("prompts" in given):
+            out = self.model.network(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1, **given)
         logits: Tensor = out.logits[:, -1].float()
         return logits
 
@@ -191,5 +185,13 @@ def _alike(lanes: Iterable[Lane]) -> Iterator[list[Lane]]:
     return (list(group) for _, group in itertools.groupby(lanes, key=lambda lane: lane.prompt))
 
 
-def _to_width(mask: Tensor, width: int) -> Tensor:
-    return torch.nn.functional.pad(mask, (width - mask.shape[1], 0))
+def _shares_prompts(model: LanguageModel, states: Any) -> bool:
+    """Whether the model's attention is cookbook's, and hears of prompts as it does of layouts.
+
+    Not in half precision: there a fused kernel keeps the scores in float32, and matrix products would round them. Nor where
+    some layers read the states of others.
+    """
+    network = model.network
+    precise = network.dtype in (torch.float32, torch.float64)
+    of_its_own = len(states.layers) == network.config.get_text_config().num_hidden_layers
+    return precise and of_its_own and attention.is_installed(network) and model.layouts.shared

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,18 +19,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cookbook.engine import layers
 from cookbook.engine.datum_check import check_datum
 from cookbook.engine.gradients import Gradients
+from cookbook.engine.linear_logprobs import TargetLogprobs
 from cookbook.engine.loss_gradient import LossFunction, LossGradient, loss_gradient
+from cookbook.engine.memory import shortage
 from cookbook.engine.model import LanguageModel, deprecations_hidden
 from cookbook.engine.optimizer import Optimizer
 from cookbook.engine.outputs import columns, output, same_pass
 from cookbook.engine.passes import Found, Passes, Scores, Wanted
 from cookbook.engine.planning import CPU_PASS_TOKENS, PACKINGS, Layouts, MicroBatch, plan
 from cookbook.engine.router_loss import router_coefficient
-from cookbook.errors import BackendError, ConfigError, DataError
+from cookbook.errors import ConfigError, DataError, NonFiniteError
 from cookbook.losses.base import Loss, Scope
-from cookbook.normalization import GradientCounts, Normalization, Reduction, check
+from cookbook.normalization import GradientCounts, Normalization, Reduction, check, check_accumulation
 from cookbook.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput
 
 log = logging.getLogger("cookbook")
@@ -42,8 +46,10 @@ class EngineOptions:
     micro_batch_tokens: int = 8192
     packing: str = "auto"  # auto | padded | packed
     shared_prompts: bool = True
+    fused_layers: bool = True  # False: norms, gated MLPs and rotary embeddings by the model's own code
+    head_impl: str | TargetLogprobs = "auto"  # auto | pytorch | torch_compile | cce, or what computes logprobs instead
     retain_bytes: int = 4 << 30
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | None = False  # None: where a pass would not fit into memory
     activation_offloading: bool = False
     token_metrics: bool = True  # tokens/accuracy and tokens/entropy with every pass
     all_logprobs: bool = True  # False: not those of tokens of weight 0, where the loss ignores them; NaN stands for them
@@ -88,7 +94,8 @@ class Engine:
     def __init__(self, model: LanguageModel, options: EngineOptions) -> None:
         self.model = model
         self.options = options
-        self.passes = Passes(model, offload=options.activation_offloading)
+        (layers.install if options.fused_layers else layers.uninstall)(model.network)
+        self.passes = Passes(model, offload=options.activation_offloading, head_impl=options.head_impl)
         self.gradients = Gradients([parameter for _, parameter in model.trainable()])
         self.router_coefficient = router_coefficient(model.network, model.config.router_aux_loss_coef)
         self.step = 0  # finished optimizer steps
@@ -97,7 +104,9 @@ class Engine:
         self.accumulated: list[Reduction | None] = []  # what each call since the last step returned
         self.seeds = 0  # drawn since the last step
         self.layouts = self._layouts()
-        if options.activation_checkpointing:
+        if options.activation_checkpointing is None:
+            self.options = replace(options, activation_checkpointing=self._must_recompute())  # decided for its copies too
+        if self.options.activation_checkpointing:
             with deprecations_hidden():
                 model.network.gradient_checkpointing_enable({"use_reentrant": False})
 
@@ -134,11 +143,14 @@ class Engine:
 
         Raises:
             DataError: a datum lacks what the model or the loss needs.
-            BackendError: the loss is not a finite scalar, or does not depend on the logprobs.
+            BackendError: the loss is not a finite scalar (NonFiniteError), or does not depend on the logprobs.
             ConfigError: a second call with a mean before a step.
         """
         try:
-            return self._forward_backward(data, loss, retained)
+            found = self._forward_backward(data, loss, retained)
+            if not math.isfinite(found.metrics["loss"]):  # micro-batches whose own are finite can add up to that
+                raise NonFiniteError(f"forward_backward: the loss of all datums together is {found.metrics['loss']}")
+            return found
         except BaseException:
             self.discard_gradient()  # half of a call's gradient is nobody's
             raise
@@ -209,7 +221,7 @@ class Engine:
         Where no token carries a gradient nothing moves, neither by momentum nor by weight decay; the step still counts.
 
         Raises:
-            BackendError: the gradient is not finite. The weights are untouched and the gradient is dropped.
+            NonFiniteError: the gradient is not finite. The weights are untouched and the gradient is dropped.
             ConfigError: a mean would be divided again.
         """
         for reduction in self.accumulated:
@@ -219,7 +231,7 @@ class Engine:
         norm = self.gradients.norm() / divisor
         if not norm < float("inf"):
             self.discard_gradient()
-            raise BackendError(
+            raise NonFiniteError(
                 f"optim_step: the gradient norm is {norm} after {self.step} steps; lower optim.lr or look at the data"
             )
         clip = min(1.0, adam.grad_clip_norm / (norm + 1e-6)) if adam.grad_clip_norm > 0 else 1.0
@@ -334,10 +346,24 @@ class Engine:
         vocabulary = self.model.network.config.get_text_config().vocab_size
         for index, datum in enumerate(data):
             check_datum(datum, index, vocabulary, self.model.max_length)
-        budget = self.options.micro_batch_tokens
-        made = plan(data, min(budget, CPU_PASS_TOKENS) if self.model.device.type == "cpu" else budget, self.layouts)
+        made = plan(data, self._pass_tokens, self.layouts)
         self._tell(made.layout, f"sequences are {made.layout}: {made.reason}")
         return made.batches
+
+    def _must_recompute(self) -> bool:
+        """Whether activations are not to be kept, for want of memory."""
+        if not (self.gradients.parameters and self.model.network.supports_gradient_checkpointing):
+            return False
+        why = shortage(self.model, self.passes.head, self._pass_tokens)
+        if why:
+            self._tell("checkpointing", f"activations are computed again in the backward pass: {why}")
+        return why is not None
+
+    @property
+    def _pass_tokens(self) -> int:
+        """The most tokens of a pass, but for a datum that is longer."""
+        budget = self.options.micro_batch_tokens
+        return min(budget, CPU_PASS_TOKENS) if self.model.device.type == "cpu" else budget
 
     def _tell(self, subject: str, line: str) -> None:
         """Logs a choice once for a model, its copies included."""
@@ -367,15 +393,10 @@ class Engine:
         return found.num_bytes + layers * batch.num_tokens
 
     def _may_accumulate(self, loss: LossFunction) -> None:
-        """Means do not add up to a mean: two calls would weigh every call the same, whatever its number of tokens."""
+        """A loss that is made a mean by ``prepare`` is a sum to the engine; the router's loss beside it is not."""
         once = isinstance(loss, Loss) and (not loss.prepares or self.router_coefficient > 0)
         reduction = loss.reduction if isinstance(loss, Loss) and once else None
-        declared = [one for one in (reduction, *self.accumulated) if one is not None]
-        if reduction is not None and len(declared) > 1 and Reduction.mean in declared:
-            raise ConfigError(
-                f"forward_backward: {type(loss).__name__} returns a mean, and means of several calls do not add up to a mean; "
-                "pass the whole batch in one call (backend.micro_batch_tokens bounds its memory)"
-            )
+        check_accumulation(type(loss).__name__, reduction, self.accumulated)
         self.accumulated.append(reduction)
 
     def _next_seed(self) -> int:

@@ -17,11 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from cookbook.engine import layers
 from cookbook.engine.head import CHUNK_BYTES
+from cookbook.engine.memory import MOMENT_BYTES
 from cookbook.engine.model import DTYPES, ModelConfig, fresh_network
 from cookbook.engine.saved import SavedBytes
 
-MOMENT_BYTES = 8  # AdamW keeps two float32 numbers a trained parameter
 # What the C library holds beside what is alive: freed blocks between living ones. Peak resident memory over the count, on
 # random models of 20 to 80 million parameters and passes of 2,048 and 4,096 tokens: 1.21 to 1.26.
 CPU_ALLOCATOR = 1.24
@@ -80,7 +81,9 @@ def estimate(
         BackendError: no such model.
     """
     with torch.device("meta"):
-        network = fresh_network(config).train()
+        network = fresh_network(config)
+    layers.install(network)
+    network.train()
     with FakeTensorMode(allow_non_fake_inputs=True), _AliveBytes() as alive:
         _give_tensors(network)
         parameters = list(network.parameters())

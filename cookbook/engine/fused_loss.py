@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from cookbook.engine.linear_logprobs import linear_logprobs_with_gradient, low_rank_of
-from cookbook.engine.linear_logprobs.implementations import CCE, cce_logprobs, check
+from cookbook.engine.linear_logprobs.implementations import TargetLogprobs, implementation
 from cookbook.errors import ConfigError
 
 IGNORE_INDEX = -100
@@ -43,8 +43,9 @@ class LinearCrossEntropyLoss:
     ``output_embeddings`` is what a Hugging Face model's ``get_output_embeddings()`` returns: a linear layer, perhaps with a
     LoRA adapter by PEFT. Its parameters are read at every call, so tying, ``.to()`` and new weights after construction are
     seen. Any other layer (quantized, with dropout) is run as it is, ``chunk_size`` tokens at a time, and again in the backward
-    pass. ``impl``: ``auto``, ``pytorch``, ``torch_compile`` or ``cce``. ``chunk_size``: tokens whose logits exist at once;
-    None fits it to the vocabulary. ``scale`` and ``softcap``: what the model does to its logits (Granite and Cohere; Gemma).
+    pass. ``impl``: ``auto``, ``pytorch``, ``torch_compile``, ``cce``, or a function of your own. ``chunk_size``: tokens whose
+    logits exist at once; None fits it to the vocabulary. ``scale`` and ``softcap``: what the model does to its logits (Granite
+    and Cohere; Gemma).
 
     Raises:
         ConfigError: no such ``impl``; a ``chunk_size`` below 1.
@@ -53,7 +54,7 @@ class LinearCrossEntropyLoss:
     def __init__(
         self,
         output_embeddings: Any,
-        impl: str = "auto",
+        impl: str | TargetLogprobs = "auto",
         chunk_size: int | None = None,
         *,
         scale: float = 1.0,
@@ -62,7 +63,7 @@ class LinearCrossEntropyLoss:
         if chunk_size is not None and chunk_size < 1:
             raise ConfigError(f"chunk_size: must be at least 1 token, or None, got {chunk_size}")
         self.output_embeddings = output_embeddings
-        self.impl = check(impl)
+        self.logprobs_of = implementation(impl)
         self.chunk_size = chunk_size
         self.scale = scale
         self.softcap = softcap
@@ -99,8 +100,9 @@ class LinearCrossEntropyLoss:
         if layer is None:
             return self._sum_by_layer(rows, targets) / count
         weight, bias, low_rank = layer
-        if self.impl == CCE and low_rank is None:
-            logprobs = cce_logprobs(rows * self.scale, weight, targets, bias, self.softcap)
+        if self.logprobs_of is not None and low_rank is None:
+            options: dict[str, Any] = {"bias": bias, "scale": self.scale, "softcap": self.softcap, "temperature": None}
+            logprobs = self.logprobs_of(rows, weight, targets, **options)
             if logprobs is not None:
                 return -logprobs.sum() / count
         return linear_logprobs_with_gradient(

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from cookbook.engine.linear_logprobs import FoldedLogprobs, LinearLogprobs, linear_logprobs, linear_logprobs_with_gradient
+from cookbook.engine.linear_logprobs.implementations import AUTO, TargetLogprobs, implementation
+from cookbook.engine.linear_logprobs.layers import LinearLayer, low_rank_of
 from cookbook.engine.model import LanguageModel
 from cookbook.errors import BackendError
 
@@ -42,9 +44,12 @@ class OutputHead:
     The whole model is called, with a hook on its output embedding that keeps the hidden states and lets one position
     through, so that wrappers (PEFT, FSDP) work as they are meant to. What the model does to its logits afterwards (scaling,
     soft-capping) is taken from its config and verified by a probe; a model that does something else keeps its own logits.
+
+    ``impl`` computes the logprobs of a linear layer without an adapter in the place of cookbook's own code.
     """
 
-    def __init__(self, model: LanguageModel) -> None:
+    def __init__(self, model: LanguageModel, impl: str | TargetLogprobs = AUTO) -> None:
+        self.logprobs_of = implementation(impl)
         self.network = model.network
         self.layer = model.network.get_output_embeddings()
         self.finish: Finish | None = self._verified_finish(model)
@@ -74,23 +79,38 @@ class OutputHead:
 
         ``metrics`` asks for entropy and hit, ``entropy`` for an entropy with its graph.
         """
-        if not self.is_linear:
+        linear = self._linear()
+        if linear is None:
             return self._scores_by_layer(hidden, targets, temperature, metrics, entropy)
-        return linear_logprobs(
-            hidden,
-            self.layer.weight,
-            targets,
-            entropy=metrics,
-            entropy_gradient=entropy,
-            hit=metrics,
-            cache_bytes=CHUNK_BYTES,
-            **self._options(temperature),
-        )
+        weight, options = self._operands(linear, temperature)
+        given = None if entropy else self._given_logprobs(hidden, linear, targets, temperature)
+        wanted: dict[str, Any] = {"entropy": metrics, "entropy_gradient": entropy, "hit": metrics, "cache_bytes": CHUNK_BYTES}
+        if given is None:
+            return linear_logprobs(hidden, weight, targets, **wanted, **options)
+        if not metrics:
+            return LinearLogprobs(given, None, None)
+        with torch.no_grad():  # an implementation of somebody else's knows logprobs alone
+            found = linear_logprobs(hidden, weight, targets, **wanted, **options)
+        return LinearLogprobs(given, found.entropy, found.hit)
+
+    def _given_logprobs(
+        self, hidden: Tensor, linear: LinearLayer, targets: Tensor, temperature: Tensor | None
+    ) -> Tensor | None:
+        """By the implementation that was handed over, where there is one and it can."""
+        weight, bias, low_rank = linear
+        if self.logprobs_of is None or self.finish is None or low_rank is not None:
+            return None
+        scale, softcap = self.finish.scale, self.finish.softcap
+        return self.logprobs_of(hidden, weight, targets, bias=bias, scale=scale, softcap=softcap, temperature=temperature)
 
     def folds(self, num_tokens: int) -> bool:
         """Whether a loss whose terms stand alone had better bring its slopes along: :meth:`fold` forms logits once."""
-        trained = self.is_linear and self.layer.weight.requires_grad
-        return trained and num_tokens * len(self.layer.weight) * 4 > CHUNK_BYTES
+        linear = self._linear()
+        if linear is None or self.logprobs_of is not None:
+            return False
+        weight, _, low_rank = linear
+        trained = weight.requires_grad or (low_rank is not None and low_rank.b.requires_grad)
+        return trained and num_tokens * len(weight) * 4 > CHUNK_BYTES
 
     def fold(
         self,
@@ -106,21 +126,24 @@ class OutputHead:
 
         ``gradient_of(rows, logprobs)`` gives dL/dlogprob of consecutive rows, which begin and end at ``cuts``, where given.
         """
-        options = self._options(temperature)
+        linear = self._linear()
+        assert linear is not None
+        weight, options = self._operands(linear, temperature)
         return linear_logprobs_with_gradient(
-            hidden, self.layer.weight, targets, gradient_of, cuts=cuts, entropy=metrics, hit=metrics, **options
+            hidden, weight, targets, gradient_of, cuts=cuts, entropy=metrics, hit=metrics, **options
         )
 
-    @property
-    def is_linear(self) -> bool:
-        """Whether the layer is a matrix product and nothing else: no adapter on it, no quantization, no hook of a wrapper."""
-        return self.finish is not None and type(self.layer).forward is torch.nn.Linear.forward
+    def _linear(self) -> LinearLayer | None:
+        """What the layer multiplies with, where it does nothing else. Asked anew for every pass: wrappers exchange weights."""
+        return None if self.finish is None else low_rank_of(self.layer)
 
-    def _options(self, temperature: Tensor | None) -> dict[str, Any]:
-        """What turns the layer's products into logits. Read anew for every pass, as the weight: wrappers exchange them."""
+    def _operands(self, linear: LinearLayer, temperature: Tensor | None) -> tuple[Tensor, dict[str, Any]]:
+        """The weight, and what turns products with it into logits."""
         assert self.finish is not None
+        weight, bias, low_rank = linear
         heat = 1.0 if temperature is None else temperature
-        return {"bias": self.layer.bias, "scale": self.finish.scale, "softcap": self.finish.softcap, "temperature": heat}
+        finish = {"scale": self.finish.scale, "softcap": self.finish.softcap}
+        return weight, {"bias": bias, "low_rank": low_rank, "temperature": heat, **finish}
 
     def _scores_by_layer(
         self, hidden: Tensor, targets: Tensor, temperature: Tensor | None, metrics: bool, entropy: bool

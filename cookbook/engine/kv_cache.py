@@ -1,7 +1,8 @@
 """Keys and values of sequences that are decoded side by side, kept where the next step finds them.
 
-Every sequence has a row, and the newest token of all of them stands in the same column, as in a left-padded batch: so a step
-writes one column in place, and reads a view. Rows leave and others enter between steps.
+Every sequence has a row, and the newest token of all of them stands in the same column, as in a left-padded batch. Rows leave
+and others enter between steps. The samples of a prompt share its keys and values where the model's attention can read them
+together (:class:`PromptCache`), and have a copy each where it cannot: then a step writes one column in place, and reads a view.
 """
 
 from __future__ import annotations
@@ -10,37 +11,49 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from cookbook.engine.kv_layer import Layer
+from cookbook.engine.prompt_cache import PromptCache
 
 IN_PLACE = (DynamicLayer, DynamicSlidingWindowLayer)  # exactly these: what derives from them keeps more
-COLUMNS_AT_ONCE = 64  # a full buffer is copied to one this much wider, or a quarter
 
 
 class RowCache(Protocol):
-    """What the decoding loop asks of a cache. ``states`` is what the network is given as ``past_key_values``.
+    """What the decoding loop asks of a cache.
 
     ``in_place``: rows may enter while others are there, and columns that none of them needs are left behind.
     """
 
     in_place: bool
 
-    @property
-    def states(self) -> Cache: ...
+    def enter(self, prefilled: DynamicCache, mask: Tensor, rows: list[int]) -> None:
+        """Adds a row for every number in ``rows``: it goes on from that row of ``prefilled``.
 
-    def enter(self, prefilled: DynamicCache, rows: Tensor) -> None:
-        """Adds a row for every number in ``rows``, a copy of that row of ``prefilled``."""
+        ``mask``: 1 where a column of ``prefilled`` holds a token, 0 for padding to its left.
+        """
         ...
 
-    def keep(self, rows: list[int], width: int) -> None:
-        """Leaves only ``rows``, in this order, ``in_place`` the last ``width`` columns. No row may move to a higher place."""
+    def keep(self, rows: list[int]) -> None:
+        """Leaves only ``rows``, in this order. No row may move to a higher place."""
+        ...
+
+    def arguments(self, new: Tensor) -> dict[str, Any]:
+        """What the network is given for one more token a row. ``new``, ``(rows, 1)``: 0 where it will be nobody's."""
         ...
 
 
-def open_cache(prefilled: DynamicCache) -> RowCache:
-    """A cache for states such as these: in place where every layer keeps keys and values, else transformers' own."""
-    if all(type(layer) in IN_PLACE and layer.is_initialized for layer in prefilled.layers):
-        return InPlaceCache([getattr(layer, "sliding_window", None) for layer in prefilled.layers])
-    return WholeBatchCache()
+def open_cache(prefilled: DynamicCache, longest: int, *, shares: bool) -> RowCache:
+    """A cache for states such as these, of rows of up to ``longest`` tokens; ``shares``: the attention takes prompts.
+
+    In place where every layer keeps keys and values, else transformers' own. Prompts are shared where no window ends in them.
+    """
+    if not all(type(layer) in IN_PLACE and layer.is_initialized for layer in prefilled.layers):
+        return WholeBatchCache()
+    windows = [getattr(layer, "sliding_window", None) for layer in prefilled.layers]
+    if shares and all(window is None or window >= longest for window in windows):
+        return PromptCache(len(windows))
+    return InPlaceCache(windows)
 
 
 def empty_states(network: Any) -> DynamicCache:
@@ -48,139 +61,78 @@ def empty_states(network: Any) -> DynamicCache:
     return DynamicCache(config=network.config.get_text_config())
 
 
-class WholeBatchCache:
+class _Copies:
+    """A row of keys and values for every sequence, and where they hold its tokens."""
+
+    in_place: bool
+
+    def __init__(self) -> None:
+        self._states: Cache
+        self._mask: Tensor | None = None  # 1 where a column holds a token of the row, (rows, columns)
+        self._padded = False
+
+    def arguments(self, new: Tensor) -> dict[str, Any]:
+        assert self._mask is not None, "rows enter before the first step"
+        self._mask = torch.cat([self._mask, new], 1)
+        return {"past_key_values": self._states, "attention_mask": self._mask if self._padded else None}
+
+    def _enter(self, mask: Tensor) -> None:
+        self._mask = mask if self._mask is None else _stacked(self._mask, mask)
+        self._padded = not bool(self._mask.all())
+
+    def _keep(self, rows: list[int]) -> int:
+        """Returns how many columns are left."""
+        assert self._mask is not None
+        kept = self._mask[rows]
+        kept = _trimmed(kept) if self.in_place else kept
+        self._mask = kept if rows else None
+        self._padded = not bool(kept.all())
+        return kept.shape[1]
+
+
+class WholeBatchCache(_Copies):
     """transformers' own cache, for layers with states of other kinds: rows enter when all have left."""
 
     in_place = False
 
-    def __init__(self) -> None:
-        self._states: DynamicCache | None = None
-
-    @property
-    def states(self) -> Cache:
-        assert self._states is not None, "rows enter before the first step"
-        return self._states
-
-    def enter(self, prefilled: DynamicCache, rows: Tensor) -> None:
-        prefilled.reorder_cache(rows)
+    def enter(self, prefilled: DynamicCache, mask: Tensor, rows: list[int]) -> None:
+        prefilled.reorder_cache(torch.tensor(rows, device=mask.device))
         self._states = prefilled
+        self._enter(mask[rows])
 
-    def keep(self, rows: list[int], width: int) -> None:
-        if not rows:
-            self._states = None
-        elif rows != list(range(self.states.batch_size)):
-            self.states.reorder_cache(torch.tensor(rows))
+    def keep(self, rows: list[int]) -> None:
+        if rows and rows != list(range(self._states.batch_size)):
+            self._states.reorder_cache(torch.tensor(rows))
+        self._keep(rows)
 
 
-class InPlaceCache:
+class InPlaceCache(_Copies):
     """Keys and values in buffers that steps write into and that rows take turns to use."""
 
     in_place = True
 
     def __init__(self, windows: list[int | None]) -> None:
-        self._layers = [_Layer(window) for window in windows]
+        super().__init__()
+        self._layers = [Layer(window) for window in windows]
         self._states = Cache(layers=self._layers)
 
-    @property
-    def states(self) -> Cache:
-        return self._states
-
-    def enter(self, prefilled: DynamicCache, rows: Tensor) -> None:
-        width = prefilled.get_seq_length()
+    def enter(self, prefilled: DynamicCache, mask: Tensor, rows: list[int]) -> None:
         for layer, read in zip(self._layers, prefilled.layers, strict=True):
-            layer.enter(read.keys, read.values, rows, width)
+            layer.enter(read.keys, read.values, torch.tensor(rows, device=mask.device), mask.shape[1])
+        self._enter(mask[rows])
 
-    def keep(self, rows: list[int], width: int) -> None:
-        moves = [(source, place) for place, source in enumerate(rows) if source != place]
+    def keep(self, rows: list[int]) -> None:
+        width = self._keep(rows)
         for layer in self._layers:
-            layer.keep(moves, len(rows), width)
+            layer.keep(rows, width)
 
 
-class _Layer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of one layer, ``(rows, heads, columns, D)`` each.
+def _stacked(mask: Tensor, entering: Tensor) -> Tensor:
+    """One above the other, the narrower filled up on its left."""
+    width = max(mask.shape[1], entering.shape[1])
+    return torch.cat([torch.nn.functional.pad(part, (width - part.shape[1], 0)) for part in (mask, entering)])
 
-    Columns are numbered through; the buffers start with number ``base``. Those from ``first`` to before ``end`` are in use:
-    of a layer with a sliding window the last ``window - 1``, which is what its next token still sees. All columns of a row
-    before ``end`` hold numbers: what a mask hides is multiplied by 0, and memory that was never written may hold a nan.
-    """
 
-    # With a mask that is always written out, transformers' sdpa reads grouped keys once for all heads of their group. On
-    # the CPU that is a third faster than its way without.
-    is_compileable = True
-
-    def __init__(self, window: int | None) -> None:
-        super().__init__()
-        self.is_sliding = window is not None
-        self.window = window
-        self.rows = self.first = self.end = self.base = 0
-
-    @property
-    def seen(self) -> int:
-        """The first column that the next token sees."""
-        return self.first if self.window is None else max(self.first, self.end - self.window + 1)
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """One token a row. Returns views that hold until the next call."""
-        if self.end == self.base + self.keys.shape[2]:
-            self._move(self.seen, self.keys.shape[0])
-        start, place = self.seen - self.base, self.end - self.base
-        self.keys[: self.rows, :, place : place + 1] = key_states
-        self.values[: self.rows, :, place : place + 1] = value_states
-        self.end += 1
-        return self.keys[: self.rows, :, start : place + 1], self.values[: self.rows, :, start : place + 1]
-
-    def enter(self, keys: Tensor, values: Tensor, rows: Tensor, width: int) -> None:
-        """``rows`` of ``keys`` and ``values``, which stand in the last of ``width`` columns."""
-        if not self.is_initialized:
-            self.lazy_initialization(keys, values)
-        count, held = self.rows + len(rows), keys.shape[2]
-        if not self.rows:
-            self.first, self.end, self.base = 0, width, width - held
-        self.first = min(self.first, self.end - width)
-        too_narrow = self.end - held < self.base or self.end - self.base > self.keys.shape[2]
-        if count > self.keys.shape[0] or too_narrow:
-            self._move(min(self.seen, self.end - held), max(count, self.keys.shape[0]))
-        start, stop = self.end - held - self.base, self.end - self.base
-        for states, read in ((self.keys, keys), (self.values, values)):
-            states[self.rows : count, :, :start] = 0
-            states[self.rows : count, :, start:stop] = read.index_select(0, rows)
-        self.rows = count
-
-    def keep(self, moves: list[tuple[int, int]], count: int, width: int) -> None:
-        self.rows = count
-        self.first = max(self.first, self.end - width)
-        if moves:
-            source, place = torch.tensor(moves, device=self.keys.device).T
-            used = slice(self.seen - self.base, self.end - self.base)
-            for states in (self.keys, self.values):
-                states[:, :, used].index_copy_(0, place, states[:, :, used].index_select(0, source))
-
-    def _move(self, first: int, rows: int) -> None:
-        """To new buffers of at least ``rows`` rows that begin with the column ``first`` and have room behind the last."""
-        used = self.end - first
-        columns = used + max(COLUMNS_AT_ONCE, used // 4)
-        start = max(first, self.base)
-        for name in ("keys", "values"):
-            old = getattr(self, name)
-            new = old.new_empty(rows, old.shape[1], columns, old.shape[3])
-            if self.rows:
-                new[: self.rows, :, : start - first] = 0
-                new[: self.rows, :, start - first : used] = old[: self.rows, :, start - self.base : self.end - self.base]
-            setattr(self, name, new)
-        self.base = first
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys = key_states.new_zeros(0, key_states.shape[1], 0, key_states.shape[3])
-        self.values = value_states.new_zeros(0, value_states.shape[1], 0, value_states.shape[3])
-        self.is_initialized = True
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many columns the attention of ``query_length`` tokens reads, and the first, counted from ``first``."""
-        return self.end - self.seen + query_length, self.seen - self.first
-
-    def get_seq_length(self) -> int:
-        return self.end - self.first
-
-    def get_max_length(self) -> int:
-        return -1
+def _trimmed(mask: Tensor) -> Tensor:
+    """Without the columns on the left that hold a token of no row."""
+    return mask[:, int(mask.any(0).int().argmax()) :] if len(mask) else mask[:, :0]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cookbook.errors import BackendError
+from cookbook.errors import BackendError, NonFiniteError
 from cookbook.losses.base import Loss
 from cookbook.types import Datum
 
@@ -51,8 +51,9 @@ def loss_gradient(
     """The first half of the chain rule. The keys of ``logprobs`` are the datums' places in the call.
 
     Raises:
-        BackendError: the value is not a finite scalar; a gradient is missing, not finite, or (for a function without a
-            declared reduction) zero everywhere.
+        NonFiniteError: the value or a gradient is not finite.
+        BackendError: the value is not a scalar; a gradient is missing, or (for a function without a declared reduction) zero
+            everywhere.
     """
     leaves = [_Leaf(rows) for rows in (logprobs, entropy) if rows is not None]
     value, metrics = _call(loss, data, [list(leaf.rows(leaf.flat).values()) for leaf in leaves])
@@ -61,8 +62,9 @@ def loss_gradient(
     found = torch.autograd.grad(value, flats, allow_unused=True) if value.requires_grad else [None for _ in flats]
     slopes = [leaf.rows(torch.zeros_like(leaf.flat) if one is None else one) for leaf, one in zip(leaves, found, strict=True)]
     if not torch.isfinite(value):
-        where = _blame(logprobs, *slopes)
-        raise BackendError(f"loss {name}: returned {value.item()} for {where}; look at what the loss reads there")
+        bad = _blamed(logprobs, *slopes)
+        message = f"returned {value.item()} for {_named(bad)}; look at what the loss reads there"
+        raise NonFiniteError(f"loss {name}: {message}", bad)
     if not value.requires_grad:
         raise BackendError(
             f"loss {name}: does not depend on the logprobs, so nothing would be trained; compute it from `logprobs` without "
@@ -72,7 +74,8 @@ def loss_gradient(
         kind = "no" if found[0] is None else "a zero"
         raise BackendError(f"loss {name}: has {kind} gradient with respect to the logprobs, so nothing would be trained")
     if not all(torch.isfinite(one).all() for one in found if one is not None):
-        raise BackendError(f"loss {name}: its gradient is not finite for {_blame(*slopes)}")
+        bad = _blamed(*slopes)
+        raise NonFiniteError(f"loss {name}: its gradient is not finite for {_named(bad)}", bad)
     return LossGradient(value.detach(), metrics, slopes[0], slopes[1] if entropy is not None else None)
 
 
@@ -114,9 +117,12 @@ def _described(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
-def _blame(*columns: Mapping[int, Tensor]) -> str:
+def _blamed(*columns: Mapping[int, Tensor]) -> list[int]:
     """The datums with a number that is not finite in one of the columns; all of them when the fault is elsewhere."""
     everyone = list(columns[0])
-    bad = [index for index in everyone if not all(torch.isfinite(column[index]).all() for column in columns)] or everyone
-    shown = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
-    return f"datums {shown}" if len(bad) > 1 else f"datum {shown}"
+    return [index for index in everyone if not all(torch.isfinite(column[index]).all() for column in columns)] or everyone
+
+
+def _named(datums: Sequence[int]) -> str:
+    shown = ", ".join(map(str, datums[:8])) + (", ..." if len(datums) > 8 else "")
+    return f"datums {shown}" if len(datums) > 1 else f"datum {shown}"

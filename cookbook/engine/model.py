@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from cookbook import hub
 from cookbook.engine.planning import Layouts
 from cookbook.engine.shared import SharedBase
 from cookbook.errors import BackendError, ConfigError
@@ -266,6 +267,11 @@ def _must_exist(name: str) -> None:
     spelled_as_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if spelled_as_path and not Path(name).is_dir():
         raise BackendError(f"model.name: no such folder {name!r}; pass a local folder or a Hugging Face hub id")
+    if not Path(name).is_dir() and not hub.answers():
+        raise BackendError(
+            f"model.name: there is no folder {name!r} here, and the Hugging Face hub cannot be reached for it; pass a folder, "
+            "or set HF_HUB_OFFLINE=1 if it was downloaded before"
+        )
 
 
 def _cannot_load(what: str, name: str, error: BaseException) -> str:

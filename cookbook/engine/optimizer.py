@@ -56,14 +56,14 @@ class Optimizer:
         return tensors
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """The inverse of :meth:`state`; tensors of other names are ignored."""
+        """The inverse of :meth:`state`; tensors of other names are ignored, and the moments become the optimizer's own."""
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
             if master is not parameter and f"master.{name}" in tensors:
                 master.data.copy_(tensors[f"master.{name}"])
             state = {key: tensors[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in tensors}
             if state:
                 self.adamw.state[master] = {
-                    key: value.clone() if key == "step" else value.to(master.device, copy=True) for key, value in state.items()
+                    key: value if key == "step" else value.to(master.device) for key, value in state.items()
                 }
 
     def reset(self) -> None:

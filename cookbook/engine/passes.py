@@ -13,6 +13,7 @@ from torch import Tensor
 from cookbook.engine.attention import by_layout
 from cookbook.engine.collate import collate
 from cookbook.engine.head import OutputHead
+from cookbook.engine.linear_logprobs import TargetLogprobs
 from cookbook.engine.model import LanguageModel
 from cookbook.engine.offload import offloading
 from cookbook.engine.planning import MicroBatch
@@ -76,9 +77,9 @@ SlopesOf = Callable[[Sequence[int], Sequence[Datum], Sequence[Tensor]], Sequence
 class Passes:
     """Runs a model over micro-batches."""
 
-    def __init__(self, model: LanguageModel, *, offload: bool) -> None:
+    def __init__(self, model: LanguageModel, *, offload: bool, head_impl: str | TargetLogprobs) -> None:
         self.model = model
-        self.head = OutputHead(model)
+        self.head = OutputHead(model, head_impl)
         self.count = 0  # since the start: what a loss costs, countable
         self.bytes_per_token = 0.0  # the most that a pass has kept for its backward pass
         self._offload = offload
@@ -99,6 +100,7 @@ class Passes:
 
     def folds(self, data: Sequence[Datum], batch: MicroBatch, wanted: Wanted, *, whole: bool) -> bool:
         """Whether :meth:`run_folded` is the better way for a loss of independent terms; ``whole``: only datums are."""
+        self.model.network.train(True)  # an adapter's dropout makes a layer that is linear otherwise into another
         if wanted.entropy or wanted.router or not self.head.folds(batch.num_tokens):
             return False
         return not whole or not self.head.folds(max(data[index].model_input.length for index in batch.indices))

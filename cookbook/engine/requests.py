@@ -53,11 +53,6 @@ class Lane:
     _ahead: Array = field(default_factory=lambda: np.empty(0))
 
     @property
-    def length(self) -> int:
-        """Tokens of prompt and completion so far."""
-        return len(self.prompt) + len(self.tokens)
-
-    @property
     def need(self) -> int:
         """Tokens of prompt and completion at most."""
         return len(self.prompt) + self.room

@@ -1,20 +1,56 @@
-"""Calling a reward: what it raises or returns is never taken for a zero."""
+"""Calling a reward: what it raises, returns or never returns is never taken for a zero."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-import math
-import traceback
-from collections.abc import Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import Any, SupportsFloat
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from cookbook.data.rows import Row
-from cookbook.errors import CookbookError, RolloutError
-from cookbook.protocols import Reward
+from cookbook.errors import BadRowError, RolloutError
+from cookbook.rewards.limits import Limits
+from cookbook.rewards.python import Python
+from cookbook.rewards.verdict import Fault, judge
+from cookbook.rewards.worker import Workers
+
+if TYPE_CHECKING:
+    from cookbook.data.rows import Row
+    from cookbook.protocols import Reward
 
 log = logging.getLogger(__name__)
+
+Pending = Callable[[], float]
+"""Gives the reward, once it is there. Raises RolloutError, which names the row, where there is none."""
+
+
+class Judge:
+    """Calls a reward as its :class:`Limits` say. Which process called it, and when, makes no difference to the rewards.
+
+    Raises:
+        ConfigError: the reward has workers and cannot be sent to them.
+    """
+
+    def __init__(self, reward: Reward) -> None:
+        self.reward = reward
+        self._workers = Workers(reward) if isinstance(reward, Limits) and reward.workers else None
+
+    def submit(self, completion: str, row: Row) -> Pending:
+        """The reward of a completion of ``row``. Workers begin at once; without any, it is called when it is asked for."""
+        if self._workers is None:
+            return lambda: _told(judge(self.reward, completion, row.values), row.where)
+        future = self._workers.submit(completion, row.values)
+        return lambda: _told(future.result(), row.where)
+
+    def fingerprint(self) -> str:
+        """What tells the reward from another one, in every process alike."""
+        if isinstance(self.reward, Python):
+            return f"{self.reward!r} {self.reward.digest}"
+        kind = type(self.reward)
+        return repr(self.reward) if dataclasses.is_dataclass(kind) else f"{kind.__module__}:{kind.__qualname__}"
+
+    def close(self) -> None:
+        if self._workers is not None:
+            self._workers.close()
 
 
 def score(reward: Reward, completions: Sequence[str], rows: Sequence[Row]) -> list[float]:
@@ -24,41 +60,14 @@ def score(reward: Reward, completions: Sequence[str], rows: Sequence[Row]) -> li
         RolloutError: the reward raised, with its own error as the cause and its trace in the log, or returned anything
             but a finite number; both name the row.
     """
-    judged = []
-    for completion, row in zip(completions, rows, strict=True):
-        with _Naming(row.where):
-            value = reward(completion, row.values)
-        judged.append(_number(value, row.where))
-    return judged
+    pairs = zip(completions, rows, strict=True)
+    return [_told(judge(reward, completion, row.values), row.where) for completion, row in pairs]
 
 
-class _Naming:
-    """Turns whatever the user's code raises into a RolloutError that names the row and keeps the error as its cause."""
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, CookbookError):
-            raise RolloutError(f"{self.where}: reward: {error}") from error
-        if isinstance(error, Exception):
-            frame = traceback.extract_tb(trace)[-1]
-            last = traceback.format_exception_only(error)[-1].strip()
-            log.error("%s: the reward's own trace", self.where, exc_info=error)
-            place = f"{Path(frame.filename).name}:{frame.lineno}"
-            raise RolloutError(f"{self.where}: the reward raised {last} ({place}); mend the reward or row") from error
-
-
-def _number(value: Any, where: str) -> float:
-    try:
-        number = float(value) if isinstance(value, SupportsFloat) else None
-    except (TypeError, ValueError):  # an array of several numbers
-        number = None
-    if number is None:
-        raise RolloutError(f"{where}: the reward returned {type(value).__name__}, not a number; return one float")
-    if not math.isfinite(number):
-        raise RolloutError(f"{where}: the reward returned {number}; return a finite number")
-    return number
+def _told(found: float | Fault, where: str) -> float:
+    if not isinstance(found, Fault):
+        return found
+    if found.message.startswith("the reward raised"):
+        log.info("%s: the reward's own trace", where, exc_info=found.cause)  # for log.txt; the terminal has one line
+    kind = BadRowError if found.of_row else RolloutError
+    raise kind(f"{where}: {found.message}") from found.cause

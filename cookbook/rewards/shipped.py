@@ -9,6 +9,7 @@ from decimal import Decimal
 from typing import Any
 
 from cookbook.errors import ConfigError, DataError
+from cookbook.rewards.limits import Limits
 
 # A sign counts only where no number or word ends before it: "10-3" is 10 and 3. Thousands come in groups of three, so
 # that "1,2,3" is three numbers and "1,234" one. Currency and percent signs are left where they are.
@@ -20,7 +21,7 @@ GOLD_MARK = "####"  # GSM8K writes its final answer behind it
 
 
 @dataclass(frozen=True)
-class Number:
+class Number(Limits):
     """The last number of the completion equals the gold number: the first one behind ``####``, else the last."""
 
     column: str = "answer"
@@ -34,7 +35,7 @@ class Number:
 
 
 @dataclass(frozen=True)
-class Exact:
+class Exact(Limits):
     """The completion is the text of a column."""
 
     column: str = "answer"
@@ -50,7 +51,7 @@ class Exact:
 
 
 @dataclass(frozen=True)
-class Format:
+class Format(Limits):
     """The completion matches a regular expression, anywhere in it or as a whole; ``.`` matches line breaks too.
 
     Raises:
@@ -61,6 +62,7 @@ class Format:
     whole: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         try:
             re.compile(self.pattern, re.DOTALL)
         except re.error as error:

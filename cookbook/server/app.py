@@ -8,11 +8,13 @@ from collections.abc import AsyncIterator
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
+from starlette.requests import ClientDisconnect
 
 from cookbook import __version__
 from cookbook.server.auth import Auth
 from cookbook.server.errors import Refused
 from cookbook.server.observed import Observed
+from cookbook.server.restoring import restore
 from cookbook.server.results import error_response
 from cookbook.server.routes import about, download, futures, metrics, runs, sampling, session, training
 from cookbook.server.service import Service
@@ -31,6 +33,7 @@ def create_app(service: Service) -> FastAPI:
         app.include_router(part.router, prefix=API)
     app.include_router(metrics.router)
     app.add_exception_handler(Refused, _refused)
+    app.add_exception_handler(ClientDisconnect, _unheard)
     app.add_middleware(Auth, keys=service.config.api_keys())
     app.add_middleware(Observed, metrics=service.metrics)
     return app
@@ -41,8 +44,14 @@ async def _refused(_: Request, error: Exception) -> Response:
     return error_response(error.status, str(error))
 
 
+async def _unheard(_: Request, __: Exception) -> Response:
+    """The client has gone in the middle of its request: no fault of ours, and nobody reads the answer."""
+    return error_response(400, "the request ended before it was whole")
+
+
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    await restore(app.state.service)
     keeping = asyncio.create_task(_keep_house(app.state.service))
     yield
     keeping.cancel()
@@ -53,3 +62,4 @@ async def _keep_house(service: Service) -> None:
     while True:
         await asyncio.sleep(HOUSEKEEPING_S)
         service.end_silent_sessions()
+        service.prune_logs()

@@ -75,7 +75,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Saved:
-    """One checkpoint. Times are seconds since 1970."""
+    """One checkpoint. Times are seconds since 1970; ``request`` is the number of the run's request that made it."""
 
     address: Address
     time: float
@@ -83,6 +83,7 @@ class Saved:
     expires: float | None = None
     public: bool = False
     user_metadata: dict[str, str] | None = field(default=None)
+    request: int | None = None
 
 
 class Catalogue:
@@ -93,6 +94,9 @@ class Catalogue:
         folder.mkdir(parents=True, exist_ok=True)
 
     # ---- runs ----------------------------------------------------------------------------------------------------
+
+    def knows(self, run_id: str) -> bool:
+        return (self.run_folder(run_id) / _RUN_FILE).is_file()
 
     def run_folder(self, run_id: str) -> Path:
         return self.folder / run_id.replace(":", ".")
@@ -131,13 +135,24 @@ class Catalogue:
             raise CheckpointError(f"checkpoint: {address.path} has expired")
         return saved
 
-    def add(self, address: Address, ttl_s: float | None, user_metadata: Mapping[str, str] | None) -> Saved:
+    def add(
+        self, address: Address, ttl_s: float | None, user_metadata: Mapping[str, str] | None, request: int | None = None
+    ) -> Saved:
         """Notes what has just been saved."""
         size = sum(path.stat().st_size for path in self.place(address).rglob("*") if path.is_file())
         now = time.time()
-        saved = Saved(address, now, size, _expiry(now, ttl_s), user_metadata=dict(user_metadata) if user_metadata else None)
+        metadata = dict(user_metadata) if user_metadata else None
+        saved = Saved(address, now, size, _expiry(now, ttl_s), user_metadata=metadata, request=request)
         self._write(saved)
         return saved
+
+    def was_saved_by(self, address: Address, request: int) -> bool:
+        """Whether that request has made the checkpoint, in an earlier process. What a killed one left half done is deleted."""
+        try:
+            return _read(address, self._facts(address)).request == request
+        except FileNotFoundError:
+            shutil.rmtree(self.place(address), ignore_errors=True)
+            return False
 
     def publish(self, address: Address, public: bool) -> None:
         self._write(replace(self.find(address), public=public))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,11 +12,16 @@ from typing import Any
 CLONE = 1_000_000_000  # a copy of a client, in another process, numbers its requests from a multiple of this
 
 
+def _first_cursor() -> int:
+    """Behind all that an earlier process has named: none of ours may seem to have been seen."""
+    return time.time_ns() // 1000
+
+
 @dataclass
 class _Feed:
     """``entries`` are those after cursor ``seen``."""
 
-    seen: int = 0
+    seen: int = field(default_factory=_first_cursor)
     entries: deque[dict[str, Any]] = field(default_factory=deque)
     news: asyncio.Event = field(default_factory=asyncio.Event)
 

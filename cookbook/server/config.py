@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cookbook.errors import ConfigError
+from cookbook.server.durability import LEVELS
 
 
 @dataclass
@@ -25,13 +26,19 @@ class ServerConfig:
     session_timeout_s: float = 600.0
     gap_timeout_s: float = 120.0
     drain_s: float = 30.0
+    durability: str = "synced"
+    checkpoint_s: float = 60.0
+    log_mb: int = 256
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"server.port: expected 0 to 65535, got {self.port}; 0 takes any that is free")
-        for name in ("max_request_mb", "max_results_mb", "session_timeout_s", "gap_timeout_s", "drain_s"):
+        limits = ("max_request_mb", "max_results_mb", "session_timeout_s", "gap_timeout_s", "drain_s", "checkpoint_s", "log_mb")
+        for name in limits:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"server.{name} must be above 0, got {getattr(self, name)}")
+        if self.durability not in LEVELS:
+            raise ConfigError(f"server.durability: expected one of {', '.join(LEVELS)}, got {self.durability!r}")
         if not self.graphs_gb >= 0:
             raise ConfigError(f"server.graphs_gb: expected 0 or more, got {self.graphs_gb}")
 

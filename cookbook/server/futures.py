@@ -8,25 +8,41 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from cookbook.errors import RolloutError
 from cookbook.server.completions import Completions
 from cookbook.server.errors import Refused
+from cookbook.server.log import Log
+from cookbook.server.records import Record
 from cookbook.server.results import Result, failure
 
 SAMPLE = "asample"
+GONE = "retrieve_future: the result of {!r} was fetched before and is no longer kept"
 
 
 @dataclass
 class Answer:
-    """One accepted request. ``digest`` tells a repetition from another request under the same number."""
+    """One accepted request. ``digest`` tells a repetition from another request under the same number; ``log`` holds it, and
+    gets its result with ``facts`` of how it was computed.
+    """
 
     request_id: str
     digest: bytes
     kind: str
+    log: Log
     asked: float = field(default_factory=time.monotonic)
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     result: Result | None = None  # None: not yet, or no longer
+    fetched: bool = False
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def request(self, body: bytes) -> Record:
+        return Record({"what": "request", "id": self.request_id, "kind": self.kind}, body)
+
+    def record(self, result: Result) -> Record:
+        told = {"what": "result", "id": self.request_id, "type": result.content_type, "error": result.error}
+        return Record({**told, **self.facts}, result.body)
 
 
 class Answers:
@@ -40,31 +56,62 @@ class Answers:
         self.watchers: list[Callable[[Answer, Result], None]] = []  # called with every answer as it is settled
         self._answers: dict[str, Answer] = {}
         self._fetched: OrderedDict[str, None] = OrderedDict()
+        self._unlogged: dict[str, Answer] = {}  # their results are not on the disk
+        self._floors: dict[str, int] = {}  # by scope: requests of lower numbers are done with, known here or not
 
-    def claim(self, scope: str, number: int, body: bytes, kind: str) -> tuple[Answer, bool]:
-        """The answer to request ``number`` of ``scope``, and whether it is a new one.
+    def claim(self, log: Log, scope: str, number: int, body: bytes, kind: str) -> tuple[Answer, bool]:
+        """The answer to request ``number`` of ``scope``, and whether it is a new one, which is in ``log`` then.
 
         A client repeats a request whose acknowledgement it has not seen. It must not run twice.
 
         Raises:
-            Refused: 400, another request had that number; 503, the server is about to end.
+            Refused: 400, another request had that number; 503, the server is about to end; 507, the disk is full.
         """
         request_id = f"{scope}/{number}"
         digest = hashlib.sha256(body).digest()
         known = self._answers.get(request_id)
+        if known is None and number < self._floors.get(scope, 0):
+            return Answer(request_id, digest, kind, log), False  # the result was fetched long ago
         if known is None:
             if self.closing:
                 raise Refused(503, "the server is shutting down and takes no new work; what it has accepted is finished")
-            known = self._answers[request_id] = Answer(request_id, digest, kind)
+            known = Answer(request_id, digest, kind, log)
+            log.append(known.request(body))
+            self._answers[request_id] = known
             return known, True
         if known.digest != digest:
             raise Refused(400, f"{kind}: number {number} of {scope} was another request; a repetition must be the same bytes")
         return known, False
 
+    def restore(self, answer: Answer, result: Result | None) -> None:
+        """An answer that an earlier process has promised, and perhaps given: who had it then, and who had not, is not known."""
+        self._answers[answer.request_id] = answer
+        if result is not None:
+            answer.fetched = True
+            self._keep(answer, result)
+
     def settle(self, answer: Answer, result: Result) -> None:
         """The first result counts: what comes after a cancellation is nobody's."""
         if answer.settled.is_set():
             return
+        try:
+            answer.log.append(answer.record(result))
+        except Refused:  # the disk is full: after a crash now, the request is computed again
+            self._unlogged[answer.request_id] = answer
+        self._keep(answer, result)
+        for told in self.watchers:
+            told(answer, result)
+        self._shrink()
+
+    def log_late(self, scope: str) -> None:
+        """Logs the results of ``scope`` that did not fit on the disk in their time. Raises Refused: they still do not."""
+        for request_id, answer in list(self._unlogged.items()):
+            if request_id.rpartition("/")[0] == scope:
+                if answer.result is not None:
+                    answer.log.append(answer.record(answer.result))
+                del self._unlogged[request_id]
+
+    def _keep(self, answer: Answer, result: Result) -> None:
         answer.result = result
         self.kept_bytes += len(result.body)
         answer.settled.set()
@@ -72,9 +119,6 @@ class Answers:
             scope, _, number = answer.request_id.rpartition("/")
             size, failed = len(result.body), result.is_failure
             self.completions.add(scope, int(number), request_id=answer.request_id, num_bytes=size, failed=failed)
-        for told in self.watchers:
-            told(answer, result)
-        self._shrink()
 
     def cancel(self, request_id: str) -> None:
         """Fails a sampling request that is still waiting; nothing happens to any other."""
@@ -95,6 +139,8 @@ class Answers:
             Refused: 404, no such request; 410, its result was fetched long ago and dropped.
         """
         answer = self._answers.get(request_id)
+        if answer is None and self.is_past(request_id):
+            raise Refused(410, GONE.format(request_id))
         if answer is None:
             raise Refused(404, f"retrieve_future: there is no request {request_id!r} here; the server may have started anew")
         try:
@@ -102,17 +148,38 @@ class Answers:
         except TimeoutError:
             return None
         if answer.result is None:
-            raise Refused(410, f"retrieve_future: the result of {request_id!r} was fetched before and is no longer kept")
+            raise Refused(410, GONE.format(request_id))
+        answer.fetched = True
         self._fetched[request_id] = None
         self._fetched.move_to_end(request_id)
         return answer.result
 
     def forget(self, scope: str) -> None:
         """Drops everything of ``scope``: nobody will ask any more."""
-        for request_id in [known for known in self._answers if known.rpartition("/")[0] == scope]:
-            self._drop(request_id)
-            del self._answers[request_id]
+        self.remove([known for known in self._answers if known.rpartition("/")[0] == scope])
+        self._floors.pop(scope, None)
         self.completions.forget(scope)
+
+    def remove(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            if request_id in self._answers:
+                self._drop(request_id)
+                del self._answers[request_id]
+                self._unlogged.pop(request_id, None)
+
+    def raise_floor(self, scope: str, number: int) -> None:
+        """Requests of ``scope`` below ``number`` have run, and never do again; their results are kept while they are known."""
+        self._floors[scope] = number
+
+    def is_wanted(self, request_id: str) -> bool:
+        """Whether somebody may not have its result yet."""
+        answer = self._answers.get(request_id)
+        return answer is not None and not (answer.settled.is_set() and (answer.fetched or answer.result is None))
+
+    def is_past(self, request_id: str) -> bool:
+        """Whether it lies below its scope's floor."""
+        scope, _, number = request_id.rpartition("/")
+        return number.isdecimal() and int(number) < self._floors.get(scope, 0)
 
     def __len__(self) -> int:
         return len(self._answers)

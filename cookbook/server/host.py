@@ -9,13 +9,15 @@ from typing import Any
 
 from cookbook.backends.graphs import KeptGraphs
 from cookbook.backends.local import LocalConfig, LocalTrainer
-from cookbook.backends.sampling import LocalSampler
+from cookbook.backends.sampling import LocalSampler, SampleQueue
 from cookbook.backends.worker import Worker
 from cookbook.checkpoints import manifest
-from cookbook.engine.model import ModelConfig, resolved
+from cookbook.engine.engine import Engine
+from cookbook.engine.model import ModelConfig, load, resolved
 from cookbook.engine.shared import SharedBase
 from cookbook.errors import ConfigError
 from cookbook.server.errors import Refused
+from cookbook.server.run_graphs import RunGraphs
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -42,6 +44,7 @@ class Host:
         self.seed = seed
         self._base_trainer = LocalTrainer(model, self.config, seed=seed, worker=self.worker)
         self._base = SharedBase(self.name, self._base_trainer.engine.model.network)
+        self._kept_samples = SampleQueue(self.worker, self._base_trainer.max_batch_tokens)
 
     def public_name(self, base_model: str) -> str:
         """What clients are told the model is called: what they load its tokenizer by.
@@ -86,13 +89,17 @@ class Host:
         """What tells the base model from another one of the same name."""
         return self._base_trainer.digests()
 
-    def new_trainer(self, folder: Path, *, rank: int, seed: int, modules: Any = "all-linear") -> LocalTrainer:
+    def new_trainer(
+        self, folder: Path, *, rank: int, seed: int, modules: Any = "all-linear", graphs: RunGraphs | None = None
+    ) -> LocalTrainer:
         """A run from the base model. ``rank`` 0 trains every parameter."""
-        return self._trainer(replace(self.model, lora_rank=rank, lora_target_modules=modules), folder, seed)
+        return self._trainer(replace(self.model, lora_rank=rank, lora_target_modules=modules), folder, seed, graphs)
 
-    def saved_trainer(self, folder: Path, saved: Path, *, optimizer: bool, seed: int) -> LocalTrainer:
+    def saved_trainer(
+        self, folder: Path, saved: Path, *, optimizer: bool, seed: int, graphs: RunGraphs | None = None
+    ) -> LocalTrainer:
         """A run that starts from saved weights, with their optimizer when asked."""
-        trainer = self._trainer(_saved(saved), folder, seed)
+        trainer = self._trainer(_saved(saved), folder, seed, graphs)
         trainer.load_state(str(saved), optimizer=optimizer).result()
         return trainer
 
@@ -103,12 +110,22 @@ class Host:
         """A sampler on weights of the disk."""
         return self._trainer(_saved(saved), saved.parent, seed).live_sampler(0).result()
 
+    def kept_sampler(self, saved: Path, seed: int) -> LocalSampler:
+        """As :meth:`saved_sampler`, of weights that are read when it is first asked: after a restart there may be hundreds."""
+
+        @functools.cache
+        def engine() -> Engine:
+            model = load(_saved(saved), self.config.torch_device(), seed, self._base)
+            return Engine(model, self.config.engine_options(model, seed))
+
+        return LocalSampler(self._kept_samples, engine, 0, seed)
+
     def close(self) -> None:
         self.worker.close()
 
-    def _trainer(self, model: ModelConfig, folder: Path, seed: int) -> LocalTrainer:
+    def _trainer(self, model: ModelConfig, folder: Path, seed: int, graphs: RunGraphs | None = None) -> LocalTrainer:
         return LocalTrainer(
-            model, self.config, seed=seed, folder=folder, worker=self.worker, base=self._base, graphs=self.graphs
+            model, self.config, seed=seed, folder=folder, worker=self.worker, base=self._base, graphs=graphs or self.graphs
         )
 
 

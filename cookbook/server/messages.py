@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from cookbook.server.errors import Refused
 
 Metadata = dict[str, Any] | None
 
 
 class Message(BaseModel):
     model_config = ConfigDict(protected_namespaces=(), extra="ignore")
+
+
+M = TypeVar("M", bound=Message)
+
+
+def parsed(kind: type[M], body: bytes) -> M:
+    """Raises Refused, 422: the body is not such a message."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or "body"
+        raise Refused(422, f"{kind.__name__}: {where}: {first['msg']}") from None
 
 
 class CreateSession(Message):
@@ -129,6 +144,7 @@ class Sampling(Message):
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
+    min_p: float = 0.0  # ours: Tinker's own client has no such field
 
 
 class Sample(OfSampler):

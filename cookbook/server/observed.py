@@ -9,13 +9,15 @@ import re
 import secrets
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cookbook.server.futures import Answer
 from cookbook.server.metrics import Metrics
-from cookbook.server.results import Result
+
+if TYPE_CHECKING:
+    from cookbook.server.futures import Answer
+    from cookbook.server.results import Result
 
 LOG = logging.getLogger("cookbook.server")
 LOG_BYTES = 16 << 20  # then a new file is begun; three old ones stay
@@ -64,9 +66,13 @@ def event(what: str, **facts: Any) -> None:
     LOG.info(json.dumps({"time": round(time.time(), 3), "event": what, **facts}))
 
 
+class _EventFile(logging.handlers.RotatingFileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - its name in the base class
+        """A full disk costs events, and not a trace on the terminal for each."""
+
+
 def log_to(file: Path) -> None:
     """Writes the events to ``file``, one JSON object a line."""
-    handler = logging.handlers.RotatingFileHandler(file, maxBytes=LOG_BYTES, backupCount=3, encoding="utf-8")
-    LOG.addHandler(handler)
+    LOG.addHandler(_EventFile(file, maxBytes=LOG_BYTES, backupCount=3, encoding="utf-8"))
     LOG.setLevel(logging.INFO)
     LOG.propagate = False

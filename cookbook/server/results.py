@@ -47,7 +47,12 @@ def passed(output: ForwardBackwardOutput) -> Result:
     message.metrics.update({wire_name(name): value for name, value in output.metrics.items() if name != "loss"})
     for _, rows in itertools.groupby(output.loss_fn_outputs, key=_kind):
         _add_record(message.loss_fn_outputs.add(type_tag=output.loss_fn_output_type), list(rows))
-    return Result(message.SerializeToString(), schema.CONTENT_TYPE)
+    return _written(message)
+
+
+def _written(message: Any) -> Result:
+    """The same bytes in every process: maps of the wire have no order of their own, and a replay is compared with what was."""
+    return Result(message.SerializeToString(deterministic=True), schema.CONTENT_TYPE)
 
 
 def wire_name(metric: str) -> str:
@@ -111,7 +116,7 @@ def sampled(
         message.prompt_logprobs = _with_gaps(response.prompt_logprobs, last_n).tobytes()
     if successors is not None:
         successors.write(message.topk_prompt_logprobs)
-    return Result(message.SerializeToString(), schema.CONTENT_TYPE)
+    return _written(message)
 
 
 def _with_gaps(logprobs: Iterable[float | None], last_n: int | None) -> Array:

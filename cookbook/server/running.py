@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import sys
 from types import FrameType
 
 import uvicorn
@@ -29,6 +30,8 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)
+        told = "stopping at once" if self.force_exit else "finishing accepted work, saving runs; once more stops at once"
+        print(f"\n{told}", file=sys.stderr, flush=True)
         if self.force_exit and self._draining is not None:
             self._draining.get_loop().call_soon_threadsafe(self._draining.cancel)
 

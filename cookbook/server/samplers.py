@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -62,8 +63,15 @@ class SamplingSession:
     base_model: str
     model_path: str | None
     sampler: LocalSampler
+    seed: int  # of requests that bring none
+    made_by: int = 0  # the number of the run's request that published it
     joined: int = 0  # clients in other processes that share it
     gathering: Gathering | None = None
+
+    def seed_of(self, number: int) -> int:
+        """For a request without a seed: another one each, and the same again when it is repeated."""
+        named = f"{self.seed} {self.sampler_id.rpartition(':')[2]} {number}"
+        return int.from_bytes(hashlib.blake2b(named.encode(), digest_size=8).digest()) >> 2
 
 
 class Batcher:

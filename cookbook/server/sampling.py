@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 from cookbook.engine.likeliest import likeliest
@@ -12,6 +13,7 @@ from cookbook.server.catalogue import Address
 from cookbook.server.errors import Refused
 from cookbook.server.futures import SAMPLE, Answer
 from cookbook.server.messages import Batch, CreateSamplingSession, Sample
+from cookbook.server.records import Record
 from cookbook.server.results import Successors, failure, sampled
 from cookbook.server.samplers import Gathering, SamplingSession
 from cookbook.server.service import Service
@@ -30,43 +32,79 @@ async def create_sampling_session(service: Service, message: CreateSamplingSessi
     sampler_id = f"{owner.session_id}:sample:{message.sampling_session_seq_id}"
     async with service.making_samplers:  # a repetition may come while the first one loads
         if sampler_id not in service.samplers:
-            service.add_sampler(await _make(service, message, sampler_id))
+            made = await make(service, message, sampler_id)
+            owner.log.append(Record({"what": "sampler", "asked": message.model_dump()}))
+            await owner.log.synced()
+            service.add_sampler(made)
     return service.samplers[sampler_id]
 
 
-async def _make(service: Service, message: CreateSamplingSession, sampler_id: str) -> SamplingSession:
+async def make(service: Service, message: CreateSamplingSession, sampler_id: str, *, again: bool = False) -> SamplingSession:
+    """``again``: it was made before, and its weights were in order. Raises Refused: no such model or checkpoint."""
     path, base = message.model_path, message.base_model
+    seed = service.host.seed
     if path is None and base is not None:
         base = service.host.public_name(base)
         sampler = await asyncio.to_thread(service.host.base_sampler)
     elif path is not None:
         try:
             address = Address.parse(path)
-            service.catalogue.find(address)
             origin = service.catalogue.run(address.run_id)
-            sampler = await asyncio.to_thread(service.host.saved_sampler, service.catalogue.place(address), origin.seed)
+            saved = _kept(service, message, address)
+            load = service.host.kept_sampler if again else service.host.saved_sampler
+            sampler = await asyncio.to_thread(load, saved, origin.seed)
         except CheckpointError as error:
             raise Refused(404, str(error)) from None
-        base = origin.base_model
+        base, seed = origin.base_model, origin.seed
     else:
         raise Refused(422, "create_sampling_session: needs a base_model or a model_path")
-    return SamplingSession(sampler_id, message.session_id, base, path, sampler)
+    return SamplingSession(sampler_id, message.session_id, base, path, sampler, seed)
+
+
+def _kept(service: Service, message: CreateSamplingSession, address: Address) -> Path:
+    """The checkpoint's files, or where sessions are kept, links to them: it may be deleted while somebody samples from it.
+
+    Raises:
+        CheckpointError: it is not there.
+    """
+    place = service.durability.place(message.session_id) / f"weights-{message.sampling_session_seq_id}"
+    if place.exists():
+        return place
+    service.catalogue.find(address)
+    saved = service.catalogue.place(address)
+    return service.durability.keep(saved, place) if service.durability.is_on else saved
+
+
+def join(service: Service, sampler_id: str) -> int:
+    """A number for one more client of a sampling session, from 1: the one that made it has 0. Raises Refused, 404."""
+    session = service.sampler(sampler_id)
+    session.joined += 1
+    service.session(session.session_id).log.append(Record({"what": "joined", "sampler": sampler_id, "count": session.joined}))
+    return session.joined
 
 
 def sample(service: Service, message: Sample, body: bytes) -> Answer:
-    """Raises Refused: no such session, or what no repetition can mend."""
+    """Raises Refused: no such session, what no repetition can mend, or the disk is full."""
     session = service.sampler(message.sampling_session_id)
     try:
-        prompt = _prompt(service, message)
+        prompt = prompt_of(service, message)
     except Refused:
         if session.gathering is not None:  # the others must not wait for it
             session.gathering.arrived(message.seq_id, lambda: None)
         raise
-    answer, new = service.answers.claim(session.sampler_id, message.seq_id, body, SAMPLE)
-    if not new:
-        return answer
+    log = service.session(session.session_id).samples
+    answer, new = service.answers.claim(log, session.sampler_id, message.seq_id, body, SAMPLE)
+    if new:
+        draw(service, session, message, prompt, answer)
+    return answer
 
+
+def draw(service: Service, session: SamplingSession, message: Sample, prompt: list[int], answer: Answer) -> None:
+    """Answers a request, with those that are there by then."""
     successors = _successors(service, session, message, prompt)
+    params = message.sampling_params.model_dump()
+    if params["seed"] is None:
+        params["seed"] = session.seed_of(message.seq_id)
 
     def told(done: Future[Any]) -> None:
         error = done.exception() or (successors.exception() if successors is not None else None)
@@ -83,7 +121,7 @@ def sample(service: Service, message: Sample, body: bytes) -> Answer:
             asked = session.sampler.sample(
                 ModelInput.from_ints(prompt),
                 message.num_samples,
-                SamplingParams(**message.sampling_params.model_dump()),
+                SamplingParams(**params),
                 include_prompt_logprobs=bool(message.prompt_logprobs),
             )
         except CookbookError as error:
@@ -95,23 +133,29 @@ def sample(service: Service, message: Sample, body: bytes) -> Answer:
         start()
     else:
         session.gathering.arrived(message.seq_id, start)
-    return answer
 
 
 def announce(service: Service, message: Batch) -> None:
     """The next ``count`` requests of a sampling session are one batch. One announced before starts with what has come.
 
     Raises:
-        Refused: no such session.
+        Refused: no such session, or the disk is full.
     """
     session = service.sampler(message.sampling_session_id)
+    batch = {"what": "batch", "sampler": message.sampling_session_id, "count": message.count}
+    service.session(session.session_id).samples.append(Record(batch))
+    gather(service, session, message.count)
+
+
+def gather(service: Service, session: SamplingSession, count: int) -> None:
+    """The next ``count`` requests are answered together."""
     if session.gathering is not None:
         session.gathering.end()
 
     def ended() -> None:
         session.gathering = None
 
-    session.gathering = Gathering(message.count, service.config.gap_timeout_s, ended, service.batcher.together)
+    session.gathering = Gathering(count, service.config.gap_timeout_s, ended, service.batcher.together)
 
 
 def _successors(service: Service, session: SamplingSession, message: Sample, prompt: list[int]) -> Future[Any] | None:
@@ -122,7 +166,8 @@ def _successors(service: Service, session: SamplingSession, message: Sample, pro
     return service.host.worker.submit(lambda: likeliest(session.sampler.engine(), prompt, k))
 
 
-def _prompt(service: Service, message: Sample) -> list[int]:
+def prompt_of(service: Service, message: Sample) -> list[int]:
+    """Raises Refused: it is longer than the model takes, or the request asks for what there is not."""
     if any(chunk.type != "encoded_text" for chunk in message.prompt.chunks):
         raise Refused(400, "asample: the prompt holds something other than text; this model reads tokens only")
     for name in NOT_OFFERED:

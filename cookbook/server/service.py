@@ -8,34 +8,44 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from cookbook.server.catalogue import Catalogue
 from cookbook.server.config import ServerConfig
 from cookbook.server.downloads import Downloads
+from cookbook.server.durability import Durability
 from cookbook.server.errors import Refused
 from cookbook.server.futures import Answer, Answers
 from cookbook.server.graph_loss import GraphLoss
 from cookbook.server.host import Host
+from cookbook.server.log import Log
 from cookbook.server.messages import CreateSession
 from cookbook.server.metrics import Metrics
 from cookbook.server.observed import settled
+from cookbook.server.records import Record
 from cookbook.server.results import Result, failure
 from cookbook.server.runs import TrainingRun
 from cookbook.server.samplers import Batcher, SamplingSession
+from cookbook.server.states import States, prune_samples
 
 T = TypeVar("T")
 
 
 @dataclass
 class Session:
-    """One client. Its runs and samplers are freed when it ends, or has been silent for too long."""
+    """One client. Its runs and samplers are freed when it ends, or has been silent for too long.
+
+    ``log`` is of what it is and has made, ``samples`` of what its samplers are asked.
+    """
 
     session_id: str
     user_metadata: dict[str, Any] | None
     display_name: str | None
+    log: Log
+    samples: Log
+    key: str | None = None  # of the request that created it
     last_seen: float = field(default_factory=time.monotonic)
     run_ids: list[str] = field(default_factory=list)
     sampler_ids: list[str] = field(default_factory=list)
@@ -58,17 +68,36 @@ class Service:
         self.answers.watchers += [self.metrics.settled, settled]
         self.batcher = Batcher(host.worker)
         self.downloads = Downloads(catalogue)
+        self.durability = Durability(catalogue.folder, config.durability)
         self.sessions: dict[str, Session] = {}
         self.runs: dict[str, TrainingRun] = {}
         self.samplers: dict[str, SamplingSession] = {}
+        self.states: dict[str, States] = {}  # of the runs, where they are kept
+        self.coming: set[str] = set()  # samplers of an earlier process that are not made again yet
+        self.lost: dict[str, str] = {}  # runs of an earlier process that cannot be made again, and why
+        self.sampler_came: Callable[[SamplingSession], None] = lambda _: None
         self.making_samplers = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()  # the event loop itself holds its tasks weakly
 
     # ---- sessions ------------------------------------------------------------------------------------------------
 
-    def create_session(self, message: CreateSession) -> Session:
-        session = Session(f"s{secrets.token_hex(8)}", message.user_metadata, message.display_name)
-        self.sessions[session.session_id] = session
+    def create_session(self, message: CreateSession, key: str | None) -> Session:
+        """``key`` is the client's, and the same in all repetitions of a request. Raises Refused, 507: the disk is full."""
+        for known in self.sessions.values():
+            if key is not None and known.key == key:
+                return known
+        session_id = f"s{secrets.token_hex(8)}"
+        facts = {"user_metadata": message.user_metadata, "display_name": message.display_name, "key": key}
+        session = self.new_session(session_id, {"what": "session", "model": self.host.digests["weights"], **facts})
+        session.log.begin()
+        return session
+
+    def new_session(self, session_id: str, facts: dict[str, Any]) -> Session:
+        """From what its log begins with."""
+        log = self.durability.log(session_id, "log", Record(facts))
+        samples = self.durability.log(session_id, "samples", Record({"what": "samples"}))
+        session = Session(session_id, facts["user_metadata"], facts["display_name"], log, samples, facts["key"])
+        self.sessions[session_id] = session
         return session
 
     def session(self, session_id: str) -> Session:
@@ -88,29 +117,46 @@ class Service:
             self.answers.forget(sampler_id)
         for run_id in session.run_ids:
             self.runs.pop(run_id, None)
+            self.states.pop(run_id, None)
             self.answers.forget(run_id)
+        self.durability.forget(session_id)
 
     def end_silent_sessions(self) -> None:
         limit = time.monotonic() - self.config.session_timeout_s
         for session_id in [known for known, session in self.sessions.items() if session.last_seen < limit]:
             self.end_session(session_id)
 
+    def prune_logs(self) -> None:
+        """Deletes what nobody will ask for again."""
+        for states in self.states.values():
+            states.prune()
+        for session in self.sessions.values():
+            prune_samples(session.samples, self.answers, self.config.log_mb << 20)
+
     # ---- what sessions hold --------------------------------------------------------------------------------------
 
     def run(self, run_id: str) -> TrainingRun:
         """Raises Refused, 404."""
         if run_id not in self.runs:
-            raise Refused(404, f"there is no training run {run_id!r} in memory; make one from a checkpoint")
+            why = self.lost.get(run_id, f"there is no training run {run_id!r} in memory")
+            raise Refused(404, f"{why}; make one from a checkpoint")
         found = self.runs[run_id]
         self.session(found.session_id)
         return found
 
     def add_run(self, run: TrainingRun) -> None:
         self.runs[run.facts.run_id] = run
+        if self.durability.is_on:
+            every_s, log_bytes = self.config.checkpoint_s, self.config.log_mb << 20
+            states = self.states[run.facts.run_id] = States(run, self.host.worker, self.samplers, every_s, log_bytes)
+            run.begun = states.begun
         self.session(run.session_id).run_ids.append(run.facts.run_id)
 
     def sampler(self, sampler_id: str) -> SamplingSession:
-        """Raises Refused, 404."""
+        """Raises Refused: 404, or 429 while it is made again after a restart."""
+        if sampler_id in self.coming:
+            # Clients take this as "ask again soon", for as long as it takes.
+            raise Refused(429, f"the sampling session {sampler_id!r} is being made again after a restart")
         if sampler_id not in self.samplers:
             raise Refused(404, f"there is no sampling session {sampler_id!r}; make a new sampling client")
         found = self.samplers[sampler_id]
@@ -120,6 +166,8 @@ class Service:
     def add_sampler(self, sampler: SamplingSession) -> None:
         self.samplers[sampler.sampler_id] = sampler
         self.session(sampler.session_id).sampler_ids.append(sampler.sampler_id)
+        self.coming.discard(sampler.sampler_id)
+        self.sampler_came(sampler)
 
     # ---- work that is no trainer's call --------------------------------------------------------------------------
 
@@ -133,6 +181,9 @@ class Service:
                 result = failure(error)
             self.answers.settle(answer, result)
 
-        task = asyncio.create_task(do())
+        self.spawn(do())
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from cookbook.backends.local import LocalTrainer
@@ -19,16 +20,18 @@ from cookbook.server.messages import (
     SaveWeightsExternal,
     SaveWeightsForSampler,
     Sequenced,
+    parsed,
 )
 from cookbook.server.results import Result, from_json, passed
-from cookbook.server.runs import Begin, Encode
+from cookbook.server.runs import Begin, Request
 from cookbook.server.samplers import SamplingSession
 from cookbook.server.service import Service
+from cookbook.server.states import loaded_folder
 from cookbook.types import AdamParams
 
 
-def forward_backward(service: Service, body: bytes) -> Answer:
-    """Raises Refused: not such a message, no such run."""
+def forward_backward(service: Service, body: bytes) -> Request:
+    """Raises Refused: not such a message."""
     message = parse(body)
 
     def begin(trainer: LocalTrainer) -> Any:
@@ -40,7 +43,7 @@ def forward_backward(service: Service, body: bytes) -> Answer:
         return do(call.data, call.loss_fn, call.loss_fn_config)
 
     kind = "forward" if message.forward_only else "forward_backward"
-    return _accept(service, message.model_id, message.seq_id, body, kind, begin, passed)
+    return Request(message.model_id, message.seq_id, kind, begin, passed)
 
 
 def _custom_loss(service: Service, call: Call) -> GraphLoss:
@@ -55,14 +58,17 @@ def _custom_loss(service: Service, call: Call) -> GraphLoss:
     return losses[loss_id]
 
 
-def optim_step(service: Service, message: OptimStep, body: bytes) -> Answer:
+def optim_step(_: Service, body: bytes) -> Request:
+    message = parsed(OptimStep, body)
+
     def begin(trainer: LocalTrainer) -> Any:
         return trainer.optim_step(*_adam(message))
 
-    return _accept_message(service, message, body, "optim_step", begin, lambda output: from_json({"metrics": output.metrics}))
+    return _request(message, "optim_step", begin, lambda output: from_json({"metrics": output.metrics}))
 
 
-def save_weights(service: Service, message: SaveWeights, body: bytes) -> Answer:
+def save_weights(service: Service, body: bytes) -> Request:
+    message = parsed(SaveWeights, body)
     name = message.path or f"seq-{message.seq_id}"
 
     def begin(trainer: LocalTrainer) -> Any:
@@ -70,42 +76,51 @@ def save_weights(service: Service, message: SaveWeights, body: bytes) -> Answer:
 
     def saved(_: Any) -> Result:
         address = Address(message.model_id, "weights", name)
-        service.catalogue.add(address, message.ttl_seconds, message.user_metadata)
+        service.catalogue.add(address, message.ttl_seconds, message.user_metadata, message.seq_id)
         return from_json({"type": "save_weights", "path": address.path})
 
-    return _accept_message(service, message, body, "save_weights", begin, saved)
+    return _request(message, "save_weights", begin, saved, _is_saved(service, message, "weights", name))
 
 
-def save_weights_for_sampler(service: Service, message: SaveWeightsForSampler, body: bytes) -> Answer:
+def save_weights_for_sampler(service: Service, body: bytes) -> Request:
+    message = parsed(SaveWeightsForSampler, body)
     if message.path is None:
-        return _publish(service, message, body)
-    begin, saved = _sampler_checkpoint(service, message, "sampler_weights", message.path, message.user_metadata)
-    return _accept_message(service, message, body, "save_weights_for_sampler", begin, saved)
+        return _publish(service, message)
+    return _sampler_checkpoint(service, message, "sampler_weights", message.path, message.user_metadata)
 
 
-def save_weights_external(service: Service, message: SaveWeightsExternal, body: bytes) -> Answer:
-    begin, saved = _sampler_checkpoint(service, message, "external_weights", message.path, None)
+def save_weights_external(service: Service, body: bytes) -> Request:
+    message = parsed(SaveWeightsExternal, body)
+    request = _sampler_checkpoint(service, message, "external_weights", message.path, None)
 
     def checked(trainer: LocalTrainer) -> Any:
         if message.age_encryption_recipients:
             raise ConfigError("save_weights_external: this server does not encrypt; leave age_encryption_recipients out")
-        return begin(trainer)
+        return request.begin(trainer)
 
-    return _accept_message(service, message, body, "save_weights_external", checked, saved)
+    return replace(request, begin=checked)
 
 
-def load_weights(service: Service, message: LoadWeights, body: bytes) -> Answer:
+def load_weights(service: Service, body: bytes) -> Request:
     """Into a run that exists already. Raises Refused, 422: it is not said which."""
+    message = parsed(LoadWeights, body)
     if message.model_id is None or message.seq_id is None:
         raise Refused(422, "load_weights: needs model_id and seq_id, or session_id and model_seq_id")
-    loaded = {"type": "load_weights", "path": message.path, "model_id": message.model_id}
+    run_id, number = message.model_id, message.seq_id
+    loaded = {"type": "load_weights", "path": message.path, "model_id": run_id}
 
     def begin(trainer: LocalTrainer) -> Any:
         address = Address.parse(message.path)
+        kept = loaded_folder(service.run(run_id).log.folder, number)
+        if service.durability.is_on and kept.exists():
+            return trainer.load_state(str(kept), optimizer=message.optimizer)
         service.catalogue.find(address)
-        return trainer.load_state(str(service.catalogue.place(address)), optimizer=message.optimizer)
+        saved = service.catalogue.place(address)
+        if service.durability.is_on:  # it may be deleted before what this does is on the disk
+            saved = service.durability.keep(saved, kept)
+        return trainer.load_state(str(saved), optimizer=message.optimizer)
 
-    return _accept(service, message.model_id, message.seq_id, body, "load_weights", begin, lambda _: from_json(loaded))
+    return Request(run_id, number, "load_weights", begin, lambda _: from_json(loaded))
 
 
 def _sampler_checkpoint(
@@ -114,54 +129,78 @@ def _sampler_checkpoint(
     kind: str,
     name: str,
     user_metadata: dict[str, str] | None,
-) -> tuple[Begin, Encode]:
-    """How weights to sample from are saved under a name, and what is answered then."""
+) -> Request:
+    """Saves weights to sample from under a name."""
 
     def begin(trainer: LocalTrainer) -> Any:
         return trainer.save_weights_for_sampler_ext(Address(message.model_id, kind, name).folder_name)
 
     def saved(_: Any) -> Result:
         address = Address(message.model_id, kind, name)
-        found = service.catalogue.add(address, message.ttl_seconds, user_metadata)
+        found = service.catalogue.add(address, message.ttl_seconds, user_metadata, message.seq_id)
         return from_json({"path": address.path, "size_bytes": found.size_bytes})
 
-    return begin, saved
+    called = "save_weights_external" if kind == "external_weights" else "save_weights_for_sampler"
+    return _request(message, called, begin, saved, _is_saved(service, message, kind, name))
 
 
-def _publish(service: Service, message: SaveWeightsForSampler, body: bytes) -> Answer:
-    """Puts the weights into a sampling session, in memory only."""
+def _is_saved(service: Service, message: Sequenced, kind: str, name: str) -> Callable[[], bool]:
+    return lambda: service.catalogue.was_saved_by(Address(message.model_id, kind, name), message.seq_id)
+
+
+def _publish(service: Service, message: SaveWeightsForSampler) -> Request:
+    """Puts the weights into a sampling session."""
     run = service.run(message.model_id)
     sampler_id = f"{run.session_id}:sample:{message.sampling_session_seq_id}"
 
     def published(sampler: Any) -> Result:
-        session = SamplingSession(sampler_id, run.session_id, run.facts.base_model, None, sampler)
+        facts, number = run.facts, message.seq_id
+        session = SamplingSession(sampler_id, run.session_id, facts.base_model, None, sampler, facts.seed, number)
         service.add_sampler(session)
+        run.published[sampler_id] = number
         if message.kind == "inflight":
             run.inflight.append(session)
-            for following in run.inflight:
-                following.sampler = sampler
+            run.follow(sampler, number)
         return from_json({"type": "save_weights_for_sampler", "sampling_session_id": sampler_id})
 
     def begin(trainer: LocalTrainer) -> Any:
         return trainer.snapshot_sampler()
 
-    return _accept_message(service, message, body, "save_weights_for_sampler", begin, published)
+    return replace(_request(message, "save_weights_for_sampler", begin, published), publishes=sampler_id)
 
 
-def _accept_message(
-    service: Service, message: Sequenced, body: bytes, kind: str, begin: Begin, encode: Callable[[Any], Result]
-) -> Answer:
-    return _accept(service, message.model_id, message.seq_id, body, kind, begin, encode)
+def _request(
+    message: Sequenced,
+    kind: str,
+    begin: Begin,
+    encode: Callable[[Any], Result],
+    is_saved: Callable[[], bool] | None = None,
+) -> Request:
+    return Request(message.model_id, message.seq_id, kind, begin, encode, is_saved)
 
 
-def _accept(
-    service: Service, run_id: str, number: int, body: bytes, kind: str, begin: Begin, encode: Callable[[Any], Result]
-) -> Answer:
-    """A request that is repeated gets the answer it had, and runs once."""
-    run = service.run(run_id)
-    answer, new = service.answers.claim(run_id, number, body, kind)
+READERS: dict[str, Callable[[Service, bytes], Request]] = {
+    "forward": forward_backward,
+    "forward_backward": forward_backward,
+    "optim_step": optim_step,
+    "save_weights": save_weights,
+    "save_weights_for_sampler": save_weights_for_sampler,
+    "save_weights_external": save_weights_external,
+    "load_weights": load_weights,
+}
+"""From the bytes of a request to what is to be done, by the kind of request that a log names."""
+
+
+def accept(service: Service, request: Request, body: bytes) -> Answer:
+    """A request that is repeated gets the answer it had, and runs once.
+
+    Raises:
+        Refused: no such run, another request under that number, the disk is full.
+    """
+    run = service.run(request.run_id)
+    answer, new = service.answers.claim(run.log, request.run_id, request.number, body, request.kind)
     if new:
-        run.accept(number, answer, begin, encode)
+        run.accept(answer, request)
     return answer
 
 

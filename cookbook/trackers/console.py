@@ -30,9 +30,9 @@ class Console:
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         self._latest.update(metrics)
         if self._display:
-            self._display.update(step, self._status("  "))
-        elif _worth_a_line(step, self.total, metrics):
-            print(f"step {step}/{self.total}  {self._status('  ')}  {self._time_left(step)}".rstrip(), flush=True)
+            self._display.update(step, _status(self._latest))
+        elif _worth_a_line(step, self.total, metrics):  # an evaluation that stands further up is not said again
+            print(f"step {step}/{self.total}  {_status(metrics)}  {self._time_left(step)}".rstrip(), flush=True)
 
     def note(self, line: str) -> None:
         """A line above the display."""
@@ -46,15 +46,16 @@ class Console:
             self._display.stop()
             self._display = None
 
-    def _status(self, between: str) -> str:
-        return between.join(f"{label} {form.format(self._latest[key])}" for key, label, form in SHOWN if key in self._latest)
-
     def _time_left(self, step: int) -> str:
         done = step - self._first
         if done < 1 or step >= self.total:
             return ""
         seconds = (time.monotonic() - self._started) / done * (self.total - step)
         return f"{int(seconds) // 60}:{int(seconds) % 60:02d} left"
+
+
+def _status(metrics: Mapping[str, float]) -> str:
+    return "  ".join(f"{label} {form.format(metrics[key])}" for key, label, form in SHOWN if key in metrics)
 
 
 def _worth_a_line(step: int, total: int, metrics: Mapping[str, float]) -> bool:

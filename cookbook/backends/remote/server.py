@@ -48,7 +48,7 @@ class Server:
         self._service = self._tinker.ServiceClient(base_url=self.url, api_key=key)
         self._rest = self._told(lambda: self._tinker.RestClient(base_url=self.url, api_key=key))
         self._lengths: Mapping[str, int | None] = self._told(self._ask_models)
-        self._watch = Watch(self._is_there, config.patience_s, self.explained.silent)
+        self._watch = Watch(self.url, self._is_there, config.patience_s, self.explained.silent)
 
     # ---- what it can do ------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from typing import Any
 from cookbook.engine.loss_gradient import LossFunction, loss_gradient
 from cookbook.errors import ConfigError
 from cookbook.losses.base import Loss
-from cookbook.normalization import GradientCounts, Normalization, Reduction, check
+from cookbook.normalization import GradientCounts, Normalization, Reduction, check, check_accumulation
 from cookbook.types import Datum, ForwardBackwardOutput, TensorData
 
 LINEAR = "cross_entropy"
@@ -86,12 +86,7 @@ class Accumulated:
     def add(self, loss: LossFunction) -> None:
         """Raises ConfigError: means of several calls do not add up to a mean."""
         reduction = loss.reduction if isinstance(loss, Loss) and not loss.prepares else None
-        declared = [one for one in (reduction, *self.reductions) if one is not None]
-        if reduction is not None and len(declared) > 1 and Reduction.mean in declared:
-            raise ConfigError(
-                f"forward_backward: {type(loss).__name__} returns a mean, and means of several calls do not add up to a mean; "
-                "pass the whole batch in one call"
-            )
+        check_accumulation(type(loss).__name__, reduction, self.reductions)
         self.reductions.append(reduction)
 
     def counts(self) -> GradientCounts:

@@ -213,9 +213,13 @@ class RemoteTrainer:
         self._moved = True
         return self._call(ask, receive, needs_client=False)
 
-    def save_weights_for_sampler_ext(self, name: str, *, checkpoint_type: str = "base") -> Future[Checkpoint]:
+    def save_weights_for_sampler_ext(
+        self, name: str, *, checkpoint_type: str = "base", merged: bool = False
+    ) -> Future[Checkpoint]:
         if checkpoint_type != "base":
             raise ConfigError(f"checkpoint_type: a server saves whole weights (base), got {checkpoint_type!r}")
+        if merged:
+            raise ConfigError("merged: a server saves the adapter; download it, and merge it with `cookbook weights export`")
         folder = self._free(name, overwrite=False)
 
         def receive(found: Any) -> Checkpoint:

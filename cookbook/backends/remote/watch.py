@@ -1,9 +1,10 @@
-"""Waiting for a server that may be gone. The client package asks again for ever; here patience ends."""
+"""Waiting for a server that may be gone. The client package asks again for ever, and in silence; here patience ends."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import logging
 import threading
 import time
 import weakref
@@ -12,6 +13,8 @@ from typing import Any
 
 from cookbook.futures import Future
 
+log = logging.getLogger("cookbook")
+
 PROBE_S = 2.0  # between two looks at the server while something is asked of it
 
 
@@ -19,12 +22,13 @@ class Watch:
     """Follows what is asked of a server, and fails all of it when nobody has answered there for ``patience_s``.
 
     Args:
+        url: what it is called when the user is told that it does not answer, and that it does again.
         is_there: whether the server answers; must not raise.
         silent: the error for what is then failed.
     """
 
-    def __init__(self, is_there: Callable[[], bool], patience_s: float, silent: Callable[[], BaseException]) -> None:
-        self._state = _State(is_there, patience_s, silent)
+    def __init__(self, url: str, is_there: Callable[[], bool], patience_s: float, silent: Callable[[], BaseException]) -> None:
+        self._state = _State(url, is_there, patience_s, silent)
         threading.Thread(target=_look, args=(self._state,), name="cookbook-watch", daemon=True).start()
         weakref.finalize(self, self._state.end).atexit = False
 
@@ -61,7 +65,8 @@ class Watch:
 class _State:
     """What the watching thread knows. It does not know the watch: it would keep it alive."""
 
-    def __init__(self, is_there: Callable[[], bool], patience_s: float, silent: Callable[[], BaseException]) -> None:
+    def __init__(self, url: str, is_there: Callable[[], bool], patience_s: float, silent: Callable[[], BaseException]) -> None:
+        self.url = url
         self.is_there = is_there
         self.patience_s = patience_s
         self.silent = silent
@@ -93,7 +98,7 @@ class _State:
 
 
 def _look(state: _State) -> None:
-    last_seen = time.monotonic()
+    last_seen, told = time.monotonic(), False
     while True:
         with state.changed:
             while not state.pending and not state.ended:
@@ -105,7 +110,14 @@ def _look(state: _State) -> None:
             if not state.pending:
                 continue
         if state.is_there():
-            last_seen = time.monotonic()
-        elif time.monotonic() - last_seen > state.patience_s:
+            if told:
+                log.warning("%s answers again, after %.0f s", state.url, time.monotonic() - last_seen)
+            last_seen, told = time.monotonic(), False
+            continue
+        if not told:
+            patience = f"{state.patience_s:g} s (backend.patience_s)"
+            log.warning("no answer from %s; asking again until it is there, for up to %s", state.url, patience)
+            told = True
+        if time.monotonic() - last_seen > state.patience_s:
             state.gone = True
             state.fail(state.silent())

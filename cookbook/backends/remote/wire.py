@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cookbook.errors import ConfigError
+from cookbook.errors import ConfigError, RolloutError
 from cookbook.types import Array, Datum, ForwardBackwardOutput, SamplingParams, TensorData
 
 REDUCTIONS = ("mean", "sum", "min", "max", "slack", "hash2", "unique")  # how metrics of several chunks were combined
@@ -38,7 +38,13 @@ class Wire:
         return optimizer.OptimParamsBase(type="adamw", **fields, **extras)
 
     def sampling(self, params: SamplingParams, seed: int) -> Any:
-        """Not validated there: it would refuse texts and token ids side by side, which a server of ours takes."""
+        """Not validated there: it would refuse texts and token ids side by side, which a server of ours takes.
+
+        Raises:
+            RolloutError: ``min_p``, which Tinker's client would leave out without a word.
+        """
+        if params.min_p:
+            raise RolloutError(f"sampling: min_p={params.min_p} is not in Tinker's protocol; set it to 0")
         stop = params.stop if params.stop is None or isinstance(params.stop, str) else list(params.stop)
         fields = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
         return self._tinker.SamplingParams.model_construct(**{**fields, "stop": stop, "seed": seed})

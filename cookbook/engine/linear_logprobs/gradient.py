@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cookbook.engine.linear_logprobs.projection import (
+    LIKELY_BITS,
     LN2,
     LOG2E,
     Block,
@@ -178,7 +179,10 @@ class _BlockGradient:
         shape = (self.projection.num_rows, tile.stop - tile.start)
         out, second = part(buffer[0], shape), part(buffer[-1], shape)
         if self.kept is None:
-            bits = self.block.bits(tile, out).sub_(self.shift)
+            bits = self.block.bits(tile, out)
+            if self.block.rounds:
+                self.block.sharpen(bits, tile, self.scores.normalizer + LIKELY_BITS)
+            bits.sub_(self.shift)
             values = bits.exp2_() if self.plain else self._general(bits, torch.exp2(bits, out=second))
         else:
             exponentials = self.tiling.view(self.kept, self.rows, tile)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cookbook.engine.linear_logprobs.projection import LN2, Block, Projection, Tiling, add_product, part
+from cookbook.engine.linear_logprobs.projection import LIKELY_BITS, LN2, Block, Projection, Tiling, add_product, part
 
 EXCLUDED = -1e9  # bits; exp2 of it is 0, and so is its product with that 0, unlike infinity's
 SAFE_SUM = 2.0**100  # float32 ends at 2^128, and sums are multiplied with weights
@@ -120,6 +120,9 @@ def _visit(
 ) -> None:
     """Adds one tile to the sums; ``out`` then holds its exponentials. No ``reference`` is one of 0."""
     bits = block.bits(tile, out if second is None else part(second, (len(out), out.shape[1])))
+    if block.rounds:
+        shares = torch.exp2(bits if reference is None else bits - reference[:, None]).sum(1) + sums.total[rows]
+        block.sharpen(bits, tile, shares.log2_().add_(LIKELY_BITS if reference is None else reference + LIKELY_BITS))
     inside, columns, places = block.placed[index]
     if block.projection.one_target:
         bits[inside, columns] = EXCLUDED

@@ -19,7 +19,7 @@ from cookbook.engine.linear_logprobs.projection import Tiling
 from cookbook.engine.linear_logprobs.scan import Wanted, scan
 from cookbook.errors import BackendError
 
-CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}
+CHUNK_BYTES = {"cpu": 160 << 20, "cuda": 512 << 20}
 CHUNK_ROWS = (64, 1024)
 
 GradientOf = Callable[[slice, Tensor], Tensor]

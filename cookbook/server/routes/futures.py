@@ -9,7 +9,7 @@ from fastapi import APIRouter, Response
 
 from cookbook.server import messages
 from cookbook.server.results import JSON
-from cookbook.server.routes.common import Body, Here, parsed, response
+from cookbook.server.routes.common import Body, Here, response
 
 HOLD_S = 30.0  # the client hangs up after 45
 
@@ -19,7 +19,7 @@ router = APIRouter()
 @router.post("/retrieve_future")
 async def retrieve_future(service: Here, body: Body) -> Response:
     """The result, or after ``HOLD_S`` the advice to ask again."""
-    request_id = parsed(messages.RetrieveFuture, body).request_id
+    request_id = messages.parsed(messages.RetrieveFuture, body).request_id
     result = await service.answers.fetch(request_id, HOLD_S)
     if result is not None:
         return response(result)
@@ -30,7 +30,7 @@ async def retrieve_future(service: Here, body: Body) -> Response:
 @router.post("/retrieve_futures")
 async def retrieve_futures(service: Here, body: Body) -> dict[str, Any]:
     """Which requests of a sampling session were answered since the client last asked."""
-    message = parsed(messages.RetrieveFutures, body)
+    message = messages.parsed(messages.RetrieveFutures, body)
     sampler_id = message.target.sampling_session_id
     service.sampler(sampler_id)
     of_session = f"{sampler_id}/"
@@ -43,5 +43,5 @@ async def retrieve_futures(service: Here, body: Body) -> dict[str, Any]:
 
 @router.post("/cancel_future", status_code=204)
 async def cancel_future(service: Here, body: Body) -> Response:
-    service.answers.cancel(parsed(messages.CancelFuture, body).request_id)
+    service.answers.cancel(messages.parsed(messages.CancelFuture, body).request_id)
     return Response(status_code=204)

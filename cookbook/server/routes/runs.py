@@ -11,7 +11,7 @@ from cookbook.errors import CheckpointError
 from cookbook.server import messages
 from cookbook.server.catalogue import TYPES, Address, RunFacts, Saved
 from cookbook.server.errors import Refused
-from cookbook.server.routes.common import Body, Here, parsed
+from cookbook.server.routes.common import Body, Here
 from cookbook.server.service import Service
 
 OWNER = "cookbook"
@@ -64,7 +64,7 @@ async def unpublish(service: Here, run_id: str, kind: str, name: str) -> Respons
 
 @router.put("/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl", status_code=204)
 async def set_ttl(service: Here, run_id: str, kind: str, name: str, body: Body) -> Response:
-    service.catalogue.set_ttl(_existing(service, run_id, kind, name), parsed(messages.Ttl, body).ttl_seconds)
+    service.catalogue.set_ttl(_existing(service, run_id, kind, name), messages.parsed(messages.Ttl, body).ttl_seconds)
     return Response(status_code=204)
 
 
@@ -82,7 +82,7 @@ async def urls(service: Here, request: Request, run_id: str, kind: str, name: st
 
 @router.post("/weights_info")
 async def weights_info(service: Here, body: Body) -> dict[str, Any]:
-    path = parsed(messages.OfPath, body).tinker_path
+    path = messages.parsed(messages.OfPath, body).tinker_path
     try:
         address = Address.parse(path)
         service.catalogue.find(address)

@@ -7,23 +7,20 @@ from typing import Any
 from fastapi import APIRouter
 
 from cookbook.server import messages, sampling
-from cookbook.server.routes.common import Body, Here, parsed, promise
+from cookbook.server.routes.common import Body, Here, promise
 
 router = APIRouter()
 
 
 @router.post("/create_sampling_session")
 async def create_sampling_session(service: Here, body: Body) -> dict[str, Any]:
-    made = await sampling.create_sampling_session(service, parsed(messages.CreateSamplingSession, body))
+    made = await sampling.create_sampling_session(service, messages.parsed(messages.CreateSamplingSession, body))
     return {"type": "create_sampling_session", "sampling_session_id": made.sampler_id}
 
 
 @router.post("/join_sampling_session")
 async def join_sampling_session(service: Here, body: Body) -> dict[str, int]:
-    """A number for one more client of a sampling session, from 1: the one that made it has 0."""
-    found = service.sampler(parsed(messages.OfSampler, body).sampling_session_id)
-    found.joined += 1
-    return {"client_counter": found.joined}
+    return {"client_counter": sampling.join(service, messages.parsed(messages.OfSampler, body).sampling_session_id)}
 
 
 @router.get("/samplers/{sampler_id}")
@@ -34,6 +31,6 @@ async def sampler(service: Here, sampler_id: str) -> dict[str, Any]:
 
 @router.post("/asample")
 async def asample(service: Here, body: Body) -> dict[str, Any]:
-    message = parsed(messages.Sample, body)
+    message = messages.parsed(messages.Sample, body)
     answer = sampling.sample(service, message, body)
-    return promise(answer, sample_sequence_ids=[f"{answer.request_id}/{i}" for i in range(message.num_samples)])
+    return await promise(answer, sample_sequence_ids=[f"{answer.request_id}/{i}" for i in range(message.num_samples)])

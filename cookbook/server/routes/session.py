@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Header, Response
 
 from cookbook.server import messages
-from cookbook.server.routes.common import Body, Here, parsed
+from cookbook.server.routes.common import Body, Here
 
 router = APIRouter()
 
@@ -46,14 +46,17 @@ async def capabilities(service: Here) -> dict[str, Any]:
 
 
 @router.post("/create_session")
-async def create_session(service: Here, body: Body) -> dict[str, Any]:
-    session = service.create_session(parsed(messages.CreateSession, body))
+async def create_session(
+    service: Here, body: Body, x_idempotency_key: Annotated[str | None, Header()] = None
+) -> dict[str, Any]:
+    session = service.create_session(messages.parsed(messages.CreateSession, body), x_idempotency_key)
+    await session.log.synced()
     return {"type": "create_session", "session_id": session.session_id}
 
 
 @router.post("/session_heartbeat")
 async def heartbeat(service: Here, body: Body) -> dict[str, Any]:
-    service.session(parsed(messages.Heartbeat, body).session_id)
+    service.session(messages.parsed(messages.Heartbeat, body).session_id)
     return {"type": "session_heartbeat"}
 
 
@@ -65,8 +68,9 @@ async def telemetry(body: Body) -> dict[str, Any]:
 
 @router.post("/sessions/{session_id}/finish", status_code=204)
 async def finish(service: Here, session_id: str) -> Response:
-    service.session(session_id)
-    service.end_session(session_id)
+    """A repetition, whose first answer was lost, finds it ended: that is what it asks for."""
+    if session_id in service.sessions:
+        service.end_session(session_id)
     return Response(status_code=204)
 
 

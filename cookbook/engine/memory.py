@@ -1,0 +1,50 @@
+"""Whether a forward pass fits into memory with all that its backward pass needs, asked before the first one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from cookbook.engine.head import OutputHead
+from cookbook.engine.model import LanguageModel
+from cookbook.engine.saved import SavedBytes
+
+TRIAL_TOKENS = 32
+MOMENT_BYTES = 8  # AdamW keeps two float32 numbers a trained parameter
+MEMINFO = Path("/proc/meminfo")
+SHARE = 0.8  # of the free memory; what the backward pass makes for a moment, and other processes, get the rest
+
+
+def shortage(model: LanguageModel, head: OutputHead, pass_tokens: int) -> str | None:
+    """Why activations had better be recomputed: in words, what a pass of ``pass_tokens`` takes and there is. None: it fits."""
+    trained = [parameter for _, parameter in model.trainable()]
+    lasting = sum(p.numel() * (4 + MOMENT_BYTES + (4 if p.element_size() < 4 else 0)) for p in trained)
+    kept = bytes_per_token(model, head) * pass_tokens
+    free = free_bytes(model.device)
+    if lasting + kept <= SHARE * free:
+        return None
+    needed = f"{kept / 1e9:.1f} GB of a pass of {pass_tokens:,} tokens and {lasting / 1e9:.1f} GB of gradients and moments"
+    return f"{needed} do not fit into the {free / 1e9:.1f} GB that are free"
+
+
+def bytes_per_token(model: LanguageModel, head: OutputHead) -> float:
+    """What a token's activations take between forward and backward pass, without the output layer's; measured on a few."""
+    model.network.eval()
+    ids = torch.zeros(1, TRIAL_TOKENS, dtype=torch.long, device=model.device)
+    saved = SavedBytes(model.network.parameters())
+    with saved.counted():
+        graph = head.hidden_states(input_ids=ids)
+    total = saved.total
+    del graph  # it was needed until here: what is freed may be counted twice
+    return total / TRIAL_TOKENS
+
+
+def free_bytes(device: torch.device) -> int:
+    """What can still be allocated on ``device``; on the CPU without swapping."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if not MEMINFO.exists():
+        return 1 << 62  # a system that does not say
+    line = next(line for line in MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:"))
+    return int(line.split()[1]) << 10

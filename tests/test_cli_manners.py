@@ -1,0 +1,165 @@
+"""What a new user meets at the door: names that are slightly wrong, pipes that end early, lines that say nothing new."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from huggingface_hub import constants
+from runtools import ROOT, SMALL, here, rows, train, write  # noqa: F401 - here is a fixture
+
+from cookbook.cli import sample_target
+from cookbook.cli.app import run
+from cookbook.errors import ConfigError
+from cookbook.paths import packaged
+from cookbook.rewards import Python
+from cookbook.rewards.verdict import Fault, judge
+from cookbook.trackers.console import Console
+
+pytestmark = pytest.mark.usefixtures("here")
+
+
+# Names
+
+
+def test_list_says_what_it_can_list(capsys):
+    assert run(["list", "loss"]) == 2
+    choices = "(choices: all, recipes, losses, models, data, rewards)"
+    assert capsys.readouterr().err == f"error: list: unknown kind 'loss'. Did you mean 'losses'? {choices}\n"
+    assert run(["train", "--cfg", "foo"]) == 2
+    assert capsys.readouterr().err == "error: Invalid value for '--cfg' / '-c': 'foo' is not one of 'job', 'hydra', 'all'.\n"
+
+
+def test_diff_finds_a_forked_loss_by_its_name(capsys):
+    assert run(["fork", "loss", "dpo", "my_dpo"]) == 0
+    capsys.readouterr()
+    assert run(["diff", "my_dpo"]) == 0
+    assert capsys.readouterr().out == "my_dpo is the same as dpo\n"
+    assert run(["diff", "my_dp"]) == 2
+    error = "diff: there is no conf/recipe/my_dp.yaml here; cookbook fork writes one. Did you mean 'my_dpo'?"
+    assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_a_key_of_serve_is_looked_up_in_serve(capsys):
+    assert run(["serve", "port=1"]) == 2
+    error = "unknown key 'port'. Did you mean 'server.port'? (cookbook serve --cfg job prints every key)"
+    assert capsys.readouterr().err == f"error: {error}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("grpo-20261121-002502-1966", " Did you mean 'runs/grpo-20261121-002502-1965'?"),
+        ("grpo-20261121-002502-1965", " Did you mean 'runs/grpo-20261121-002502-1965'?"),
+        ("runs/grpo-20261121-002502-1966", " Did you mean 'runs/grpo-20261121-002502-1965'?"),
+        ("qwen3_0p6", " Did you mean 'qwen3_0p6b'?"),
+        ("zzz", ""),
+    ],
+)
+def test_sample_knows_at_once_what_is_not_there(name, hint, capsys, monkeypatch):
+    Path("runs/grpo-20261121-002502-1965").mkdir(parents=True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    began = time.monotonic()
+    assert run(["sample", name, "1+1="]) == 2
+    assert time.monotonic() - began < 5  # the hub would take a minute to say so
+    error = f"error: sample: there is no folder {name!r} here and no such model; give a run's folder, a checkpoint, a model of "
+    assert capsys.readouterr().err == f"{error}`cookbook list models`, or a hub id as owner/name.{hint}\n"
+
+
+def test_what_sample_takes(monkeypatch, tmp_path):
+    Path("mine").mkdir()
+    write("conf.txt", "")
+    assert sample_target.resolve("mine") == "mine"
+    assert sample_target.resolve("owner/name") == "owner/name"
+    assert sample_target.resolve("gpt2") == "gpt2"
+    assert sample_target.resolve("tiny") == str(packaged("data") / "tiny")
+    assert sample_target.resolve("qwen3_0p6b") == "Qwen/Qwen3-0.6B"
+    with pytest.raises(ConfigError, match="no folder 'tiny_random'"):  # it has no weights of its own
+        sample_target.resolve("tiny_random")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(ConfigError, match="no folder 'old-model'"):
+        sample_target.resolve("old-model")
+    (tmp_path / "cache" / "models--old-model").mkdir(parents=True)
+    assert sample_target.resolve("old-model") == "old-model"
+
+
+def test_a_hub_that_is_not_there_is_said_once(capfd, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    for words in (["sample", "owner/name", "1+1="], ["train", *SMALL["dpo"], "model.name=owner/name", "out=run"]):
+        assert run(words) == 2
+        err = capfd.readouterr().err
+        assert err.startswith("error: model.name: there is no folder 'owner/name' here, and the Hugging Face hub cannot be ")
+        assert err.count("\n") == 1
+    assert not Path("run").exists()
+
+
+# Lines
+
+
+def test_an_evaluation_is_said_when_it_is_new(capsys):
+    console = Console(40, 0)
+    console.update(0, {"eval/accuracy": 0.19})
+    console.update(1, {"loss": 0.5})
+    console.update(2, {"loss": 0.4})
+    console.update(3, {"loss": 0.3, "eval/accuracy": 0.5})
+    console.update(4, {"loss": 0.2})
+    lines = [line.partition("  0:0")[0] for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "step 0/40  eval accuracy 19.0%",
+        "step 2/40  loss 0.4000",
+        "step 3/40  loss 0.3000  eval accuracy 50.0%",
+        "step 4/40  loss 0.2000",
+    ]
+
+
+def test_a_reward_that_raises_in_a_library_is_named_by_the_users_own_line():
+    """Where the json module raises is of no use to who wrote the reward."""
+    write("mine.py", "import json\n\n\ndef grade(completion, row):\n    return json.loads('{' + completion)['a']\n")
+    found = judge(Python("mine.py:grade"), "", {})
+    assert isinstance(found, Fault) and found.message.endswith(" (mine.py:5); mend the reward or row")
+
+
+# Pipes
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["list"], 0),
+        pytest.param(["train", *SMALL["dpo"], "eval.every=null", "out=run"], 141, marks=pytest.mark.slow),
+    ],
+    ids=["list", "train"],
+)
+def test_a_reader_that_leaves_early_is_no_bug(words, code):
+    """As ``cookbook list | head -1``, whose reader is gone before the second line."""
+    command = f"{sys.executable} -m cookbook {' '.join(words)} 2>errors.txt | true; exit ${{PIPESTATUS[0]}}"
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(["bash", "-c", command], env=environment, check=False)
+    assert Path("errors.txt").read_text() == ""
+    assert done.returncode == code
+    if "out=run" in words:
+        assert yaml.safe_load(Path("run/status.json").read_text())["state"] == "failed"  # it has not trained to its end
+
+
+def test_ctrl_c_inside_of_omegaconf_is_ctrl_c():
+    """Seen by ``make kills``: its clearing up fails, and it makes an error of its own of that."""
+    from omegaconf.errors import ConfigAttributeError
+
+    from cookbook.cli.hydra_bridge import _is_interrupt
+
+    def clearing_up():
+        try:
+            raise KeyboardInterrupt
+        finally:
+            None._invalidate_flags_cache()
+
+    try:
+        try:
+            clearing_up()
+        except AttributeError as cause:
+            raise ConfigAttributeError("no attribute") from cause
+    except ConfigAttributeError as error:
+        assert _is_interrupt(error) and not _is_interrupt(ConfigAttributeError("a slip"))

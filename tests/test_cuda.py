@@ -1,0 +1,159 @@
+"""The engine on a GPU against itself on the CPU in float64. Skipped where there is no GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from cookbook.engine.engine import Engine, EngineOptions
+from cookbook.engine.linear_logprobs import linear_logprobs, linear_logprobs_with_gradient
+from cookbook.engine.model import ModelConfig, load
+from cookbook.engine.sampler import Request, sample
+from cookbook.losses import DFT, DPO, GRPO, ORPO, CrossEntropy
+from cookbook.types import AdamParams, SamplingParams
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch.cuda.is_available() is false")
+
+LOSSES = {"cross_entropy": CrossEntropy(), "dft": DFT(), "grpo": GRPO(kl_beta=0.05), "dpo": DPO(beta=0.1), "orpo": ORPO()}
+# float32 products without TF32 keep 7 digits; bfloat16 keeps 8 bits, and layers add up what they round.
+SAME = {"float32": 2e-5, "bfloat16": 4e-2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exact_float32():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture(scope="module")
+def wide_folder(tmp_path_factory):
+    """Heads of 64, which the kernels of GPUs know."""
+    shape = {"hidden_size": 128, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 192}
+    return tiny.save(tmp_path_factory.mktemp("model") / "wide", initializer_range=0.08, **shape)
+
+
+def engine_on(device, folder, dtype, lora_rank=0, **options):
+    model = load(ModelConfig(str(folder), dtype=dtype, lora_rank=lora_rank), torch.device(device), seed=0)
+    return Engine(model, EngineOptions(**options))
+
+
+def gradients(engine):
+    return [gradient.double().cpu() for gradient in tiny.gradients(engine)]
+
+
+@pytest.mark.parametrize("dtype", SAME)
+@pytest.mark.parametrize("lora_rank", [0, 4])
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_are_those_of_the_cpu(wide_folder, name, lora_rank, dtype):
+    loss = LOSSES[name]
+    data = loss.prepare(tiny.datums(8))
+    reference = engine_on("cpu", wide_folder, "float32", lora_rank)
+    reference.model.network.double()
+    for key, parameter in reference.model.trainable():
+        if "lora_B" in key:
+            parameter.data.normal_(std=0.02, generator=torch.Generator().manual_seed(1))
+    engine = engine_on("cuda", wide_folder, dtype, lora_rank, micro_batch_tokens=60)
+    with torch.no_grad():
+        for (_, ours), (_, theirs) in zip(engine.model.trainable(), reference.model.trainable(), strict=True):
+            ours.copy_(theirs)
+    expected = reference.forward_backward(data, loss)
+    found = engine.forward_backward(data, loss)
+    assert tiny.difference(gradients(engine), gradients(reference)) < SAME[dtype]
+    assert found.metrics["loss"] == pytest.approx(expected.metrics["loss"], rel=SAME[dtype], abs=SAME[dtype])
+
+
+@pytest.mark.parametrize("dtype", SAME)
+def test_layouts_agree(wide_folder, dtype):
+    data = CrossEntropy().prepare(tiny.datums(10))
+    found = {}
+    for packing in ("packed", "padded"):
+        engine = engine_on("cuda", wide_folder, dtype, packing=packing)
+        engine.forward_backward(data, CrossEntropy())
+        found[packing] = gradients(engine)
+    assert tiny.difference(found["packed"], found["padded"]) < SAME[dtype] / 2
+
+
+@pytest.mark.parametrize("option", ["activation_checkpointing", "activation_offloading"])
+def test_memory_options_change_nothing(wide_folder, option):
+    data = CrossEntropy().prepare(tiny.datums(6))
+    found = []
+    for on in (False, True):
+        engine = engine_on("cuda", wide_folder, "float32", **{option: on})
+        engine.forward_backward(data, CrossEntropy())
+        found.append(gradients(engine))
+    assert tiny.difference(found[1], found[0]) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("vocabulary", [1000, 50_304])
+@pytest.mark.parametrize("mode", ["recompute", "cached", "frozen", "tokenwise"])
+def test_the_head(mode, vocabulary, dtype):
+    """Against log_softmax in float64 of the same operands, rounded as they are."""
+    draw = torch.Generator("cuda").manual_seed(0)
+    kind = getattr(torch, dtype)
+    hidden = (torch.randn(300, 64, generator=draw, device="cuda") / 2).to(kind).requires_grad_()
+    weight = torch.randn(vocabulary, 64, generator=draw, device="cuda").to(kind).requires_grad_(mode != "frozen")
+    targets = torch.randint(0, vocabulary, (300,), generator=draw, device="cuda")
+    slope = torch.randn(300, generator=draw, device="cuda")
+    exact = [one.detach().double().requires_grad_() for one in (hidden, weight)]
+    logits = exact[0] @ exact[1].T
+    wanted = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    wanted.backward(slope.double())
+    if mode == "tokenwise":
+        found = linear_logprobs_with_gradient(hidden, weight, targets, lambda rows, _: slope[rows], entropy=True, hit=True)
+        found.surrogate.backward()
+    else:
+        found = linear_logprobs(hidden, weight, targets, mode=mode, entropy=True, hit=True)
+        found.logprobs.backward(slope)
+    half = dtype == "bfloat16"
+    assert found.logprobs.dtype == torch.float32
+    assert float((found.logprobs.double() - wanted).abs().mean()) < (1e-3 if half else 2e-6)
+    probabilities = logits.softmax(-1)
+    entropy = -(probabilities * probabilities.log()).sum(-1)
+    assert float((found.entropy.double() - entropy).abs().max()) < (2e-2 if half else 2e-5)
+    assert torch.equal(found.hit, logits.argmax(-1) == targets)
+    assert tiny.difference([hidden.grad], [exact[0].grad]) < (5e-3 if half else 2e-6)
+    if mode != "frozen":
+        assert tiny.difference([weight.grad], [exact[1].grad]) < (5e-3 if half else 2e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sampled_logprobs_are_those_of_the_forward_pass(wide_folder, dtype):
+    engine = engine_on("cuda", wide_folder, dtype)
+    params = SamplingParams(max_tokens=12, temperature=1.0, stop=[])
+    requests = [Request([3 + i, 5, 7, 11 + i], 4, params, seed=i) for i in range(5)]
+    for request, samples in zip(requests, sample(engine.model, requests, 0, 1 << 16), strict=True):
+        for one in samples:
+            ids = torch.tensor([request.prompt + list(one.tokens)], device="cuda")
+            with torch.no_grad():
+                logits = engine.model.network(input_ids=ids).logits[0].float()
+            expected = logits.log_softmax(-1)[3:-1].gather(1, ids[0, 4:, None])[:, 0]
+            off = np.abs(np.asarray(one.logprobs) - expected.cpu().numpy()).max()
+            assert off < (1e-4 if dtype == "float32" else 0.2)
+
+
+def test_it_learns_in_bfloat16(wide_folder):
+    engine = engine_on("cuda", wide_folder, "bfloat16")
+    data = CrossEntropy().prepare(tiny.datums(8))
+    losses = []
+    for _ in range(30):
+        losses.append(engine.forward_backward(data, CrossEntropy()).metrics["loss"])
+        engine.optim_step(AdamParams(learning_rate=3e-3), None)
+    assert losses[-1] < losses[0] / 4
+
+
+def test_a_step_is_the_same_twice(wide_folder):
+    """Two engines of one seed, bit for bit, in float32."""
+    found = []
+    for _ in range(2):
+        engine = engine_on("cuda", wide_folder, "float32")
+        data = CrossEntropy().prepare(tiny.datums(8))
+        for _ in range(3):
+            engine.forward_backward(data, CrossEntropy())
+            engine.optim_step(AdamParams(learning_rate=1e-3), None)
+        found.append(tiny.weights(engine))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -1,0 +1,414 @@
+"""What outlives the server: requests, results, weights, samplers; in servers that end without a word and start anew."""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+
+import httpx
+import numpy as np
+import pytest
+import servertools
+import tiny
+import torch
+
+from cookbook import lock
+from cookbook.cli.app import run as cookbook
+from cookbook.server import states
+from cookbook.server.records import MAGIC, Record, encoded, read
+
+tinker = pytest.importorskip("tinker")
+proto = pytest.importorskip("tinker.proto.request_conv")
+
+RATE = {"learning_rate": 1e-2}
+
+
+class Client:
+    """Speaks to a server without the client package, so that it can repeat, leave out, and go on elsewhere."""
+
+    def __init__(self, server, session=None):
+        self.server = server
+        self.session = session or self.post("create_session", {})["session_id"]
+
+    def send(self, path, body):
+        content = {"content": body} if isinstance(body, bytes) else {"json": body}
+        return httpx.post(f"{self.server.url}/api/v1/{path}", **content, timeout=60)
+
+    def post(self, path, body):
+        response = self.send(path, body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def fetch(self, request_id):
+        return self.send("retrieve_future", {"request_id": request_id})
+
+    def result(self, path, body):
+        """The bytes of the result."""
+        return self.fetch(self.post(path, body)["request_id"]).content
+
+    def run(self, rank=4):
+        message = {
+            "session_id": self.session,
+            "model_seq_id": 0,
+            "base_model": "tiny",
+            "lora_config": {"rank": rank, "seed": 1},
+        }
+        return json.loads(self.result("create_model", message))["model_id"]
+
+    def sample(self, sampler, number, **params):
+        prompt = {"chunks": [{"tokens": [5, 6, 7]}]}
+        params = {"sampling_params": {"max_tokens": 6, **params}}
+        return self.result("asample", {"sampling_session_id": sampler, "seq_id": number, "prompt": prompt, **params})
+
+
+def passing(run, number, seed=0, loss="cross_entropy", forward_only=False):
+    """The bytes of a pass."""
+    rng = np.random.default_rng(seed)
+    rows = [rng.integers(0, tiny.VOCABULARY, 9).tolist() for _ in range(3)]
+    data = [
+        tinker.Datum(
+            model_input=tinker.ModelInput.from_ints(row[:-1]),
+            loss_fn_inputs={"target_tokens": row[1:], "weights": rng.normal(size=8).astype("f4").tolist()},
+        )
+        for row in rows
+    ]
+    asked = tinker.types.ForwardBackwardInput(data=data, loss_fn=loss, loss_fn_config=None)
+    request = tinker.types.ForwardBackwardRequest(forward_backward_input=asked, model_id=run, seq_id=number)
+    message = proto.forward_backward_request_to_proto(request)
+    message.forward_only = forward_only
+    return message.SerializeToString()
+
+
+def stepping(run, number):
+    return {"model_id": run, "seq_id": number, "adam_params": RATE}
+
+
+def weights(server, run):
+    engine = server.service.runs[run].trainer.engine
+    moments = engine.optimizer.state()
+    return {**{name: one.detach().clone() for name, one in engine.model.trainable()}, **moments}
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture
+def start(tiny_folder, tmp_path):
+    """``start(**options)``: a server on the same folder each time."""
+    return lambda **options: servertools.running(tiny_folder, tmp_path / "out", names=["tiny"], **options)
+
+
+# ---- the file --------------------------------------------------------------------------------------------------------
+
+
+def test_records_are_read_up_to_the_first_that_is_not_whole(tmp_path):
+    whole = [Record({"what": "x", "number": number}, bytes(range(number))) for number in range(4)]
+    parts = [MAGIC, *map(encoded, whole)]
+    ends = np.cumsum([len(part) for part in parts])
+    data, file = b"".join(parts), tmp_path / "log"
+    for size in range(len(MAGIC), len(data) + 1):
+        file.write_bytes(data[:size])
+        count = int((ends <= size).sum()) - 1
+        assert read(file) == (whole[:count], size - ends[count])
+        file.write_bytes(data[:size] + b"\xff" * 40)  # what a file system may leave behind the end
+        assert read(file)[0] == whole[:count]
+    for place in range(len(MAGIC), len(data)):
+        flipped = bytearray(data)
+        flipped[place] ^= 1 << place % 8
+        file.write_bytes(flipped)
+        assert read(file)[0] == whole[: int((ends <= place).sum()) - 1]
+    file.write_bytes(b"nothing of ours")
+    assert read(file)[0] == []
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [4, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_run_goes_on_in_the_middle_of_a_step(start, tmp_path, tiny_folder, rank):
+    """Two passes have accumulated, a custom loss waits for its gradient, and later requests for one that has not come."""
+
+    def requests(run):
+        passes = {number: ("forward_backward", passing(run, number, number)) for number in (1, 3, 6, 8, 9)}
+        forwards = {number: ("forward_backward", passing(run, number, number + 1, forward_only=True)) for number in (2, 5, 7)}
+        steps = {number: ("optim_step", stepping(run, number)) for number in (4, 10, 12)}
+        return {**passes, **forwards, **steps, 11: ("forward_backward", passing(run, 11, 3))}
+
+    with servertools.running(tiny_folder, tmp_path / "calm", names=["tiny"]) as server:
+        client = Client(server)
+        run = client.run(rank)
+        calm = {number: client.result(*request) for number, request in sorted(requests(run).items())}
+        expected = weights(server, run)
+
+    with start() as server:
+        client = Client(server)
+        run = client.run(rank)
+        asked = requests(run)
+        before = {number: client.result(*asked[number]) for number in range(1, 10)}
+        promise = client.post(*asked[11])  # 10 has not come
+    with start() as server:
+        client = Client(server, client.session)
+        again = {number: client.post(*asked[number])["request_id"] for number in range(1, 10)}
+        assert {number: client.fetch(request_id).content for number, request_id in again.items()} == before
+        assert client.send("forward_backward", passing(run, 9, 99)).status_code == 400
+        after = {number: client.result(*asked[number]) for number in (10, 12)}
+        after[11] = client.fetch(promise["request_id"]).content
+        assert {**before, **after} == calm
+        assert equal(weights(server, run), expected)
+        assert server.service.runs[run].trainer.step == 3
+
+
+def test_failures_are_repeated_too(start):
+    with start() as server:
+        client = Client(server)
+        run = client.run()
+        failed = [
+            client.result("forward_backward", passing(run, 1, loss="nonsense")),
+            client.result("optim_step", stepping(run, 2)),
+        ]
+        client.result("forward_backward", passing(run, 3))
+        client.result("optim_step", stepping(run, 4))
+        expected = weights(server, run)
+        failed.append(client.result("forward_backward", passing(run, 5, loss="nonsense")))
+    assert all(b"unknown name 'nonsense'" in one for one in failed)
+    with start() as server:
+        client = Client(server, client.session)
+        assert client.result("optim_step", stepping(run, 6)) == failed[1]
+        assert equal(weights(server, run), expected)
+        client.result("forward_backward", passing(run, 7))
+        assert b"optim/grad_norm" in client.result("optim_step", stepping(run, 8))
+
+
+@pytest.mark.slow
+def test_a_log_is_as_long_as_what_a_state_has_not_seen(start, monkeypatch, tmp_path):
+    monkeypatch.setattr(states, "RETRY_S", 0.0)
+    with start(checkpoint_s=1e-9) as server:
+        client = Client(server)
+        run = client.run()
+        for number in range(1, 21, 2):
+            client.result("forward_backward", passing(run, number, number))
+            client.result("optim_step", stepping(run, number + 1))
+        server.call(server.service.prune_logs)
+        sampler = json.loads(
+            client.result("save_weights_for_sampler", {"model_id": run, "seq_id": 21, "sampling_session_seq_id": 0})
+        )
+        drawn = client.sample(sampler["sampling_session_id"], 0)
+        expected = weights(server, run)
+        place = tmp_path / "out" / "sessions" / client.session / "run-0"
+        assert len(list(place.glob("log-*"))) <= 3 and len(list(place.glob("state-*"))) <= 2
+    with start(checkpoint_s=1e-9) as server:
+        client = Client(server, client.session)
+        assert client.post("optim_step", stepping(run, 2))["request_id"] == f"{run}/2"
+        assert client.fetch(f"{run}/2").status_code == 410
+        assert client.fetch(f"{run}/99").status_code == 404
+        assert equal(weights(server, run), expected) and server.service.runs[run].trainer.step == 10
+        client.result("forward_backward", passing(run, 22))
+        client.result("optim_step", stepping(run, 23))  # and a state that has the sampler behind it
+        assert client.sample(sampler["sampling_session_id"], 1) != drawn
+    with start() as server:
+        client = Client(server, client.session)
+        assert client.sample(sampler["sampling_session_id"], 0) == drawn
+        assert server.service.runs[run].trainer.step == 11
+
+
+def test_a_state_stays_where_nothing_came_after_it(start, monkeypatch):
+    monkeypatch.setattr(states, "RETRY_S", 0.0)
+    with start(checkpoint_s=1e-9) as server:
+        client = Client(server)
+        run = client.run()
+        client.result("forward_backward", passing(run, 1))
+        client.result("optim_step", stepping(run, 2))
+        wait_for(lambda: server.service.states[run].newest == 2)
+        expected = weights(server, run)
+    for _ in range(2):
+        with start() as server:
+            assert equal(weights(server, run), expected)
+            server.call(server.service.prune_logs)
+
+
+@pytest.mark.slow
+def test_samplers_in_flight_follow_after_a_restart(start):
+    def publish(client, run, seq_id, number):
+        message = {"model_id": run, "seq_id": seq_id, "sampling_session_seq_id": number, "kind": "inflight"}
+        return json.loads(client.result("save_weights_for_sampler", message))["sampling_session_id"]
+
+    with start(checkpoint_s=1e-9) as server:
+        client = Client(server)
+        run = client.run()
+        first = publish(client, run, 1, 0)
+        before = client.sample(first, 0, seed=1)
+        client.result("forward_backward", passing(run, 2))
+        client.result("optim_step", stepping(run, 3))
+        wait_for(lambda: server.service.states[run].newest == 3)
+        second = publish(client, run, 4, 1)
+        drawn = client.sample(first, 1, seed=1)
+        assert drawn == client.sample(second, 0, seed=1) != before
+    with start(checkpoint_s=1e-9) as server:
+        client = Client(server, client.session)
+        third = publish(client, run, 5, 2)
+        assert [client.sample(one, 9, seed=1) for one in (first, second, third)] == [drawn] * 3
+
+
+def wait_for(happened):
+    until = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_what_was_loaded_may_be_deleted(start):
+    with start() as server:
+        client = Client(server)
+        run = client.run()
+        client.result("forward_backward", passing(run, 1))
+        client.result("optim_step", stepping(run, 2))
+        path = json.loads(client.result("save_weights", {"model_id": run, "seq_id": 3, "path": "one"}))["path"]
+        message = {"session_id": client.session, "model_seq_id": 1, "path": path, "optimizer": True}
+        other = json.loads(client.result("load_weights", message))["model_id"]
+        sampler = {"session_id": client.session, "sampling_session_seq_id": 5, "model_path": path}
+        sampler_id = client.post("create_sampling_session", sampler)["sampling_session_id"]
+        drawn = client.sample(sampler_id, 0)
+        client.result("load_weights", {"model_id": run, "seq_id": 4, "path": path, "optimizer": False})
+        checkpoints = f"api/v1/training_runs/{run}/checkpoints"
+        assert httpx.delete(f"{server.url}/{checkpoints}/weights/one").status_code == 204
+        expected = [weights(server, one) for one in (run, other)]
+    with start() as server:
+        client = Client(server, client.session)
+        assert client.result("load_weights", message) == json.dumps({"type": "load_weights", "model_id": other}).encode()
+        client.result("forward_backward", passing(run, 5, forward_only=True))  # the replay is over
+        assert all(equal(weights(server, one), known) for one, known in zip((run, other), expected, strict=True))
+        assert client.post("create_sampling_session", sampler) == {
+            "type": "create_sampling_session",
+            "sampling_session_id": sampler_id,
+        }
+        assert client.sample(sampler_id, 0) == drawn != client.sample(sampler_id, 1)
+        assert httpx.get(f"{server.url}/{checkpoints}").json()["checkpoints"] == []
+
+
+def test_a_save_that_was_not_acknowledged_is_made_again_or_found(start, tmp_path):
+    with start() as server:
+        client = Client(server)
+        run = client.run()
+        saving = {"model_id": run, "seq_id": 1, "path": "one"}
+        saved = client.result("save_weights", saving)
+    file = next((tmp_path / "out" / "sessions" / client.session / "run-0").glob("log-*"))
+    records = [record for record in read(file)[0] if record.facts.get("id") != f"{run}/1" or record.what == "request"]
+    file.write_bytes(MAGIC + b"".join(map(encoded, records)))  # as if killed before the result was noted
+    with start() as server:
+        client = Client(server, client.session)
+        assert client.result("save_weights", saving) == saved
+    file.write_bytes(MAGIC + b"".join(map(encoded, records)))
+    for facts in (tmp_path / "out" / run.replace(":", ".") / "facts").glob("*"):
+        facts.unlink()  # as if killed before it was known
+    for later in file.parent.glob("log-*"):
+        if later != file:
+            later.unlink()
+    with start() as server:
+        client = Client(server, client.session)
+        assert client.result("save_weights", saving) == saved
+        assert b"exists already" in client.result("save_weights", {**saving, "seq_id": 2})
+
+
+def test_a_replay_that_finds_something_else_stops_the_run(start, tmp_path):
+    with start() as server:
+        client = Client(server)
+        run = client.run()
+        client.result("forward_backward", passing(run, 1))
+    file = next((tmp_path / "out" / "sessions" / client.session / "run-0").glob("log-*"))
+    records = [
+        Record(one.facts, one.body[:-1] + b"?") if one.what == "result" and one.facts["id"].endswith("/1") else one
+        for one in read(file)[0]
+    ]
+    file.write_bytes(MAGIC + b"".join(map(encoded, records)))
+    with start() as server:
+        client = Client(server, client.session)
+        assert b"was repeated after a restart and gave another result" in client.result("optim_step", stepping(run, 2))
+
+
+# ---- around them -----------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_refuses_the_request_and_nothing_else(start, tmp_path):
+    with start() as server:
+        client = Client(server)
+        run = client.run()
+        file = next((tmp_path / "out" / "sessions" / client.session / "run-0").glob("log-*"))
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 100, limit[1]))  # the kernel writes no more than that
+        try:
+            refused = client.send("forward_backward", passing(run, 1))
+            assert httpx.get(f"{server.url}/api/v1/healthz").status_code == 200
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        assert refused.status_code == 507 and "could not be logged: File too large; free some space" in refused.json()["detail"]
+        passed = client.result("forward_backward", passing(run, 1))
+    assert read(file)[1] == 0  # no half of the refused record is left
+    with start() as server:
+        assert Client(server, client.session).result("forward_backward", passing(run, 1)) == passed
+
+
+def test_samples_that_were_promised_are_drawn(start, tmp_path):
+    with start() as server:
+        client = Client(server)
+        message = {"session_id": client.session, "sampling_session_seq_id": 0, "base_model": "tiny"}
+        sampler = client.post("create_sampling_session", message)["sampling_session_id"]
+        client.post("join_sampling_session", {"sampling_session_id": sampler})
+        client.send("cookbook/batch", {"sampling_session_id": sampler, "count": 3})
+        drawn = [client.post("asample", asked(sampler, number))["request_id"] for number in range(2)]  # one is missing
+    with start() as server:
+        client = Client(server, client.session)
+        drawn.append(client.post("asample", asked(sampler, 2))["request_id"])
+        found = [client.fetch(one).content for one in drawn]
+        assert len(set(found)) == 3  # each has a seed of its own
+        assert client.post("join_sampling_session", {"sampling_session_id": sampler}) == {"client_counter": 2}
+        feed = client.post("retrieve_futures", {"target": {"sampling_session_id": sampler}})
+        assert [one["request_id"] for one in feed["completions"]] == drawn
+    with start() as server:
+        client = Client(server, client.session)
+        assert [client.fetch(one).content for one in drawn] == found
+        again = client.post("retrieve_futures", {"target": {"sampling_session_id": sampler}, "prev_cursor": feed["cursor"]})
+        assert {one["request_id"] for one in again["completions"]} == set(drawn) and again["cursor"] > feed["cursor"]
+        for _ in range(2):  # the first answer may have been lost
+            assert client.send(f"sessions/{client.session}/finish", {}).status_code == 204
+    assert not list((tmp_path / "out" / "sessions").iterdir())
+
+
+def asked(sampler, number):
+    prompt = {"chunks": [{"tokens": [5, 6, 7]}]}
+    return {"sampling_session_id": sampler, "seq_id": number, "prompt": prompt, "sampling_params": {"max_tokens": 6}}
+
+
+@pytest.mark.slow
+def test_what_belongs_to_another_model_is_left_alone(start, tmp_path, caplog):
+    with start() as server:
+        client = Client(server)
+        run = client.run()
+    other = tiny.save(tmp_path / "other", seed=1)
+    with servertools.running(other, tmp_path / "out", names=["tiny"]) as server:
+        assert run not in server.service.runs and "was on another base model" in caplog.text
+    with start() as server:
+        assert run in server.service.runs
+
+
+def test_switched_off_nothing_is_kept(start, tmp_path):
+    with start(durability="off") as server:
+        client = Client(server)
+        run = client.run()
+        client.result("forward_backward", passing(run, 1))
+    assert not (tmp_path / "out" / "sessions").exists()
+    with start() as server:
+        found = httpx.post(f"{server.url}/api/v1/retrieve_future", json={"request_id": f"{run}/1"})
+        assert found.status_code == 404 and "the server may have started anew" in found.json()["detail"]
+
+
+def test_one_server_a_folder(tiny_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    with lock.held(tmp_path / "out"):
+        assert cookbook(["serve", f"model.name={tiny_folder}", "server.port=0", "out=out"]) == 2
+    assert "is running in out; wait for it or choose another folder" in capsys.readouterr().err
+    assert cookbook(["serve", f"model.name={tiny_folder}", "server.durability=maybe"]) == 2
+    assert "server.durability: expected one of synced, written, off, got 'maybe'" in capsys.readouterr().err
