@@ -12,6 +12,7 @@ import random
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,29 @@ from safetensors.torch import load_file
 
 STEP = tinker.AdamParams(learning_rate=1e-2)
 PROMPT = tinker.ModelInput.from_ints([5, 6, 7])
+RANKS = (4, 0)  # of the clients that train side by side: LoRA, and all parameters
+AT_ONCE = 0.25  # the share of kills that meet a server which has only just begun to go on
+
+
+class Progress:
+    """The steps that all clients have done. Kills go by it, not by the clock: a fast machine sees as many as a slow one."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.pace_s = 0.0  # what the last step took
+        self._changed = threading.Condition()
+
+    def step(self, took_s: float) -> None:
+        with self._changed:
+            self.steps += 1
+            self.pace_s = took_s
+            self._changed.notify_all()
+
+    def reach(self, steps: int, running: list[Any]) -> None:
+        """Waits for it, or for a client to end."""
+        with self._changed:
+            while self.steps < steps and not any(one.done() for one in running):
+                self._changed.wait(0.1)
 
 
 def batch(seed):
@@ -43,12 +67,13 @@ def squares(data, logprobs):
     return loss, {"squares": float(loss.detach())}
 
 
-def trained(url, rank, steps, seed):
+def trained(url, rank, steps, seed, progress):
     """What a client sees of a run: losses, logprobs, gradient norms, samples; and where its last state is saved."""
     seen = []
     with tinker.ServiceClient(base_url=url, api_key=servertools.KEY) as service:
         client = service.create_lora_training_client("tiny", rank=rank, seed=seed).result()
         for step in range(steps):
+            began = time.monotonic()
             data = batch(100 * seed + step)
             passed = (
                 client.forward_backward_custom(data, squares)
@@ -65,6 +90,7 @@ def trained(url, rank, steps, seed):
                 seen.append([(one.tokens, list(one.logprobs)) for one in answer.sequences])
             if step % 7 == 6:
                 client.save_state(f"after-{step}").result()
+            progress.step(time.monotonic() - began)
         path = client.save_state("end").result().path
     return seen, path
 
@@ -80,28 +106,31 @@ def tensors(folder, path):
     }
 
 
-def played(server, model: Path, folder: Path, ranks, *, steps, kills, apart_s):
+def played(server, model: Path, folder: Path, ranks, *, steps, kills):
     """The whole program of several clients at once, on a server that is killed ``kills`` times."""
     server.start(model, folder, checkpoint_s=0.5)
-    found: dict[int, object] = {}
-    done = 0
+    progress = Progress()
 
     def train(seed, rank):
-        seen, path = trained(server.url, rank, steps, seed)
-        found[seed] = (seen, tensors(folder, path))
+        seen, path = trained(server.url, rank, steps, seed, progress)
+        return seen, tensors(folder, path)
 
-    clients = [threading.Thread(target=train, args=one) for one in enumerate(ranks)]
-    draw = random.Random(0)
-    for one in clients:
-        one.start()
-    while done < kills and any(one.is_alive() for one in clients):
-        time.sleep(draw.uniform(0, 2 * apart_s))
-        server.again()
-        done += 1
-    for one in clients:
-        one.join()
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        clients = [pool.submit(train, *one) for one in enumerate(ranks)]
+        kill(server, kills, steps * len(ranks), progress, clients)
+        found = {seed: one.result() for seed, one in enumerate(clients)}
     assert not list((folder / "sessions").glob("*")), "what was kept goes with the session"
-    return found, done
+    return found
+
+
+def kill(server, times: int, steps: int, progress: Progress, clients) -> None:
+    """At random moments of random steps, all before the first client can have ended."""
+    draw = random.Random(0)
+    for step in sorted(draw.sample(range(1, steps // len(clients)), times)):
+        if draw.random() >= AT_ONCE:
+            progress.reach(step, clients)
+        time.sleep(draw.random() * progress.pace_s)
+        server.again()
 
 
 def differences(one: Any, other: Any) -> list[str]:
@@ -121,21 +150,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=24)
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--apart", type=float, default=4.0, help="seconds between two kills, on average")
     arguments = parser.parse_args()
     server = servertools.Mortal()
     with tempfile.TemporaryDirectory() as place:
         model = tiny.save(Path(place) / "tiny")
-        calm, _ = played(server, model, Path(place) / "calm", [4, 0], steps=arguments.steps, kills=0, apart_s=0)
+        calm = played(server, model, Path(place) / "calm", RANKS, steps=arguments.steps, kills=0)
         began = time.monotonic()
-        killed, kills = played(
-            server, model, Path(place) / "killed", [4, 0], steps=arguments.steps, kills=arguments.kills, apart_s=arguments.apart
-        )
+        killed = played(server, model, Path(place) / "killed", RANKS, steps=arguments.steps, kills=arguments.kills)
         took = time.monotonic() - began
     server.close()
     found = differences(calm, killed)
     answers, tensors_ = (sum(len(one[part]) for one in calm.values()) for part in (0, 1))
-    print(f"{kills} kills in {took:.0f} s; {answers} answers and {tensors_} tensors compared, {len(found)} differ")
+    print(f"{arguments.kills} kills in {took:.0f} s; {answers} answers and {tensors_} tensors compared, {len(found)} differ")
     raise SystemExit("\n".join(found) if found else 0)
 
 
