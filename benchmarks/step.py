@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from cookbook.data.byte_tokenizer import byte_tokenizer
 from cookbook.engine.engine import Engine, EngineOptions
+from cookbook.engine.heap import keep_freed_memory
 from cookbook.engine.model import LanguageModel, ModelConfig, load
 from cookbook.losses import get_loss
 from cookbook.types import Datum, datum_from_tokens_weights
@@ -48,6 +49,7 @@ def command(doc: str, measured: Callable[[Path], Rows]) -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()  # as a trainer's worker does
     transformers_logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         rows = measured(Path(folder))

@@ -51,6 +51,7 @@ OPTIONS: dict[str, Loss] = {
     "dpo, without a reference": DPO(reference_free=True),
     "orpo, nll alone": ORPO(odds_weight=0.0),
 }
+QUICK = ("grpo, trainer", "dpo, ipo", "orpo, nll alone")  # the others are tested beside the slow tests
 
 
 @pytest.fixture(autouse=True)
@@ -84,14 +85,23 @@ def test_every_shipped_loss_passes(name):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_passes(name):
+def test_every_preset_is_found_under_its_name(name):
     loss, title = find(name, [])
     assert title == f"{name}: {type(loss).__name__} of {Path(__file__).parents[1]}/conf/loss/{name}.yaml"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_passes(name):
+    loss, _ = find(name, [])
     if loss != (get_loss(name) if name in LOSSES else None):  # which has passed above
         assert failures(loss) == {}
 
 
-@pytest.mark.parametrize(("seed", "name"), enumerate(OPTIONS, start=1))
+@pytest.mark.parametrize(
+    ("seed", "name"),
+    [pytest.param(seed, name, marks=[] if name in QUICK else pytest.mark.slow) for seed, name in enumerate(OPTIONS, start=1)],
+)
 def test_every_option_passes_on_batches_of_its_own(seed, name):
     """Another seed each: a verdict must not be a matter of luck."""
     assert failures(OPTIONS[name], seed) == {}

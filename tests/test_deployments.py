@@ -217,9 +217,7 @@ def test_it_finds_out_what_the_server_bears(web):
     found = sampler(web, retries=1000)
     answers = [found.sample([7], 1, SamplingParams(max_tokens=3)) for _ in range(300)]
     assert all(future.result(60).sequences[0].tokens == [7, 7, 7] for future in answers)
-    limit = found._pool.replicas[0].limit.limit
-    assert limit < 16  # where it began; how far below it is at one moment depends on the machine
-    assert web.refused < 150, "it does not slow down"
+    assert 0 < web.refused < 150, "it does not slow down"
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------

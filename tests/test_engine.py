@@ -13,7 +13,6 @@ import torch
 from cookbook.engine import head, loss_gradient, memory
 from cookbook.engine.engine import EngineOptions
 from cookbook.engine.linear_logprobs import tokenwise
-from cookbook.engine.offload import offloading
 from cookbook.engine.planning import Layouts
 from cookbook.errors import BackendError, ConfigError, DataError
 from cookbook.losses import DFT, DPO, GRPO, ORPO, CrossEntropy
@@ -58,7 +57,7 @@ def test_the_update_does_not_depend_on_how_the_batch_is_cut(make_engine, name):
     whole = make_engine(micro_batch_tokens=10_000, packing="padded")
     whole.forward_backward(data, loss)
     expected = tiny.gradients(whole)
-    for tokens, packing, retain in itertools.product((1, 60, 10_000), ("packed", "padded", "auto"), (0, 4 << 30)):
+    for tokens, packing, retain in itertools.product((1, 60, 10_000), ("packed", "padded"), (0, 4 << 30)):
         engine = make_engine(micro_batch_tokens=tokens, packing=packing, retain_bytes=retain)
         engine.forward_backward(data, undeclared(loss) if tokens == 60 else loss)
         assert tiny.difference(tiny.gradients(engine), expected) < 1e-5, (tokens, packing, retain)
@@ -137,27 +136,6 @@ def test_saving_memory_changes_nothing(make_engine, option):
         found.append(tiny.gradients(engine))
     assert tiny.difference(found[1], found[0]) < 1e-6
     assert tiny.difference(found[2], found[0]) < 1e-6
-
-
-def test_offloading_leaves_the_weights_where_they_are(make_engine):
-    """Autograd saves weights for the backward pass as well; a copy of each would cost more than what is offloaded."""
-    engine = make_engine()
-    weights = {parameter.untyped_storage().data_ptr() for parameter in engine.model.network.parameters()}
-    copied: list[int] = []
-    empty = torch.empty
-
-    def counting(*size, **options):
-        copied.append(int(np.prod(size[0])))
-        return empty(*size, **options)
-
-    with pytest.MonkeyPatch.context() as patch, offloading(engine.model.network.parameters(), engine.model.device):
-        patch.setattr("cookbook.engine.offload.torch.empty", counting)
-        x = torch.ones(3, 32, requires_grad=True)
-        layer = engine.model.network.model.layers[0].mlp.gate_proj
-        y = layer(x).square().sum()
-    assert weights and sum(copied) == 3 * 32 + 3 * 48  # the input, for the weight's gradient, and the square's own
-    y.backward()
-    assert torch.allclose(x.grad, 2 * (x @ layer.weight.T) @ layer.weight)
 
 
 @pytest.mark.parametrize("retain", [0, 4 << 30])

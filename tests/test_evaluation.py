@@ -105,7 +105,7 @@ def test_what_cannot_be_drawn(values, message):
 
 
 @pytest.mark.parametrize(
-    "recipe", ["sft", "dpo", "grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("orpo", "lora"))]
+    "recipe", ["sft", "grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpo", "orpo", "lora"))]
 )
 def test_a_run_evaluated_again_says_what_it_said(trained, recipe, capsys):
     folder = trained(recipe)

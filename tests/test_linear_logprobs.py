@@ -265,7 +265,7 @@ def test_a_graph_may_be_used_twice():
     assert torch.equal(given.weight.grad, 2 * once)
 
 
-@pytest.mark.parametrize("mode", ["recompute", "cached", "frozen"])
+@pytest.mark.parametrize("mode", ["recompute", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("cached", "frozen"))])
 def test_the_operator_keeps_torchs_rules(mode):
     given = case(bias=True, temperature="per row").to(torch.float32)
     trained = mode != "frozen"

@@ -204,7 +204,7 @@ def test_the_gradient_is_the_slope_of_the_value(case: str) -> None:
     """Central differences along random directions. A kink within the step of 1e-6 of a token has odds of about 1e-5."""
     loss, binary = SMOOTH[case]
     draws = rng(2)
-    for _ in range(200):
+    for _ in range(50):
         data, logprobs = random_batch(draws, sequences=2, binary_weights=binary)
         if "against the sampler" in case:
             data = [without(one, "old_logprobs") for one in data]

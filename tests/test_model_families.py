@@ -64,6 +64,10 @@ DOES_NOT_PACK = {
 }
 CANNOT_BE_SAMPLED = {"RecurrentGemma", "Mamba"}  # they keep their state where the sampler cannot follow
 FAMILIES = {**PACKS, **DOES_NOT_PACK}
+QUICK = ("Qwen3", "Gemma2", "GPT2", "Qwen3_5Text", "Mamba")  # of each kind one; the others beside the slow tests
+MORE = pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FAMILIES], indirect=True
+)
 EXACT = 2e-5  # float32 logprobs of size 10, summed in another order
 
 
@@ -117,6 +121,7 @@ def test_gradients_are_those_of_plain_autograd(model):
     engine.discard_gradient()
 
 
+@MORE
 def test_greedy_samples_are_those_of_generate(family, model):
     prompts = [[5, 6, 7], [9, 8, 7, 6, 5, 4], [3, 1, 4, 1, 5, 9]]
     params = SamplingParams(max_tokens=9, temperature=0.0, stop=[])
@@ -131,6 +136,7 @@ def test_greedy_samples_are_those_of_generate(family, model):
         assert [one.tokens for one in found] == [expected[0, len(prompt) :].tolist()] * 2
 
 
+@MORE
 def test_under_an_adapter_too(family):
     from peft import LoraConfig, get_peft_model
 
@@ -146,6 +152,7 @@ def test_under_an_adapter_too(family):
     assert tiny.difference(tiny.gradients(engine), expected) < 1e-4
 
 
+@MORE
 def test_checkpoints_load_again(model, family, tmp_path):
     """transformers keeps some families in memory under other names than on disk."""
     engine = Engine(copy.deepcopy(model), EngineOptions())

@@ -7,6 +7,7 @@ proportional to the gradient: with the usual one the first step is the gradient'
 from __future__ import annotations
 
 import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -30,6 +31,10 @@ CASES = [
     for normalization in (None, *Normalization)
     if normalization is None or loss.reduction is not Reduction.mean
 ]
+
+# Into how many passes, how they are laid out, and whether the pairs change places.
+CUTS = list(itertools.product((1, 2, 3, 5, "uneven"), ("packed", "padded"), (False, True)))
+FEW_CUTS = [(1, "packed", False), (3, "padded", True), ("uneven", "packed", True)]
 
 
 def lengths(data):
@@ -70,11 +75,9 @@ def update(make_engine):
 @pytest.mark.parametrize(("name", "normalization"), CASES)
 def test_the_update_is_the_same_however_the_batch_is_cut(update, name, normalization, dtype):
     expected = update(name, normalization, dtype, 1, "padded", False)
-    for count in (1, 2, 3, 5, "uneven"):
-        for packing in ("packed", "padded"):
-            for mixed in (False, True):
-                found = update(name, normalization, dtype, count, packing, mixed)
-                assert tiny.difference(found, expected) < SAME[dtype], (count, packing, mixed)
+    for cut in FEW_CUTS if dtype == "float32" else CUTS:
+        found = update(name, normalization, dtype, *cut)
+        assert tiny.difference(found, expected) < SAME[dtype], cut
 
 
 def test_the_divisions_differ(update):

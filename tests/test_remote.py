@@ -79,8 +79,7 @@ def same(one, other):
     ("recipe", "options"),
     [
         ("sft", ["model.lora_rank=4"]),
-        ("dpo", []),
-        pytest.param("orpo", [], marks=pytest.mark.slow),
+        *(pytest.param(recipe, [], marks=pytest.mark.slow) for recipe in ("dpo", "orpo")),
         ("grpo", ["reward=python", "reward.target=reward.py:reward", *LAGGING]),
     ],
 )
@@ -121,7 +120,8 @@ def saved(server):
     return {one.address.path for one in server.service.catalogue.all()}
 
 
-@pytest.mark.parametrize("recipe", ["sft", pytest.param("grpo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["sft", "grpo"])
 def test_a_run_goes_on_where_it_stopped(recipe, model, backend, server):
     write("reward.py", REWARD)
     sampled = ["reward=python", "reward.target=reward.py:reward", "weight_sync.every=3"] if recipe == "grpo" else []

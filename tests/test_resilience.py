@@ -200,6 +200,7 @@ def test_failures_that_pass_change_no_sample(untroubled):
 
 
 @pytest.mark.usefixtures("here")
+@pytest.mark.slow
 def test_an_outage_ends_the_run_as_it_was_after_its_last_step(untroubled, capsys):
     words = [*GRPO, *FLAKY, "checkpoint.every=1", "out=run"]
     # 4 requests of the evaluation, 6 of step 1: the second step has none of its samples

@@ -53,7 +53,7 @@ VARIANTS = {
     "dpo-lora-bfloat16": [*SMALL["dpo"], "model.lora_rank=4", "model.dtype=bfloat16", "optim.lr=1e-2"],
 }
 
-LONG = ("dpo-bfloat16-saved-aside", "orpo")
+LONG = ("dpo", "dpo-bfloat16-saved-aside", "dpo-lora-bfloat16", "orpo", "sft-lora-dropout-cosine")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_between_two_weight_syncs_samples_go_on_coming_from_the_older_weights():
     assert rows("stopped")[5]["kl/sampler_trainer_k3"] > 1e-6
 
 
-@pytest.mark.parametrize("moment", ["on_eval", "on_checkpoint"])
+@pytest.mark.parametrize("moment", [pytest.param("on_eval", marks=pytest.mark.slow), "on_checkpoint"])
 def test_asked_at_any_moment_of_the_step_it_stops_saved(moment):
     """While it evaluates, the same step is the last; while it saves already, the next one is. Either is saved."""
     words = [*SMALL["orpo"], *FOUR, "checkpoint.every=2", "out=stopped"]
@@ -183,6 +183,7 @@ def test_ctrl_c_once_at_the_keyboard():
     assert rows(folder)[-1]["step"] == step + 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_twice_stops_at_once():
     """In the middle of a step of half a million tokens, which would take a minute."""
     write("long.jsonl", ('{"text": "' + "7" * 4000 + '"}\n') * 128)
@@ -238,6 +239,7 @@ def test_more_steps_go_on_from_the_end():
     assert yaml.safe_load(Path("stopped/config.yaml").read_text())["recipe"]["steps"] == 4
 
 
+@pytest.mark.slow
 def test_without_a_checkpoint_it_starts_over(capsys):
     """As a run that was killed before its first one."""
     words = [*SMALL["dpo"], "checkpoint.final=false", "out=stopped"]
@@ -345,8 +347,8 @@ def test_other_rows_in_the_same_file_are_other_data(capsys):
     ("file", "subject"),
     [
         ("model.safetensors", "model.name: the digest of the weights it starts from"),
-        ("tokenizer.json", "model.name: the digest of its tokenizer"),
-        ("chat_template.jinja", "model.chat_template: the digest of its text"),
+        pytest.param("tokenizer.json", "model.name: the digest of its tokenizer", marks=pytest.mark.slow),
+        pytest.param("chat_template.jinja", "model.chat_template: the digest of its text", marks=pytest.mark.slow),
     ],
 )
 def test_another_model_of_the_same_name_is_another_run(file, subject, capsys):
@@ -433,6 +435,7 @@ def test_what_is_harmless_may_change_and_is_noted(finished, monkeypatch, tmp_pat
     assert "data.limit:" not in log
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_was_moved_knows_its_run(finished, capsys):
     shutil.copytree(checkpoint(finished / "run"), "moved")
     words = [*SMALL["dpo"], *FOUR, "resume=moved", "out=branch"]
@@ -449,7 +452,7 @@ def test_a_checkpoint_that_was_moved_knows_its_run(finished, capsys):
     assert "moved does not say which run made it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("schedule", "warned"), [("constant", False), ("linear", True), ("wsd", False)])
+@pytest.mark.parametrize(("schedule", "warned"), [("linear", True), pytest.param("wsd", False, marks=pytest.mark.slow)])
 def test_another_total_is_told_where_it_changes_the_steps_that_are_done(schedule, warned, capsys):
     """Of a schedule that stays until its last tenth, the first two steps are the same of 3 and of 30."""
     words = [*SMALL["orpo"], f"schedule={schedule}", "eval.every=null", "out=run"]
@@ -478,6 +481,7 @@ def test_a_torn_checkpoint_is_passed_over_with_a_warning(capfd):
     assert [row["step"] for row in rows("stopped")] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_a_torn_checkpoint_named_by_hand_is_refused(capsys):
     assert train(*SMALL["dpo"], "out=run") == 0
     torn = checkpoint("run") / "trainer" / "shard-00000-00000.safetensors"

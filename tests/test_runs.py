@@ -126,7 +126,14 @@ def test_on_a_terminal_the_display_is_live(monkeypatch, capsys):
 # Numbers
 
 
-@pytest.mark.parametrize("model", ["tiny", "tiny_random", "tiny model.dtype=bfloat16", "tiny model.lora_rank=2"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "tiny",
+        "tiny model.lora_rank=2",
+        *(pytest.param(f"tiny{rest}", marks=pytest.mark.slow) for rest in ("_random", " model.dtype=bfloat16")),
+    ],
+)
 def test_dpo_starts_at_ln_2_whatever_it_starts_from(model):
     assert train(*SMALL["dpo"], *f"model={model}".split(), "out=run") == 0
     before, first, *_ = rows("run")
@@ -135,6 +142,7 @@ def test_dpo_starts_at_ln_2_whatever_it_starts_from(model):
     assert first["rewards/margin"] == 0.0
 
 
+@pytest.mark.slow
 def test_dpo_from_an_earlier_run_starts_at_ln_2_too():
     assert train(*SMALL["sft"], "model=tiny", "out=sft") == 0
     assert train(*SMALL["dpo"], f"model.name={checkpoint('sft')}", "out=run") == 0
@@ -236,7 +244,7 @@ def test_held_out_rows_may_fill_the_context():
 # The same again
 
 
-@pytest.mark.parametrize("recipe", ["sft", "grpo"])
+@pytest.mark.parametrize("recipe", [pytest.param("sft", marks=pytest.mark.slow), "grpo"])
 def test_a_seed_repeats_bit_by_bit_and_another_differs(recipe):
     assert train(*SMALL[recipe], "out=one") == 0
     assert run(["train", "--config", "one/config.yaml", "out=two"]) == 0
@@ -390,7 +398,11 @@ AT_ONCE = "        # 1. The rows of this step"
     ("place", "way"),
     [
         ((LOGGED, f"{LOGGED}        if step.index == 1:\n            break\n"), "break behind the step"),
-        ((LOGGED, f"{LOGGED}        if step.index == 1:\n            return\n"), "return behind the step"),
+        pytest.param(
+            (LOGGED, f"{LOGGED}        if step.index == 1:\n            return\n"),
+            "return behind the step",
+            marks=pytest.mark.slow,
+        ),
         ((AT_ONCE, f"        if step.index == 2:\n            break\n{AT_ONCE}"), "break before the next"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

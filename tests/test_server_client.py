@@ -237,6 +237,7 @@ def test_adapters_share_the_base_weights_and_a_full_run_has_its_own(server, serv
     assert loss_of(clients[0]) == before != loss_of(clients[2])
 
 
+@pytest.mark.slow
 def test_several_clients_at_once_compute_what_each_computes_alone(server, tiny_folder):
     alone = []
 

@@ -96,7 +96,7 @@ def load_spread(folder: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("dim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_two_ranks_write_and_one_process_reads(tmp_path, dim):
     on_ranks(2, tmp_path, save_spread, tmp_path / "state", dim)
     assert same(sharded.read(tmp_path / "state"), example())
@@ -132,6 +132,7 @@ def save_as_torch_does(folder: Path) -> None:
     dcp_save(kept, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
 
 
+@pytest.mark.slow
 def test_torch_reads_what_is_written_and_the_other_way_round(tmp_path):
     """The format is torch's own, not one that looks like it."""
     on_ranks(2, tmp_path, save_spread, tmp_path / "ours", 0)
@@ -171,8 +172,8 @@ def steps(engine: Engine, *numbers: int) -> None:
             if isinstance(master, DTensor):
                 gradient = distribute_tensor(gradient, master.device_mesh, master.placements)
             master.grad = gradient
-        optimizer.adamw.param_groups[0]["lr"] = 1e-2
-        optimizer.adamw.step()
+        optimizer.inner.param_groups[0]["lr"] = 1e-2
+        optimizer.inner.step()
         optimizer.publish()
         engine.step += 1
 

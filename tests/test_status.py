@@ -66,6 +66,7 @@ def test_failed(kind, capsys):
     assert (told()["state"], told()["step"], told()["saved_step"]) == ("failed", 2, 1)
 
 
+@pytest.mark.slow
 def test_killed_it_says_running_and_nobody_holds_the_lock(capsys):
     process = start([*SMALL["orpo"], *QUIET, "recipe.steps=500", "checkpoint.every=null"])
     deadline = time.monotonic() + 60

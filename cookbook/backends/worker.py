@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
+from cookbook.engine.heap import keep_freed_memory
 from cookbook.errors import BackendError
 from cookbook.futures import Future
 
@@ -30,6 +31,7 @@ class Worker:
         self._jobs: Jobs = queue.SimpleQueue()
         self._lock = threading.Lock()  # no job may follow the one that ends the thread
         self._closed = False
+        keep_freed_memory()  # first: a thread chooses its heap when it begins
         # The thread knows the queue only: knowing the worker, it would keep it, and itself, alive.
         self.thread = threading.Thread(target=_run, args=(self._jobs,), name="cookbook-trainer", daemon=True)
         self.thread.start()

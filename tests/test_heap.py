@@ -1,0 +1,53 @@
+"""Memory that was freed is there again: told by the kernel's count of pages that had to be made."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+BLOCK, TIMES = 64 << 20, 8
+PROGRAM = f"""
+import ctypes, resource, threading
+from cookbook.engine.heap import keep_freed_memory
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.malloc.argtypes = [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+
+
+def measure():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range({TIMES}):
+        block = libc.malloc({BLOCK})
+        libc.memset(block, 1, {BLOCK})
+        libc.free(block)
+    print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+
+kept = keep_freed_memory()
+thread = threading.Thread(target=measure)  # as a trainer's worker is one
+thread.start()
+thread.join()
+"""
+
+
+def found(**environment: str) -> tuple[bool, int]:
+    """Whether it took effect, and how many pages were made for the same block, taken and freed several times."""
+    environment["PYTHONPATH"] = ":".join(sys.path)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, env=environment)
+    kept, faults = done.stdout.split()
+    return kept == "True", int(faults)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a setting of glibc's")
+def test_pages_are_made_once_unless_the_user_says_otherwise():
+    without = [found(MALLOC_TRIM_THRESHOLD_="131072"), found(GLIBC_TUNABLES="glibc.malloc.arena_max=4")]
+    kept, faults = found()
+    if not kept:
+        pytest.skip("this C library is not glibc")
+    for own, often in without:  # a kernel that hands out huge pages makes fewer of them, but as many each time
+        assert not own and faults <= 1.2 * often / TIMES + 100
