@@ -26,6 +26,7 @@ from cookbook.cli.plan import PYTHON
 from cookbook.data.byte_tokenizer import byte_tokenizer
 from cookbook.engine.engine import Engine, EngineOptions
 from cookbook.engine.estimate import CPU_ATTENTION, estimate
+from cookbook.engine.heap import keep_freed_memory
 from cookbook.engine.model import ModelConfig, load
 from cookbook.losses import get_loss
 from cookbook.types import AdamParams, datum_from_tokens_weights
@@ -74,6 +75,9 @@ CASES = [
         512,
         {"n_embd": 384, "n_layer": 8, "n_head": 6, "vocab_size": 16_000, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
     ),
+    # These two had no part in what estimate.py says of the C library.
+    Case("Mistral, short rows", "mistral", 24, 96, _decoder(512, 6, 24_000)),
+    Case("Llama, LoRA of rank 64", "llama", 2, 768, _decoder(640, 6, 24_000), {"lora_rank": 64}),
 ]
 
 
@@ -108,7 +112,8 @@ def compared(case: Case, folder: Path) -> dict[str, Any]:
         ModelConfig(str(folder), random=True, **case.model),
         case.rows,
         case.width,
-        step_tokens=0,
+        step_tokens=case.rows * case.width,
+        apart=True,
         retain_bytes=0,
         reference=False,
         cpu=True,
@@ -133,6 +138,7 @@ def compared(case: Case, folder: Path) -> dict[str, Any]:
 
 def train(case: Case, folder: Path) -> None:
     """Two steps; prints the peak of resident memory, bytes, and the operations of matrix products in a step."""
+    keep_freed_memory()  # as a trainer does
     model = load(ModelConfig(str(folder), random=True, **case.model), torch.device("cpu"), seed=0)
     engine = Engine(model, EngineOptions(micro_batch_tokens=case.rows * case.width))
     draw = np.random.default_rng(0)

@@ -93,8 +93,8 @@ COMPOSED = [
     (["+recpie=grpo"], f"unknown key 'recpie'. Did you mean 'recipe'? {KEYS}"),
     (["++recpie=grpo"], f"unknown key 'recpie'. Did you mean 'recipe'? {KEYS}"),
     (["optim.lrr=1"], f"unknown key 'optim.lrr'. Did you mean 'optim.lr'? {KEYS}"),
-    (["optim=adamww"], "unknown optim 'adamww'. Did you mean 'adamw'? (choices: adamw)"),
-    (["optim="], "optim: no option given (choices: adamw)"),
+    (["optim=adamww"], "unknown optim 'adamww'. Did you mean 'adamw'? (choices: adafactor, adamw)"),
+    (["optim="], "optim: no option given (choices: adafactor, adamw)"),
     (["experiment=mine"], "unknown experiment 'mine'. (choices: grpo_gsm8k)"),
     (
         ["optim.lr=1e-5,1e-6"],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 import tiny
@@ -10,6 +12,7 @@ import torch
 from cookbook.engine.engine import Engine, EngineOptions
 from cookbook.engine.linear_logprobs import linear_logprobs, linear_logprobs_with_gradient
 from cookbook.engine.model import ModelConfig, load
+from cookbook.engine.offload import offloading
 from cookbook.engine.sampler import Request, sample
 from cookbook.losses import DFT, DPO, GRPO, ORPO, CrossEntropy
 from cookbook.types import AdamParams, SamplingParams
@@ -86,6 +89,67 @@ def test_memory_options_change_nothing(wide_folder, option):
         engine.forward_backward(data, CrossEntropy())
         found.append(gradients(engine))
     assert tiny.difference(found[1], found[0]) < 1e-6
+
+
+def deep(offloaded, window_bytes=64 << 20):
+    """The gradient through 24 frozen layers that save 16 MB each, and the most memory besides the weights."""
+    torch.manual_seed(0)
+    device = torch.device("cuda")
+    weights = [torch.randn(2048, 2048, device=device) / 45 for _ in range(24)]
+    x = y = torch.randn(2048, 2048, device=device, requires_grad=True)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with offloading(weights, device, window_bytes=window_bytes) if offloaded else contextlib.nullcontext():
+        for weight in weights:
+            y = torch.tanh(y @ weight)
+    y.square().sum().backward()
+    torch.cuda.synchronize()
+    return x.grad, torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("window", [0, 64 << 20, 1 << 30])
+def test_offloaded_activations_are_the_same_to_the_bit(window):
+    """Several times over: memory that is used again too early would not fail every time."""
+    expected, most = deep(offloaded=False)
+    for _ in range(5):
+        found, peak = deep(offloaded=True, window_bytes=window)
+        assert torch.equal(found, expected)
+        if window < 1 << 30:  # of 24 activations of 16 MB those in the window stay, and a few that are at work
+            assert peak < most - (24 - 8) * (16 << 20) + window
+
+
+def test_offloading_goes_on_while_the_gpu_computes():
+    """In the profiler's record some copy, in either direction, runs at the same time as some product of matrices."""
+    deep(offloaded=True)  # compiles and allocates what the first pass does
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as record:
+        deep(offloaded=True)
+    spans = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in record.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    products = [span for span in spans if "gemm" in span[0].lower() or "cutlass" in span[0].lower()]
+    for direction in ("DtoH", "HtoD"):
+        copies = [span for span in spans if direction in span[0]]
+        assert any(a < end and start < b for _, a, b in copies for _, start, end in products), direction
+
+
+@pytest.mark.parametrize("name", ["adamw8bit", "adafactor"])
+def test_memory_saving_optimizers(wide_folder, name):
+    """On a GPU as on a CPU, from the same gradients, up to where a byte rounds the other way."""
+    if name == "adamw8bit":
+        pytest.importorskip("bitsandbytes")
+    betas = (0.0, 0.0) if name == "adafactor" else (0.9, 0.95)
+    data = CrossEntropy().prepare(tiny.datums(8))
+    found = {}
+    for device in ("cpu", "cuda"):
+        engine = engine_on(device, wide_folder, "float32", optimizer=name)
+        for _ in range(3):
+            engine.forward_backward(data, CrossEntropy())
+            engine.optim_step(AdamParams(1e-3, *betas, 1e-8), None)
+        found[device] = [weight.cpu() for weight in tiny.weights(engine)]
+    assert tiny.difference(found["cuda"], found["cpu"]) < 1e-2
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

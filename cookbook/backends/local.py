@@ -23,6 +23,7 @@ from cookbook.engine.linear_logprobs.implementations import IMPLEMENTATIONS
 from cookbook.engine.model import LanguageModel, ModelConfig, load
 from cookbook.engine.planning import PACKINGS
 from cookbook.engine.shared import SharedBase
+from cookbook.engine.update_rules import update_rule
 from cookbook.errors import BackendError, ConfigError, RolloutError
 from cookbook.futures import Future
 from cookbook.losses import get_loss
@@ -57,6 +58,7 @@ class LocalConfig:
     head_impl: str = "auto"
     activation_checkpointing: str = "auto"
     activation_offloading: bool = False
+    optimizer: str = "adamw"
     token_metrics: bool = True
     all_logprobs: bool = False
     retain_gb: float = 4.0
@@ -67,6 +69,7 @@ class LocalConfig:
             raise ConfigError(f"backend.packing: expected one of {', '.join(PACKINGS)}, got {self.packing!r}")
         if self.head_impl not in IMPLEMENTATIONS:
             raise ConfigError(f"backend.head_impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {self.head_impl!r}")
+        update_rule(self.optimizer)
         if self.threads < 1 or self.micro_batch_tokens < 1:
             raise ConfigError("backend: threads and micro_batch_tokens must be at least 1")
         if not self.shard_gb > 0:
@@ -107,7 +110,8 @@ class LocalConfig:
             head_impl=self.head_impl,
             retain_bytes=int(self.retain_gb * (1 << 30)),
             activation_checkpointing=None if choice == "auto" else choice == "true",
-            activation_offloading=self.activation_offloading,
+            activation_offloading=self.activation_offloading and model.device.type == "cuda",
+            optimizer=self.optimizer,
             token_metrics=self.token_metrics,
             all_logprobs=self.all_logprobs,
             seed=seed,
@@ -394,6 +398,7 @@ class LocalReference:
 
 
 def _make_engine(model: ModelConfig, config: LocalConfig, seed: int, base: SharedBase | None) -> Engine:
+    update_rule(config.optimizer).require()
     loaded = load(model, config.torch_device(), seed, base)
     return Engine(loaded, config.engine_options(loaded, seed))
 

@@ -116,6 +116,8 @@ def _write(engine: Engine, folder: Path, *, state: bool, facts: Mapping[str, Any
         contents.write_optimizer(engine.optimizer, folder / TRAINER, shard_bytes)
     own = {"kind": "state" if state else "base", "step": engine.step, "base_model": model.config.name}
     stated = {**facts, **own, "dtype": model.config.dtype, "lora": model.is_lora}
+    if state:
+        stated["optimizer"] = engine.options.optimizer
     ranks.on_first(lambda: manifest.write(folder, stated))
 
 
@@ -149,6 +151,12 @@ def load(engine: Engine, folder: Path, *, optimizer: bool) -> None:
         raise CheckpointError(f"{folder}: holds {kind}, and the model is set up otherwise; set model.lora_rank to match")
     if optimizer and facts["kind"] != "state":
         raise CheckpointError(f"{folder}: holds weights only; pass optimizer=False, or a checkpoint made by save_state")
+    rule = facts.get("optimizer", "adamw")  # an older version's, which knew no other
+    if optimizer and rule != engine.options.optimizer:
+        raise CheckpointError(
+            f"{folder}: was made with backend.optimizer={rule}, now it is {engine.options.optimizer}; set it back, or take the "
+            "weights alone"
+        )
     contents.load_model(engine.model, folder)
     engine.version += 1
     engine.discard_gradient()

@@ -31,6 +31,7 @@ from cookbook.engine.outputs import columns, output, same_pass
 from cookbook.engine.passes import Found, Passes, Scores, Wanted
 from cookbook.engine.planning import CPU_PASS_TOKENS, PACKINGS, Layouts, MicroBatch, plan
 from cookbook.engine.router_loss import router_coefficient
+from cookbook.engine.update_rules import update_rule
 from cookbook.errors import ConfigError, DataError, NonFiniteError
 from cookbook.losses.base import Loss, Scope
 from cookbook.normalization import GradientCounts, Normalization, Reduction, check, check_accumulation
@@ -51,6 +52,7 @@ class EngineOptions:
     retain_bytes: int = 4 << 30
     activation_checkpointing: bool | None = False  # None: where a pass would not fit into memory
     activation_offloading: bool = False
+    optimizer: str = "adamw"  # a name of update_rules.RULES
     token_metrics: bool = True  # tokens/accuracy and tokens/entropy with every pass
     all_logprobs: bool = True  # False: not those of tokens of weight 0, where the loss ignores them; NaN stands for them
     seed: int = 0
@@ -113,7 +115,7 @@ class Engine:
     @functools.cached_property
     def optimizer(self) -> Optimizer:
         """Made when first used: a frozen model needs none."""
-        return Optimizer(self.model, self.gradients)
+        return Optimizer(self.model, self.gradients, update_rule(self.options.optimizer))
 
     # ---- the calls -----------------------------------------------------------------------------------------------
 
@@ -354,7 +356,8 @@ class Engine:
         """Whether activations are not to be kept, for want of memory."""
         if not (self.gradients.parameters and self.model.network.supports_gradient_checkpointing):
             return False
-        why = shortage(self.model, self.passes.head, self._pass_tokens)
+        rule = update_rule(self.options.optimizer)
+        why = shortage(self.model, self.passes.head, self._pass_tokens, rule)
         if why:
             self._tell("checkpointing", f"activations are computed again in the backward pass: {why}")
         return why is not None

@@ -1,13 +1,16 @@
 """What a step costs in memory and arithmetic, before any weight is loaded.
 
 The model's own code runs on tensors that have shapes and no numbers, forward and backward, while what is alive and what is
-multiplied is counted. So nothing is assumed about an architecture.
+multiplied is counted. So nothing is assumed about an architecture. Only the output layer's code looks at numbers; what it
+allocates is stated here.
 """
 
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,15 +20,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from cookbook.engine import layers
+from cookbook.engine import attention, layers
+from cookbook.engine.attention import Block, Layout, by_layout, is_installed
+from cookbook.engine.gradients import Gradients
 from cookbook.engine.head import CHUNK_BYTES
-from cookbook.engine.memory import MOMENT_BYTES
-from cookbook.engine.model import DTYPES, ModelConfig, fresh_network
+from cookbook.engine.linear_logprobs.projection import TILE_BYTES
+from cookbook.engine.linear_logprobs.tokenwise import CHUNK_BYTES as FOLDED_BYTES
+from cookbook.engine.linear_logprobs.tokenwise import CHUNK_ROWS
+from cookbook.engine.model import DTYPES, ModelConfig, deprecations_hidden, fresh_network
+from cookbook.engine.probe import KNOWN_LAYERS
 from cookbook.engine.saved import SavedBytes
+from cookbook.engine.update_rules import RULES, state_bytes
 
-# What the C library holds beside what is alive: freed blocks between living ones. Peak resident memory over the count, on
-# random models of 20 to 80 million parameters and passes of 2,048 and 4,096 tokens: 1.21 to 1.26.
-CPU_ALLOCATOR = 1.24
+# What the C library loses in holes, of all that the forward half of a pass makes besides its graph, and the backward half.
+# glibc (2.36 here) looks for more than an aligned block takes, so the hole that a tensor leaves between two that stay does not
+# hold another of its size, and the heap grows past it. In the forward half tensors of the graph stay left and right of what
+# passes, so that much is lost; the backward half frees those too. From the peak resident memory of eight cases of
+# benchmarks/plan.py beyond that of the same steps with every tensor in pages of its own (MALLOC_MMAP_THRESHOLD_=131072, which
+# costs a quarter more CPU time). A heap that keeps what is freed, as :mod:`cookbook.engine.heap` has it, loses about the same.
+HOLES = 0.4, 0.06
 
 
 def _attention(query: Any, key: Any, value: Any, *rest: Any, out_shape: Any = None, **options: Any) -> int:
@@ -47,9 +60,9 @@ CPU_ATTENTION = {
 class Estimate:
     """Bytes of what is there at the worst moment of a step, and the arithmetic of a token, forward and backward.
 
-    ``moments``: the optimizer's, with float32 copies of half precision weights; ``passing``: activations and what the backward
-    pass makes of them, for a pass of ``pass_tokens``; ``allocator``: what the C library adds. ``saved_per_token``: bytes of a
-    graph that is kept.
+    ``moments``: what the optimizer keeps, with float32 copies of half precision weights; ``passing``: activations and what the
+    backward pass makes of them, for a pass of ``pass_tokens``, or what an update needs besides, if that is more;
+    ``allocator``: what the C library adds. ``saved_per_token``: bytes of a graph that is kept.
     """
 
     parameters: int
@@ -70,12 +83,23 @@ class Estimate:
 
 
 def estimate(
-    config: ModelConfig, rows: int, width: int, *, step_tokens: int, retain_bytes: int, reference: bool, cpu: bool
+    config: ModelConfig,
+    rows: int,
+    width: int,
+    *,
+    step_tokens: int,
+    apart: bool,
+    retain_bytes: int,
+    reference: bool,
+    cpu: bool,
+    optimizer: str = "adamw",
+    checkpointing: bool = False,
 ) -> Estimate:
-    """Of a step whose largest pass has ``rows`` sequences of ``width`` tokens.
+    """Of a step of ``step_tokens`` whose largest pass has ``rows`` sequences of ``width`` tokens.
 
-    ``step_tokens``: of all passes whose graphs a loss needs at once, as far as ``retain_bytes`` go; 0: none but the pass's.
-    ``reference``: with a frozen copy of the weights beside it.
+    ``apart``: every pass goes backward before the next goes forward; else a loss needs the graphs of all at once, as far as
+    ``retain_bytes`` go. ``reference``: with a frozen copy of the weights beside it. ``checkpointing``: activations are computed
+    again in the backward pass.
 
     Raises:
         BackendError: no such model.
@@ -83,38 +107,44 @@ def estimate(
     with torch.device("meta"):
         network = fresh_network(config)
     layers.install(network)
+    if _packs(network, config):
+        attention.install(network)
     network.train()
+    if checkpointing:
+        with deprecations_hidden():
+            network.gradient_checkpointing_enable({"use_reentrant": False})
+    tokens = rows * width
+    several = step_tokens > tokens
     with FakeTensorMode(allow_non_fake_inputs=True), _AliveBytes() as alive:
         _give_tensors(network)
-        parameters = list(network.parameters())
+        trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+        summed = Gradients(trained)
+        head = _Head(network.get_output_embeddings().weight, tokens, apart=apart, cpu=cpu)
         before = alive.now
-        saved = SavedBytes(parameters)
-        with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as flops:
-            _pass(network, rows, width, saved)
-        # Gradients stay, and are counted beside it.
-        made = sum(parameter.grad.nbytes for parameter in parameters if parameter.grad is not None)
-        passing = alive.peak - before - made
-    element = DTYPES[config.dtype].itemsize
-    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    total = sum(parameter.numel() for parameter in parameters)
-    weights, gradients = total * element, trained * max(element, 4)
-    moments = trained * (max(MOMENT_BYTES, 2 * element) + (4 if element < 4 else 0))
-    head_flops, head_bytes = _head(network, rows * width)
-    saved_per_token = saved.total / (rows * width)
-    passing += head_bytes + int(min(max(step_tokens - rows * width, 0) * saved_per_token, retain_bytes))
-    counted = weights + gradients + moments + passing
+        for _ in range(2 if apart and several else 1):  # the second finds the gradients of the first
+            found = _pass(network, rows, width, head, alive)
+        del summed
+    weights = sum(parameter.nbytes for parameter in network.parameters())
+    gradients = sum(parameter.numel() * max(parameter.element_size(), 4) for parameter in trained)
+    passing = max(alive.peak - before - gradients, 0)
+    if not apart:
+        passing += int(min(max(step_tokens - tokens, 0) * found.saved / tokens, retain_bytes))
+    rule = RULES[optimizer]
+    update = max((rule.passing_bytes(one.shape, max(4, one.element_size()), cpu=cpu) for one in trained), default=0)
+    total = sum(parameter.numel() for parameter in network.parameters())
+    count = sum(parameter.numel() for parameter in trained)
     return Estimate(
         parameters=total,
-        trained=trained,
+        trained=count,
         weights=weights,
         gradients=gradients,
-        moments=moments,
-        reference=weights if reference and trained == total else 0,
-        passing=passing,
-        allocator=int((CPU_ALLOCATOR - 1) * counted) if cpu else 0,
-        pass_tokens=rows * width,
-        saved_per_token=saved_per_token,
-        flops_per_token=(flops.get_total_flops() + head_flops) / (rows * width),
+        moments=state_bytes(rule, trained),
+        reference=total * DTYPES[config.dtype].itemsize if reference and count == total else 0,
+        passing=max(passing, update),
+        allocator=found.holes if cpu else 0,
+        pass_tokens=tokens,
+        saved_per_token=found.saved / tokens,
+        flops_per_token=(found.flops + head.flops) / tokens,
     )
 
 
@@ -132,26 +162,111 @@ def _give_tensors(network: Any) -> None:
                     own[name] = given[id(tensor)]
 
 
-def _pass(network: Any, rows: int, width: int, saved: SavedBytes) -> None:
-    """Forward and backward of one pass up to the hidden states; the output layer sees one position."""
+def _inputs(network: Any, rows: int, width: int) -> dict[str, Any]:
+    """All sequences in one row, as the engine lays them out, where the attention has cookbook's in its place."""
     ids = torch.zeros(rows, width, dtype=torch.long)
+    if not is_installed(network):
+        return {"input_ids": ids}
+    layout = Layout((Block(rows, width, width),), None, ids.device)
+    return {"input_ids": ids.view(1, -1), "position_ids": torch.arange(width).repeat(rows)[None], "layout": layout}
+
+
+def _packs(network: Any, config: ModelConfig) -> bool:
+    """Whether the engine would pack. It tries that out; here there are no numbers to try it on."""
+    kinds = set(getattr(network.config.get_text_config(), "layer_types", None) or ())
+    asked = config.attn_implementation in ("auto", "sdpa")
+    return asked and bool(getattr(network, "_supports_attention_backend", False)) and kinds <= KNOWN_LAYERS
+
+
+@dataclass(frozen=True)
+class _PassFound:
+    """Of one pass: bytes that the graph keeps, bytes that a heap loses in holes, and its arithmetic."""
+
+    saved: int
+    holes: int
+    flops: int
+
+
+def _pass(network: Any, rows: int, width: int, head: _Head, alive: _AliveBytes) -> _PassFound:
+    """Forward and backward. The network's own output layer sees one position, and no gradient comes from it."""
+    inputs = _inputs(network, rows, width)
     kept: list[Tensor] = []
 
     def keep(_: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         kept.append(args[0])
         return (args[0][:, -1:], *args[1:])
 
-    with network.get_output_embeddings().register_forward_pre_hook(keep), saved.counted():
-        network(input_ids=ids, use_cache=False)
-    torch.autograd.backward(kept.pop().sum())
+    saved = SavedBytes(network.parameters())
+    born, now = alive.born, alive.now
+    with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as flops:
+        with network.get_output_embeddings().register_forward_pre_hook(keep), saved.counted(), by_layout("layout" in inputs):
+            network(**inputs, use_cache=False)
+        turn = alive.born
+        passed = turn - born - (alive.now - now)
+        states = kept.pop()
+        with head.at_work(states) as slope:
+            torch.autograd.backward(states, slope)
+    holes = int(HOLES[0] * passed + HOLES[1] * (alive.born - turn))
+    return _PassFound(saved.total + states.nbytes, holes, flops.get_total_flops())
 
 
-def _head(network: Any, tokens: int) -> tuple[int, int]:
-    """Multiplications and additions of the output layer, and what it keeps: its logits, or a tile of them."""
-    layer = network.get_output_embeddings()
-    vocabulary, hidden = layer.weight.shape
-    products = 3 if layer.weight.requires_grad else 2
-    return products * 2 * tokens * vocabulary * hidden, min(tokens * vocabulary * 4, CHUNK_BYTES)
+@dataclass
+class _Head:
+    """What :mod:`cookbook.engine.head` allocates and multiplies for ``tokens`` rows of an output layer."""
+
+    weight: Tensor
+    tokens: int
+    apart: bool
+    cpu: bool
+    _held: list[Tensor] = field(default_factory=list)
+
+    @property
+    def flops(self) -> int:
+        """Products of the size of the logits: forward, and with respect to rows and weight; where recomputed, once more."""
+        products = 2 if not self.weight.requires_grad else 4 if self._recomputes else 3
+        return products * 2 * self.tokens * self.weight.numel()
+
+    @property
+    def _element(self) -> int:
+        return max(4, self.weight.element_size())
+
+    @property
+    def _logits(self) -> int:
+        return self.tokens * len(self.weight) * self._element
+
+    @property
+    def _folds(self) -> bool:
+        """Whether it has computed its gradients when the forward pass is over."""
+        return self.apart and self.weight.requires_grad and self._logits > CHUNK_BYTES
+
+    @property
+    def _recomputes(self) -> bool:
+        return not self.apart and self._logits > CHUNK_BYTES
+
+    @contextmanager
+    def at_work(self, states: Tensor) -> Iterator[Tensor]:
+        """Around the backward pass: brings the slope of the hidden states; what the layer made is there for as long."""
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        made = [torch.empty_like(states, dtype=wide)]
+        if self.weight.requires_grad:
+            made.append(torch.empty_like(self.weight, dtype=wide if self._folds else None))
+        passing = [states.new_empty(self._passing, dtype=torch.uint8)]
+        handed_over = [one.to(self.weight.dtype) for one in made]
+        del made, passing[:]
+        yield handed_over[0]
+        handed_over.clear()
+
+    @property
+    def _passing(self) -> int:
+        """Bytes of logits, or of what stands for them, and of tiles of them."""
+        device = "cpu" if self.cpu else "cuda"
+        tiles, row = 2 * min(TILE_BYTES[device], self._logits), self._element * len(self.weight)
+        if self._folds:
+            least, most = CHUNK_ROWS
+            return tiles + row * min(max(FOLDED_BYTES[device] // row, least), most, self.tokens)
+        if not self.weight.requires_grad:
+            return tiles + self.tokens * self.weight.shape[1] * self._element
+        return tiles if self._recomputes else tiles + self._logits
 
 
 class _AliveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -161,6 +276,7 @@ class _AliveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self.peak = 0
+        self.born = 0  # of all that there ever was
         self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -174,6 +290,7 @@ class _AliveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if storage._cdata not in self._sizes:
             self._sizes[storage._cdata] = storage.nbytes()
             self.now += storage.nbytes()
+            self.born += storage.nbytes()
             self.peak = max(self.peak, self.now)
             weakref.finalize(storage, self._died, storage._cdata)
 

@@ -9,17 +9,17 @@ import torch
 from cookbook.engine.head import OutputHead
 from cookbook.engine.model import LanguageModel
 from cookbook.engine.saved import SavedBytes
+from cookbook.engine.update_rules import UpdateRule, state_bytes
 
 TRIAL_TOKENS = 32
-MOMENT_BYTES = 8  # AdamW keeps two float32 numbers a trained parameter
 MEMINFO = Path("/proc/meminfo")
 SHARE = 0.8  # of the free memory; what the backward pass makes for a moment, and other processes, get the rest
 
 
-def shortage(model: LanguageModel, head: OutputHead, pass_tokens: int) -> str | None:
+def shortage(model: LanguageModel, head: OutputHead, pass_tokens: int, rule: UpdateRule) -> str | None:
     """Why activations had better be recomputed: in words, what a pass of ``pass_tokens`` takes and there is. None: it fits."""
     trained = [parameter for _, parameter in model.trainable()]
-    lasting = sum(p.numel() * (4 + MOMENT_BYTES + (4 if p.element_size() < 4 else 0)) for p in trained)
+    lasting = sum(p.numel() * 4 for p in trained) + state_bytes(rule, trained)
     kept = bytes_per_token(model, head) * pass_tokens
     free = free_bytes(model.device)
     if lasting + kept <= SHARE * free:

@@ -31,7 +31,7 @@ class SavedBytes:
             storage = saved.untyped_storage()
             if storage._cdata not in self._weights:
                 self._sizes[storage._cdata] = storage.nbytes()
-            return saved
+            return saved.detach()  # the tensor itself would hold its graph, and the graph it: nobody could free them
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
             yield
