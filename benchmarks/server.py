@@ -1,4 +1,4 @@
-"""What the server costs: ``python benchmarks/server.py [--json FILE]``.
+"""What the server costs: ``python benchmarks/server.py [--only requests] [--json FILE]``.
 
 The unmodified client and ``cookbook serve`` in a process of its own, beside the embedded trainer. A step is a forward-backward
 pass of 16 x 256 tokens and an optimizer step; its cost the CPU seconds of client and server together. Candidates run in turn,
@@ -34,26 +34,35 @@ from cookbook.server.durability import LEVELS
 
 ADAM = tinker.AdamParams(learning_rate=1e-5)
 DEFAULT = ServerConfig.durability
+REQUESTS = 50
 TICKS_S = os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=["requests"], help="the fixed cost of a small request alone")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         step.model(Path(folder) / "model", 256, 4)
-        with serving(Path(folder), DEFAULT) as (url, cpu_s), tinker.ServiceClient(base_url=url, api_key="tml-bench") as service:
-            rows = steps(Path(folder), service, cpu_s)
-            rows.append(samples(f"{folder}/model", service))
-        rows += requests(Path(folder))
+        rows = requests(Path(folder))
+        if arguments.only is None:
+            rows += steps_and_samples(Path(folder))
     step.show([row for row in rows if "cpu_s" in row])
     for row in rows:
         if "wall_s" in row:
             print(f"\n{row['comparison']}: {1000 * row['wall_s']:.1f} ms")
+        if "server_cpu_s" in row:
+            lowest, tenth, cpu = (1000 * row[key] for key in ("lowest_s", "lowest_tenth_s", "server_cpu_s"))
+            print(f"lowest {lowest:.1f}, lowest tenth {tenth:.1f}; CPU of the server {cpu:.1f} ms")
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+def steps_and_samples(folder: Path) -> list[dict[str, Any]]:
+    with serving(folder, DEFAULT) as (url, cpu_s), tinker.ServiceClient(base_url=url, api_key="tml-bench") as service:
+        return [*steps(folder, service, cpu_s), samples(f"{folder}/model", service)]
 
 
 @contextlib.contextmanager
@@ -114,17 +123,29 @@ def steps(folder: Path, service: tinker.ServiceClient, server_cpu_s: Callable[[]
 
 
 def requests(folder: Path) -> list[dict[str, Any]]:
-    """The fixed cost of a small request, at every level of durability, in turn."""
-    small, asks = batch(1, 8), {}
+    """The fixed cost of a small request at every level of durability, in turn: wall time, and CPU seconds of the server."""
+    small, asks, spent = batch(1, 8), {}, {}
     with contextlib.ExitStack() as stack:
         for level in LEVELS:
-            url, _ = stack.enter_context(serving(folder, level))
+            url, spent[level] = stack.enter_context(serving(folder, level))
             service = stack.enter_context(tinker.ServiceClient(base_url=url, api_key="tml-bench"))
             client = service.create_lora_training_client(f"{folder}/model", rank=1).result()
             asks[level] = functools.partial(lambda one: one.forward(small, "cross_entropy").result(), client)
-        found = measured(asks, time.perf_counter)
+        measured(asks, time.perf_counter)  # a first round of all, to warm up
+        before = {level: cpu_s() for level, cpu_s in spent.items()}
+        found = measured(asks, time.perf_counter, rounds=REQUESTS)
+        used = {level: (cpu_s() - before[level]) / (REQUESTS + 2) for level, cpu_s in spent.items()}
     title = "a forward of 8 tokens, wall, server.durability="
-    return [{"comparison": f"{title}{level}", "wall_s": statistics.median(taken)} for level, taken in found.items()]
+    return [
+        {
+            "comparison": f"{title}{level}",
+            "wall_s": statistics.median(taken),
+            "lowest_s": min(taken),
+            "lowest_tenth_s": statistics.quantiles(taken, n=10)[0],
+            "server_cpu_s": used[level],
+        }
+        for level, taken in found.items()
+    ]
 
 
 def samples(model: str, service: tinker.ServiceClient) -> dict[str, Any]:
@@ -141,10 +162,12 @@ def samples(model: str, service: tinker.ServiceClient) -> dict[str, Any]:
     return {"comparison": "500 concurrent samples of 8 tokens, wall", "wall_s": statistics.median(taken)}
 
 
-def measured(candidates: dict[str, Callable[[], object]], clock: Callable[[], float]) -> dict[str, list[float]]:
+def measured(
+    candidates: dict[str, Callable[[], object]], clock: Callable[[], float], rounds: int = step.ROUNDS
+) -> dict[str, list[float]]:
     """What every round of each took; the first two are not counted: they warm up, and the server learns from them."""
     taken: dict[str, list[float]] = {name: [] for name in candidates}
-    for round_number in range(step.ROUNDS + 2):
+    for round_number in range(rounds + 2):
         for name, run in candidates.items():
             start = clock()
             run()

@@ -56,13 +56,13 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(model: Path, folder: Path, **options: Any) -> Iterator[Running]:
-    """``options`` are fields of ``ServerConfig``."""
+def running(model: Path, folder: Path, *, around: Callable[[Any], Any] = lambda app: app, **options: Any) -> Iterator[Running]:
+    """``options`` are fields of ``ServerConfig``; ``around`` wraps the application."""
     config = ServerConfig(**{"port": 0, **options})
     host = Host(ModelConfig(str(model)), LocalConfig(), seed=0, names=tuple(config.names), graph_bytes=config.graph_bytes)
     service = Service(host, Catalogue(folder), config)
     with listening(config) as listener:
-        server = uvicorn.Server(uvicorn.Config(create_app(service), log_level="error"))
+        server = uvicorn.Server(uvicorn.Config(around(create_app(service)), log_level="error"))
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve([listener])))
         thread.start()

@@ -126,7 +126,8 @@ def test_records_are_read_up_to_the_first_that_is_not_whole(tmp_path):
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rank", [4, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [4, 0])
 def test_a_run_goes_on_in_the_middle_of_a_step(start, tmp_path, tiny_folder, rank):
     """Two passes have accumulated, a custom loss waits for its gradient, and later requests for one that has not come."""
 

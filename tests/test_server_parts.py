@@ -148,15 +148,44 @@ def test_results_that_were_fetched_go_first_and_say_that_they_are_gone():
         await answers.fetch(made[1].request_id, 1)
         for answer in made[2:]:
             answers.settle(answer, Result(bytes(10)))
-        with pytest.raises(Refused, match="fetched before") as gone:
-            await answers.fetch(made[1].request_id, 1)
-        assert gone.value.status == 410
-        for kept in (0, 2, 3):  # never fetched: kept, whatever the limit
+        for dropped, why in ((1, "fetched before"), (0, "raise server.max_results_mb")):
+            with pytest.raises(Refused, match=why) as gone:
+                await answers.fetch(made[dropped].request_id, 1)
+            assert gone.value.status == 410
+        for kept in (2, 3):
             assert await answers.fetch(made[kept].request_id, 1) is not None
         answers.forget(RUN)
         return len(answers), answers.kept_bytes
 
     assert asyncio.run(scenario()) == (0, 0)
+
+
+def test_nothing_more_is_accepted_while_too_much_is_pending_but_what_others_wait_for():
+    answers = Answers(max_bytes=100, max_pending=10)
+    first, _ = answers.claim(NoLog(), RUN, 2, bytes(20), "optim_step")  # alone it may be larger than all
+    with pytest.raises(Refused, match="are pending; send it again later") as later:
+        answers.claim(NoLog(), RUN, 3, b"x", "optim_step")
+    assert later.value.status == 429
+    due, _ = answers.claim(NoLog(), RUN, 1, b"x", "optim_step", is_due=True)
+    for one in (first, due):
+        answers.settle(one, Result(b""))
+    assert answers.pending_bytes == 0 and answers.claim(NoLog(), RUN, 3, b"x", "optim_step")[1]
+
+
+def test_without_a_log_what_was_fetched_long_ago_is_forgotten_and_not_run_again():
+    async def scenario():
+        answers = Answers(max_bytes=100)
+        made = [answers.claim(NoLog(), RUN, number, b"x", "optim_step")[0] for number in (1, 2, 3)]
+        for answer in made[:2]:
+            answers.settle(answer, Result(b"done"))
+        await answers.fetch(made[0].request_id, 1)
+        answers.forget_old(0.0)
+        assert len(answers) == 2 and not answers.claim(NoLog(), RUN, 1, b"x", "optim_step")[1]
+        with pytest.raises(Refused, match="fetched before"):
+            await answers.fetch(made[0].request_id, 1)
+        assert (await answers.fetch(made[1].request_id, 1)).body == b"done"
+
+    asyncio.run(scenario())
 
 
 def test_who_waits_for_a_result_gets_it_when_it_is_there():

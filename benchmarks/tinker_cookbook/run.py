@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import guesser
 import hub
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,10 +36,10 @@ class Recipe:
     module: str
     arguments: str
     metric: str
-    by: float | None
+    by: float
     falls: bool = False
     log: str | None = None  # the run it goes on with, by name; else a new one
-    start: str | None = None  # the run whose last checkpoint it starts from
+    base: str = "tiny"  # the model that is served to it: the shipped one, or "guesser"
 
 
 LEARN = "lora_rank=16 renderer_name=qwen3_instruct"
@@ -86,12 +87,13 @@ RECIPES = {
         0.3,
         True,
     ),
-    # Its format is beyond a model of 0.6M parameters, and it starts from no checkpoint: that it runs is all that is checked.
     "guess_number": Recipe(
         "multiplayer_rl.guess_number.train",
-        f"model_name={BASE} renderer_name=role_colon batch_size=2 group_size=2 max_tokens=8 max_steps=2 eval_every=0",
+        f"model_name={BASE} renderer_name=role_colon batch_size=4 group_size=4 max_tokens=16 max_steps=12 learning_rate=3e-4 "
+        "eval_every=0",
         "env/all/reward/total",
-        None,
+        1.0,
+        base="guesser",
     ),
 }
 
@@ -102,22 +104,29 @@ def main(python: str, names: list[str]) -> int:
         shutil.rmtree(FOLDER, ignore_errors=True)
     hub.prepare(FOLDER / "work", ROOT / "data", (CHAT, BASE))
     failed = 0
-    with serving() as url:
-        print(f"{'recipe':24s} {'metric':22s} {'first':>8s} {'last':>8s} {'wall s':>7s}")
-        for name, recipe in chosen.items():
-            failed += not run(python, url, name, recipe)
+    print(f"{'recipe':24s} {'metric':22s} {'first':>8s} {'last':>8s} {'wall s':>7s}", flush=True)
+    for base in dict.fromkeys(recipe.base for recipe in chosen.values()):
+        with serving(base) as url:
+            for name, recipe in chosen.items():
+                failed += recipe.base == base and not run(python, url, name, recipe)
     return failed
 
 
 @contextlib.contextmanager
-def serving() -> Iterator[str]:
-    names = f"server.names=[{CHAT},{BASE}]"
-    command = [sys.executable, "-m", "cookbook", "serve", "model=tiny", "server.port=0", names, f"out={FOLDER}/serve"]
-    with (FOLDER / "server.log").open("w") as log, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log) as server:
+def serving(base: str) -> Iterator[str]:
+    model, names = ROOT / "data" / "tiny", f"server.names=[{CHAT},{BASE}]"
+    if base == "guesser":
+        model = guesser.prepare(FOLDER / "models", model)
+    overrides = [f"model.name={model}", "server.port=0", names, f"out={FOLDER}/serve-{base}"]
+    command = [sys.executable, "-m", "cookbook", "serve", *overrides]
+    with (
+        (FOLDER / f"server-{base}.log").open("w") as log,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log) as server,
+    ):
         assert server.stdout is not None
         found = re.search(rb"http://\S+?:\d+", server.stdout.readline())
         if found is None:
-            raise SystemExit(f"the server did not start; see {FOLDER}/server.log")
+            raise SystemExit(f"the server did not start; see {FOLDER}/server-{base}.log")
         try:
             yield found[0].decode()
         finally:
@@ -133,8 +142,6 @@ def run(python: str, url: str, name: str, recipe: Recipe) -> bool:
         arguments.append(f"behavior_if_log_dir_exists={exists}")
     else:
         shutil.rmtree(log, ignore_errors=True)
-    if recipe.start:
-        arguments.append(f"load_checkpoint_path={last_checkpoint(recipe.start)}")
     environment = {
         **os.environ,
         "TINKER_BASE_URL": url,
@@ -160,11 +167,6 @@ def folder_name(name: str) -> str:
     return re.sub(r"\W+", "-", name)
 
 
-def last_checkpoint(name: str) -> str:
-    lines = (FOLDER / "logs" / folder_name(name) / "checkpoints.jsonl").read_text().splitlines()
-    return str([row["state_path"] for row in map(json.loads, lines) if row.get("state_path")][-1])
-
-
 def series(file: Path, metric: str) -> list[float]:
     if not file.exists():
         return []
@@ -179,7 +181,7 @@ def ends(values: list[float], before: int) -> tuple[float, float]:
 
 
 def learned(first: float, last: float, recipe: Recipe) -> bool:
-    return recipe.by is None or (first - last if recipe.falls else last - first) >= recipe.by
+    return (first - last if recipe.falls else last - first) >= recipe.by
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def unpacked(body: bytes, encoding: str, limit: int) -> bytes:
     if encoding != "zstd":
         raise Refused(415, f"Content-Encoding {encoding!r} is not known here; send zstd, or nothing compressed")
     try:
-        with zstandard.ZstdDecompressor(max_window_size=WINDOW).stream_reader(body) as reader:
+        with zstandard.ZstdDecompressor(max_window_size=WINDOW).stream_reader(body, read_across_frames=True) as reader:
             found: bytes = reader.read(limit + 1)
     except zstandard.ZstdError as error:
         raise Refused(422, f"the body is not what its Content-Encoding says: {error}") from None

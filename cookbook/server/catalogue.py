@@ -20,6 +20,7 @@ from cookbook.server.errors import Refused
 
 SCHEME = "tinker://"
 TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+MAX_TTL_S = 100 * 365 * 86400.0  # a century; calendars end
 _RUN = re.compile(r"[A-Za-z0-9_-]{1,100}:train:[0-9]{1,9}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _RUN_FILE = "run.json"
@@ -196,6 +197,12 @@ class Catalogue:
 
 def _read(address: Address, file: Path) -> Saved:
     return Saved(address, **json.loads(file.read_text()))
+
+
+def check_ttl(ttl_s: float | None) -> None:
+    """Raises CheckpointError: nothing can live for so long, or so short."""
+    if ttl_s is not None and not 0 < ttl_s <= MAX_TTL_S:
+        raise CheckpointError(f"ttl_seconds: expected above 0 and at most {MAX_TTL_S:.0f}, got {ttl_s}")
 
 
 def _expiry(now: float, ttl_s: float | None) -> float | None:

@@ -10,6 +10,19 @@ from pathlib import Path
 from cookbook.errors import ConfigError
 from cookbook.server.durability import LEVELS
 
+LIMITS = (
+    "max_request_mb",
+    "max_results_mb",
+    "max_pending_mb",
+    "max_runs",
+    "max_sessions",
+    "session_timeout_s",
+    "gap_timeout_s",
+    "drain_s",
+    "checkpoint_s",
+    "log_mb",
+)
+
 
 @dataclass
 class ServerConfig:
@@ -22,6 +35,10 @@ class ServerConfig:
     keys_env: str = "COOKBOOK_API_KEYS"
     max_request_mb: int = 256
     max_results_mb: int = 1024
+    max_pending_mb: int = 1024
+    max_runs: int = 256
+    max_sessions: int = 256
+    samplers_gb: float = 8.0
     graphs_gb: float = 4.0
     session_timeout_s: float = 600.0
     gap_timeout_s: float = 120.0
@@ -33,18 +50,22 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"server.port: expected 0 to 65535, got {self.port}; 0 takes any that is free")
-        limits = ("max_request_mb", "max_results_mb", "session_timeout_s", "gap_timeout_s", "drain_s", "checkpoint_s", "log_mb")
-        for name in limits:
+        for name in LIMITS:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"server.{name} must be above 0, got {getattr(self, name)}")
         if self.durability not in LEVELS:
             raise ConfigError(f"server.durability: expected one of {', '.join(LEVELS)}, got {self.durability!r}")
-        if not self.graphs_gb >= 0:
-            raise ConfigError(f"server.graphs_gb: expected 0 or more, got {self.graphs_gb}")
+        for name in ("graphs_gb", "samplers_gb"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"server.{name}: expected 0 or more, got {getattr(self, name)}")
 
     @property
     def graph_bytes(self) -> int:
         return int(self.graphs_gb * (1 << 30))
+
+    @property
+    def sampler_bytes(self) -> int:
+        return int(self.samplers_gb * (1 << 30))
 
     @property
     def is_local(self) -> bool:

@@ -61,6 +61,14 @@ class Durability:
             self.place(session_id).rename(ended)
             shutil.rmtree(ended, ignore_errors=True)
 
+    def drop_weights(self, sampler_id: str) -> None:
+        """Nobody samples from these links any more."""
+        shutil.rmtree(self.sampler_weights(sampler_id), ignore_errors=True)
+
+    def sampler_weights(self, sampler_id: str) -> Path:
+        session_id, _, number = sampler_id.partition(":sample:")
+        return self.place(session_id) / f"weights-{number}"
+
     def keep(self, saved: Path, place: Path) -> Path:
         """``place`` with the files of the checkpoint ``saved``, which may be deleted now: they are the same ones, linked.
 

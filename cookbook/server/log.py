@@ -108,6 +108,10 @@ class Log:
         """What the file holds that records go to now."""
         return self.files[-1].num_bytes if self._file is not None else 0
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
     def drop(self, file: LogFile) -> bool:
         """Deletes a file that nobody needs any more, but never the one that records go to; tells whether it did."""
         if self._file is not None and file is self.files[-1]:

@@ -136,6 +136,11 @@ def _claim(service: Service, session: Session, number: int | None, body: bytes, 
 def _make(service: Service, session: Session, answer: Answer, log: Log, plan_of: Callable[[], Plan]) -> None:
     graphs = RunGraphs(service.host.graphs)
     try:
+        if len(service.runs) >= service.config.max_runs:
+            raise ConfigError(
+                f"{answer.kind}: {len(service.runs)} training runs are in memory; close the clients of some, or raise "
+                "server.max_runs"
+            )
         plan = plan_of()
     except CookbookError as error:
         service.answers.settle(answer, failure(error))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from cookbook.server.catalogue import MAX_TTL_S
 from cookbook.server.errors import Refused
 
 Metadata = dict[str, Any] | None
+Place = Annotated[int, Field(ge=0, lt=10**9)]
+"""The number of a run, a sampler or a loss in its session: a part of addresses, and of names of folders."""
+Word = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+"""A whole number that something computes with."""
 
 
 class Message(BaseModel):
@@ -47,7 +52,7 @@ class Finish(Message):
 
 class LoraConfig(Message):
     rank: int = Field(ge=0, le=4096)
-    seed: int | None = None
+    seed: Word | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
@@ -59,7 +64,7 @@ class OptimizerConfig(Message):
 
 class CreateModel(Message):
     session_id: str
-    model_seq_id: int = Field(ge=0)
+    model_seq_id: Place
     base_model: str
     user_metadata: Metadata = None
     lora_config: LoraConfig | None = None
@@ -71,7 +76,11 @@ class OfModel(Message):
 
 
 class Sequenced(OfModel):
-    seq_id: int = Field(ge=1)
+    """What is checked here costs the client its number, and so its run: only what no number can do without. The rest fails the
+    call, in its turn.
+    """
+
+    seq_id: int = Field(ge=1, lt=1 << 31)
 
 
 class OptimStep(Sequenced):
@@ -84,7 +93,7 @@ class OptimStep(Sequenced):
 
 class SaveWeights(Sequenced):
     path: str | None = None
-    ttl_seconds: float | None = Field(None, gt=0)
+    ttl_seconds: float | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
 
@@ -93,13 +102,13 @@ class SaveWeightsForSampler(Sequenced):
     path: str | None = None
     sampling_session_seq_id: int | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    ttl_seconds: float | None = Field(None, gt=0)
+    ttl_seconds: float | None = None
     user_metadata: dict[str, str] | None = None
 
 
 class SaveWeightsExternal(Sequenced):
     path: str
-    ttl_seconds: float | None = Field(None, gt=0)
+    ttl_seconds: float | None = None
     age_encryption_recipients: list[str] | None = None
 
 
@@ -107,9 +116,9 @@ class LoadWeights(Message):
     """Into a model (``model_id``, ``seq_id``), or as a new one (``session_id``, ``model_seq_id``)."""
 
     model_id: str | None = None
-    seq_id: int | None = Field(None, ge=1)
+    seq_id: int | None = Field(None, ge=1, lt=1 << 31)
     session_id: str | None = None
-    model_seq_id: int | None = Field(None, ge=0)
+    model_seq_id: Place | None = None
     base_model: str | None = None
     user_metadata: Metadata = None
     path: str
@@ -119,7 +128,7 @@ class LoadWeights(Message):
 
 class CreateSamplingSession(Message):
     session_id: str
-    sampling_session_seq_id: int = Field(ge=0)
+    sampling_session_seq_id: Place
     base_model: str | None = None
     model_path: str | None = None
 
@@ -130,7 +139,7 @@ class OfSampler(Message):
 
 class Chunk(Message):
     type: str = "encoded_text"
-    tokens: list[int] = []
+    tokens: list[Word] = []
 
 
 class Prompt(Message):
@@ -138,17 +147,17 @@ class Prompt(Message):
 
 
 class Sampling(Message):
-    max_tokens: int | None = None
-    seed: int | None = None
-    stop: str | list[str | int] | None = None
+    max_tokens: Word | None = None
+    seed: Word | None = None
+    stop: str | list[str | Word] | None = None
     temperature: float = 1.0
-    top_k: int = -1
+    top_k: Word = -1
     top_p: float = 1.0
     min_p: float = 0.0  # ours: Tinker's own client has no such field
 
 
 class Sample(OfSampler):
-    seq_id: int = Field(ge=0)
+    seq_id: int = Field(ge=0, lt=1 << 63)
     num_samples: int = Field(1, ge=1, le=4096)
     prompt: Prompt
     sampling_params: Sampling
@@ -181,7 +190,7 @@ class LossGraph(Message):
 
 class CustomLoss(Message):
     session_id: str
-    custom_loss_seq_id: int = Field(ge=0)
+    custom_loss_seq_id: Place
     name: str
     inputs: list[LossInput]
     graph: LossGraph
@@ -219,4 +228,4 @@ class OfPath(Message):
 
 
 class Ttl(Message):
-    ttl_seconds: float | None = Field(None, gt=0)
+    ttl_seconds: float | None = Field(None, gt=0, le=MAX_TTL_S)

@@ -22,6 +22,7 @@ from cookbook.errors import BackendError, CheckpointError, CookbookError
 from cookbook.server import making, sampling, states, training
 from cookbook.server.errors import Refused
 from cookbook.server.futures import Answer
+from cookbook.server.live import file_bytes
 from cookbook.server.log import Log
 from cookbook.server.messages import CreateModel, CreateSamplingSession, CustomLoss, LoadWeights, Sample, parsed
 from cookbook.server.observed import event
@@ -44,7 +45,8 @@ class _Asked:
 
     def answer(self, kept: Log) -> Answer:
         facts = self.request.facts
-        return Answer(facts["id"], hashlib.sha256(self.request.body).digest(), facts["kind"], kept)
+        body = self.request.body
+        return Answer(facts["id"], hashlib.sha256(body).digest(), facts["kind"], kept, len(body))
 
     @property
     def number(self) -> int:
@@ -85,11 +87,13 @@ async def _session(service: Service, place: Path) -> None:
             _loss(service, session, record)
         elif record.what == "sampler":
             samplers.append(CreateSamplingSession(**record.facts["asked"]))
+        elif record.what == "let go":
+            samplers = [one for one in samplers if _sampler_id(place, one) != record.facts["sampler"]]
         elif record.what == "joined":
             joined[record.facts["sampler"]] = record.facts["count"]
     _samples(service, session)
     for message in samplers:
-        sampler_id = f"{place.name}:sample:{message.sampling_session_seq_id}"
+        sampler_id = _sampler_id(place, message)
         try:
             service.add_sampler(await sampling.make(service, message, sampler_id, again=True))
         except CookbookError as error:
@@ -99,6 +103,10 @@ async def _session(service: Service, place: Path) -> None:
     for sampler_id, count in joined.items():
         if sampler_id in service.samplers:
             service.samplers[sampler_id].joined = count
+
+
+def _sampler_id(place: Path, message: CreateSamplingSession) -> str:
+    return f"{place.name}:sample:{message.sampling_session_seq_id}"
 
 
 def _loss(service: Service, session: Session, record: Record) -> None:
@@ -177,6 +185,7 @@ async def _restore_published(service: Service, run: TrainingRun, facts: Mapping[
         sampler = of_run if number is None else loaded[number]
         made = SamplingSession(sampler_id, run.session_id, run.facts.base_model, None, sampler, run.facts.seed)
         if number is not None:
+            made.num_bytes = file_bytes(states.published_folder(run.log.folder, number))
             run.published[sampler_id] = number
         if sampler_id in facts["inflight"]:
             run.inflight.append(made)

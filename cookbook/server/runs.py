@@ -16,6 +16,7 @@ from cookbook.errors import BackendError, CookbookError
 from cookbook.futures import done
 from cookbook.server.catalogue import RunFacts
 from cookbook.server.futures import Answer, Answers
+from cookbook.server.live import own_bytes
 from cookbook.server.log import Log
 from cookbook.server.order import Order
 from cookbook.server.results import Result, failure
@@ -106,7 +107,7 @@ class TrainingRun:
     def follow(self, sampler: LocalSampler, number: int) -> None:
         """All that are in flight sample from what request ``number`` has published."""
         for session in self.inflight:
-            session.sampler = sampler
+            session.sampler, session.num_bytes = sampler, own_bytes(sampler)
             self.published[session.sampler_id] = number
 
     async def replay(self, steps: Sequence[Step]) -> None:

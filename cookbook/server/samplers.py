@@ -65,6 +65,8 @@ class SamplingSession:
     sampler: LocalSampler
     seed: int  # of requests that bring none
     made_by: int = 0  # the number of the run's request that published it
+    num_bytes: int = 0  # of weights that are nobody else's
+    waiting: int = 0  # requests that are being answered
     joined: int = 0  # clients in other processes that share it
     gathering: Gathering | None = None
 

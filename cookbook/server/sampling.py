@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.engine.likeliest import likeliest
-from cookbook.errors import CheckpointError, CookbookError
+from cookbook.errors import CheckpointError, CookbookError, RolloutError
 from cookbook.server.catalogue import Address
 from cookbook.server.errors import Refused
 from cookbook.server.futures import SAMPLE, Answer
+from cookbook.server.live import file_bytes
 from cookbook.server.messages import Batch, CreateSamplingSession, Sample
 from cookbook.server.records import Record
 from cookbook.server.results import Successors, failure, sampled
@@ -42,7 +43,7 @@ async def create_sampling_session(service: Service, message: CreateSamplingSessi
 async def make(service: Service, message: CreateSamplingSession, sampler_id: str, *, again: bool = False) -> SamplingSession:
     """``again``: it was made before, and its weights were in order. Raises Refused: no such model or checkpoint."""
     path, base = message.model_path, message.base_model
-    seed = service.host.seed
+    seed, num_bytes = service.host.seed, 0
     if path is None and base is not None:
         base = service.host.public_name(base)
         sampler = await asyncio.to_thread(service.host.base_sampler)
@@ -55,10 +56,11 @@ async def make(service: Service, message: CreateSamplingSession, sampler_id: str
             sampler = await asyncio.to_thread(load, saved, origin.seed)
         except CheckpointError as error:
             raise Refused(404, str(error)) from None
+        num_bytes = file_bytes(saved)
         base, seed = origin.base_model, origin.seed
     else:
         raise Refused(422, "create_sampling_session: needs a base_model or a model_path")
-    return SamplingSession(sampler_id, message.session_id, base, path, sampler, seed)
+    return SamplingSession(sampler_id, message.session_id, base, path, sampler, seed, num_bytes=num_bytes)
 
 
 def _kept(service: Service, message: CreateSamplingSession, address: Address) -> Path:
@@ -67,7 +69,7 @@ def _kept(service: Service, message: CreateSamplingSession, address: Address) ->
     Raises:
         CheckpointError: it is not there.
     """
-    place = service.durability.place(message.session_id) / f"weights-{message.sampling_session_seq_id}"
+    place = service.durability.sampler_weights(f"{message.session_id}:sample:{message.sampling_session_seq_id}")
     if place.exists():
         return place
     service.catalogue.find(address)
@@ -84,7 +86,9 @@ def join(service: Service, sampler_id: str) -> int:
 
 
 def sample(service: Service, message: Sample, body: bytes) -> Answer:
-    """Raises Refused: no such session, what no repetition can mend, or the disk is full."""
+    """Raises Refused: no such session, what no repetition can mend, too much is pending, or the disk is full."""
+    if service.samplers.was_let_go(message.sampling_session_id):
+        return _too_late(service, message, body)
     session = service.sampler(message.sampling_session_id)
     try:
         prompt = prompt_of(service, message)
@@ -99,6 +103,20 @@ def sample(service: Service, message: Sample, body: bytes) -> Answer:
     return answer
 
 
+def _too_late(service: Service, message: Sample, body: bytes) -> Answer:
+    """Fails a request to a sampler that was let go: through its future, as the client expects it of what depends on others."""
+    sampler_id = message.sampling_session_id
+    log = service.session(sampler_id.partition(":")[0]).samples
+    answer, new = service.answers.claim(log, sampler_id, message.seq_id, body, SAMPLE)
+    if new:
+        error = RolloutError(
+            f"asample: the weights of {sampler_id} were let go, newer ones needed the memory; make a new sampling client, or "
+            "raise server.samplers_gb"
+        )
+        service.answers.settle(answer, failure(error))
+    return answer
+
+
 def draw(service: Service, session: SamplingSession, message: Sample, prompt: list[int], answer: Answer) -> None:
     """Answers a request, with those that are there by then."""
     successors = _successors(service, session, message, prompt)
@@ -107,6 +125,7 @@ def draw(service: Service, session: SamplingSession, message: Sample, prompt: li
         params["seed"] = session.seed_of(message.seq_id)
 
     def told(done: Future[Any]) -> None:
+        session.waiting -= 1
         error = done.exception() or (successors.exception() if successors is not None else None)
         if error is not None:
             service.answers.settle(answer, failure(error))
@@ -115,6 +134,8 @@ def draw(service: Service, session: SamplingSession, message: Sample, prompt: li
         service.metrics.sampled_tokens += sum(len(one.tokens) for one in response.sequences)
         shown = None if successors is None else Successors(*successors.result())
         service.answers.settle(answer, sampled(response, message.prompt_logprobs_last_n, shown))
+
+    session.waiting += 1
 
     def start() -> None:
         try:
@@ -125,6 +146,7 @@ def draw(service: Service, session: SamplingSession, message: Sample, prompt: li
                 include_prompt_logprobs=bool(message.prompt_logprobs),
             )
         except CookbookError as error:
+            session.waiting -= 1
             service.answers.settle(answer, failure(error))
         else:
             service.batcher.add(asked, told)

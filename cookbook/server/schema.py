@@ -6,6 +6,7 @@ process. An enum travels as a whole number, and is one here.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -88,11 +89,18 @@ _pool = descriptor_pool.DescriptorPool()
 _pool.Add(_file())
 
 
-def _message(name: str) -> Any:
-    return message_factory.GetMessageClass(_pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
+def _with_nested(descriptor: Any) -> Iterator[tuple[str, Any]]:
+    yield descriptor.name, message_factory.GetMessageClass(descriptor)
+    for one in descriptor.nested_types:
+        yield from _with_nested(one)
 
 
-ForwardBackwardRequest = _message("ForwardBackwardRequest")
-ForwardBackwardOutput = _message("ForwardBackwardOutput")
-SampleResponse = _message("SampleResponse")
-Tensor = _message("Tensor")
+# All of them are held here. protobuf makes the class of a part when it meets one, and the garbage collector may take it while
+# no such part lives: a class a request. Once a process ended in protobuf 7.36 at a class without its descriptor; this is the
+# likely cause.
+_CLASSES = {name: made for known in MESSAGES for name, made in _with_nested(_pool.FindMessageTypeByName(f"{_PACKAGE}.{known}"))}
+
+ForwardBackwardRequest = _CLASSES["ForwardBackwardRequest"]
+ForwardBackwardOutput = _CLASSES["ForwardBackwardOutput"]
+SampleResponse = _CLASSES["SampleResponse"]
+Tensor = _CLASSES["Tensor"]

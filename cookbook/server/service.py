@@ -6,6 +6,7 @@ All of it changes on one event loop only; models compute on the host's thread.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections.abc import Callable, Coroutine
@@ -20,15 +21,16 @@ from cookbook.server.errors import Refused
 from cookbook.server.futures import Answer, Answers
 from cookbook.server.graph_loss import GraphLoss
 from cookbook.server.host import Host
+from cookbook.server.live import LiveSamplers
 from cookbook.server.log import Log
 from cookbook.server.messages import CreateSession
 from cookbook.server.metrics import Metrics
-from cookbook.server.observed import settled
+from cookbook.server.observed import event, settled
 from cookbook.server.records import Record
 from cookbook.server.results import Result, failure
 from cookbook.server.runs import TrainingRun
 from cookbook.server.samplers import Batcher, SamplingSession
-from cookbook.server.states import States, prune_samples
+from cookbook.server.states import RETRY_S, States, prune_samples
 
 T = TypeVar("T")
 
@@ -63,7 +65,7 @@ class Service:
         self.host = host
         self.catalogue = catalogue
         self.config = config
-        self.answers = Answers(config.max_results_mb << 20)
+        self.answers = Answers(config.max_results_mb << 20, config.max_pending_mb << 20)
         self.metrics = Metrics()
         self.answers.watchers += [self.metrics.settled, settled]
         self.batcher = Batcher(host.worker)
@@ -71,7 +73,7 @@ class Service:
         self.durability = Durability(catalogue.folder, config.durability)
         self.sessions: dict[str, Session] = {}
         self.runs: dict[str, TrainingRun] = {}
-        self.samplers: dict[str, SamplingSession] = {}
+        self.samplers = LiveSamplers(config.sampler_bytes, self._let_go, self.answers.completions.forget)
         self.states: dict[str, States] = {}  # of the runs, where they are kept
         self.coming: set[str] = set()  # samplers of an earlier process that are not made again yet
         self.lost: dict[str, str] = {}  # runs of an earlier process that cannot be made again, and why
@@ -82,10 +84,16 @@ class Service:
     # ---- sessions ------------------------------------------------------------------------------------------------
 
     def create_session(self, message: CreateSession, key: str | None) -> Session:
-        """``key`` is the client's, and the same in all repetitions of a request. Raises Refused, 507: the disk is full."""
+        """``key`` is the client's, and the same in all repetitions of a request.
+
+        Raises:
+            Refused: 429, there are too many; 507, the disk is full.
+        """
         for known in self.sessions.values():
             if key is not None and known.key == key:
                 return known
+        if len(self.sessions) >= self.config.max_sessions:
+            raise Refused(429, f"there are {len(self.sessions)} sessions; close some, or raise server.max_sessions")
         session_id = f"s{secrets.token_hex(8)}"
         facts = {"user_metadata": message.user_metadata, "display_name": message.display_name, "key": key}
         session = self.new_session(session_id, {"what": "session", "model": self.host.digests["weights"], **facts})
@@ -111,14 +119,13 @@ class Service:
     def end_session(self, session_id: str) -> None:
         """Frees what the session holds. Checkpoints stay."""
         session = self.sessions.pop(session_id)
-        self.answers.forget(session.losses_scope)
         for sampler_id in session.sampler_ids:
-            self.samplers.pop(sampler_id, None)
-            self.answers.forget(sampler_id)
+            self.samplers.remove(sampler_id)
+        self.samplers.forget(session_id)
         for run_id in session.run_ids:
             self.runs.pop(run_id, None)
             self.states.pop(run_id, None)
-            self.answers.forget(run_id)
+        self.answers.forget(session_id)
         self.durability.forget(session_id)
 
     def end_silent_sessions(self) -> None:
@@ -132,6 +139,13 @@ class Service:
             states.prune()
         for session in self.sessions.values():
             prune_samples(session.samples, self.answers, self.config.log_mb << 20)
+        if not self.durability.is_on:
+            self.answers.forget_old(RETRY_S)
+
+    @property
+    def log_bytes(self) -> int:
+        logs = [log for one in self.sessions.values() for log in (one.log, one.samples)]
+        return sum(log.num_bytes for log in [*logs, *(run.log for run in self.runs.values())])
 
     # ---- what sessions hold --------------------------------------------------------------------------------------
 
@@ -159,15 +173,30 @@ class Service:
             raise Refused(429, f"the sampling session {sampler_id!r} is being made again after a restart")
         if sampler_id not in self.samplers:
             raise Refused(404, f"there is no sampling session {sampler_id!r}; make a new sampling client")
-        found = self.samplers[sampler_id]
+        found = self.samplers.asked(sampler_id)
         self.session(found.session_id)
         return found
 
     def add_sampler(self, sampler: SamplingSession) -> None:
-        self.samplers[sampler.sampler_id] = sampler
-        self.session(sampler.session_id).sampler_ids.append(sampler.sampler_id)
+        self.samplers.add(sampler)
+        known = self.session(sampler.session_id).sampler_ids
+        if sampler.sampler_id not in known:
+            known.append(sampler.sampler_id)
         self.coming.discard(sampler.sampler_id)
         self.sampler_came(sampler)
+
+    def _let_go(self, sampler: SamplingSession) -> None:
+        """Its weights took too much memory. A restart makes it no more."""
+        session = self.sessions[sampler.session_id]
+        session.sampler_ids.remove(sampler.sampler_id)
+        for run in map(self.runs.__getitem__, session.run_ids):
+            run.published.pop(sampler.sampler_id, None)
+            if sampler in run.inflight:
+                run.inflight.remove(sampler)
+        with contextlib.suppress(Refused):  # the disk is full: then a restart makes it again, and lets it go again
+            session.log.append(Record({"what": "let go", "sampler": sampler.sampler_id}))
+        self.durability.drop_weights(sampler.sampler_id)
+        event("sampler let go", sampler=sampler.sampler_id, bytes=sampler.num_bytes)
 
     # ---- work that is no trainer's call --------------------------------------------------------------------------
 

@@ -15,11 +15,11 @@ from cookbook.backends.worker import Worker
 from cookbook.checkpoints import store
 from cookbook.errors import CookbookError
 from cookbook.server.futures import Answers
+from cookbook.server.live import LiveSamplers
 from cookbook.server.log import Log
 from cookbook.server.observed import event
 from cookbook.server.records import Record
 from cookbook.server.runs import Request, TrainingRun
-from cookbook.server.samplers import SamplingSession
 
 RETRY_S = 600.0  # a client repeats what it has not seen answered for 5 minutes; twice that, and nobody will
 CHANGES_WEIGHTS = ("optim_step", "load_weights")  # after one of these there is rarely more to a run than its weights
@@ -32,7 +32,7 @@ class States:
     all of it is on the disk.
     """
 
-    def __init__(self, run: TrainingRun, worker: Worker, samplers: dict[str, SamplingSession], every_s: float, log_bytes: int):
+    def __init__(self, run: TrainingRun, worker: Worker, samplers: LiveSamplers, every_s: float, log_bytes: int):
         self._run = run
         self._worker = worker
         self._samplers = samplers
@@ -60,7 +60,7 @@ class States:
         log, answers, run_id = self._run.log, self._run.answers, self._run.facts.run_id
         while log.files:
             oldest = log.files[0]
-            quiet = time.monotonic() - oldest.last_record > RETRY_S or _num_bytes(log) > self._log_bytes
+            quiet = time.monotonic() - oldest.last_record > RETRY_S or log.num_bytes > self._log_bytes
             wanted = any(answers.is_wanted(one) or not answers.is_past(one) for one in oldest.requests)
             if self.newest is None or oldest.state == self.newest or wanted or not quiet or not log.drop(oldest):
                 return
@@ -102,16 +102,15 @@ class States:
     async def _save_published(self, number: int) -> dict[str, int]:
         """The samplers made from the run's weights so far, by the request that published them; their weights are saved."""
         found = {
-            sampler_id: request
+            sampler_id: (request, self._samplers[sampler_id].sampler)
             for sampler_id, request in self._run.published.items()
             if request <= number and sampler_id in self._samplers
         }
-        for sampler_id, request in found.items():
+        for request, sampler in found.values():
             folder = published_folder(self._run.log.folder, request)
             if not folder.exists():
-                save = functools.partial(_write_weights, self._samplers[sampler_id].sampler, folder)
-                await asyncio.wrap_future(self._worker.submit(save))
-        return found
+                await asyncio.wrap_future(self._worker.submit(functools.partial(_write_weights, sampler, folder)))
+        return {sampler_id: request for sampler_id, (request, _) in found.items()}
 
 
 def prune_samples(log: Log, answers: Answers, log_bytes: int) -> None:
@@ -153,7 +152,3 @@ def _delete_others(place: Path, number: int, published: set[int]) -> None:
 
 def _upto(text: str, number: int) -> bool:
     return text.isdecimal() and int(text) <= number
-
-
-def _num_bytes(log: Log) -> int:
-    return sum(file.num_bytes for file in log.files)

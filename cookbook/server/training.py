@@ -9,10 +9,11 @@ from typing import Any
 from cookbook.backends.local import LocalTrainer
 from cookbook.errors import ConfigError
 from cookbook.server.calls import CUSTOM, Call, call_of, parse
-from cookbook.server.catalogue import Address
+from cookbook.server.catalogue import Address, check_ttl
 from cookbook.server.errors import Refused
 from cookbook.server.futures import Answer
 from cookbook.server.graph_loss import GraphLoss
+from cookbook.server.live import own_bytes
 from cookbook.server.messages import (
     LoadWeights,
     OptimStep,
@@ -72,6 +73,7 @@ def save_weights(service: Service, body: bytes) -> Request:
     name = message.path or f"seq-{message.seq_id}"
 
     def begin(trainer: LocalTrainer) -> Any:
+        check_ttl(message.ttl_seconds)
         return trainer.save_state(Address(message.model_id, "weights", name).folder_name, overwrite=message.overwrite)
 
     def saved(_: Any) -> Result:
@@ -133,6 +135,7 @@ def _sampler_checkpoint(
     """Saves weights to sample from under a name."""
 
     def begin(trainer: LocalTrainer) -> Any:
+        check_ttl(message.ttl_seconds)
         return trainer.save_weights_for_sampler_ext(Address(message.model_id, kind, name).folder_name)
 
     def saved(_: Any) -> Result:
@@ -155,15 +158,20 @@ def _publish(service: Service, message: SaveWeightsForSampler) -> Request:
 
     def published(sampler: Any) -> Result:
         facts, number = run.facts, message.seq_id
-        session = SamplingSession(sampler_id, run.session_id, facts.base_model, None, sampler, facts.seed, number)
-        service.add_sampler(session)
+        session = SamplingSession(
+            sampler_id, run.session_id, facts.base_model, None, sampler, facts.seed, number, own_bytes(sampler)
+        )
         run.published[sampler_id] = number
         if message.kind == "inflight":
             run.inflight.append(session)
             run.follow(sampler, number)
+        service.add_sampler(session)
         return from_json({"type": "save_weights_for_sampler", "sampling_session_id": sampler_id})
 
     def begin(trainer: LocalTrainer) -> Any:
+        place = message.sampling_session_seq_id
+        if place is None or not 0 <= place < 10**9:
+            raise ConfigError(f"save_weights_for_sampler: needs a path, or a sampling_session_seq_id from 0, got {place}")
         return trainer.snapshot_sampler()
 
     return replace(_request(message, "save_weights_for_sampler", begin, published), publishes=sampler_id)
@@ -195,10 +203,11 @@ def accept(service: Service, request: Request, body: bytes) -> Answer:
     """A request that is repeated gets the answer it had, and runs once.
 
     Raises:
-        Refused: no such run, another request under that number, the disk is full.
+        Refused: no such run, another request under that number, too much is pending, the disk is full.
     """
     run = service.run(request.run_id)
-    answer, new = service.answers.claim(run.log, request.run_id, request.number, body, request.kind)
+    is_due = request.number == run.order.following
+    answer, new = service.answers.claim(run.log, request.run_id, request.number, body, request.kind, is_due=is_due)
     if new:
         run.accept(answer, request)
     return answer
@@ -218,6 +227,13 @@ def _adam(message: OptimStep) -> tuple[AdamParams, str | None]:
         raise ConfigError(f"optim_step: this trainer has adamw only, got {kind!r}")
     if unknown := sorted(given.keys() - known):
         raise ConfigError(f"optim_step: unknown field {unknown[0]!r}; there are {', '.join(known)}")
-    if wrong := [name for name, value in given.items() if isinstance(value, bool) or not isinstance(value, int | float)]:
-        raise ConfigError(f"optim_step: {wrong[0]} must be a number, got {given[wrong[0]]!r}")
-    return AdamParams(**given), normalization
+    return AdamParams(**{name: _number(name, value) for name, value in given.items()}), normalization
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+    except OverflowError:
+        pass
+    raise ConfigError(f"optim_step: {name} must be a number, got {str(value)[:100]!r}")

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Response
 from cookbook import __version__
 from cookbook.losses import LOSSES
 from cookbook.server import messages, sampling
-from cookbook.server.routes.common import Body, Here
+from cookbook.server.routes.common import Body, Here, takes
 
 WIRE = 1  # changes when a cookbook of another version could misread what this one says or does
 
@@ -34,7 +34,7 @@ async def about(service: Here) -> dict[str, Any]:
     }
 
 
-@router.post("/cookbook/batch", status_code=204)
+@router.post("/cookbook/batch", status_code=204, openapi_extra=takes(messages.Batch))
 async def batch(service: Here, body: Body) -> Response:
     """Announces samples that are to be computed together."""
     sampling.announce(service, messages.parsed(messages.Batch, body))

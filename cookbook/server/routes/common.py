@@ -8,7 +8,8 @@ from fastapi import Depends, Request, Response
 
 from cookbook.server.bodies import MIB, read_body
 from cookbook.server.futures import Answer
-from cookbook.server.results import Result
+from cookbook.server.messages import Message
+from cookbook.server.results import JSON, Result
 from cookbook.server.service import Service
 
 
@@ -25,6 +26,24 @@ async def body_of(request: Request, service: Here) -> bytes:
 
 
 Body = Annotated[bytes, Depends(body_of)]
+
+
+def takes(kind: type[Message]) -> dict[str, Any]:
+    """What the OpenAPI page says of a body that is read here, as bytes: they are logged, and compared with a repetition's."""
+    whole = kind.model_json_schema()
+    schema = _inlined(whole, whole.pop("$defs", {}))
+    return {"requestBody": {"required": True, "content": {JSON: {"schema": schema}}}}
+
+
+def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
+    """``schema`` with what it refers to in its place: a page has no room for definitions of a part."""
+    if isinstance(schema, list):
+        return [_inlined(one, definitions) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _inlined(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+    return {key: _inlined(value, definitions) for key, value in schema.items()}
 
 
 async def promise(answer: Answer, **more: Any) -> dict[str, Any]:

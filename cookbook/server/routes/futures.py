@@ -9,14 +9,14 @@ from fastapi import APIRouter, Response
 
 from cookbook.server import messages
 from cookbook.server.results import JSON
-from cookbook.server.routes.common import Body, Here, response
+from cookbook.server.routes.common import Body, Here, response, takes
 
 HOLD_S = 30.0  # the client hangs up after 45
 
 router = APIRouter()
 
 
-@router.post("/retrieve_future")
+@router.post("/retrieve_future", openapi_extra=takes(messages.RetrieveFuture))
 async def retrieve_future(service: Here, body: Body) -> Response:
     """The result, or after ``HOLD_S`` the advice to ask again."""
     request_id = messages.parsed(messages.RetrieveFuture, body).request_id
@@ -27,12 +27,13 @@ async def retrieve_future(service: Here, body: Body) -> Response:
     return Response(json.dumps(again), media_type=JSON)
 
 
-@router.post("/retrieve_futures")
+@router.post("/retrieve_futures", openapi_extra=takes(messages.RetrieveFutures))
 async def retrieve_futures(service: Here, body: Body) -> dict[str, Any]:
     """Which requests of a sampling session were answered since the client last asked."""
     message = messages.parsed(messages.RetrieveFutures, body)
     sampler_id = message.target.sampling_session_id
-    service.sampler(sampler_id)
+    if not service.samplers.was_let_go(sampler_id):  # of one that was, it is told what its requests failed with
+        service.sampler(sampler_id)
     of_session = f"{sampler_id}/"
     service.answers.acknowledge(one for one in message.retrieved_request_ids if one.startswith(of_session))
     wait_s = HOLD_S if message.timeout is None else min(message.timeout, HOLD_S)
@@ -41,7 +42,7 @@ async def retrieve_futures(service: Here, body: Body) -> dict[str, Any]:
     return {"completions": completions, "cursor": cursor}
 
 
-@router.post("/cancel_future", status_code=204)
+@router.post("/cancel_future", status_code=204, openapi_extra=takes(messages.CancelFuture))
 async def cancel_future(service: Here, body: Body) -> Response:
     service.answers.cancel(messages.parsed(messages.CancelFuture, body).request_id)
     return Response(status_code=204)

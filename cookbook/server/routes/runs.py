@@ -11,7 +11,7 @@ from cookbook.errors import CheckpointError
 from cookbook.server import messages
 from cookbook.server.catalogue import TYPES, Address, RunFacts, Saved
 from cookbook.server.errors import Refused
-from cookbook.server.routes.common import Body, Here
+from cookbook.server.routes.common import Body, Here, takes
 from cookbook.server.service import Service
 
 OWNER = "cookbook"
@@ -62,7 +62,7 @@ async def unpublish(service: Here, run_id: str, kind: str, name: str) -> Respons
     return Response(status_code=204)
 
 
-@router.put("/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl", status_code=204)
+@router.put("/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl", status_code=204, openapi_extra=takes(messages.Ttl))
 async def set_ttl(service: Here, run_id: str, kind: str, name: str, body: Body) -> Response:
     service.catalogue.set_ttl(_existing(service, run_id, kind, name), messages.parsed(messages.Ttl, body).ttl_seconds)
     return Response(status_code=204)
@@ -80,7 +80,7 @@ async def urls(service: Here, request: Request, run_id: str, kind: str, name: st
     return {"urls": found, "expires": _time(expires)}
 
 
-@router.post("/weights_info")
+@router.post("/weights_info", openapi_extra=takes(messages.OfPath))
 async def weights_info(service: Here, body: Body) -> dict[str, Any]:
     path = messages.parsed(messages.OfPath, body).tinker_path
     try:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Response
 
 from cookbook.server import messages
-from cookbook.server.routes.common import Body, Here
+from cookbook.server.routes.common import Body, Here, takes
 
 router = APIRouter()
 
@@ -45,7 +45,7 @@ async def capabilities(service: Here) -> dict[str, Any]:
     return {"supported_models": [{"model_name": name, **facts} for name in sorted(service.host.names)]}
 
 
-@router.post("/create_session")
+@router.post("/create_session", openapi_extra=takes(messages.CreateSession))
 async def create_session(
     service: Here, body: Body, x_idempotency_key: Annotated[str | None, Header()] = None
 ) -> dict[str, Any]:
@@ -54,7 +54,7 @@ async def create_session(
     return {"type": "create_session", "session_id": session.session_id}
 
 
-@router.post("/session_heartbeat")
+@router.post("/session_heartbeat", openapi_extra=takes(messages.Heartbeat))
 async def heartbeat(service: Here, body: Body) -> dict[str, Any]:
     service.session(messages.parsed(messages.Heartbeat, body).session_id)
     return {"type": "session_heartbeat"}

@@ -1,0 +1,57 @@
+"""A model that mostly speaks the format of ``guess_number``: the tiny one, after a minute of fine-tuning on games made up here.
+
+The recipe starts from no checkpoint, and a model that never says ``Guess: 512`` gets the same penalty for all it says: there is
+nothing to learn from. One that says it two times in three has something to learn.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+from cookbook.backends.local import LocalConfig, LocalTrainer
+from cookbook.engine.model import ModelConfig
+from cookbook.types import AdamParams, Datum, datum_from_tokens_weights
+
+STEPS, ROWS = 200, 6
+UPPER = 1024
+RULES = (
+    f"System: Your job is to guess a integer between 0 and {UPPER}. You can output your guess with the format Guess: <guess> "
+    "(without the angle brackets), and say nothing else. Then we will tell you whether you guess is too high, too low, or "
+    "correct.\n\n"
+)
+WRONG = (
+    "User: Failed to parse. Please output in the format Guess: <guess> (without the angle brackets), and say nothing else.\n\n"
+)
+SAID = ("Guess: {}", "Guess: {}", "I say {}")  # a third of it is not the format
+
+
+def prepare(folder: Path, model: Path) -> Path:
+    """The folder of the tuned ``model``, as transformers has it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    draw = random.Random(0)
+    trainer = LocalTrainer(ModelConfig(str(model)), LocalConfig(), seed=0, folder=folder)
+    for step in range(STEPS):
+        rows = [_row(trainer, _game(draw)) for _ in range(ROWS)]
+        trainer.forward_backward(rows, "cross_entropy")
+        trainer.optim_step(AdamParams(learning_rate=3e-3 * (1 - step / STEPS), grad_clip_norm=1.0), "num_loss_tokens").result()
+    path = Path(trainer.save_weights_for_sampler_ext("guesser").result().path)
+    trainer.close()
+    return path
+
+
+def _game(draw: random.Random) -> list[tuple[str, bool]]:
+    """Some turns of a game, as the renderer ``role_colon`` writes them: texts, and whether the model is to say them."""
+    number, turns = draw.randint(0, UPPER), [(RULES, False)]
+    for _ in range(draw.randint(0, 6)):
+        guess, said = draw.randint(0, UPPER), draw.choice(SAID)
+        told = f"User: Too {'low' if guess < number else 'high'}\n\n" if said == SAID[0] else WRONG
+        turns += [("Player:", False), (f" {said.format(guess)}\n\n", True), (told, False)]
+    return [*turns, ("Assistant:", False), (f" {draw.choice(SAID).format(draw.randint(0, UPPER))}\n\nUser:", True)]
+
+
+def _row(trainer: LocalTrainer, turns: list[tuple[str, bool]]) -> Datum:
+    parts = [(trainer.tokenizer.encode(text, add_special_tokens=False), float(is_own)) for text, is_own in turns]
+    weights = [weight for part, weight in parts for _ in part]
+    return datum_from_tokens_weights([token for part, _ in parts for token in part], weights)
