@@ -24,6 +24,7 @@ from cookbook.config import OptimConfig, build
 from cookbook.data import DataConfig, Refusals, Renderer, Row, load_rows
 from cookbook.data.datums import check_columns
 from cookbook.engine.model import ModelConfig
+from cookbook.engine.update_rules import Adafactor, AdamW, update_rule
 from cookbook.errors import CheckpointError, ConfigError, CookbookError
 from cookbook.evaluation import EvalConfig
 from cookbook.hooks import Hook
@@ -92,6 +93,7 @@ def settings(cfg: DictConfig) -> Settings:
         **{name: build(cfg[name], name) for name in ("optim", "schedule", "checkpoint", "eval")},
     )
     _check_parts(cfg.recipe.name, module, typed.loss, typed.reward)
+    _check_optimizer(typed.backend, typed.optim)
     return typed
 
 
@@ -125,6 +127,17 @@ def _check_parts(name: str, module: ModuleType, loss: Loss, reward: Reward | Non
     if (loss.scope is Scope.pair) != (kind == "preferences"):
         pairs = "compares pairs" if loss.scope is Scope.pair else "does not compare pairs"
         raise ConfigError(f"loss: {what} {pairs}; choose another loss (cookbook list losses)")
+
+
+def _check_optimizer(backend: Backend, optim: OptimConfig) -> None:
+    """Refuses what the optimizer does not know, and what only another one makes sense of."""
+    adam, name = optim.adam(), backend.optimizer if isinstance(backend, LocalConfig) else AdamW.name
+    update_rule(name).options(adam)
+    if name != Adafactor.name and adam.beta1 == adam.beta2 == 0.0:
+        raise ConfigError(
+            f"optim: beta1=0 and beta2=0 are for backend.optimizer=adafactor; with {name} every step would be the gradient's "
+            "sign. Set backend.optimizer=adafactor, or optim=adamw"
+        )
 
 
 @runfolder.warnings_shown()

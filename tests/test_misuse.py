@@ -56,6 +56,11 @@ def copy_of_tiny(name: str, *without: str) -> Path:
         ("loss._target_=cookbook.losses.GPRO", "loss._target_: 'cookbook.losses' has no 'GPRO'. Did you mean 'GRPO'?"),
         ("optim.lr=fast", "optim.lr: expected a number, got 'fast'"),
         ("recipe.steps=2.5", "recipe.steps: expected a whole number, got 2.5"),
+        (
+            "backend.optimizer=adafactor",
+            "backend.optimizer: adafactor has no first moment and sets the decay of the second by itself",
+        ),
+        ("optim=adafactor", "optim: beta1=0 and beta2=0 are for backend.optimizer=adafactor; with adamw every step would be "),
         ("recipe.steps=0", "recipe.steps must be at least 1, got 0"),
         ("recipe=sft recipe.steps=0", "recipe.steps must be at least 1, got 0"),
         ("recipe.group_size=1", "recipe.group_size must be at least 2, got 1: a group is its own measure"),

@@ -112,3 +112,26 @@ def test_a_graph_that_is_kept_gives_the_same_again(network):
     first = torch.autograd.grad(loss, list(network.parameters()), retain_graph=True)
     again = torch.autograd.grad(loss, list(network.parameters()))
     assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
+
+
+def test_a_write_before_the_copy_is_sure_to_be_done_is_an_error():
+    """As it is to autograd, whose own check sees nothing of tensors that hooks have taken."""
+    x = torch.ones(8, 6, requires_grad=True)
+    with offloading([], CPU, least_bytes=0):
+        z = torch.zeros(8, 6)
+        loss = (x * z).sum()
+        z.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_the_window_is_the_newest_passs(network, copies):
+    """Two graphs that are kept: the first one's window is given up, so all of it comes back."""
+    x, losses = torch.randn(WIDTH, WIDTH), []
+    for _ in range(2):
+        with offloading(network.parameters(), CPU, window_bytes=100 * ROW, least_bytes=0):
+            losses.append(network(x).square().sum())
+    losses[1].backward()
+    assert sum(size < 0 for size in copies) == 0
+    losses[0].backward()
+    assert sum(size < 0 for size in copies) == sum(size > 0 for size in copies) / 2

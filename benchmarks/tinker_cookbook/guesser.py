@@ -1,7 +1,7 @@
-"""A model that mostly speaks the format of ``guess_number``: the tiny one, after a minute of fine-tuning on games made up here.
+"""A model that speaks the format of ``guess_number`` in every second game: the tiny one, fine-tuned on games made up here.
 
 The recipe starts from no checkpoint, and a model that never says ``Guess: 512`` gets the same penalty for all it says: there is
-nothing to learn from. One that says it two times in three has something to learn.
+nothing to learn from. This one begins a game either way and stays with it, so that what a game earned says which was right.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RULES = (
 WRONG = (
     "User: Failed to parse. Please output in the format Guess: <guess> (without the angle brackets), and say nothing else.\n\n"
 )
-SAID = ("Guess: {}", "Guess: {}", "I say {}")  # a third of it is not the format
+SAID = ("Guess: {}", "I say {}")  # the format, and what is not
 
 
 def prepare(folder: Path, model: Path) -> Path:
@@ -43,12 +43,13 @@ def prepare(folder: Path, model: Path) -> Path:
 
 def _game(draw: random.Random) -> list[tuple[str, bool]]:
     """Some turns of a game, as the renderer ``role_colon`` writes them: texts, and whether the model is to say them."""
-    number, turns = draw.randint(0, UPPER), [(RULES, False)]
+    number, said = draw.randint(0, UPPER), draw.choice(SAID)
+    turns = [(RULES, False)]
     for _ in range(draw.randint(0, 6)):
-        guess, said = draw.randint(0, UPPER), draw.choice(SAID)
+        guess = draw.randint(0, UPPER)
         told = f"User: Too {'low' if guess < number else 'high'}\n\n" if said == SAID[0] else WRONG
         turns += [("Player:", False), (f" {said.format(guess)}\n\n", True), (told, False)]
-    return [*turns, ("Assistant:", False), (f" {draw.choice(SAID).format(draw.randint(0, UPPER))}\n\nUser:", True)]
+    return [*turns, ("Assistant:", False), (f" {said.format(draw.randint(0, UPPER))}\n\nUser:", True)]
 
 
 def _row(trainer: LocalTrainer, turns: list[tuple[str, bool]]) -> Datum:

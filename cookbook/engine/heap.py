@@ -13,7 +13,7 @@ import os
 
 # From malloc.h.
 TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8
-LARGEST_BLOCK = 1 << 30  # bytes; what is larger is still given back at once
+LARGEST_BLOCKS = (1 << 30, 32 << 20)  # bytes; what is larger is still given back at once. Old versions take the second only
 KEPT = (1 << 31) - 1  # bytes at the heap's end; the largest number that it takes
 
 
@@ -28,4 +28,5 @@ def keep_freed_memory() -> bool:
     if own_settings or not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"):
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    return all(mallopt(*setting) for setting in ((MMAP_THRESHOLD, LARGEST_BLOCK), (TRIM_THRESHOLD, KEPT), (ARENA_MAX, 1)))
+    takes_blocks = any(mallopt(MMAP_THRESHOLD, size) for size in LARGEST_BLOCKS)
+    return all([takes_blocks, mallopt(TRIM_THRESHOLD, KEPT), mallopt(ARENA_MAX, 1)])

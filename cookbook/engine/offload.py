@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,13 +27,16 @@ def offloading(
     """While it is entered, what autograd saves goes to CPU memory; weights, which stay anyway, are left where they are.
 
     Every storage goes once, however many views of it are saved. On a CPU the copies are made at once, which saves nothing and
-    serves to test the rest.
+    serves to test the rest. Going back raises RuntimeError, as autograd does, where what was saved was written to before its
+    copy was sure to be done.
     """
     weights = {parameter.untyped_storage()._cdata for parameter in parameters}
     shelf = _Shelf(weights, device, window_bytes, least_bytes)
-    with torch.autograd.graph.saved_tensors_hooks(shelf.pack, shelf.unpack):
-        yield
-    shelf.known.clear()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(shelf.pack, shelf.unpack):
+            yield
+    finally:
+        shelf.known.clear()
 
 
 class _AtOnce:
@@ -89,12 +91,17 @@ class _Shelved:
     saved tensors are views of it and have not been asked for yet.
     """
 
-    def __init__(self, number: int, there: Tensor, lane: Any) -> None:
+    def __init__(self, number: int, saved: Tensor, lane: Any) -> None:
+        storage = saved.untyped_storage()
+        there = torch.empty(0, dtype=torch.uint8, device=saved.device).set_(storage, 0, (storage.nbytes(),), (1,))
         self.number = number
         self.nbytes = there.nbytes
         self.uses = 0
         self.there: Tensor | None = there
         self.whole = True  # ``there`` may be read without waiting
+        self._source: Tensor | None = saved.detach()  # while ``there`` is its memory; both count the writes to it
+        self._version = saved._version
+        self._written = False
         self._lane = lane
         self._event = None
         self.away, self._event = lane.away(there)
@@ -104,6 +111,12 @@ class _Shelved:
         self.whole = False
 
     def read(self) -> Tensor:
+        self._look()
+        if self._written:
+            raise RuntimeError(
+                "what was saved for the backward pass was modified by an inplace operation while it was carried to CPU memory; "
+                "set backend.activation_offloading=false"
+            )
         if self.there is None:
             self.fetch()
         assert self.there is not None
@@ -115,8 +128,14 @@ class _Shelved:
     def drop(self) -> None:
         """Gives its memory on the GPU back."""
         if self.there is not None:
+            self._look()
             self._settle()
-            self.there = None
+            self.there = self._source = None
+
+    def _look(self) -> None:
+        """A write since it was saved may have come before the copy. After :meth:`drop` it comes behind it, and does no harm."""
+        if self._source is not None and self._source._version != self._version:
+            self._written = True
 
     def _settle(self) -> None:
         if self._event is not None:
@@ -139,7 +158,12 @@ class _View:
 
 
 class _Shelf:
-    """What one pass has saved, in its order; backward asks for it in about the opposite one."""
+    """What one pass has saved, in its order; backward asks for it in about the opposite one.
+
+    The window is the newest pass's: one whose graph is kept while the next goes forward gives its own up.
+    """
+
+    _newest: ClassVar[weakref.ref[_Shelf] | None] = None
 
     def __init__(self, weights: set[int], device: torch.device, window_bytes: int, least_bytes: int) -> None:
         self._weights = weights
@@ -148,8 +172,14 @@ class _Shelf:
         self._window_bytes = window_bytes
         self._least_bytes = least_bytes
         self._order: list[weakref.ref[_Shelved]] = []
-        self._window: deque[_Shelved] = deque()  # on the GPU, oldest first
+        self._window: dict[int, _Shelved] = {}  # on the GPU, by number, oldest first
+        self._held_bytes = 0  # of the window
+        self._gone = False  # whether anything has left the GPU
         self.known: dict[tuple[int, int], tuple[StorageWeakRef, weakref.ref[_Shelved]]] = {}
+        before = _Shelf._newest() if _Shelf._newest is not None else None
+        if before is not None:
+            before._shrink(0)
+        _Shelf._newest = weakref.ref(self)
 
     def pack(self, saved: Tensor) -> Tensor | _View:
         storage = saved.untyped_storage()
@@ -169,14 +199,27 @@ class _Shelf:
             before = found()
             if before is not None and not alive.expired():  # type: ignore[no-untyped-call] # else the address may be another's
                 return before
-        there = torch.empty(0, dtype=torch.uint8, device=saved.device).set_(storage, 0, (storage.nbytes(),), (1,))
-        made = _Shelved(len(self._order), there, self._lane)
+        made = _Shelved(len(self._order), saved, self._lane)
         self._order.append(weakref.ref(made))
         self.known[key] = StorageWeakRef(storage), weakref.ref(made)  # type: ignore[no-untyped-call]
-        self._window.append(made)
-        while sum(one.nbytes for one in self._window) > self._window_bytes:
-            self._window.popleft().drop()
+        self._hold(made)
+        self._shrink(self._window_bytes)
         return made
+
+    def _hold(self, shelved: _Shelved) -> None:
+        self._window[shelved.number] = shelved
+        self._held_bytes += shelved.nbytes
+
+    def _shrink(self, most_bytes: int) -> None:
+        """The oldest leave."""
+        while self._held_bytes > most_bytes:
+            self._let_go(next(iter(self._window.values())))
+            self._gone = True
+
+    def _let_go(self, shelved: _Shelved) -> None:
+        shelved.drop()
+        if self._window.pop(shelved.number, None) is not None:
+            self._held_bytes -= shelved.nbytes
 
     def unpack(self, kept: Tensor | _View) -> Tensor:
         if isinstance(kept, Tensor):
@@ -185,22 +228,19 @@ class _Shelf:
         storage = shelved.read().untyped_storage()
         shelved.uses -= 1
         if shelved.uses <= 0:  # the tensor that is handed over keeps the memory for as long as it is needed
-            shelved.drop()
-            if shelved in self._window:
-                self._window.remove(shelved)
-        self._fetch_ahead(shelved.number)
+            self._let_go(shelved)
+        if self._gone:
+            self._fetch_ahead(shelved.number)
         empty = torch.empty(0, dtype=kept.dtype, device=storage.device)
         return empty.set_(storage, kept.offset, kept.size, kept.stride)
 
     def _fetch_ahead(self, number: int) -> None:
         """What was saved before, the nearest first, into the room that the window has."""
-        room = self._window_bytes - sum(one.nbytes for one in self._window)
         for place in range(number - 1, -1, -1):
             before = self._order[place]()
             if before is None or before.there is not None or before.uses <= 0:
                 continue
-            if before.nbytes > room:
+            if before.nbytes > self._window_bytes - self._held_bytes:
                 return
             before.fetch()
-            self._window.append(before)
-            room -= before.nbytes
+            self._hold(before)
