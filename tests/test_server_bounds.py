@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import gc
+import json
+import threading
+import time
+import weakref
+from contextlib import contextmanager
 
 import httpx
 import pytest
 import servertools
-import torch
+
+from cookbook.server import sampling
+from cookbook.server import training as requests
+from cookbook.server.errors import Refused
+from cookbook.server.messages import Batch, Sample, parsed
 
 tinker = pytest.importorskip("tinker")
 
@@ -95,16 +104,102 @@ def test_runs_and_sessions_have_a_limit_that_says_what_to_do(serve):
         assert "raise server.max_sessions" in asked[1].json()["detail"]
 
 
-def test_runs_that_have_ended_leave_no_tensors(serve):
-    def tensors():
-        gc.collect()
-        return sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
+@contextmanager
+def computing(server):
+    """Until the end of the block nothing is computed."""
+    go = threading.Event()
+    server.service.host.worker.submit(go.wait)
+    try:
+        yield
+    finally:
+        go.set()
 
+
+def wait_until(condition):
+    limit = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def test_two_runs_that_are_asked_for_at_once_are_two(serve):
+    with serve(max_runs=1) as server, client_of(server) as service:
+        with computing(server):
+            asked = [service.create_lora_training_client("tiny", rank=2) for _ in range(2)]
+            wait_until(lambda: len(server.service.answers) == 2)
+        errors = [one.future().exception() for one in asked]
+        assert sum(error is None for error in errors) == 1 == len(server.service.runs)
+        assert any("raise server.max_runs" in str(error) for error in errors)
+        assert not server.service.making_runs
+
+
+def test_requests_in_their_order_wait_within_the_bound_and_those_that_others_wait_for_come_in(serve):
+    with serve() as server, client_of(server) as service:
+        run_id = service.create_lora_training_client("tiny", rank=2).result().model_id
+
+        def ask(number):
+            body = json.dumps({"model_id": run_id, "seq_id": number, "adam_params": {"learning_rate": 0.0}}).encode()
+            server.service.answers.max_pending = 2 * len(body)
+            return server.call(lambda: requests.accept(server.service, requests.optim_step(server.service, body), body))
+
+        with computing(server):
+            answers = [ask(1), ask(3)]
+            with pytest.raises(Refused, match="are pending; send it again later"):
+                ask(4)
+            answers.append(ask(2))
+            with pytest.raises(Refused, match="are pending; send it again later"):
+                ask(4)  # it is the next now, and nothing waits for it
+        wait_until(lambda: all(one.settled.is_set() for one in answers))
+        assert ask(4) and not server.service.runs[run_id].order.waiting
+
+
+def test_the_rest_of_an_announced_batch_comes_in(serve):
+    with serve() as server, client_of(server) as service:
+        sampler_id = service.create_sampling_client(base_model="tiny").result()._sampling_session_id
+
+        def ask(number):
+            prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]}
+            message = {
+                "sampling_session_id": sampler_id,
+                "seq_id": number,
+                "prompt": prompt,
+                "sampling_params": {"max_tokens": 1},
+            }
+            body = json.dumps(message).encode()
+            return server.call(lambda: sampling.sample(server.service, parsed(Sample, body), body))
+
+        server.service.answers.max_pending = 1
+        with computing(server):
+            batch = parsed(Batch, json.dumps({"sampling_session_id": sampler_id, "count": 2}).encode())
+            server.call(lambda: sampling.announce(server.service, batch))
+            answers = [ask(1), ask(2)]
+            with pytest.raises(Refused, match="are pending; send it again later"):
+                ask(3)
+        wait_until(lambda: all(one.settled.is_set() for one in answers))
+
+
+def test_a_client_that_leaves_before_its_sampler_is_there_leaves_nothing(serve):
     with serve() as server:
-        left = []
-        for _ in range(3):
-            with client_of(server) as service:
-                service.create_lora_training_client("tiny", rank=2).result()
-            server.service.host.worker.submit(lambda: None).result()
-            left.append(tensors())
-    assert left[1] == left[2]
+        with client_of(server) as service:
+            training = service.create_lora_training_client("tiny", rank=2).result()
+            with computing(server):
+                training.save_weights_and_get_sampling_client(kind="inflight")
+                wait_until(lambda: server.service.answers.pending == 1)
+                run = server.service.runs[training.model_id]
+                server.call(lambda: server.service.end_session(run.session_id))
+        server.service.host.worker.submit(lambda: None).result()
+        server.call(lambda: None)
+        assert not gauges_left(server) and not run.inflight and not run.published
+
+
+def test_runs_that_have_ended_leave_no_tensors(serve):
+    with serve() as server:
+        with client_of(server) as service:
+            training = service.create_lora_training_client("tiny", rank=2).result()
+            network = server.engine(training).model.network
+            held = [weakref.ref(one) for one in network.parameters() if one.requires_grad]
+            assert held
+            del network, training
+        wait_until(lambda: not server.service.sessions)
+        server.service.host.worker.submit(lambda: None).result()
+        wait_until(lambda: gc.collect() >= 0 and not any(one() is not None for one in held))

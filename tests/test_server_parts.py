@@ -17,10 +17,12 @@ from cookbook.server.catalogue import Address, Catalogue, RunFacts
 from cookbook.server.config import ServerConfig
 from cookbook.server.downloads import Downloads
 from cookbook.server.errors import Refused
-from cookbook.server.futures import Answers
+from cookbook.server.futures import SAMPLE, Answers
+from cookbook.server.live import LiveSamplers
 from cookbook.server.log import NoLog
 from cookbook.server.order import Order
 from cookbook.server.results import Result, passed, wire_name
+from cookbook.server.samplers import SamplingSession
 from cookbook.types import ForwardBackwardOutput, TensorData
 
 RUN = "s1:train:0"
@@ -172,6 +174,19 @@ def test_nothing_more_is_accepted_while_too_much_is_pending_but_what_others_wait
     assert answers.pending_bytes == 0 and answers.claim(NoLog(), RUN, 3, b"x", "optim_step")[1]
 
 
+@pytest.mark.parametrize("kind", ["optim_step", SAMPLE])
+def test_what_is_computed_for_a_client_that_left_is_nobodys(kind):
+    answers = Answers(max_bytes=10, max_pending=100)
+    left, _ = answers.claim(NoLog(), RUN, 1, bytes(30), kind)
+    answers.forget("s1")
+    answers.settle(left, Result(bytes(8)))
+    assert (answers.pending_bytes, answers.kept_bytes, len(answers)) == (0, 0, 0)
+    assert not answers.completions._feeds
+    for number in (1, 2):  # more than is kept: the oldest goes, and that is one that is there
+        answers.settle(answers.claim(NoLog(), "s2:train:0", number, b"x", kind)[0], Result(bytes(8)))
+    assert (answers.pending_bytes, answers.kept_bytes, len(answers)) == (0, 8, 2)
+
+
 def test_without_a_log_what_was_fetched_long_ago_is_forgotten_and_not_run_again():
     async def scenario():
         answers = Answers(max_bytes=100)
@@ -188,6 +203,17 @@ def test_without_a_log_what_was_fetched_long_ago_is_forgotten_and_not_run_again(
     asyncio.run(scenario())
 
 
+def test_who_waits_for_a_result_of_a_session_that_ends_is_told():
+    async def scenario():
+        answers = Answers(max_bytes=100)
+        answer, _ = answers.claim(NoLog(), RUN, 1, b"x", "optim_step")
+        asyncio.get_running_loop().call_later(0.01, answers.forget, "s1")
+        with pytest.raises(Refused, match="has ended"):
+            await answers.fetch(answer.request_id, 30)
+
+    asyncio.run(scenario())
+
+
 def test_who_waits_for_a_result_gets_it_when_it_is_there():
     async def scenario():
         answers = Answers(max_bytes=100)
@@ -199,6 +225,39 @@ def test_who_waits_for_a_result_gets_it_when_it_is_there():
         return found.body, time.monotonic() - began < 5
 
     assert asyncio.run(scenario()) == (b"done", True)
+
+
+# ---- samplers that have their weights in memory ------------------------------------------------------------------------
+
+
+def held(number, weights, num_bytes=10, waiting=0):
+    return SamplingSession(f"s1:sample:{number}", "s1", "tiny", None, weights, 0, num_bytes=num_bytes, waiting=waiting)
+
+
+def numbers_after(max_bytes, samplers):
+    """Of the samplers that are there when all have been added."""
+    gone = []
+    live = LiveSamplers(max_bytes, gone.append, lambda _: None)
+    for sampler in samplers:
+        live.add(sampler)
+    assert len(live) + len(gone) == len(samplers) == len(live) + live.num_let_go
+    return [int(one.rpartition(":")[2]) for one in live]
+
+
+def test_samplers_are_let_go_only_where_that_frees_memory():
+    one, two, three = object(), object(), object()  # weights: nothing is asked of them here but whether they are the same
+    assert numbers_after(10, [held(0, one), held(1, two)]) == [1]
+    assert numbers_after(10, [held(0, one), held(1, two, 0), held(2, three)]) == [1, 2]
+    assert numbers_after(5, [held(number, one) for number in range(4)]) == [0, 1, 2, 3]  # they share the newest's
+    assert numbers_after(10, [held(0, one), held(1, one, waiting=1), held(2, two)]) == [0, 1, 2]  # somebody waits for them
+    assert numbers_after(20, [held(0, one), held(1, two), held(2, one), held(3, three)]) == [0, 2, 3]  # 0's were asked of 2
+    assert numbers_after(10, [held(0, one), held(1, one), held(2, two)]) == [2]  # only both free them
+
+
+def test_samplers_without_weights_of_their_own_have_a_bound_too(monkeypatch):
+    monkeypatch.setattr("cookbook.server.live.MAX_SAMPLERS", 2)
+    base = object()
+    assert numbers_after(10, [held(number, base, 0) for number in range(4)]) == [2, 3]
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ class Answers:
             self._shrink()
 
     def settle(self, answer: Answer, result: Result) -> None:
-        """The first result counts: what comes after a cancellation is nobody's."""
+        """The first result counts: what comes after a cancellation, or after its client has left, is nobody's."""
         if answer.settled.is_set():
             return
         try:
@@ -151,7 +151,7 @@ class Answers:
         """The result, as soon as it is there; None when it is not after ``wait_s``.
 
         Raises:
-            Refused: 404, no such request; 410, its result was fetched long ago and dropped.
+            Refused: 404, no such request, or its session ended meanwhile; 410, its result was fetched long ago and dropped.
         """
         answer = self._answers.get(request_id)
         if answer is None and self.is_past(request_id):
@@ -162,6 +162,8 @@ class Answers:
             await asyncio.wait_for(answer.settled.wait(), wait_s)
         except TimeoutError:
             return None
+        if request_id not in self._answers:
+            raise Refused(404, f"retrieve_future: the session of {request_id!r} has ended")
         if answer.result is None:
             raise Refused(410, (GONE if answer.fetched else MISSED).format(request_id))
         answer.fetched = True
@@ -194,6 +196,7 @@ class Answers:
                 answer = self._answers.pop(request_id)
                 if not answer.settled.is_set():
                     self.pending_bytes -= answer.num_bytes
+                    answer.settled.set()  # whoever waits is told; what is still computed for it is nobody's
                 self._unlogged.pop(request_id, None)
 
     def raise_floor(self, scope: str, number: int) -> None:

@@ -15,7 +15,7 @@ REMEMBERED = 10_000  # of those that were let go, so that who asks is told what 
 
 class LiveSamplers:
     """By id. Those nobody has asked for longest are let go where all together hold more than ``max_bytes``; never one that
-    somebody waits for.
+    somebody waits for. Samplers that share weights, those in flight, go together or stay: one alone would free nothing.
 
     Args:
         let_go: told of each that was let go.
@@ -59,9 +59,10 @@ class LiveSamplers:
         self._held[sampler.sampler_id] = sampler
         self._held.move_to_end(sampler.sampler_id)
         self._gone.pop(sampler.sampler_id, None)
-        for other in [one for one in self._held.values() if one is not sampler and not one.waiting]:
-            if len(self._held) > MAX_SAMPLERS or (other.num_bytes and self.num_bytes > self.max_bytes):
-                self._drop(other)
+        idle = [one for one in self._held.values() if one is not sampler and not one.waiting]
+        for other in idle[: max(len(self._held) - MAX_SAMPLERS, 0)]:
+            self._drop(other)
+        self._free_weights(sampler)
 
     def remove(self, sampler_id: str) -> None:
         """It has ended with its client."""
@@ -71,6 +72,22 @@ class LiveSamplers:
         """Nobody of that session will ask any more for what was let go."""
         for sampler_id in [one for one in self._gone if one.startswith(f"{session_id}:")]:
             del self._gone[sampler_id]
+
+    def _free_weights(self, newest: SamplingSession) -> None:
+        users: dict[int, list[SamplingSession]] = {}  # of each weights, in the order in which they were last asked
+        for one in self._held.values():
+            sharing = users.pop(id(one.sampler), [])
+            sharing.append(one)
+            users[id(one.sampler)] = sharing
+        excess = self.num_bytes - self.max_bytes
+        for sharing in users.values():
+            if excess <= 0:
+                return
+            num_bytes = sharing[-1].num_bytes
+            if num_bytes and not any(one is newest or one.waiting for one in sharing):
+                excess -= num_bytes
+                for one in sharing:
+                    self._drop(one)
 
     def _drop(self, sampler: SamplingSession) -> None:
         del self._held[sampler.sampler_id]

@@ -136,10 +136,10 @@ def _claim(service: Service, session: Session, number: int | None, body: bytes, 
 def _make(service: Service, session: Session, answer: Answer, log: Log, plan_of: Callable[[], Plan]) -> None:
     graphs = RunGraphs(service.host.graphs)
     try:
-        if len(service.runs) >= service.config.max_runs:
+        taken = len(service.runs.keys() | service.making_runs)
+        if taken >= service.config.max_runs:
             raise ConfigError(
-                f"{answer.kind}: {len(service.runs)} training runs are in memory; close the clients of some, or raise "
-                "server.max_runs"
+                f"{answer.kind}: {taken} training runs are in memory; close the clients of some, or raise server.max_runs"
             )
         plan = plan_of()
     except CookbookError as error:
@@ -150,7 +150,10 @@ def _make(service: Service, session: Session, answer: Answer, log: Log, plan_of:
         service.add_run(made(service, session, plan, trainer, graphs, log))
         return created(answer.kind, plan.facts.run_id)
 
-    service.in_thread(functools.partial(plan.make, graphs), answer, known)
+    run_id = plan.facts.run_id
+    service.making_runs.add(run_id)
+    task = service.in_thread(functools.partial(plan.make, graphs), answer, known)
+    task.add_done_callback(lambda _: service.making_runs.discard(run_id))
 
 
 def _kept(service: Service, session: Session, message: LoadWeights, address: Address) -> Path:
@@ -169,7 +172,9 @@ def _kept(service: Service, session: Session, message: LoadWeights, address: Add
 
 def _check_optimizer(optimizer: OptimizerConfig | None) -> None:
     if optimizer is not None and optimizer.type != "adamw":
-        raise ConfigError(f"optimizer_config: this trainer has adamw only, got {optimizer.type!r}")
+        raise ConfigError(
+            f"optimizer_config: a client can ask for adamw only, got {optimizer.type!r}; the server's is backend.optimizer"
+        )
 
 
 def _run_id(session: Session, number: int | None) -> str:

@@ -97,7 +97,8 @@ def sample(service: Service, message: Sample, body: bytes) -> Answer:
             session.gathering.arrived(message.seq_id, lambda: None)
         raise
     log = service.session(session.session_id).samples
-    answer, new = service.answers.claim(log, session.sampler_id, message.seq_id, body, SAMPLE)
+    is_due = session.gathering is not None  # the rest of the batch waits for it
+    answer, new = service.answers.claim(log, session.sampler_id, message.seq_id, body, SAMPLE, is_due=is_due)
     if new:
         draw(service, session, message, prompt, answer)
     return answer

@@ -73,6 +73,7 @@ class Service:
         self.durability = Durability(catalogue.folder, config.durability)
         self.sessions: dict[str, Session] = {}
         self.runs: dict[str, TrainingRun] = {}
+        self.making_runs: set[str] = set()  # those that will be in ``runs``, and take their memory already
         self.samplers = LiveSamplers(config.sampler_bytes, self._let_go, self.answers.completions.forget)
         self.states: dict[str, States] = {}  # of the runs, where they are kept
         self.coming: set[str] = set()  # samplers of an earlier process that are not made again yet
@@ -159,12 +160,14 @@ class Service:
         return found
 
     def add_run(self, run: TrainingRun) -> None:
+        """Raises Refused, 404: its session ended while it was made."""
+        session = self.session(run.session_id)
         self.runs[run.facts.run_id] = run
         if self.durability.is_on:
             every_s, log_bytes = self.config.checkpoint_s, self.config.log_mb << 20
             states = self.states[run.facts.run_id] = States(run, self.host.worker, self.samplers, every_s, log_bytes)
             run.begun = states.begun
-        self.session(run.session_id).run_ids.append(run.facts.run_id)
+        session.run_ids.append(run.facts.run_id)
 
     def sampler(self, sampler_id: str) -> SamplingSession:
         """Raises Refused: 404, or 429 while it is made again after a restart."""
@@ -178,16 +181,22 @@ class Service:
         return found
 
     def add_sampler(self, sampler: SamplingSession) -> None:
-        self.samplers.add(sampler)
+        """Raises Refused, 404: its session ended while it was made."""
         known = self.session(sampler.session_id).sampler_ids
+        self.samplers.add(sampler)
         if sampler.sampler_id not in known:
             known.append(sampler.sampler_id)
         self.coming.discard(sampler.sampler_id)
         self.sampler_came(sampler)
 
     def _let_go(self, sampler: SamplingSession) -> None:
-        """Its weights took too much memory. A restart makes it no more."""
-        session = self.sessions[sampler.session_id]
+        """Its weights took too much memory. A restart makes it no more where a checkpoint was its origin; one that a run has
+        published comes back where the run's newest state, or a request after it, names it.
+        """
+        event("sampler let go", sampler=sampler.sampler_id, bytes=sampler.num_bytes)
+        session = self.sessions.get(sampler.session_id)
+        if session is None:  # it could not be made again after a restart, and its files are left where they are
+            return
         session.sampler_ids.remove(sampler.sampler_id)
         for run in map(self.runs.__getitem__, session.run_ids):
             run.published.pop(sampler.sampler_id, None)
@@ -196,11 +205,10 @@ class Service:
         with contextlib.suppress(Refused):  # the disk is full: then a restart makes it again, and lets it go again
             session.log.append(Record({"what": "let go", "sampler": sampler.sampler_id}))
         self.durability.drop_weights(sampler.sampler_id)
-        event("sampler let go", sampler=sampler.sampler_id, bytes=sampler.num_bytes)
 
     # ---- work that is no trainer's call --------------------------------------------------------------------------
 
-    def in_thread(self, work: Callable[[], T], answer: Answer, encode: Callable[[T], Result]) -> None:
+    def in_thread(self, work: Callable[[], T], answer: Answer, encode: Callable[[T], Result]) -> asyncio.Task[None]:
         """Does ``work`` on a thread and ``encode`` back on the event loop, and settles ``answer`` with the outcome."""
 
         async def do() -> None:
@@ -210,9 +218,10 @@ class Service:
                 result = failure(error)
             self.answers.settle(answer, result)
 
-        self.spawn(do())
+        return self.spawn(do())
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task

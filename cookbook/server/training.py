@@ -157,6 +157,7 @@ def _publish(service: Service, message: SaveWeightsForSampler) -> Request:
     sampler_id = f"{run.session_id}:sample:{message.sampling_session_seq_id}"
 
     def published(sampler: Any) -> Result:
+        service.session(run.session_id)  # it may have ended while this waited; then nothing is to be held
         facts, number = run.facts, message.seq_id
         session = SamplingSession(
             sampler_id, run.session_id, facts.base_model, None, sampler, facts.seed, number, own_bytes(sampler)
@@ -206,7 +207,7 @@ def accept(service: Service, request: Request, body: bytes) -> Answer:
         Refused: no such run, another request under that number, too much is pending, the disk is full.
     """
     run = service.run(request.run_id)
-    is_due = request.number == run.order.following
+    is_due = request.number == run.order.following and run.order.waiting > 0
     answer, new = service.answers.claim(run.log, request.run_id, request.number, body, request.kind, is_due=is_due)
     if new:
         run.accept(answer, request)
@@ -224,7 +225,7 @@ def _adam(message: OptimStep) -> tuple[AdamParams, str | None]:
     normalization = given.pop("grad_accumulation_normalization", message.grad_accumulation_normalization)
     known = AdamParams.__dataclass_fields__
     if kind != "adamw":
-        raise ConfigError(f"optim_step: this trainer has adamw only, got {kind!r}")
+        raise ConfigError(f"optim_step: a client can ask for adamw only, got {kind!r}; the server's is backend.optimizer")
     if unknown := sorted(given.keys() - known):
         raise ConfigError(f"optim_step: unknown field {unknown[0]!r}; there are {', '.join(known)}")
     return AdamParams(**{name: _number(name, value) for name, value in given.items()}), normalization
