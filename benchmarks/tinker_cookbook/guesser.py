@@ -45,7 +45,7 @@ def _game(draw: random.Random) -> list[tuple[str, bool]]:
     """Some turns of a game, as the renderer ``role_colon`` writes them: texts, and whether the model is to say them."""
     number, said = draw.randint(0, UPPER), draw.choice(SAID)
     turns = [(RULES, False)]
-    for _ in range(draw.randint(0, 6)):
+    for _ in range(draw.randint(0, 9)):
         guess = draw.randint(0, UPPER)
         told = f"User: Too {'low' if guess < number else 'high'}\n\n" if said == SAID[0] else WRONG
         turns += [("Player:", False), (f" {said.format(guess)}\n\n", True), (told, False)]
