@@ -104,15 +104,7 @@ def estimate(
     Raises:
         BackendError: no such model.
     """
-    with torch.device("meta"):
-        network = fresh_network(config)
-    layers.install(network)
-    if _packs(network, config):
-        attention.install(network)
-    network.train()
-    if checkpointing:
-        with deprecations_hidden():
-            network.gradient_checkpointing_enable({"use_reentrant": False})
+    network = _network(config, checkpointing=checkpointing)
     tokens = rows * width
     several = step_tokens > tokens
     with FakeTensorMode(allow_non_fake_inputs=True), _AliveBytes() as alive:
@@ -146,6 +138,20 @@ def estimate(
         saved_per_token=found.saved / tokens,
         flops_per_token=(found.flops + head.flops) / tokens,
     )
+
+
+def _network(config: ModelConfig, *, checkpointing: bool) -> Any:
+    """As the engine would set it up, of shapes alone."""
+    with torch.device("meta"):
+        network = fresh_network(config)
+    layers.install(network)
+    if _packs(network, config):
+        attention.install(network)
+    network.train()
+    if checkpointing:
+        with deprecations_hidden():
+            network.gradient_checkpointing_enable({"use_reentrant": False})
+    return network
 
 
 def _give_tensors(network: Any) -> None:
