@@ -1,7 +1,8 @@
 """A model that speaks the format of ``guess_number`` in every second game: the tiny one, fine-tuned on games made up here.
 
 The recipe starts from no checkpoint, and a model that never says ``Guess: 512`` gets the same penalty for all it says: there is
-nothing to learn from. This one begins a game either way and stays with it, so that what a game earned says which was right.
+nothing to learn from. This one begins a game either way and stays with it, so that what a game earned says which was right. It
+always names the same number: numbers drawn at random would be most of what a gradient of some dozen games is about.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ RULES = (
 WRONG = (
     "User: Failed to parse. Please output in the format Guess: <guess> (without the angle brackets), and say nothing else.\n\n"
 )
-SAID = ("Guess: {}", "I say {}")  # the format, and what is not
+SAID = ("Guess: 512", "I say 512")  # the format, and what is not
 
 
 def prepare(folder: Path, model: Path) -> Path:
@@ -43,13 +44,11 @@ def prepare(folder: Path, model: Path) -> Path:
 
 def _game(draw: random.Random) -> list[tuple[str, bool]]:
     """Some turns of a game, as the renderer ``role_colon`` writes them: texts, and whether the model is to say them."""
-    number, said = draw.randint(0, UPPER), draw.choice(SAID)
-    turns = [(RULES, False)]
+    said, turns = draw.choice(SAID), [(RULES, False)]
+    told = f"User: Too {draw.choice(('low', 'high'))}\n\n" if said == SAID[0] else WRONG
     for _ in range(draw.randint(0, 9)):
-        guess = draw.randint(0, UPPER)
-        told = f"User: Too {'low' if guess < number else 'high'}\n\n" if said == SAID[0] else WRONG
-        turns += [("Player:", False), (f" {said.format(guess)}\n\n", True), (told, False)]
-    return [*turns, ("Assistant:", False), (f" {said.format(draw.randint(0, UPPER))}\n\nUser:", True)]
+        turns += [("Player:", False), (f" {said}\n\n", True), (told, False)]
+    return [*turns, ("Assistant:", False), (f" {said}\n\nUser:", True)]
 
 
 def _row(trainer: LocalTrainer, turns: list[tuple[str, bool]]) -> Datum:

@@ -89,7 +89,7 @@ RECIPES = {
     ),
     "guess_number": Recipe(
         "multiplayer_rl.guess_number.train",
-        f"model_name={BASE} renderer_name=role_colon batch_size=4 group_size=8 max_tokens=20 max_steps=8 learning_rate=1e-3 "
+        f"model_name={BASE} renderer_name=role_colon batch_size=4 group_size=8 max_tokens=20 max_steps=10 learning_rate=5e-4 "
         "eval_every=0",
         "env/all/reward/total",
         1.0,
