@@ -55,6 +55,7 @@ class LocalConfig:
     packing: str = "auto"
     shared_prompts: bool = True
     fused_layers: bool = True
+    trim_last_layer: bool = True
     head_impl: str = "auto"
     activation_checkpointing: str = "auto"
     activation_offloading: bool = False
@@ -107,6 +108,7 @@ class LocalConfig:
             packing=self.packing,
             shared_prompts=self.shared_prompts,
             fused_layers=self.fused_layers,
+            trim_last_layer=self.trim_last_layer,
             head_impl=self.head_impl,
             retain_bytes=int(self.retain_gb * (1 << 30)),
             activation_checkpointing=None if choice == "auto" else choice == "true",

@@ -20,8 +20,9 @@ from cookbook.types import Array, Datum
 class Inputs:
     """Tensors of one forward pass.
 
-    ``places`` finds every token of every datum in the flattened output, datum by datum in the order of the micro-batch: a
-    place stands there once for each datum that shares it. ``layout`` goes to the attention; None: rows of one datum.
+    ``places``, on the CPU, finds every token of every datum in the flattened output, datum by datum in the order of the
+    micro-batch: a place stands there once for each datum that shares it. ``layout`` goes to the attention; None: rows of one
+    datum.
     """
 
     input_ids: Tensor
@@ -51,7 +52,7 @@ def _padded(sequences: Mapping[int, Array], batch: MicroBatch, width: int, devic
     for row, index in enumerate(batch.indices):
         ids[row, : len(sequences[index])] = sequences[index]
         places.append(np.arange(row * width, row * width + len(sequences[index])))
-    return Inputs(_tensor(ids, device), None, _tensor(np.concatenate(places), device), None)
+    return Inputs(_tensor(ids, device), None, torch.from_numpy(np.concatenate(places)), None)
 
 
 @dataclass
@@ -89,7 +90,7 @@ def _packed(sequences: Mapping[int, Array], batch: MicroBatch, device: torch.dev
     return Inputs(
         _tensor(ids[None], device),
         _tensor(positions[None], device),
-        _tensor(np.concatenate(places), device),
+        torch.from_numpy(np.concatenate(places)),
         Layout(blocks, key_index, device),
     )
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from cookbook.engine import layers
 from cookbook.engine.datum_check import check_datum
 from cookbook.engine.gradients import Gradients
+from cookbook.engine.last_layer import LastLayer
 from cookbook.engine.linear_logprobs import TargetLogprobs
 from cookbook.engine.loss_gradient import LossFunction, LossGradient, loss_gradient
 from cookbook.engine.memory import shortage
@@ -48,6 +49,7 @@ class EngineOptions:
     packing: str = "auto"  # auto | padded | packed
     shared_prompts: bool = True
     fused_layers: bool = True  # False: norms, gated MLPs and rotary embeddings by the model's own code
+    trim_last_layer: bool = True  # False: it also computes tokens that nobody reads
     head_impl: str | TargetLogprobs = "auto"  # auto | pytorch | torch_compile | cce, or what computes logprobs instead
     retain_bytes: int = 4 << 30
     activation_checkpointing: bool | None = False  # None: where a pass would not fit into memory
@@ -97,7 +99,12 @@ class Engine:
         self.model = model
         self.options = options
         (layers.install if options.fused_layers else layers.uninstall)(model.network)
-        self.passes = Passes(model, offload=options.activation_offloading, head_impl=options.head_impl)
+        self.passes = Passes(
+            model,
+            offload=options.activation_offloading,
+            head_impl=options.head_impl,
+            trim_last_layer=options.trim_last_layer,
+        )
         self.gradients = Gradients([parameter for _, parameter in model.trainable()])
         self.router_coefficient = router_coefficient(model.network, model.config.router_aux_loss_coef)
         self.step = 0  # finished optimizer steps
@@ -111,6 +118,7 @@ class Engine:
         if self.options.activation_checkpointing:
             with deprecations_hidden():
                 model.network.gradient_checkpointing_enable({"use_reentrant": False})
+            self.passes.last_layer = LastLayer([])  # what computes it again would not find the rows
 
     @functools.cached_property
     def optimizer(self) -> Optimizer:

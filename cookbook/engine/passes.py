@@ -7,12 +7,14 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cookbook.engine.attention import by_layout
 from cookbook.engine.collate import collate
 from cookbook.engine.head import OutputHead
+from cookbook.engine.last_layer import LastLayer
 from cookbook.engine.linear_logprobs import TargetLogprobs
 from cookbook.engine.model import LanguageModel
 from cookbook.engine.offload import offloading
@@ -77,9 +79,12 @@ SlopesOf = Callable[[Sequence[int], Sequence[Datum], Sequence[Tensor]], Sequence
 class Passes:
     """Runs a model over micro-batches."""
 
-    def __init__(self, model: LanguageModel, *, offload: bool, head_impl: str | TargetLogprobs) -> None:
+    def __init__(
+        self, model: LanguageModel, *, offload: bool, head_impl: str | TargetLogprobs, trim_last_layer: bool = True
+    ) -> None:
         self.model = model
         self.head = OutputHead(model, head_impl)
+        self.last_layer = LastLayer.of(model) if trim_last_layer else LastLayer([])
         self.count = 0  # since the start: what a loss costs, countable
         self.bytes_per_token = 0.0  # the most that a pass has kept for its backward pass
         self._offload = offload
@@ -148,11 +153,18 @@ class Passes:
         if wanted.router:
             arguments["output_router_logits"] = True
         self.count += 1
-        with by_layout(inputs.layout is not None):
+        places = inputs.places if len(tokens) == len(inputs.places) else inputs.places[tokens.rows()]
+        with by_layout(inputs.layout is not None), self._last_layer_only(places, inputs.input_ids.numel(), wanted):
             hidden, router_logits = self.head.hidden_states(**arguments)
-        places = inputs.places if len(tokens) == len(inputs.places) else inputs.places[tokens.rows().to(inputs.places.device)]
-        router = router_load(router_logits, inputs.places, self._top_k) if wanted.router else None
-        return hidden.reshape(-1, hidden.shape[-1])[places], router
+        router = router_load(router_logits, inputs.places.to(self.model.device), self._top_k) if wanted.router else None
+        return hidden.reshape(-1, hidden.shape[-1])[places.to(self.model.device)], router
+
+    def _last_layer_only(self, places: Tensor, total: int, wanted: Wanted) -> contextlib.AbstractContextManager[None]:
+        """Computes the last layer where somebody looks: at all tokens' routing, or at the scored ones' hidden states."""
+        if wanted.router:
+            return contextlib.nullcontext()
+        rows = torch.from_numpy(np.unique(places.numpy()))  # several sequences may share a place
+        return self.last_layer.only(rows.to(self.model.device), total)
 
     def _targets(self, data: Sequence[Datum], tokens: ScoredTokens) -> tuple[Tensor, Tensor | None]:
         """Of the scored tokens, the targets and what their logits are divided by, where anything."""

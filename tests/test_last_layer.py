@@ -1,0 +1,135 @@
+"""A last layer that computes scored tokens alone changes nothing but the work, for every family."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import test_model_families as families
+import tiny
+import torch
+from torch import nn
+
+from cookbook.engine.engine import Engine, EngineOptions
+from cookbook.engine.last_layer import LastLayer
+from cookbook.losses import DPO, CrossEntropy
+from cookbook.types import Datum, ModelInput
+
+# What is left out of the last layer, besides keys and values; where queries, keys and values are one product, not the queries.
+FUSED_PROJECTIONS = {"Phi3", "GPTNeoX", "GPT2"}
+PARTS = {name: 2 if name in FUSED_PROJECTIONS else 3 for name in families.FAMILIES}
+PARTS |= {"OPT": 2, "RecurrentGemma": 1, "Mamba": 0}  # no module for its MLP; no attention that is known; neither
+QUICK = {"Qwen3", "GPT2", "Qwen3Moe"}
+
+
+def trained(model, data, loss=None, **options):
+    """Gradients and what is returned of one call, and how many rows the last layer's parts saw in all its passes."""
+    engine = Engine(copy.deepcopy(model), EngineOptions(all_logprobs=False, **options))
+    seen: dict[nn.Module, int] = {}
+
+    def count(module, args, _):
+        seen[module] = seen.get(module, 0) + args[0].shape[:-1].numel()
+
+    parts = LastLayer.of(engine.model).modules
+    for part in parts:
+        part.register_forward_hook(count)
+    out = engine.forward_backward(data, loss or CrossEntropy())
+    return tiny.gradients(engine), out, [seen[part] for part in parts]
+
+
+def double(family):
+    model = families.language_model(family)
+    model.network.double()
+    return model
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in families.FAMILIES]
+)
+def test_every_family(family):
+    model, data = families.language_model(family), tiny.datums(4)
+    scored = sum(np.count_nonzero(datum.loss_fn_inputs["weights"].array) for datum in data)
+    gradients, out, rows = trained(model, data)
+    whole_gradients, whole_out, whole_rows = trained(model, data, trim_last_layer=False)
+    assert rows == [scored] * PARTS[family]
+    assert all(row >= sum(datum.model_input.length for datum in data) for row in whole_rows)
+    assert tiny.difference(gradients, whole_gradients) < 1e-5
+    assert out.metrics.keys() == whole_out.metrics.keys()
+    for name, value in whole_out.metrics.items():
+        assert out.metrics[name] == pytest.approx(value, rel=1e-5), name
+    for found, expected in zip(out.loss_fn_outputs, whole_out.loss_fn_outputs, strict=True):
+        np.testing.assert_allclose(found["logprobs"].array, expected["logprobs"].array, atol=families.EXACT)
+
+
+@pytest.mark.parametrize("packing", ["padded", "packed"])
+@pytest.mark.parametrize("loss", [CrossEntropy, DPO])
+def test_to_the_rounding_of_float64(packing, loss):
+    model, data = double("Qwen3"), tiny.datums(6)
+    found, expected = (trained(model, data, loss(), packing=packing, trim_last_layer=on)[0] for on in (True, False))
+    assert tiny.difference(found, expected) < 1e-12
+
+
+def test_several_sequences_that_train_their_common_prompt():
+    """A token of two sequences is one row: computed once, with the gradients of both."""
+    prompt = [7, 3, 9, 4, 8, 2]
+    rows = [[*prompt, *rest] for rest in ([5, 6, 1, 4], [10, 12, 11, 3])]
+    weights = np.r_[np.zeros(3), np.ones(6)]  # the second half of the prompt is trained, by both
+    data = [Datum(ModelInput.from_ints(row[:-1]), {"target_tokens": np.array(row[1:]), "weights": weights}) for row in rows]
+    model = double("Qwen3")
+    found, _, seen = trained(model, data)
+    expected, _, _ = trained(model, data, trim_last_layer=False, shared_prompts=False)
+    assert seen == [3 + 3 + 3] * 3
+    assert tiny.difference(found, expected) < 1e-12
+
+
+def test_every_token_is_computed_where_every_token_is_asked_for():
+    model, data = families.language_model("Qwen3"), tiny.datums(4)
+    total = sum(datum.model_input.length for datum in data)
+    engine = Engine(model, EngineOptions(all_logprobs=True))
+    seen = []
+    engine.passes.last_layer.modules[0].register_forward_hook(lambda _, args, out: seen.append(out.shape[:-1].numel()))
+    engine.forward_backward(data, CrossEntropy())
+    engine.forward(data)
+    assert sum(seen) == 2 * total
+
+
+def test_layers_that_are_computed_again_are_computed_whole():
+    model, data = double("Qwen3"), tiny.datums(4)
+    found, _, rows = trained(model, data, activation_checkpointing=True)
+    expected, _, whole = trained(model, data, trim_last_layer=False)
+    assert rows[0] >= whole[0]
+    assert tiny.difference(found, expected) < 1e-12
+
+
+def test_a_call_leaves_no_hook_behind_when_it_fails():
+    model = families.language_model("Qwen3")
+    last = LastLayer.of(model)
+    with pytest.raises(RuntimeError, match="fails"), last.only(torch.tensor([1]), 10):
+        raise RuntimeError("fails")
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in last.modules)
+
+
+class ReadsItsNeighbour(nn.Module):
+    """An MLP in name: every token takes part of what came before it, as RWKV's does."""
+
+    def __init__(self, own: nn.Module) -> None:
+        super().__init__()
+        self.own = own
+
+    def forward(self, x):
+        return self.own(x + x.roll(1, dims=1))
+
+
+def test_a_part_that_reads_other_tokens_is_left_alone():
+    model = families.language_model("Qwen3")
+    layer = model.network.model.layers[-1]
+    layer.mlp = ReadsItsNeighbour(layer.mlp)
+    assert LastLayer.of(model).modules == []
+
+
+def test_a_model_that_reads_its_last_layer_elsewhere_is_left_alone():
+    model = families.language_model("Qwen3")
+    norm = model.network.model.norm
+    norm.register_forward_pre_hook(lambda _, args: (args[0] + args[0].cumsum(1),))
+    assert LastLayer.of(model).modules == []
