@@ -120,8 +120,9 @@ bench: $(VENV)/installed ## What a step, packing, the sampler, the output head a
 	$(BIN)/python benchmarks/head.py --small
 	$(BIN)/python benchmarks/plan.py
 
+# Beside TRL's step where its environment is there: `make .venv-trl/installed` first.
 bench-gpu: $(VENV)/installed ## Training and the output head on a GPU: tokens per second, model FLOPs utilization (GPU=--small: anywhere)
-	$(BIN)/python benchmarks/gpu.py $(GPU)
+	$(BIN)/python benchmarks/gpu/run.py $(GPU) $(if $(wildcard .venv-trl/installed),--trl .venv-trl/bin/python)
 	$(BIN)/python benchmarks/head.py $(if $(GPU),$(GPU),--device cuda)
 
 # Real rows where GSM8K lies beside the checkout, random ones of its lengths elsewhere. PEERS="--rounds 1 --only sft-small".

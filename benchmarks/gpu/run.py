@@ -1,0 +1,148 @@
+"""Supervised fine-tuning on a GPU: ``python benchmarks/gpu/run.py [--trl PYTHON] [--json FILE] [--profile] [--small]``.
+
+A model of Qwen3-0.6B's shape and one with layers of Qwen3-8B's, random weights, bfloat16 with float32 masters. A step is
+forward, backward and AdamW over sequences of lognormal lengths, every token trained. The table gives tokens per second, and the
+share of the GPU's dense bfloat16 arithmetic that the model itself needs (MFU). ``--trl``: TRL's step beside it, by the Python of
+its environment. ``--small`` runs on any machine, to see that it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from shapes import CONTEXT, LR, PEAK_FLOPS, ROUNDS, SHAPES, SMALL, WARM_UP, Shape
+from transformers import Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from cookbook.data.byte_tokenizer import byte_tokenizer
+from cookbook.engine.engine import Engine, EngineOptions
+from cookbook.engine.model import LanguageModel, ModelConfig
+from cookbook.losses import get_loss
+from cookbook.types import AdamParams, datum_from_tokens_weights
+
+ADAM = AdamParams(learning_rate=LR)
+CUDA = torch.cuda.is_available()
+CANDIDATES: dict[str, dict[str, Any]] = {"": {"token_metrics": False}, ", with entropy and accuracy": {}}
+Row = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trl", type=Path, help="the Python of TRL's environment: its step is measured too")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--small", action="store_true", help="a tiny model, on any device: does it run?")
+    parser.add_argument("--profile", action="store_true", help="also list the kernels that took longest")
+    parser.add_argument("--only", help="shapes whose name contains this")
+    arguments = parser.parse_args()
+    transformers_logging.disable_progress_bar()
+    rows: list[Row] = []
+    for shape in SMALL if arguments.small else SHAPES:
+        if not arguments.only or arguments.only in shape.name:
+            rows += measured(shape, arguments.trl, profile=arguments.profile)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+def measured(shape: Shape, trl: Path | None, *, profile: bool) -> list[Row]:
+    tokens = sum(shape.inputs())
+    size = f"{shape.rows} sequences, {tokens:,} tokens a step, {shape.flops() / tokens / 1e9:.2f} GFLOP a token"
+    print(f"\n{shape.name}: {size}", flush=True)
+    rows = []
+    for name, options in CANDIDATES.items():
+        step = ours(shape, **options)
+        rows.append(report(shape, f"cookbook{name}", *timed(step)))
+        if profile:
+            show_profile(step)
+        del step
+        gc.collect()  # the model is in a cycle with its hooks
+        torch.cuda.empty_cache()
+    if trl:
+        rows.append(report(shape, "TRL", *theirs(shape, trl)))
+        print(f"  cookbook is {rows[-1]['s'] / rows[0]['s']:.2f} times as fast", flush=True)
+    return rows
+
+
+def ours(shape: Shape, **options: Any) -> Callable[[], None]:
+    engine = Engine(network(shape), EngineOptions(micro_batch_tokens=shape.micro_batch_tokens, **options))
+    loss = get_loss("cross_entropy")
+    prepared = loss.prepare([datum_from_tokens_weights(tokens, np.ones(len(tokens))) for tokens in shape.sequences()])
+
+    def step() -> None:
+        engine.forward_backward(prepared, loss)
+        engine.optim_step(ADAM, None)
+
+    return step
+
+
+def network(shape: Shape) -> LanguageModel:
+    torch.manual_seed(0)
+    device = torch.device("cuda" if CUDA else "cpu")
+    with device:
+        made = Qwen3ForCausalLM(shape.config()).to(torch.bfloat16)
+    return LanguageModel(made, byte_tokenizer(CONTEXT), ModelConfig("random", dtype="bfloat16"), device)
+
+
+def timed(step: Callable[[], None]) -> tuple[float, float | None]:
+    """The median of its seconds, and its peak of the GPU's memory, GB."""
+    for _ in range(WARM_UP):
+        step()
+    if CUDA:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        step()
+        if CUDA:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds), torch.cuda.max_memory_allocated() / 1e9 if CUDA else None
+
+
+def theirs(shape: Shape, trl: Path) -> tuple[float, float | None]:
+    """The same of TRL, in a process of its own that sees nothing of cookbook."""
+    command = [str(trl.absolute()), str(Path(__file__).with_name("trl_side.py")), shape.name]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CI": "1", "PYTHONPATH": ""}
+    done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    return found["s"], found["peak GB"]
+
+
+def report(shape: Shape, name: str, seconds: float, peak: float | None) -> Row:
+    row: Row = {"shape": shape.name, "candidate": name, "s": seconds, "tokens/s": sum(shape.inputs()) / seconds}
+    if CUDA:
+        known = next((flops for chip, flops in PEAK_FLOPS.items() if chip in torch.cuda.get_device_name()), None)
+        row |= {"MFU": shape.flops() / seconds / known if known else None, "peak GB": peak}
+    cells = "".join(f"  {key} {_shown(value)}" for key, value in row.items() if key not in ("shape", "candidate"))
+    print(f"  {name:36s}{cells}", flush=True)
+    return row
+
+
+def _shown(value: Any) -> str:
+    return "?" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.3f}"
+
+
+def show_profile(step: Callable[[], None]) -> None:
+    kinds = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * CUDA
+    with torch.profiler.profile(activities=kinds) as found:
+        step()
+        if CUDA:
+            torch.cuda.synchronize()
+    order = "self_device_time_total" if CUDA else "self_cpu_time_total"
+    for event in sorted(found.key_averages(), key=lambda event: -getattr(event, order))[:45]:
+        print(f"    {getattr(event, order) / 1e3:10.2f} ms {event.count:7d}  {event.key[:100]}")
+
+
+if __name__ == "__main__":
+    main()

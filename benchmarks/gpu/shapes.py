@@ -1,0 +1,76 @@
+"""What both sides train on a GPU, and what that costs by shapes. Read in two environments: nothing of cookbook or TRL here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import Qwen3Config
+
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bfloat16, by the vendor's datasheets
+LR = 1e-5
+CONTEXT = 4096
+WARM_UP, ROUNDS = 2, 5  # steps: what compiles and allocates, and what is measured
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Qwen3 and what it is trained on: ``rows`` sequences of about ``length`` tokens a step."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    key_heads: int
+    vocabulary: int
+    tied: bool
+    rows: int
+    length: int
+    micro_batch_tokens: int
+
+    def config(self) -> Qwen3Config:
+        return Qwen3Config(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.key_heads,
+            head_dim=128,
+            max_position_embeddings=CONTEXT,
+            tie_word_embeddings=self.tied,
+        )
+
+    def sequences(self) -> list[list[int]]:
+        """Random tokens of lognormal lengths; the first of each is no target."""
+        draw = np.random.default_rng(0)
+        lengths = np.clip(draw.lognormal(np.log(self.length), 0.6, self.rows), 32, CONTEXT - 1).astype(int)
+        return [draw.integers(0, self.vocabulary, length + 1).tolist() for length in lengths]
+
+    def inputs(self) -> list[int]:
+        """Tokens the model reads, by sequence: what no implementation can do without."""
+        return [len(tokens) - 1 for tokens in self.sequences()]
+
+    def flops(self) -> float:
+        """Of a step: 6 a token and parameter that is multiplied with, and the causal half of attention.
+
+        Nothing of what an implementation computes again or besides counts; the embedding is looked up.
+        """
+        wide, narrow = self.heads * 128, self.key_heads * 128
+        layer = self.hidden * (2 * wide + 2 * narrow + 3 * self.intermediate)
+        multiplied = self.layers * layer + self.hidden * self.vocabulary
+        lengths = np.array(self.inputs(), dtype=np.float64)
+        attention = 12 * self.layers * wide * float((lengths * (lengths + 1) / 2).sum())  # 2 products, 3 times, 2 FLOPs each
+        return 6 * multiplied * float(lengths.sum()) + attention
+
+
+SHAPES = [
+    Shape("Qwen3-0.6B", 1024, 3072, 28, 16, 8, 151_936, True, 128, 512, 16_384),
+    Shape("Qwen3-8B, 4 of its layers", 4096, 12_288, 4, 32, 8, 151_936, False, 64, 512, 16_384),
+]
+SMALL = [Shape("small", 64, 128, 2, 2, 1, 1000, True, 8, 64, 512)]
+
+
+def find(name: str) -> Shape:
+    return next(shape for shape in [*SHAPES, *SMALL] if shape.name == name)
