@@ -109,6 +109,19 @@ def test_the_command_says_it_in_words(capsys, tmp_path, monkeypatch):
     out = capsys.readouterr().out
     assert "624,384, of which 624,384 are trained" in out
     assert "reference" in out and "GB of Python and torch" in out
+    assert dict(line.split(None, 1) for line in out.splitlines())["recomputed"].startswith("no")
     assert run(["plan", "recipe=sft", "model.name=./nowhere"]) == 2
     assert "no such folder" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_it_decides_on_recomputing_as_the_engine_does(capsys, monkeypatch):
+    """Whether there is room is asked of the machine; what does not fit is planned as it would run."""
+    told = {}
+    for free in (1 << 40, 16 << 20):
+        monkeypatch.setattr("cookbook.cli.plan.free_bytes", lambda device, free=free: free)
+        assert run(["plan", "recipe=sft"]) == 0
+        told[free] = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    assert told[1 << 40]["recomputed"].startswith("no")
+    assert "do not fit into the 0.0 GB that are free" in told[16 << 20]["recomputed"]
+    assert told[1 << 40]["activations"] != told[16 << 20]["activations"]

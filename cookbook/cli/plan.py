@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
@@ -13,11 +15,15 @@ from cookbook.cli import tables
 from cookbook.cli.check_data import context
 from cookbook.data import Renderer, load_rows
 from cookbook.engine.estimate import Estimate, estimate
+from cookbook.engine.memory import free_bytes, shortage_of
 from cookbook.engine.model import load_tokenizer
 from cookbook.engine.planning import CPU_PASS_TOKENS
 from cookbook.errors import ConfigError
 from cookbook.losses.base import Scope
 from cookbook.session import Settings, settings
+
+if TYPE_CHECKING:
+    import torch
 
 # Resident besides the weights once a model stands in a process with the CPU build of torch, whatever its size: 383 to 399 MB in
 # eight cases of benchmarks/plan.py, of which 115 MB are pages of libraries.
@@ -44,12 +50,15 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
     if not isinstance(backend, LocalConfig):
         raise ConfigError("backend: plan estimates the embedded trainer's work; use backend=local")
     shape = _shape(typed, cfg.recipe.name)
-    cpu = backend.torch_device().type == "cpu"
+    device = backend.torch_device()
+    cpu = device.type == "cpu"
     budget = min(backend.micro_batch_tokens, CPU_PASS_TOKENS) if cpu else backend.micro_batch_tokens
     pass_tokens = min(max(budget, shape.longest), shape.tokens)
     rows = max(1, round(pass_tokens / shape.longest))
     apart = typed.loss.scope in (Scope.token, Scope.sequence)
-    found = estimate(
+    choice = str(backend.activation_checkpointing).lower()
+    of_step = functools.partial(
+        estimate,
         typed.model,
         rows,
         round(pass_tokens / rows),
@@ -59,9 +68,19 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
         reference=typed.loss.needs_reference,
         cpu=cpu,
         optimizer=backend.optimizer,
-        checkpointing=str(backend.activation_checkpointing).lower() == "true",
     )
-    tables.facts(_lines(found, shape, backend.optimizer), table=sys.stdout.isatty())
+    found = of_step(checkpointing=choice == "true")
+    why = "as asked" if choice == "true" else _shortage(found, device) if choice == "auto" else None
+    if why and choice == "auto":
+        found = of_step(checkpointing=True)
+    tables.facts(_lines(found, shape, backend.optimizer, why), table=sys.stdout.isatty())
+
+
+def _shortage(found: Estimate, device: torch.device) -> str | None:
+    """Why the engine would not keep activations on this machine, as it is now; None: it would."""
+    free = free_bytes(device) - found.weights - found.reference
+    lasting = found.gradients + found.moments
+    return shortage_of(found.saved_per_token * found.pass_tokens, found.pass_tokens, lasting, max(free, 0))
 
 
 def _shape(typed: Settings, name: str) -> Shape:
@@ -82,7 +101,8 @@ def _shape(typed: Settings, name: str) -> Shape:
     return Shape(len(longest), longest[0], sum(longest))
 
 
-def _lines(found: Estimate, shape: Shape, optimizer: str) -> list[tuple[str, str]]:
+def _lines(found: Estimate, shape: Shape, optimizer: str, recomputed: str | None) -> list[tuple[str, str]]:
+    """``recomputed``: why activations are computed again in the backward pass; None: they are kept."""
     lines = [
         ("parameters", f"{found.parameters:,}, of which {found.trained:,} are trained"),
         ("step", f"{shape.sequences:,} sequences of up to {shape.longest:,} tokens, {shape.tokens:,} in all, at the most"),
@@ -95,6 +115,7 @@ def _lines(found: Estimate, shape: Shape, optimizer: str) -> list[tuple[str, str
         lines.append(("reference", f"{_size(found.reference)}, a frozen copy"))
     lines += [
         ("activations", f"{_size(found.passing)} at the worst moment of the backward pass"),
+        ("recomputed", f"yes: {recomputed}" if recomputed else "no; backend.activation_checkpointing"),
         ("allocator", f"{_size(found.allocator)} of freed blocks that the C library keeps"),
         ("memory", f"{_size(found.peak)} at the peak, besides {_size(PYTHON)} of Python and torch"),
         ("arithmetic", f"{found.flops_per_token * shape.tokens:.3g} floating-point operations a step, forward and backward"),

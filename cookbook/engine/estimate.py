@@ -148,7 +148,7 @@ def _network(config: ModelConfig, *, checkpointing: bool) -> Any:
     if _packs(network, config):
         attention.install(network)
     network.train()
-    if checkpointing:
+    if checkpointing and network.supports_gradient_checkpointing:
         with deprecations_hidden():
             network.gradient_checkpointing_enable({"use_reentrant": False})
     return network

@@ -20,8 +20,11 @@ def shortage(model: LanguageModel, head: OutputHead, pass_tokens: int, rule: Upd
     """Why activations had better be recomputed: in words, what a pass of ``pass_tokens`` takes and there is. None: it fits."""
     trained = [parameter for _, parameter in model.trainable()]
     lasting = sum(p.numel() * 4 for p in trained) + state_bytes(rule, trained)
-    kept = bytes_per_token(model, head) * pass_tokens
-    free = free_bytes(model.device)
+    return shortage_of(bytes_per_token(model, head) * pass_tokens, pass_tokens, lasting, free_bytes(model.device))
+
+
+def shortage_of(kept: float, pass_tokens: int, lasting: float, free: float) -> str | None:
+    """The same in bytes: what a pass keeps, what gradients and moments take, and what is free beside the weights."""
     if lasting + kept <= SHARE * free:
         return None
     needed = f"{kept / 1e9:.1f} GB of a pass of {pass_tokens:,} tokens and {lasting / 1e9:.1f} GB of gradients and moments"
