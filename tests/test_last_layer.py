@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ def trained(model, data, loss=None, **options):
     def count(module, args, _):
         seen[module] = seen.get(module, 0) + args[0].shape[:-1].numel()
 
-    parts = LastLayer.of(engine.model).modules
+    parts = engine.passes.last_layer.modules  # asked for now, so that the hooks do not see the trial
     for part in parts:
         part.register_forward_hook(count)
     out = engine.forward_backward(data, loss or CrossEntropy())
@@ -66,7 +67,10 @@ def test_every_family(family):
 @pytest.mark.parametrize("loss", [CrossEntropy, DPO])
 def test_to_the_rounding_of_float64(packing, loss):
     model, data = double("Qwen3"), tiny.datums(6)
-    found, expected = (trained(model, data, loss(), packing=packing, trim_last_layer=on)[0] for on in (True, False))
+    (found, _, rows), (expected, _, whole) = (
+        trained(model, data, loss(), packing=packing, trim_last_layer=on) for on in (True, False)
+    )
+    assert len(rows) == 3 and all(some < every for some, every in zip(rows, whole, strict=True))
     assert tiny.difference(found, expected) < 1e-12
 
 
@@ -86,7 +90,7 @@ def test_several_sequences_that_train_their_common_prompt():
 def test_every_token_is_computed_where_every_token_is_asked_for():
     model, data = families.language_model("Qwen3"), tiny.datums(4)
     total = sum(datum.model_input.length for datum in data)
-    engine = Engine(model, EngineOptions(all_logprobs=True))
+    engine = Engine(model, EngineOptions(all_logprobs=True, packing="packed"))
     seen = []
     engine.passes.last_layer.modules[0].register_forward_hook(lambda _, args, out: seen.append(out.shape[:-1].numel()))
     engine.forward_backward(data, CrossEntropy())
@@ -102,29 +106,93 @@ def test_layers_that_are_computed_again_are_computed_whole():
     assert tiny.difference(found, expected) < 1e-12
 
 
+def test_a_network_that_computed_its_layers_again_keeps_them_now():
+    """As the copies of a base model that was found too large to be trained whole, and fits under an adapter."""
+    model, data = double("Qwen3"), tiny.datums(4)
+    expected, _, _ = trained(model, data)
+    Engine(model, EngineOptions(activation_checkpointing=True))
+    found, _, rows = trained(model, data)
+    assert rows == [sum(np.count_nonzero(datum.loss_fn_inputs["weights"].array) for datum in data)] * 3
+    assert tiny.difference(found, expected) < 1e-12
+
+
+def adapted(**options):
+    from peft import LoraConfig, get_peft_model
+
+    model = double("Qwen3")
+    torch.manual_seed(0)
+    lora = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, **options)
+    model.network = get_peft_model(model.network, lora).double()
+    return model
+
+
+def test_under_an_adapter():
+    model, data = adapted(), tiny.datums(6)
+    (found, _, rows), (expected, _, whole) = (trained(model, data, DPO(), trim_last_layer=on) for on in (True, False))
+    assert len(rows) == 3 and rows[0] < whole[0]
+    assert tiny.difference(found, expected) < 1e-12
+
+
+def test_what_draws_at_random_draws_the_same():
+    model, data = adapted(lora_dropout=0.4), tiny.datums(6)
+    found, expected = (trained(model, data, trim_last_layer=on)[0] for on in (True, False))
+    assert tiny.difference(found, expected) == 0
+
+
+def test_a_loss_about_the_routing_of_all_tokens():
+    model, data = families.language_model("Qwen3Moe"), tiny.datums(4)
+    model.config = dataclasses.replace(model.config, router_aux_loss_coef=0.5)
+    (found, out, rows), (expected, whole_out, whole) = (trained(model, data, trim_last_layer=on) for on in (True, False))
+    assert rows == whole
+    assert out.metrics["loss/router"] == whole_out.metrics["loss/router"]
+    assert tiny.difference(found, expected) < 1e-6
+
+
+@pytest.mark.parametrize("retain_bytes", [0, 1 << 30])
+def test_passes_that_wait_for_a_gradient(retain_bytes):
+    model, data = double("Qwen3"), tiny.datums(8)
+    options = {"micro_batch_tokens": 40, "retain_bytes": retain_bytes}
+    found, expected = (trained(model, data, DPO(), trim_last_layer=on, **options)[0] for on in (True, False))
+    assert tiny.difference(found, expected) < 1e-12
+
+
 def test_a_call_leaves_no_hook_behind_when_it_fails():
     model = families.language_model("Qwen3")
     last = LastLayer.of(model)
-    with pytest.raises(RuntimeError, match="fails"), last.only(torch.tensor([1]), 10):
+    with pytest.raises(RuntimeError, match="fails"), last.only(torch.tensor([1])):
         raise RuntimeError("fails")
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in last.modules)
 
 
 class ReadsItsNeighbour(nn.Module):
-    """An MLP in name: every token takes part of what came before it, as RWKV's does."""
+    """An MLP in name: every token takes part of what came before it, as RWKV's does; or only in ``training``."""
 
-    def __init__(self, own: nn.Module) -> None:
+    def __init__(self, own: nn.Module, *, always: bool) -> None:
         super().__init__()
-        self.own = own
+        self.own, self.always = own, always
 
     def forward(self, x):
-        return self.own(x + x.roll(1, dims=1))
+        return self.own(x + 0.05 * x.roll(1, dims=1) if self.always or self.training else x)
 
 
-def test_a_part_that_reads_other_tokens_is_left_alone():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("always", [True, False])
+def test_a_part_that_reads_other_tokens_is_left_alone(always, dtype):
     model = families.language_model("Qwen3")
-    layer = model.network.model.layers[-1]
-    layer.mlp = ReadsItsNeighbour(layer.mlp)
+    layer = model.network.to(dtype).model.layers[-1]
+    assert len(LastLayer.of(model).modules) == 3
+    layer.mlp = ReadsItsNeighbour(layer.mlp, always=always)
+    assert LastLayer.of(model).modules == []
+
+
+class Particular(nn.Module):
+    def forward(self, x):
+        raise AssertionError("only from where I am used to")
+
+
+def test_a_model_that_cannot_be_tried_is_left_alone():
+    model = families.language_model("Qwen3")
+    model.network.model.layers[-1].mlp = Particular()
     assert LastLayer.of(model).modules == []
 
 

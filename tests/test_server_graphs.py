@@ -8,7 +8,11 @@ import tiny
 import torch
 
 from cookbook.backends.graphs import KeptGraphs
+from cookbook.backends.local import LocalConfig
+from cookbook.engine import memory
+from cookbook.engine.model import ModelConfig
 from cookbook.losses import CrossEntropy
+from cookbook.server.host import Host
 
 tinker = pytest.importorskip("tinker")
 
@@ -179,3 +183,18 @@ def test_a_model_that_drops_out_computes_its_forward_without(make_engine):
     expect_backwards(graphs, engine)
     graphs.forward(engine, DATA, CrossEntropy())
     assert graphs.num_bytes == 0
+
+
+def test_an_adapter_keeps_the_activations_that_a_full_run_has_no_room_for(tiny_folder, tmp_path, monkeypatch):
+    """Every run decides for what it trains, whatever was decided for the base weights below it."""
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 350_000)
+    host = Host(ModelConfig(str(tiny_folder)), LocalConfig(packing="padded", micro_batch_tokens=16), seed=0)
+    found = {}
+    for rank in (0, 2):
+        trainer = host.new_trainer(tmp_path / str(rank), rank=rank, seed=0)
+        before = trainer.forward(DATA, "cross_entropy").result().metrics["loss"]
+        found[rank] = trainer.engine.options.activation_checkpointing
+        assert trainer.forward_backward(DATA, "cross_entropy").result().metrics["loss"] == pytest.approx(before, rel=1e-6)
+        trainer.close()
+    host.close()
+    assert found == {0: True, 2: False}

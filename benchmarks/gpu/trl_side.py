@@ -1,9 +1,9 @@
 """TRL's half, in TRL's own environment: one shape, a step timed as cookbook's. Prints one line of JSON.
 
-    .venv-trl/bin/python benchmarks/gpu/trl_side.py SHAPE
+    .venv-trl/bin/python benchmarks/gpu/trl_side.py SHAPE ROWS
 
-Its SFTTrainer with bfloat16 autocast over float32 weights, rows of similar length together, as many a pass as cookbook's budget
-of tokens holds, nothing computed twice: what was its fastest on the CPU (`benchmarks/peers`) with the GPU's precision.
+Its SFTTrainer with bfloat16 autocast over float32 weights, ROWS sequences of similar length a pass, nothing computed twice:
+what was its fastest on the CPU (`benchmarks/peers`) with the GPU's precision.
 """
 
 from __future__ import annotations
@@ -45,18 +45,15 @@ class Clock(TrainerCallback):
         return [b - a for a, b in zip(self.ends[WARM_UP - 1 :], self.ends[WARM_UP:], strict=False)]
 
 
-def trainer_of(shape: Shape, folder: Path, clock: Clock) -> SFTTrainer:
+def trainer_of(shape: Shape, rows_a_pass: int, folder: Path, clock: Clock) -> SFTTrainer:
     torch.manual_seed(0)
     Qwen3ForCausalLM(shape.config()).save_pretrained(folder)
     rows = sorted(shape.sequences(), key=len)
-    passes = -(-sum(map(len, rows)) // shape.micro_batch_tokens)
-    while shape.rows % passes:  # every step is to see all rows
-        passes += 1
     arguments = SFTConfig(
         output_dir=str(folder / "out"),
         max_steps=WARM_UP + ROUNDS,
-        per_device_train_batch_size=shape.rows // passes,
-        gradient_accumulation_steps=passes,
+        per_device_train_batch_size=rows_a_pass,
+        gradient_accumulation_steps=shape.rows // rows_a_pass,
         max_length=CONTEXT,
         learning_rate=LR,
         lr_scheduler_type="constant",
@@ -79,15 +76,15 @@ def trainer_of(shape: Shape, folder: Path, clock: Clock) -> SFTTrainer:
     )
 
 
-def main(shape: Shape) -> None:
+def main(shape: Shape, rows_a_pass: int) -> None:
     disable_progress_bars()
     logging.disable_progress_bar()
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
-        trainer_of(shape, Path(folder), clock).train()
+        trainer_of(shape, rows_a_pass, Path(folder), clock).train()
     found = {"s": statistics.median(clock.seconds()), "peak GB": torch.cuda.max_memory_allocated() / 1e9 if CUDA else None}
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(find(sys.argv[1]))
+    main(find(sys.argv[1]), int(sys.argv[2]))

@@ -70,17 +70,17 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
         optimizer=backend.optimizer,
     )
     found = of_step(checkpointing=choice == "true")
-    why = "as asked" if choice == "true" else _shortage(found, device) if choice == "auto" else None
-    if why and choice == "auto":
+    why = "as asked" if choice == "true" else None
+    if choice == "auto" and found.recomputable and (why := _shortage(found, budget, device)):
         found = of_step(checkpointing=True)
     tables.facts(_lines(found, shape, backend.optimizer, why), table=sys.stdout.isatty())
 
 
-def _shortage(found: Estimate, device: torch.device) -> str | None:
-    """Why the engine would not keep activations on this machine, as it is now; None: it would."""
-    free = free_bytes(device) - found.weights - found.reference
-    lasting = found.gradients + found.moments
-    return shortage_of(found.saved_per_token * found.pass_tokens, found.pass_tokens, lasting, max(free, 0))
+def _shortage(found: Estimate, pass_tokens: int, device: torch.device) -> str | None:
+    """Why the engine would not keep the activations of ``pass_tokens``, the most that a pass may have, on this machine as it is
+    now; None: it would."""
+    free = max(free_bytes(device) - found.weights, 0)
+    return shortage_of(found.saved_per_token * pass_tokens, pass_tokens, found.gradients + found.moments, free)
 
 
 def _shape(typed: Settings, name: str) -> Shape:
@@ -115,7 +115,10 @@ def _lines(found: Estimate, shape: Shape, optimizer: str, recomputed: str | None
         lines.append(("reference", f"{_size(found.reference)}, a frozen copy"))
     lines += [
         ("activations", f"{_size(found.passing)} at the worst moment of the backward pass"),
-        ("recomputed", f"yes: {recomputed}" if recomputed else "no; backend.activation_checkpointing"),
+        (
+            "recomputed",
+            f"yes: {recomputed}" if recomputed else "no; backend.activation_checkpointing=true saves memory, and costs time",
+        ),
         ("allocator", f"{_size(found.allocator)} of freed blocks that the C library keeps"),
         ("memory", f"{_size(found.peak)} at the peak, besides {_size(PYTHON)} of Python and torch"),
         ("arithmetic", f"{found.flops_per_token * shape.tokens:.3g} floating-point operations a step, forward and backward"),

@@ -22,11 +22,10 @@ from torch import Tensor
 from cookbook.engine import layers
 from cookbook.engine.datum_check import check_datum
 from cookbook.engine.gradients import Gradients
-from cookbook.engine.last_layer import LastLayer
 from cookbook.engine.linear_logprobs import TargetLogprobs
 from cookbook.engine.loss_gradient import LossFunction, LossGradient, loss_gradient
 from cookbook.engine.memory import shortage
-from cookbook.engine.model import LanguageModel, deprecations_hidden
+from cookbook.engine.model import LanguageModel, recompute_activations
 from cookbook.engine.optimizer import Optimizer
 from cookbook.engine.outputs import columns, output, same_pass
 from cookbook.engine.passes import Found, Passes, Scores, Wanted
@@ -99,12 +98,7 @@ class Engine:
         self.model = model
         self.options = options
         (layers.install if options.fused_layers else layers.uninstall)(model.network)
-        self.passes = Passes(
-            model,
-            offload=options.activation_offloading,
-            head_impl=options.head_impl,
-            trim_last_layer=options.trim_last_layer,
-        )
+        self.passes = Passes(model, offload=options.activation_offloading, head_impl=options.head_impl)
         self.gradients = Gradients([parameter for _, parameter in model.trainable()])
         self.router_coefficient = router_coefficient(model.network, model.config.router_aux_loss_coef)
         self.step = 0  # finished optimizer steps
@@ -115,10 +109,9 @@ class Engine:
         self.layouts = self._layouts()
         if options.activation_checkpointing is None:
             self.options = replace(options, activation_checkpointing=self._must_recompute())  # decided for its copies too
-        if self.options.activation_checkpointing:
-            with deprecations_hidden():
-                model.network.gradient_checkpointing_enable({"use_reentrant": False})
-            self.passes.last_layer = LastLayer([])  # what computes it again would not find the rows
+        recomputes = bool(self.options.activation_checkpointing)
+        recompute_activations(model.network, recomputes)
+        self.passes.trims_last_layer = options.trim_last_layer and not recomputes  # the second time it would miss the rows
 
     @functools.cached_property
     def optimizer(self) -> Optimizer:

@@ -27,7 +27,7 @@ from cookbook.engine.head import CHUNK_BYTES
 from cookbook.engine.linear_logprobs.projection import TILE_BYTES
 from cookbook.engine.linear_logprobs.tokenwise import CHUNK_BYTES as FOLDED_BYTES
 from cookbook.engine.linear_logprobs.tokenwise import CHUNK_ROWS
-from cookbook.engine.model import DTYPES, ModelConfig, deprecations_hidden, fresh_network
+from cookbook.engine.model import DTYPES, ModelConfig, fresh_network, recompute_activations
 from cookbook.engine.probe import KNOWN_LAYERS
 from cookbook.engine.saved import SavedBytes
 from cookbook.engine.update_rules import RULES, state_bytes
@@ -62,7 +62,8 @@ class Estimate:
 
     ``moments``: what the optimizer keeps, with float32 copies of half precision weights; ``passing``: activations and what the
     backward pass makes of them, for a pass of ``pass_tokens``, or what an update needs besides, if that is more;
-    ``allocator``: what the C library adds. ``saved_per_token``: bytes of a graph that is kept.
+    ``allocator``: what the C library adds. ``saved_per_token``: bytes of a graph that is kept. ``recomputable``: whether
+    activations could be computed again in the backward pass.
     """
 
     parameters: int
@@ -76,6 +77,7 @@ class Estimate:
     pass_tokens: int
     saved_per_token: float
     flops_per_token: float
+    recomputable: bool
 
     @property
     def peak(self) -> int:
@@ -137,6 +139,7 @@ def estimate(
         pass_tokens=tokens,
         saved_per_token=found.saved / tokens,
         flops_per_token=(found.flops + head.flops) / tokens,
+        recomputable=bool(trained and network.supports_gradient_checkpointing),
     )
 
 
@@ -148,9 +151,7 @@ def _network(config: ModelConfig, *, checkpointing: bool) -> Any:
     if _packs(network, config):
         attention.install(network)
     network.train()
-    if checkpointing and network.supports_gradient_checkpointing:
-        with deprecations_hidden():
-            network.gradient_checkpointing_enable({"use_reentrant": False})
+    recompute_activations(network, checkpointing)
     return network
 
 

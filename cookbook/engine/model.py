@@ -161,6 +161,22 @@ def deprecations_hidden() -> Iterator[None]:
         yield
 
 
+def recompute_activations(network: Any, on: bool) -> None:
+    """Has the backward pass compute again what the layers found, or keep it, whatever the network did before.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if on and not network.supports_gradient_checkpointing:
+        name = type(network).__name__
+        raise ConfigError(f"backend.activation_checkpointing: {name} cannot recompute activations, got true; set it to auto")
+    with deprecations_hidden():
+        if on:
+            network.gradient_checkpointing_enable({"use_reentrant": False})
+        elif network.supports_gradient_checkpointing:
+            network.gradient_checkpointing_disable()
+
+
 def load_tokenizer(config: ModelConfig) -> Any:
     """The tokenizer of ``config.name``, with ``config.chat_template`` in place of its own when given."""
     from transformers import AutoTokenizer

@@ -14,7 +14,7 @@ from torch import Tensor
 from cookbook.engine.attention import by_layout
 from cookbook.engine.collate import collate
 from cookbook.engine.head import OutputHead
-from cookbook.engine.last_layer import LastLayer
+from cookbook.engine.last_layer import LastLayer, worth_it
 from cookbook.engine.linear_logprobs import TargetLogprobs
 from cookbook.engine.model import LanguageModel
 from cookbook.engine.offload import offloading
@@ -79,12 +79,10 @@ SlopesOf = Callable[[Sequence[int], Sequence[Datum], Sequence[Tensor]], Sequence
 class Passes:
     """Runs a model over micro-batches."""
 
-    def __init__(
-        self, model: LanguageModel, *, offload: bool, head_impl: str | TargetLogprobs, trim_last_layer: bool = True
-    ) -> None:
+    def __init__(self, model: LanguageModel, *, offload: bool, head_impl: str | TargetLogprobs) -> None:
         self.model = model
         self.head = OutputHead(model, head_impl)
-        self.last_layer = LastLayer.of(model) if trim_last_layer else LastLayer([])
+        self.trims_last_layer = False
         self.count = 0  # since the start: what a loss costs, countable
         self.bytes_per_token = 0.0  # the most that a pass has kept for its backward pass
         self._offload = offload
@@ -154,17 +152,23 @@ class Passes:
             arguments["output_router_logits"] = True
         self.count += 1
         places = inputs.places if len(tokens) == len(inputs.places) else inputs.places[tokens.rows()]
-        with by_layout(inputs.layout is not None), self._last_layer_only(places, inputs.input_ids.numel(), wanted):
+        narrowed = self._narrowed(places, inputs.input_ids.numel(), wanted)
+        with by_layout(inputs.layout is not None), narrowed:
             hidden, router_logits = self.head.hidden_states(**arguments)
         router = router_load(router_logits, inputs.places.to(self.model.device), self._top_k) if wanted.router else None
         return hidden.reshape(-1, hidden.shape[-1])[places.to(self.model.device)], router
 
-    def _last_layer_only(self, places: Tensor, total: int, wanted: Wanted) -> contextlib.AbstractContextManager[None]:
+    def _narrowed(self, places: Tensor, total: int, wanted: Wanted) -> contextlib.AbstractContextManager[None]:
         """Computes the last layer where somebody looks: at all tokens' routing, or at the scored ones' hidden states."""
-        if wanted.router:
-            return contextlib.nullcontext()
         rows = torch.from_numpy(np.unique(places.numpy()))  # several sequences may share a place
-        return self.last_layer.only(rows.to(self.model.device), total)
+        # What draws at random would draw something else for fewer rows.
+        if not self.trims_last_layer or wanted.router or self.drops_out or not worth_it(len(rows), total):
+            return contextlib.nullcontext()
+        return self.last_layer.only(rows.to(self.model.device))
+
+    @functools.cached_property
+    def last_layer(self) -> LastLayer:
+        return LastLayer.of(self.model)
 
     def _targets(self, data: Sequence[Datum], tokens: ScoredTokens) -> tuple[Tensor, Tensor | None]:
         """Of the scored tokens, the targets and what their logits are divided by, where anything."""

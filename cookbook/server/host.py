@@ -42,7 +42,8 @@ class Host:
         self.worker = Worker(config.threads)
         self.graphs = KeptGraphs(graph_bytes)
         self.seed = seed
-        self._base_trainer = LocalTrainer(model, self.config, seed=seed, worker=self.worker)
+        kept = replace(self.config, activation_checkpointing="false")  # it samples; runs decide for what they train
+        self._base_trainer = LocalTrainer(model, kept, seed=seed, worker=self.worker)
         self._base = SharedBase(self.name, self._base_trainer.engine.model.network)
         self._kept_samples = SampleQueue(self.worker, self._base_trainer.max_batch_tokens)
 
