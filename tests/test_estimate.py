@@ -110,6 +110,8 @@ def test_the_command_says_it_in_words(capsys, tmp_path, monkeypatch):
     assert "624,384, of which 624,384 are trained" in out
     assert "reference" in out and "GB of Python and torch" in out
     assert dict(line.split(None, 1) for line in out.splitlines())["recomputed"].startswith("no")
+    assert run(["plan", "recipe=sft", "backend.activation_checkpointing=true"]) == 0
+    assert dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())["recomputed"] == "yes: as asked"
     assert run(["plan", "recipe=sft", "model.name=./nowhere"]) == 2
     assert "no such folder" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

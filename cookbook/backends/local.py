@@ -57,7 +57,7 @@ class LocalConfig:
     fused_layers: bool = True
     trim_last_layer: bool = True
     head_impl: str = "auto"
-    activation_checkpointing: str = "auto"
+    activation_checkpointing: bool | str = "auto"
     activation_offloading: bool = False
     optimizer: str = "adamw"
     token_metrics: bool = True

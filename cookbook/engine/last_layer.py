@@ -75,7 +75,7 @@ class _Narrowed:
 
 
 def _parts(network: Any) -> list[nn.Module]:
-    count = network.config.get_text_config().num_hidden_layers
+    count = getattr(network.config.get_text_config(), "num_hidden_layers", 0)
     stacks = [module for module in network.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
     if len(stacks) != 1:
         return []
