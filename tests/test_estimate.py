@@ -62,8 +62,8 @@ def test_kept_graphs_are_those_of_a_real_pass(tiny_folder, make_engine):
     data = loss.prepare([datum_from_tokens_weights(row, np.ones(WIDTH + 1)) for row in tokens])
     engine.forward_backward(data, loss)
     logits = 4 * tiny.VOCABULARY
-    # Besides logits, the output layer keeps a few numbers a token. One hidden state, 128 bytes, was saved for a part of the graph
-    # that led nowhere: the count of a real pass has it or not, as another storage has come to lie where it was or not.
+    # Besides logits, the output layer keeps a few numbers a token. One hidden state, 128 bytes, was saved for a part of the
+    # graph that led nowhere: the count of a real pass has it, unless another storage has come to lie where it was.
     assert found(tiny_folder).saved_per_token == pytest.approx(engine.passes.bytes_per_token - logits, rel=0.03)
 
 
