@@ -101,8 +101,13 @@ class LocalConfig:
             raise ConfigError(f"backend.device: this machine has no usable GPU, got {self.device}; use backend.device=cpu")
         return device
 
-    def engine_options(self, model: LanguageModel, seed: int) -> EngineOptions:
+    @property
+    def recomputes(self) -> bool | None:
+        """Whether activations are computed again in the backward pass; None: as memory allows."""
         choice = str(self.activation_checkpointing).lower()
+        return None if choice == "auto" else choice == "true"
+
+    def engine_options(self, model: LanguageModel, seed: int) -> EngineOptions:
         return EngineOptions(
             micro_batch_tokens=self.micro_batch_tokens,
             packing=self.packing,
@@ -111,7 +116,7 @@ class LocalConfig:
             trim_last_layer=self.trim_last_layer,
             head_impl=self.head_impl,
             retain_bytes=int(self.retain_gb * (1 << 30)),
-            activation_checkpointing=None if choice == "auto" else choice == "true",
+            activation_checkpointing=self.recomputes,
             activation_offloading=self.activation_offloading and model.device.type == "cuda",
             optimizer=self.optimizer,
             token_metrics=self.token_metrics,

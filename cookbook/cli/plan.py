@@ -56,7 +56,6 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
     pass_tokens = min(max(budget, shape.longest), shape.tokens)
     rows = max(1, round(pass_tokens / shape.longest))
     apart = typed.loss.scope in (Scope.token, Scope.sequence)
-    choice = str(backend.activation_checkpointing).lower()
     of_step = functools.partial(
         estimate,
         typed.model,
@@ -69,9 +68,9 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
         cpu=cpu,
         optimizer=backend.optimizer,
     )
-    found = of_step(checkpointing=choice == "true")
-    why = "as asked" if choice == "true" else None
-    if choice == "auto" and found.recomputable and (why := _shortage(found, budget, device)):
+    found = of_step(checkpointing=bool(backend.recomputes))
+    why = "as asked" if backend.recomputes else None
+    if backend.recomputes is None and found.recomputable and (why := _shortage(found, budget, device)):
         found = of_step(checkpointing=True)
     tables.facts(_lines(found, shape, backend.optimizer, why), table=sys.stdout.isatty())
 

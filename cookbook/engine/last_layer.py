@@ -34,7 +34,7 @@ class LastLayer:
         network, before = model.network, model.network.training
         parts = cls(_parts(network))
         try:
-            exact = all(_is_exact(model, parts, training=training) for training in (False, True))
+            exact = bool(parts.modules) and all(_is_exact(model, parts, training=training) for training in (False, True))
         except Exception:  # noqa: BLE001 - nobody promised that parts can be called so; without this the model works as ever
             exact = False
         network.train(before)

@@ -160,11 +160,10 @@ class Passes:
 
     def _narrowed(self, places: Tensor, total: int, wanted: Wanted) -> contextlib.AbstractContextManager[None]:
         """Computes the last layer where somebody looks: at all tokens' routing, or at the scored ones' hidden states."""
-        rows = torch.from_numpy(np.unique(places.numpy()))  # several sequences may share a place
-        # What draws at random would draw something else for fewer rows.
-        if not self.trims_last_layer or wanted.router or self.drops_out or not worth_it(len(rows), total):
+        if not self.trims_last_layer or wanted.router or self.drops_out:  # what draws would draw other numbers for fewer rows
             return contextlib.nullcontext()
-        return self.last_layer.only(rows.to(self.model.device))
+        rows = torch.from_numpy(np.unique(places.numpy()))  # several sequences may share a place
+        return self.last_layer.only(rows.to(self.model.device)) if worth_it(len(rows), total) else contextlib.nullcontext()
 
     @functools.cached_property
     def last_layer(self) -> LastLayer:
