@@ -8,7 +8,7 @@ one factor per row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -71,10 +71,13 @@ def scan(projection: Projection, tiling: Tiling, wanted: Wanted, kept: Tensor | 
     reference = torch.where(reference.abs() < NEAR_ZERO, 0, reference)
     if wanted.keep and kept is None:
         kept = _empty(projection, projection.num_rows * projection.vocabulary)
-    sums = _walk(projection, tiling, wanted, target_bits, reference, kept)
+    spared = wanted.mixture and _mixtures_tell_entropy(projection, wanted, reference)
+    sums = _walk(projection, tiling, replace(wanted, entropy=False) if spared else wanted, target_bits, reference, kept)
     if bool((sums.total > SAFE_SUM).any()):
-        reference = torch.maximum(target_bits.amax(1), _maximum(projection, tiling))
+        reference, spared = torch.maximum(target_bits.amax(1), _maximum(projection, tiling)), False
         sums = _walk(projection, tiling, wanted, target_bits, reference, kept)
+    if spared and wanted.entropy:
+        sums.weighted = _weighted(projection, sums)
     scores = _scores(projection, wanted, target_bits, reference, sums)
     if kept is not None:
         scores.kept = kept
@@ -83,6 +86,21 @@ def scan(projection: Projection, tiling: Tiling, wanted: Wanted, kept: Tensor | 
     if wanted.mixture:
         scores.kept = _mixtures(projection, wanted, scores, sums, reference)
     return scores
+
+
+def _mixtures_tell_entropy(projection: Projection, wanted: Wanted, reference: Tensor) -> bool:
+    """Whether the sum of ``e bits`` need not be walked for: it is ``x . (sum of e w)`` where bits are nothing but products.
+
+    And where nothing is taken off them that the sum would have to lose again.
+    """
+    bare = projection.softcap is None and projection.bias is None and projection.dtype == projection.work_dtype
+    return bare and not wanted.entropy_mixture and not bool(reference.any())
+
+
+def _weighted(projection: Projection, sums: _Sums) -> Tensor:
+    pairs = zip(projection.pairs, sums.mixtures, strict=True)
+    products = torch.stack([(x * mixture).sum(1) for (x, _), mixture in pairs]).sum(0)
+    return products.mul_(projection.inner())
 
 
 def _walk(
