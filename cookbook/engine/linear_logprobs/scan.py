@@ -71,12 +71,12 @@ def scan(projection: Projection, tiling: Tiling, wanted: Wanted, kept: Tensor | 
     reference = torch.where(reference.abs() < NEAR_ZERO, 0, reference)
     if wanted.keep and kept is None:
         kept = _empty(projection, projection.num_rows * projection.vocabulary)
-    spared = wanted.mixture and _mixtures_tell_entropy(projection, wanted, reference)
+    spared = _mixtures_tell_entropy(projection, wanted, reference)
     sums = _walk(projection, tiling, replace(wanted, entropy=False) if spared else wanted, target_bits, reference, kept)
     if bool((sums.total > SAFE_SUM).any()):
         reference, spared = torch.maximum(target_bits.amax(1), _maximum(projection, tiling)), False
         sums = _walk(projection, tiling, wanted, target_bits, reference, kept)
-    if spared and wanted.entropy:
+    if spared:
         sums.weighted = _weighted(projection, sums)
     scores = _scores(projection, wanted, target_bits, reference, sums)
     if kept is not None:
@@ -89,15 +89,17 @@ def scan(projection: Projection, tiling: Tiling, wanted: Wanted, kept: Tensor | 
 
 
 def _mixtures_tell_entropy(projection: Projection, wanted: Wanted, reference: Tensor) -> bool:
-    """Whether the sum of ``e bits`` need not be walked for: it is ``x . (sum of e w)`` where bits are nothing but products.
+    """Whether ``sum of e bits`` need not be walked for: where bits are nothing but products, it is ``x . (sum of e w)``.
 
-    And where nothing is taken off them that the sum would have to lose again.
+    And where no reference is taken off them, which that sum would have to lose again.
     """
+    asked = wanted.entropy and wanted.mixture and not wanted.entropy_mixture
     bare = projection.softcap is None and projection.bias is None and projection.dtype == projection.work_dtype
-    return bare and not wanted.entropy_mixture and not bool(reference.any())
+    return asked and bare and not bool(reference.any())
 
 
 def _weighted(projection: Projection, sums: _Sums) -> Tensor:
+    """``sum of e bits`` of every row, ``(N,)``, by the mixtures."""
     pairs = zip(projection.pairs, sums.mixtures, strict=True)
     products = torch.stack([(x * mixture).sum(1) for (x, _), mixture in pairs]).sum(0)
     return products.mul_(projection.inner())
