@@ -9,6 +9,8 @@ import pytest
 import tiny
 import torch
 
+from cookbook.backends import copies
+from cookbook.checkpoints import store
 from cookbook.engine.engine import Engine, EngineOptions
 from cookbook.engine.linear_logprobs import linear_logprobs, linear_logprobs_with_gradient
 from cookbook.engine.model import ModelConfig, load
@@ -150,6 +152,40 @@ def test_memory_saving_optimizers(wide_folder, name):
             engine.optim_step(AdamParams(1e-3, *betas, 1e-8), None)
         found[device] = [weight.cpu() for weight in tiny.weights(engine)]
     assert tiny.difference(found["cuda"], found["cpu"]) < 1e-2
+
+
+@pytest.mark.parametrize("aside", [False, True])
+@pytest.mark.parametrize("lora_rank", [0, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_goes_on_exactly(wide_folder, tmp_path, dtype, lora_rank, aside):
+    """From a checkpoint, written at once or from a copy in host memory."""
+
+    def train(engine):
+        for seed in (1, 2):
+            engine.forward_backward(CrossEntropy().prepare(tiny.datums(4, seed=seed)), CrossEntropy())
+            engine.optim_step(AdamParams(learning_rate=1e-3), None)
+
+    engine, again = (engine_on("cuda", wide_folder, dtype, lora_rank) for _ in range(2))
+    train(engine)
+    store.save(copies.on_host(engine, engine.model.tokenizer) if aside else engine, tmp_path / "two", state=True)
+    store.load(again, tmp_path / "two", optimizer=True)
+    for one in (engine, again):
+        train(one)
+    assert tiny.difference(tiny.weights(again), tiny.weights(engine)) == 0.0
+
+
+@pytest.mark.parametrize("dtype", SAME)
+def test_heads_that_the_variable_length_kernel_does_not_know(tmp_path, dtype):
+    """A width that is no multiple of eight."""
+    shape = {"hidden_size": 80, "head_dim": 20, "num_attention_heads": 4, "num_key_value_heads": 2}
+    folder = tiny.save(tmp_path / "odd", initializer_range=0.08, **shape)
+    data = CrossEntropy().prepare(tiny.datums(8))
+    found = []
+    for device, kind in (("cpu", "float32"), ("cuda", dtype)):
+        engine = engine_on(device, folder, kind, packing="packed")
+        engine.forward_backward(data, CrossEntropy())
+        found.append(gradients(engine))
+    assert tiny.difference(found[1], found[0]) < SAME[dtype]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

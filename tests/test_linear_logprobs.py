@@ -326,7 +326,7 @@ def passes(given: Case, by_logprobs: Tensor, *, keep: bool, tile_bytes: int = TI
 
 def test_the_logits_are_never_in_memory(monkeypatch):
     """Logits of 600 x 5,000 would be 12 MB; the largest tensor is a tile of 150 kB."""
-    monkeypatch.setattr(projection, "GATHERED_VALUES", 1 << 12)
+    monkeypatch.setitem(projection.GATHERED_VALUES, "cpu", 1 << 12)
     given = case().to(torch.float32)
     given.hidden, given.weight = torch.randn(600, 4), torch.randn(5000, 4)
     given.targets = torch.randint(0, 5000, (600,))

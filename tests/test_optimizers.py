@@ -138,6 +138,24 @@ def test_a_run_goes_on_exactly(make_engine, tmp_path, name, dtype):
     assert all(torch.equal(again.optimizer.state()[key], one) for key, one in engine.optimizer.state().items())
 
 
+def test_what_is_saved_aside_computes_nothing(make_engine, monkeypatch):
+    """On a GPU its weights lie on another device than the rest of the model: a pass of it would fail."""
+    engine = make_engine()
+    train(engine, "adamw", 1)
+    monkeypatch.setattr(type(engine.model.network), "forward", lambda *_, **__: pytest.fail("it was called"))
+    assert copies.on_host(engine, engine.model.tokenizer).step == 1
+
+
+def test_the_count_of_updates_is_where_the_moments_are():
+    """As torch's fused kernel wants it, wherever it was read to; here from the CPU to a device without numbers."""
+    moments = {key: torch.empty(3, device="meta") for key in RULES["adamw"].keys}
+    restored = RULES["adamw"].restored(None, {"step": torch.tensor(2.0), **moments})
+    parameter = torch.nn.Parameter(torch.ones(3))
+    own = updated("adamw", parameter, [torch.ones(3)], ADAM["adamw"]).state[parameter]
+    assert restored.keys() == own.keys()
+    assert restored["step"].device.type == "meta" and restored["step"].dtype == own["step"].dtype
+
+
 @pytest.mark.parametrize("name", SAVING)
 def test_it_learns(make_engine, name):
     if name == "adamw8bit":

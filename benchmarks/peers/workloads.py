@@ -70,7 +70,7 @@ def _best(micro_rows: int, reach: float) -> Setting:
 
 
 WORKLOADS = [
-    Workload("sft-small", "sft", SMALL, 16, 8, (_best(2, 1.8), Setting("defaults", 8, DEFAULTS, 2.5))),
+    Workload("sft-small", "sft", SMALL, 16, 8, (_best(1, 1.8), Setting("defaults", 8, DEFAULTS, 2.5))),
     Workload("sft-wide", "sft", WIDE, 4, 3, (_best(2, 6.0), Setting("defaults", 4, DEFAULTS, 6.0)), memory=0.5),
     Workload("dpo-small", "dpo", SMALL, 8, 6, (_best(2, 1.4), Setting("defaults", 8, DEFAULTS, 1.4))),
     Workload("dpo-wide", "dpo", WIDE, 2, 3, (_best(1, 4.0), Setting("defaults", 2, DEFAULTS, 4.0))),

@@ -1,16 +1,17 @@
-"""Copies of an engine, and the digests that tell one model from another."""
+"""Copies of an engine or of what it holds, and the digests that tell one model from another."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from cookbook.checkpoints import weights
-from cookbook.engine.engine import Engine
+from cookbook.engine.engine import Engine, EngineOptions
 from cookbook.engine.model import LanguageModel
 
 
@@ -25,8 +26,28 @@ def frozen(engine: Engine) -> Engine:
     return Engine(_with(engine.model, copy.deepcopy(network, shared)), engine.options)
 
 
-def on_host(engine: Engine, tokenizer: Any) -> Engine:
-    """An engine on a copy, in host memory, of all that a checkpoint holds, to be saved while the original trains on.
+@dataclass(frozen=True)
+class Remembered:
+    """What an optimizer remembered."""
+
+    tensors: dict[str, torch.Tensor]
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return self.tensors
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What an engine held, in host memory. It computes nothing: its model may lie on two devices."""
+
+    model: LanguageModel
+    options: EngineOptions
+    optimizer: Remembered
+    step: int
+
+
+def on_host(engine: Engine, tokenizer: Any) -> Snapshot:
+    """A copy of all that a checkpoint holds, to be saved while the original trains on.
 
     Args:
         tokenizer: one of its own: a tokenizer cannot be saved while another thread uses it.
@@ -39,13 +60,10 @@ def on_host(engine: Engine, tokenizer: Any) -> Engine:
             memo[id(parameter)] = torch.nn.Parameter(data, parameter.requires_grad)
     model = _with(engine.model, copy.deepcopy(network, memo))
     model.tokenizer = tokenizer
-    made = Engine(model, engine.options)
     state = engine.optimizer.state()
     if engine.model.device.type == "cpu":  # then it is the original's own memory
         state = {name: tensor.clone() for name, tensor in state.items()}
-    made.optimizer.load_state(state)
-    made.step = engine.step
-    return made
+    return Snapshot(model, engine.options, Remembered(state), engine.step)
 
 
 def digests(model: LanguageModel) -> dict[str, str]:

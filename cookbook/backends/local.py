@@ -206,7 +206,7 @@ class LocalTrainer:
         folder = store.named(self.folder, name)
         older = sampler.saving() if isinstance(sampler, LaggingSampler) else None
 
-        def save(engine: Engine) -> Checkpoint:
+        def save(engine: store.Trained) -> Checkpoint:
             size = int(self.config.shard_gb * (1 << 30))
             return store.save(engine, folder, state=True, overwrite=overwrite, facts=facts, sampler=older, shard_bytes=size)
 

@@ -48,9 +48,9 @@ def _tensors(model: LanguageModel) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in network.state_dict().items() if name not in left_out}
 
 
-def write_optimizer(optimizer: Optimizer, folder: Path, shard_bytes: int) -> None:
+def write_optimizer(state: Mapping[str, Tensor], folder: Path, shard_bytes: int) -> None:
     """Moments, step counts and float32 masters, of every rank its own part."""
-    sharded.save(optimizer.state(), folder, shard_bytes)
+    sharded.save(state, folder, shard_bytes)
 
 
 def load_model(model: LanguageModel, folder: Path) -> None:

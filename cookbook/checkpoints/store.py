@@ -18,13 +18,15 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from safetensors import SafetensorError
+from torch import Tensor
 
 from cookbook.checkpoints import manifest, ranks
 from cookbook.checkpoints.cadence import Cadence, Progress
-from cookbook.engine.engine import Engine
+from cookbook.engine.engine import Engine, EngineOptions
+from cookbook.engine.model import LanguageModel
 from cookbook.errors import CheckpointError
 from cookbook.types import Checkpoint
 
@@ -35,6 +37,25 @@ SAMPLER = "sampler"
 SHARD_BYTES = 5 << 30
 _STEP = re.compile(r"step-(\d+)")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
+
+
+class Remembering(Protocol):
+    """An optimizer, or a copy of what it remembers."""
+
+    def state(self) -> dict[str, Tensor]: ...
+
+
+class Trained(Protocol):
+    """What a checkpoint is written from: an engine, or a copy of what it holds."""
+
+    @property
+    def model(self) -> LanguageModel: ...
+    @property
+    def options(self) -> EngineOptions: ...
+    @property
+    def optimizer(self) -> Remembering: ...
+    @property
+    def step(self) -> int: ...
 
 
 def named(folder: Path, name: str) -> Path:
@@ -55,7 +76,7 @@ def step_name(step: int) -> str:
 
 
 def save(
-    engine: Engine,
+    engine: Trained,
     folder: Path,
     *,
     state: bool,
@@ -107,13 +128,13 @@ def _begin(aside: Path, folder: Path, overwrite: bool) -> None:
     aside.mkdir(parents=True)
 
 
-def _write(engine: Engine, folder: Path, *, state: bool, facts: Mapping[str, Any], shard_bytes: int) -> None:
+def _write(engine: Trained, folder: Path, *, state: bool, facts: Mapping[str, Any], shard_bytes: int) -> None:
     from cookbook.checkpoints import contents
 
     model = engine.model
     contents.write_model(model, folder, shard_bytes)
     if state:
-        contents.write_optimizer(engine.optimizer, folder / TRAINER, shard_bytes)
+        contents.write_optimizer(engine.optimizer.state(), folder / TRAINER, shard_bytes)
     own = {"kind": "state" if state else "base", "step": engine.step, "base_model": model.config.name}
     stated = {**facts, **own, "dtype": model.config.dtype, "lora": model.is_lora}
     if state:

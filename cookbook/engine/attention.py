@@ -69,6 +69,10 @@ class Layout:
     @functools.cached_property
     def offsets(self) -> tuple[Tensor, Tensor]:
         """Where every run's queries and keys start and the last ends, ``(runs + 1,)`` int32 each."""
+        if len(self.blocks) == 1:  # made where it is used: to bring it there would wait for all that a GPU has to do before
+            block = self.blocks[0]
+            starts = torch.arange(block.count + 1, dtype=torch.int32, device=self.device)
+            return starts * block.queries, starts * block.keys
         queries = [block.queries for block in self.blocks for _ in range(block.count)]
         keys = [block.keys for block in self.blocks for _ in range(block.count)]
         ends = torch.tensor([[0, *queries], [0, *keys]], device=self.device).cumsum(1).int()
@@ -191,6 +195,9 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, window: i
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, rule: Rule) -> Tensor:
     """``(N, heads, queries, D)``, ``(N, key heads, keys, D)`` twice -> ``(N, heads, queries, D)``."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and query.is_cuda and query.dtype == torch.float32:  # else all scores would exist: its kernels share no keys
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     return scaled_dot_product_attention(
         query,
         key,
@@ -205,7 +212,8 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
 
 def _suits_varlen(query: Tensor, value: Tensor, rule: Rule) -> bool:
     half = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
-    return half and rule.is_plain and not rule.dropout and query.shape[-1] == value.shape[-1] <= 256
+    width = query.shape[-1]
+    return half and rule.is_plain and not rule.dropout and width == value.shape[-1] and width % 8 == 0 and width <= 256
 
 
 @functools.cache

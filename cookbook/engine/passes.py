@@ -93,8 +93,9 @@ class Passes:
         """One pass. Files what it found under ``scores``; returns it, with its graph."""
         tokens = ScoredTokens.of(data, batch.indices, weighted_only=wanted.weighted_only)
         with self._surroundings(batch, training=training, seed=seed) as saved:
+            targets, temperature = self._targets(data, tokens)  # before the GPU is at work: what is brought to it waits for it
             hidden, router = self._hidden(data, batch, tokens, wanted)
-            found = self.head.scores(hidden, *self._targets(data, tokens), metrics=wanted.metrics, entropy=wanted.entropy)
+            found = self.head.scores(hidden, targets, temperature, metrics=wanted.metrics, entropy=wanted.entropy)
         self.bytes_per_token = max(self.bytes_per_token, saved.total / batch.num_tokens)
         scores.add(tokens, found.logprobs, found.entropy, found.hit)
         if router is not None:
@@ -135,8 +136,8 @@ class Passes:
             return torch.cat(list(slopes_of(indices, pieces, parts))).to(logprobs)
 
         with self._surroundings(batch, training=True, seed=seed):
-            hidden, _ = self._hidden(data, batch, tokens, wanted)
             targets, temperature = self._targets(data, tokens)
+            hidden, _ = self._hidden(data, batch, tokens, wanted)
             cuts = tokens.cuts if whole else None
             found = self.head.fold(hidden, targets, temperature, gradient_of, cuts=cuts, metrics=wanted.metrics)
         scores.add(tokens, found.logprobs, found.entropy, found.hit)
@@ -153,10 +154,11 @@ class Passes:
         self.count += 1
         places = inputs.places if len(tokens) == len(inputs.places) else inputs.places[tokens.rows()]
         narrowed = self._narrowed(places, inputs.input_ids.numel(), wanted)
+        there = places.to(self.model.device)
         with by_layout(inputs.layout is not None), narrowed:
             hidden, router_logits = self.head.hidden_states(**arguments)
         router = router_load(router_logits, inputs.places.to(self.model.device), self._top_k) if wanted.router else None
-        return hidden.reshape(-1, hidden.shape[-1])[places.to(self.model.device)], router
+        return hidden.reshape(-1, hidden.shape[-1])[there], router
 
     def _narrowed(self, places: Tensor, total: int, wanted: Wanted) -> contextlib.AbstractContextManager[None]:
         """Computes the last layer where somebody looks: at all tokens' routing, or at the scored ones' hidden states."""

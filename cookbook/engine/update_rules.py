@@ -73,6 +73,10 @@ class AdamW(UpdateRule):
     def kept_bytes(self, shape: Sequence[int], element: int) -> int:
         return 2 * element * math.prod(shape)
 
+    def restored(self, optimizer: Any, kept: dict[str, Tensor]) -> dict[str, Any]:
+        """The fused kernel reads the count of updates where the moments are."""
+        return {**kept, "step": kept["step"].to(kept["exp_avg"].device, torch.float32)}
+
 
 class AdamW8bit(UpdateRule):
     """AdamW whose moments are kept as one byte a number, with a float32 scale for each 256, by bitsandbytes.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -16,6 +17,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
     Source: Zhang & Sennrich, Root Mean Square Layer Normalization, eq. 4. Gemma has an ``offset`` of 1.
     """
+    if x.is_cuda and not offset and x.dtype == weight.dtype:  # torch has a kernel there, and computes so too
+        return F.rms_norm(x, weight.shape, weight, eps)
     if not torch.is_grad_enabled():  # sampling: a token costs little more than the calls it takes
         return _normalized(x, weight, eps, offset)[0]
     return cast("Tensor", _RMSNorm.apply(x, weight, eps, offset))  # type: ignore[no-untyped-call]

@@ -7,6 +7,7 @@ whatever its argument, while ``exp`` is up to a hundred times slower on the CPU 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from torch import Tensor
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2)
-GATHERED_VALUES = 1 << 18  # of target rows of the weight that exist at once
+GATHERED_VALUES = {"cpu": 1 << 18, "cuda": 1 << 24}  # of target rows of the weight that exist at once
 MAX_ROWS = {"cpu": 4096, "cuda": 8192}
 TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}  # on the CPU a tile stays in the cache; on a GPU it fills the multiprocessors
 COLUMN_STEP = 64
@@ -123,7 +124,7 @@ class Projection:
 
     def _gatherable_slices(self) -> Iterator[slice]:
         width = max(weight.shape[1] for _, weight in self.pairs) * self.targets.shape[1]
-        step = max(1, GATHERED_VALUES // width)
+        step = max(1, GATHERED_VALUES.get(self.device.type, GATHERED_VALUES["cuda"]) // width)
         return (slice(start, min(start + step, self.num_rows)) for start in range(0, self.num_rows, step))
 
     def _column(self, value: float) -> Tensor:
@@ -175,12 +176,14 @@ class Block:
         self.projection = projection
         self.inner = self.projection.inner()
         self.outer = None if projection.softcap is None else self.projection.outer()
-        # Scaling the rows, or inside the product, saves a pass over the logits. In bfloat16 it would round them.
-        self.scaled = projection.dtype == projection.work_dtype
-        self.alpha = uniform(self.inner) if self.scaled else 1.0
+        self.tiling = tiling
+        # Scaling inside the product, or the rows, saves a pass over the logits. The latter would round bfloat16's; the former
+        # too on the CPU, whose product has bfloat16 as its result.
+        exact = projection.dtype == projection.work_dtype
+        self.alpha = self._alpha() if exact or projection.device.type != "cpu" else None
+        self.scaled = exact or self.alpha is not None
         xs = [x for x, _ in self.projection.pairs]
-        self.xs = xs if self.alpha is not None else [x * self.inner[:, None] for x in xs]
-        self.placed = self._places(tiling)
+        self.xs = [x * self.inner[:, None] for x in xs] if exact and self.alpha is None else xs
 
     def bits(self, tile: slice, out: Tensor) -> Tensor:
         """The tile's logits in bits, written to ``out``, ``(M, C)`` in the work dtype."""
@@ -207,16 +210,27 @@ class Block:
         exact = replace(self.projection.select(rows), targets=(columns + tile.start)[:, None])
         bits[rows, columns] = exact.target_bits()[:, 0]
 
-    def _places(self, tiling: Tiling) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def _alpha(self) -> float | None:
+        """What all rows are multiplied with. What is known here no GPU is asked for: it would have to come to rest."""
+        if self.projection.softcap is not None:
+            return self.projection.scale / self.projection.softcap
+        if self.projection.temperature is None:
+            return self.projection.scale * LOG2E
+        return uniform(self.inner)
+
+    @functools.cached_property
+    def placed(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Per tile: row, column, and place in ``targets.reshape(-1)`` of the targets inside it."""
-        flat = self.projection.targets.reshape(-1)
+        flat, tiles = self.projection.targets.reshape(-1), self.tiling.tiles
+        if len(tiles) == 1:
+            everywhere = torch.arange(len(flat), device=flat.device)
+            return [(everywhere // self.projection.targets.shape[1], flat, everywhere)]
         ordered, order = flat.sort(stable=True)
-        starts = torch.tensor([tile.start for tile in tiling.tiles] + [tiling.vocabulary], device=flat.device)
-        cuts = torch.searchsorted(ordered, starts).tolist()
+        starts = torch.arange(0, self.tiling.vocabulary, self.tiling.tile_columns, device=flat.device)
+        cuts = [*torch.searchsorted(ordered, starts).tolist(), len(flat)]
         rows = order // self.projection.targets.shape[1]
         return [
-            (rows[a:b], ordered[a:b] - tile.start, order[a:b])
-            for tile, a, b in zip(tiling.tiles, cuts[:-1], cuts[1:], strict=True)
+            (rows[a:b], ordered[a:b] - tile.start, order[a:b]) for tile, a, b in zip(tiles, cuts[:-1], cuts[1:], strict=True)
         ]
 
 
@@ -239,7 +253,7 @@ def product(a: Tensor, b: Tensor, out: Tensor, alpha: float | None = None) -> Te
     if a.dtype == out.dtype:
         return torch.mm(a, b, out=out) if alpha == 1.0 else out.addmm_(a, b, beta=0, alpha=alpha)
     if a.is_cuda:
-        return _scaled(torch.mm(a, b, out_dtype=out.dtype, out=out), alpha)
+        return torch.addmm(out, a, b, beta=0, alpha=alpha, out_dtype=out.dtype, out=out)
     return _scaled(out.copy_(torch.mm(a, b)), alpha)  # the CPU's product rounds its result; it accumulates in float32 inside
 
 

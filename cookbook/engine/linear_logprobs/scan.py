@@ -116,7 +116,7 @@ def _walk(
         mixtures += [_zeros(projection, rows, weight.shape[1]) for _, weight in projection.pairs] if wants else []
     buffer = _empty(projection, tiling.block_rows * tiling.tile_columns)
     second = torch.empty_like(buffer) if wanted.entropy else None
-    moved = bool(reference.any())
+    moved = reference.is_cuda or bool(reference.any())  # to ask a GPU costs more than the pass it may spare
     for rows_of_block in tiling.blocks:
         block = Block(projection.select(rows_of_block), tiling)
         for index, tile in enumerate(tiling.tiles):
