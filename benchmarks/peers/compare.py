@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from startup import cpu_until
-from workloads import CANDIDATES, COMPLETION_TOKENS, GROUP, LR, WORKLOADS, Folder, Setting, Workload
+from workloads import COMPLETION_TOKENS, GROUP, LR, WORKLOADS, Folder, Setting, Workload
 
 HERE = Path(__file__).parent
 SAME_LOSS = 1e-4  # relative: float32 rounding is 1e-7, a token more or less in the mean 1e-3
@@ -63,7 +63,7 @@ def main() -> int:
 
 def measure(workload: Workload, folder: Folder, trl: Path, rounds: int, *, tune: bool) -> Results:
     """Every side once a round, in turn, so that a busy neighbour is everybody's."""
-    settings = CANDIDATES[workload.method] if tune else workload.settings
+    settings = workload.candidates if tune else workload.settings
     results: Results = {name: [] for name in [*([] if tune else [OURS]), *(one.name for one in settings)]}
     for number in range(rounds):
         for side, found in results.items():
@@ -142,7 +142,7 @@ def rows_of(workload: Workload, results: Results, *, tune: bool) -> list[dict[st
     """A row a setting of TRL; when tuning, each against the first."""
     first = next(iter(results))
     rows = []
-    for setting in CANDIDATES[workload.method] if tune else workload.settings:
+    for setting in workload.candidates if tune else workload.settings:
         ours, theirs = results[first], results[setting.name]
         times = statistics.median(b["seconds_a_step"] / a["seconds_a_step"] for a, b in zip(ours, theirs, strict=True))
         memory = _median(ours, "peak_mb") / _median(theirs, "peak_mb")

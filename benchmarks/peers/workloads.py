@@ -55,29 +55,33 @@ class Workload:
         return self.rows * (GROUP if self.method == "grpo" else 1)
 
     @property
+    def candidates(self) -> list[Setting]:
+        """Ways to run TRL that might be its best: what ``compare.py --tune`` tries."""
+        return [one for one in CANDIDATES[self.method] if one.micro_rows <= self.sequences]
+
+    @property
     def unit(self) -> str:
         return {"sft": "tokens", "dpo": "pairs", "grpo": "steps"}[self.method]
 
 
 # What TRL does unless it is told otherwise, but for bfloat16: eight rows as they come, activations computed twice.
 DEFAULTS = {"gradient_checkpointing": True}
-# What was found to be its fastest on a CPU; `compare.py --tune` tries the alternatives.
+# What `compare.py --tune` found to be its fastest on a CPU: a row a pass needs neither padding nor a mask.
 PLAIN = {"gradient_checkpointing": False}
 
 
-def _best(micro_rows: int, reach: float) -> Setting:
-    return Setting("best", micro_rows, PLAIN, reach, sorted_rows=True)
+def _best(reach: float) -> Setting:
+    return Setting("best", 1, PLAIN, reach)
 
 
 WORKLOADS = [
-    Workload("sft-small", "sft", SMALL, 16, 8, (_best(1, 1.8), Setting("defaults", 8, DEFAULTS, 2.5))),
-    Workload("sft-wide", "sft", WIDE, 4, 3, (_best(2, 6.0), Setting("defaults", 4, DEFAULTS, 6.0)), memory=0.5),
-    Workload("dpo-small", "dpo", SMALL, 8, 6, (_best(2, 1.4), Setting("defaults", 8, DEFAULTS, 1.4))),
-    Workload("dpo-wide", "dpo", WIDE, 2, 3, (_best(1, 4.0), Setting("defaults", 2, DEFAULTS, 4.0))),
+    Workload("sft-small", "sft", SMALL, 16, 8, (_best(1.8), Setting("defaults", 8, DEFAULTS, 2.5))),
+    Workload("sft-wide", "sft", WIDE, 4, 3, (_best(6.0), Setting("defaults", 4, DEFAULTS, 6.0)), memory=0.5),
+    Workload("dpo-small", "dpo", SMALL, 8, 6, (_best(1.4), Setting("defaults", 8, DEFAULTS, 1.4))),
+    Workload("dpo-wide", "dpo", WIDE, 2, 3, (_best(4.0), Setting("defaults", 2, DEFAULTS, 4.0))),
     Workload("grpo-small", "grpo", SMALL, 8, 5, (Setting("best", 16, PLAIN, 2.5), Setting("defaults", 8, DEFAULTS, 2.5))),
 ]
 
-# Ways to run TRL that might be its best: `compare.py --tune`.
 CANDIDATES = {
     "sft": [
         *(Setting(f"sorted, {n} a pass", n, PLAIN, sorted_rows=True) for n in (1, 2, 4, 8)),
@@ -96,7 +100,7 @@ def letters(completion: str, row: Any) -> float:
 def find(workload: str, setting: str) -> tuple[Workload, Setting]:
     """By name, a candidate of ``--tune`` among them."""
     found = next(one for one in WORKLOADS if one.name == workload)
-    settings = [*found.settings, *CANDIDATES[found.method]]
+    settings = [*found.settings, *found.candidates]
     return found, next(one for one in settings if one.name == setting)
 
 
