@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from cookbook.engine.attention import Block
+from cookbook.engine.attention import Block, Layout
 from cookbook.engine.collate import collate
 from cookbook.engine.planning import Layouts, plan
 from cookbook.engine.prefixes import WORTH_SHARING, Group, groups
@@ -99,8 +99,15 @@ def reads(layout, num_tokens):
             queries, keys = queries + block.queries, keys + block.keys
     assert (queries, keys) == (num_tokens, len(index))
     starts = [0, *np.cumsum([block.queries for block in layout.blocks for _ in range(block.count)])]
-    assert layout.offsets[0].tolist() == starts  # the same, as the kernel for GPUs is told
+    key_starts = [0, *np.cumsum([block.keys for block in layout.blocks for _ in range(block.count)])]
+    assert [one.tolist() for one in layout.offsets] == [starts, key_starts]  # the same, as the kernel for GPUs is told
     return seen
+
+
+def test_offsets_of_a_single_block():
+    queries, keys = Layout((Block(3, 2, 5),), None, CPU).offsets
+    assert queries.tolist() == [0, 2, 4, 6] and keys.tolist() == [0, 5, 10, 15]
+    assert queries.dtype == keys.dtype == torch.int32
 
 
 def test_sequences_of_one_length_are_attended_to_at_once():

@@ -169,9 +169,13 @@ def test_a_run_goes_on_exactly(wide_folder, tmp_path, dtype, lora_rank, aside):
     train(engine)
     store.save(copies.on_host(engine, engine.model.tokenizer) if aside else engine, tmp_path / "two", state=True)
     store.load(again, tmp_path / "two", optimizer=True)
+    assert tiny.difference(tiny.weights(again), tiny.weights(engine)) == 0.0
+    kept = again.optimizer.state()
+    assert all(torch.equal(kept[key], one) for key, one in engine.optimizer.state().items())
     for one in (engine, again):
         train(one)
-    assert tiny.difference(tiny.weights(again), tiny.weights(engine)) == 0.0
+    # Kernels that add in any order may be among those of the backward pass, and Adam divides by what is near 0.
+    assert tiny.difference(tiny.weights(again), tiny.weights(engine)) < (1e-4 if dtype == "float32" else 2e-2)
 
 
 @pytest.mark.parametrize("dtype", SAME)

@@ -196,7 +196,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, window: i
 def _plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, rule: Rule) -> Tensor:
     """``(N, heads, queries, D)``, ``(N, key heads, keys, D)`` twice -> ``(N, heads, queries, D)``."""
     groups = query.shape[1] // key.shape[1]
-    if groups > 1 and query.is_cuda and query.dtype == torch.float32:  # else all scores would exist: its kernels share no keys
+    if groups > 1 and query.is_cuda and (query.dtype == torch.float32 or mask is not None):
+        # The kernels of a GPU that take these share no keys among heads; without one, all scores would exist.
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     return scaled_dot_product_attention(
         query,

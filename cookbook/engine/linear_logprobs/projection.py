@@ -170,7 +170,7 @@ class Tiling:
 
 
 class Block:
-    """Rows made ready: scaled once, their targets sorted by tile."""
+    """Rows made ready: scaled once, their targets found by tile."""
 
     def __init__(self, projection: Projection, tiling: Tiling) -> None:
         self.projection = projection
@@ -211,7 +211,7 @@ class Block:
         bits[rows, columns] = exact.target_bits()[:, 0]
 
     def _alpha(self) -> float | None:
-        """What all rows are multiplied with. What is known here no GPU is asked for: it would have to come to rest."""
+        """What all rows are multiplied with, or None. Only temperatures are looked at, for which a GPU has to wait."""
         if self.projection.softcap is not None:
             return self.projection.scale / self.projection.softcap
         if self.projection.temperature is None:
@@ -254,7 +254,8 @@ def product(a: Tensor, b: Tensor, out: Tensor, alpha: float | None = None) -> Te
         return torch.mm(a, b, out=out) if alpha == 1.0 else out.addmm_(a, b, beta=0, alpha=alpha)
     if a.is_cuda:
         return torch.addmm(out, a, b, beta=0, alpha=alpha, out_dtype=out.dtype, out=out)
-    return _scaled(out.copy_(torch.mm(a, b)), alpha)  # the CPU's product rounds its result; it accumulates in float32 inside
+    out.copy_(torch.mm(a, b))  # the CPU's product rounds its result; it accumulates in float32 inside
+    return out if alpha == 1.0 else out.mul_(alpha)
 
 
 def add_product(a: Tensor, b: Tensor, out: Tensor, alpha: float | None = None) -> Tensor:
@@ -265,7 +266,3 @@ def add_product(a: Tensor, b: Tensor, out: Tensor, alpha: float | None = None) -
     if a.is_cuda:
         return torch.addmm(out, a, b, alpha=alpha, out_dtype=out.dtype, out=out)
     return out.add_(torch.mm(a, b), alpha=alpha)
-
-
-def _scaled(out: Tensor, alpha: float) -> Tensor:
-    return out if alpha == 1.0 else out.mul_(alpha)

@@ -91,7 +91,8 @@ def scan(projection: Projection, tiling: Tiling, wanted: Wanted, kept: Tensor | 
 def _mixtures_tell_entropy(projection: Projection, wanted: Wanted, reference: Tensor) -> bool:
     """Whether ``sum of e bits`` need not be walked for: where bits are nothing but products, it is ``x . (sum of e w)``.
 
-    And where no reference is taken off them, which that sum would have to lose again.
+    And where no row's reference is taken off them, which that sum would have to lose again. To ask a GPU for it makes it wait,
+    but spares it three passes over the logits.
     """
     asked = wanted.entropy and wanted.mixture and not wanted.entropy_mixture
     bare = projection.softcap is None and projection.bias is None and projection.dtype == projection.work_dtype
