@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cookbook.engine.linear_logprobs import LowRank, linear_logprobs, linear_logprobs_with_gradient, operator, projection
-from cookbook.engine.linear_logprobs import scan as scanning
 from cookbook.engine.linear_logprobs.gradient import Gradients, Upstream, add_gradients
 from cookbook.engine.linear_logprobs.projection import Projection, Tiling
 from cookbook.engine.linear_logprobs.scan import Wanted, scan
@@ -335,8 +334,8 @@ def test_the_logits_are_never_in_memory(monkeypatch):
     assert watch.largest == 600 * 64 * 4
 
 
-def test_a_repeated_walk_asks_for_the_entropy_itself():
-    """One row has two far peaks among columns that no guess looks at: its first sums are useless, those of the mixtures too."""
+def test_entropy_after_a_repeated_walk():
+    """One row has two far peaks among columns that no guess looks at: its first sums are useless."""
     draw = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(shape, generator=draw, dtype=torch.float64) for shape in ((8, 32), (300, 32)))
     weight *= 0.05
@@ -345,17 +344,6 @@ def test_a_repeated_walk_asks_for_the_entropy_itself():
     found = linear_logprobs(hidden.requires_grad_(), weight, targets, mode="frozen", entropy=True, tile_bytes=TILE_BYTES)
     logprobs = (hidden @ weight.T).log_softmax(-1)
     assert error(found.entropy, -(logprobs.exp() * logprobs).sum(-1)) < 1e-12
-
-
-def test_a_frozen_layers_entropy_costs_no_second_tile(monkeypatch):
-    """The mixtures tell it; where products are rounded they do not, and it is added up from what they were rounded from."""
-    asked = []
-    walk = scanning._walk
-    monkeypatch.setattr(scanning, "_walk", lambda *arguments: asked.append(arguments[2].entropy) or walk(*arguments))
-    for dtype in (torch.float32, torch.bfloat16):
-        given = case().to(dtype)
-        linear_logprobs(given.hidden, given.weight.detach(), given.targets, mode="frozen", entropy=True)
-    assert asked == [False, True]
 
 
 @pytest.mark.parametrize(("keep", "products"), [(False, 3), (True, 2)])

@@ -149,9 +149,6 @@ def test_a_trainer_is_the_embedded_one(make_remote, make_trainer):
     outputs = [trainer.forward(data, "cross_entropy").result() for trainer in (remote, embedded)]
     for found, expected in zip(*(output.loss_fn_outputs for output in outputs), strict=True):
         assert np.array_equal(found["logprobs"].to_numpy(), expected["logprobs"].to_numpy())
-    # Beside a frozen weight a pass with a graph, as the server's, sums the entropy in another order: float32's rounding.
-    entropies = [output.metrics.pop("tokens/entropy") for output in outputs]
-    assert entropies[0] == pytest.approx(entropies[1], rel=1e-6, abs=0)
     assert outputs[0].metrics == pytest.approx(outputs[1].metrics, rel=1e-15, abs=0)
     assert remote.step == embedded.step == 1 and remote.max_length == embedded.max_length
     assert remote.digests().items() >= {key: embedded.digests()[key] for key in ("tokenizer", "chat_template")}.items()

@@ -8,7 +8,7 @@ one factor per row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -71,13 +71,10 @@ def scan(projection: Projection, tiling: Tiling, wanted: Wanted, kept: Tensor | 
     reference = torch.where(reference.abs() < NEAR_ZERO, 0, reference)
     if wanted.keep and kept is None:
         kept = _empty(projection, projection.num_rows * projection.vocabulary)
-    spared = _mixtures_tell_entropy(projection, wanted, reference)
-    sums = _walk(projection, tiling, replace(wanted, entropy=False) if spared else wanted, target_bits, reference, kept)
+    sums = _walk(projection, tiling, wanted, target_bits, reference, kept)
     if bool((sums.total > SAFE_SUM).any()):
-        reference, spared = torch.maximum(target_bits.amax(1), _maximum(projection, tiling)), False
+        reference = torch.maximum(target_bits.amax(1), _maximum(projection, tiling))
         sums = _walk(projection, tiling, wanted, target_bits, reference, kept)
-    if spared:
-        sums.weighted = _weighted(projection, sums)
     scores = _scores(projection, wanted, target_bits, reference, sums)
     if kept is not None:
         scores.kept = kept
@@ -86,24 +83,6 @@ def scan(projection: Projection, tiling: Tiling, wanted: Wanted, kept: Tensor | 
     if wanted.mixture:
         scores.kept = _mixtures(projection, wanted, scores, sums, reference)
     return scores
-
-
-def _mixtures_tell_entropy(projection: Projection, wanted: Wanted, reference: Tensor) -> bool:
-    """Whether ``sum of e bits`` need not be walked for: where bits are nothing but products, it is ``x . (sum of e w)``.
-
-    And where no row's reference is taken off them, which that sum would have to lose again. To ask a GPU for it makes it wait,
-    but spares it three passes over the logits.
-    """
-    asked = wanted.entropy and wanted.mixture and not wanted.entropy_mixture
-    bare = projection.softcap is None and projection.bias is None and projection.dtype == projection.work_dtype
-    return asked and bare and not bool(reference.any())
-
-
-def _weighted(projection: Projection, sums: _Sums) -> Tensor:
-    """``sum of e bits`` of every row, ``(N,)``, by the mixtures."""
-    pairs = zip(projection.pairs, sums.mixtures, strict=True)
-    products = torch.stack([(x * mixture).sum(1) for (x, _), mixture in pairs]).sum(0)
-    return products.mul_(projection.inner())
 
 
 def _walk(
