@@ -154,10 +154,11 @@ class Passes:
         self.count += 1
         places = inputs.places if len(tokens) == len(inputs.places) else inputs.places[tokens.rows()]
         narrowed = self._narrowed(places, inputs.input_ids.numel(), wanted)
-        everywhere, scored = inputs.places.to(self.model.device), places.to(self.model.device)  # before the GPU is at work
+        scored = places.to(self.model.device)  # before the GPU is at work, as what follows
+        everywhere = inputs.places.to(self.model.device) if wanted.router else None
         with by_layout(inputs.layout is not None), narrowed:
             hidden, router_logits = self.head.hidden_states(**arguments)
-        router = router_load(router_logits, everywhere, self._top_k) if wanted.router else None
+        router = None if everywhere is None else router_load(router_logits, everywhere, self._top_k)
         return hidden.reshape(-1, hidden.shape[-1])[scored], router
 
     def _narrowed(self, places: Tensor, total: int, wanted: Wanted) -> contextlib.AbstractContextManager[None]:

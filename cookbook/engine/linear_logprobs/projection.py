@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -124,7 +124,7 @@ class Projection:
 
     def _gatherable_slices(self) -> Iterator[slice]:
         width = max(weight.shape[1] for _, weight in self.pairs) * self.targets.shape[1]
-        step = max(1, GATHERED_VALUES.get(self.device.type, GATHERED_VALUES["cuda"]) // width)
+        step = max(1, of_device(GATHERED_VALUES, self.device) // width)
         return (slice(start, min(start + step, self.num_rows)) for start in range(0, self.num_rows, step))
 
     def _column(self, value: float) -> Tensor:
@@ -145,10 +145,9 @@ class Tiling:
 
     @classmethod
     def of(cls, projection: Projection, *, whole_rows: bool = False) -> Tiling:
-        device = projection.device.type
-        most = projection.num_rows if whole_rows else MAX_ROWS.get(device, MAX_ROWS["cuda"])
+        most = projection.num_rows if whole_rows else of_device(MAX_ROWS, projection.device)
         rows = max(1, min(projection.num_rows, most))
-        budget = projection.tile_bytes or TILE_BYTES.get(device, TILE_BYTES["cuda"])
+        budget = projection.tile_bytes or of_device(TILE_BYTES, projection.device)
         columns = budget // (projection.work_dtype.itemsize * rows) // COLUMN_STEP * COLUMN_STEP
         return cls(projection.num_rows, projection.vocabulary, rows, min(max(columns, COLUMN_STEP), projection.vocabulary))
 
@@ -232,6 +231,11 @@ class Block:
         return [
             (rows[a:b], ordered[a:b] - tile.start, order[a:b]) for tile, a, b in zip(tiles, cuts[:-1], cuts[1:], strict=True)
         ]
+
+
+def of_device(limits: Mapping[str, int], device: torch.device) -> int:
+    """The limit that holds there; every accelerator's is a GPU's."""
+    return limits.get(device.type, limits["cuda"])
 
 
 def part(buffer: Tensor, shape: tuple[int, int]) -> Tensor:

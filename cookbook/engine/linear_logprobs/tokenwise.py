@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cookbook.engine.linear_logprobs.api import LowRank, Operands, linear_logprobs, operands
 from cookbook.engine.linear_logprobs.gradient import Gradients, Upstream, add_gradients
-from cookbook.engine.linear_logprobs.projection import Tiling
+from cookbook.engine.linear_logprobs.projection import Tiling, of_device
 from cookbook.engine.linear_logprobs.scan import Wanted, scan
 from cookbook.errors import BackendError
 
@@ -155,7 +155,7 @@ def _joined(column: Sequence[Tensor | None]) -> Tensor | None:
 
 def _chunk_rows(given: Operands) -> int:
     least, most = CHUNK_ROWS
-    budget = CHUNK_BYTES.get(given.targets.device.type, CHUNK_BYTES["cuda"])
+    budget = of_device(CHUNK_BYTES, given.targets.device)
     return min(max(budget // (given.work_dtype.itemsize * len(given.weight)), least), most)
 
 
