@@ -1,13 +1,14 @@
-"""One process at a time in a folder. The kernel holds the lock, so a killed process leaves none behind."""
+"""Lock of a folder for one process. The operating system holds the lock, so a killed process leaves none behind."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+
+import filelock
 
 from cookbook.errors import ConfigError
 
@@ -18,24 +19,23 @@ NAME = ".lock"
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """While it is entered, nobody else can enter it for ``folder``, in this process or another.
+    """Hold the lock of ``folder``. A second attempt fails, in this process and in another.
 
-    The file stays: who removed it would take it from under a process that has just opened it.
+    The lock file stays: removing it would take it from under a process that has just opened it.
 
     Raises:
-        ConfigError: somebody else has entered it.
-        OSError: the file cannot be written.
+        ConfigError: the lock is held already.
+        OSError: the lock file cannot be written.
     """
     with (folder / NAME).open("a+", encoding="utf-8") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            owner = file.read().strip() or "unknown"
-            raise ConfigError(
-                f"out: another process (pid {owner}) is running in {folder}; wait for it or choose another folder"
-            ) from None
-        except OSError as error:  # some network drives have no locks; a run there is as good as it was without one
+            if not filelock.lock_descriptor(file.fileno(), blocking=False):
+                file.seek(0)
+                owner = file.read().strip() or "unknown"
+                raise ConfigError(
+                    f"out: another process (pid {owner}) is running in {folder}; wait for it or choose another folder"
+                )
+        except OSError as error:  # some network drives have no locks; refusing to run there would help less than a warning
             log.warning("out: %s cannot be locked (%s); start no second run in it", folder, error.strerror)
         try:
             file.truncate(0)
@@ -43,6 +43,6 @@ def held(folder: Path) -> Iterator[None]:
             file.flush()
             yield
         finally:
-            # Closing would leave it to a child process that has inherited the file.
+            # Closing alone would leave the lock to a child process that has inherited the file.
             with contextlib.suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_UN)
+                filelock.unlock_descriptor(file.fileno())

@@ -161,7 +161,7 @@ def _kept(status: Status) -> Iterator[None]:
 def _entered(folder: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            atomic.make_folders(folder)
             stack.enter_context(lock.held(folder))
         except OSError as error:
             raise _unwritable(folder, error) from None

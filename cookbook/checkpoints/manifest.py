@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+from cookbook import atomic
 from cookbook.errors import CheckpointError
 
 NAME = "checkpoint.json"
@@ -21,9 +21,8 @@ def write(folder: Path, facts: dict[str, Any]) -> None:
     manifest = folder / NAME
     stated = {"format": FORMAT, **facts, "files": files}
     manifest.write_text(json.dumps({**stated, "digest": _digest_of(stated)}, indent=2) + "\n")
-    for path in [*(folder / name for name in files), manifest]:
-        sync(path)
-    sync(folder)
+    for path in [*folder.rglob("*"), folder]:
+        atomic.sync(path)
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -74,12 +73,3 @@ def _digest(path: Path) -> str:
         while block := file.read(READ_BYTES):
             sha.update(block)
     return sha.hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Forces a file or a folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

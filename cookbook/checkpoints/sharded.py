@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from cookbook.checkpoints import manifest, ranks
+from cookbook import atomic
+from cookbook.checkpoints import ranks
 
 # What DCP says of every save and load in a single process.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -92,7 +93,7 @@ class _Writer(HuggingFaceStorageWriter):
             places = {item.index.fqn: {"saved_offsets": list(_written(item).chunk.offsets)} for item in items}
             # One key and no second, such as "format": safetensors writes those in any order, and equal states are equal files.
             save_file(tensors, path, metadata={"DCP_SHARDING_INFO": json.dumps(places)})
-            manifest.sync(path)  # by the rank that wrote it: from another machine nobody could
+            atomic.sync(path)  # by the rank that wrote the file: another machine cannot force it to this disk
             results += [WriteResult(item.index, tensors[item.index.fqn].nbytes, path.name) for item in items]
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from safetensors import SafetensorError
 from torch import Tensor
 
+from cookbook import atomic
 from cookbook.checkpoints import manifest, ranks
 from cookbook.checkpoints.cadence import Cadence, Progress
 from cookbook.engine.engine import Engine, EngineOptions
@@ -125,7 +126,8 @@ def _begin(aside: Path, folder: Path, overwrite: bool) -> None:
     if folder.exists() and not overwrite:
         raise CheckpointError(f"{folder}: exists already; choose another name")
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    atomic.make_folders(folder.parent)
+    aside.mkdir()
 
 
 def _write(engine: Trained, folder: Path, *, state: bool, facts: Mapping[str, Any], shard_bytes: int) -> None:
@@ -154,7 +156,7 @@ def _publish(aside: Path, folder: Path) -> None:
         if old.exists():
             old.rename(folder)
         raise
-    manifest.sync(folder.parent)
+    atomic.sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 

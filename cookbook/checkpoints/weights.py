@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -118,7 +119,9 @@ def in_parallel(work: Callable[[T], R], items: Iterable[T], sizes: Iterable[int]
     """
     todo = list(items)
     order = sorted(range(len(todo)), key=list(sizes).__getitem__, reverse=True)
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    # macOS has no affinity.
+    num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    with ThreadPoolExecutor(num_cores) as pool:
         found = dict(zip(order, pool.map(lambda place: work(todo[place]), order), strict=True))
     return [found[place] for place in range(len(todo))]
 

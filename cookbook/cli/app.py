@@ -391,6 +391,8 @@ def _refuse(message: str) -> int:
 
 def main() -> None:
     """The entry point of the installed command."""
+    if sys.platform == "win32":
+        sys.exit(_refuse("cookbook runs on Linux and macOS; on Windows, install it in WSL (wsl --install)"))
     if sys.argv[1:2] == ["train"]:
         gc.disable()  # start-up makes a million objects that stay, and looking through them took a fifth of it
     code = run(sys.argv[1:])

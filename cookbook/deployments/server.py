@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -86,7 +87,12 @@ def environment(options: Options, packages: Path) -> Mapping[str, str]:
 
 
 def check_python(python: str) -> None:
-    """Raises ConfigError when it is no Python that has vLLM."""
+    """Raises ConfigError if this system cannot run vLLM servers, or ``python`` has no vLLM."""
+    # :func:`birth` reads /proc to tell a server's process from a later one with the same number.
+    if sys.platform != "linux":
+        raise ConfigError(
+            "deployment: vLLM servers are started on Linux only; start one there and set deployment.url=http://..."
+        )
     try:
         found = subprocess.run(
             [python, "-c", "import importlib.util as u; print(u.find_spec('vllm') is not None)"],

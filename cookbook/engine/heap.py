@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 
 # From malloc.h.
 TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8
@@ -25,7 +26,7 @@ def keep_freed_memory() -> bool:
     Source: mallopt(3).
     """
     own_settings = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    if own_settings or not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"):
+    if own_settings or sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"):
         return False
     mallopt = ctypes.CDLL(None).mallopt
     takes_blocks = any(mallopt(MMAP_THRESHOLD, size) for size in LARGEST_BLOCKS)

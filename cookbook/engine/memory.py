@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
+import psutil
 import torch
 
 from cookbook.engine.head import OutputHead
@@ -12,7 +11,6 @@ from cookbook.engine.saved import SavedBytes
 from cookbook.engine.update_rules import UpdateRule, state_bytes
 
 TRIAL_TOKENS = 32
-MEMINFO = Path("/proc/meminfo")
 SHARE = 0.8  # of the free memory; what the backward pass makes for a moment, and other processes, get the rest
 
 
@@ -44,10 +42,7 @@ def bytes_per_token(model: LanguageModel, head: OutputHead) -> float:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What can still be allocated on ``device``; on the CPU without swapping."""
+    """Bytes that can still be allocated on ``device``; on the CPU without swapping."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    if not MEMINFO.exists():
-        return 1 << 62  # a system that does not say
-    line = next(line for line in MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:"))
-    return int(line.split()[1]) << 10
+    return int(psutil.virtual_memory().available)

@@ -92,7 +92,7 @@ class Catalogue:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        atomic.make_folders(folder)
 
     # ---- runs ----------------------------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ class Catalogue:
 
     def add_run(self, facts: RunFacts) -> None:
         folder = self.run_folder(facts.run_id)
-        (folder / _FACTS).mkdir(parents=True, exist_ok=True)
+        atomic.make_folders(folder / _FACTS)
         atomic.write_text(folder / _RUN_FILE, json.dumps(asdict(facts), indent=2) + "\n")
 
     def run(self, run_id: str) -> RunFacts:

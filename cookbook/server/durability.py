@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from cookbook import atomic
 from cookbook.server.errors import Refused
 from cookbook.server.log import FULL, Log, NoLog
 from cookbook.server.records import Record
@@ -29,7 +30,7 @@ class Durability:
         self.folder = out / "sessions"
         self.level = level
         if level != "off":
-            self.folder.mkdir(parents=True, exist_ok=True)
+            atomic.make_folders(self.folder)
 
     @property
     def is_on(self) -> bool:
@@ -77,12 +78,18 @@ class Durability:
         """
         aside = place.with_name(f".{place.name}.tmp")
         try:
+            atomic.make_folders(place.parent)
             shutil.rmtree(aside, ignore_errors=True)
             for path in _files(saved):
                 copy = aside / path.relative_to(saved)
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 _link(path, copy)
+            if self.level == "synced":
+                for path in [*aside.rglob("*"), aside]:
+                    atomic.sync(path)
             aside.rename(place)
+            if self.level == "synced":
+                atomic.sync(place.parent)
         except OSError as error:
             shutil.rmtree(aside, ignore_errors=True)
             raise Refused(FULL, f"{place}: could not be written: {error.strerror}; free some space") from None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from cookbook import atomic
 from cookbook.server.errors import Refused
 from cookbook.server.observed import event
 from cookbook.server.records import MAGIC, Record, encoded, read
@@ -94,7 +95,7 @@ class Log:
     def turn(self) -> int:
         """The next record begins a new file; returns its number."""
         if self._file is not None and self._forced:
-            os.fdatasync(self._file.fileno())
+            atomic.sync_descriptor(self._file.fileno())
         self._safe = self._appended
         self._file = None
         return self.next_number
@@ -122,14 +123,14 @@ class Log:
 
     def _open(self) -> None:
         number = self.next_number
-        self.folder.mkdir(parents=True, exist_ok=True)
+        atomic.make_folders(self.folder)
         path = self.folder / _NAME.format(number)
         self._file = path.open("xb", buffering=0)
         self.files.append(LogFile(number, path))
         try:
             self._write(MAGIC + encoded(self.opening))
             if self._forced:
-                _force_names(self.folder)
+                atomic.sync(self.folder)
         except OSError:
             self._file = None
             self.drop(self.files[-1])
@@ -154,7 +155,7 @@ class Log:
         appended, file = self._appended, self._file
         try:
             if file is not None:
-                await asyncio.to_thread(lambda: os.fdatasync(file.fileno()))
+                await asyncio.to_thread(lambda: atomic.sync_descriptor(file.fileno()))
         except OSError as error:
             raise Refused(FULL, f"{self.folder}: the request could not be forced to the disk: {error.strerror}") from None
         finally:
@@ -177,11 +178,3 @@ class NoLog(Log):
 
 def _paths(folder: Path) -> list[Path]:
     return list(folder.glob(_NAME.format(0).replace("000000", "*")))
-
-
-def _force_names(folder: Path) -> None:
-    """A file may be on the disk and its name not."""
-    for place in (folder, folder.parent):
-        descriptor = os.open(place, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import uvicorn
 
-from cookbook import lock
+from cookbook import atomic, lock
 from cookbook.backends.local import LocalConfig
 from cookbook.engine.model import ModelConfig
 from cookbook.errors import ConfigError
@@ -32,7 +32,7 @@ def serve(model: ModelConfig, backend: LocalConfig, server: ServerConfig, *, see
         BackendError: the model cannot be loaded.
     """
     server.api_keys()  # before anything slow
-    out.mkdir(parents=True, exist_ok=True)
+    atomic.make_folders(out)
     alone = contextlib.nullcontext() if server.durability == "off" else lock.held(out)
     with alone, listening(server) as listener:
         host = Host(model, backend, seed=seed, names=tuple(server.names), graph_bytes=server.graph_bytes)
