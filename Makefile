@@ -17,7 +17,7 @@ TORCH_INDEX ?= $(shell if ! command -v nvidia-smi >/dev/null && $(PYTHON) -c '$(
 	echo $(CPU_BUILDS); fi)
 TORCH = $(TORCH_INDEX:%=--extra-index-url=%) torch
 
-.PHONY: help setup train test test-slow kills long-run vllm test-vllm parity tinker-cookbook bench bench-gpu bench-peers lint types check data tiny-model wheel clean
+.PHONY: help setup train test test-slow kills mutants long-run vllm test-vllm parity tinker-cookbook bench bench-gpu bench-peers lint types check data tiny-model wheel clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -46,6 +46,9 @@ test-slow: $(VENV)/tools ## Learning runs over seeds, the installed wheel, the s
 
 kills: $(VENV)/tools ## Kill runs of all recipes 120 times and compare what comes out: some five minutes
 	$(BIN)/python tests/kills.py --kills 120
+
+mutants: $(VENV)/tools ## Break the code line by line and see that a test notices: some ten minutes
+	$(BIN)/python tests/mutants.py
 
 long-run: $(VENV)/tools ## 5,000 steps of GRPO, watched for what grows: some five minutes
 	$(BIN)/python benchmarks/long_run.py

@@ -1,0 +1,189 @@
+"""What a run hands to its parts: learning rates, seeds and weights of the right step, recomputed by hand."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+
+import pytest
+import tiny
+import torch
+from runtools import SMALL, here, rows, train, write  # noqa: F401 - here is a fixture
+
+from cookbook import rollout
+from cookbook.backends.local import LocalTrainer
+from cookbook.data import RenderedPrompt, Row
+from cookbook.losses import CrossEntropy
+from cookbook.rollout import Group
+from cookbook.types import AdamParams, Sample
+
+pytestmark = pytest.mark.usefixtures("here")
+
+
+def test_every_step_has_its_own_learning_rate(monkeypatch):
+    """Warm-up over four steps: a quarter, a half, three quarters, all of it, from the first update on."""
+    real, given = LocalTrainer.optim_step, []
+
+    def recording(trainer, adam_params, *args):
+        given.append(adam_params.learning_rate)
+        return real(trainer, adam_params, *args)
+
+    monkeypatch.setattr(LocalTrainer, "optim_step", recording)
+    words = ["recipe.steps=5", "optim.lr=1e-3", "schedule=constant", "schedule.warmup_steps=4"]
+    assert train(*SMALL["sft"], *words, "out=run") == 0
+    expected = [1e-3 * share for share in (0.25, 0.5, 0.75, 1.0, 1.0)]
+    assert given == pytest.approx(expected, rel=1e-15)
+    assert [row["optim/lr"] for row in rows("run") if row["step"]] == pytest.approx(expected, rel=1e-15)
+
+
+def test_an_update_uses_the_learning_rate_it_was_given(make_trainer):
+    """Adam's first step moves every weight by the learning rate, whatever the gradient; a later one by the later rate."""
+    trainer = make_trainer()
+    moved = []
+    for lr in (1e-3, 0.0, 5e-4):
+        before = {name: one.detach().clone() for name, one in trainer.engine.model.trainable()}
+        trainer.forward_backward(tiny.datums(), "cross_entropy")
+        trainer.optim_step(AdamParams(learning_rate=lr, beta1=0.0, beta2=0.0, eps=1e-30)).result()
+        steps = [(one.detach() - before[name]).abs() for name, one in trainer.engine.model.trainable()]
+        moved.append(max(float(one.max()) for one in steps))
+    # Without moments the step is lr times the gradient's sign; weights near 1 are rounded to 6e-8.
+    assert moved == pytest.approx([1e-3, 0.0, 5e-4], abs=2e-7)
+
+
+def test_every_step_samples_with_its_own_seed():
+    """Same weights, same prompts: equal samples would teach the same thing again and again."""
+    write("zero.py", "def zero(completion, row):\n    return 0.0 if len(completion) % 2 else 1e-9\n")
+    words = ["recipe.steps=3", "recipe.prompts_per_step=4", "data.limit=4", "data.shuffle=false", "optim.lr=1e-30"]
+    words += ["model.random=true", "rollout.log_samples=16", "eval.every=null"]
+    assert train(*SMALL["grpo"], *words, "reward=python", "reward.target=zero.py:zero", "out=run") == 0
+    drawn = {}
+    for row in rows("run", "samples.jsonl"):
+        if row.get("split") != "eval":
+            drawn.setdefault(row["step"], []).append((row["prompt"], row["completion"]))
+    assert sorted(drawn) == [1, 2, 3]
+    assert [prompt for prompt, _ in drawn[1]] == [prompt for prompt, _ in drawn[2]] == [prompt for prompt, _ in drawn[3]]
+    completions = [[completion for _, completion in drawn[step]] for step in (1, 2, 3)]
+    assert completions[0] != completions[1] != completions[2] != completions[0]
+    # Nor do the prompts of a step share draws: from nearly uniform fresh weights two of 16 would hardly ever be the same.
+    assert len(set(completions[0])) == len(completions[0])
+
+
+def test_every_pass_of_every_step_drops_by_a_mask_of_its_own(make_engine):
+    """Same weights and data at every pass, so that only the masks make a difference; the same ones when a run is repeated."""
+
+    def gradients():
+        engine = make_engine(lora_rank=4, lora_dropout=0.5)
+        found = []
+        for _ in range(2):
+            before = 0.0
+            for _ in range(2):
+                engine.forward_backward(tiny.datums(), CrossEntropy())
+                total = torch.cat([one.grad.flatten() for _, one in engine.model.trainable()])
+                found.append(total - before)
+                before = total
+            engine.optim_step(AdamParams(learning_rate=0.0), None)
+        return found
+
+    first, again = gradients(), gradients()
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    for place, one in enumerate(first):
+        # Half of what goes into the adapter is dropped: gradients of two masks differ by more than their own size.
+        assert all((one - other).norm() > 0.3 * one.norm() for other in first[:place])
+
+
+def test_metrics_of_rollouts_are_what_they_are_called():
+    """One of four completions was cut off; lengths 1, 2, 3 and 6."""
+
+    def sample(length, reason):
+        return Sample([5] * length, [-1.0] * length, reason, 0)
+
+    prompt = RenderedPrompt([1], Row("here:1", {}), "", "")
+    groups = [
+        Group(prompt, [sample(1, "stop"), sample(2, "stop")], ["", ""], [0.0, 1.0]),
+        Group(prompt, [sample(3, "stop"), sample(6, "length")], ["", ""], [1.0, 1.0]),
+    ]
+    found = rollout.metrics(groups)
+    assert found["rollout/truncated_frac"] == 0.25
+    assert found["rollout/completion_tokens_mean"] == 3.0
+    assert found["rollout/completion_tokens_max"] == 6.0
+    assert found["rollout/tokens"] == 12.0
+    assert found["reward/mean"] == 0.75
+    assert found["reward/frac_groups_without_spread"] == 0.5
+
+
+def test_the_lag_of_samples_is_told_in_optimizer_steps():
+    write("dice.py", "def odd(completion, row):\n    return sum(map(ord, completion)) % 2\n")
+    words = ["reward=python", "reward.target=dice.py:odd", "recipe.steps=5", "weight_sync.every=3"]
+    assert train(*SMALL["grpo"], *words, "out=run") == 0
+    assert [row["sync/version_lag"] for row in rows("run") if row["step"]] == [0, 1, 2, 0, 1]
+
+
+# ---- what must not be deleted ----------------------------------------------------------------------------------------
+
+
+def test_weights_on_the_server_stay_while_a_sampler_holds_them(tiny_folder, tmp_path):
+    """Hosted servers keep nothing but what is saved there, so that deleting it would end the sampler."""
+    pytest.importorskip("tinker")
+    import servertools
+
+    from cookbook.backends.remote.config import RemoteConfig
+    from cookbook.engine.model import ModelConfig
+    from cookbook.errors import CheckpointError
+    from cookbook.server.catalogue import Address
+
+    with servertools.running(tiny_folder, tmp_path / "server") as server:
+        config = RemoteConfig(server.url, patience_s=30.0)
+        trainer = config.make_trainer(ModelConfig(str(tiny_folder), lora_rank=2), seed=0, folder=tmp_path / "checkpoints")
+        try:
+            sampler = trainer.lagging_sampler(0).result()
+            (saved,) = trainer._books._samplers
+            trainer.save_state("one").result()
+            server.service.catalogue.find(Address.parse(saved))  # raises if it is gone
+            del sampler
+            gc.collect()
+            trainer.save_state("two").result()
+            with pytest.raises(CheckpointError):
+                server.service.catalogue.find(Address.parse(saved))
+        finally:
+            trainer.close()
+
+
+def test_a_published_sampler_outlives_the_states_saved_after_it(tiny_folder, tmp_path):
+    """It has its weights from the run as it was; the state that a restart begins from has others."""
+    pytest.importorskip("tinker")
+    import servertools
+    from test_server_durability import Client, passing, stepping
+
+    with servertools.running(tiny_folder, tmp_path / "out", names=["tiny"], checkpoint_s=1e-9) as server:
+        client = Client(server)
+        run = client.run()
+        asked = {"model_id": run, "seq_id": 1, "sampling_session_seq_id": 0}
+        published = json.loads(client.result("save_weights_for_sampler", asked))["sampling_session_id"]
+        for number in (2, 4, 6):
+            client.result("forward_backward", passing(run, number, number))
+            client.result("optim_step", stepping(run, number + 1))
+        _wait_for(lambda: (server.service.states[run].newest or 0) > 2)
+        drawn = client.sample(published, 0, seed=3)
+        newest = {"model_id": run, "seq_id": 8, "sampling_session_seq_id": 1}
+        current = json.loads(client.result("save_weights_for_sampler", newest))["sampling_session_id"]
+        assert client.sample(current, 0, seed=3) != drawn
+    with servertools.running(tiny_folder, tmp_path / "out", names=["tiny"]) as server:
+        assert Client(server, client.session).sample(published, 1, seed=3) == drawn
+
+
+def _wait_for(happened):
+    deadline = time.monotonic() + 30
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_every_mutant_still_fits_the_code():
+    """``python tests/mutants.py`` runs them, which takes minutes; here only that it could."""
+    import mutants
+
+    for name, old, new, tests in mutants.MUTANTS:
+        assert (mutants.ROOT / "cookbook" / name).read_text().count(old) == 1, (name, old)
+        assert old != new
+        assert all((mutants.ROOT / test).is_file() for test in tests.split())
