@@ -24,8 +24,10 @@ _HOMES = {
     "SamplingParams": "cookbook.types",
     "TensorData": "cookbook.types",
     "datum_from_tokens_weights": "cookbook.types",
-    "FusedOutputLoss": "cookbook.engine.fused_loss",
+    "FusedOutputLoss": "cookbook.protocols",
+    "TargetLogprobs": "cookbook.protocols",
     "LinearCrossEntropyLoss": "cookbook.engine.fused_loss",
+    "without_logits": "cookbook.engine.fused_loss",
     "CookbookError": "cookbook.errors",
     "Hook": "cookbook.hooks",
     "Loss": "cookbook.losses",
@@ -45,10 +47,11 @@ __all__ = ["__version__", *_HOMES, *sorted(_MODULES)]
 
 if TYPE_CHECKING:
     from cookbook import advantages, errors, losses, schedules, types
-    from cookbook.engine.fused_loss import FusedOutputLoss, LinearCrossEntropyLoss
+    from cookbook.engine.fused_loss import LinearCrossEntropyLoss, without_logits
     from cookbook.errors import CookbookError
     from cookbook.hooks import Hook
     from cookbook.losses import CISPO, DFT, DPO, DRO, GRPO, ORPO, PPO, CrossEntropy, ImportanceSampling, Loss
+    from cookbook.protocols import FusedOutputLoss, TargetLogprobs
     from cookbook.service import SamplingClient, ServiceClient, TrainingClient
     from cookbook.types import (
         AdamParams,

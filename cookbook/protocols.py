@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from cookbook.engine.model import ModelConfig
     from cookbook.futures import Future
 
+    TargetScores = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+    """Log-probabilities, or ``(logprobs, entropy, hit)``: see :class:`TargetLogprobs`."""
+
     LossFn = Callable[[Sequence[Datum], list[torch.Tensor]], tuple[torch.Tensor, Mapping[str, float]]]
     """``loss_fn(data, logprobs) -> (scalar, metrics)``; ``logprobs[i]`` has the shape of ``data[i]``'s targets, ``(T,)``."""
 
@@ -133,6 +136,69 @@ class Backend(Protocol):
         Raises:
             CookbookError: the model cannot be had.
         """
+        ...
+
+
+class TargetLogprobs(Protocol):
+    """The output layer of a language model as a function: from hidden states to the log-probabilities of given tokens.
+
+    With ``N`` tokens, hidden size ``H`` and vocabulary ``V``: ``log softmax(z / temperature)`` at ``targets``, where ``z`` is
+    ``scale * (hidden weight^T + bias)``, or with a soft cap ``c``, ``c * tanh(scale * (hidden weight^T + bias) / c)``.
+    """
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        *,
+        bias: torch.Tensor | None,
+        scale: float,
+        softcap: float | None,
+        temperature: torch.Tensor | None,
+    ) -> TargetScores | None:
+        """Return the log-probabilities, in the shape of ``targets``, or ``(logprobs, entropy, hit)``.
+
+        ``hidden`` ``(N, H)`` and ``weight`` ``(V, H)``, of one dtype; ``bias`` ``(V,)``; ``targets`` ``(N,)`` or ``(N, K)``
+        int64, in ``[0, V)``; ``temperature`` ``(N,)`` positive, None is 1. N may be 0.
+
+        ``logprobs``: float32, float64 if ``weight`` is; differentiable by those of ``hidden``, ``weight`` and ``bias`` that
+        require a gradient. ``entropy`` ``(N,)``: nats, floating point. ``hit`` ``(N,)``: bool, whether no token is likelier
+        than the (first) target. The trainer computes an entropy or a hit that is None itself, with a second pass over the
+        output layer; it needs them for metrics alone.
+
+        None: these arguments are not supported, and the trainer computes the log-probabilities itself, with one warning.
+        """
+        ...
+
+
+@runtime_checkable
+class FusedOutputLoss(Protocol):
+    """An output layer that is fused with its loss. A class of this kind is constructed with the output layer alone.
+
+    The embedded trainer calls ``target_logprobs`` only; other trainers (``transformers.Trainer``) call the object itself.
+    """
+
+    def __call__(self, hidden_states: Any, labels: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss, a scalar with its graph; ``labels`` ``(B, T)``, not shifted, -100 at tokens to ignore."""
+        ...
+
+    def forward_logits(self, hidden_states: Any) -> torch.Tensor:
+        """Return the logits ``(B, T, V)``, for inference."""
+        ...
+
+    def target_logprobs(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        *,
+        bias: torch.Tensor | None,
+        scale: float,
+        softcap: float | None,
+        temperature: torch.Tensor | None,
+    ) -> TargetScores | None:
+        """Arguments and result of :class:`TargetLogprobs`."""
         ...
 
 

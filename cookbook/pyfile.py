@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from cookbook import paths
 from cookbook.errors import ConfigError
@@ -42,3 +43,23 @@ def run_beside(path: Path, name: str) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     return run(path, name)
+
+
+def named(target: str, where: str, *, signature: str) -> Any:
+    """The function or class that ``file.py:name`` names; the path is relative to the current folder.
+
+    ``where`` is the configuration key of ``target``. ``signature`` completes the error for a missing name.
+
+    Raises:
+        ConfigError: the file or the name does not exist, or the file cannot be imported. What else the file raises stays.
+    """
+    path, _, name = target.rpartition(":")
+    if not path or not name:
+        raise ConfigError(f"{where}: expected file.py:function, got {target!r}")
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"{where}: {path} does not exist in {Path.cwd()}; give file.py:function")
+    found = getattr(run_beside(file, f"cookbook_{where.replace('.', '_')}_{file.stem}"), name, None)
+    if not callable(found):
+        raise ConfigError(f"{where}: {path} has no function {name!r}; define {name}{signature}")
+    return found

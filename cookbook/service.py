@@ -10,7 +10,7 @@ import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +20,7 @@ from cookbook.backends.homes import AnySampler, Trainer
 from cookbook.backends.info import ModelInfo
 from cookbook.backends.local import LocalConfig
 from cookbook.backends.remote.config import RemoteConfig
+from cookbook.engine.linear_logprobs import HeadImpl
 from cookbook.engine.model import ModelConfig
 from cookbook.errors import ConfigError
 from cookbook.futures import Future
@@ -196,6 +197,8 @@ class ServiceClient(_AsyncTwins):
         base_url: of a server (``cookbook serve``, hosted Tinker); None trains in this process.
         checkpoint_dir: where ``save_state`` and ``save_weights_for_sampler`` write; of a server's checkpoints, where they are.
         backend: how the embedded trainer computes; the default suits a laptop. Or a server in more detail than ``base_url``.
+        head_impl: how the embedded trainer computes log-probabilities: a name of ``backend.head_impl``, ``file.py:name``, or a
+            :class:`~cookbook.protocols.TargetLogprobs` or :class:`~cookbook.protocols.FusedOutputLoss` of your own.
         tinker_options: what Tinker's client takes beside these (``user_metadata``, ...) is not used; the API key of a server
             comes from the environment.
 
@@ -210,12 +213,17 @@ class ServiceClient(_AsyncTwins):
         base_url: str | None = None,
         checkpoint_dir: str | Path = "checkpoints",
         backend: LocalConfig | RemoteConfig | None = None,
+        head_impl: HeadImpl | None = None,
         **tinker_options: Any,
     ) -> None:
         _refuse_others(ServiceClient, tinker_options, OF_A_SESSION)
         if base_url is not None and backend is not None:
             raise ConfigError(f"base_url: give it or a backend, got both; leave base_url={base_url!r} out, or backend")
         config = RemoteConfig(base_url) if base_url is not None else backend or LocalConfig(all_logprobs=True)
+        if head_impl is not None:
+            if isinstance(config, RemoteConfig):
+                raise ConfigError("head_impl: is for the embedded trainer; set backend.head_impl where the server is started")
+            config = replace(config, head_impl=head_impl)
         self._home = config.home(Path(checkpoint_dir))
         self._trainers: weakref.WeakValueDictionary[int, Trainer] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()  # the trainers', in the order of making

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import importlib.util
 import logging
 from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from cookbook.engine.fused_loss import FusedOutputLoss, LinearCrossEntropyLoss, hidden_states_of
+from cookbook.engine.fused_loss import FusedOutputLoss, LinearCrossEntropyLoss, hidden_states_of, without_logits
 from cookbook.engine.linear_logprobs import implementations, low_rank_of
 from cookbook.errors import ConfigError
 
@@ -120,20 +123,139 @@ def test_labels_must_match():
         LinearCrossEntropyLoss(torch.nn.Linear(4, 9))(HIDDEN, torch.zeros(2, 4, dtype=torch.long))
 
 
-@pytest.mark.parametrize("options", [{"impl": "fast"}, {"chunk_size": 0}])
-def test_options_are_checked(options):
-    with pytest.raises(ConfigError):
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        (-1, r"labels\[1, 3\]: must be a token of the vocabulary, in \[0, 9\), or the ignore index -100, got -1; pass -100"),
+        (9, r"labels\[1, 3\]: .* got 9;"),
+        (1 << 40, r"labels\[1, 3\]: .* got 1099511627776;"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["linear", "other"])
+def test_a_label_outside_the_vocabulary_is_an_error(label, message, kind):
+    layer = torch.nn.Linear(4, 9) if kind == "linear" else Doubled(4, 9)
+    labels = torch.randint(0, 9, (2, 5))
+    labels[0, 1:3] = -100
+    LinearCrossEntropyLoss(layer)(HIDDEN, labels)
+    labels[1, 3] = label
+    with pytest.raises(ValueError, match=message):
+        LinearCrossEntropyLoss(layer)(HIDDEN, labels)
+
+
+@pytest.mark.parametrize("labels", [None, torch.zeros(2, 5), torch.zeros(2, 5, dtype=torch.bool)])
+def test_labels_are_whole_numbers(labels):
+    with pytest.raises(ConfigError, match="^labels: "):
+        LinearCrossEntropyLoss(torch.nn.Linear(4, 9))(HIDDEN, labels)
+
+
+def test_labels_may_be_int32():
+    layer, labels = torch.nn.Linear(4, 9), torch.randint(0, 9, (2, 5))
+    assert LinearCrossEntropyLoss(layer)(HIDDEN, labels.int()) == LinearCrossEntropyLoss(layer)(HIDDEN, labels)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"impl": "fast"}, "impl: must be one of auto, pytorch, torch_compile, cce, or file.py:name, got 'fast'"),
+        ({"chunk_size": 0}, "chunk_size: must be at least 1"),
+        ({"filter_eps": "auto"}, "impl: auto has no option 'filter_eps'"),
+        ({"impl": "cce", "filter_epsilon": 0.1}, r"impl: cce has no option 'filter_epsilon' \(it has filter_eps\)"),
+        ({"impl": "cce", "filter_eps": 2.0}, "filter_eps: expected null, auto, high or a number between 0 and 1, got 2.0"),
+    ],
+)
+def test_options_are_checked(options, message):
+    with pytest.raises(ConfigError, match=message):
         LinearCrossEntropyLoss(torch.nn.Linear(4, 9), **options)
 
 
-@pytest.mark.parametrize("impl", ["cce", "torch_compile"])
-def test_what_cannot_run_falls_back_with_one_warning(caplog, impl):
+def test_weight_and_bias_are_the_layers_own():
+    layer = torch.nn.Linear(4, 9)
+    loss = LinearCrossEntropyLoss(layer, impl="cce", chunk_size=64, filter_eps="auto")
+    assert loss.weight is layer.weight
+    assert loss.bias is layer.bias
+    layer.weight = torch.nn.Parameter(torch.zeros(9, 4))
+    assert loss.weight is layer.weight
+    assert LinearCrossEntropyLoss(torch.nn.Linear(4, 9, bias=False)).bias is None
+
+
+def test_a_missing_package_falls_back_with_one_warning(caplog):
+    if importlib.util.find_spec("cut_cross_entropy"):
+        pytest.skip("cut-cross-entropy is installed")
     implementations._cannot.cache_clear()
     layer, labels = torch.nn.Linear(4, 9, bias=False), torch.randint(0, 9, (2, 5))
     with caplog.at_level(logging.WARNING, logger="cookbook"):
-        losses = [LinearCrossEntropyLoss(layer, impl=impl)(HIDDEN, labels) for _ in range(2)]
+        losses = [LinearCrossEntropyLoss(layer, impl="cce")(HIDDEN, labels) for _ in range(2)]
     assert losses[0] == LinearCrossEntropyLoss(layer)(HIDDEN, labels)
-    assert [record.message.split()[0] for record in caplog.records] == [f"impl={impl}"]
+    assert [record.message for record in caplog.records] == [
+        "impl=cce does not run here: the package is not installed (pip install cut-cross-entropy); impl=pytorch is used instead"
+    ]
+
+
+@pytest.mark.parametrize("num_items", [7, 7.0, torch.tensor(7)])
+@pytest.mark.parametrize("kind", ["linear", "other", "supplied"])
+def test_num_items_in_batch_divides_the_sum(num_items, kind):
+    layer = Doubled(4, 9) if kind == "other" else torch.nn.Linear(4, 9)
+    loss = LinearCrossEntropyLoss(layer, impl=plain if kind == "supplied" else "auto")
+    labels = torch.randint(0, 9, (2, 5))
+    labels[0, :3] = -100
+    assert loss(HIDDEN, labels, num_items_in_batch=num_items).item() == pytest.approx(loss(HIDDEN, labels).item() * 6 / 7)
+
+
+def plain(hidden, weight, targets, *, bias, scale, softcap, temperature):
+    return (scale * (hidden @ weight.T + bias)).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+
+
+def trained(model, tmp_path, accumulation, **options):
+    """Losses and weights of three steps of transformers' own Trainer, on rows with different numbers of labels."""
+    draw = torch.Generator().manual_seed(3)
+    rows = []
+    for index in range(6 * accumulation):
+        tokens = torch.randint(1, 97, (11,), generator=draw)
+        rows.append({"input_ids": tokens, "labels": tokens.masked_fill(torch.arange(11) < 2 + index % 7, -100)})
+    arguments = TrainingArguments(
+        str(tmp_path),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=accumulation,
+        max_steps=3,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = Trainer(model, arguments, train_dataset=rows, **options)
+    trainer.train()
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row], list(model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("logits", [True, False])
+def test_it_is_a_loss_of_transformers_trainer(model, tmp_path, accumulation, logits, capsys):
+    model = model.float()
+    mine = copy.deepcopy(model)
+    losses, weights = trained(model, tmp_path, accumulation)
+    if logits:
+        mine.config.output_hidden_states = True
+    with contextlib.nullcontext() if logits else without_logits(mine):
+        found, moved = trained(mine, tmp_path, accumulation, compute_loss_func=fused(mine))
+    assert len(found) == 3
+    assert found == pytest.approx(losses, rel=1e-5)
+    for ours, theirs in zip(moved, weights, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_a_model_without_its_logits(model, batch):
+    tokens, labels = batch
+    hidden = model.model(tokens).last_hidden_state
+    with without_logits(model):
+        output = model(tokens)
+    assert output.logits.shape == (3, 1, 97)
+    assert torch.equal(hidden_states_of(output), hidden)
+    assert torch.equal(fused(model)(output, labels), fused(model)(hidden, labels))
+    assert model(tokens).logits.shape == (3, 11, 97)
+    assert model(tokens).hidden_states is None
 
 
 def test_another_implementation_takes_its_place():

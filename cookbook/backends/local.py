@@ -19,7 +19,7 @@ from cookbook.backends.sampling import LocalSampler, SampleQueue
 from cookbook.backends.worker import Worker, explained
 from cookbook.checkpoints import chain, store
 from cookbook.engine.engine import Engine, EngineOptions
-from cookbook.engine.linear_logprobs.implementations import IMPLEMENTATIONS
+from cookbook.engine.linear_logprobs.implementations import CCE, HeadImpl, check_filter_eps, resolve
 from cookbook.engine.model import LanguageModel, ModelConfig, load
 from cookbook.engine.planning import PACKINGS
 from cookbook.engine.shared import SharedBase
@@ -56,7 +56,8 @@ class LocalConfig:
     shared_prompts: bool = True
     fused_layers: bool = True
     trim_last_layer: bool = True
-    head_impl: str = "auto"
+    head_impl: HeadImpl = "auto"
+    cce_filter_eps: float | str | None = None
     activation_checkpointing: bool | str = "auto"
     activation_offloading: bool = False
     optimizer: str = "adamw"
@@ -68,8 +69,12 @@ class LocalConfig:
     def __post_init__(self) -> None:
         if self.packing not in PACKINGS:
             raise ConfigError(f"backend.packing: expected one of {', '.join(PACKINGS)}, got {self.packing!r}")
-        if self.head_impl not in IMPLEMENTATIONS:
-            raise ConfigError(f"backend.head_impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {self.head_impl!r}")
+        self._head = resolve(self.head_impl, "backend.head_impl")  # a mistake in a file shows before a model is loaded
+        self.cce_filter_eps = check_filter_eps(self.cce_filter_eps, "backend.cce_filter_eps")
+        if self.cce_filter_eps is not None and self.head_impl != CCE:
+            raise ConfigError(
+                f"backend.cce_filter_eps: is for backend.head_impl=cce, got head_impl={self.head_impl!r}; leave one of them out"
+            )
         update_rule(self.optimizer)
         if self.threads < 1 or self.micro_batch_tokens < 1:
             raise ConfigError("backend: threads and micro_batch_tokens must be at least 1")
@@ -114,7 +119,8 @@ class LocalConfig:
             shared_prompts=self.shared_prompts,
             fused_layers=self.fused_layers,
             trim_last_layer=self.trim_last_layer,
-            head_impl=self.head_impl,
+            head_impl=self._head,
+            head_options={} if self.cce_filter_eps is None else {"filter_eps": self.cce_filter_eps},
             retain_bytes=int(self.retain_gb * (1 << 30)),
             activation_checkpointing=self.recomputes,
             activation_offloading=self.activation_offloading and model.device.type == "cuda",

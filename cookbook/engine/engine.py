@@ -13,7 +13,7 @@ import functools
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from cookbook.engine import layers
 from cookbook.engine.datum_check import check_datum
 from cookbook.engine.gradients import Gradients
-from cookbook.engine.linear_logprobs import TargetLogprobs
+from cookbook.engine.linear_logprobs import HeadImpl
 from cookbook.engine.loss_gradient import LossFunction, LossGradient, loss_gradient
 from cookbook.engine.memory import shortage
 from cookbook.engine.model import LanguageModel, recompute_activations
@@ -49,7 +49,8 @@ class EngineOptions:
     shared_prompts: bool = True
     fused_layers: bool = True  # False: norms, gated MLPs and rotary embeddings by the model's own code
     trim_last_layer: bool = True  # False: it also computes tokens that nobody reads
-    head_impl: str | TargetLogprobs = "auto"  # auto | pytorch | torch_compile | cce, or what computes logprobs instead
+    head_impl: HeadImpl = "auto"  # auto | pytorch | torch_compile | cce | file.py:name, or the function or class itself
+    head_options: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of head_impl
     retain_bytes: int = 4 << 30
     activation_checkpointing: bool | None = False  # None: where a pass would not fit into memory
     activation_offloading: bool = False
@@ -98,7 +99,9 @@ class Engine:
         self.model = model
         self.options = options
         (layers.install if options.fused_layers else layers.uninstall)(model.network)
-        self.passes = Passes(model, offload=options.activation_offloading, head_impl=options.head_impl)
+        self.passes = Passes(
+            model, offload=options.activation_offloading, head_impl=options.head_impl, head_options=options.head_options
+        )
         self.gradients = Gradients([parameter for _, parameter in model.trainable()])
         self.router_coefficient = router_coefficient(model.network, model.config.router_aux_loss_coef)
         self.step = 0  # finished optimizer steps

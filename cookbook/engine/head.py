@@ -7,7 +7,7 @@ run as it is, on a slice of tokens at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from cookbook.engine.linear_logprobs import FoldedLogprobs, LinearLogprobs, linear_logprobs, linear_logprobs_with_gradient
-from cookbook.engine.linear_logprobs.implementations import AUTO, TargetLogprobs, implementation
+from cookbook.engine.linear_logprobs.implementations import AUTO, HeadImpl, implementation
 from cookbook.engine.linear_logprobs.layers import LinearLayer, low_rank_of
 from cookbook.engine.model import LanguageModel
 from cookbook.errors import BackendError
@@ -45,13 +45,13 @@ class OutputHead:
     through, so that wrappers (PEFT, FSDP) work as they are meant to. What the model does to its logits afterwards (scaling,
     soft-capping) is taken from its config and verified by a probe; a model that does something else keeps its own logits.
 
-    ``impl`` computes the logprobs of a linear layer without an adapter in the place of cookbook's own code.
+    ``impl`` replaces cookbook's own code for a linear layer without an adapter; ``options`` are its keyword arguments.
     """
 
-    def __init__(self, model: LanguageModel, impl: str | TargetLogprobs = AUTO) -> None:
-        self.logprobs_of = implementation(impl)
+    def __init__(self, model: LanguageModel, impl: HeadImpl = AUTO, options: Mapping[str, Any] | None = None) -> None:
         self.network = model.network
         self.layer = model.network.get_output_embeddings()
+        self.given = implementation(impl, self.layer, "backend.head_impl", options)
         self.finish: Finish | None = self._verified_finish(model)
 
     def hidden_states(self, **inputs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -83,30 +83,33 @@ class OutputHead:
         if linear is None:
             return self._scores_by_layer(hidden, targets, temperature, metrics, entropy)
         weight, options = self._operands(linear, temperature)
-        given = None if entropy else self._given_logprobs(hidden, linear, targets, temperature)
+        given = None if entropy else self._given_scores(hidden, linear, targets, temperature)
         wanted: dict[str, Any] = {"entropy": metrics, "entropy_gradient": entropy, "hit": metrics, "cache_bytes": CHUNK_BYTES}
         if given is None:
             return linear_logprobs(hidden, weight, targets, **wanted, **options)
-        if not metrics:
-            return LinearLogprobs(given, None, None)
-        with torch.no_grad():  # an implementation of somebody else's knows logprobs alone
+        if not metrics or (given.entropy is not None and given.hit is not None):
+            return given
+        with torch.no_grad():
             found = linear_logprobs(hidden, weight, targets, **wanted, **options)
-        return LinearLogprobs(given, found.entropy, found.hit)
+        return LinearLogprobs(
+            given.logprobs,
+            found.entropy if given.entropy is None else given.entropy,
+            found.hit if given.hit is None else given.hit,
+        )
 
-    def _given_logprobs(
+    def _given_scores(
         self, hidden: Tensor, linear: LinearLayer, targets: Tensor, temperature: Tensor | None
-    ) -> Tensor | None:
-        """By the implementation that was handed over, where there is one and it can."""
-        weight, bias, low_rank = linear
-        if self.logprobs_of is None or self.finish is None or low_rank is not None:
+    ) -> LinearLogprobs | None:
+        """Scores by the implementation that was supplied; None if there is none, or if it does not support the arguments."""
+        if self.given is None or self.finish is None:
             return None
         scale, softcap = self.finish.scale, self.finish.softcap
-        return self.logprobs_of(hidden, weight, targets, bias=bias, scale=scale, softcap=softcap, temperature=temperature)
+        return self.given.scores(hidden, linear, targets, scale=scale, softcap=softcap, temperature=temperature)
 
     def folds(self, num_tokens: int) -> bool:
         """Whether a loss whose terms stand alone had better bring its slopes along: :meth:`fold` forms logits once."""
         linear = self._linear()
-        if linear is None or self.logprobs_of is not None:
+        if linear is None or self.given is not None:
             return False
         weight, _, low_rank = linear
         trained = weight.requires_grad or (low_rank is not None and low_rank.b.requires_grad)

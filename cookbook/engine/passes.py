@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from cookbook.engine.attention import by_layout
 from cookbook.engine.collate import collate
 from cookbook.engine.head import OutputHead
 from cookbook.engine.last_layer import LastLayer, worth_it
-from cookbook.engine.linear_logprobs import TargetLogprobs
+from cookbook.engine.linear_logprobs import HeadImpl
 from cookbook.engine.model import LanguageModel
 from cookbook.engine.offload import offloading
 from cookbook.engine.planning import MicroBatch
@@ -79,9 +80,16 @@ SlopesOf = Callable[[Sequence[int], Sequence[Datum], Sequence[Tensor]], Sequence
 class Passes:
     """Runs a model over micro-batches."""
 
-    def __init__(self, model: LanguageModel, *, offload: bool, head_impl: str | TargetLogprobs) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        offload: bool,
+        head_impl: HeadImpl = "auto",
+        head_options: Mapping[str, Any] | None = None,
+    ) -> None:
         self.model = model
-        self.head = OutputHead(model, head_impl)
+        self.head = OutputHead(model, head_impl, head_options)
         self.trims_last_layer = False
         self.count = 0  # since the start: what a loss costs, countable
         self.bytes_per_token = 0.0  # the most that a pass has kept for its backward pass

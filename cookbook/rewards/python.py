@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from cookbook import pyfile
-from cookbook.errors import ConfigError
 from cookbook.rewards.limits import Limits
 
 
@@ -45,15 +44,7 @@ class Python(Limits):
 
     @cached_property
     def _function(self) -> Callable[[str, Mapping[str, Any]], Any]:
-        path, _, name = self.target.rpartition(":")
-        if not path or not name:
-            raise ConfigError(f"reward.target: expected file.py:function, got {self.target!r}")
-        file = Path(path).expanduser()
-        if not file.is_file():
-            raise ConfigError(f"reward.target: {path} does not exist in {Path.cwd()}; give file.py:function")
-        found = getattr(pyfile.run_beside(file, f"cookbook_reward_{file.stem}"), name, None)
-        if not callable(found):
-            raise ConfigError(f"reward.target: {path} has no function {name!r}; define {name}(completion, row)")
+        found = pyfile.named(self.target, "reward.target", signature="(completion, row)")
         if inspect.isclass(found):
             found = found()
         return cast("Callable[[str, Mapping[str, Any]], Any]", found)

@@ -148,7 +148,7 @@ def operands(
     temperature: float | Tensor,
 ) -> Operands:
     """Raises: BackendError: shapes, dtypes or options that do not fit together."""
-    hidden, weight, bias, low_rank = _under_autocast(hidden, weight, bias, low_rank)
+    hidden, weight, bias, low_rank = under_autocast(hidden, weight, bias, low_rank)
     _check(hidden, weight, targets, bias, scale, softcap)
     work = torch.promote_types(weight.dtype, torch.float32)
     per_row, scale = _temperature(temperature, scale, softcap, len(targets), work, hidden.device)
@@ -177,10 +177,10 @@ def choose_mode(mode: str, given: Operands, cache_bytes: int) -> str:
     return CACHED if logits_bytes <= cache_bytes else RECOMPUTE
 
 
-def _under_autocast(
+def under_autocast(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None
 ) -> tuple[Tensor, Tensor, Tensor | None, LowRank | None]:
-    """As ``torch.nn.functional.linear`` does inside ``torch.autocast``."""
+    """The operands in autocast's dtype, as ``torch.nn.functional.linear`` casts them; unchanged outside ``torch.autocast``."""
     device = hidden.device.type
     if not torch.is_autocast_enabled(device):
         return hidden, weight, bias, low_rank
