@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cookbook.engine.linear_logprobs import linear_logprobs, linear_logprobs_with_gradient
+from cookbook.engine.linear_logprobs.compiled import compiled_logprobs
 
 ROUNDS = 4
 SHAPES = [(1024, 32000, 512), (1024, 151936, 256)]
@@ -99,6 +100,7 @@ def main() -> None:
 def candidates(problem: Problem) -> dict[str, Callable[[], object]]:
     """What computes logprobs and hands gradients to ``problem.hidden`` and, unless frozen, ``problem.weight``."""
     found = {mode: _ours(problem, mode) for mode in MODES}
+    found["torch_compile"] = lambda: _back(problem, torch_compile(problem))
     found["naive log_softmax"] = lambda: _back(problem, naive(problem))
     found["F.cross_entropy"] = lambda: _back(problem, cross_entropy(problem))
     found["F.cross_entropy, frozen"] = lambda: _back(problem, cross_entropy(problem), frozen=True)
@@ -154,10 +156,16 @@ def trl(problem: Problem) -> Tensor:
     return found[0]
 
 
+def torch_compile(problem: Problem) -> Tensor:
+    """With entropy and hit, which it always computes."""
+    options: dict[str, Any] = {"bias": None, "scale": 1.0, "softcap": None, "temperature": None}
+    return compiled_logprobs(problem.hidden, problem.weight, problem.targets, **options)[0]
+
+
 def cut_cross_entropy(problem: Problem) -> Tensor:
     function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
     impl = "cce" if problem.hidden.is_cuda else "torch_compile"
-    losses: Tensor = function(problem.hidden, problem.weight, problem.targets, reduction="none", impl=impl)
+    losses: Tensor = function(problem.hidden, problem.weight, problem.targets, reduction="none", filter_eps=None, impl=impl)
     return -losses
 
 

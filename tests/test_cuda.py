@@ -13,6 +13,7 @@ from cookbook.backends import copies
 from cookbook.checkpoints import store
 from cookbook.engine.engine import Engine, EngineOptions
 from cookbook.engine.linear_logprobs import linear_logprobs, linear_logprobs_with_gradient
+from cookbook.engine.linear_logprobs.implementations import implementation
 from cookbook.engine.model import ModelConfig, load
 from cookbook.engine.offload import offloading
 from cookbook.engine.sampler import Request, sample
@@ -223,6 +224,49 @@ def test_the_head(mode, vocabulary, dtype):
     assert tiny.difference([hidden.grad], [exact[0].grad]) < (5e-3 if half else 2e-6)
     if mode != "frozen":
         assert tiny.difference([weight.grad], [exact[1].grad]) < (5e-3 if half else 2e-6)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize(("impl", "dtype"), [("torch_compile", "float32"), ("torch_compile", "bfloat16"), ("cce", "bfloat16")])
+def test_other_implementations_of_the_head(impl, dtype, softcap):
+    """They run, without a fallback, and agree with log_softmax in float64 of the same operands."""
+    if impl == "cce":
+        pytest.importorskip("cut_cross_entropy", reason="needs cut-cross-entropy, which is not installed")
+    draw = torch.Generator("cuda").manual_seed(0)
+    kind = getattr(torch, dtype)
+    hidden = (torch.randn(300, 64, generator=draw, device="cuda") / 2).to(kind).requires_grad_()
+    weight = torch.randn(5000, 64, generator=draw, device="cuda").to(kind).requires_grad_()
+    targets = torch.randint(0, 5000, (300,), generator=draw, device="cuda")
+    slope = torch.randn(300, generator=draw, device="cuda")
+    exact = [one.detach().double().requires_grad_() for one in (hidden, weight)]
+    logits = exact[0] @ exact[1].T
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    wanted = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    wanted.backward(slope.double())
+    given = implementation(impl, None)
+    found = given.scores(hidden, (weight, None, None), targets, scale=1.0, softcap=softcap, temperature=None)
+    assert found is not None
+    found.logprobs.backward(slope)
+    half = dtype == "bfloat16"
+    assert float((found.logprobs.double() - wanted).abs().mean()) < (2e-2 if half else 2e-6)
+    # cce adds up the weight's gradient in bfloat16.
+    assert tiny.difference([hidden.grad], [exact[0].grad]) < (1e-2 if half else 2e-6)
+    assert tiny.difference([weight.grad], [exact[1].grad]) < (2e-2 if half else 2e-6)
+    if impl == "torch_compile":
+        assert torch.equal(found.hit, logits.argmax(-1) == targets)
+
+
+@pytest.mark.parametrize("impl", ["torch_compile", "cce"])
+def test_a_step_with_another_implementation_of_the_head(wide_folder, impl):
+    if impl == "cce":
+        pytest.importorskip("cut_cross_entropy", reason="needs cut-cross-entropy, which is not installed")
+    found = []
+    for name in ("auto", impl):
+        engine = engine_on("cuda", wide_folder, "bfloat16", head_impl=name)
+        output = engine.forward_backward(CrossEntropy().prepare(tiny.datums(8)), CrossEntropy())
+        found.append((gradients(engine), output.metrics["loss"]))
+    assert tiny.difference(found[1][0], found[0][0]) < SAME["bfloat16"]
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-2)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -144,7 +144,7 @@ def test_a_label_outside_the_vocabulary_is_an_error(label, message, kind):
 
 @pytest.mark.parametrize("labels", [None, torch.zeros(2, 5), torch.zeros(2, 5, dtype=torch.bool)])
 def test_labels_are_whole_numbers(labels):
-    with pytest.raises(ConfigError, match="^labels: "):
+    with pytest.raises(ConfigError, match=r"^labels: "):
         LinearCrossEntropyLoss(torch.nn.Linear(4, 9))(HIDDEN, labels)
 
 
@@ -230,9 +230,8 @@ def trained(model, tmp_path, accumulation, **options):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("logits", [True, False])
-def test_it_is_a_loss_of_transformers_trainer(model, tmp_path, accumulation, logits, capsys):
+@pytest.mark.parametrize(("accumulation", "logits"), [(1, True), (2, False)])
+def test_it_is_a_loss_of_transformers_trainer(model, tmp_path, accumulation, logits):
     model = model.float()
     mine = copy.deepcopy(model)
     losses, weights = trained(model, tmp_path, accumulation)
@@ -244,6 +243,13 @@ def test_it_is_a_loss_of_transformers_trainer(model, tmp_path, accumulation, log
     assert found == pytest.approx(losses, rel=1e-5)
     for ours, theirs in zip(moved, weights, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_an_adapted_model_without_its_logits(batch):
+    model, (tokens, labels) = adapted(), batch
+    with without_logits(model):
+        loss = LinearCrossEntropyLoss(model.get_output_embeddings())(model(tokens), labels)
+    assert loss.item() == pytest.approx(model(tokens, labels=labels).loss.item(), rel=1e-6)
 
 
 def test_a_model_without_its_logits(model, batch):

@@ -110,6 +110,10 @@ def resolve(impl: Any, where: str = "impl") -> HeadImpl:
     if not callable(impl):
         raise ConfigError(f"{where}: must be a name, a function or a class, got {impl!r}; see cookbook.TargetLogprobs")
     if inspect.isclass(impl):
+        if not any("__call__" in vars(base) for base in impl.__mro__):
+            raise ConfigError(
+                f"{where}: {impl.__name__} has no method __call__{SIGNATURE}; add it, see cookbook.TargetLogprobs"
+            )
         _check_signature(impl.target_logprobs if issubclass(impl, FusedOutputLoss) else impl.__call__, impl, where, bound=False)
     else:
         _check_signature(impl.target_logprobs if isinstance(impl, FusedOutputLoss) else impl, impl, where, bound=True)
@@ -158,7 +162,7 @@ def torch_compile_logprobs(
     temperature: Tensor | None,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """By kernels of ``torch.compile``; None, and one warning, if they cannot be compiled or do not fit the arguments."""
+    """Scores by kernels of ``torch.compile``; None, and one warning, if it fails or does not support the arguments."""
     from cookbook.engine.linear_logprobs.compiled import compiled_logprobs
 
     if targets.ndim != 1:
@@ -183,10 +187,11 @@ def cce_logprobs(
     temperature: Tensor | None,
     filter_eps: float | str | None = None,
 ) -> Tensor | None:
-    """By the kernels of Apple's cut-cross-entropy; None, and one warning, if they cannot run or do not fit the arguments.
+    """Log-probabilities by Apple's cut-cross-entropy; None, and one warning, if it does not support the arguments.
 
-    ``filter_eps``: blocks of the gradient whose entries are all smaller are left out; ``auto``: what bfloat16 would round away;
-    None: nothing is left out. The package itself leaves out by default.
+    ``filter_eps``: the kernels skip blocks of the gradient whose entries are all smaller; ``auto``: 1/32 of the dtype's
+    precision; None: they skip nothing. The package's own default skips. The kernels add up gradients in the dtype of
+    ``hidden``, in an order that differs from call to call, so a run with ``cce`` does not repeat bit for bit.
     """
     if importlib.util.find_spec("cut_cross_entropy") is None:
         return _cannot(CCE, "the package is not installed (pip install cut-cross-entropy)")
