@@ -300,13 +300,15 @@ def test_torch_compile_compiles_once_for_all_lengths(make_engine):
     hidden = torch.randn(2, 30, 16)
     own = LinearCrossEntropyLoss(layer, "torch_compile", chunk_size=20)(hidden, labels)
     torch.testing.assert_close(own, LinearCrossEntropyLoss(layer)(hidden, labels))
-    data, found = CrossEntropy().prepare(tiny.datums()), []
-    for impl in ("auto", "torch_compile"):
-        engine = make_engine(head_impl=impl)
-        output = engine.forward_backward(data, CrossEntropy())
-        found.append((tiny.gradients(engine), output.metrics))
-    assert tiny.difference(found[1][0], found[0][0]) < 1e-5
-    assert found[1][1] == pytest.approx(found[0][1], rel=1e-5)
+    data = CrossEntropy().prepare(tiny.datums())
+    for lora_rank in (0, 4):
+        found = []
+        for impl in ("auto", "torch_compile"):
+            engine = make_engine(head_impl=impl, lora_rank=lora_rank)
+            output = engine.forward_backward(data, CrossEntropy())
+            found.append((tiny.gradients(engine), output.metrics))
+        assert tiny.difference(found[1][0], found[0][0]) < 1e-5
+        assert found[1][1] == pytest.approx(found[0][1], rel=1e-5)
     assert counters["stats"]["unique_graphs"] == graphs
 
 

@@ -3,8 +3,8 @@
 The kernels are compiled once, for every number of rows and every vocabulary (``dynamic=True``; a single row and each
 combination of bias, soft cap and temperature are compiled separately). The backward pass forms the logits of a chunk again.
 
-Measured by benchmarks/head.py on a CPU (one thread, float32, forward and backward, N=1024, V=32000, H=512): 1.12 times the
-time of ``pytorch``, whose tiles stay in the cache, and 1.33 times if the loss is a sum over tokens. A GPU is not measured yet.
+Measured by benchmarks/head.py on a CPU (one thread, float32, forward and backward, N=1024, V=32000, H=512): 1.05 times the
+time of ``pytorch``, whose tiles stay in the cache, and 1.31 times if the loss is a sum over tokens. A GPU is not measured yet.
 """
 
 from __future__ import annotations
