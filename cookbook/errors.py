@@ -37,6 +37,10 @@ class NonFiniteError(BackendError):
         self.datums = tuple(datums)
 
 
+class NoGradientError(CookbookError, RuntimeError):
+    """A run in which no step had a gradient: its weights are those that it started from."""
+
+
 class CheckpointError(CookbookError, RuntimeError):
     """Saving, finding or loading a checkpoint."""
 

@@ -139,6 +139,22 @@ class Backend(Protocol):
         ...
 
 
+@runtime_checkable
+class Preflight(Protocol):
+    """A backend, deployment, tracker or hook that can refuse a run before anything loads.
+
+    ``cookbook train`` and ``cookbook check config`` both call it.
+    """
+
+    def preflight(self, model: ModelConfig, backend: Backend) -> None:
+        """Check what is known without weights and without the network.
+
+        Raises:
+            CookbookError: a package is missing, a device is absent, or the parts do not work together.
+        """
+        ...
+
+
 class TargetLogprobs(Protocol):
     """The output layer of a language model as a function: from hidden states to the log-probabilities of given tokens.
 

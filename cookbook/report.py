@@ -1,18 +1,23 @@
-"""What a run leaves for people: a summary on the terminal, and a picture of its curves in the run folder."""
+"""Summary of a run on the terminal, and a picture of its curves in the run folder."""
 
 from __future__ import annotations
 
 import logging
+import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cookbook import atomic
 from cookbook.backends.remote import pointers
+from cookbook.backends.remote.server import NO_KEY
 from cookbook.checkpoints import manifest, store
+from cookbook.data import DataConfig, Row
+from cookbook.data.formats import Plain, prompt_reader
+from cookbook.errors import CookbookError
 from cookbook.evaluation import PASS, Example
-from cookbook.run import Run
+from cookbook.run import Run, Split
 from cookbook.svg import Curve, chart
 
 log = logging.getLogger("cookbook")
@@ -25,6 +30,9 @@ HEADLINES = [
     ("eval/rewards/margin", "margin on held-out pairs", "{:.3f}"),
     ("eval/loss", "loss on held-out rows", "{:.4f}"),
 ]
+KEY = "TINKER_API_KEY"
+PLACEHOLDER = "your prompt"
+LONGEST_PROMPT = 60  # characters
 CURVES = [
     ("eval/accuracy", "held-out accuracy"),
     ("reward/mean", "reward while sampling"),
@@ -35,8 +43,11 @@ CURVES = [
 ]
 
 
-def summary(run: Run) -> None:
-    """Prints before and after, a few completions, where everything is, and what to try next; draws ``curves.svg``."""
+def summary(run: Run, first_rows: Mapping[Split, Sequence[Row]]) -> None:
+    """Print before and after, a few completions, where everything is, and what to try next; draw ``curves.svg``.
+
+    ``first_rows`` are the first rows of each split, of which one becomes the prompt to try.
+    """
     rows = run.metrics_file.read()
     draw(rows, run.out / "curves.svg", f"{run.name}: {run.out.name}")
     print()
@@ -54,7 +65,7 @@ def summary(run: Run) -> None:
         print(left_out)
     found = [name for name in ("metrics.jsonl", "samples.jsonl", "curves.svg", "checkpoints") if (run.out / name).exists()]
     print(f"run folder: {run.out}  ({', '.join(found)})")
-    print(f"next: {_next_command(run)}", flush=True)
+    print(f"next: {_next(run, [*first_rows.get('eval', ()), *first_rows.get('train', ())])}", flush=True)
 
 
 def pass_metrics(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -91,10 +102,34 @@ def one_line(example: Example) -> str:
     return f"{prompt[-60:]!r} -> {' '.join(example.completion.split())[:100]!r}{reward}"
 
 
-def _next_command(run: Run) -> str:
-    """What to try next: sampling, for which weights that are on a server have to be fetched first."""
-    last = run.out / "checkpoints" / store.step_name(run.done)
-    if (last / manifest.NAME).is_file() and (elsewhere := manifest.read(last).get(pointers.SERVER)) is not None:
-        return shlex.join(["tinker", "checkpoint", "download", str(elsewhere["path"])])
-    short = (example.prompt for example in run.examples if example.prompt.isprintable() and 0 < len(example.prompt) < 60)
-    return shlex.join(["cookbook", "sample", str(run.out), next(short, "12+30=")])
+def _next(run: Run, rows: Iterable[Row]) -> str:
+    """The command that samples from the newest checkpoint; weights on a server are downloaded first."""
+    newest = store.newest(run.out / "checkpoints")
+    if newest is None:
+        return "nothing to sample from, as no checkpoint was saved; set checkpoint.final=true or checkpoint.every"
+    prompt = next((text for row in rows if (text := _prompt(row, run.data)) is not None), PLACEHOLDER)
+    # Without --, a prompt such as -5+3= would be read as an option.
+    asked = ["--", prompt] if prompt.startswith("-") else [prompt]
+    if (elsewhere := manifest.read(newest).get(pointers.SERVER)) is None:
+        return shlex.join(["cookbook", "sample", str(run.out), *asked])
+    path = str(elsewhere["path"])
+    # Tinker's command insists on a key, and a server without keys ignores it.
+    key = [] if os.environ.get(KEY) else [f"{KEY}={NO_KEY}"]
+    fetch = shlex.join([f"TINKER_BASE_URL={elsewhere['url']}", *key, "tinker", "checkpoint", "download", path])
+    folder = path.removeprefix("tinker://").replace("/", "_")  # as Tinker's command names it
+    return f"{fetch} && {shlex.join(['cookbook', 'sample', folder, *asked])}"
+
+
+def _prompt(row: Row, data: DataConfig) -> str | None:
+    """A prompt of one short line that the row consists of, besides its answer; None if it has another form."""
+    try:
+        example = prompt_reader(row, data)(row)
+    except CookbookError:  # text without a prompt, or a row that was left out
+        return None
+    if isinstance(example, Plain):
+        text = example.prompt
+    else:
+        asked = [message for message in example.messages[: example.start or None] if message.role != "system"]
+        asked = asked[:-1] if len(asked) > 1 and asked[-1].role == "assistant" else asked
+        text = asked[0].content if len(asked) == 1 else ""
+    return text if text.isprintable() and 0 < len(text.strip()) < LONGEST_PROMPT else None

@@ -22,6 +22,7 @@ from cookbook.data import DataConfig, Refusals, RenderedPrompt, Renderer, Row, d
 from cookbook.errors import ConfigError, CookbookError
 from cookbook.evaluation import FINGERPRINT, SHOWN, EvalConfig, Evaluation, Evaluator, Example
 from cookbook.futures import Future, done
+from cookbook.health import Health, warn_of_other_rates
 from cookbook.hooks import Hook
 from cookbook.identity import rows_digest
 from cookbook.interrupt import Interrupted, InterruptGuard
@@ -38,6 +39,7 @@ from cookbook.types import Checkpoint, Datum, ForwardBackwardOutput, OptimStepOu
 
 log = logging.getLogger("cookbook")
 
+METRICS = "metrics.jsonl"
 T = TypeVar("T")
 Split = Literal["train", "eval"]
 Evaluate = Callable[[int], Evaluation]
@@ -101,7 +103,8 @@ class Run:
     folder. ``refusals`` takes the rows that cannot be used. ``identity`` is what may not change while the run goes on, and goes
     into every checkpoint; ``before`` how far it had come when the checkpoint was saved that it goes on from, ``planned_steps``
     how many steps it was to have then, and ``sampler`` what it was sampling from, where that was not the checkpoint's own
-    weights. ``judge`` calls ``reward``. The rest is what the methods below are made of.
+    weights. ``judge`` calls ``reward``; ``health`` counts the steps that teach nothing. The rest is what the methods below are
+    made of.
     """
 
     cfg: Any
@@ -130,6 +133,7 @@ class Run:
     before: Progress = field(default_factory=Progress)
     planned_steps: int | None = None
     sampler: Sampler | None = None
+    health: Health = field(default_factory=Health)
     console: Console | None = None
     examples: list[Example] = field(default_factory=list)  # of the last evaluation
     _prompts: list[RenderedPrompt] = field(default_factory=list)  # of the held-out rows, where they are not the recipe's own
@@ -144,7 +148,7 @@ class Run:
         self._began = time.monotonic()
         self._done = self.first_step  # finished steps
         self._saved = self.before  # how far the newest checkpoint is
-        self.metrics_file = JsonLines(self.out / "metrics.jsonl")
+        self.metrics_file = JsonLines(self.out / METRICS)
         self.samples_file = JsonLines(self.out / "samples.jsonl")
         self.bad_rows = BadRows(self.out, self.refusals)
         self._asker = self.rollout.asker()
@@ -322,13 +326,13 @@ class Run:
         ``eval.every``, checkpoints. Ctrl-C finishes the turn, saves and raises :class:`Interrupted`; a second stops at once.
         A recipe may leave the loop early: :meth:`finish` then does what is left of its step.
         """
-        if total < 1:
-            raise ConfigError(f"recipe.steps must be at least 1, got {total}")
+        check_steps(self.out, self._done, total)
         self.finish()  # of a loop before this one
-        self._warn_of_other_rates(total)
+        warn_of_other_rates(self.schedule, self.first_step, self.planned_steps or total, total)
         self.console = Console(total, self._done)
         if self._done >= total:
-            self._note_nothing_to_do(total)
+            seen = f"{self._done} of {total} steps"
+            self.console.note(f"nothing to do: {self.out} is finished, with {seen}; raise recipe.steps to go on")
         self.bad_rows.note(self._done)
         try:
             with InterruptGuard() as guard:
@@ -349,14 +353,6 @@ class Run:
                         raise Interrupted(index + 1)
         finally:
             self.console.close()
-
-    def _note_nothing_to_do(self, total: int) -> None:
-        """Raises ConfigError for a branch that would be a copy of what it starts from."""
-        seen = f"{self._done} of {total} steps"
-        if not self.metrics_file.path.exists():
-            raise ConfigError(f"recipe.steps: {self.out} starts after {seen}, so it would train none; raise recipe.steps")
-        if self.console:
-            self.console.note(f"nothing to do: {self.out} is finished, with {seen}; raise recipe.steps to go on")
 
     def finish(self) -> None:
         """Ends a loop that the recipe left with ``break`` or ``return``: writes its last step down, evaluates and saves.
@@ -396,6 +392,7 @@ class Run:
             row["time/sync_s"] = self._sync_s
         row.update(self.bad_rows.metrics(number))
         self._write(number, row)
+        self.health.observe(number, row)
         self._done = number
         self._earlier_tokens += self._tokens
         for hook in self.hooks:
@@ -439,6 +436,7 @@ class Run:
         self._settle()
         progress = {"tokens": now.tokens, "minutes": now.minutes}
         facts: dict[str, Any] = {"identity": self.identity, "total_steps": total, "progress": progress}
+        facts["health"] = self.health.state()
         behind = self.sampler if number % self.sync_every else None
         if behind is not None:
             facts["sampler_step"] = behind.step
@@ -475,18 +473,14 @@ class Run:
         for hook in self.hooks:
             hook.on_checkpoint(self, saved)
 
-    def _warn_of_other_rates(self, total: int) -> None:
-        """A schedule that looks at the total would have given the steps that are done other learning rates."""
-        planned = self.planned_steps or total
-        done = range(1, min(self.first_step, planned, total) + 1)
-        if any(self.schedule.factor(step, planned) != self.schedule.factor(step, total) for step in done):
-            log.warning(
-                "recipe.steps: %d steps have had the learning rates of a run of %d, and now it is one of %d; "
-                "the same steps in one sitting would come out otherwise",
-                self.first_step,
-                planned,
-                total,
-            )
+
+def check_steps(out: Path, done: int, total: int) -> None:
+    """Raises ConfigError: there is no step to train; or a branch would be a copy of the checkpoint that it starts from."""
+    if total < 1:
+        raise ConfigError(f"recipe.steps must be at least 1, got {total}")
+    if done >= total and not (out / METRICS).exists():
+        seen = f"{done} of {total} steps"
+        raise ConfigError(f"recipe.steps: {out} starts after {seen}, so it would train none; raise recipe.steps")
 
 
 def _per_divisor(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
+import os
 import re
 import shlex
 import shutil
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -30,6 +33,7 @@ log = logging.getLogger("cookbook")
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 ENVIRONMENT = "environment.json"
+NEW = "<time>-<id>"  # stands for the end of a new run's folder
 GOES_ON = ("auto", "force")  # values of `resume` that go on with the run in the folder
 
 
@@ -68,6 +72,26 @@ def _resume_point(folder: Path, resume: str, named: Path | None) -> Path | None:
     if resume not in GOES_ON:
         raise ConfigError(f"out: {folder} holds a run already; choose another folder, or resume=auto to go on with it")
     return newest
+
+
+def examine(out: str | None, resume: str, cfg: DictConfig, identity: Identity) -> tuple[Path, Path | None]:
+    """The folder and checkpoint of :func:`choose`, if a run could be opened there.
+
+    Writes nothing, but for the lock of a run that is in the folder.
+
+    Raises:
+        CookbookError: as :func:`opened`.
+    """
+    folder, resume_from = choose(out, resume, cfg.recipe.name, NEW)
+    if (folder / lock.NAME).is_file():
+        with lock.held(folder):
+            pass
+    _compared(folder, resume_from, identity)
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    for code, wrong in ((errno.ENOTDIR, not nearest.is_dir()), (errno.EACCES, not os.access(nearest, os.W_OK))):
+        if wrong:
+            raise _unwritable(folder, OSError(code, os.strerror(code)))
+    return folder, resume_from
 
 
 def _named(resume: str) -> Path | None:
@@ -185,11 +209,7 @@ def prepare(
         ConfigError: the folder cannot be written, or the run in it, or the checkpoint, has another identity.
     """
     resolved = plain(cfg) | {"out": None, "resume": "auto"}  # running it again makes a new folder
-    earlier = _config_of(out)
-    if earlier is not None:
-        identity.compare_config(f"the run in {out}", earlier)
-    if resume_from is not None:
-        identity.compare_checkpoint(resume_from)
+    earlier = _compared(out, resume_from, identity)
     found = environment(overrides)
     try:
         if earlier != resolved:
@@ -202,6 +222,20 @@ def prepare(
     changes = list(differences("", before, resolved))
     notes = [json.dumps(found), *_last_sitting(out), *(_change(*change) for change in changes)]
     return notes, [f"{name} {_short(then)} -> {_short(now)}" for name, then, now in changes if then is not MISSING]
+
+
+def _compared(out: Path, resume_from: Path | None, identity: Identity) -> dict[str, Any] | None:
+    """The configuration of the run in ``out``, if there is one.
+
+    Raises:
+        ConfigError: that run, or the checkpoint, has another identity.
+    """
+    earlier = _config_of(out)
+    if earlier is not None:
+        identity.compare_config(f"the run in {out}", earlier)
+    if resume_from is not None:
+        identity.compare_checkpoint(resume_from)
+    return earlier
 
 
 def _change(name: str, then: Any, now: Any) -> str:
@@ -244,10 +278,18 @@ def resume_command(out: Path) -> str:
     return shlex.join(["cookbook", "train", "--config", str(out / CONFIG), f"out={value}"])
 
 
+class _Terminal(logging.StreamHandler[Any]):
+    """Writes to the standard error stream of the moment. The live display replaces that stream, and prints above itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 @contextlib.contextmanager
 def warnings_shown() -> Iterator[None]:
     """While it is entered, warnings of cookbook go to the terminal, and no message anywhere but where this module sends it."""
-    terminal = logging.StreamHandler()
+    terminal = _Terminal()
     terminal.setLevel(logging.WARNING)
     terminal.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     log.setLevel(logging.INFO)

@@ -14,21 +14,21 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from cookbook import advice, preflight, report, runfolder
 from cookbook import recipe as recipes
-from cookbook import report, runfolder
 from cookbook.backends.local import LocalConfig, LocalTrainer
 from cookbook.backends.remote import pointers
 from cookbook.checkpoints import CheckpointConfig, manifest, store
 from cookbook.checkpoints.cadence import Progress
 from cookbook.config import OptimConfig, build
-from cookbook.data import DataConfig, Refusals, Renderer, Row, load_rows
-from cookbook.data.datums import check_columns
+from cookbook.data import DataConfig, Refusals, Renderer
 from cookbook.engine.model import ModelConfig
 from cookbook.engine.update_rules import Adafactor, AdamW, update_rule
 from cookbook.errors import CheckpointError, ConfigError, CookbookError
 from cookbook.evaluation import EvalConfig
+from cookbook.health import Health
 from cookbook.hooks import Hook
-from cookbook.identity import Identity, rows_digest
+from cookbook.identity import Identity
 from cookbook.interrupt import Interrupted
 from cookbook.losses import Loss
 from cookbook.losses.base import Scope
@@ -36,7 +36,7 @@ from cookbook.paths import packaged
 from cookbook.protocols import Backend, Deployment, DeploymentConfig, Reward, Sampler, Tracker, TrainingClient
 from cookbook.rewards import Judge
 from cookbook.rollout import RolloutConfig
-from cookbook.run import Run, Split
+from cookbook.run import Run
 from cookbook.schedules import Schedule
 from cookbook.typed import convert
 from cookbook.types import SamplingParams
@@ -140,6 +140,18 @@ def _check_optimizer(backend: Backend, optim: OptimConfig) -> None:
         )
 
 
+def checked(cfg: DictConfig, overrides: list[str]) -> Settings:
+    """:func:`settings`, once every check is made that needs neither data nor a model.
+
+    Raises:
+        CookbookError: the first part that is wrong.
+    """
+    typed = settings(cfg)
+    _weights_are_meant(typed.model, overrides)
+    preflight.check_parts(typed)
+    return typed
+
+
 @runfolder.warnings_shown()
 def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], Mapping[str, Any]] = dict) -> None:
     """Runs the recipe of ``cfg`` from its start, or from where an earlier run in the same folder stood.
@@ -152,17 +164,17 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], Mapping[
         Interrupted: the first Ctrl-C; the run is saved.
         KeyboardInterrupt: the second; it is as it was at its last checkpoint.
     """
-    typed = settings(cfg)
-    _weights_are_meant(typed.model, overrides)
+    typed = checked(cfg, overrides)
     plain = runfolder.plain(cfg)
     identity = Identity(plain, typed.module.Config, defaults, force=typed.resume == "force")
     with contextlib.ExitStack() as stack:
         place = stack.enter_context(runfolder.opened(typed.out, typed.resume, cfg, overrides, identity))
         refusals = Refusals(typed.data)
-        rows = _rows(typed, identity, refusals)
+        rows = preflight.Rows(typed, identity, refusals)
         trainer = stack.enter_context(_trainer(typed, place.folder))
         for subject, digest in trainer.digests().items():
             identity.measured(subject, digest)
+        advice.warn(typed, rows, Renderer(trainer.tokenizer, trainer.max_length))
         deployment = typed.deployment.deploy(trainer, live=typed.weight_sync.every == 1)
         stack.callback(deployment.close)
         judge = stack.enter_context(judging(typed.reward))
@@ -182,7 +194,8 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], Mapping[
             raise told from error
         if run.done == 0 or (run.done == run.first_step and not run.metrics_file.path.exists()):
             raise ConfigError(f"recipe: {run.name} has ended without one step; train inside of `for step in run.steps(n)`")
-        report.summary(run)
+        report.summary(run, rows.first)
+        run.health.check()
 
 
 @contextlib.contextmanager
@@ -217,28 +230,6 @@ def _collect_garbage_from_here() -> None:
         gc.enable()
 
 
-def _rows(typed: Settings, identity: Identity, refusals: Refusals) -> Callable[[Split], list[Row]]:
-    """What gives a split's rows. Those of a recipe that says what it learns from are read here, and columns that do not suit
-    it refused: a slip in the data costs no loading of a model.
-
-    Rows are handed out from memory once, so that they can be freed when they have become datums.
-    """
-    kind = getattr(typed.module, "DATA", None)
-    read: dict[Split, list[Row]] = {}
-
-    def load(which: Split) -> list[Row]:
-        found = load_rows(typed.data, which, typed.seed, typed.eval.limit, refusals)
-        if which == "train":
-            identity.measured("rows", rows_digest(found))
-        return found
-
-    if kind is not None:
-        read = {"train": load("train"), "eval": load("eval")}
-        for found in read.values():
-            check_columns(kind, found, typed.data)
-    return lambda which: read.pop(which) if which in read else load(which)
-
-
 @contextlib.contextmanager
 def _trainer(typed: Settings, out: Path) -> Iterator[TrainingClient]:
     """The trainer, closed at the end, which raises a failure that nobody has read."""
@@ -258,7 +249,7 @@ def _build(
     trainer: TrainingClient,
     deployment: Deployment,
     judge: Judge | None,
-    rows: Callable[[Split], list[Row]],
+    rows: preflight.Rows,
     refusals: Refusals,
     place: runfolder.Opened,
     identity: Identity,
@@ -303,6 +294,7 @@ def _build(
         before=before,
         planned_steps=earlier.get("total_steps"),
         sampler=sampler,
+        health=_health(typed, place, earlier),
     )
     kept = run.first_step if resume_from else -1
     for file in (run.metrics_file, run.samples_file):
@@ -311,6 +303,13 @@ def _build(
     # The last sitting may have been killed before.
     store.prune(out / "checkpoints", typed.checkpoint.keep, run.first_step, typed.checkpoint.staying)
     return run
+
+
+def _health(typed: Settings, place: runfolder.Opened, earlier: Mapping[str, Any]) -> Health:
+    """The counts of the run's earlier processes. A branch off another run's checkpoint is a new run, and begins at 0."""
+    if place.resume_from is None or place.folder.resolve() not in place.resume_from.resolve().parents:
+        return Health(typed.rollout.max_tokens)
+    return Health.restored(earlier.get("health"), typed.rollout.max_tokens)
 
 
 def _load(trainer: TrainingClient, deployment: Deployment, checkpoint: Path, sampler_step: int | None) -> Sampler | None:

@@ -17,7 +17,6 @@ from cookbook.cli.check_config import plan
 from cookbook.cli.hydra_bridge import Request, show
 from cookbook.data import DataConfig, Renderer, Row
 from cookbook.data.byte_tokenizer import byte_tokenizer
-from cookbook.session import settings
 
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 
@@ -197,7 +196,7 @@ def test_a_recipe_without_data_says_so(capsys):
 
 def facts(*overrides: str) -> dict[str, str]:
     cfg = OmegaConf.create(show(Request(overrides), "job", resolve=True))
-    return dict(plan(cfg, settings(cfg)))
+    return dict(plan(cfg, list(overrides)))
 
 
 def test_a_plan_says_what_the_run_would_do():

@@ -13,10 +13,11 @@ FLOORS = {
     5: "cookbook.cli cookbook.__main__",
     4: "cookbook.server cookbook.jobs",
     3: "cookbook.run cookbook.session cookbook.service cookbook.runfolder cookbook.report cookbook.identity "
-    "cookbook.status cookbook.comparison cookbook.evaluate_alone recipes",
+    "cookbook.status cookbook.comparison cookbook.evaluate_alone cookbook.preflight cookbook.advice recipes",
     2: "cookbook.backends cookbook.deployments cookbook.weight_sync cookbook.checkpoints cookbook.trackers cookbook.rollout "
     "cookbook.resilience cookbook.rewards cookbook.data cookbook.hooks cookbook.config cookbook.recipe cookbook.evaluation "
-    "cookbook.progress cookbook.check cookbook.bad_rows cookbook.failed_batch cookbook.reference",
+    "cookbook.progress cookbook.check cookbook.bad_rows cookbook.failed_batch cookbook.reference "
+    "cookbook.health",
     1: "cookbook.engine cookbook.losses cookbook.normalization cookbook.advantages cookbook.schedules cookbook.protocols",
     0: "cookbook.types cookbook.errors cookbook.paths cookbook.futures cookbook.interrupt cookbook.suggest cookbook.typed "
     "cookbook.svg cookbook.pyfile cookbook.atomic cookbook.lock cookbook.environment cookbook.hub",

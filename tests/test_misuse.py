@@ -118,7 +118,7 @@ def test_a_slip_in_a_recipe_of_ones_own(capsys):
 )
 def test_a_slip_in_the_data(text, message, capsys):
     write("rows.jsonl", text)
-    assert refused(capsys, "recipe=sft", "data=jsonl", "data.path=rows.jsonl").startswith(message)
+    assert refused(capsys, "recipe=sft", "recipe.batch_size=1", "data=jsonl", "data.path=rows.jsonl").startswith(message)
 
 
 def test_data_that_is_not_there(capsys):
@@ -137,7 +137,7 @@ def test_data_that_is_not_there(capsys):
 
 def test_a_prompt_longer_than_the_context(capsys):
     write("rows.jsonl", json.dumps({"prompt": "1" * 4090, "answer": "2"}))
-    message = refused(capsys, "recipe=grpo", "data=jsonl", "data.path=rows.jsonl")
+    message = refused(capsys, "recipe=grpo", "recipe.prompts_per_step=1", "data=jsonl", "data.path=rows.jsonl")
     assert message.startswith("rows.jsonl:1: a prompt of 4090 tokens and a completion of up to 16 do not fit in 4096; lower ")
 
 
@@ -147,7 +147,8 @@ def test_no_held_out_rows_is_no_mistake(recipe):
     if recipe in ("sft", "grpo"):
         row = {key: row[key] for key in ("prompt", "answer", "completion")}
     write("rows.jsonl", (json.dumps(row) + "\n") * 8)
-    assert train(*SMALL[recipe], "data=jsonl", "data.path=rows.jsonl", "data.chat=true", "out=run") == 0
+    code = 2 if recipe == "grpo" else 0  # the model answers 1+1= alike each time, so that run has no gradient
+    assert train(*SMALL[recipe], "data=jsonl", "data.path=rows.jsonl", "data.chat=true", "out=run") == code
     assert [row["step"] for row in rows("run")] == [0, 1, 2, 3]
     assert not any(key.startswith("eval/") for row in rows("run") for key in row)
 

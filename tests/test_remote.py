@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import socket
 import sys
 from pathlib import Path
@@ -70,6 +71,29 @@ def same(one, other):
     """Losses to the last bit, metrics but for one rounding: the client multiplies and divides means by the number of datums."""
     pairs = list(zip(timeless(one), timeless(other), strict=True))
     return all(a == pytest.approx(b, rel=1e-15, abs=0) and a.get("loss") == b.get("loss") for a, b in pairs)
+
+
+# ---- the next command ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_next_command_of_a_run_downloads_its_weights_and_samples_from_them(rank, model, backend, monkeypatch, capsys):
+    from click import testing
+    from tinker.cli.__main__ import main_cli
+
+    monkeypatch.delenv("TINKER_API_KEY", raising=False)
+    assert train(*SMALL["dpo"], *model, *backend, f"model.lora_rank={rank}", "recipe.steps=1", "out=run") == 0
+    line = capsys.readouterr().out.splitlines()[-1].removeprefix("next: ")
+    fetch, sample = ([*shlex.split(one)] for one in line.split(" && "))
+    setting = [word for word in fetch if word.startswith("TINKER_")]
+    assert [word.partition("=")[0] for word in setting] == ["TINKER_BASE_URL", "TINKER_API_KEY"]
+    for word in setting:
+        monkeypatch.setenv(word.partition("=")[0], word.partition("=")[2])
+    done = testing.CliRunner().invoke(main_cli, fetch[len(setting) + 1 :])
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert sample[:2] == ["cookbook", "sample"] and (Path(sample[2]) / "adapter_config.json").exists() == bool(rank)
+    assert run(sample[1:]) == 0
+    assert capsys.readouterr().out.count("\n") == 1
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------

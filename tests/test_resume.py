@@ -460,7 +460,7 @@ def test_another_total_is_told_where_it_changes_the_steps_that_are_done(schedule
     capsys.readouterr()
     assert train(*words, "recipe.steps=3") == 0
     err = capsys.readouterr().err
-    told = "WARNING: recipe.steps: 2 steps have had the learning rates of a run of 30, and now it is one of 3; "
+    told = "WARNING: recipe.steps: 2 steps had the learning rates of a run of 30 steps, and the run now has 3; "
     assert err.startswith(told) and err.count("\n") == 1 if warned else err == ""
 
 

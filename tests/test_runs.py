@@ -163,7 +163,7 @@ def test_groups_without_spread_are_counted_and_teach_nothing():
 
 def test_a_step_without_any_spread_has_a_row_and_moves_nothing():
     write("same.py", "def same(completion, row):\n    return 1\n")
-    assert train(*SMALL["grpo"], "reward=python", "reward.target=same.py:same", "out=run") == 0
+    assert train(*SMALL["grpo"], "reward=python", "reward.target=same.py:same", "out=run") == 2
     for row in rows("run")[1:]:
         assert row["reward/frac_groups_without_spread"] == 1.0
         assert row["loss"] == row["tokens/trained"] == row["optim/grad_norm"] == row["time/tokens_per_s"] == 0.0
@@ -209,7 +209,8 @@ def test_training_sees_the_policy_at_the_temperature_of_the_samples(temperature,
 
 
 def test_evaluation_stops_where_rollouts_do():
-    words = [*SMALL["grpo"], "recipe.steps=1"]
+    write("dice.py", "def odd(completion, row):\n    return sum(map(ord, completion)) % 2\n")
+    words = [*SMALL["grpo"], "recipe.steps=1", "reward=python", "reward.target=dice.py:odd"]
     assert train(*words, "out=plain") == 0
     assert train(*words, "rollout.stop=['1','2','3','4','5']", "out=stopping") == 0
     plain, stopping = (
@@ -529,7 +530,8 @@ def test_tensorboard_is_read_back():
 )
 def test_real_gsm8k(words):
     limits = ["data.limit=16", "eval.limit=4", "recipe.steps=2", "eval.every=null"]
-    assert train(*words, *limits, "data=gsm8k", f"data.path={GSM8K}", "out=run") == 0
+    # The tiny model solves none of these problems, so a run on their rewards has no gradient.
+    assert train(*words, *limits, "data=gsm8k", f"data.path={GSM8K}", "out=run") == (2 if "recipe=grpo" in words else 0)
     found = rows("run")
     assert [row["step"] for row in found] == [0, 1, 2]
     if "recipe=sft" in words:

@@ -28,7 +28,7 @@ from cookbook.errors import BackendError, ConfigError, RolloutError
 from cookbook.futures import Future
 from cookbook.losses import get_loss
 from cookbook.normalization import as_normalization
-from cookbook.protocols import LaggingSampler, Sampler
+from cookbook.protocols import Backend, LaggingSampler, Sampler
 from cookbook.types import (
     AdamParams,
     Checkpoint,
@@ -84,6 +84,11 @@ class LocalConfig:
             raise ConfigError(
                 f"backend.activation_checkpointing: expected auto, true or false, got {self.activation_checkpointing!r}"
             )
+
+    def preflight(self, model: ModelConfig, backend: Backend) -> None:
+        """Raises ConfigError: the device is absent, or the optimizer's package is not installed."""
+        self.torch_device()
+        update_rule(self.optimizer).require()
 
     def make_trainer(self, model: ModelConfig, *, seed: int, folder: Path) -> LocalTrainer:
         """Raises CookbookError: the model cannot be loaded."""

@@ -9,44 +9,62 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from cookbook import paths, runfolder
+from cookbook import advice, paths, preflight, runfolder
 from cookbook import recipe as recipes
+from cookbook.backends.local import LocalConfig
 from cookbook.check.bench import described
-from cookbook.cli import tables
-from cookbook.data import DataConfig, load_rows
+from cookbook.checkpoints import manifest
+from cookbook.cli import conf_defaults, tables
+from cookbook.data import DataConfig
 from cookbook.engine.model import ModelConfig
-from cookbook.session import Settings, settings
-
-NEW = "<time>-<id>"  # what a new run's folder ends with
+from cookbook.identity import Identity
+from cookbook.session import Settings, checked
 
 
 def dry_run(cfg: DictConfig, overrides: list[str]) -> None:
-    """Types every key, and prints the configuration as YAML.
+    """Check every key, and print the configuration as YAML.
 
     Raises:
-        ConfigError: as :func:`~cookbook.session.settings`.
+        CookbookError: as :func:`~cookbook.session.checked`.
     """
-    settings(cfg)
+    checked(cfg, overrides)
     print(OmegaConf.to_yaml(cfg, resolve=True), end="")
 
 
+@runfolder.warnings_shown()
 def run(cfg: DictConfig, overrides: list[str]) -> None:
-    """Types every key, and prints what the run would do.
+    """Check everything that a run checks before its first step, and print what the run would do.
 
     Raises:
-        CookbookError: as :func:`~cookbook.session.settings`; or the run's folder is taken, or its local data are not there.
+        CookbookError: what the run would refuse, as far as that can be known without weights and without the hub.
     """
-    tables.facts(plan(cfg, settings(cfg)), table=sys.stdout.isatty())
+    tables.facts(plan(cfg, overrides), table=sys.stdout.isatty())
 
 
-def plan(cfg: DictConfig, typed: Settings) -> list[tuple[str, str]]:
-    """What the run would do: a subject and a sentence each."""
+def plan(cfg: DictConfig, overrides: list[str]) -> list[tuple[str, str]]:
+    """What the run would do: a subject and a sentence each. Warnings go to the log.
+
+    Raises:
+        CookbookError: as :func:`run`.
+    """
+    typed = checked(cfg, overrides)
+    identity = Identity(
+        runfolder.plain(cfg),
+        typed.module.Config,
+        lambda: conf_defaults.composed(cfg.recipe.name),
+        force=typed.resume == "force",
+    )
+    folder, resume_from = runfolder.examine(typed.out, typed.resume, cfg, identity)
+    done = int(manifest.read(resume_from)["step"]) if resume_from is not None else 0
+    found = preflight.examine(typed, identity, folder, done)
+    advice.warn(typed, found.rows, found.renderer)
     name = cfg.recipe.name
     kind = getattr(typed.module, "DATA", None)
-    rows, held_out = (_num_rows(typed, which) for which in ("train", "eval"))
+    rows, held_out = (found.rows.counts.get(which) for which in preflight.SPLITS)
+    place = "hub" if isinstance(typed.backend, LocalConfig) else "server"
     lines = [
         ("recipe", _recipe(name, kind)),
-        ("model", _model(typed.model)),
+        ("model", _model(typed.model) + ("" if found.renderer else f"; of the {place}, not read")),
         ("data", f"{_source(typed.data)}, {_rows(rows)}; held out: {_rows(held_out, typed.eval.limit)}"),
         ("loss", f"{typed.loss.name}, {type(typed.loss).__module__}.{type(typed.loss).__qualname__}: {described(typed.loss)}"),
     ]
@@ -64,7 +82,8 @@ def plan(cfg: DictConfig, typed: Settings) -> list[tuple[str, str]]:
     ]
     if typed.trackers or typed.hooks:
         lines.append(("tells", ", ".join(type(one).__name__ for one in [*typed.trackers, *typed.hooks])))
-    lines.append(("writes to", _folder(typed, name)))
+    going_on = f", going on from {paths.shown(resume_from.absolute())}" if resume_from else ""
+    lines.append(("writes to", f"{folder}{going_on}"))
     return lines
 
 
@@ -84,17 +103,11 @@ def _source(data: DataConfig) -> str:
     return paths.shown(Path(data.path)) if data.path else f"{data.name}[{data.split}]"
 
 
-def _num_rows(typed: Settings, which: Any) -> int | None:
-    """Rows of a local file or folder; None of a dataset of the hub, which would have to be downloaded."""
-    data = typed.data
-    local = data.path is not None and (which == "train" or not data.eval_name)
-    return len(load_rows(data, which, typed.seed, typed.eval.limit)) if local else None
-
-
 def _rows(count: int | None, limit: int | None = None) -> str:
     if count is None:
         return "of the hub, not read"
-    return (f"{count:,} rows" if count else "no rows") + (f" (eval.limit={limit})" if count == limit else "")
+    sampled = f", of which {preflight.RENDERED_ROWS:,} were checked" if count > preflight.RENDERED_ROWS else ""
+    return (f"{count:,} rows" if count else "no rows") + (f" (eval.limit={limit})" if count == limit else "") + sampled
 
 
 def _rollout(typed: Settings) -> str:
@@ -132,9 +145,3 @@ def _checkpoints(typed: Settings) -> str:
         return "none"
     often = _every(saving.every, "and the last" if saving.final else "not the last", "after the last step")
     return f"{often}; {f'the newest {saving.keep} are kept' if saving.keep else 'all are kept'}"
-
-
-def _folder(typed: Settings, name: str) -> str:
-    folder, checkpoint = runfolder.choose(typed.out, typed.resume, name, NEW)
-    going_on = f", going on from {paths.shown(checkpoint.absolute())}" if checkpoint else ""
-    return f"{folder}{going_on}"

@@ -19,10 +19,20 @@ def with_answer(row: Row, config: DataConfig) -> Row:
     """
     if row.values.get(ANSWER) is not None:
         return row
-    text = None
-    with contextlib.suppress(DataError):  # what stands in a column that is not read here is nobody's business
-        text = _answer(Cells(row, config))
+    text = _written(row, config)
     return row if text is None else Row(row.where, {**row.values, ANSWER: text})
+
+
+def answer_text(row: Row, config: DataConfig) -> str | None:
+    """Text of the answer that the row has as a message, a completion or the chosen side, else in its column ``answer``."""
+    text = _written(row, config)
+    return str(row.values[ANSWER]) if text is None and row.values.get(ANSWER) is not None else text
+
+
+def _written(row: Row, config: DataConfig) -> str | None:
+    with contextlib.suppress(DataError):  # a column that is not read here may hold anything
+        return _answer(Cells(row, config))
+    return None
 
 
 def _answer(cells: Cells) -> str | None:

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from cookbook.backends.local import LocalTrainer
+from cookbook.backends.local import LocalConfig, LocalTrainer
 from cookbook.checkpoints.chain import SamplerCheckpoints
 from cookbook.deployments import control, server
 from cookbook.deployments.adapters import AdapterServers
@@ -23,7 +23,7 @@ from cookbook.deployments.servers import Servers
 from cookbook.engine.model import ModelConfig, resolved
 from cookbook.errors import ConfigError, RolloutError
 from cookbook.futures import Future, done
-from cookbook.protocols import Sampler, TrainingClient
+from cookbook.protocols import Backend, Sampler, TrainingClient
 from cookbook.types import Datum, ModelInput
 from cookbook.weight_sync import ChainSyncer
 
@@ -31,6 +31,7 @@ log = logging.getLogger("cookbook")
 
 CHECKED_TOKENS = 24
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.3}  # bfloat16 has 8 bits: two programs differ by 0.2 of a logprob now and then
+NEEDS_LOCAL = "deployment=vllm needs backend=local: it serves checkpoints that a local trainer writes"
 PRIVATE = "run-"  # how names begin that are of one run only
 
 
@@ -75,6 +76,14 @@ class VllmConfig:
         if self.url is not None and self.replicas != 1:
             raise ConfigError("deployment.url names one running server; leave deployment.replicas=1")
 
+    def preflight(self, model: ModelConfig, backend: Backend) -> None:
+        """Raises ConfigError: the backend writes no checkpoint to serve, vLLM cannot serve it, or Python has no vLLM."""
+        if not isinstance(backend, LocalConfig):
+            raise ConfigError(NEEDS_LOCAL)
+        self._refuse_dtype(self.dtype or model.dtype)
+        if self.url is None and self.name is None:  # servers of a name may run already
+            server.check_python(str(Path(self.python).absolute()))
+
     def deploy(self, trainer: TrainingClient, *, live: bool) -> VllmDeployment:
         """Starts the servers, or finds them.
 
@@ -83,12 +92,15 @@ class VllmConfig:
             RolloutError: a server does not come up.
         """
         if not isinstance(trainer, LocalTrainer):
-            raise ConfigError("deployment=vllm needs backend=local: it serves checkpoints that a local trainer writes")
-        if (dtype := self.options(trainer).dtype) not in TOLERANCES:
-            raise ConfigError(f"deployment.dtype: vLLM serves {' or '.join(TOLERANCES)}, and the model is in {dtype}; set one")
+            raise ConfigError(NEEDS_LOCAL)
+        self._refuse_dtype(self.options(trainer).dtype)
         if self.dtype is not None:
             trainer.sampler_checkpoints = SamplerCheckpoints(self.dtype)
         return VllmDeployment(self, trainer, live=live)
+
+    def _refuse_dtype(self, dtype: str) -> None:
+        if dtype not in TOLERANCES:
+            raise ConfigError(f"deployment.dtype: vLLM serves {' or '.join(TOLERANCES)}, and the model is in {dtype}; set one")
 
     def options(self, trainer: LocalTrainer) -> server.Options:
         config = trainer.engine.model.config

@@ -135,11 +135,13 @@ def fresh_network(config: ModelConfig) -> Any:
 
     Raises:
         BackendError: no such model.
+        ConfigError: an adapter that the model cannot have.
     """
     adapter = _adapter_config(config.name)
     network = _network(replace(config, random=True), adapter["base_model_name_or_path"] if adapter else config.name, seed=0)
-    rank = adapter["r"] if adapter else config.lora_rank
-    return _add_lora(network, replace(config, lora_rank=rank), seed=0) if rank else network
+    if adapter:
+        config = _as_adapter(config, adapter)
+    return _add_lora(network, config, seed=0) if config.lora_rank else network
 
 
 def context_length(architecture: Any, tokenizer: Any) -> int | None:
@@ -278,11 +280,15 @@ def _adapter_config(name: str) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.is_file() else None
 
 
-def _must_exist(name: str) -> None:
-    """A name that is spelled like a path is never looked up on the hub."""
+def refuse_missing_folder(name: str) -> None:
+    """Raises BackendError: there is no such folder. A name that is spelled like a path is never looked up on the hub."""
     spelled_as_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if spelled_as_path and not Path(name).is_dir():
         raise BackendError(f"model.name: no such folder {name!r}; pass a local folder or a Hugging Face hub id")
+
+
+def _must_exist(name: str) -> None:
+    refuse_missing_folder(name)
     if not Path(name).is_dir() and not hub.answers():
         raise BackendError(
             f"model.name: there is no folder {name!r} here, and the Hugging Face hub cannot be reached for it; pass a folder, "

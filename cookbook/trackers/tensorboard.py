@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,13 +17,17 @@ class TensorBoardTracker:
 
     _writer: Any = field(default=None, init=False, repr=False)
 
-    def start(self, config: Mapping[str, Any], out: str, name: str, step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
+    def preflight(self, *_: object) -> None:
+        """Raises ConfigError: the package tensorboard is not installed."""
+        if importlib.util.find_spec("tensorboard") is None:
             raise ConfigError(
                 "tracker: tensorboard is not installed; pip install 'cookbook[tensorboard]', or leave tracker=tensorboard out"
-            ) from None
+            )
+
+    def start(self, config: Mapping[str, Any], out: str, name: str, step: int) -> None:
+        self.preflight()
+        from torch.utils.tensorboard import SummaryWriter
+
         # What an earlier sitting wrote of the steps to come is dropped by the reader.
         self._writer = SummaryWriter(str(Path(out) / "tensorboard"), purge_step=step + 1 if step else None)
 

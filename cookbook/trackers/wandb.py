@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,13 +23,15 @@ class WandbTracker:
     tags: list[str] = field(default_factory=list)
     _run: Any = field(default=None, init=False, repr=False)
 
+    def preflight(self, *_: object) -> None:
+        """Raises ConfigError: the package wandb is not installed."""
+        if importlib.util.find_spec("wandb") is None:
+            raise ConfigError("tracker: wandb is not installed; pip install 'cookbook[wandb]', or leave tracker=wandb out")
+
     def start(self, config: Mapping[str, Any], out: str, name: str, step: int) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise ConfigError(
-                "tracker: wandb is not installed; pip install 'cookbook[wandb]', or leave tracker=wandb out"
-            ) from None
+        self.preflight()
+        import wandb
+
         os.environ.setdefault("WANDB_SILENT", "true")
         id_file = Path(out) / "wandb_id.txt"
         known = id_file.read_text().strip() if id_file.exists() else None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from cookbook.engine.model import ModelConfig
 from cookbook.errors import ConfigError
+from cookbook.protocols import Backend
 
 if TYPE_CHECKING:
     from cookbook.backends.homes import Home
@@ -27,6 +28,13 @@ class RemoteConfig:
             raise ConfigError(f"backend.base_url: expected http://host:port or https://..., got {self.base_url!r}")
         if not self.patience_s > 0:
             raise ConfigError(f"backend.patience_s must be above 0, got {self.patience_s}")
+
+    def preflight(self, model: ModelConfig, backend: Backend) -> None:
+        """Raises ConfigError: the package ``tinker`` is missing, or the server cannot make the adapter."""
+        from cookbook.backends.remote.server import package, refuse_adapter  # they import torch and tinker
+
+        package()
+        refuse_adapter(model)
 
     def make_trainer(self, model: ModelConfig, *, seed: int, folder: Path) -> RemoteTrainer:
         """A run on the server. Its checkpoints stay there; ``folder`` gets what finds them again.

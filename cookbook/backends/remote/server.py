@@ -36,7 +36,7 @@ class Server:
     """Raises ConfigError (the package ``tinker`` is missing) or BackendError (no answer, wrong key, another version)."""
 
     def __init__(self, config: RemoteConfig) -> None:
-        self._tinker = _package()
+        self._tinker = package()
         self.url = config.base_url.rstrip("/")
         self.wire = Wire(self._tinker)
         self.explained = Explain(self._tinker, self.url, config.api_key_env)
@@ -81,11 +81,7 @@ class Server:
 
     def new_run(self, model: ModelConfig, seed: int) -> Any:
         """A training client on the base model. Waits for it."""
-        if model.lora_rank and model.lora_target_modules != ADAPTED:
-            raise ConfigError(
-                f"model.lora_target_modules: a server puts adapters on attention and MLP, got {model.lora_target_modules!r}; "
-                f"set it to {ADAPTED}"
-            )
+        refuse_adapter(model)
         made = self._service.create_lora_training_client(
             self.model_name(model), rank=model.lora_rank, seed=seed, train_unembed=False
         )
@@ -191,7 +187,16 @@ class Server:
             raise self.explained(error) from None
 
 
-def _package() -> Any:
+def refuse_adapter(model: ModelConfig) -> None:
+    """Raises ConfigError: the adapter is on modules where a server puts none."""
+    if model.lora_rank and model.lora_target_modules != ADAPTED:
+        raise ConfigError(
+            f"model.lora_target_modules: a server puts adapters on attention and MLP, got {model.lora_target_modules!r}; "
+            f"set it to {ADAPTED}"
+        )
+
+
+def package() -> Any:
     """Raises ConfigError: it is not installed."""
     # Without this every error here, and the end of every run, would send traces of the user's program away and wait for it.
     os.environ.setdefault("TINKER_TELEMETRY", "0")
