@@ -16,6 +16,9 @@ USER, ANSWER, OTHER = (
 )
 
 
+PARTS = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?", "image": None}]
+
+
 def read(reader, values, **config):
     row = Row("train.jsonl:7", values)
     config = DataConfig(**config)
@@ -107,7 +110,9 @@ def test_an_explicit_prompt_beside_whole_conversations_has_to_agree():
         ({"prompt": "p", "chosen": "a", "rejected": None}, "the columns are prompt, chosen, rejected"),
         ({"prompt": "p", "chosen": "a"}, "this recipe reads chosen\\+rejected"),
         ({"chosen": "a", "rejected": "b"}, "need a prompt"),
-        ({"prompt": "p", "chosen": "a", "rejected": 3}, '"rejected" must be a list of messages, got int'),
+        ({"prompt": "p", "chosen": "a", "rejected": 3.5}, '"rejected" must be text, got the float 3.5; write it in quotes'),
+        ({"prompt": "p", "chosen": True, "rejected": "b"}, '"chosen" must be text, got the bool True'),
+        ({"prompt": "p", "chosen": "a", "rejected": {"x": 1}}, '"rejected" must be a list of messages, got dict'),
         ({"prompt": "p", "chosen": [ANSWER], "rejected": [USER]}, '"rejected" begins with a user message'),
     ],
 )
@@ -133,7 +138,22 @@ def test_a_later_row_with_a_missing_side_is_named(side):
         (["hello"], r'"messages"\[0\] must be an object with "role" and "content", got str'),
         ([{"content": "hi"}], r'"messages"\[0\] has no "role"'),
         ([{"role": "user"}], r'"messages"\[0\] needs "content" that is text, got none'),
-        ([{"role": "user", "content": [{"type": "image"}]}], r'"messages"\[0\] needs "content" that is text, got list'),
+        (
+            [{"role": "user", "content": [{"type": "image"}]}],
+            r'"messages"\[0\] "content"\[0\] has "type" \'image\'; cookbook trains',
+        ),
+        ([{"role": "user", "content": [*PARTS, {"type": "text", "text": "a", "cache": 1}]}], r'.*"content"\[2\] has "cache"'),
+        ([{"role": "user", "content": ["a"]}], r'"messages"\[0\] "content"\[0\] must be an object with "type" and "text"'),
+        ([{"role": "user", "content": {"text": "a"}}], r'"messages"\[0\] needs "content" that is text, got an object'),
+        ([{"role": "user", "content": 1.5}], r'"messages"\[0\] "content" must be text, got the float 1\.5'),
+        ([{"from": "gpt", "value": "a", "role": "user"}], r'"messages"\[0\] has "from" and "value", and "role" too'),
+        ([{**USER, "train": True}], r'"messages"\[0\] has "train" true on a user message'),
+        ([USER, {**ANSWER, "train": 0}], r'"messages"\[1\] has "train" 0; give true or false'),
+        ([USER, {**ANSWER, "train": True, "weight": 0}], r'"messages"\[1\] contradicts itself with "weight" 0, "train" true'),
+        ([USER, {**ANSWER, "train_detail": [1]}], r'"messages"\[1\] has "train_detail", and cookbook trains a message whole'),
+        ([USER, {**ANSWER, "tool_calls": {"name": "a"}}], r'"messages"\[1\] "tool_calls" must be a list of objects'),
+        ([USER, {**ANSWER, "tool_calls": [{"function": "a"}]}], r'.*"tool_calls"\[0\] "function" must be an object'),
+        ([USER, {**ANSWER, "tool_calls": [{"arguments": "{"}]}], r'.*"tool_calls"\[0\] has "arguments" that are broken JSON'),
         ([{**USER, "weight": 1}], r'"messages"\[0\] has "weight" 1 on a user message'),
         ([USER, {**ANSWER, "weight": 2}], r'"messages"\[1\] has "weight" 2; give a number from 0'),
         ([USER, {**ANSWER, "weight": "1"}], r'"messages"\[1\] has "weight" \'1\''),
@@ -196,3 +216,80 @@ def test_tools_and_further_keys_reach_the_template():
     assert chat.tools == ({"name": "add"},)
     with pytest.raises(DataError, match='"tools" is broken JSON'):
         read(conversation_reader, {"messages": [USER, ANSWER], "tools": "[{"})
+
+
+def test_text_parts_are_joined_and_numbers_are_text():
+    chat = read(conversation_reader, {"messages": [{"role": "user", "content": PARTS}, {"role": "assistant", "content": 4}]})
+    assert said(chat) == [("user", "2+2?"), ("assistant", "4")]
+    assert read(conversation_reader, {"prompt": 72, "completion": -1}) == Plain("train.jsonl:7", "72", "-1")
+    pair = read(preference_reader, {"prompt": "p", "chosen": 10**20, "rejected": 0}, chat=True)
+    assert (said(pair.chosen)[-1], said(pair.rejected)[-1]) == (("assistant", "1" + "0" * 20), ("assistant", "0"))
+
+
+def test_flags_that_leave_an_answer_untrained():
+    for flag in ({"weight": 0}, {"train": False}, {"trainable": False}, {"train": False, "weight": 0.0}):
+        assert read(conversation_reader, {"messages": [USER, {**ANSWER, **flag}]}).messages[1].weight == 0
+    for flag in ({"weight": 1}, {"train": True}, {"trainable": True, "weight": 1}, {"train": None}):
+        assert read(conversation_reader, {"messages": [USER, {**ANSWER, **flag}]}).messages[1].weight == 1
+    assert read(conversation_reader, {"messages": [USER, {**ANSWER, "train": True, "weight": 0.5}]}).messages[1].weight == 0.5
+
+
+def test_arguments_of_tool_calls_become_objects():
+    """As vLLM has them when it renders a prompt: chat templates print text in quotes."""
+    calls = [{"function": {"name": "add", "arguments": '{"a": 1}'}}, {"name": "now", "arguments": ""}]
+    chat = read(conversation_reader, {"messages": [USER, {"role": "assistant", "tool_calls": calls}]})
+    expected = [{"function": {"name": "add", "arguments": {"a": 1}}}, {"name": "now", "arguments": {}}]
+    assert chat.messages[1].extra == {"tool_calls": expected}
+
+
+READERS = [
+    (conversation_reader, {"messages": [USER, ANSWER]}),
+    (conversation_reader, {"prompt": "2+2?", "completion": "4"}),
+    (conversation_reader, {"text": "once"}),
+    (preference_reader, {"prompt": "p", "chosen": "a", "rejected": "b"}),
+    (prompt_reader, {"prompt": "p"}),
+]
+
+
+@pytest.mark.parametrize(("reader", "values"), READERS)
+def test_columns_of_images_and_the_like_are_refused(reader, values):
+    file = {"bytes": b"1", "path": None}
+    for more in ({"images": ["a.png"]}, {"image": "a.png"}, {"Video_URL": "b"}, {"audio": file}, {"plot": file}, {"x": [file]}):
+        name = next(iter(more))
+        with pytest.raises(DataError, match=rf'^train\.jsonl:7: "{name}" holds media, and the text would be trained without'):
+            read(reader, {**values, **more})
+    read(reader, {**values, "images": [], "image": None, "audio": "", "videos": [None], "image_caption": "a cat"})
+
+
+def test_columns_that_are_not_read_are_known():
+    def unused(reader, values, **config):
+        row = Row("train.jsonl:7", values)
+        return list(reader(row, DataConfig(**config)).unused(row))
+
+    more = {"id": 7, "source": "", "score": None, "tags": [], "tools": [{"name": "add"}]}
+    assert unused(conversation_reader, {"messages": [USER, ANSWER], **more, "text": "a"}) == ["id", "text"]
+    assert unused(conversation_reader, {"conversations": [{"from": "human", "value": "a"}], **more}) == ["id"]
+    assert unused(preference_reader, {"prompt": "p", "chosen": "a", "rejected": "b", **more}) == ["id"]
+    assert unused(prompt_reader, {"prompt": "p", **more}) == []  # a reward may read any column
+    assert unused(conversation_reader, {"text": "a", "tools": "hammer"}) == ["tools"]
+
+
+def test_what_needs_a_conversation_is_refused_in_plain_text():
+    tools = {"tools": [{"name": "add"}]}
+    for values in ({"text": "a"}, {"prompt": "p", "completion": "a"}):
+        with pytest.raises(DataError, match=r'^train\.jsonl:7: "tools" needs a conversation.*set data\.chat=true'):
+            read(conversation_reader, {**values, **tools})
+    assert read(conversation_reader, {"prompt": "p", "completion": "a", **tools}, chat=True).tools == ({"name": "add"},)
+    for name, value in (("functions", [{"name": "add"}]), ("chat_template_kwargs", {"enable_thinking": False})):
+        with pytest.raises(DataError, match=rf'^train\.jsonl:7: "{name}" would change the text'):
+            read(conversation_reader, {"messages": [USER, ANSWER], name: value})
+    with pytest.raises(DataError, match=r'"tools"\[1\] must be a tool schema, an object, got str'):
+        read(conversation_reader, {"messages": [USER, ANSWER], "tools": [{}, "add"]})
+    assert read(conversation_reader, {"messages": [USER, ANSWER], "tools": " "}).tools is None
+
+
+def test_a_prompt_of_messages_beside_whole_conversations_has_to_agree():
+    row = {"prompt": [USER], "chosen": [USER, ANSWER], "rejected": [USER, OTHER]}
+    assert read(preference_reader, row).chosen.start == 1
+    with pytest.raises(DataError, match='"prompt" is not the prompt that chosen and rejected begin with'):
+        read(preference_reader, {**row, "prompt": [{**USER, "content": "3+3?"}]})

@@ -99,21 +99,77 @@ def test_json_arrays_and_json_lines_under_the_same_suffix(tmp_path):
         load_rows(DataConfig(path=str(array)))
 
 
-def test_csv_and_parquet(tmp_path):
+def test_parquet(tmp_path):
     from datasets import Dataset
 
-    table = Dataset.from_list(numbered(4))
-    table.to_csv(tmp_path / "train.csv")
-    table.to_parquet(tmp_path / "train.parquet")
-    for name in ("train.csv", "train.parquet"):
-        rows = load_rows(DataConfig(path=str(tmp_path / name), limit=3))
-        assert texts(rows) == ["row 0", "row 1", "row 2"]
-        assert rows[2].where == f"{tmp_path / name}[2]"
+    Dataset.from_list(numbered(4)).to_parquet(tmp_path / "train.parquet")
+    rows = load_rows(DataConfig(path=str(tmp_path / "train.parquet"), limit=3))
+    assert texts(rows) == ["row 0", "row 1", "row 2"]
+    assert rows[2].where == f"{tmp_path / 'train.parquet'}[2]"
     (tmp_path / "broken.parquet").write_bytes(b"not parquet")
     with pytest.raises(DataError) as error:
         load_rows(DataConfig(path=str(tmp_path / "broken.parquet")))
     assert str(error.value).startswith(f"{tmp_path / 'broken.parquet'}: ")
     assert "\n" not in str(error.value)
+
+
+def test_every_cell_of_csv_is_text_as_it_is_written(tmp_path):
+    file = tmp_path / "train.csv"
+    # pandas reads every one of the answers as something else.
+    file.write_bytes(b'\xef\xbb\xbfprompt,answer\r\na,72\r\n\r\n"b, ""c""\nd",1.50\n\xc3\xa9,007\ne,NA\nf,\ng,True\n')
+    rows = load_rows(DataConfig(path=str(file)))
+    assert [row.values["answer"] for row in rows] == ["72", "1.50", "007", "NA", "", "True"]
+    assert [row.values["prompt"] for row in rows] == ["a", 'b, "c"\nd', "é", "e", "f", "g"]
+    assert [row.where for row in rows][:3] == [f"{file}:2", f"{file}:4", f"{file}:6"]
+    assert load_rows(DataConfig(path=str(file), limit=1))[0].values == {"prompt": "a", "answer": "72"}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a,b\n1,2\n1,2,3\n", ":3: 3 cells under 2 column names; quote cells"),
+        (b"a,b\n1\n", ":2: 1 cells under 2 column names"),
+        (b"a,a\n1,2\n", ":1: the column 'a' is there twice"),
+        (b"a,b\n1,\xff\n", ":2: not UTF-8 at byte 2"),
+        (b'a,b\n1,2\n3,"4\n5,6\n', ":3: broken CSV: unexpected end of data; mend the line"),
+        (b'a,b\n1,"2"3\n', ":2: broken CSV: "),
+        (b"a,b\n", ": holds no rows"),
+    ],
+)
+def test_mistakes_in_csv_are_named(tmp_path, content, message):
+    file = tmp_path / "train.csv"
+    file.write_bytes(content)
+    with pytest.raises(DataError) as error:
+        load_rows(DataConfig(path=str(file)))
+    assert str(error.value).startswith(f"{file}{message}")
+
+
+def test_a_bad_row_of_csv_is_left_out_on_request(tmp_path):
+    file = tmp_path / "train.csv"
+    file.write_text("text\nrow 0\na,b\nrow 1\n")
+    assert texts(load_rows(DataConfig(path=str(file), on_bad_row="skip"))) == ["row 0", "row 1"]
+
+
+def test_what_arrow_fills_in_is_taken_out_again(tmp_path):
+    """Arrow gives every object of a column the same keys: the call of one tool would have the arguments of all."""
+    from datasets import Dataset
+
+    calls = [{"city": "Paris"}, {"a": 1, "b": None}]
+    rows = [{"messages": [{"role": "assistant", "tool_calls": [{"arguments": one}]}], "score": None} for one in calls]
+    Dataset.from_list(rows).to_parquet(tmp_path / "train.parquet")
+    found = [row.values for row in load_rows(DataConfig(path=str(tmp_path / "train.parquet")))]
+    assert [row["messages"][0]["tool_calls"][0]["arguments"] for row in found] == [{"city": "Paris"}, {"a": 1}]
+    assert "score" in found[0]
+
+
+def test_images_are_never_decoded(tmp_path):
+    from datasets import Dataset, Features, Image, List, Value
+
+    features = Features({"text": Value("string"), "picture": Image(), "more": List(Image())})
+    broken = {"bytes": b"not an image", "path": None}
+    Dataset.from_list([{"text": "a", "picture": broken, "more": [broken]}], features=features).save_to_disk(tmp_path / "one")
+    [row] = load_rows(DataConfig(path=str(tmp_path / "one")))
+    assert row.values == {"text": "a", "picture": broken, "more": [broken]}
 
 
 def test_a_folder_of_split_files(tmp_path):

@@ -41,12 +41,13 @@ class Trained:
 
 @dataclass(frozen=True)
 class Survey:
-    """The rows of one split."""
+    """The rows of one split. ``unused`` names the columns, and the fields of messages, that train nothing."""
 
     num_rows: int
     num_used: int
     sequences: Sequence[Trained]
     refused: Sequence[Refusal]
+    unused: Sequence[str] = ()
 
 
 def survey(
@@ -67,7 +68,7 @@ def survey(
     if kind == "rollouts":
         found = prompts(rows, renderer, config, max_tokens, refusals)
         sequences = [Trained(one.row.where, one.tokens, np.zeros(len(one.tokens))) for one in found]
-        return Survey(num_rows, len(found), sequences, refusals.found)
+        return Survey(num_rows, len(found), sequences, refusals.found, list(refusals.unused))
     if kind == "preferences":
         datums = preference_datums(rows, renderer, config, refusals)
         sides = ["chosen", "rejected"] * (len(datums) // 2)
@@ -75,7 +76,8 @@ def survey(
         datums = conversation_datums(rows, renderer, config, refusals)
         sides = [""] * len(datums)
     sequences = [_sequence(one, side) for one, side in zip(datums, sides, strict=True)]
-    return Survey(num_rows, len({one.where for one in sequences}), sequences, refusals.found)
+    num_used = len({one.where for one in sequences})
+    return Survey(num_rows, num_used, sequences, refusals.found, list(refusals.unused))
 
 
 def _sequence(datum: RowDatum, side: str) -> Trained:

@@ -85,6 +85,8 @@ def _print_counts(split: str, found: Survey, kind: str) -> None:
         head = ["", *rows[0][1]]
         body = [[name, *(f"{number:,}" for number in numbers.values())] for name, numbers in rows]
         print("\n".join(f"  {line}" for line in tables.aligned([head, *body], right=range(1, len(head)))))
+    if found.unused:
+        print(f"  columns not used for training: {', '.join(found.unused)}")
     for refusal in found.refused[:REFUSED_SHOWN]:
         print(f"  {'stops the run' if refusal.fatal else 'left out'}: {_near(refusal.reason)}")
     if (more := len(found.refused) - REFUSED_SHOWN) > 0:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cookbook.data.config import DataConfig
-from cookbook.data.messages import Message, parse_messages
+from cookbook.data.messages import Message, as_text, parse_messages
 from cookbook.data.rows import EmptyRowError, Row
 from cookbook.errors import DataError
 from cookbook.suggest import did_you_mean
 
 REMEDY = "remove the row or set data.on_empty=skip"
 SHAREGPT_COLUMN = "conversations"
+TOOLS = "tools"
+MEDIA = re.compile(r"(image|picture|video|audio)s?(_(url|path|file|byte)s?)?")
+# Columns that change the text of a conversation in OpenAI's fine-tuning and in TRL.
+NEEDED = ("functions", "chat_template_kwargs")
 
 
 @dataclass(frozen=True)
@@ -53,15 +59,14 @@ class Cells:
 
     def text(self, role: str) -> str:
         """Raises DataError unless it is text, EmptyRowError when that is empty."""
-        value = self.value(role)
-        if not isinstance(value, str):
-            raise DataError(f'{self.where}: "{self.column(role)}" must be text, got {type(value).__name__}')
-        if not value:
+        text = as_text(self.value(role), f'{self.where}: "{self.column(role)}"')
+        if not text:
             raise EmptyRowError(f'{self.where}: "{self.column(role)}" is empty; {REMEDY}')
-        return value
+        return text
 
     def is_text(self, role: str) -> bool:
-        return isinstance(self.value(role), str)
+        """Whether the column does not hold messages."""
+        return isinstance(self.value(role), str | int | float)
 
     def messages(self, role: str, speaker: str = "user") -> tuple[Message, ...]:
         """The messages of a column; text becomes one message of ``speaker``."""
@@ -71,12 +76,52 @@ class Cells:
 
     def tools(self) -> tuple[Any, ...] | None:
         """Tool schemas for the chat template, from a ``tools`` column that holds a list or its JSON text."""
-        tools = self.row.values.get("tools")
-        if isinstance(tools, str):
+        for name in NEEDED:
+            if self.row.values.get(name):
+                raise DataError(f'{self.where}: "{name}" would change the text, and is not read; remove the column')
+        tools = self.row.values.get(TOOLS)
+        if isinstance(tools, str) and tools.strip():
             try:
                 tools = json.loads(tools)
             except json.JSONDecodeError as error:
                 raise DataError(f'{self.where}: "tools" is broken JSON: {error}; give a list of tool schemas') from None
-        if tools and (not isinstance(tools, Sequence) or isinstance(tools, str)):
+        if not tools or isinstance(tools, str):
+            return None
+        if not isinstance(tools, Sequence):
             raise DataError(f'{self.where}: "tools" must be a list of tool schemas, got {type(tools).__name__}')
-        return tuple(tools) if tools else None
+        for index, tool in enumerate(tools):
+            if not isinstance(tool, Mapping):
+                raise DataError(f'{self.where}: "tools"[{index}] must be a tool schema, an object, got {type(tool).__name__}')
+        return tuple(tools)
+
+    def check_columns(self) -> None:
+        """Raises DataError if a column holds images, sound or videos: the text would be trained without them."""
+        for name, value in self.row.values.items():
+            parts = value if isinstance(value, list | tuple) else [value]
+            if (_is_medium(name) and any(parts)) or any(map(_is_file, parts)):
+                remedy = "cookbook trains text only, so remove the row, or the column if the text does not need it"
+                raise DataError(f'{self.where}: "{name}" holds media, and the text would be trained without; {remedy}')
+
+    def unused(self, roles: Collection[str]) -> Iterator[str]:
+        """Names of columns that hold something, and are neither one of ``roles`` nor tools."""
+        used = {*map(self.column, roles)}
+        for name, value in self.row.values.items():
+            if name not in used and value not in (None, "", [], {}) and not (name == TOOLS and self.has_tools()):
+                yield name
+
+    def has_tools(self) -> bool:
+        """Whether the row has tool schemas; a column of that name may hold anything else."""
+        try:
+            return self.tools() is not None
+        except DataError:
+            return False
+
+
+@functools.cache
+def _is_medium(column: str) -> bool:
+    return MEDIA.fullmatch(column.lower()) is not None
+
+
+def _is_file(value: Any) -> bool:
+    """Whether the value is an image, sound or video as ``datasets`` reads it."""
+    return isinstance(value, Mapping) and value.keys() == {"bytes", "path"}

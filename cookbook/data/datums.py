@@ -14,6 +14,7 @@ from cookbook.data.config import DataConfig
 from cookbook.data.formats import (
     Chat,
     Example,
+    RowReader,
     conversation_reader,
     preference_reader,
     prompt_reader,
@@ -27,8 +28,8 @@ from cookbook.errors import ConfigError, DataError
 from cookbook.types import Datum, ModelInput, datum_from_tokens_weights
 
 T = TypeVar("T")
-Reader = Callable[[Row, DataConfig], Callable[[Row], T]]
-"""From a dataset's first row to what reads each of its rows."""
+Reader = Callable[[Row, DataConfig], RowReader[T]]
+"""From a dataset's first row to the reader of all its rows."""
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -160,8 +161,8 @@ def check_columns(kind: str, rows: Sequence[Row], config: DataConfig) -> None:
         _reading(rows, _READERS[kind], config, Refusals(config))
 
 
-def _reading(rows: Sequence[Row], reader: Reader[T], config: DataConfig, refusals: Refusals) -> Callable[[Row], T]:
-    """What the first row says about how to read them all; the first that says it, where bad rows are left out.
+def _reading(rows: Sequence[Row], reader: Reader[T], config: DataConfig, refusals: Refusals) -> RowReader[T]:
+    """Return the reader that suits the first row; if bad rows are left out, the first row that a reader suits.
 
     Raises:
         DataError: what is wrong with the first row.
@@ -204,6 +205,7 @@ class _Sieve:
         self.tells = refusals is None
         self.refusals = Refusals(config) if refusals is None else refusals
         self.since = len(self.refusals.found)
+        self.unused: dict[str, None] = {}  # columns
 
     def read(self, rows: Sequence[Row], reader: Reader[T]) -> list[tuple[Row, T]]:
         """The rows that are not empty, each with what ``reader`` makes of it."""
@@ -214,6 +216,7 @@ class _Sieve:
         for row in rows:
             try:
                 found.append((row, read(row)))
+                self.unused.update(dict.fromkeys(read.unused(row)))
             except DataError as error:
                 self.refusals.add_error(row.where, error)
         return found
@@ -263,6 +266,7 @@ class _Sieve:
         Raises:
             DataError: there are none, because every row was left out.
         """
+        self.refusals.note_unused(self.unused, self.renderer.unused_fields)
         self.refusals.check_left(self.since, self.num_rows, len(items))
         if self.tells:
             self.refusals.warn(self.num_rows)
@@ -276,8 +280,6 @@ class _Sieve:
             try:
                 found += render(batch)
             except DataError:
-                if not self.refusals.skips_bad_rows:
-                    raise
                 found += (self._one(example, render) for example in batch)
         return found
 

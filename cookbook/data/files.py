@@ -1,8 +1,10 @@
-"""Rows from JSON, with the line of every mistake. Reads as far as it is asked to, one line at a time."""
+"""Rows from JSON and CSV, with the line of every mistake. Reads as far as it is asked to, one line at a time."""
 
 from __future__ import annotations
 
+import csv
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,40 @@ def read_json(path: Path, refusals: Refusals) -> Iterator[Row]:
             yield Row(where, _object(value, where))
         except DataError as error:
             refusals.add_error(where, error)
+
+
+def read_csv(path: Path, refusals: Refusals) -> Iterator[Row]:
+    """A table with a line of column names. Every cell is text, spelled as in the file: CSV has no numbers.
+
+    A row is named after its first line; a quoted cell may go over several.
+
+    Raises:
+        DataError: no line of names, or two equal ones; of a row with other cells than names, as :func:`read_json_lines`.
+    """
+    csv.field_size_limit(sys.maxsize)
+    with path.open("rb") as file:
+        decoded = (_utf8(line, f"{path}:{number}") for number, line in enumerate(file, start=1))
+        lines = csv.reader(decoded, strict=True)  # else an open quote would swallow the rest of the file
+        names: list[str] = []
+        while True:
+            where = f"{path}:{lines.line_num + 1}"
+            try:
+                cells = next(lines, None)
+            except csv.Error as error:
+                raise DataError(f"{where}: broken CSV: {error}; mend the line") from None
+            if cells is None:
+                return
+            if not cells:  # an empty line
+                continue
+            if not names:
+                names = cells
+                if twice := [name for name in names if names.count(name) > 1]:
+                    raise DataError(f"{where}: the column {twice[0]!r} is there twice; rename one of them")
+            elif len(cells) == len(names):
+                yield Row(where, dict(zip(names, cells, strict=True)))
+            else:
+                message = f"{len(cells)} cells under {len(names)} column names; quote cells that hold commas or line ends"
+                refusals.add_error(where, DataError(f"{where}: {message}"))
 
 
 def _utf8(raw: bytes, where: str) -> str:

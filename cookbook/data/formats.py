@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from cookbook.data.cells import REMEDY, Cells
 from cookbook.data.config import Columns, DataConfig
-from cookbook.data.messages import Message
+from cookbook.data.messages import Message, as_text
 from cookbook.data.rows import EmptyRowError, Row
 from cookbook.errors import ConfigError, DataError
 
+T = TypeVar("T")
 NEEDS = {
     "messages": ("messages",),
     "prompt_completion": ("prompt", "completion"),
@@ -51,26 +52,44 @@ class Preference:
     rejected: Example
 
 
-def conversation_reader(first: Row, config: DataConfig) -> Callable[[Row], Example]:
-    """How to read every row of a supervised dataset that begins with ``first``."""
+@dataclass(frozen=True)
+class RowReader(Generic[T]):
+    """Reads every row of a dataset in one format. ``roles`` are the columns that it reads; None: rewards read them all."""
+
+    read: Callable[[Cells], T]
+    config: DataConfig
+    roles: tuple[str, ...] | None
+
+    def __call__(self, row: Row) -> T:
+        cells = Cells(row, self.config)
+        cells.check_columns()
+        return self.read(cells)
+
+    def unused(self, row: Row) -> Iterable[str]:
+        """The row's columns that hold something and are not read."""
+        return () if self.roles is None else Cells(row, self.config).unused(self.roles)
+
+
+def conversation_reader(first: Row, config: DataConfig) -> RowReader[Example]:
+    """Return the reader for a supervised dataset that begins with ``first``."""
     name = detect(first, config, ("messages", "prompt_completion", "text"))
     read = {"messages": _messages, "prompt_completion": _prompt_completion, "text": _text}[name]
-    return lambda row: read(Cells(row, config))
+    return RowReader(read, config, NEEDS[name])
 
 
-def preference_reader(first: Row, config: DataConfig) -> Callable[[Row], Preference]:
-    """How to read every row of a preference dataset that begins with ``first``."""
+def preference_reader(first: Row, config: DataConfig) -> RowReader[Preference]:
+    """Return the reader for a preference dataset that begins with ``first``."""
     detect(first, config, ("preference",))
-    return lambda row: _preference(Cells(row, config))
+    return RowReader(_preference, config, ("prompt", *NEEDS["preference"]))
 
 
-def prompt_reader(first: Row, config: DataConfig) -> Callable[[Row], Example]:
-    """How to read the prompt of every row of a dataset that begins with ``first``; answers in it are left out."""
+def prompt_reader(first: Row, config: DataConfig) -> RowReader[Example]:
+    """Return the reader for the prompts of a dataset that begins with ``first``; answers in it are left out."""
     if config.format == "prompt_completion":
         config = replace(config, format="prompt")
     name = detect(first, config, ("prompt", "messages", "preference"))
     read = {"prompt": _prompt, "messages": _prompt_of_messages, "preference": _prompt_of_preference}[name]
-    return lambda row: read(Cells(row, config))
+    return RowReader(read, config, None)
 
 
 def detect(row: Row, config: DataConfig, accepted: Sequence[str]) -> str:
@@ -182,14 +201,20 @@ def _implicit(cells: Cells) -> Preference:
             f"{cells.where}: chosen and rejected do not begin with the same messages; "
             "give the prompt in a column of its own (data.columns.prompt)"
         )
-    shared = [message.content for message in sides[0].messages[:start]]
-    if cells.has("prompt") and cells.is_text("prompt") and cells.text("prompt") not in shared:
+    if cells.has("prompt") and not _is_prompt(cells, sides[0].messages[:start]):
         raise DataError(
             f'{cells.where}: "{cells.column("prompt")}" is not the prompt that chosen and rejected begin with; '
             "keep one of the two"
         )
     chosen, rejected = (_with_system(replace(side, start=start), cells.config) for side in sides)
     return Preference(chosen, rejected)
+
+
+def _is_prompt(cells: Cells, shared: tuple[Message, ...]) -> bool:
+    """Whether the column ``prompt`` says what ``shared`` does: the text of one message, or all of them."""
+    if cells.is_text("prompt"):
+        return cells.text("prompt") in [message.content for message in shared]
+    return cells.messages("prompt") == shared
 
 
 def _shared(chosen: tuple[Message, ...], rejected: tuple[Message, ...]) -> int:
@@ -206,7 +231,7 @@ def _shared(chosen: tuple[Message, ...], rejected: tuple[Message, ...]) -> int:
 def _answered(cells: Cells, role: str) -> Example:
     """The prompt and one answer to it, each text or messages."""
     if cells.is_text("prompt") and cells.is_text(role) and not cells.config.chat:
-        return _plain(cells, cells.value("prompt"), cells.text(role))
+        return _plain(cells, as_text(cells.value("prompt"), f'{cells.where}: "{cells.column("prompt")}"'), cells.text(role))
     before, after = cells.messages("prompt"), cells.messages(role, speaker="assistant")
     if after[0].role != "assistant":
         what = f'"{cells.column(role)}" begins with a {after[0].role} message'
@@ -217,6 +242,8 @@ def _answered(cells: Cells, role: str) -> Example:
 def _plain(cells: Cells, prompt: str, response: str) -> Plain:
     if cells.config.system is not None:
         raise ConfigError(f"data.system needs a conversation, and {cells.where} is plain text; set data.chat=true")
+    if cells.has_tools():
+        raise DataError(f'{cells.where}: "tools" needs a conversation, and the row is plain text; set data.chat=true')
     return Plain(cells.where, prompt, response)
 
 

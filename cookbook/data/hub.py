@@ -1,13 +1,14 @@
-"""Rows through the ``datasets`` library: the hub, CSV and Parquet files, folders of any layout it knows."""
+"""Rows through the ``datasets`` library: the hub, Parquet files, folders of any layout it knows."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cookbook import hub
 from cookbook.data.rows import Row
@@ -18,11 +19,11 @@ if TYPE_CHECKING:
 
 
 def read_table(path: Path, limit: int | None) -> Iterator[Row]:
-    """A ``.csv`` or ``.parquet`` file."""
+    """A ``.parquet`` file."""
     from datasets import load_dataset
 
     with _one_line(str(path)):
-        table = load_dataset(path.suffix[1:], data_files=str(path), split="train")
+        table = load_dataset("parquet", data_files=str(path), split="train")
     yield from _rows(table, str(path), "[{}]", limit)
 
 
@@ -67,8 +68,33 @@ def read_hub(name: str, subset: str | None, split: str, streaming: bool, limit: 
 def _rows(table: Dataset | IterableDataset, name: str, index: str, limit: int | None) -> Iterator[Row]:
     """``index`` counts from 0, as in ``dataset[index]``."""
     with _one_line(name):
-        for number, values in enumerate(islice(table, limit)):
-            yield Row(name + index.format(number), values)
+        for number, values in enumerate(islice(_undecoded(table), limit)):
+            yield Row(name + index.format(number), {column: _without_fill(value) for column, value in values.items()})
+
+
+def _undecoded(table: Any) -> Any:
+    """Images, sound and videos as files: a row with them is refused, and decoding them needs other packages."""
+    for column, feature in (table.features or {}).items():
+        if (plain := _plain_feature(feature)) != feature:
+            table = table.cast_column(column, plain)
+    return table
+
+
+def _plain_feature(feature: Any) -> Any:
+    from datasets import Audio, Image, LargeList, List, Video
+
+    if isinstance(feature, Audio | Image | Video):
+        return dataclasses.replace(feature, decode=False)
+    if isinstance(feature, List | LargeList):
+        return dataclasses.replace(feature, feature=_plain_feature(feature.feature))
+    return {name: _plain_feature(part) for name, part in feature.items()} if isinstance(feature, dict) else feature
+
+
+def _without_fill(value: Any) -> Any:
+    """``value`` without the nulls by which Arrow gives all objects of a column the same keys: arguments of other tools."""
+    if isinstance(value, dict) and value.keys() != {"bytes", "path"}:
+        return {key: _without_fill(part) for key, part in value.items() if part is not None}
+    return [_without_fill(part) for part in value] if isinstance(value, list) else value
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,6 +41,7 @@ class Refusals:
         self._config = config
         self.collects = collect
         self.found: list[Refusal] = []  # each row once
+        self.unused: dict[str, None] = {}  # columns, and fields of messages, that hold something and train nothing
         self._places: set[str] = set()
 
     @property
@@ -61,12 +63,20 @@ class Refusals:
         """What reading or rendering the row has raised. Raises it again where the policy fails."""
         self.add(where, "on_empty" if isinstance(error, EmptyRowError) else "on_bad_row", str(error))
 
+    def note_unused(self, columns: Iterable[str], fields: Iterable[str]) -> None:
+        """Note the columns, and the fields of messages, that are not used. The log gets one line of them, once."""
+        names = [*columns, *(f"{field} of messages" for field in fields)]
+        new = [name for name in names if name not in self.unused]
+        self.unused |= dict.fromkeys(new)
+        if new and not self.collects:
+            log.warning("data: columns not used for training: %s", ", ".join(new))
+
     def check_left(self, since: int, num_rows: int, num_left: int) -> None:
         """Raises DataError when those added after the first ``since`` have left none of ``num_rows`` rows over."""
         if not self.collects and not num_left and len(self.found) > since:
             raise DataError(f"data: all {num_rows} rows were left out; the first: {self.found[since].reason}")
 
     def warn(self, num_rows: int) -> None:
-        """A line in the log, of who nobody else asks what has been left out."""
+        """Log how many rows are left out, for callers that do not report them."""
         if self.found:
             log.warning("data: left out %d of %d rows; the first: %s", len(self.found), num_rows, self.found[0].reason)

@@ -51,6 +51,11 @@ class Renderer:
         self.max_length = max_length
         self._template = ChatTemplate(tokenizer)
 
+    @property
+    def unused_fields(self) -> Sequence[str]:
+        """Fields of the messages rendered so far that the chat template does not print, and that say nothing to the model."""
+        return self._template.unused_fields
+
     def prompt_tokens(self, prompt: Sequence[Mapping[str, Any]] | str) -> list[int]:
         """A prompt to sample from: text as it is, messages with the header of the answer to come."""
         if isinstance(prompt, str):

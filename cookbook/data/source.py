@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from cookbook.data.config import DataConfig
-from cookbook.data.files import JSON_LINES, SUFFIXES, existing, read_json, read_json_lines
+from cookbook.data.files import JSON_LINES, SUFFIXES, existing, read_csv, read_json, read_json_lines
 from cookbook.data.hub import read_folder, read_hub, read_table
 from cookbook.data.refusals import Refusals
 from cookbook.data.rows import Row
@@ -116,6 +116,8 @@ def _from_file(path: Path, limit: int | None, refusals: Refusals) -> Iterator[Ro
         return read_json_lines(path, refusals)
     if suffix == ".json":
         return read_json(path, refusals)
+    if suffix == ".csv":
+        return read_csv(path, refusals)
     if suffix in SUFFIXES:
         return read_table(path, limit)
     raise DataError(f"{path}: cannot read {suffix or 'a file without a suffix'}; give one of {', '.join(SUFFIXES)}")

@@ -29,6 +29,12 @@ def check_datum(datum: Datum, index: int, vocabulary: int, max_length: int) -> N
             raise DataError(f"datum {index}: temperature must be one number > 0, got {heat.tolist()}")
     if not targets.size:
         raise DataError(f"datum {index}: target_tokens of shape {targets.shape} hold no target; give at least one per position")
+    if (low := int(targets.min())) < 0:
+        place = int(targets.argmin()) // (targets.size // len(targets))
+        raise DataError(
+            f"datum {index}: target_tokens holds {low} at position {place}, which is no token; to leave the position out, give "
+            "it weight 0 and any token"
+        )
     for key, low, high in (
         ("model_input", min(datum.model_input.tokens), max(datum.model_input.tokens)),
         ("target_tokens", int(targets.min()), int(targets.max())),
