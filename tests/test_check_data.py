@@ -185,6 +185,18 @@ def test_refused_rows_are_listed_and_end_with_2(capsys):
     assert got.err.startswith("error: check data: no row is left to train on; the first: mine.jsonl:1: broken JSON at column 2")
 
 
+def test_columns_that_train_nothing_are_named(capsys):
+    more = {"id": 3, "score": None, "images": []}
+    row = {"messages": [{**USER, "at": "noon"}, ANSWER], **more}
+    picture = {"messages": [USER, ANSWER], "image": "a.png", "seen": True}
+    Path("mine.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(picture) + "\n")
+    command = ["check", "data", "recipe=sft", "data=jsonl", f"data.path={Path.cwd()}/mine.jsonl"]
+    assert run([*command, "data.on_bad_row=skip"]) == 0
+    out = capsys.readouterr().out
+    assert "\n  columns not used for training: id, at of messages\n" in out
+    assert '\n  left out: mine.jsonl:2: "image" holds media, and the text would be trained without; ' in out
+
+
 def test_a_recipe_without_data_says_so(capsys):
     run(["fork", "sft", "mine"])
     code = Path("recipes/mine.py")

@@ -3,6 +3,7 @@
 import json
 import logging
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from cookbook.data import (
     Columns,
     DataConfig,
+    Refusals,
     Renderer,
     Row,
     conversation_datums,
@@ -127,6 +129,56 @@ def test_empty_rows_fail_or_are_skipped_with_a_count(renderer, caplog, monkeypat
     assert "left out 2 of 3 rows; the first: train.jsonl:2" in caplog.text
     with pytest.raises(DataError, match=r"data: all 2 rows were left out; the first: train\.jsonl:2"):
         conversation_datums(data[1:], renderer, DataConfig(on_empty="skip"))
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "last_assistant", "each_assistant", "all"])
+def test_empty_answers_are_empty_rows(renderer, train_on):
+    """Found by the template, where rows are rendered many at a time: the policy of the one row decides."""
+    data = rows({"messages": [USER, {**ANSWER, "content": ""}]}, {"messages": [USER, ANSWER]})
+    config = DataConfig(train_on=train_on)
+    with pytest.raises(DataError, match=r"^train\.jsonl:1: message 1 is an empty answer"):
+        conversation_datums(data, renderer, config)
+    [kept] = conversation_datums(data, renderer, replace(config, on_empty="skip"))
+    assert kept.where == "train.jsonl:2"
+    pairs = rows(*({"prompt": [USER], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": text}]} for text in (" ", "5")))
+    with pytest.raises(DataError, match=r"^train\.jsonl:1: message 1 is an empty answer"):
+        preference_datums(pairs, renderer, DataConfig())
+    kept = preference_datums(pairs, renderer, DataConfig(on_empty="skip"))
+    assert [datum.where for datum in kept] == ["train.jsonl:2"] * 2
+
+
+def test_what_the_template_drops_is_refused_in_pairs_and_prompts_too(renderer):
+    calls = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    pair = {"prompt": [USER], "chosen": [ANSWER], "rejected": [calls]}
+    for make, row in ((preference_datums, pair), (conversation_datums, {"messages": [USER, calls]})):
+        with pytest.raises(DataError, match=r'^train\.jsonl:1: the chat template does not print "tool_calls" of message 1'):
+            make(rows(row), renderer, DataConfig())
+    for make, row in ((preference_datums, pair | {"rejected": [ANSWER, USER]}), (prompts, {"prompt": [USER]})):
+        with pytest.raises(DataError, match=r'^train\.jsonl:1: the chat template does not print "tools"'):
+            make(rows(row | {"tools": [{"name": "add"}]}), renderer, DataConfig())
+
+
+def test_flags_mask_answers_in_every_mode(renderer):
+    turns = [USER, {**ANSWER, "content": "no", "train": False}, USER, ANSWER]
+    for train_on in ("assistant", "last_assistant", "each_assistant"):
+        [datum] = conversation_datums(rows({"messages": turns}), renderer, DataConfig(train_on=train_on))
+        assert trained(renderer, datum) == "4<|im_end|>"
+    [datum] = conversation_datums(rows({"messages": turns}), renderer, DataConfig(train_on="all"))
+    assert trained(renderer, datum).count("<|im_end|>") == 3 and "no" not in trained(renderer, datum)
+    sides = {"chosen": [*turns[:2], ANSWER], "rejected": [*turns[:2], {**ANSWER, "content": "5"}]}
+    chosen, rejected = preference_datums(rows({"prompt": [USER], **sides}), renderer, DataConfig())
+    assert [trained(renderer, one) for one in (chosen, rejected)] == ["4<|im_end|>", "5<|im_end|>"]
+
+
+def test_columns_not_used_are_logged_once(renderer, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("cookbook"), "propagate", True)
+    refusals = Refusals(DataConfig())
+    more = {"id": 1, "tools": None}
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            conversation_datums(rows({"messages": [{**USER, "at": 1}, ANSWER], **more}), renderer, DataConfig(), refusals)
+        prompts(rows({"prompt": [USER], **more}), renderer, DataConfig(), refusals=refusals)
+    assert [record.getMessage() for record in caplog.records] == ["data: columns not used for training: id, at of messages"]
 
 
 def test_long_rows_fail_are_skipped_or_cut(renderer):

@@ -222,9 +222,12 @@ def bad(tokens=(1, 2, 3), **inputs):
 
 BAD_DATA = {
     "missing": (bad(), "datum 1: missing required field 'target_tokens'"),
+    "ignored": (
+        bad(target_tokens=[1, -100, 2]),
+        "datum 1: target_tokens holds -100 at position 1, which is no token; to leave the position out, give it weight 0 and",
+    ),
     "outside": (bad(target_tokens=[1, 2, 259]), "datum 1: target_tokens holds token 259, and the vocabulary has 259"),
     "negative": (bad((1, -2, 3), target_tokens=[1, 2, 3]), "datum 1: model_input holds token -2"),
-    "ignored": (bad(target_tokens=[1, 2, -100]), "datum 1: target_tokens holds token -100"),
     "too long": (bad(range(97), target_tokens=range(97)), "datum 1: 97 tokens exceed the model's context of 96"),
     "empty": (bad((), target_tokens=[]), "datum 1: model_input is empty"),
     "floats": (bad(target_tokens=[1.0, 2.0, 3.0]), "datum 1: target_tokens must be integers"),

@@ -1,12 +1,18 @@
 """Rendering: the tokens are the template's, and the weights lie on what the model writes and nothing else."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from tokenizers import pre_tokenizers, processors
 
 from cookbook.data import Renderer
 from cookbook.data.byte_tokenizer import byte_tokenizer
+from cookbook.data.formats import Chat
+from cookbook.data.messages import parse_messages
 from cookbook.data.render import _tokens_of
+from cookbook.data.rows import EmptyRowError
+from cookbook.data.template import ChatTemplate
 from cookbook.errors import DataError
 
 TURNS = [
@@ -199,3 +205,194 @@ def test_a_slow_tokenizer_is_refused():
 
     with pytest.raises(DataError, match="Slow is not a fast tokenizer"):
         Renderer(Slow())
+
+
+# Templates in the manner of published ones, as far as tools, calls and reasoning go.
+QWEN = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>\n{% endif %}"
+    "{% set ns = namespace(last=-1) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n"
+    "{% if m.role == 'assistant' %}{% if m.reasoning_content and loop.index0 > ns.last %}"
+    "<think>\n{{ m.reasoning_content | trim }}\n</think>\n\n{% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{% set call = call.function or call %}"
+    '<tool_call>{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}</tool_call>{% endfor %}'
+    "{% elif m.role == 'tool' %}<tool_response>{{ m.content }}</tool_response>{% else %}{{ m.content }}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+QWEN_GENERATION = QWEN.replace("{% if m.role == 'assistant' %}", "{% if m.role == 'assistant' %}{% generation %}").replace(
+    "{% elif m.role == 'tool' %}", "{% endgeneration %}{% elif m.role == 'tool' %}"
+)
+LLAMA = (  # one call a message, and no text beside it
+    "{% if tools %}[tools]{{ tools | tojson }}[/tools]{% endif %}{% for m in messages %}[{{ m.role }}]"
+    "{% if 'tool_calls' in m %}{% if m.tool_calls | length != 1 %}{{ raise_exception('only single tool-calls') }}{% endif %}"
+    "{% set call = m.tool_calls[0].function %}{{ {'name': call.name, 'parameters': call.arguments} | tojson }}"
+    "{% else %}{{ m.content | trim }}{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+ADDS_TEXT = QWEN.replace("{{ call.arguments | tojson }}", "{{ '' + call.arguments }}")  # DeepSeek-V3's
+PRINTS_AS_IS = QWEN.replace("{{ call.arguments | tojson }}", "{{ call.arguments }}")
+FIRST_CALL_ONLY = QWEN.replace("in m.tool_calls or []", "in (m.tool_calls or [])[:1]")
+NO_TOOL_ROLE = PLAIN_CHATML.replace("{{ m.content }}", "{% if m.role != 'tool' %}{{ m.content }}{% endif %}")
+NAMES = PLAIN_CHATML.replace("{{ m.role }}", "{{ m.role ~ (' ' ~ m.name if m.name else '') }}")
+
+TOOLS = ({"type": "function", "function": {"name": "weather", "parameters": {}}},)
+ASK = {"role": "user", "content": "Rain in Ürümqi?"}
+
+
+def call(*arguments, **more):
+    calls = [{"type": "function", "function": {"name": "weather", "arguments": one}} for one in arguments]
+    return {"role": "assistant", "content": "", "tool_calls": calls, **more}
+
+
+CALL = call({"city": 'Ürümqi "old\ntown"'})
+RESULT = {"role": "tool", "content": "dry", "tool_call_id": "call_1"}
+DRY = {"role": "assistant", "content": "No."}
+
+
+def chat(*messages, tools=None) -> Chat:
+    return Chat("train.jsonl:7", parse_messages(messages, "train.jsonl:7", "messages"), tools=tools)
+
+
+@pytest.mark.parametrize("template", [QWEN, QWEN_GENERATION])
+def test_tools_calls_and_reasoning_are_rendered_as_the_template_has_them(template):
+    render = renderer(template)
+    thoughtful = {**CALL, "reasoning_content": "look"}
+    spelled = '{"city": "Ürümqi \\"old\\ntown\\""}'
+    answers = [
+        "<think>\nlook\n</think>\n\n" + f'<tool_call>{{"name": "weather", "arguments": {spelled}}}</tool_call><|im_end|>',
+        "No.<|im_end|>",
+    ]
+    for arguments in (CALL["tool_calls"][0]["function"]["arguments"], spelled):
+        messages = [ASK, {**thoughtful, "tool_calls": call(arguments)["tool_calls"]}, RESULT, DRY]
+        [found] = render.render([chat(*messages, tools=TOOLS)])
+        assert trained(render, found) == answers
+        text = render.tokenizer.apply_chat_template([ASK, thoughtful, RESULT, DRY], tools=list(TOOLS), tokenize=False)
+        assert render.tokenizer.decode(found.tokens) == text and '"parameters"' in text
+    assert render.unused_fields == ["tool_call_id"]
+    for name in ("thinking", "reasoning"):  # transformers passes them on under the usual name
+        [found] = render.render([chat(ASK, {**DRY, name: "look"})])
+        assert trained(render, found) == ["<think>\nlook\n</think>\n\nNo.<|im_end|>"]
+    prompt = chat(ASK, thoughtful, RESULT, tools=TOOLS)
+    [(_, text)] = render.prompts([replace(prompt, start=3)])
+    assert "Ürümqi" in text and "dry" in text and '"weather"' in text
+
+
+def test_generation_blocks_are_the_tokens_that_transformers_marks():
+    render = renderer(QWEN_GENERATION)
+    messages = [ASK, CALL, RESULT, DRY]
+    marked = render.tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    ours = render.conversation(messages)
+    assert ours.tokens == marked["input_ids"]
+    behind = {
+        index
+        for index, (mask, weight) in enumerate(zip(marked["assistant_masks"], ours.weights, strict=True))
+        if mask != weight
+    }
+    assert [render.tokenizer.decode([ours.tokens[index]]) for index in sorted(behind)] == [
+        "<|im_end|>"
+    ] * 2  # ours train it too
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "tools", "message"),
+    [
+        (PLAIN_CHATML, [ASK, DRY], TOOLS, r'does not print "tools"; remove it from the data'),
+        (PLAIN_CHATML, [ASK, CALL, RESULT, DRY], None, r'does not print "tool_calls" of message 1 \(assistant\); remove it'),
+        (PLAIN_CHATML, [ASK, {**DRY, "thinking": "why"}], None, r'does not print "thinking" of message 1 \(assistant\)'),
+        (PLAIN_CHATML, [ASK, {**DRY, "reasoning_content": "why"}], None, r'does not print "reasoning_content" of message 1'),
+        (PLAIN_CHATML, [{**ASK, "name": "Ann"}, DRY], None, r'does not print "name" of message 0 \(user\)'),
+        (PLAIN_CHATML, [{**ASK, "images": ["a.png"]}, DRY], None, r'does not print "images" of message 0 \(user\)'),
+        (PLAIN_CHATML, [ASK, {**DRY, "function_call": {"name": "a"}}], None, r'does not print "function_call" of message 1'),
+        (NO_TOOL_ROLE, [ASK, DRY, RESULT, DRY], None, r"does not print message 2 \(tool\)"),
+        (LLAMA, [ASK, {**CALL, "content": "Let me see."}, RESULT, DRY], None, r"does not print message 1 \(assistant\)"),
+        (LLAMA, [ASK, call({}, {}), RESULT, DRY], None, r"refuses the row: only single tool-calls"),
+        (FIRST_CALL_ONLY, [ASK, call({"city": "Rome"}, {"city": "Rome"})], None, r"drops text of message 1 \(tool_calls\)"),
+        (FIRST_CALL_ONLY, [ASK, call({"a": "x"}, {"a": "y"}, weight=0), DRY], None, r"drops text of message 1 \(tool_calls\)"),
+    ],
+)
+def test_what_a_template_does_not_print_is_refused_by_row_and_name(template, messages, tools, message):
+    render = renderer(template)
+    for _ in range(2):  # what is known of a template must not hide a row that is like an earlier one
+        with pytest.raises(DataError, match=rf"^train\.jsonl:7: the chat template {message}"):
+            render.render([chat(*messages, tools=tools)])
+    if not template.startswith(FIRST_CALL_ONLY):
+        with pytest.raises(DataError, match=rf"^train\.jsonl:7: the chat template {message}"):
+            render.prompts([replace(chat(*messages, tools=tools), start=len(messages))])
+
+
+def test_a_template_without_text_beside_calls():
+    render = renderer(LLAMA)
+    [found] = render.render([chat(ASK, call({"city": "Rome"}), RESULT, DRY, tools=TOOLS)])
+    assert trained(render, found) == ['{"name": "weather", "parameters": {"city": "Rome"}}<|im_end|>', "No.<|im_end|>"]
+    [found] = render.render([chat(ASK, {**DRY, "tool_calls": []})])  # Arrow's way to say that there are none
+    assert trained(render, found) == ["No.<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", [ADDS_TEXT, PRINTS_AS_IS])
+def test_a_template_that_takes_arguments_as_text_gets_text(template):
+    render = renderer(template)
+    for one in (CALL, call({"city": "Rome", "days": 2}), call('{"city": "Rome", "days": 2}')):
+        [found] = render.render([chat(ASK, one, RESULT, DRY)])
+    assert (
+        trained(render, found)[0]
+        == '<tool_call>{"name": "weather", "arguments": {"city": "Rome", "days": 2}}</tool_call><|im_end|>'
+    )
+
+
+def test_fields_that_say_nothing_to_the_model_are_named_once():
+    render = renderer(PLAIN_CHATML)
+    rows = [chat({**ASK, "id": 7, "lang": ""}, {**DRY, "id": 8, "at": "noon"}, {**RESULT, "name": "weather"}, DRY)] * 2
+    assert len(render.render(rows)) == 2
+    assert render.unused_fields == ["id", "at", "tool_call_id", "name"]
+    render = renderer(NAMES)
+    assert "Ann" in render.tokenizer.decode(render.render([chat({**ASK, "name": "Ann"}, DRY)])[0].tokens)
+    assert render.unused_fields == []
+
+
+def test_a_shape_of_message_is_tried_once(monkeypatch):
+    """What is known costs nothing: a row is rendered as often as if its fields were plain."""
+    render = renderer(QWEN)
+    row = chat(ASK, {**CALL, "reasoning_content": "look"}, RESULT, DRY, tools=TOOLS)
+    render.render([row])
+    counted = []
+    whole = ChatTemplate._render
+    monkeypatch.setattr(ChatTemplate, "_render", lambda self, *rest, **more: counted.append(1) or whole(self, *rest, **more))
+    render.render([row] * 5)
+    assert len(counted) == 5 * 4  # the row, the prompts of both answers, and the first answer as the last message
+
+
+def test_reasoning_that_a_later_turn_removes_is_refused_where_it_is_trained():
+    turns = [ASK, {**DRY, "reasoning_content": "look"}, ASK, DRY]
+    with pytest.raises(DataError, match=r"rewrites message 1 once the conversation goes on"):
+        renderer(QWEN).render([chat(*turns)])
+    with pytest.raises(DataError, match=r"drops text of message 1 \(reasoning_content\)"):
+        renderer(QWEN_GENERATION).render([chat(*turns)])
+    for template in (QWEN, QWEN_GENERATION):
+        render = renderer(template)
+        assert trained(render, render.render([chat(*turns)], "last_assistant")[0]) == ["No.<|im_end|>"]
+    with pytest.raises(DataError, match=r"drops text of message 1 \(reasoning_content\)"):
+        renderer(QWEN).render([chat(*turns)], "all")
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "last_assistant", "all"])
+def test_an_empty_answer_is_not_trained(train_on):
+    render = renderer(PLAIN_CHATML)
+    for content in ("", " \n"):
+        with pytest.raises(EmptyRowError, match=r'^train\.jsonl:7: message 1 is an empty answer.*"train": false'):
+            render.render([chat(ASK, {**DRY, "content": content})], train_on)
+    [found] = render.render([chat(ASK, {**DRY, "content": "", "train": False}, ASK, DRY)], train_on)
+    assert trained(render, found)[-1].endswith("No.<|im_end|>" if train_on != "all" else "<|im_end|>\n")
+    [found] = render.render([replace(chat(ASK, {**DRY, "content": ""}, ASK, DRY), start=3)], "assistant")
+    assert trained(render, found) == ["No.<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", ["", PLAIN_CHATML, QWEN_GENERATION])
+def test_messages_that_are_not_to_be_trained(template):
+    render = renderer(template)
+    turns = [ASK, {**DRY, "content": "Yes.", "train": False}, ASK, DRY]
+    assert trained(render, render.render([chat(*turns)])[0]) == ["No.<|im_end|>"]
+    everything = render.render([chat(*turns)], "all")[0]
+    untrained = [token for token, weight in zip(everything.tokens, everything.weights, strict=True) if weight == 0]
+    assert render.tokenizer.decode(untrained) == "Yes.<|im_end|>"
+    with pytest.raises(DataError, match=r"message 0 \(user\) is not to be trained, and data\.train_on=all trains it"):
+        render.render([chat({**ASK, "train": False}, DRY)], "all")

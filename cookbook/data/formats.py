@@ -211,10 +211,11 @@ def _implicit(cells: Cells) -> Preference:
 
 
 def _is_prompt(cells: Cells, shared: tuple[Message, ...]) -> bool:
-    """Whether the column ``prompt`` says what ``shared`` does: the text of one message, or all of them."""
+    """Whether the column ``prompt`` agrees with ``shared``: as the text of one message, or as the first messages."""
     if cells.is_text("prompt"):
         return cells.text("prompt") in [message.content for message in shared]
-    return cells.messages("prompt") == shared
+    prompt = cells.messages("prompt")
+    return prompt == shared[: len(prompt)]
 
 
 def _shared(chosen: tuple[Message, ...], rejected: tuple[Message, ...]) -> int:
