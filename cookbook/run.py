@@ -6,7 +6,7 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -437,9 +437,9 @@ class Run:
         progress = {"tokens": now.tokens, "minutes": now.minutes}
         facts: dict[str, Any] = {"identity": self.identity, "total_steps": total, "progress": progress}
         facts["health"] = self.health.state()
+        facts |= {"optim": asdict(self.optim), "schedule": repr(self.schedule), "metrics": self.metrics_file.last}
         behind = self.sampler if number % self.sync_every else None
-        if behind is not None:
-            facts["sampler_step"] = behind.step
+        facts |= {} if behind is None else {"sampler_step": behind.step}
         last = stop or number == total
         saving = self.trainer.save_state(
             store.step_name(number),

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cookbook.backends import copies
-from cookbook.checkpoints import adapters, delta, manifest, store, weights
+from cookbook.checkpoints import adapters, card, delta, manifest, store, weights
 from cookbook.checkpoints.weights import Weights
 from cookbook.engine.engine import Engine, EngineOptions
 from cookbook.engine.model import DTYPES, LanguageModel, ModelConfig
@@ -57,11 +57,14 @@ class SamplerCheckpoints:
         """The folder that the next delta would differ from."""
         return str(self._last) if self._last is not None and self._last.is_dir() else None
 
-    def save(self, engine: Engine, folder: Path, kind: str, *, merged: bool = False) -> Checkpoint:
+    def save(
+        self, engine: Engine, folder: Path, kind: str, *, merged: bool = False, origin: Mapping[str, Any] | None = None
+    ) -> Checkpoint:
         """Writes the weights to ``folder``, whole or as the difference from the last call's.
 
         Args:
             merged: an adapter together with what it adapts, as full weights; it makes no difference without an adapter.
+            origin: the manifest of the checkpoint that the engine was loaded from; a base's model card then tells of its run.
 
         Returns:
             What was written: of an adapter by itself always a ``base``.
@@ -76,7 +79,7 @@ class SamplerCheckpoints:
         if kind == "delta":
             self._write_delta(engine, folder, now)
         else:
-            self._write_base(engine, folder, network, now)
+            self._write_base(engine, folder, network, now, origin or {})
             self._held = None
         self._last = folder
         return Checkpoint(str(folder), engine.step, kind)
@@ -94,14 +97,20 @@ class SamplerCheckpoints:
     def _weights(self, network: Any) -> Weights:
         return Weights.of(on_disk(network, DTYPES[self._dtype] if self._dtype else None))
 
-    def _write_base(self, engine: Engine, folder: Path, network: Any, now: Weights) -> None:
+    def _write_base(
+        self, engine: Engine, folder: Path, network: Any, now: Weights, origin: Mapping[str, Any] | None = None
+    ) -> None:
+        """``origin`` as of :meth:`save`; None: weights that no step has trained, which get no model card."""
+        stated = {**self._facts(engine, now), "kind": "base"}
         with store.appearing(folder) as aside:
             # The tensors have the names they are to have on the disk already.
             network.save_pretrained(aside, state_dict=dict(now.tensors), save_original_format=False)
             if self._dtype is not None:
                 _state_dtype(aside / "config.json", self._dtype)
             engine.model.tokenizer.save_pretrained(aside)
-            manifest.write(aside, {**self._facts(engine, now), "kind": "base"})
+            if origin is not None:
+                card.write(aside, stated | {key: origin[key] for key in ("run", "base_model") if key in origin})
+            manifest.write(aside, stated)
 
     def _write_delta(self, engine: Engine, folder: Path, now: Weights) -> None:
         if self._last is None or not self._last.is_dir():
@@ -229,6 +238,7 @@ def export(folder: Path, out: Path, *, merged: bool = False) -> Checkpoint:
             elif path.name != manifest.NAME:
                 shutil.copy2(path, aside / path.name)
         kept: dict[str, Any] = {key: facts[key] for key in ("step", "base_model", "dtype", "lora", "weights") if key in facts}
+        card.write(aside, {**facts, "kind": "base"})
         manifest.write(aside, {**kept, "kind": "base"})
     return Checkpoint(str(out), facts["step"], "base")
 
@@ -243,7 +253,7 @@ def _merge(folder: Path, out: Path, facts: Mapping[str, Any]) -> Checkpoint:
         )
     engine = Engine(model, EngineOptions())
     engine.step = facts["step"]
-    return SamplerCheckpoints().save(engine, out, "base", merged=True)
+    return SamplerCheckpoints().save(engine, out, "base", merged=True, origin=facts)
 
 
 def load(engine: Engine, folder: Path, *, optimizer: bool) -> None:

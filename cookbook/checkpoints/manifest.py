@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,18 @@ READ_BYTES = 1 << 20
 
 
 def write(folder: Path, facts: dict[str, Any]) -> None:
-    """Digests every file of ``folder``, writes the manifest last, and forces all of it to the disk."""
+    """Digest every file of ``folder``, write the manifest last, and force all of it to the disk.
+
+    All files get the manifest's mode, which the umask decides: safetensors makes files that only their owner can read.
+    """
     files = {str(path.relative_to(folder)): _digest(path) for path in sorted(folder.rglob("*")) if path.is_file()}
     manifest = folder / NAME
     stated = {"format": FORMAT, **facts, "files": files}
     manifest.write_text(json.dumps({**stated, "digest": _digest_of(stated)}, indent=2) + "\n")
+    mode = stat.S_IMODE(manifest.stat().st_mode)
     for path in [*folder.rglob("*"), folder]:
+        if path.is_file() and stat.S_IMODE(path.stat().st_mode) != mode:
+            path.chmod(mode)
         atomic.sync(path)
 
 

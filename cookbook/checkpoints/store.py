@@ -131,7 +131,7 @@ def _begin(aside: Path, folder: Path, overwrite: bool) -> None:
 
 
 def _write(engine: Trained, folder: Path, *, state: bool, facts: Mapping[str, Any], shard_bytes: int) -> None:
-    from cookbook.checkpoints import contents
+    from cookbook.checkpoints import card, contents
 
     model = engine.model
     contents.write_model(model, folder, shard_bytes)
@@ -141,6 +141,7 @@ def _write(engine: Trained, folder: Path, *, state: bool, facts: Mapping[str, An
     stated = {**facts, **own, "dtype": model.config.dtype, "lora": model.is_lora}
     if state:
         stated["optimizer"] = engine.options.optimizer
+    ranks.on_first(lambda: card.write(folder, stated))
     ranks.on_first(lambda: manifest.write(folder, stated))
 
 

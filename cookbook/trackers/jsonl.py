@@ -22,12 +22,15 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.last: dict[str, Any] = {}
+        """Values of the last row that this process wrote."""
         self._file: TextIO | None = None
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         with self._writing():
             self._file = self._file or self.path.open("a", encoding="utf-8")
-            self._file.write(_line({"step": step, **{key: _plain(value) for key, value in values.items() if key != "step"}}))
+            self.last = {key: _plain(value) for key, value in values.items() if key != "step"}
+            self._file.write(_line({"step": step, **self.last}))
             self._file.flush()
 
     def read(self) -> list[dict[str, Any]]:
