@@ -25,6 +25,7 @@ SHOWN = 3  # completions kept for people to read
 CORRECT = 1.0  # a completion with at least this reward counts as correct
 FINGERPRINT = "eval/crc32"
 PASS = "eval/pass@"  # before k
+HIGHER = ("eval/accuracy", "eval/reward", "eval/rewards/accuracy", "eval/rewards/margin")  # better if higher
 EVALUATION = 1_701_208_428  # keeps these draws apart from others of the same seed
 
 Rate = Callable[[int, Sequence[Sample]], Callable[[], list[float]]]
@@ -42,6 +43,7 @@ class EvalConfig:
     num_samples: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
+    objective: str | None = None
 
     def __post_init__(self) -> None:
         if self.every is not None and self.every < 1:
@@ -62,6 +64,11 @@ class EvalConfig:
     def num_drawn(self) -> int:
         """Completions drawn of every prompt, besides the greedy one."""
         return (self.num_samples or max(self.pass_at)) if self.pass_at else 0
+
+
+def is_better_higher(metric: str) -> bool:
+    """Whether a metric of an evaluation grows with quality: accuracies, rewards, margins and pass@k do, losses do not."""
+    return metric in HIGHER or metric.startswith(PASS)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from cookbook.checkpoints import manifest, store
 from cookbook.data import DataConfig, Row
 from cookbook.data.formats import Plain, prompt_reader
 from cookbook.errors import CookbookError
-from cookbook.evaluation import PASS, Example
+from cookbook.evaluation import PASS, Example, is_better_higher
 from cookbook.run import Run, Split
 from cookbook.svg import Curve, chart
 
@@ -41,6 +42,18 @@ CURVES = [
     ("loss", "loss"),
     ("eval/loss", "held-out loss"),
 ]
+
+
+def objective(rows: Sequence[Mapping[str, Any]], name: str | None) -> float | None:
+    """Return the last value of a metric; NaN if that is not finite, None if no row has the metric.
+
+    Args:
+        rows: of ``metrics.jsonl``.
+        name: the metric; None: the first of ``HEADLINES`` that the rows have and that grows with quality.
+    """
+    names = [name] if name else [key for key, _, _ in HEADLINES if is_better_higher(key)]
+    found = next(([row[key] for row in rows if key in row] for key in names if any(key in row for row in rows)), None)
+    return None if found is None else math.nan if found[-1] is None else float(found[-1])
 
 
 def summary(run: Run, first_rows: Mapping[Split, Sequence[Row]]) -> None:

@@ -153,8 +153,10 @@ def checked(cfg: DictConfig, overrides: list[str]) -> Settings:
 
 
 @runfolder.warnings_shown()
-def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], Mapping[str, Any]] = dict) -> None:
-    """Runs the recipe of ``cfg`` from its start, or from where an earlier run in the same folder stood.
+def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], Mapping[str, Any]] = dict) -> float | None:
+    """Run the recipe of ``cfg`` from its start, or from the newest checkpoint of an earlier run in the same folder.
+
+    Returns ``eval.objective``, for a sweeper that optimizes: see :func:`cookbook.report.objective`.
 
     Args:
         defaults: the value of each top-level key where nothing is said, for those that the earlier run does not know.
@@ -196,6 +198,7 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], Mapping[
             raise ConfigError(f"recipe: {run.name} has ended without one step; train inside of `for step in run.steps(n)`")
         report.summary(run, rows.first)
         run.health.check()
+        return report.objective(run.metrics_file.read(), typed.eval.objective)
 
 
 @contextlib.contextmanager

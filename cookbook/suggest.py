@@ -8,17 +8,31 @@ from collections.abc import Iterable
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """``" Did you mean 'grpo'?"`` for ``grop``; the empty string when nothing is close."""
-    close = difflib.get_close_matches(name, list(choices), n=3)
-    swapped = [choice for choice in close if sorted(choice) == sorted(name)]  # GPRO is GRPO rather than GSPO
-    return _question((swapped or close)[:1])
+    return _question(_closest(name, choices)[:1])
 
 
 def did_you_mean_key(key: str, keys: Iterable[str]) -> str:
-    """The same for a dotted key. ``lr`` finds ``optim.lr``: an equal last part says more than a similar spelling."""
-    keys = list(keys)
-    last = _last(key)
-    same = [known for known in keys if _last(known) == last and known != key]
-    return _question(same[:3]) if same else did_you_mean(key, keys)
+    """The same for a dotted key: an equal last part says more than a similar spelling, a key of the same group more than others.
+
+    ``lr`` finds ``optim.lr``. No suggestion names ``_target_``: that is the class of a group, not one of its settings.
+    """
+    keys = [known for known in keys if _last(known) != "_target_" and known != key]
+    prefix, _, last = key.rpartition(".")
+    if same := same_last_part(last, keys):
+        return _question(same[:3])
+    by_last = {_last(known): known for known in keys}
+    siblings = {_last(known): known for known in keys if prefix and known.rpartition(".")[0] == prefix}
+    found = (
+        [siblings[close] for close in _closest(last, siblings)]
+        or _closest(key, keys)
+        or [by_last[close] for close in _closest(last, by_last)]
+    )
+    return _question(found[:1])
+
+
+def same_last_part(last: str, keys: Iterable[str]) -> list[str]:
+    """The dotted keys that end with ``last``."""
+    return [known for known in keys if _last(known) == last]
 
 
 def _last(key: str) -> str:
@@ -27,3 +41,9 @@ def _last(key: str) -> str:
 
 def _question(found: list[str]) -> str:
     return f" Did you mean {' or '.join(map(repr, found))}?" if found else ""
+
+
+def _closest(name: str, choices: Iterable[str]) -> list[str]:
+    close = difflib.get_close_matches(name, list(choices), n=3)
+    # GPRO is GRPO rather than GSPO
+    return [choice for choice in close if sorted(choice) == sorted(name)] or close

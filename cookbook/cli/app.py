@@ -155,11 +155,11 @@ def train(
         bridge.run(request, _dry_run if dry_run else _train)
 
 
-def _train(cfg: DictConfig, overrides: list[str]) -> None:
+def _train(cfg: DictConfig, overrides: list[str]) -> float | None:
     from cookbook.cli import conf_defaults
     from cookbook.session import train
 
-    train(cfg, overrides, lambda: conf_defaults.composed(cfg.recipe.name))
+    return train(cfg, overrides, lambda: conf_defaults.composed(cfg.recipe.name))
 
 
 def _dry_run(cfg: DictConfig, overrides: list[str]) -> None:
@@ -358,7 +358,8 @@ def run(arguments: Sequence[str]) -> int:
     except CookbookError as error:
         return _refuse(str(error))
     except typer.TyperException as error:
-        return _refuse(error.format_message().replace("Value error, ", ""))  # pydantic says that, and nothing by it
+        # pydantic begins with "Value error", which tells a user nothing
+        return _refuse(_override_typed_as_option(error, arguments) or error.format_message().replace("Value error, ", ""))
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except SystemExit as stop:  # typer's answer to any broken pipe, which need not be the terminal's
@@ -367,6 +368,18 @@ def run(arguments: Sequence[str]) -> int:
         if not _reader_has_left():
             raise stop.__context__ from None
         return PIPE_BROKEN if arguments[:1] == ["train"] else 0
+
+
+def _override_typed_as_option(error: typer.TyperException, arguments: Sequence[str]) -> str | None:
+    """The line for ``--optim.lr 1e-4`` and for options of other libraries; None for any other error."""
+    context = getattr(error, "ctx", None)
+    if type(error).__name__ != "NoSuchOption" or not any(param.name == "overrides" for param in context.command.params):
+        return None
+    from cookbook.cli import hydra_bridge as bridge
+
+    depth = len(context.command_path.split()) - 1  # words of the command's own name, such as `check config`
+    known = {name: not param.is_flag for param in context.command.params[1:] for name in param.opts}
+    return bridge.explain_options(list(arguments[depth:]), known, "serve" if arguments[0] == "serve" else "train")
 
 
 def _reader_has_left() -> bool:

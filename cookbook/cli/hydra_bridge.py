@@ -12,7 +12,7 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 from hydra import version
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.hydra import Hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -37,11 +38,12 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from cookbook import config, paths  # noqa: F401 - config registers ${cookbook:...}
-from cookbook.cli import conf_defaults, messages, shadows
+from cookbook.cli import conf_defaults, messages, names, shadows
 from cookbook.errors import ConfigError, CookbookError
+from cookbook.typed import TARGET
 
-Job = Callable[[DictConfig, list[str]], None]
-"""What runs: it gets the composed configuration and the overrides that led to it."""
+Job = Callable[[DictConfig, list[str]], float | None]
+"""A function of the composed configuration and the overrides that led to it. A sweeper gets the number that it returns."""
 
 RERUN = "config-of-an-earlier-run"
 PROBLEMS = (HydraException, OmegaConfBaseException, YAMLError, ValueError)
@@ -70,9 +72,9 @@ class Raised:
 
 @dataclass(frozen=True)
 class Failed:
-    """What a job returns for an error the user can mend, so that the other jobs of a sweep go on.
+    """The return value of a job after an error that the user can fix, so that the other jobs of a sweep run.
 
-    Its text alone: the error's traceback would keep the run's model in memory until the sweep is over.
+    It has the error's text alone: the error's traceback would keep the run's model in memory until the sweep ends.
     """
 
     message: str
@@ -91,12 +93,13 @@ def run(request: Request, job: Job) -> None:
             multirun = composer.multirun or cfg.hydra.mode == RunMode.MULTIRUN
             if multirun:
                 composer.refuse_shared_folder(cfg)
+                _refuse_wrong_direction(cfg)
         shadows.note_conf(f"{group}/{option}" for group, option in cfg.hydra.runtime.choices.items())
         shadows.note_recipe(OmegaConf.select(cfg, "recipe.name"))
         if composer.missing:
             print(f"{request.config_file} takes defaults for {', '.join(composer.missing)}", file=sys.stderr)
         if multirun:
-            _sweep(composer, job)
+            _sweep(composer, job, _is_optimizing(cfg.hydra))
         else:
             returned = composer.run(cfg, _Task(job))
             if isinstance(returned, Failed):
@@ -127,6 +130,21 @@ def info(request: Request, topic: str) -> None:
     with _composer(request) as composer, composer.explained(), _logging_restored():
         mode = RunMode.MULTIRUN if composer.multirun else RunMode.RUN
         composer.hydra.show_info(topic, config_name=composer.name, overrides=composer.overrides, run_mode=mode)
+
+
+def explain_options(arguments: Sequence[str], known: Mapping[str, bool], config_name: str) -> str | None:
+    """One line for overrides that were typed as options, such as ``--optim.lr 1e-4``; None if no key answers to any of them.
+
+    Args:
+        arguments: the words behind the command's name.
+        known: the command's own options; whether each is followed by a value.
+    """
+    options, plain = names.unknown_options(arguments, known)
+    groups = [f"{name.lstrip('-')}={value}" for name, value in options.items()]
+    for overrides in ([*plain, *groups], plain):  # with the groups that were typed as options, if they are groups
+        with contextlib.suppress(CookbookError), _composer(Request(overrides, config_name=config_name)) as composer:
+            return messages.unknown_options(options, composer.keys)
+    return messages.unknown_options(options, messages.Keys(list))
 
 
 def _is_interrupt(error: BaseException | None) -> bool:
@@ -160,17 +178,20 @@ class _Composer:
         self.hydra = hydra
         self.overrides = list(request.overrides)
         self.name = request.config_name
-        self.keys = messages.Keys(self.known_keys, "serve" if self.name == "serve" else "train")
+        self.keys = messages.Keys(self.known_keys, "serve" if self.name == "serve" else "train", self.overrides)
         self.missing: dict[str, Any] = {}  # top-level keys that an earlier run's configuration does not have yet
+        self.replaced: set[str] = set()  # groups whose component the command line writes out
         self.multirun = request.multirun or "hydra.mode=MULTIRUN" in request.overrides
-        if request.config_file is not None:
-            self.name = RERUN
-            with self.explained():
+        with self.explained():
+            self.overrides = self._components_written_out()
+            if request.config_file is not None:
+                self.name = RERUN
                 self._store(request.config_file)
 
     def compose(self, mode: RunMode) -> DictConfig:
         """The configuration, once it is sure that every override means something."""
         self._refuse_added_keys()
+        self._refuse_unknown_inside()
         cfg: DictConfig = self.hydra.compose_config(self.name, [*QUIET, *self.overrides], mode)
         return cfg
 
@@ -229,7 +250,7 @@ class _Composer:
         loaded = OmegaConf.to_container(OmegaConf.load(path))
         if not isinstance(loaded, dict):
             raise ConfigError(f"--config: {path} holds no keys; a run writes its own as <out>/config.yaml")
-        groups = {override.key_or_group for override in self._parsed() if self._is_choice(override)}
+        groups = {override.key_or_group for override in self._parsed() if self._is_choice(override)} | self.replaced
         if "recipe" in groups:
             raise ConfigError("--config: recipe= chooses the other groups too, and they are settled here; drop one of them")
         kept = {str(key): value for key, value in loaded.items() if key not in groups}
@@ -243,11 +264,41 @@ class _Composer:
         return list(OverridesParser.create().parse_overrides(self.overrides))
 
     def _is_choice(self, override: Override) -> bool:
-        plain = not (override.is_add() or override.is_force_add() or override.is_delete())
-        return plain and "." not in override.key_or_group and self._is_group(override.key_or_group)
+        return _is_plain(override) and not isinstance(override.value(), dict) and self._is_group(override.key_or_group)
+
+    def _components_written_out(self) -> list[str]:
+        """The overrides, with components such as ``tracker={mine: {_target_: ...}}`` in the form that Hydra accepts.
+
+        Hydra merges a mapping into the chosen option, whose keys are the only ones allowed. A component of its own class
+        takes the option's place; named components, as of ``tracker`` and ``hook``, come in addition.
+        """
+        words = []
+        for override in self._parsed():
+            key, value, word = override.key_or_group, override.value(), override.input_line
+            written_out = _is_plain(override) and isinstance(value, dict)
+            if written_out and TARGET in value and self._is_group(key):
+                self.replaced.add(key)
+                words.append(f"~{key}")
+            named = [item for item in value.values() if isinstance(item, dict) and TARGET in item] if written_out else []
+            words.append(f"+{word}" if written_out and (TARGET in value or named) else word)
+        return words
+
+    def _refuse_unknown_inside(self) -> None:
+        """Names the key of a mapping such as ``optim={lrr: 1}`` that nothing reads; Hydra names the group alone."""
+        written_out = [override for override in self._parsed() if _is_plain(override) and isinstance(override.value(), dict)]
+        known = set(self.known_keys()) if written_out else set()
+        for override in written_out:
+            inside = (f"{override.key_or_group}.{key}" for key in override.value())
+            unknown = next((key for key in inside if known and key not in known), None)
+            if unknown is not None and override.key_or_group in known:
+                raise ConfigError(messages.unknown_key(unknown, self.keys))
 
     def _is_group(self, key: str) -> bool:
         return "." not in key and bool(self.hydra.config_loader.get_group_options(key))
+
+
+def _is_plain(override: Override) -> bool:
+    return not (override.is_add() or override.is_force_add() or override.is_delete())
 
 
 @contextlib.contextmanager
@@ -297,23 +348,59 @@ class _Task:
     job: Job
     in_sweep: bool = False
 
-    def __call__(self, cfg: DictConfig) -> Failed | Raised | None:
+    def __call__(self, cfg: DictConfig) -> float | Failed | Raised | None:
         settings = HydraConfig.get()
         overrides = list(settings.overrides.task)
         name = f"run {settings.job.num + 1}" if self.in_sweep else ""
         if self.in_sweep:
             print(f"{name}: {' '.join(overrides)}", file=sys.stderr, flush=True)
+        optimizing = self.in_sweep and _is_optimizing(settings)
         try:
-            self.job(_with_nulls(cfg, overrides), overrides)
+            value = self.job(_with_nulls(cfg, overrides), overrides)
+            if optimizing and value is None:
+                raise CookbookError(
+                    f"eval.objective: the run has not reported {_objective(cfg)}; choose another metric of the run"
+                )
+            return value
         except CookbookError as error:
             if self.in_sweep:
                 print(f"{name} failed: {error}", file=sys.stderr, flush=True)
-            return Failed(str(error))
+            failed = Failed(str(error))
         except Exception as error:
             if self.in_sweep:
                 raise
             return Raised(error)
-        return None
+        if optimizing:
+            raise CookbookError(failed.message)  # outside of `except`, so that it keeps no traceback of the run
+        return failed
+
+
+def _is_optimizing(settings: DictConfig) -> bool:
+    """Whether a sweeper plugin reads the jobs' numbers. It has to see a failed job's error, by which Hydra's own would stop."""
+    return bool(settings.sweeper[TARGET] != f"{BasicSweeper.__module__}.{BasicSweeper.__qualname__}")
+
+
+def _refuse_wrong_direction(cfg: DictConfig) -> None:
+    """A sweeper's default is to minimize, which would look for the worst run by most metrics."""
+    direction = OmegaConf.select(cfg, "hydra.sweeper.direction")
+    if direction is None:
+        return
+    from cookbook.evaluation import is_better_higher
+
+    direction = getattr(direction, "name", direction)
+    objective = OmegaConf.select(cfg, "eval.objective")
+    higher = objective is None or is_better_higher(objective)
+    if higher and direction == "minimize":
+        raise ConfigError(
+            f"hydra.sweeper.direction: minimize would look for the lowest {objective or 'accuracy'}; "
+            "set hydra.sweeper.direction=maximize, or eval.objective=eval/loss"
+        )
+    if objective == "eval/loss" and direction == "maximize":
+        raise ConfigError("hydra.sweeper.direction: maximize would look for the highest eval/loss; set it to minimize")
+
+
+def _objective(cfg: DictConfig) -> str:
+    return str(OmegaConf.select(cfg, "eval.objective") or "an accuracy, a reward or a margin of held-out rows")
 
 
 def _with_nulls(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
@@ -326,7 +413,7 @@ def _with_nulls(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     return cfg
 
 
-def _sweep(composer: _Composer, job: Job) -> None:
+def _sweep(composer: _Composer, job: Job, optimizing: bool) -> None:
     folder = Path("runs") / f"sweep-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     settings = [*QUIET, "hydra.mode=MULTIRUN", f"hydra.sweep.dir={folder}", "hydra.sweep.subdir=."]
     try:
@@ -337,6 +424,10 @@ def _sweep(composer: _Composer, job: Job) -> None:
         raise ConfigError(messages.explain(error, composer.keys)) from error
     finally:
         _tidy(folder)
+    if optimizing:  # a sweeper plugin judges failed jobs itself, and returns what it likes, mostly nothing
+        if folder.is_dir():
+            print(f"sweep: {folder} has {', '.join(sorted(path.name for path in folder.iterdir()))}", flush=True)
+        return
     returned = [result.return_value for batch in batches for result in batch]
     failed = [outcome for outcome in returned if isinstance(outcome, Failed)]
     if failed:

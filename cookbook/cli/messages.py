@@ -6,21 +6,29 @@ Hydra's errors carry no fields, so their texts are matched. They may change with
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cookbook import paths, recipe
+from cookbook.cli import names
 from cookbook.suggest import did_you_mean, did_you_mean_key
+from cookbook.typed import TARGET
 
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys one could have meant; a function, because finding them takes a composition. ``command`` prints them all."""
+    """Every key of the configuration.
+
+    ``find`` is a function, because a composition is needed to find the keys. ``command`` prints them all. ``typed`` has the
+    overrides of the command line.
+    """
 
     find: Callable[[], Sequence[str]]
     command: str = "train"
+    typed: Sequence[str] = ()
 
     def __call__(self) -> Sequence[str]:
         return self.find()
@@ -47,8 +55,36 @@ def is_hydras(error: Exception) -> bool:
 
 
 def unknown_key(key: str, keys: Keys) -> str:
-    """The line for a key that nothing reads."""
-    return f"unknown key {key!r}.{did_you_mean_key(key, keys())} (cookbook {keys.command} --cfg job prints every key)"
+    """The line for a key that nothing reads; if it is another library's name, for all such names of the command line."""
+    known = keys()
+    parent, _, last = key.rpartition(".")
+    if last == TARGET:
+        return f"unknown key {key!r}; to add a component, write {parent}='{{{TARGET}: package.module.Class}}'"
+    typed = dict(word.lstrip("+").partition("=")[::2] for word in keys.typed)
+    found = names.answer(key, typed.get(key), known)
+    if found is None:
+        return f"unknown key {key!r}.{did_you_mean_key(key, known)} {_every_key(keys)}"
+    answers = {key: found}
+    for other, value in typed.items():
+        if (
+            known
+            and other not in known
+            and not other.startswith(("~", "hydra"))
+            and (found := names.answer(other, value, known))
+        ):
+            answers.setdefault(other, found)
+    return names.line("key", answers)
+
+
+def unknown_options(options: Mapping[str, str | None], keys: Keys) -> str | None:
+    """The line for options that the command does not have, such as ``--optim.lr 1e-4``; None if no key answers to one of them."""
+    found = {option: names.answer(option.lstrip("-"), value, keys()) for option, value in options.items()}
+    answers = {option: answer for option, answer in found.items() if answer is not None}
+    return names.line("option", answers) if answers else None
+
+
+def _every_key(keys: Keys) -> str:
+    return f"(cookbook {keys.command} --cfg job prints every key)"
 
 
 def _unknown_key(match: re.Match[str], keys: Keys) -> str:
@@ -64,6 +100,8 @@ def _unknown_option(match: re.Match[str], keys: Keys) -> str:
     choices = match["options"].split()
     if not option:
         return f"{group}: no option given (choices: {', '.join(choices)})"
+    if words := names.choice(group, option, keys()):
+        return f"unknown {group} {option!r}; write {shlex.join(words)} (choices: {', '.join(choices)})"
     return f"unknown {group} {option!r}.{did_you_mean(option, choices)} (choices: {', '.join(choices)})"
 
 
