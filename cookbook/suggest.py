@@ -12,7 +12,7 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
 
 
 def did_you_mean_key(key: str, keys: Iterable[str]) -> str:
-    """The same for a dotted key: an equal last part says more than a similar spelling, a key of the same group more than others.
+    """The same for a dotted key: an equal last part comes first, then a key of the same group, then a similar spelling.
 
     ``lr`` finds ``optim.lr``. No suggestion names ``_target_``: that is the class of a group, not one of its settings.
     """

@@ -372,7 +372,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _override_typed_as_option(error: typer.TyperException, arguments: Sequence[str]) -> str | None:
     """The line for ``--optim.lr 1e-4`` and for options of other libraries; None for any other error."""
-    context = getattr(error, "ctx", None)
+    context: Any = getattr(error, "ctx", None)
     if type(error).__name__ != "NoSuchOption" or not any(param.name == "overrides" for param in context.command.params):
         return None
     from cookbook.cli import hydra_bridge as bridge

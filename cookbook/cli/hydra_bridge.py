@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import secrets
 import sys
 import time
@@ -357,10 +358,8 @@ class _Task:
         optimizing = self.in_sweep and _is_optimizing(settings)
         try:
             value = self.job(_with_nulls(cfg, overrides), overrides)
-            if optimizing and value is None:
-                raise CookbookError(
-                    f"eval.objective: the run has not reported {_objective(cfg)}; choose another metric of the run"
-                )
+            if optimizing:
+                _check_objective(cfg, value)
             return value
         except CookbookError as error:
             if self.in_sweep:
@@ -399,8 +398,13 @@ def _refuse_wrong_direction(cfg: DictConfig) -> None:
         raise ConfigError("hydra.sweeper.direction: maximize would look for the highest eval/loss; set it to minimize")
 
 
-def _objective(cfg: DictConfig) -> str:
-    return str(OmegaConf.select(cfg, "eval.objective") or "an accuracy, a reward or a margin of held-out rows")
+def _check_objective(cfg: DictConfig, value: float | None) -> None:
+    """Raise ConfigError for a job without a finite number: Optuna's sweeper breaks at NaN, and no sweeper can use None."""
+    name = OmegaConf.select(cfg, "eval.objective") or "an accuracy, a reward or a margin of held-out rows"
+    if value is None:
+        raise ConfigError(f"eval.objective: the run has not reported {name}; choose another metric")
+    if not math.isfinite(value):
+        raise ConfigError(f"eval.objective: the last value of {name} is {value}, so the sweeper cannot use the run")
 
 
 def _with_nulls(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:

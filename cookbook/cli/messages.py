@@ -77,7 +77,7 @@ def unknown_key(key: str, keys: Keys) -> str:
 
 
 def unknown_options(options: Mapping[str, str | None], keys: Keys) -> str | None:
-    """The line for options that the command does not have, such as ``--optim.lr 1e-4``; None if no key answers to one of them."""
+    """The line for options that the command does not have, such as ``--optim.lr 1e-4``; None if no key answers to any."""
     found = {option: names.answer(option.lstrip("-"), value, keys()) for option, value in options.items()}
     answers = {option: answer for option, answer in found.items() if answer is not None}
     return names.line("option", answers) if answers else None

@@ -87,7 +87,7 @@ def answer(name: str, value: str | None, keys: Collection[str]) -> Answer | None
 
 
 def choice(group: str, option: str, keys: Collection[str]) -> list[str]:
-    """The overrides for another library's option of one of cookbook's groups, such as ``optim=adamw_torch``; empty if unknown."""
+    """The overrides for another library's option of a group of cookbook, such as ``optim=adamw_torch``; empty if unknown."""
     return next((words for entry in table().get(group, ()) if entry.fits(keys) and (words := entry.overrides(option))), [])
 
 
