@@ -37,7 +37,8 @@ def test_the_loop_takes_tinkers_own_types(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """The same file with `types` from the tinker package: what a program written for Tinker hands over."""
-    tinker = pytest.importorskip("tinker", reason="the tinker package is not installed (pip install 'cookbook[tinker]')")
+    install = "pip install 'post-training-cookbook[tinker]'"
+    tinker = pytest.importorskip("tinker", reason=f"the tinker package is not installed ({install})")
     monkeypatch.chdir(tmp_path)
     module = example("sft_loop")
     monkeypatch.setattr(module, "STEPS", 12)

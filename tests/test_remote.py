@@ -344,7 +344,7 @@ def test_a_server_that_dies(monkeypatch, tiny_folder, tmp_path, caplog):
 
 def test_without_the_package(monkeypatch, capsys, backend, model):
     monkeypatch.setitem(sys.modules, "tinker", None)
-    assert "install cookbook[tinker]" in error_of(capsys, *SMALL["sft"], *model, *backend)
+    assert "install post-training-cookbook[tinker]" in error_of(capsys, *SMALL["sft"], *model, *backend)
 
 
 def test_checkpoints_of_the_other_backend_are_told_apart(make_remote, make_trainer, tiny_folder):

@@ -20,7 +20,7 @@ def installed(tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(place), str(ROOT)]
     subprocess.run(build, check=True, capture_output=True)
-    (wheel,) = place.glob("cookbook-*.whl")
+    (wheel,) = place.glob("post_training_cookbook-*.whl")
     environment = place / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     install = [sys.executable, "-m", "pip", "--python", str(environment), "install", "--quiet", "--no-deps", "--no-index"]

@@ -37,4 +37,4 @@ def _check_installed() -> None:
     for name in NEEDS:
         parent = name.partition(".")[0]
         if importlib.util.find_spec(parent) is None or importlib.util.find_spec(name) is None:
-            raise ConfigError(f"serve: the package {name!r} is not installed; install cookbook[server]")
+            raise ConfigError(f"serve: the package {name!r} is not installed; install post-training-cookbook[server]")

@@ -30,7 +30,7 @@ class UpdateRule(ABC):
         if self.library is not None and importlib.util.find_spec(self.library) is None:
             raise ConfigError(
                 f"backend.optimizer: {self.name} needs {self.library}, which is not installed; "
-                "run: pip install 'cookbook[lowbit]', or choose adafactor"
+                "run: pip install 'post-training-cookbook[lowbit]', or choose adafactor"
             )
 
     @abstractmethod

@@ -26,7 +26,9 @@ class WandbTracker:
     def preflight(self, *_: object) -> None:
         """Raises ConfigError: the package wandb is not installed."""
         if importlib.util.find_spec("wandb") is None:
-            raise ConfigError("tracker: wandb is not installed; pip install 'cookbook[wandb]', or leave tracker=wandb out")
+            raise ConfigError(
+                "tracker: wandb is not installed; pip install 'post-training-cookbook[wandb]', or leave tracker=wandb out"
+            )
 
     def start(self, config: Mapping[str, Any], out: str, name: str, step: int) -> None:
         self.preflight()

@@ -203,7 +203,9 @@ def package() -> Any:
     try:
         package = importlib.import_module("tinker")
     except ModuleNotFoundError as error:
-        raise ConfigError(f"backend=remote: the package {error.name!r} is not installed; install cookbook[tinker]") from None
+        raise ConfigError(
+            f"backend=remote: the package {error.name!r} is not installed; install post-training-cookbook[tinker]"
+        ) from None
     # Stop texts and stop ids side by side are more than its own type of them says.
     warnings.filterwarnings("ignore", message="Pydantic serializer warnings", category=UserWarning)
     if "TINKER_LOG" not in os.environ:  # what it says while it asks again is for those who look into it

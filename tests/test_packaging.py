@@ -1,0 +1,96 @@
+"""The package declares what it imports, under one name of its own that every text uses."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+NAME = "post-training-cookbook"
+
+DISTRIBUTIONS = {"yaml": "pyyaml", "google": "protobuf", "hydra": "hydra-core"}  # modules that are named differently
+OWN = {"cookbook", "cookbook_recipes"}
+ELSEWHERE = {"vllm"}  # imported by processes of vLLM's own environment only
+# Folders and files that are imported only if an extra is installed.
+WITH_EXTRA = {
+    "cookbook/server/": "server",
+    "cookbook/cli/serve.py": "server",
+    "cookbook/backends/remote/": "tinker",
+    "cookbook/trackers/wandb.py": "wandb",
+    "cookbook/trackers/tensorboard.py": "tensorboard",
+    "cookbook/engine/update_rules.py": "lowbit",
+    "cookbook/engine/linear_logprobs/implementations.py": "cce",
+}
+
+
+def distribution(requirement: str) -> str:
+    """``hydra-core`` of ``hydra-core>=1.3.2,<1.4``."""
+    return re.split(r"[\[<>=!~; ]", requirement, maxsplit=1)[0].lower().replace("_", "-")
+
+
+DECLARED = {distribution(requirement) for requirement in PROJECT["dependencies"]}
+EXTRAS = {extra: {distribution(one) for one in ones} for extra, ones in PROJECT["optional-dependencies"].items()}
+
+
+def third_party(path: Path) -> set[str]:
+    """Distributions that a file imports, lazily or not, by a statement or by name."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.partition(".")[0])
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "import_module":
+            found |= {name.value.partition(".")[0] for name in node.args if isinstance(name, ast.Constant)}
+    modules = found - set(sys.stdlib_module_names) - OWN - ELSEWHERE
+    return {DISTRIBUTIONS.get(module, module).lower().replace("_", "-") for module in modules}
+
+
+def imports() -> dict[str, set[str]]:
+    files = [*ROOT.glob("cookbook/**/*.py"), *ROOT.glob("recipes/*.py")]
+    return {str(path.relative_to(ROOT)): third_party(path) for path in files}
+
+
+def test_every_import_is_declared():
+    for file, found in imports().items():
+        allowed = DECLARED.union(*(EXTRAS[extra] for place, extra in WITH_EXTRA.items() if file.startswith(place)))
+        assert found <= allowed, f"{file} imports {sorted(found - allowed)}, which pyproject.toml does not declare"
+
+
+def test_every_declared_distribution_is_imported():
+    imported = set.union(*imports().values())
+    extras = set().union(*(ones for extra, ones in EXTRAS.items() if extra != "dev"))
+    # `tensorboard` is imported by torch.utils.tensorboard.
+    assert DECLARED | extras <= imported | {"tensorboard"}
+
+
+def test_every_direct_dependency_has_a_tested_version():
+    pinned = {distribution(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")}
+    everything = DECLARED.union(*EXTRAS.values()) - {NAME}
+    assert everything <= pinned, f"constraints.txt lacks {sorted(everything - pinned)}"
+
+
+def test_every_text_names_the_distribution():
+    """PyPI's ``cookbook`` is another project: no text may tell a user to install it."""
+    assert PROJECT["name"] == NAME
+    files = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT, check=True).stdout.split()
+    if not files:
+        pytest.skip("no git checkout")
+    for name in files:
+        path = ROOT / name
+        if path.suffix in (".py", ".md", ".yaml", ".toml", ".txt", "") and path.is_file() and path != Path(__file__):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            wrong = re.findall(r"(?<![\w-])cookbook\[[a-z]+[,\]]|pip install '?cookbook\b", text)
+            assert not wrong, f"{name} names {wrong}; the distribution is {NAME}"
+    extras = set(re.findall(rf"{NAME}\[(\w+)\]", "".join((ROOT / name).read_text() for name in files if name.endswith(".py"))))
+    assert extras <= set(EXTRAS)
+
+
+def test_the_supported_systems_are_named():
+    systems = [one for one in PROJECT["classifiers"] if one.startswith("Operating System")]
+    assert systems == ["Operating System :: POSIX :: Linux", "Operating System :: MacOS"]
