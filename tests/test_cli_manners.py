@@ -44,7 +44,9 @@ def test_diff_finds_a_forked_loss_by_its_name(capsys):
 
 def test_a_key_of_serve_is_looked_up_in_serve(capsys):
     assert run(["serve", "port=1"]) == 2
-    error = "unknown key 'port'. Did you mean 'server.port'? (cookbook serve --cfg job prints every key)"
+    assert capsys.readouterr().err == "error: unknown key 'port'; write server.port=1\n"
+    assert run(["serve", "prot=1"]) == 2
+    error = "unknown key 'prot'. Did you mean 'server.port'? (cookbook serve --cfg job prints every key)"
     assert capsys.readouterr().err == f"error: {error}\n"
 
 
