@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import secrets
 import sys
 import time
@@ -39,7 +38,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from cookbook import config, paths  # noqa: F401 - config registers ${cookbook:...}
-from cookbook.cli import conf_defaults, messages, names, shadows
+from cookbook.cli import conf_defaults, messages, names, objective, shadows
 from cookbook.errors import ConfigError, CookbookError
 from cookbook.typed import TARGET
 
@@ -94,7 +93,7 @@ def run(request: Request, job: Job) -> None:
             multirun = composer.multirun or cfg.hydra.mode == RunMode.MULTIRUN
             if multirun:
                 composer.refuse_shared_folder(cfg)
-                _refuse_wrong_direction(cfg)
+                objective.refuse_wrong_direction(cfg)
         shadows.note_conf(f"{group}/{option}" for group, option in cfg.hydra.runtime.choices.items())
         shadows.note_recipe(OmegaConf.select(cfg, "recipe.name"))
         if composer.missing:
@@ -359,7 +358,7 @@ class _Task:
         try:
             value = self.job(_with_nulls(cfg, overrides), overrides)
             if optimizing:
-                _check_objective(cfg, value)
+                objective.check(cfg, value)
             return value
         except CookbookError as error:
             if self.in_sweep:
@@ -377,34 +376,6 @@ class _Task:
 def _is_optimizing(settings: DictConfig) -> bool:
     """Whether a sweeper plugin reads the jobs' numbers. It has to see a failed job's error, by which Hydra's own would stop."""
     return bool(settings.sweeper[TARGET] != f"{BasicSweeper.__module__}.{BasicSweeper.__qualname__}")
-
-
-def _refuse_wrong_direction(cfg: DictConfig) -> None:
-    """A sweeper's default is to minimize, which would look for the worst run by most metrics."""
-    direction = OmegaConf.select(cfg, "hydra.sweeper.direction")
-    if direction is None:
-        return
-    from cookbook.evaluation import is_better_higher
-
-    direction = getattr(direction, "name", direction)
-    objective = OmegaConf.select(cfg, "eval.objective")
-    higher = objective is None or is_better_higher(objective)
-    if higher and direction == "minimize":
-        raise ConfigError(
-            f"hydra.sweeper.direction: minimize would look for the lowest {objective or 'accuracy'}; "
-            "set hydra.sweeper.direction=maximize, or eval.objective=eval/loss"
-        )
-    if objective == "eval/loss" and direction == "maximize":
-        raise ConfigError("hydra.sweeper.direction: maximize would look for the highest eval/loss; set it to minimize")
-
-
-def _check_objective(cfg: DictConfig, value: float | None) -> None:
-    """Raise ConfigError for a job without a finite number: Optuna's sweeper breaks at NaN, and no sweeper can use None."""
-    name = OmegaConf.select(cfg, "eval.objective") or "an accuracy, a reward or a margin of held-out rows"
-    if value is None:
-        raise ConfigError(f"eval.objective: the run has not reported {name}; choose another metric")
-    if not math.isfinite(value):
-        raise ConfigError(f"eval.objective: the last value of {name} is {value}, so the sweeper cannot use the run")
 
 
 def _with_nulls(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
