@@ -187,7 +187,8 @@ def test_a_missing_package_falls_back_with_one_warning(caplog):
         losses = [LinearCrossEntropyLoss(layer, impl="cce")(HIDDEN, labels) for _ in range(2)]
     assert losses[0] == LinearCrossEntropyLoss(layer)(HIDDEN, labels)
     assert [record.message for record in caplog.records] == [
-        "impl=cce does not run here: the package is not installed (pip install cut-cross-entropy); impl=pytorch is used instead"
+        "impl=cce does not run here: the package is not installed (pip install 'post-training-cookbook[cce]'); "
+        "impl=pytorch is used instead"
     ]
 
 

@@ -194,7 +194,7 @@ def cce_logprobs(
     ``hidden``, in an order that differs from call to call, so a run with ``cce`` does not repeat bit for bit.
     """
     if importlib.util.find_spec("cut_cross_entropy") is None:
-        return _cannot(CCE, "the package is not installed (pip install cut-cross-entropy)")
+        return _cannot(CCE, "the package is not installed (pip install 'post-training-cookbook[cce]')")
     if hidden.device.type != "cuda":
         return _cannot(CCE, f"it needs a GPU, and the model is on the {hidden.device.type}")
     if hidden.dtype not in (torch.bfloat16, torch.float16):
