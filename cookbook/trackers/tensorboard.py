@@ -21,7 +21,8 @@ class TensorBoardTracker:
         """Raises ConfigError: the package tensorboard is not installed."""
         if importlib.util.find_spec("tensorboard") is None:
             raise ConfigError(
-                "tracker: tensorboard is not installed; pip install 'post-training-cookbook[tensorboard]', or leave tracker=tensorboard out"
+                "tracker: tensorboard is not installed; pip install 'post-training-cookbook[tensorboard]', or leave "
+                "tracker=tensorboard out"
             )
 
     def start(self, config: Mapping[str, Any], out: str, name: str, step: int) -> None:
