@@ -8,6 +8,7 @@ build both from the same tokens``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 
 class CookbookError(Exception):
@@ -59,3 +60,24 @@ class SamplerUnavailableError(RolloutError):
 
 class SampleRefusedError(RolloutError):
     """A sampler cannot answer this one request, now or later. It may answer others."""
+
+
+class HookError(CookbookError, RuntimeError):
+    """A hook of the user's raised. The run ends after its state is saved."""
+
+
+def described(error: BaseException) -> str:
+    """The class, message and place of an exception in the user's code: ``KeyError: 'a' (my_hook.py:7)``.
+
+    The place is the innermost frame outside of cookbook and of installed libraries, if there is one.
+    """
+    import sysconfig
+    import traceback
+
+    frames = traceback.extract_tb(error.__traceback__)
+    libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    for excluded in ((*libraries, "<", str(Path(__file__).parent)), (*libraries, "<"), ()):
+        if own := [frame for frame in frames if not frame.filename.startswith(excluded)]:
+            break
+    last = " ".join(traceback.format_exception_only(error)[-1].split())
+    return f"{last} ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else last

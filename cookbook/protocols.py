@@ -298,6 +298,9 @@ class Reward(Protocol):
 class Tracker(Protocol):
     """Takes metrics somewhere people look.
 
+    ``start`` may raise ConfigError, for example for a missing package: the run then does not start. A tracker that raises
+    anything else, or later, is reported once and switched off.
+
     ``config`` is the resolved configuration; ``step`` the finished steps of a run that goes on, 0 of a new one; ``state`` is
     ``finished``, ``interrupted`` or ``failed``.
     """
@@ -305,3 +308,12 @@ class Tracker(Protocol):
     def start(self, config: Mapping[str, Any], out: str, name: str, step: int) -> None: ...
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def end(self, state: str) -> None: ...
+
+
+@runtime_checkable
+class SampleTracker(Protocol):
+    """A :class:`Tracker` that also takes completions."""
+
+    def log_sample(self, step: int, sample: Mapping[str, Any]) -> None:
+        """Take a row of ``samples.jsonl``: prompt, completion, reward. The metrics of ``step`` are logged later."""
+        ...

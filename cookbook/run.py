@@ -8,9 +8,8 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-import numpy as np
 import torch
 
 from cookbook import failed_batch, rollout
@@ -19,11 +18,12 @@ from cookbook.checkpoints import CheckpointConfig, store
 from cookbook.checkpoints.cadence import Progress
 from cookbook.config import OptimConfig
 from cookbook.data import DataConfig, Refusals, RenderedPrompt, Renderer, Row, datums
+from cookbook.data.batches import Batches
 from cookbook.errors import ConfigError, CookbookError
 from cookbook.evaluation import FINGERPRINT, SHOWN, EvalConfig, Evaluation, Evaluator, Example
 from cookbook.futures import Future, done
 from cookbook.health import Health, warn_of_other_rates
-from cookbook.hooks import Hook
+from cookbook.hooks import Hook, HookCalls
 from cookbook.identity import rows_digest
 from cookbook.interrupt import Interrupted, InterruptGuard
 from cookbook.losses import LOSSES, Loss
@@ -33,6 +33,7 @@ from cookbook.reference import Remembered
 from cookbook.rewards import Judge
 from cookbook.rollout import Group, RolloutConfig
 from cookbook.schedules import Schedule
+from cookbook.trackers import Trackers
 from cookbook.trackers.console import Console
 from cookbook.trackers.jsonl import JsonLines
 from cookbook.types import Checkpoint, Datum, ForwardBackwardOutput, OptimStepOutput
@@ -43,36 +44,6 @@ METRICS = "metrics.jsonl"
 T = TypeVar("T")
 Split = Literal["train", "eval"]
 Evaluate = Callable[[int], Evaluation]
-
-
-class Batches(Generic[T]):
-    """Rows in a seeded order, ``size`` at a time. ``batches[i]`` is a pure function, so resuming needs no iterator state.
-
-    An epoch's last batch may be smaller; no row is dropped. Indices may run past ``len``: epochs go on, each in its own order.
-    """
-
-    def __init__(self, rows: Sequence[T], size: int, epochs: int, seed: int, shuffle: bool = True) -> None:
-        if not rows:
-            raise ConfigError("data: there is no row to train on; look at data.path, data.limit and data.on_empty")
-        if size < 1 or epochs < 1:
-            raise ConfigError(f"recipe: batch size and epochs must be at least 1, got {size} and {epochs}")
-        self._rows = rows
-        self._size = size
-        self._seed = seed
-        self._shuffle = shuffle
-        self.per_epoch = -(-len(rows) // size)
-        self._length = epochs * self.per_epoch
-        self._order: tuple[int, Any] = (-1, None)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> list[T]:
-        epoch, place = divmod(index, self.per_epoch)
-        if self._order[0] != epoch:
-            draw = np.random.Generator(np.random.PCG64([self._seed, epoch]))
-            self._order = (epoch, draw.permutation(len(self._rows)) if self._shuffle else range(len(self._rows)))
-        return [self._rows[i] for i in self._order[1][place * self._size : (place + 1) * self._size]]
 
 
 @dataclass
@@ -151,6 +122,8 @@ class Run:
         self.metrics_file = JsonLines(self.out / METRICS)
         self.samples_file = JsonLines(self.out / "samples.jsonl")
         self.bad_rows = BadRows(self.out, self.refusals)
+        self.tracking = Trackers(self.trackers)
+        self.hook_calls = HookCalls(self.hooks)
         self._asker = self.rollout.asker()
         stop = tuple(self.rollout.stop or ())
         self._evaluator = Evaluator(self.eval, self.renderer, self._asker, self.judge, stop, self.seed, self.refusals)
@@ -268,8 +241,7 @@ class Run:
         started = time.monotonic()
         sampler = self.syncer.sync(step)
         self._sync_s += time.monotonic() - started
-        for hook in self.hooks:
-            hook.on_weight_sync(self, sampler)
+        self.hook_calls.call("on_weight_sync", self, sampler)
         return sampler
 
     def sample_groups(self, sampler: Sampler, prompts: Sequence[RenderedPrompt], group_size: int, step: Step) -> list[Group]:
@@ -285,7 +257,7 @@ class Run:
             sampler, prompts, group_size, self.rollout, self.renderer, seed, self._asker, self.judge, self.refusals
         )
         for row in rollout.log_rows(found.groups, self.rollout.log_samples):
-            self.samples_file.write(step.index + 1, row)
+            self._write_sample(step.index + 1, row)
         lag = {"sync/version_lag": float(step.index - sampler.step)}  # optimizer steps that the samples' weights are behind
         step.log(found.metrics(), lag)
         return found.groups
@@ -338,6 +310,7 @@ class Run:
             with InterruptGuard() as guard:
                 if self._done == 0 and evaluate:
                     self._write(0, {**self._evaluate(evaluate, 0), **self.bad_rows.metrics(0)})
+                self.hook_calls.check()
                 for index in range(self._done, total):
                     step = Step(index, total)
                     self._tokens, self._rows, self._sync_s = 0, None, 0.0
@@ -348,7 +321,8 @@ class Run:
                     if self._saving is not None and self._saving[1].done():
                         self._settle()
                     stop = guard.asked and index + 1 < total  # read once: it may be asked at any moment
-                    self._checkpoint(index + 1, total, stop=stop)
+                    self._checkpoint(index + 1, total, stop=stop or self.hook_calls.failure is not None)
+                    self.hook_calls.check()
                     if stop:
                         raise Interrupted(index + 1)
         finally:
@@ -361,6 +335,7 @@ class Run:
         """
         if self._open is None:
             self._settle()
+            self.hook_calls.check()
             return
         step, evaluate = self._open
         self._open = None
@@ -369,6 +344,7 @@ class Run:
         if self._done > self._saved.steps:
             self._checkpoint(self._done, step.total, stop=True)
         self._settle()
+        self.hook_calls.check()
         line = f"the recipe left its loop after step {self._done} of {step.total}; all of it is saved"
         log.info(line)
         if self.console:
@@ -395,8 +371,7 @@ class Run:
         self.health.observe(number, row)
         self._done = number
         self._earlier_tokens += self._tokens
-        for hook in self.hooks:
-            hook.on_step(self, number, row)
+        self.hook_calls.call("on_step", self, number, row)
 
     def _meant(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Without what misleads: over pairs, accuracy would count the tokens that the loss makes less likely as hits."""
@@ -411,15 +386,17 @@ class Run:
         self.examples = found.examples[:SHOWN]
         for example in found.examples:
             values = {"split": "eval", "prompt": example.prompt, "completion": example.completion, "reward": example.reward}
-            self.samples_file.write(step, values)
-        for hook in self.hooks:
-            hook.on_eval(self, step, metrics)
+            self._write_sample(step, values)
+        self.hook_calls.call("on_eval", self, step, metrics)
         return metrics
+
+    def _write_sample(self, step: int, sample: Mapping[str, Any]) -> None:
+        self.samples_file.write(step, sample)
+        self.tracking.log_sample(step, sample)
 
     def _write(self, step: int, row: Mapping[str, float]) -> None:
         self.metrics_file.write(step, row)
-        for tracker in self.trackers:
-            tracker.log(step, row)
+        self.tracking.log(step, row)
         if self.console:
             self.console.update(step, row)
 
@@ -470,8 +447,7 @@ class Run:
             )
         store.prune(self.out / "checkpoints", self.checkpoint.keep, number, self.checkpoint.staying)
         log.info("saved %s", saved.path)
-        for hook in self.hooks:
-            hook.on_checkpoint(self, saved)
+        self.hook_calls.call("on_checkpoint", self, saved)
 
 
 def check_steps(out: Path, done: int, total: int) -> None:

@@ -24,7 +24,7 @@ from cookbook import atomic, lock
 from cookbook import status as statuses
 from cookbook.checkpoints import manifest, store
 from cookbook.environment import environment
-from cookbook.errors import CheckpointError, ConfigError, CookbookError
+from cookbook.errors import CheckpointError, ConfigError, CookbookError, HookError
 from cookbook.identity import MISSING, Identity, differences
 from cookbook.status import Status
 
@@ -162,8 +162,9 @@ def opened(out: str | None, resume: str, cfg: DictConfig, overrides: list[str], 
                 if changes:
                     print(f"changed: {', '.join(changes)}", flush=True)
                 yield Opened(folder, resume_from, status)
-        except (CookbookError, KeyboardInterrupt):
-            if folder in made and not (folder / METRICS).exists():
+        except (CookbookError, KeyboardInterrupt) as error:
+            # The trace of a failed hook is in log.txt.
+            if folder in made and not (folder / METRICS).exists() and not isinstance(error, HookError):
                 shutil.rmtree(folder, ignore_errors=True)
                 with contextlib.suppress(OSError):
                     for path in made[1:]:
@@ -312,7 +313,7 @@ def logging_to(out: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        log.info("ended by %s", type(error).__name__, exc_info=not isinstance(error, KeyboardInterrupt))
+        log.info("ended by %s", type(error).__name__, exc_info=not isinstance(error, KeyboardInterrupt | HookError))
         raise
     else:
         log.info("finished")

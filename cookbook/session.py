@@ -24,7 +24,7 @@ from cookbook.config import OptimConfig, build
 from cookbook.data import DataConfig, Refusals, Renderer
 from cookbook.engine.model import ModelConfig
 from cookbook.engine.update_rules import Adafactor, AdamW, update_rule
-from cookbook.errors import CheckpointError, ConfigError, CookbookError
+from cookbook.errors import CheckpointError, ConfigError, CookbookError, HookError
 from cookbook.evaluation import EvalConfig
 from cookbook.health import Health
 from cookbook.hooks import Hook
@@ -38,6 +38,7 @@ from cookbook.rewards import Judge
 from cookbook.rollout import RolloutConfig
 from cookbook.run import Run
 from cookbook.schedules import Schedule
+from cookbook.status import Status
 from cookbook.typed import convert
 from cookbook.types import SamplingParams
 from cookbook.weight_sync import DeploymentSyncer, WeightSyncConfig
@@ -181,6 +182,7 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], Mapping[
         stack.callback(deployment.close)
         judge = stack.enter_context(judging(typed.reward))
         run = _build(typed, plain, trainer, deployment, judge, rows, refusals, place, identity)
+        stack.enter_context(_resume_named(place.status))
         stack.enter_context(_told(run, plain))
         _collect_garbage_from_here()
         try:
@@ -188,6 +190,8 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], Mapping[
             run.finish()
         except Interrupted as stop:
             print(f"stopped after step {stop.step}, saved; go on with: {place.status.resume}", flush=True)
+            raise
+        except HookError:
             raise
         except CookbookError as error:
             told = run.explained(error)
@@ -328,7 +332,7 @@ def _load(trainer: TrainingClient, deployment: Deployment, checkpoint: Path, sam
 
 @contextlib.contextmanager
 def _told(run: Run, cfg: dict[str, Any]) -> Iterator[None]:
-    """Tells trackers and hooks of the run's beginning and end. One that fails at the end keeps no other from hearing of it."""
+    """Calls trackers and hooks at the beginning and the end of the run."""
 
     def at_end(tell: Callable[[str], None]) -> Callable[..., None]:
         def leave(kind: object, error: BaseException | None, trace: object) -> None:
@@ -341,13 +345,21 @@ def _told(run: Run, cfg: dict[str, Any]) -> Iterator[None]:
         stack.callback(run.metrics_file.close)
         stack.callback(run.samples_file.close)
         stack.callback(run.bad_rows.file.close)
-        for tracker in run.trackers:
-            tracker.start(cfg, str(run.out), run.out.name, run.first_step)
-            stack.push(at_end(tracker.end))
-        for hook in run.hooks:
-            hook.on_start(run)
-            stack.push(at_end(functools.partial(hook.on_end, run)))
+        stack.push(at_end(run.tracking.end))
+        run.tracking.start(cfg, str(run.out), run.out.name, run.first_step)
+        stack.push(at_end(functools.partial(run.hook_calls.end, run)))
+        run.hook_calls.start(run)
         yield
+
+
+@contextlib.contextmanager
+def _resume_named(status: Status) -> Iterator[None]:
+    """Adds to the error of a hook what is saved, and the command that resumes the run."""
+    try:
+        yield
+    except HookError as error:
+        saved = f"step {status.saved_step} is saved" if status.saved_step else "no step is saved yet"
+        raise HookError(f"{error}; {saved}; fix the hook, then resume with: {status.resume}") from None
 
 
 def _say(line: str) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, SupportsFloat
 
-from cookbook.errors import CookbookError, DataError
+from cookbook.errors import CookbookError, DataError, described
 
 
 @dataclass(frozen=True)
@@ -41,18 +39,8 @@ def judge(reward: Callable[[str, Mapping[str, Any]], Any], completion: str, valu
     except CookbookError as error:
         return Fault(f"reward: {error}", error, of_row=isinstance(error, DataError))
     except Exception as error:  # noqa: BLE001 - the reward is the user's code
-        last = traceback.format_exception_only(error)[-1].strip()
-        return Fault(f"the reward raised {last} ({_place(error)}); mend the reward or row", error)
+        return Fault(f"the reward raised {described(error)}; mend the reward or row", error)
     return _number(value)
-
-
-def _place(error: Exception) -> str:
-    """File and line of the innermost frame that is nobody's library."""
-    frames = traceback.extract_tb(error.__traceback__)
-    libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-    own = [frame for frame in frames[1:] if not frame.filename.startswith((*libraries, "<"))]  # the first is this module's
-    frame = (own or list(frames))[-1]
-    return f"{Path(frame.filename).name}:{frame.lineno}"
 
 
 def _number(value: Any) -> float | Fault:
