@@ -28,7 +28,7 @@ class BadRows:
     def go_on(self, step: int) -> None:
         """Forgets what was met after ``step``: it will be met again."""
         self.file.keep_until(step)
-        self._known = {row["row"] for row in self.file.read()}
+        self._known = {row.get("row", "") for row in self.file.read()}
 
     def note(self, step: int) -> None:
         """Writes down what has been refused since the last call, and says so in the log."""

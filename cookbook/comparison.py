@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from cookbook import runfolder, status
 from cookbook.errors import ConfigError
 from cookbook.evaluate_alone import FOLDER
@@ -61,11 +59,21 @@ def _past(name: str, shown: str) -> Past:
     if not (folder / runfolder.CONFIG).is_file():
         siblings = [path.parent.name for path in folder.parent.glob(f"*/{runfolder.CONFIG}")]
         raise ConfigError(f"compare: {name} is not a run (no {runfolder.CONFIG}).{did_you_mean(folder.name, siblings)}")
-    config = dict(_flat(runfolder.plain(OmegaConf.load(folder / runfolder.CONFIG))))
+    config = dict(_flat(runfolder.load_config(folder)))
     told = status.read(folder) or {}
-    evals = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((folder / FOLDER).glob("*.json"))]
+    evals = [_eval(path) for path in sorted((folder / FOLDER).glob("*.json"))]
     rows = JsonLines(folder / runfolder.METRICS).read()
     return Past(shown, config, str(told.get("state", "unknown")), rows, sorted(evals, key=lambda one: int(one["step"])))
+
+
+def _eval(path: Path) -> dict[str, Any]:
+    """Raises ConfigError: the file is damaged."""
+    try:
+        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        int(result["step"])
+        return result
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(f"compare: {path} is damaged; delete the file and run `cookbook eval` again") from None
 
 
 def _flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from cookbook import atomic, lock
 from cookbook import status as statuses
@@ -61,17 +63,27 @@ def _resume_point(folder: Path, resume: str, named: Path | None) -> Path | None:
     if not _taken(folder):
         return named
     own_run = _run_of(named)
+    is_own = named is not None and own_run is not None and own_run.resolve() == folder.resolve()
+    last = statuses.read(folder) or {}
+    origin = Path(last["started_from"]) if last.get("started_from") else None
+    repeats = named is not None and origin == named.resolve()  # the command of a branch, a second time
+    if not (is_own or repeats or resume in GOES_ON):
+        raise ConfigError(f"out: {folder} holds a run already; choose another folder, or resume=auto to resume it")
     newest = store.newest(folder / "checkpoints")
-    if named and own_run and own_run.resolve() == folder.resolve():
-        if newest and newest.resolve() != named.resolve():
-            raise CheckpointError(
-                f"resume: {named} is not the newest of its run, which is {newest.name}; "
-                "choose out=<new folder> to branch off there, or delete the later ones"
-            )
-        return named
-    if resume not in GOES_ON:
-        raise ConfigError(f"out: {folder} holds a run already; choose another folder, or resume=auto to go on with it")
-    return newest
+    if is_own and newest and named and newest.resolve() != named.resolve():
+        raise CheckpointError(
+            f"resume: {named} is not the newest of its run, which is {newest.name}; "
+            "choose out=<new folder> to branch off there, or delete the later ones"
+        )
+    if newest is None and origin is not None:
+        manifest.verify(origin)
+        return origin
+    if newest is None and last.get("saved_step"):
+        raise CheckpointError(
+            f"out: {folder} has no checkpoint left, and its {statuses.NAME} says that step {last['saved_step']} was saved; "
+            f"restore {folder / 'checkpoints'}, choose another out=, or delete {folder} to start the run over"
+        )
+    return named if is_own else newest
 
 
 def examine(out: str | None, resume: str, cfg: DictConfig, identity: Identity) -> tuple[Path, Path | None]:
@@ -154,11 +166,16 @@ def opened(out: str | None, resume: str, cfg: DictConfig, overrides: list[str], 
     with _entered(folder):
         try:
             resume_from = _resume_point(folder, resume, named)  # only now: nobody adds a checkpoint any more
+            is_branch = resume_from is not None and resume_from.resolve().parent.parent != folder.resolve()
+            damage = [] if is_branch else list(_damage(folder, resume_from))
             notes, changes = prepare(folder, cfg, overrides, resume_from, identity)
-            status = Status(folder, resume_command(folder))
+            origin = str(resume_from.resolve()) if resume_from is not None and is_branch else None
+            status = Status(folder, resume_command(folder), started_from=origin)
             with logging_to(folder), _kept(status):
                 for note in notes:
                     log.info("%s", note)
+                for line in damage:
+                    log.warning("%s", line)
                 if changes:
                     print(f"changed: {', '.join(changes)}", flush=True)
                 yield Opened(folder, resume_from, status)
@@ -170,6 +187,20 @@ def opened(out: str | None, resume: str, cfg: DictConfig, overrides: list[str], 
                     for path in made[1:]:
                         path.rmdir()
             raise
+
+
+def _damage(folder: Path, resume_from: Path | None) -> Iterator[str]:
+    """Yield a line for each file of the run that is missing or damaged, and that the run can do without."""
+    if resume_from is not None and not (folder / METRICS).exists():
+        yield f"{folder / METRICS} is missing: the rows up to {resume_from.name} are lost; the run resumes and writes the rest"
+        (folder / METRICS).touch()
+    for name, use in ((statuses.NAME, "it is written again"), (ENVIRONMENT, "it is left as it is; log.txt has newer ones")):
+        file = folder / name
+        try:
+            if file.exists():
+                json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            yield f"{file} is damaged; {use}"
 
 
 @contextlib.contextmanager
@@ -219,7 +250,9 @@ def prepare(
             atomic.write_text(out / ENVIRONMENT, json.dumps(found, indent=2) + "\n")
     except OSError as error:
         raise _unwritable(out, error) from None
-    before = earlier or _config_of(_run_of(resume_from)) or resolved
+    before = earlier or resolved
+    with contextlib.suppress(ConfigError):  # of the run that this one branches off: its checkpoint has been compared
+        before = earlier or _config_of(_run_of(resume_from)) or resolved
     changes = list(differences("", before, resolved))
     notes = [json.dumps(found), *_last_sitting(out), *(_change(*change) for change in changes)]
     return notes, [f"{name} {_short(then)} -> {_short(now)}" for name, then, now in changes if then is not MISSING]
@@ -269,7 +302,26 @@ def plain(cfg: Any) -> dict[str, Any]:
 
 
 def _config_of(run: Path | None) -> dict[str, Any] | None:
-    return plain(OmegaConf.load(run / CONFIG)) if run and (run / CONFIG).is_file() else None
+    return load_config(run) if run and (run / CONFIG).is_file() else None
+
+
+def load_config(run: Path) -> dict[str, Any]:
+    """Return the configuration of the run in the folder ``run``.
+
+    Raises:
+        ConfigError: the file is damaged, or not the configuration of a run.
+    """
+    file = run / CONFIG
+    try:
+        found = OmegaConf.load(file)
+        if not isinstance(found, DictConfig) or not OmegaConf.select(found, "recipe.name"):
+            raise ValueError("recipe.name is missing")
+        return plain(found)
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"{file}: is damaged: {reason}; restore the file, or resume its checkpoint elsewhere: resume={run} out=<new folder>"
+        ) from None
 
 
 def resume_command(out: Path) -> str:
@@ -306,7 +358,10 @@ def warnings_shown() -> Iterator[None]:
 @contextlib.contextmanager
 def logging_to(out: Path) -> Iterator[None]:
     """While it is entered, messages of cookbook go to ``log.txt``. A disk that is full stops the run elsewhere, in one line."""
-    file = logging.FileHandler(out / "log.txt", encoding="utf-8")
+    try:
+        file = logging.FileHandler(out / "log.txt", encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(out / "log.txt", error) from None
     file.handleError = lambda record: None  # type: ignore[method-assign]
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(file)

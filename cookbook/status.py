@@ -31,11 +31,13 @@ RUNNING, FINISHED, INTERRUPTED, FAILED = "running", "finished", "interrupted", "
 @dataclass
 class Status(Hook):
     """Keeps ``status.json``. ``step`` steps are finished, ``saved_step`` has the newest checkpoint of this sitting, or the
-    one it went on from; ``resume`` is the command that goes on.
+    one it went on from; ``resume`` is the command that goes on. ``started_from`` is another run's checkpoint that this run
+    began with; once the run has saved one of its own, it is None.
     """
 
     folder: Path
     resume: str
+    started_from: str | None = None
     step: int = 0
     saved_step: int | None = None
     started: str = field(default_factory=lambda: _now())
@@ -68,6 +70,7 @@ class Status(Hook):
 
     def on_checkpoint(self, run: object, checkpoint: Checkpoint) -> None:
         self.saved_step = checkpoint.step
+        self.started_from = None
         self._note(RUNNING)
 
     def _note(self, state: str, error: BaseException | None = None) -> None:
@@ -84,6 +87,7 @@ class Status(Hook):
             "saved_step": self.saved_step,
             "error": _said(error),
             "resume": self.resume,
+            "started_from": self.started_from,
             "pid": os.getpid(),
             "host": platform.node(),
             "started": self.started,

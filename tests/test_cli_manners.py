@@ -165,3 +165,17 @@ def test_ctrl_c_inside_of_omegaconf_is_ctrl_c():
             raise ConfigAttributeError("no attribute") from cause
     except ConfigAttributeError as error:
         assert _is_interrupt(error) and not _is_interrupt(ConfigAttributeError("a slip"))
+
+
+def test_one_warning_of_bitsandbytes_is_hidden_and_no_other(caplog):
+    """peft imports bitsandbytes, which warns on every use of LoRA that a 4-bit kernel for CPUs is missing."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is an extra")
+    import bitsandbytes.backends.cpu.ops as ops
+
+    import cookbook.engine.model  # noqa: F401 - hides the warning
+
+    text = "Failed to load CPU gemm_4bit_forward from kernels-community: %s."
+    assert text in Path(ops.__file__).read_text()  # as this version words it
+    ops.logger.warning(text, "no module")
+    ops.logger.warning("Failed to load something else")
+    assert [record.getMessage() for record in caplog.records] == ["Failed to load something else"]

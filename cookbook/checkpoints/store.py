@@ -201,14 +201,27 @@ def _step(path: Path) -> int:
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest checkpoint of a run that is whole; damaged ones are named in the log and passed over."""
+    """Return the newest whole checkpoint of a run, None if the run has saved none. Damaged ones are named in the log.
+
+    Raises:
+        CheckpointError: all of them are damaged.
+    """
+    damaged: list[CheckpointError] = []
     for path in reversed(all_steps(folder)):
         try:
             manifest.verify(path)
         except CheckpointError as error:
-            log.warning("passed over a checkpoint: %s", error)
+            damaged.append(error)
         else:
+            for problem in damaged:
+                log.warning("passed over a checkpoint: %s", problem)
             return path
+    if damaged:
+        reason = str(damaged[0]).rpartition(";")[0]
+        raise CheckpointError(
+            f"{folder}: every checkpoint is damaged, the newest: {reason}; restore one of them, choose another out=, or move "
+            f"{folder} away to start the run over"
+        )
     return None
 
 

@@ -247,9 +247,14 @@ class _Composer:
         """Makes an earlier run's configuration the top one. A group that is chosen anew replaces the file's."""
         if not path.is_file():
             raise ConfigError(f"--config: there is no file {path}; a run writes its own as <out>/config.yaml")
-        loaded = OmegaConf.to_container(OmegaConf.load(path))
+        try:
+            loaded = OmegaConf.to_container(OmegaConf.load(path))
+        except UnicodeDecodeError:
+            raise ConfigError(f"--config: {path} is damaged, it is not UTF-8 text; restore the file") from None
         if not isinstance(loaded, dict):
             raise ConfigError(f"--config: {path} holds no keys; a run writes its own as <out>/config.yaml")
+        if not isinstance(loaded.get("recipe"), dict):
+            raise ConfigError(f"--config: {path} has no key recipe; a run writes a whole configuration as <out>/config.yaml")
         groups = {override.key_or_group for override in self._parsed() if self._is_choice(override)} | self.replaced
         if "recipe" in groups:
             raise ConfigError("--config: recipe= chooses the other groups too, and they are settled here; drop one of them")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,15 @@ from cookbook.errors import BackendError, ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 LORA_FILE = "adapter_config.json"
+
+
+def _is_needed(record: logging.LogRecord) -> bool:
+    """Whether a message of bitsandbytes concerns more than its 4-bit product on CPUs, which cookbook never calls."""
+    return not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
+
+
+# peft imports bitsandbytes, which prints this warning on every use of LoRA.
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_needed)
 
 
 @dataclass

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import logging
 import math
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from cookbook import atomic
 from cookbook.errors import ConfigError
+
+log = logging.getLogger("cookbook")
 
 
 class JsonLines:
@@ -34,27 +39,41 @@ class JsonLines:
             self._file.flush()
 
     def read(self) -> list[dict[str, Any]]:
-        """All whole rows. A last line that a kill cut short is left out."""
-        if not self.path.exists():
-            return []
-        rows = []
-        for line in self.path.read_text(encoding="utf-8", errors="replace").split("\n"):  # text may hold other line ends
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                break
+        """Return all whole rows. Damaged lines are left out and reported; a last line that a kill cut short is left out."""
+        rows, damaged = self._read()
+        if damaged:
+            log.warning("%s: damaged in %s; the other rows are used", self.path, _lines(damaged))
         return rows
 
     def keep_until(self, step: int) -> None:
-        """Drops the rows of later steps: the run goes on from ``step``, and would write them again."""
+        """Drop the rows of later steps, which the resumed run writes again. A file with damaged lines is copied first."""
         if not self.path.exists():
             return
-        kept = [row for row in self.read() if row["step"] <= step]
-        whole = "".join(map(_line, kept))
+        rows, damaged = self._read()
+        whole = "".join(_line(row) for row in rows if row["step"] <= step)
         if whole.encode() == self.path.read_bytes():
             return
         with self._writing():
+            if damaged:
+                copy = _free_name(self.path)
+                shutil.copy2(self.path, copy)
+                log.warning("%s: damaged in %s; the other rows are used, and %s is a copy", self.path, _lines(damaged), copy)
             atomic.write_text(self.path, whole)
+
+    def _read(self) -> tuple[list[dict[str, Any]], list[int]]:
+        """Return the rows, and the numbers of the lines that are none."""
+        rows, damaged = [], []
+        lines = self.path.read_bytes().split(b"\n") if self.path.exists() else []  # text may hold other line ends
+        for number, line in enumerate(lines, start=1):
+            try:
+                row = json.loads(line.decode())
+                if not (isinstance(row, dict) and isinstance(row.get("step"), int)):
+                    raise ValueError("not a row of a run")
+                rows.append(row)
+            except ValueError:
+                if number < len(lines):  # the last line ends a whole file, or was cut short by a kill
+                    damaged.append(number)
+        return rows, damaged
 
     def close(self) -> None:
         if self._file is not None:
@@ -70,6 +89,16 @@ class JsonLines:
             raise ConfigError(
                 f"out: cannot write {self.path}: {error.strerror}; make room, then the same command goes on"
             ) from None
+
+
+def _lines(numbers: Sequence[int]) -> str:
+    first = f"line {numbers[0]}"
+    return first if len(numbers) == 1 else f"{len(numbers)} lines ({first} is the first)"
+
+
+def _free_name(path: Path) -> Path:
+    """Return ``path`` with the suffix ``.damaged-N``, with the first N that is free."""
+    return next(name for n in itertools.count(1) if not (name := path.with_name(f"{path.name}.damaged-{n}")).exists())
 
 
 def _line(row: Mapping[str, Any]) -> str:
