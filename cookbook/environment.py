@@ -12,6 +12,7 @@ from typing import Any
 
 from cookbook import __version__
 
+SWEEP = "COOKBOOK_SWEEP"  # the environment variable that names the sweep of a run, also in a launcher's processes
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "peft", "hydra-core", "omegaconf", "numpy")
 
 
@@ -20,6 +21,7 @@ def environment(overrides: list[str]) -> dict[str, Any]:
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": ["cookbook", "train", *overrides],
+        "sweep": os.environ.get(SWEEP),
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "packages": {"cookbook": __version__, **{name: _version(name) for name in PACKAGES}},

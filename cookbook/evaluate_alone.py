@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from cookbook import atomic, runfolder
+from cookbook import atomic, runfolder, terminal
 from cookbook.checkpoints import manifest, store
 from cookbook.data import Refusals, Renderer, Row, datums, load_rows
 from cookbook.errors import ConfigError
@@ -78,7 +78,8 @@ def evaluate(cfg: DictConfig, target: Target) -> Result:
             "data: holds no rows out to evaluate on; name them: data.eval_path=<file>, data.eval_split or data.eval_fraction"
         )
     with _evaluator(typed, target, refusals) as (evaluator, trainer):
-        deployment = typed.deployment.deploy(trainer, live=True)
+        with terminal.doing("starting the deployment"):
+            deployment = typed.deployment.deploy(trainer, live=True)
         with contextlib.closing(deployment):
             found = _evaluation(typed, evaluator, deployment.load(0).result(), rows)
         digest = rows_digest(rows)

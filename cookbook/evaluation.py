@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from cookbook import terminal
 from cookbook.data import Refusals, RenderedPrompt, Renderer
 from cookbook.errors import BadRowError, ConfigError
 from cookbook.protocols import Sampler
@@ -186,11 +187,13 @@ class Evaluator:
         texts: dict[int, str] = {}
 
         def arrived(number: int, samples: list[Sample]) -> None:
+            activity.count += 1
             pending[number] = rate(number % count, samples)
             if number < count:
                 texts[number] = self.renderer.text(samples[0].tokens)
 
-        unanswered = self.asker.ask(requests, arrived)
+        with terminal.doing("evaluating", total=len(requests), noun="prompts") as activity:
+            unanswered = self.asker.ask(requests, arrived)
         for number, error in unanswered.failed.items():
             log.info("%s: left out of the evaluation: %s", questions[number % count].row, error)
         rewards = self._judged(pending, [questions[number % count].row for number in range(len(requests))])

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cookbook import terminal
 from cookbook.backends.copies import tokenizer_digests
 from cookbook.backends.local import LocalConfig
 from cookbook.check.rows import survey
 from cookbook.data import DataConfig, Refusals, Renderer, Row, load_rows
 from cookbook.data.answers import with_answer
+from cookbook.data.batches import Batches
 from cookbook.data.datums import check_columns
 from cookbook.engine.shape import shape_of
 from cookbook.errors import BadRowError, RolloutError
@@ -22,7 +24,7 @@ from cookbook.identity import Identity, rows_digest
 from cookbook.protocols import Preflight
 from cookbook.rewards import Judge
 from cookbook.rewards.limits import Limits
-from cookbook.run import Batches, Split, check_steps
+from cookbook.run import Split, check_steps
 
 if TYPE_CHECKING:
     from cookbook.session import Settings
@@ -89,7 +91,8 @@ class Rows:
         typed = self.typed
         rows = load_rows(typed.data, which, typed.seed, typed.eval.limit, self.refusals)
         if which == "train":
-            self.identity.measured("rows", rows_digest(rows))
+            with terminal.doing("computing the digest of the rows"):
+                self.identity.measured("rows", rows_digest(rows))
         self.first[which], self.counts[which] = rows[:FIRST_ROWS], len(rows)
         return rows
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from cookbook import terminal
 from cookbook.errors import BackendError
 from cookbook.futures import Future, done
 from cookbook.protocols import Reference
@@ -33,8 +34,11 @@ class Remembered:
                 raise BackendError("reference: asked for datums that were not announced, after the reference model was let go")
             return self._reference.logprobs(data)
         places = [self._places[id(datum)] for datum in data]
-        for block in sorted({place // BLOCK for place in places if place not in self._known}):
-            self._compute(block)
+        blocks = sorted({place // BLOCK for place in places if place not in self._known})
+        with terminal.doing("computing reference logprobs", total=len(blocks) * BLOCK, noun="datums") as activity:
+            for block in blocks:
+                self._compute(block)
+                activity.count += BLOCK
         if len(self._known) == len(self._data):
             self._reference = None
         return done([self._known[place] for place in places])

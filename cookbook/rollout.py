@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from cookbook import terminal
 from cookbook.advantages import groups_without_spread
 from cookbook.data import Refusals, RenderedPrompt, Renderer, RowDatum
 from cookbook.errors import BadRowError, ConfigError
@@ -135,11 +136,13 @@ def sample_groups(
     def arrived(place: int, samples: list[Sample]) -> None:
         prompt = prompts[place]
         texts = [renderer.text(sample.tokens) for sample in samples]
+        activity.count += 1
         groups[place] = Group(prompt, samples, texts, [], config.temperature)
         pending[place] = [judge.submit(text, prompt.row) for text in texts] if judge else []
 
     started = time.monotonic()
-    unanswered = (asker or config.asker()).ask(requests, arrived)
+    with terminal.doing("sampling", total=len(prompts), noun="prompts") as activity:
+        unanswered = (asker or config.asker()).ask(requests, arrived)
     sampled = time.monotonic()
     for place, error in unanswered.failed.items():
         log.info("%s: left out, its completions could not be sampled: %s", prompts[place].row.where, error)

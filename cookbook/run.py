@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from cookbook import failed_batch, rollout
+from cookbook import failed_batch, rollout, terminal
 from cookbook.bad_rows import BadRows
 from cookbook.checkpoints import CheckpointConfig, store
 from cookbook.checkpoints.cadence import Progress
@@ -209,7 +209,8 @@ class Run:
         """``data`` with ``reference_logprobs``, when the loss reads them and they are not there yet."""
         if not data or self.reference is None or "reference_logprobs" in data[0].loss_fn_inputs:
             return data
-        logprobs = self.reference.logprobs(data).result()
+        with terminal.doing("computing reference logprobs"):
+            logprobs = self.reference.logprobs(data).result()
         return [datum.with_inputs(reference_logprobs=row) for datum, row in zip(data, logprobs, strict=True)]
 
     def remember_reference(self, data: Sequence[Datum]) -> None:
@@ -269,7 +270,8 @@ class Run:
         if not data:
             return Evaluation({})
         prepared = self.loss.prepare(self.with_reference(data))
-        output = self.trainer.forward(prepared, "cross_entropy").result()
+        with terminal.doing("evaluating", detail=f"{len(data):,} datums"):
+            output = self.trainer.forward(prepared, "cross_entropy").result()
         logprobs = [row["logprobs"].to_torch() for row in output.loss_fn_outputs]
         with torch.no_grad():
             value, metrics = self.loss(prepared, logprobs)
@@ -315,7 +317,8 @@ class Run:
                     step = Step(index, total)
                     self._tokens, self._rows, self._sync_s = 0, None, 0.0
                     self._open = step, evaluate
-                    yield step
+                    with terminal.doing(f"step {index + 1} of {total}", plain_after_s=terminal.LONG_S):
+                        yield step
                     self._open = None
                     self._finish(step, evaluate)
                     if self._saving is not None and self._saving[1].done():
@@ -439,7 +442,8 @@ class Run:
         if self._saving is None:
             return
         (number, saving), self._saving = self._saving, None
-        saved = saving.result()
+        with terminal.doing(f"saving step {number}", plain_after_s=10):
+            saved = saving.result()
         if saved.step != number:
             raise ConfigError(
                 f"recipe: after {number} turns of run.steps the model has seen {saved.step} optimizer steps; "

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -331,12 +331,16 @@ def resume_command(out: Path) -> str:
     return shlex.join(["cookbook", "train", "--config", str(out / CONFIG), f"out={value}"])
 
 
-class _Terminal(logging.StreamHandler[Any]):
-    """Writes to the standard error stream of the moment. The live display replaces that stream, and prints above itself."""
+class _Terminal(logging.StreamHandler[TextIO]):
+    """Writes to the standard error of the moment: a live display replaces the stream, to keep its own lines below."""
 
-    def emit(self, record: logging.LogRecord) -> None:
-        self.stream = sys.stderr
-        super().emit(record)
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: TextIO) -> None:
+        pass
 
 
 @contextlib.contextmanager

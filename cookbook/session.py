@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from cookbook import advice, preflight, report, runfolder
+from cookbook import advice, preflight, report, runfolder, terminal
 from cookbook import recipe as recipes
 from cookbook.backends.local import LocalConfig, LocalTrainer
 from cookbook.backends.remote import pointers
@@ -175,10 +175,12 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], Mapping[
         refusals = Refusals(typed.data)
         rows = preflight.Rows(typed, identity, refusals)
         trainer = stack.enter_context(_trainer(typed, place.folder))
-        for subject, digest in trainer.digests().items():
-            identity.measured(subject, digest)
+        with terminal.doing("computing the digest of the weights"):
+            for subject, digest in trainer.digests().items():
+                identity.measured(subject, digest)
         advice.warn(typed, rows, Renderer(trainer.tokenizer, trainer.max_length))
-        deployment = typed.deployment.deploy(trainer, live=typed.weight_sync.every == 1)
+        with terminal.doing("starting the deployment"):
+            deployment = typed.deployment.deploy(trainer, live=typed.weight_sync.every == 1)
         stack.callback(deployment.close)
         judge = stack.enter_context(judging(typed.reward))
         run = _build(typed, plain, trainer, deployment, judge, rows, refusals, place, identity)
@@ -262,7 +264,8 @@ def _build(
     identity: Identity,
 ) -> Run:
     # The reference is the weights the run started from: taken before a checkpoint is loaded over them.
-    reference = trainer.reference() if typed.loss.needs_reference else None
+    with terminal.doing("copying the reference weights"):
+        reference = trainer.reference() if typed.loss.needs_reference else None
     earlier: Mapping[str, Any] = {}
     before = Progress()
     sampler = None
@@ -270,7 +273,8 @@ def _build(
     if resume_from is not None:
         facts = manifest.read(resume_from)
         earlier, before = facts.get("run", {}), Progress.of(facts)
-        sampler = _load(trainer, deployment, resume_from, earlier.get("sampler_step"))
+        with terminal.doing(f"loading {resume_from}"):
+            sampler = _load(trainer, deployment, resume_from, earlier.get("sampler_step"))
         _say(f"going on after step {trainer.step}, from {resume_from}")
     elif (out / runfolder.METRICS).exists():
         _say(f"{out} has no checkpoint to go on from; starting it over")
@@ -382,7 +386,8 @@ def sample(
         chat = getattr(trainer.tokenizer, "chat_template", None)
         tokens = renderer.prompt_tokens([{"role": "user", "content": prompt}] if chat else prompt)
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-        response = trainer.live_sampler(0).result().sample(tokens, num_samples, params).result()
+        with terminal.doing("sampling"):
+            response = trainer.live_sampler(0).result().sample(tokens, num_samples, params).result()
         return [renderer.text(sequence.tokens) for sequence in response.sequences]
 
 

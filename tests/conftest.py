@@ -13,11 +13,13 @@ import pytest
 import tiny
 import torch
 
+from cookbook import terminal
 from cookbook.backends.local import LocalConfig, LocalTrainer
 from cookbook.engine.engine import Engine, EngineOptions
 from cookbook.engine.model import ModelConfig, load
 
 torch.set_num_threads(1)
+terminal.PLAIN_AFTER_S = terminal.NEVER  # on a busy machine any test might last long enough for a plain line
 
 MODEL_FIELDS = {"dtype", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules"}
 

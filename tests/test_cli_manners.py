@@ -127,23 +127,35 @@ def test_a_reward_that_raises_in_a_library_is_named_by_the_users_own_line():
 # Pipes
 
 
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        (["list"], 0),
-        pytest.param(["train", *SMALL["dpo"], "eval.every=null", "out=run"], 141, marks=pytest.mark.slow),
-    ],
-    ids=["list", "train"],
-)
-def test_a_reader_that_leaves_early_is_no_bug(words, code):
-    """As ``cookbook list | head -1``, whose reader is gone before the second line."""
-    command = f"{sys.executable} -m cookbook {' '.join(words)} 2>errors.txt | true; exit ${{PIPESTATUS[0]}}"
+def piped(words: list[str], reader: str, errors: str = "2>errors.txt") -> int:
+    """The exit code of a command whose output goes to ``reader``."""
+    command = f"{sys.executable} -m cookbook {' '.join(words)} {errors} | {reader}; exit ${{PIPESTATUS[0]}}"
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(["bash", "-c", command], env=environment, check=False)
+    return subprocess.run(["bash", "-c", command], env=environment, check=False).returncode
+
+
+@pytest.mark.parametrize("words", [["list"], ["train", "--cfg", "job"]], ids=" ".join)
+def test_a_command_whose_reader_leaves_early_ends_silently(words):
+    """As ``cookbook list | head -1``, whose reader is gone before the second line."""
+    assert piped(words, "true") == 0
     assert Path("errors.txt").read_text() == ""
-    assert done.returncode == code
-    if "out=run" in words:
-        assert yaml.safe_load(Path("run/status.json").read_text())["state"] == "failed"  # it has not trained to its end
+
+
+@pytest.mark.parametrize("errors", ["2>errors.txt", "2>&1"])
+def test_a_run_outlives_the_reader_of_its_output(errors):
+    """As ``cookbook train ... | head -1``: what has been trained for hours is worth more than its lines on the terminal."""
+    body = "    def on_step(self, *_):\n        print('x' * 70000)\n"
+    write("talking.py", f"from cookbook import Hook\n\n\nclass Talk(Hook):\n{body}")
+    words = ["train", *SMALL["orpo"], "out=run", "+hook.talk._target_=talking.Talk"]
+    assert piped(words, "head -1 > first.txt", errors) == 0
+    assert Path("first.txt").read_text().count("\n") == 1
+    assert [row["step"] for row in rows("run")] == [0, 1, 2, 3]
+    assert yaml.safe_load(Path("run/status.json").read_text())["state"] == "finished"
+    log = Path("run/log.txt").read_text()
+    assert "the reader of <stdout> has closed the pipe; the command continues without it\n" in log
+    assert log.endswith("INFO finished\n")
+    if "errors" in errors:
+        assert "Error" not in Path("errors.txt").read_text()
 
 
 def test_ctrl_c_inside_of_omegaconf_is_ctrl_c():

@@ -20,7 +20,7 @@ FLOORS = {
     "cookbook.health",
     1: "cookbook.engine cookbook.losses cookbook.normalization cookbook.advantages cookbook.schedules cookbook.protocols",
     0: "cookbook.types cookbook.errors cookbook.paths cookbook.futures cookbook.interrupt cookbook.suggest cookbook.typed "
-    "cookbook.svg cookbook.pyfile cookbook.atomic cookbook.lock cookbook.environment cookbook.hub",
+    "cookbook.svg cookbook.pyfile cookbook.atomic cookbook.lock cookbook.environment cookbook.hub cookbook.terminal",
 }
 FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules.split()}
 FRONT = "cookbook"  # cookbook/__init__.py shows names of every floor, and imports none until it is asked

@@ -461,23 +461,84 @@ def test_a_sweep_goes_on_after_a_failed_run(capsys):
     assert yaml.safe_load((folder / "config.yaml").read_text())["optim"]["lr"] == 1e-4
 
 
-def test_wandb_offline_is_read_back(monkeypatch):
+def test_wandb_offline_is_read_back(monkeypatch, capsys):
     wandb = pytest.importorskip("wandb", reason="wandb is an extra")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    assert train(*SMALL["dpo"], "tracker=wandb", "tracker.wandb.tags=[a]", "out=run") == 0
+    assert train(*SMALL["grpo"], "tracker=wandb", "out=run") == 0
     wandb.teardown()  # as the end of a process does: its writer is a process of its own, and may still be writing
-    history, config = wandb_records(next(Path("run/wandb").glob("offline-run-*/*.wandb")))
+    (file,) = Path("run/wandb").glob("offline-run-*/*.wandb")
+    history, config, _ = wandb_records(file)
+    place = f"wandb: offline; upload this run with: wandb sync {file.parent.resolve()}\n"
+    assert place in capsys.readouterr().out and place in Path("run/log.txt").read_text()
     assert [row["_step"] for row in history] == [0, 1, 2, 3]
     for told, row in zip(history, rows("run"), strict=True):
         assert {key: told[key] for key in row if key != "step"} == {key: value for key, value in row.items() if key != "step"}
-    assert config["recipe"]["batch_size"] == 4
+    assert config["recipe"]["group_size"] == 4
+    tables = [json.loads((file.parent / "files" / row["samples/path"]).read_text()) for row in history if "samples/path" in row]
+    assert [row["_step"] for row in history if "samples/path" in row] == [0, 2, 3]  # the steps that are evaluated
+    columns = tables[0]["columns"]
+    told = [dict(zip(columns, values, strict=True)) for table in tables for values in table["data"]]
+    kept = [{column: row.get(column) for column in columns} for row in rows("run", "samples.jsonl")]
+    kept = [{**row, "split": row["split"] or "train"} for row in kept]
+    assert told == kept and told[0]["split"] == "eval" and told[0]["completion"]
+
+
+def test_wandb_runs_of_a_sweep_share_a_group(monkeypatch):
+    wandb = pytest.importorskip("wandb", reason="wandb is an extra")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    words = [*SMALL["sft"], "recipe.steps=1", "eval.every=null", "tracker=wandb"]
+    options = ["tracker.wandb.notes=a note", "tracker.wandb.tags=[a]", "tracker.wandb.samples=1"]
+    assert train(*words, *options, "seed=0,1", "-m") == 0
+    own = ["tracker.wandb.group=mine", "tracker.wandb.job_type=test", "tracker.wandb.samples=0"]
+    assert train(*words, *own, "out=runs/single") == 0
+    wandb.teardown()
+    found = [(path, wandb_records(path)) for path in Path("runs").glob("*/wandb/offline-run-*/*.wandb")]
+    swept = [one for path, (_, _, one) in found if "single" not in str(path)]
+    ((history, _, single),) = [one for path, one in found if "single" in str(path)]
+    (group,) = {one.run_group for one in swept}
+    assert len(swept) == 2 and group.startswith("sweep-")
+    assert {(one.job_type, one.notes, *one.tags) for one in swept} == {("sft", "a note", "a")}
+    assert (single.run_group, single.job_type) == ("mine", "test")
+    assert not any("samples/path" in row for row in history)
+    assert all(json.loads(path.read_text())["sweep"] == group for path in Path("runs").glob("sft-*/environment.json"))
+    assert json.loads(Path("runs/single/environment.json").read_text())["sweep"] is None
+    sizes = [row["samples/nrows"] for path, (history, _, _) in found for row in history if "samples/path" in row]
+    assert sizes == [1] * 4  # before and after each run of the sweep, the newest row alone
+
+
+@pytest.mark.parametrize(("moment", "code"), [("missing", 2), ("key", 2), ("network", 0), ("later", 0)])
+def test_wandb_that_fails_is_one_line(moment, code, monkeypatch, capsys):
+    wandb = pytest.importorskip("wandb", reason="wandb is an extra")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+    def fails(*_, **__):
+        raise wandb.errors.UsageError("no key") if moment == "key" else wandb.errors.CommError("no network")
+
+    if moment == "missing":
+        monkeypatch.setitem(sys.modules, "wandb", None)
+    else:
+        monkeypatch.setattr(wandb.Run if moment == "later" else wandb, "log" if moment == "later" else "init", fails)
+    assert train(*SMALL["orpo"], "tracker=wandb", "out=run") == code
+    assert capsys.readouterr().err == {
+        "missing": "error: tracker: wandb is not installed; pip install 'cookbook[wandb]', or leave tracker=wandb out\n",
+        "key": "error: tracker: wandb: no key; log in with `wandb login`, or set WANDB_MODE=offline\n",
+        "network": OFF.format("start"),
+        "later": OFF.format("log"),
+    }[moment].replace("LINE", str(fails.__code__.co_firstlineno + 1))
+    assert Path("run").exists() is (code == 0)
+
+
+OFF = (
+    "WARNING: tracker WandbTracker: {} raised wandb.errors.errors.CommError: no network (test_runs.py:LINE); the tracker is "
+    "off, the run continues\n"
+)
 
 
 def wandb_records(path):
-    """History rows and configuration of an offline run."""
+    """History rows, configuration and run of an offline run."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    history, config = [], {}
+    history, config, run_record = [], {}, None
     for data in leveldb_log(path.read_bytes()[7:], first_block=32768 - 7):
         record = Record()
         record.ParseFromString(data)
@@ -485,7 +546,8 @@ def wandb_records(path):
         if items:
             history.append(items)
         config.update({item.key: json.loads(item.value_json) for item in record.run.config.update})
-    return history, config
+        run_record = record.run if record.run.run_id else run_record
+    return history, config, run_record
 
 
 def leveldb_log(data, first_block):

@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from cookbook import atomic
+from cookbook import atomic, terminal
 from cookbook.errors import CheckpointError
 
 NAME = "checkpoint.json"
@@ -61,12 +61,13 @@ def verify(folder: Path) -> dict[str, Any]:
     for path in sorted(folder.rglob("*.safetensors")):  # whoever loads the folder would take every such file for a part of it
         if (name := str(path.relative_to(folder))) not in manifest["files"]:
             raise CheckpointError(f"{folder}: {name} does not belong to it; use another checkpoint")
-    for name, digest in manifest["files"].items():
-        path = folder / name
-        if not path.is_file():
-            raise CheckpointError(f"{folder}: {name} is missing; use another checkpoint")
-        if _digest(path) != digest:
-            raise CheckpointError(f"{folder}: {name} is damaged (its digest differs); use another checkpoint")
+    with terminal.doing(f"verifying {folder}"):
+        for name, digest in manifest["files"].items():
+            path = folder / name
+            if not path.is_file():
+                raise CheckpointError(f"{folder}: {name} is missing; use another checkpoint")
+            if _digest(path) != digest:
+                raise CheckpointError(f"{folder}: {name} is damaged (its digest differs); use another checkpoint")
     return manifest
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import select
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cookbook import __version__
+from cookbook import __version__, terminal
 from cookbook.cli import serving
 from cookbook.errors import CookbookError
 from cookbook.suggest import did_you_mean
@@ -53,7 +54,7 @@ A run is evaluated as it was configured, a model as cookbook train is; an overri
 
 # As shells count: 128 and the signal's number.
 INTERRUPTED = 130
-PIPE_BROKEN = 141
+OUTLIVE_READER = ("train", "serve")  # commands whose work is worth more than their output
 
 app = typer.Typer(
     name="cookbook",
@@ -143,7 +144,8 @@ def train(
     config_name: Annotated[str, typer.Option("--config-name", "-cn", help="The top file of conf/.")] = "train",
 ) -> None:
     """Run a recipe."""
-    from cookbook.cli import hydra_bridge as bridge
+    with _importing():
+        from cookbook.cli import hydra_bridge as bridge
 
     _import_from_here()
     request = bridge.Request(overrides or (), multirun, config_dir or (), config_name, config)
@@ -157,7 +159,9 @@ def train(
 
 def _train(cfg: DictConfig, overrides: list[str]) -> float | None:
     from cookbook.cli import conf_defaults
-    from cookbook.session import train
+
+    with _importing():
+        from cookbook.session import train
 
     return train(cfg, overrides, lambda: conf_defaults.composed(cfg.recipe.name))
 
@@ -240,7 +244,8 @@ def sample(
     from cookbook.cli import sample_target
 
     found = sample_target.resolve(target)  # before anything slow
-    from cookbook import session
+    with _importing():
+        from cookbook import session
 
     _import_from_here()
     for completion in session.sample(
@@ -255,7 +260,8 @@ def eval_(
     overrides: Overrides = None,
 ) -> None:
     """Evaluate a run or a model on held-out rows."""
-    from cookbook.cli import evaluate as evaluating
+    with _importing():
+        from cookbook.cli import evaluate as evaluating
 
     _import_from_here()
     evaluating.run(target, overrides or ())
@@ -274,8 +280,9 @@ def plan(
     overrides: Overrides = None,
 ) -> None:
     """Estimate the memory and arithmetic of a step, before any weight is loaded."""
-    from cookbook.cli import hydra_bridge as bridge
-    from cookbook.cli import plan as planning
+    with _importing():
+        from cookbook.cli import hydra_bridge as bridge
+        from cookbook.cli import plan as planning
 
     _import_from_here()
     bridge.run(bridge.Request(overrides or ()), planning.run)
@@ -301,10 +308,12 @@ def check_loss(
     options: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Options of the loss.")] = None,
 ) -> None:
     """Measure an objective against what it declares, on small random batches."""
-    from cookbook.cli import check_loss as checking
+    with _importing():
+        from cookbook.cli import check_loss as checking
 
     _import_from_here()
-    checking.run(target, options or (), table=sys.stdout.isatty())
+    with terminal.doing("measuring the loss"):
+        checking.run(target, options or (), table=sys.stdout.isatty())
 
 
 @check.command("data")
@@ -313,8 +322,9 @@ def check_data(
     rows: Annotated[int, typer.Option(min=0, help="Rows shown as tokens.")] = 3,
 ) -> None:
     """Show what of a dataset would be trained, and the rows that cannot be used."""
-    from cookbook.cli import check_data as checking
-    from cookbook.cli import hydra_bridge as bridge
+    with _importing():
+        from cookbook.cli import check_data as checking
+        from cookbook.cli import hydra_bridge as bridge
 
     _import_from_here()
     bridge.run(bridge.Request(overrides or ()), lambda cfg, _: checking.run(cfg, rows, table=sys.stdout.isatty()))
@@ -325,8 +335,9 @@ def check_config(
     overrides: Overrides = None,
 ) -> None:
     """Type every key, and say what the run would do."""
-    from cookbook.cli import check_config as checking
-    from cookbook.cli import hydra_bridge as bridge
+    with _importing():
+        from cookbook.cli import check_config as checking
+        from cookbook.cli import hydra_bridge as bridge
 
     _import_from_here()
     bridge.run(bridge.Request(overrides or ()), checking.run)
@@ -340,6 +351,11 @@ def _kind_and_names(words: Sequence[str], count: int, example: str) -> tuple[Any
     return kind, *names
 
 
+def _importing() -> contextlib.AbstractContextManager[object]:
+    """Show on a terminal that the command starts; a file or a pipe gets no line."""
+    return terminal.doing("starting", plain_after_s=terminal.NEVER)
+
+
 def _import_from_here() -> None:
     """Lets ``_target_: my_module.MyLoss`` find the user's file. Last, so that a file here hides nothing installed."""
     here = str(Path.cwd())
@@ -348,13 +364,14 @@ def _import_from_here() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """The exit code of one command line: 0 done, 2 the user's input (one line on stderr), 130 interrupted, 141 a run whose
-    output nobody reads any more.
+    """Return the exit code of one command line: 0 done, 2 the user's input (one line on stderr), 130 interrupted.
 
+    ``train`` and ``serve`` continue if the reader of their output closes the pipe; any other command then ends with 0.
     A bug raises, so that Python prints its trace and exits with 1.
     """
     try:
-        return app(list(arguments), prog_name="cookbook", standalone_mode=False) or 0
+        with terminal.shown(outlives_reader=arguments[0] in OUTLIVE_READER if arguments else False):
+            return app(list(arguments), prog_name="cookbook", standalone_mode=False) or 0
     except CookbookError as error:
         return _refuse(str(error))
     except typer.TyperException as error:
@@ -367,7 +384,7 @@ def run(arguments: Sequence[str]) -> int:
             raise
         if not _reader_has_left():
             raise stop.__context__ from None
-        return PIPE_BROKEN if arguments[:1] == ["train"] else 0
+        return 0
 
 
 def _override_typed_as_option(error: typer.TyperException, arguments: Sequence[str]) -> str | None:
@@ -387,14 +404,9 @@ def _reader_has_left() -> bool:
     poll = select.poll()
     poll.register(1, 0)
     if any(state & select.POLLERR for _, state in poll.poll(0)):
-        _write_nowhere()
+        terminal.write_nowhere(1)
         return True
     return False
-
-
-def _write_nowhere() -> None:
-    """What is still in Python's buffer goes where it disturbs nobody."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _refuse(message: str) -> int:
@@ -412,7 +424,7 @@ def main() -> None:
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        _write_nowhere()
+        terminal.write_nowhere(1)
     if code == INTERRUPTED:  # the trainer's thread may still compute, and would crash in an interpreter that takes itself down
         sys.stderr.flush()
         os._exit(code)

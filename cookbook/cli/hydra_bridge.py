@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 import sys
 import time
@@ -39,6 +40,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from cookbook import config, paths  # noqa: F401 - config registers ${cookbook:...}
 from cookbook.cli import conf_defaults, messages, names, objective, shadows
+from cookbook.environment import SWEEP
 from cookbook.errors import ConfigError, CookbookError
 from cookbook.typed import TARGET
 
@@ -396,6 +398,7 @@ def _with_nulls(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
 def _sweep(composer: _Composer, job: Job, optimizing: bool) -> None:
     folder = Path("runs") / f"sweep-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     settings = [*QUIET, "hydra.mode=MULTIRUN", f"hydra.sweep.dir={folder}", "hydra.sweep.subdir=."]
+    os.environ[SWEEP] = folder.name  # processes of a launcher inherit the variable
     try:
         batches = composer.hydra.multirun(composer.name, _Task(job, in_sweep=True), [*settings, *composer.overrides])
     except PROBLEMS as error:
@@ -403,6 +406,7 @@ def _sweep(composer: _Composer, job: Job, optimizing: bool) -> None:
             raise  # a recipe's own ValueError is a bug, and keeps its trace
         raise ConfigError(messages.explain(error, composer.keys)) from error
     finally:
+        del os.environ[SWEEP]
         _tidy(folder)
     if optimizing:  # a sweeper plugin judges failed jobs itself, and returns what it likes, mostly nothing
         if folder.is_dir():

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from cookbook import terminal
 from cookbook.data.answers import with_answer
 from cookbook.data.config import DataConfig
 from cookbook.data.formats import (
@@ -275,12 +276,14 @@ class _Sieve:
     def _each(self, examples: Sequence[Example], render: Callable[[Sequence[Example]], list[T]]) -> list[T | None]:
         """A batch at a time; one by one, to find those that cannot be shown, where that fails."""
         found: list[T | None] = []
-        for start in range(0, len(examples), BATCH):
-            batch = examples[start : start + BATCH]
-            try:
-                found += render(batch)
-            except DataError:
-                found += (self._one(example, render) for example in batch)
+        with terminal.doing("tokenizing", total=len(examples), noun="examples") as activity:
+            for start in range(0, len(examples), BATCH):
+                batch = examples[start : start + BATCH]
+                try:
+                    found += render(batch)
+                except DataError:
+                    found += (self._one(example, render) for example in batch)
+                activity.count = len(found)
         return found
 
     def _one(self, example: Example, render: Callable[[Sequence[Example]], list[T]]) -> T | None:

@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from cookbook import paths, terminal
 from cookbook.data.config import DataConfig
 from cookbook.data.files import JSON_LINES, SUFFIXES, existing, read_csv, read_json, read_json_lines
 from cookbook.data.hub import read_folder, read_hub, read_table
@@ -103,7 +104,11 @@ def _read(
     else:
         raise ConfigError("data: no data given; pass data.path=<file or folder> or data.name=<hub id>")
     before = len(refusals.found)
-    found = list(islice(rows, limit))
+    found = []
+    with terminal.doing(f"reading {paths.shown(place) if path is not None else where}", noun="rows") as activity:
+        for row in islice(rows, limit):
+            found.append(row)
+            activity.count += 1
     refusals.check_left(before, len(refusals.found) - before, len(found))
     if not found and len(refusals.found) == before:
         raise DataError(f"{where}: holds no rows; give a file with at least one")

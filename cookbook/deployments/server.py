@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import cookbook
+from cookbook import terminal
 from cookbook.deployments import vllm_worker
 from cookbook.deployments.http import Client, ServerUnavailableError
 from cookbook.errors import ConfigError, RolloutError
@@ -134,6 +135,11 @@ def wait_until_healthy(client: Client, log: Path | None, limit_s: float, say: Ca
     Raises:
         RolloutError: its process has ended, or the time is over.
     """
+    with terminal.doing("deployment: starting vLLM", detail=lambda: last_line(log)):
+        _wait(client, log, limit_s, say)
+
+
+def _wait(client: Client, log: Path | None, limit_s: float, say: Callable[[str], None]) -> None:
     started = told = time.monotonic()
     while True:
         try:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from cookbook import hub
+from cookbook import hub, paths, terminal
 from cookbook.engine.planning import Layouts
 from cookbook.engine.shared import SharedBase
 from cookbook.errors import BackendError, ConfigError
@@ -128,7 +128,8 @@ def load(config: ModelConfig, device: torch.device, seed: int, shared: SharedBas
     tokenizer = load_tokenizer(config)
     base = resolved(base)  # an adapter remembers it, and may be loaded from another working directory
     if shared is None or shared.name != base:
-        network = _network(config, base, seed).to(device)
+        with terminal.doing(f"loading the model {paths.shown(Path(base))}", detail=functools.partial(_size, base)):
+            network = _network(config, base, seed).to(device)
     else:
         network = shared.under_adapter() if adapter or config.lora_rank else shared.copied()
     if adapter:
@@ -148,7 +149,9 @@ def fresh_network(config: ModelConfig) -> Any:
         ConfigError: an adapter that the model cannot have.
     """
     adapter = _adapter_config(config.name)
-    network = _network(replace(config, random=True), adapter["base_model_name_or_path"] if adapter else config.name, seed=0)
+    base = adapter["base_model_name_or_path"] if adapter else config.name
+    with terminal.doing(f"building the model {base} with random weights"):
+        network = _network(replace(config, random=True), base, seed=0)
     if adapter:
         config = _as_adapter(config, adapter)
     return _add_lora(network, config, seed=0) if config.lora_rank else network
@@ -238,6 +241,19 @@ def _network(config: ModelConfig, base: str, seed: int) -> Any:
             f"model.name: {base!r} lacks {len(missing)} of the model's weights, {missing[0]} the first; use a whole one"
         )
     return network
+
+
+def _size(base: str) -> str:
+    """Return the size of a folder's weights, or of what has been downloaded of a model of the hub, for the status line."""
+    if Path(base).is_dir():
+        size = sum(file.stat().st_size for file in Path(base).glob("*.safetensors"))
+        return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+    from huggingface_hub import constants
+
+    blobs = Path(constants.HF_HUB_CACHE, f"models--{base.replace('/', '--')}", "blobs")
+    with contextlib.suppress(OSError):  # a file that is being renamed
+        return f"{sum(file.stat().st_size for file in blobs.glob('*')) / 1e9:.2f} GB so far"
+    return ""
 
 
 def _add_lora(network: Any, config: ModelConfig, seed: int) -> Any:

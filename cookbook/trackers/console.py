@@ -6,6 +6,8 @@ import sys
 import time
 from collections.abc import Mapping
 
+from cookbook import terminal
+
 # Metric, label, format: what is worth a place on one line, in this order, when the run has it.
 SHOWN = [
     ("loss", "loss", "{:.4f}"),
@@ -25,13 +27,18 @@ class Console:
         self._latest: dict[str, float] = {}
         self._first = first
         self._started = time.monotonic()
-        self._display = _Display(total, first) if sys.stdout.isatty() else None
+        self._last_line = self._started
+        self._display = _Display(total, first) if sys.stdout is not None and sys.stdout.isatty() else None
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         self._latest.update(metrics)
         if self._display:
             self._display.update(step, _status(self._latest))
-        elif _worth_a_line(step, self.total, metrics):  # an evaluation that stands further up is not said again
+            return
+        now = time.monotonic()
+        # An evaluation that stands further up is not printed again.
+        if _worth_a_line(step, self.total, metrics) or now - self._last_line >= terminal.LONG_S:
+            self._last_line = now
             print(f"step {step}/{self.total}  {_status(metrics)}  {self._time_left(step)}".rstrip(), flush=True)
 
     def note(self, line: str) -> None:
@@ -59,15 +66,15 @@ def _status(metrics: Mapping[str, float]) -> str:
 
 
 def _worth_a_line(step: int, total: int, metrics: Mapping[str, float]) -> bool:
-    """About twenty lines a run, and every evaluation."""
+    """Whether a step is one of about twenty in a run, or has an evaluation."""
     return step % max(total // 20, 1) == 0 or step == total or any(key.startswith("eval/") for key in metrics)
 
 
 class _Display:
-    """Two lines that stay in place: how far the run is, and how it does. One line of 80 columns would not hold both."""
+    """Lines that stay in place: the steps done, the metrics, and the current activity. One line would not hold them all."""
 
     def __init__(self, total: int, first: int) -> None:
-        from rich.console import Group
+        from rich.console import Group, RenderableType
         from rich.live import Live
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
         from rich.text import Text
@@ -76,7 +83,13 @@ class _Display:
         self._progress = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24), *left)
         self._task = self._progress.add_task("train", total=total, completed=first)
         self._status = Text()
-        self._live = Live(Group(self._progress, self._status))
+
+        def lines() -> RenderableType:
+            activity = terminal.line()
+            return Group(self._progress, self._status, *([Text(activity, style="dim", no_wrap=True)] if activity else []))
+
+        self._live = Live(get_renderable=lines)
+        terminal.pause()
         self._live.start()
 
     def update(self, step: int, status: str) -> None:
@@ -88,3 +101,4 @@ class _Display:
 
     def stop(self) -> None:
         self._live.stop()
+        terminal.resume()

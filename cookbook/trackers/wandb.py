@@ -3,25 +3,46 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cookbook import atomic
+from cookbook.environment import SWEEP
 from cookbook.errors import ConfigError
+
+log = logging.getLogger("cookbook")
+
+COLUMNS = ("step", "split", "prompt", "completion", "reward", "row")
 
 
 @dataclass
 class WandbTracker:
-    """A :class:`~cookbook.protocols.Tracker`. A resumed run goes on under the same W&B id."""
+    """A :class:`~cookbook.protocols.SampleTracker`. A resumed run continues under the same W&B id.
+
+    ``conf/tracker/wandb.yaml`` says what each field means.
+    """
 
     project: str = "cookbook"
     entity: str | None = None
     mode: str | None = None
+    group: str | None = None
+    job_type: str | None = None
+    notes: str | None = None
     tags: list[str] = field(default_factory=list)
+    samples: int = 100
     _run: Any = field(default=None, init=False, repr=False)
+    _rows: deque[list[Any]] = field(default_factory=deque, init=False, repr=False)  # not in a table yet
+    _step: int = field(default=0, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.samples < 0:
+            raise ConfigError(f"tracker.wandb.samples must be at least 0, got {self.samples}; 0 logs no table")
+        self._rows = deque(maxlen=self.samples)
 
     def preflight(self, *_: object) -> None:
         """Raises ConfigError: the package wandb is not installed."""
@@ -36,26 +57,56 @@ class WandbTracker:
 
         os.environ.setdefault("WANDB_SILENT", "true")
         id_file = Path(out) / "wandb_id.txt"
-        known = id_file.read_text().strip() if id_file.exists() else None
+        known = (id_file.read_text().strip() if id_file.exists() else "") or None
         try:
             self._run = wandb.init(
                 project=self.project,
                 entity=self.entity,
                 name=name,
                 mode=self.mode,  # type: ignore[arg-type]
+                group=self.group or os.environ.get("WANDB_RUN_GROUP") or os.environ.get(SWEEP),
+                job_type=self.job_type or os.environ.get("WANDB_JOB_TYPE") or config.get("recipe", {}).get("name"),
+                notes=self.notes,
                 tags=list(self.tags),
                 config=dict(config),
                 dir=str(Path(out).resolve()),
                 id=known,
                 resume="allow" if known else None,
             )
-        except wandb.errors.Error as error:  # no key, no network
+        except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
             raise ConfigError(f"tracker: wandb: {error}; log in with `wandb login`, or set WANDB_MODE=offline") from None
         if known is None:
             atomic.write_text(id_file, f"{self._run.id}\n")
+        self._show_place()
+
+    def log_sample(self, step: int, sample: Mapping[str, Any]) -> None:
+        values = {"step": step, "split": "train", **sample}
+        self._rows.append([values.get(column) for column in COLUMNS])
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
+        """Log a row of metrics. A row with an evaluation gets a table of the samples since the last table."""
+        self._step = step
+        evaluated = any(key.startswith("eval/") for key in metrics)
+        self._run.log({**metrics, **(self._table() if evaluated else {})}, step=step)
 
     def end(self, state: str) -> None:
+        if self._rows:
+            self._run.log(self._table(), step=self._step)
         self._run.finish(exit_code=0 if state == "finished" else 1)
+
+    def _table(self) -> dict[str, Any]:
+        """Return the newest samples as a table, at most ``samples`` rows, and forget them."""
+        import wandb
+
+        rows, self._rows = list(self._rows), deque(maxlen=self.samples)
+        return {"samples": wandb.Table(columns=list(COLUMNS), data=rows)} if rows else {}
+
+    def _show_place(self) -> None:
+        if self._run.url:
+            line = f"wandb: {self._run.url}"
+        elif self._run.settings.mode == "offline":
+            line = f"wandb: offline; upload this run with: wandb sync {Path(self._run.dir).parent}"
+        else:  # disabled
+            return
+        print(line, flush=True)
+        log.info("%s", line)
