@@ -87,17 +87,17 @@ def test_ctrl_c_in_a_tracker_is_ctrl_c():
 
 
 @pytest.mark.parametrize(
-    ("moment", "body", "saved", "step"),
+    ("moment", "body", "saved"),
     [
-        ("on_step", "if rest[0] == 2:\n    1 / 0", 2, 2),
-        ("on_eval", "if rest[0] == 2:\n    1 / 0", 2, 2),
-        ("on_weight_sync", "if rest[0].step == 1:\n    1 / 0", 2, 2),
-        ("on_checkpoint", "if rest[0].step == 2:\n    1 / 0", 2, 2),
-        ("on_step", "if rest[0] == 3:\n    1 / 0", 3, 3),
-        ("on_end", "1\n1 / 0", 3, 3),
+        ("on_step", "if rest[0] == 2:\n    1 / 0", 2),
+        pytest.param("on_eval", "if rest[0] == 2:\n    1 / 0", 2, marks=pytest.mark.slow),
+        ("on_weight_sync", "if rest[0].step == 1:\n    1 / 0", 2),
+        pytest.param("on_checkpoint", "if rest[0].step == 2:\n    1 / 0", 2, marks=pytest.mark.slow),
+        pytest.param("on_step", "if rest[0] == 3:\n    1 / 0", 3, marks=pytest.mark.slow),
+        ("on_end", "1\n1 / 0", 3),
     ],
 )
-def test_a_hook_that_raises_ends_the_run_saved(moment, body, saved, step, capsys):
+def test_a_hook_that_raises_ends_the_run_saved(moment, body, saved, capsys):
     words = [*SMALL["grpo"], "checkpoint.final=false", "checkpoint.every=null", "out=run"]
     if moment in ("on_checkpoint", "on_end"):
         words[-3:] = ["checkpoint.every=1", "out=run"]
@@ -109,7 +109,7 @@ def test_a_hook_that_raises_ends_the_run_saved(moment, body, saved, step, capsys
     )
     told = status.read(Path("run"))
     assert told is not None and err == f"error: {told['error']}\n"
-    assert (told["state"], told["step"], told["saved_step"]) == ("failed", step, saved)
+    assert (told["state"], told["step"], told["saved_step"]) == ("failed", saved, saved)
     log = Path("run/log.txt").read_text()
     assert log.count("    1 / 0\n") == 1 and log.endswith("INFO ended by HookError\n")
     fix_hook()

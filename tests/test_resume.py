@@ -260,7 +260,7 @@ def test_never_refuses_a_folder_with_a_run(capsys):
     assert train(*SMALL["orpo"], "out=run", "resume=never") == 0
     before = files(Path("run"))
     assert train(*SMALL["orpo"], "out=run", "resume=never") == 2
-    message = "error: out: run holds a run already; choose another folder, or resume=auto to go on with it\n"
+    message = "error: out: run holds a run already; choose another folder, or resume=auto to resume it\n"
     assert capsys.readouterr().err == message
     assert files(Path("run")) == before
 

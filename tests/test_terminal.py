@@ -139,7 +139,7 @@ def test_a_model_of_the_hub_shows_what_has_been_downloaded(tmp_path, monkeypatch
     from cookbook.engine.model import _size
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    assert _size("owner/name") == "0.00 GB so far"
+    assert _size("owner/name") == "0.0 MB so far"
     blobs = tmp_path / "models--owner--name" / "blobs"
     blobs.mkdir(parents=True)
     with (blobs / "a.incomplete").open("wb") as file:

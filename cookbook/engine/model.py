@@ -119,17 +119,23 @@ def load(config: ModelConfig, device: torch.device, seed: int, shared: SharedBas
         BackendError: nothing to load there, or not a causal language model, in one line.
         ConfigError: a ``lora_rank`` that is not the adapter's.
     """
+    adapter = _adapter_config(config.name)
+    # An adapter remembers the path of its base, and may be loaded from another working directory.
+    base = resolved(adapter["base_model_name_or_path"] if adapter else config.name)
+    with terminal.doing(f"loading the model {paths.shown(Path(base))}", detail=functools.partial(_size, base)):
+        return _load(config, device, seed, shared, adapter, base)
+
+
+def _load(
+    config: ModelConfig, device: torch.device, seed: int, shared: SharedBase | None, adapter: dict[str, Any] | None, base: str
+) -> LanguageModel:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # the run has a display of its own
     transformers_logging.set_verbosity_error()  # what its report of a load says, _network checks
-    adapter = _adapter_config(config.name)
-    base = adapter["base_model_name_or_path"] if adapter else config.name
     tokenizer = load_tokenizer(config)
-    base = resolved(base)  # an adapter remembers it, and may be loaded from another working directory
     if shared is None or shared.name != base:
-        with terminal.doing(f"loading the model {paths.shown(Path(base))}", detail=functools.partial(_size, base)):
-            network = _network(config, base, seed).to(device)
+        network = _network(config, base, seed).to(device)
     else:
         network = shared.under_adapter() if adapter or config.lora_rank else shared.copied()
     if adapter:
@@ -245,15 +251,16 @@ def _network(config: ModelConfig, base: str, seed: int) -> Any:
 
 def _size(base: str) -> str:
     """Return the size of a folder's weights, or of what has been downloaded of a model of the hub, for the status line."""
-    if Path(base).is_dir():
-        size = sum(file.stat().st_size for file in Path(base).glob("*.safetensors"))
-        return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
     from huggingface_hub import constants
 
     blobs = Path(constants.HF_HUB_CACHE, f"models--{base.replace('/', '--')}", "blobs")
-    with contextlib.suppress(OSError):  # a file that is being renamed
-        return f"{sum(file.stat().st_size for file in blobs.glob('*')) / 1e9:.2f} GB so far"
-    return ""
+    is_local = Path(base).is_dir()
+    files = Path(base).glob("*.safetensors") if is_local else blobs.glob("*")
+    try:
+        size = sum(file.stat().st_size for file in files)
+    except OSError:  # a file is being renamed
+        return ""
+    return (f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB") + ("" if is_local else " so far")
 
 
 def _add_lora(network: Any, config: ModelConfig, seed: int) -> Any:
