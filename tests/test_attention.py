@@ -109,7 +109,8 @@ def together(model, layouts, budget, *, told=True):
     for batch in plan(DATA, budget, layouts).batches:
         inputs = collate(DATA, batch, CPU)
         arguments = inputs.arguments if told else {**inputs.arguments, "layout": None}
-        logits = model(**arguments, use_cache=False).logits.flatten(0, 1)[inputs.places]
+        with attention.by_layout(told and inputs.layout is not None):
+            logits = model(**arguments, use_cache=False).logits.flatten(0, 1)[inputs.places]
         parts = logits.split([DATA[index].model_input.length for index in batch.indices])
         found |= {index: target_logprobs(part, DATA[index]) for index, part in zip(batch.indices, parts, strict=True)}
     return [found[index] for index in range(len(DATA))]

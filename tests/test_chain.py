@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
+from families import FAMILIES, language_model
 from safetensors.torch import load_file
-from test_model_families import FAMILIES, language_model
 
 from cookbook.checkpoints import adapters, chain, manifest
 from cookbook.checkpoints.chain import SamplerCheckpoints, export, lineage, reconstruct
@@ -97,7 +97,7 @@ def test_an_export_of_several_files(make_engine, saved, tmp_path):
     assert same(loaded.state_dict(), engine.model.network.state_dict())
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3Moe", "Mixtral", "GPT2", "GptOss", "Gemma3Text"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "mixtral", "gpt2", "gpt_oss", "gemma3_text"])
 def test_names_and_parts_are_those_of_save_pretrained(family, tmp_path):
     """Some architectures, experts above all, are in memory otherwise than on the disk; tied weights are there once."""
     assert family in FAMILIES
@@ -203,7 +203,7 @@ def test_a_sum_is_rounded_once(make_engine, tmp_path):
     assert (found != exact.bfloat16()).float().mean() < 1e-3  # float32 is between the two
 
 
-@pytest.mark.parametrize("family", ["GPT2", "Qwen3Moe", "Gemma3Text"])
+@pytest.mark.parametrize("family", ["gpt2", "qwen3_moe", "gemma3_text"])
 def test_merged_weights_of_other_architectures(family, tmp_path):
     """Layers that keep their weights transposed, experts, tied heads."""
     from transformers import AutoModelForCausalLM

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 
+import families
 import numpy as np
 import pytest
-import test_model_families as families
 import tiny
 import torch
+from test_model_families import CORE
 from torch import nn
 
 from cookbook.engine.engine import Engine, EngineOptions
@@ -18,10 +19,10 @@ from cookbook.losses import DPO, CrossEntropy
 from cookbook.types import Datum, ModelInput
 
 # What is left out of the last layer, besides keys and values; where queries, keys and values are one product, not the queries.
-FUSED_PROJECTIONS = {"Phi3", "GPTNeoX", "GPT2"}
-PARTS = {name: 2 if name in FUSED_PROJECTIONS else 3 for name in families.FAMILIES}
-PARTS |= {"OPT": 2, "RecurrentGemma": 1, "Mamba": 0}  # no module for its MLP; no attention that is known; neither
-QUICK = {"Qwen3", "GPT2", "Qwen3Moe"}
+FUSED_PROJECTIONS = {"phi3", "gpt_neox", "gpt2"}
+PARTS = {name: 2 if name in FUSED_PROJECTIONS else 3 for name in CORE}
+PARTS |= {"opt": 2, "recurrent_gemma": 1, "mamba": 0}  # no module for its MLP; no attention that is known; neither
+QUICK = {"qwen3", "gpt2", "qwen3_moe"}
 
 
 def trained(model, data, loss=None, **options):
@@ -45,9 +46,7 @@ def double(family):
     return model
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in families.FAMILIES]
-)
+@pytest.mark.parametrize("family", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CORE])
 def test_every_family(family):
     model, data = families.language_model(family), tiny.datums(4)
     scored = sum(np.count_nonzero(datum.loss_fn_inputs["weights"].array) for datum in data)
@@ -66,7 +65,7 @@ def test_every_family(family):
 @pytest.mark.parametrize("packing", ["padded", "packed"])
 @pytest.mark.parametrize("loss", [CrossEntropy, DPO])
 def test_to_the_rounding_of_float64(packing, loss):
-    model, data = double("Qwen3"), tiny.datums(6)
+    model, data = double("qwen3"), tiny.datums(6)
     (found, _, rows), (expected, _, whole) = (
         trained(model, data, loss(), packing=packing, trim_last_layer=on) for on in (True, False)
     )
@@ -80,7 +79,7 @@ def test_several_sequences_that_train_their_common_prompt():
     rows = [[*prompt, *rest] for rest in ([5, 6, 1, 4], [10, 12, 11, 3])]
     weights = np.r_[np.zeros(3), np.ones(6)]  # the second half of the prompt is trained, by both
     data = [Datum(ModelInput.from_ints(row[:-1]), {"target_tokens": np.array(row[1:]), "weights": weights}) for row in rows]
-    model = double("Qwen3")
+    model = double("qwen3")
     found, _, seen = trained(model, data)
     expected, _, _ = trained(model, data, trim_last_layer=False, shared_prompts=False)
     assert seen == [3 + 3 + 3] * 3
@@ -88,7 +87,7 @@ def test_several_sequences_that_train_their_common_prompt():
 
 
 def test_every_token_is_computed_where_every_token_is_asked_for():
-    model, data = families.language_model("Qwen3"), tiny.datums(4)
+    model, data = families.language_model("qwen3"), tiny.datums(4)
     total = sum(datum.model_input.length for datum in data)
     engine = Engine(model, EngineOptions(all_logprobs=True, packing="packed"))
     seen = []
@@ -99,7 +98,7 @@ def test_every_token_is_computed_where_every_token_is_asked_for():
 
 
 def test_layers_that_are_computed_again_are_computed_whole():
-    model, data = double("Qwen3"), tiny.datums(4)
+    model, data = double("qwen3"), tiny.datums(4)
     found, _, rows = trained(model, data, activation_checkpointing=True)
     expected, _, whole = trained(model, data, trim_last_layer=False)
     assert rows[0] >= whole[0]
@@ -108,7 +107,7 @@ def test_layers_that_are_computed_again_are_computed_whole():
 
 def test_a_network_that_computed_its_layers_again_keeps_them_now():
     """As the copies of a base model that was found too large to be trained whole, and fits under an adapter."""
-    model, data = double("Qwen3"), tiny.datums(4)
+    model, data = double("qwen3"), tiny.datums(4)
     expected, _, _ = trained(model, data)
     Engine(model, EngineOptions(activation_checkpointing=True))
     found, _, rows = trained(model, data)
@@ -119,7 +118,7 @@ def test_a_network_that_computed_its_layers_again_keeps_them_now():
 def adapted(**options):
     from peft import LoraConfig, get_peft_model
 
-    model = double("Qwen3")
+    model = double("qwen3")
     torch.manual_seed(0)
     lora = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, **options)
     model.network = get_peft_model(model.network, lora).double()
@@ -140,7 +139,7 @@ def test_what_draws_at_random_draws_the_same():
 
 
 def test_a_loss_about_the_routing_of_all_tokens():
-    model, data = families.language_model("Qwen3Moe"), tiny.datums(4)
+    model, data = families.language_model("qwen3_moe"), tiny.datums(4)
     model.config = dataclasses.replace(model.config, router_aux_loss_coef=0.5)
     (found, out, rows), (expected, whole_out, whole) = (trained(model, data, trim_last_layer=on) for on in (True, False))
     assert rows == whole
@@ -150,14 +149,14 @@ def test_a_loss_about_the_routing_of_all_tokens():
 
 @pytest.mark.parametrize("retain_bytes", [0, 1 << 30])
 def test_passes_that_wait_for_a_gradient(retain_bytes):
-    model, data = double("Qwen3"), tiny.datums(8)
+    model, data = double("qwen3"), tiny.datums(8)
     options = {"micro_batch_tokens": 40, "retain_bytes": retain_bytes}
     found, expected = (trained(model, data, DPO(), trim_last_layer=on, **options)[0] for on in (True, False))
     assert tiny.difference(found, expected) < 1e-12
 
 
 def test_a_call_leaves_no_hook_behind_when_it_fails():
-    model = families.language_model("Qwen3")
+    model = families.language_model("qwen3")
     last = LastLayer.of(model)
     with pytest.raises(RuntimeError, match="fails"), last.only(torch.tensor([1])):
         raise RuntimeError("fails")
@@ -178,7 +177,7 @@ class ReadsItsNeighbour(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("always", [True, False])
 def test_a_part_that_reads_other_tokens_is_left_alone(always, dtype):
-    model = families.language_model("Qwen3")
+    model = families.language_model("qwen3")
     layer = model.network.to(dtype).model.layers[-1]
     assert len(LastLayer.of(model).modules) == 3
     layer.mlp = ReadsItsNeighbour(layer.mlp, always=always)
@@ -191,13 +190,13 @@ class Particular(nn.Module):
 
 
 def test_a_model_that_cannot_be_tried_is_left_alone():
-    model = families.language_model("Qwen3")
+    model = families.language_model("qwen3")
     model.network.model.layers[-1].mlp = Particular()
     assert LastLayer.of(model).modules == []
 
 
 def test_a_model_that_reads_its_last_layer_elsewhere_is_left_alone():
-    model = families.language_model("Qwen3")
+    model = families.language_model("qwen3")
     norm = model.network.model.norm
     norm.register_forward_pre_hook(lambda _, args: (args[0] + args[0].cumsum(1),))
     assert LastLayer.of(model).modules == []

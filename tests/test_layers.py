@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 
+import families
 import pytest
-import test_model_families as families
 import tiny
 import torch
 from torch import Tensor, nn
@@ -129,13 +129,13 @@ def ours(network: nn.Module) -> set[str]:
 
 
 REPLACED = {
-    "Llama": {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention"},
-    "Qwen3": {"Qwen3RMSNorm", "Qwen3MLP", "Qwen3Attention"},
-    "Gemma2": {"Gemma2RMSNorm", "Gemma2MLP", "Gemma2Attention"},
-    "Olmo2": {"Olmo2RMSNorm", "Olmo2MLP", "Olmo2Attention"},
-    "Cohere": {"CohereMLP"},  # it norms by mean and variance, and turns neighbours
-    "GptOss": {"GptOssRMSNorm"},
-    "GPT2": set(),
+    "llama": {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention"},
+    "qwen3": {"Qwen3RMSNorm", "Qwen3MLP", "Qwen3Attention"},
+    "gemma2": {"Gemma2RMSNorm", "Gemma2MLP", "Gemma2Attention"},
+    "olmo2": {"Olmo2RMSNorm", "Olmo2MLP", "Olmo2Attention"},
+    "cohere": {"CohereMLP"},  # it norms by mean and variance, and turns neighbours
+    "gpt_oss": {"GptOssRMSNorm"},
+    "gpt2": set(),
 }
 
 
@@ -200,7 +200,7 @@ def test_what_computes_something_else_keeps_its_own(module, dtype):
 
 def test_a_norm_of_another_dtype_keeps_what_it_returns():
     """PEFT may keep a saved norm in float32 under activations in bfloat16."""
-    network = families.language_model("Llama").network.bfloat16()
+    network = families.language_model("llama").network.bfloat16()
     install(network)
     norm = network.model.norm.float()
     x = random(2, 32, dtype=torch.bfloat16)
@@ -208,7 +208,7 @@ def test_a_norm_of_another_dtype_keeps_what_it_returns():
 
 
 def test_copies_norm_with_weights_of_their_own():
-    network = families.language_model("Llama").network
+    network = families.language_model("llama").network
     install(network)
     copied = copy.deepcopy(network)
     with torch.no_grad():
@@ -220,7 +220,7 @@ def test_copies_norm_with_weights_of_their_own():
 
 def test_the_switch_is_the_models_own_code():
     def trained(**options):
-        engine = Engine(families.language_model("Qwen3"), EngineOptions(**options))
+        engine = Engine(families.language_model("qwen3"), EngineOptions(**options))
         for seed in range(2):
             engine.forward_backward(tiny.datums(4, seed=seed), DPO())
             engine.optim_step(AdamParams(learning_rate=1e-4), None)
@@ -230,7 +230,7 @@ def test_the_switch_is_the_models_own_code():
         return ours(engine.model.network), [torch.from_numpy(row["logprobs"].array) for row in found], tiny.gradients(engine)
 
     (on, *fused), (off, *own) = trained(), trained(fused_layers=False)
-    assert on == REPLACED["Qwen3"]
+    assert on == REPLACED["qwen3"]
     assert off == set()
     assert tiny.difference(fused[0], own[0]) < 1e-6
     assert tiny.difference(fused[1], own[1]) < 1e-5
@@ -242,7 +242,7 @@ def test_the_switch_is_the_models_own_code():
 def test_recomputed_and_offloaded_layers(options):
     data = tiny.datums(4)
     engines = [
-        Engine(families.language_model("Gemma3Text"), EngineOptions(**some)) for some in ({"fused_layers": False}, options)
+        Engine(families.language_model("gemma3_text"), EngineOptions(**some)) for some in ({"fused_layers": False}, options)
     ]
     for engine in engines:
         engine.forward_backward(data, DPO())
@@ -252,7 +252,7 @@ def test_recomputed_and_offloaded_layers(options):
 def test_under_an_adapter_that_drops_out_and_saves_norms():
     from peft import LoraConfig, get_peft_model
 
-    model = copy.copy(families.language_model("Qwen3"))
+    model = copy.copy(families.language_model("qwen3"))
     lora = LoraConfig(
         r=2, target_modules=["gate_proj", "down_proj"], modules_to_save=["norm"], lora_dropout=0.5, init_lora_weights=False
     )
@@ -260,5 +260,5 @@ def test_under_an_adapter_that_drops_out_and_saves_norms():
     data = tiny.datums(4)
     plain = tiny.plain_gradients(model.network, data, DPO())
     install(model.network)
-    assert ours(model.network) == REPLACED["Qwen3"]
+    assert ours(model.network) == REPLACED["qwen3"]
     assert tiny.difference(tiny.plain_gradients(model.network, data, DPO()), plain) < 1e-5

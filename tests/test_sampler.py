@@ -13,11 +13,13 @@ import tiny
 import torch
 
 from cookbook.deployments.embedded import EmbeddedConfig
-from cookbook.engine import kv_cache, kv_layer
+from cookbook.engine import kv_layer
 from cookbook.engine import sampler as engine_sampler
 from cookbook.engine.choosing import draw
 from cookbook.engine.decoding import Decoder
+from cookbook.engine.kv_cache import InPlaceCache
 from cookbook.engine.model import LanguageModel, ModelConfig
+from cookbook.engine.prompt_cache import PromptCache
 from cookbook.engine.requests import lanes_of
 from cookbook.engine.sampler import Request, sample, stream
 from cookbook.engine.stopping import Ending, completing_tokens
@@ -298,7 +300,7 @@ def test_the_cache_gives_every_row_what_it_wrote(dirty_memory):
     """A row that enters beside longer ones; columns that a mask hides are numbers."""
     torch.manual_seed(0)
     (first, mask), (second, short) = prefilled(2, 5), prefilled(1, 3)
-    cache = kv_cache.open_cache(first, 7, shares=False)
+    cache = InPlaceCache.of(first)
     cache.enter(first, mask, [1, 0, 1])
     new = torch.randn(2, 3, 2, 1, 4)
     cache.arguments(torch.ones(3, 1))["past_key_values"].update(*new, 0)
@@ -321,7 +323,7 @@ def test_the_cache_keeps_a_prompt_once_as_long_as_a_row_goes_on_from_it():
     torch.manual_seed(0)
     (first, mask), (second, long) = prefilled(3, 4), prefilled(1, 5)
     mask[2, :2] = 0
-    cache = kv_cache.open_cache(first, 10, shares=True)
+    cache = PromptCache.of(first)
     cache.enter(first, mask, [0, 0, 1, 2, 2])
     new = torch.randn(2, 5, 2, 1, 4)
     cache.arguments(torch.ones(5, 1))["past_key_values"].update(*new, 0)
@@ -543,7 +545,6 @@ def test_broken_weights_are_an_error(make_engine):
         engine.model.network.model.norm.weight[0] = float("nan")
     for temperature in (0.0, 1.0):
         with pytest.raises(RolloutError, match="logits are not finite"):
-            engine.model.__dict__["decodes"] = True
             ask(engine.model, PROMPTS, temperature=temperature)
 
 
@@ -648,7 +649,6 @@ def test_what_is_asked_before_the_first_answer_is_one_batch(make_trainer, monkey
         first = [drawn(future) for future in asked]
         return first, drawn(live.sample(PROMPTS[0], 3, SamplingParams(**FREE)))
 
-    make_trainer().engine.model.decodes  # noqa: B018 - the probe decodes too; this one is not counted
     monkeypatch.setattr(engine_sampler, "decode", counting)
     monkeypatch.setattr("cookbook.engine.probe.decode", original)
     first, again = program(), program()

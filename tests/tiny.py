@@ -82,7 +82,9 @@ def plain_logprobs(network: Any, data: Sequence[Datum]) -> list[Tensor]:
 def plain_gradients(network: Any, data: Sequence[Datum], loss: Callable[..., Any]) -> list[Tensor]:
     """The gradient of ``loss`` by autograd through the whole model at once, one tensor a trained parameter."""
     value, _ = loss(data, plain_logprobs(network, data))
-    return list(torch.autograd.grad(value, [p for p in network.parameters() if p.requires_grad]))
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    found = torch.autograd.grad(value, trained, allow_unused=True)
+    return [torch.zeros_like(parameter) if one is None else one for parameter, one in zip(trained, found, strict=True)]
 
 
 def gradients(engine: Any) -> list[Tensor]:

@@ -107,6 +107,13 @@ class LocalConfig:
             device = torch.device(self.device)
         except RuntimeError:
             raise ConfigError(f"backend.device: expected auto, cpu or cuda, got {self.device!r}") from None
+        if device.type == "mps":
+            raise ConfigError(
+                "backend.device: the GPU of a Mac has no float64, which sampling and gradient norms need, got mps; "
+                "use backend.device=cpu"
+            )
+        if device.type not in ("cpu", "cuda"):
+            raise ConfigError(f"backend.device: expected auto, cpu or cuda, got {self.device!r}")
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ConfigError(f"backend.device: this machine has no usable GPU, got {self.device}; use backend.device=cpu")
         return device

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from cookbook.engine.attention_scores import Prompts, Rule, attend_by_scores
+from cookbook.engine.fast_path import GivenUpError
 
 NAME = "cookbook"
 
@@ -92,24 +93,23 @@ def by_layout(laid_out: bool) -> Iterator[None]:
         _LAID_OUT.reset(token)
 
 
-def install(network: Any) -> str:
-    """Makes this module the attention of a Hugging Face model; returns the name of what it had, for :func:`uninstall`."""
+def install(network: Any) -> None:
+    """Make this module the attention of a Hugging Face model."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, _mask_unless_causal)
-    before: str = network.config._attn_implementation
     network.set_attn_implementation(NAME)
-    return before
 
 
-def uninstall(network: Any, before: str) -> None:
+def uninstall(network: Any, before: str | None) -> None:
+    """Give the model the attention back that it had ``before``."""
     network.set_attn_implementation(before)
 
 
 def is_installed(network: Any) -> bool:
-    return bool(network.config._attn_implementation == NAME)
+    return bool(getattr(network.config, "_attn_implementation", None) == NAME)
 
 
 def _mask_unless_causal(
@@ -154,7 +154,8 @@ def attend(
     rule = Rule(scaling if scaling is not None else query.shape[-1] ** -0.5, dropout, softcap, s_aux)
     if prompts is not None:
         return prompts.attend(query, key, value, module.layer_idx, rule).transpose(1, 2), None
-    attention_mask = attention_mask if layout is None else None  # the layout says it all; a mask knows the positions alone
+    if layout is not None and attention_mask is not None:
+        raise GivenUpError("its attention has a mask of its own making, of which a layout knows nothing")
     causal = rest.get("is_causal", getattr(module, "is_causal", True)) is not False and rest.get("position_bias") is None
     if attention_mask is None and query.shape[2] == key.shape[2] and causal:
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cookbook.engine import layers
+from cookbook.engine import layers, probe
 from cookbook.engine.datum_check import check_datum
 from cookbook.engine.gradients import Gradients
 from cookbook.engine.linear_logprobs import HeadImpl
@@ -98,7 +98,11 @@ class Engine:
     def __init__(self, model: LanguageModel, options: EngineOptions) -> None:
         self.model = model
         self.options = options
-        (layers.install if options.fused_layers else layers.uninstall)(model.network)
+        probe.use_working_experts(model)
+        if options.fused_layers:
+            probe.fuse_layers(model)
+        else:
+            layers.uninstall(model.network)
         self.passes = Passes(
             model, offload=options.activation_offloading, head_impl=options.head_impl, head_options=options.head_options
         )
@@ -309,7 +313,9 @@ class Engine:
                 per_token = max(per_token, kept / batch.num_tokens)
             passes.append(_Pass(batch, found if keep else None, seed))
         if any(one.found is None for one in passes):
-            self._tell("retain", "graphs of a call's micro-batches do not all fit into retain_gb; the rest is computed twice")
+            self.model.tell(
+                "retain", "graphs of a call's micro-batches do not all fit into retain_gb; the rest is computed twice"
+            )
         return passes
 
     def _backward_all(
@@ -353,7 +359,7 @@ class Engine:
         for index, datum in enumerate(data):
             check_datum(datum, index, vocabulary, self.model.max_length)
         made = plan(data, self._pass_tokens, self.layouts)
-        self._tell(made.layout, f"sequences are {made.layout}: {made.reason}")
+        self.model.tell(made.layout, f"sequences are {made.layout}: {made.reason}")
         return made.batches
 
     def _must_recompute(self) -> bool:
@@ -363,7 +369,7 @@ class Engine:
         rule = update_rule(self.options.optimizer)
         why = shortage(self.model, self.passes.head, self._pass_tokens, rule)
         if why:
-            self._tell("checkpointing", f"activations are computed again in the backward pass: {why}")
+            self.model.tell("checkpointing", f"activations are computed again in the backward pass: {why}")
         return why is not None
 
     @property
@@ -371,12 +377,6 @@ class Engine:
         """The most tokens of a pass, but for a datum that is longer."""
         budget = self.options.micro_batch_tokens
         return min(budget, CPU_PASS_TOKENS) if self.model.device.type == "cpu" else budget
-
-    def _tell(self, subject: str, line: str) -> None:
-        """Logs a choice once for a model, its copies included."""
-        if subject not in self.model.told:
-            self.model.told.add(subject)
-            log.info(line)
 
     def _layouts(self) -> Layouts:
         """What the options leave of what the architecture can do."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from cookbook.engine.fast_path import GivenUpError, first_working
 from cookbook.engine.linear_logprobs import FoldedLogprobs, LinearLogprobs, linear_logprobs, linear_logprobs_with_gradient
 from cookbook.engine.linear_logprobs.implementations import AUTO, HeadImpl, implementation
 from cookbook.engine.linear_logprobs.layers import LinearLayer, low_rank_of
@@ -52,7 +53,8 @@ class OutputHead:
         self.network = model.network
         self.layer = model.network.get_output_embeddings()
         self.given = implementation(impl, self.layer, "backend.head_impl", options)
-        self.finish: Finish | None = self._verified_finish(model)
+        ways = [("is linear", lambda: self._verified_finish(model)), ("makes all its logits at once", lambda: None)]
+        self.finish: Finish | None = first_working(model, "output head", ways)
 
     def hidden_states(self, **inputs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The input of the output layer, ``(B, T, H)``, and the router logits of every layer when they are asked for.
@@ -187,10 +189,14 @@ class OutputHead:
         return logprobs.reshape(targets.shape), entropy, hit
 
     @torch.no_grad()
-    def _verified_finish(self, model: LanguageModel) -> Finish | None:
-        """The first candidate that turns the layer's output into the model's own logits on a probe, or None."""
+    def _verified_finish(self, model: LanguageModel) -> Finish:
+        """The first candidate that turns the layer's output into the model's own logits on a probe.
+
+        Raises:
+            GivenUpError: none does.
+        """
         if self.layer is None:
-            return None
+            raise GivenUpError("it has no output embedding")
         config = model.network.config.get_text_config()
         self.network.eval()  # dropout would make every candidate wrong
         probe = torch.arange(1, 9, device=model.device)[None] % int(config.vocab_size)
@@ -206,7 +212,7 @@ class OutputHead:
         for finish in _candidates(config):
             if torch.allclose(finish(raw), own, rtol=0.0, atol=tolerance):
                 return finish
-        return None
+        raise GivenUpError("they are not products with its output embedding, scaled or soft-capped as cookbook knows it")
 
 
 def _candidates(config: Any) -> list[Finish]:

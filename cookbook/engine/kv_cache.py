@@ -1,8 +1,8 @@
 """Keys and values of sequences that are decoded side by side, kept where the next step finds them.
 
 Every sequence has a row, and the newest token of all of them stands in the same column, as in a left-padded batch. Rows leave
-and others enter between steps. The samples of a prompt share its keys and values where the model's attention can read them
-together (:class:`PromptCache`), and have a copy each where it cannot: then a step writes one column in place, and reads a view.
+and others enter between steps. Here every sample has a copy of its prompt's keys and values, and a step writes one column in
+place and reads a view; :class:`~cookbook.engine.prompt_cache.PromptCache` holds a prompt once for all its samples.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from cookbook.engine.fast_path import GivenUpError
 from cookbook.engine.kv_layer import Layer
-from cookbook.engine.prompt_cache import PromptCache
 
 IN_PLACE = (DynamicLayer, DynamicSlidingWindowLayer)  # exactly these: what derives from them keeps more
 
@@ -26,6 +26,11 @@ class RowCache(Protocol):
     """
 
     in_place: bool
+
+    @classmethod
+    def of(cls, prefilled: DynamicCache) -> RowCache:
+        """An empty cache for states such as these. Raises GivenUpError: it cannot hold them."""
+        ...
 
     def enter(self, prefilled: DynamicCache, mask: Tensor, rows: list[int]) -> None:
         """Adds a row for every number in ``rows``: it goes on from that row of ``prefilled``.
@@ -43,17 +48,13 @@ class RowCache(Protocol):
         ...
 
 
-def open_cache(prefilled: DynamicCache, longest: int, *, shares: bool) -> RowCache:
-    """A cache for states such as these, of rows of up to ``longest`` tokens; ``shares``: the attention takes prompts.
-
-    In place where every layer keeps keys and values, else transformers' own. Prompts are shared where no window ends in them.
-    """
-    if not all(type(layer) in IN_PLACE and layer.is_initialized for layer in prefilled.layers):
-        return WholeBatchCache()
-    windows = [getattr(layer, "sliding_window", None) for layer in prefilled.layers]
-    if shares and all(window is None or window >= longest for window in windows):
-        return PromptCache(len(windows))
-    return InPlaceCache(windows)
+def check_keys_and_values(prefilled: DynamicCache) -> None:
+    """Raises GivenUpError: a layer keeps something else than keys and values, or nothing of its own."""
+    for layer in prefilled.layers:
+        if type(layer) not in IN_PLACE:
+            raise GivenUpError(f"a layer keeps its states in a {type(layer).__name__}")
+        if not layer.is_initialized:
+            raise GivenUpError("a layer has no keys and values of its own")
 
 
 def empty_states(network: Any) -> DynamicCache:
@@ -95,6 +96,10 @@ class WholeBatchCache(_Copies):
 
     in_place = False
 
+    @classmethod
+    def of(cls, prefilled: DynamicCache) -> WholeBatchCache:
+        return cls()
+
     def enter(self, prefilled: DynamicCache, mask: Tensor, rows: list[int]) -> None:
         prefilled.reorder_cache(torch.tensor(rows, device=mask.device))
         self._states = prefilled
@@ -115,6 +120,11 @@ class InPlaceCache(_Copies):
         super().__init__()
         self._layers = [Layer(window) for window in windows]
         self._states = Cache(layers=self._layers)
+
+    @classmethod
+    def of(cls, prefilled: DynamicCache) -> InPlaceCache:
+        check_keys_and_values(prefilled)
+        return cls([getattr(layer, "sliding_window", None) for layer in prefilled.layers])
 
     def enter(self, prefilled: DynamicCache, mask: Tensor, rows: list[int]) -> None:
         for layer, read in zip(self._layers, prefilled.layers, strict=True):

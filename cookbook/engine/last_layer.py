@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cookbook.engine.fast_path import GivenUpError, first_working
 from cookbook.engine.layers.install import TOLERANCE
 from cookbook.engine.model import LanguageModel
 
@@ -31,14 +32,21 @@ class LastLayer:
     @classmethod
     def of(cls, model: LanguageModel) -> LastLayer:
         """The parts that go by the names transformers gives them, if on a few tokens they do what is expected of them."""
-        network, before = model.network, model.network.training
-        parts = cls(_parts(network))
+        before = model.network.training
+        ways = [("is trimmed", lambda: cls._tried(model)), ("computes all tokens there", lambda: cls([]))]
         try:
-            exact = bool(parts.modules) and all(_is_exact(model, parts, training=training) for training in (False, True))
-        except Exception:  # noqa: BLE001 - nobody promised that parts can be called so; without this the model works as ever
-            exact = False
-        network.train(before)
-        return parts if exact else cls([])
+            return first_working(model, "last layer", ways)
+        finally:
+            model.network.train(before)
+
+    @classmethod
+    def _tried(cls, model: LanguageModel) -> LastLayer:
+        parts = cls(_parts(model.network))
+        if not parts.modules:
+            raise GivenUpError("no part of it has a known name")
+        if not all(_is_exact(model, parts, training=training) for training in (False, True)):
+            raise GivenUpError("trimmed it computes something else")
+        return parts
 
     @contextlib.contextmanager
     def only(self, rows: Tensor) -> Iterator[None]:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -20,6 +20,10 @@ from cookbook.engine.planning import Layouts
 from cookbook.engine.shared import SharedBase
 from cookbook.errors import BackendError, ConfigError
 
+if TYPE_CHECKING:
+    from cookbook.engine.decoded_rows import Way
+
+log = logging.getLogger("cookbook")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 LORA_FILE = "adapter_config.json"
 
@@ -70,6 +74,7 @@ class LanguageModel:
     config: ModelConfig
     device: torch.device
     told: set[str] = field(default_factory=set)  # choices that the log has explained
+    ways: dict[bool, Way] = field(default_factory=dict)  # to decode, with and without shared prompts, as far as tried
 
     @property
     def max_length(self) -> int:
@@ -83,12 +88,23 @@ class LanguageModel:
 
         return probe.layouts(self)
 
-    @functools.cached_property
-    def decodes(self) -> bool:
-        """Whether the sampler can keep this architecture's cache."""
+    def way_to_decode(self, longest: int) -> Way:
+        """The fastest way to decode rows of up to ``longest`` tokens that gives a plain forward pass's logprobs."""
         from cookbook.engine import probe
 
-        return probe.decodes(self)
+        return probe.way_to_decode(self, longest)
+
+    @property
+    def class_name(self) -> str:
+        """Of the model under any adapter."""
+        network = self.network.get_base_model() if self.is_lora else self.network
+        return type(network).__name__
+
+    def tell(self, subject: str, line: str) -> None:
+        """Log ``line`` once for each ``subject`` and model, its copies included."""
+        if subject not in self.told:
+            self.told.add(subject)
+            log.info(line)
 
     @property
     def is_lora(self) -> bool:
@@ -207,7 +223,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             config.name, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, KeyError, json.JSONDecodeError, ImportError) as error:
         raise BackendError(_cannot_load("tokenizer", config.name, error)) from None
     if config.chat_template:
         try:
@@ -240,7 +256,12 @@ def _network(config: ModelConfig, base: str, seed: int) -> Any:
             output_loading_info=True,
             **common,
         )
-    except (OSError, ValueError, KeyError, json.JSONDecodeError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, json.JSONDecodeError, RuntimeError, ImportError, SafetensorError) as error:
+        if attention and (isinstance(error, ImportError) or "attention" in str(error) or "attn_" in str(error)):
+            raise ConfigError(
+                f"model.attn_implementation: {_first_line(error).rstrip(' .')}, got {attention}; set it to auto, or install "
+                "what it needs"
+            ) from None
         raise BackendError(_cannot_load("weights", base, error)) from None
     if missing := sorted(found["missing_keys"]):  # they would be made up, and the run would train on noise
         raise BackendError(
@@ -280,12 +301,50 @@ def _add_lora(network: Any, config: ModelConfig, seed: int) -> Any:
         target_modules=modules if isinstance(modules, str) else list(modules),
         task_type="CAUSAL_LM",
     )
+    if modules == "all-linear" and (unfit := _not_adaptable(network, lora)):
+        lora.exclude_modules = unfit
+        name, kind = type(network).__name__, network.config.model_type
+        log.info(f"LoRA: {name} ({kind}) gets no adapter on {', '.join(unfit)}, which it does not use as plain linear layers")
     with torch.random.fork_rng(), deprecations_hidden():
         torch.manual_seed(seed)
         try:
             return get_peft_model(network, lora)
         except ValueError as error:
             raise ConfigError(f"model.lora_target_modules: {_first_line(error)}") from None
+
+
+def _not_adaptable(network: Any, lora: Any) -> list[str]:
+    """Names of linear layers that cannot have an adapter.
+
+    Some return more than a product, such as routers that return a tuple. Of others the model reads the weight past the layer,
+    and PEFT refuses them.
+    """
+    try:
+        from peft.tuners.tuners_utils import _check_lora_target_modules_mamba as check
+    except ImportError:  # PEFT's own, of no promised name
+        check = None
+    unfit = set()
+    for path, module in network.named_modules():
+        name = path.rpartition(".")[2]
+        if not isinstance(module, torch.nn.Linear):
+            continue
+        if type(module).forward is not torch.nn.Linear.forward and not _returns_a_tensor(module):
+            unfit.add(name)
+        elif check is not None:
+            try:
+                check(lora, network, name)
+            except ValueError:
+                unfit.add(name)
+    return sorted(unfit)
+
+
+@torch.no_grad()
+def _returns_a_tensor(layer: torch.nn.Linear) -> bool:
+    try:
+        out = layer(layer.weight.new_zeros(1, 2, layer.in_features))
+    except Exception:  # noqa: BLE001 - the layer is of any architecture and takes something else
+        return False
+    return isinstance(out, torch.Tensor)
 
 
 def _load_adapter(network: Any, folder: str) -> Any:

@@ -5,20 +5,25 @@ Where transformers does not promise a thing for every architecture, a model may 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from cookbook.engine import attention
+from cookbook.engine import attention, layers
 from cookbook.engine.collate import collate
+from cookbook.engine.fast_path import GivenUpError, first_working, tried
 from cookbook.engine.planning import Layouts, MicroBatch
 from cookbook.engine.prefixes import Group
 from cookbook.engine.sampler import Request, decode
+from cookbook.errors import RolloutError
 from cookbook.types import Datum, ModelInput, SamplingParams
 
 if TYPE_CHECKING:
+    from cookbook.engine.decoded_rows import Way
     from cookbook.engine.model import LanguageModel
 
 # Nats: far above rounding, far below what a wrong mask, position or cache does to a model that has learnt something.
@@ -28,19 +33,64 @@ ROW_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.2}
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
+def use_working_experts(model: LanguageModel) -> None:
+    """Have a mixture of experts multiply one expert after the other, if its way to multiply all at once does not run here.
+
+    torch's grouped products do not exist for every dtype and device.
+    """
+    config = model.network.config
+    if getattr(config, "_experts_implementation", None) in (None, "eager"):
+        return
+    ways: list[tuple[str, Callable[[], object]]] = [
+        ("multiplies all experts at once", lambda: _runs(model)),
+        ("multiplies one expert after the other", lambda: model.network.set_experts_implementation("eager")),
+    ]
+    first_working(model, "experts", ways)
+
+
+def fuse_layers(model: LanguageModel) -> None:
+    """Give the model cookbook's norms, gated MLPs and rotary embeddings, if its forward pass works with them."""
+    if not layers.are_installed(model.network):
+        ways: list[tuple[str, Callable[[], object]]] = [
+            ("uses them", lambda: _fused(model)),
+            ("keeps its own code", lambda: layers.uninstall(model.network)),
+        ]
+        first_working(model, "fused layers", ways)
+
+
+def _fused(model: LanguageModel) -> None:
+    layers.install(model.network)  # what every single layer computes has been compared
+    _runs(model)  # as the model calls them, they work together
+
+
+def _runs(model: LanguageModel) -> None:
+    """Raise what a forward pass raises."""
+    with torch.enable_grad():
+        model.network(input_ids=_tokens(model, 0, 8), use_cache=False)
+
+
 def layouts(model: LanguageModel) -> Layouts:
     """What rows of this model may hold. It keeps cookbook's attention if they may hold several sequences."""
-    name, asked = type(model.network).__name__, model.config.attn_implementation
+    asked, before = model.config.attn_implementation, getattr(model.network.config, "_attn_implementation", None)
     if asked not in ("auto", "sdpa"):
         return Layouts(False, False, f"model.attn_implementation={asked} reads one sequence a row, auto and sdpa several")
+    model.network.eval()
+    found, failure = tried(lambda: _tried_layouts(model))
+    if failure is None and found[0].packed:
+        return found[0]
+    if attention.is_installed(model.network):
+        attention.uninstall(model.network, before)
+    return found[0] if found else Layouts(False, False, f"{model.class_name}: {failure}")
+
+
+def _tried_layouts(model: LanguageModel) -> Layouts:
+    """Leaves cookbook's attention installed."""
+    name = model.class_name
     if unknown := set(getattr(_text_config(model), "layer_types", None) or ()) - KNOWN_LAYERS:
         return Layouts(False, False, f"{name} has layers of {', '.join(sorted(unknown))}")
-    model.network.eval()
     trial = _Trial.of(model)
-    before = attention.install(model.network)
-    packed = trial.knows_windows() and trial.succeeds(_PACKED)
-    if not packed:
-        attention.uninstall(model.network, before)
+    attention.install(model.network)
+    if not (trial.knows_windows() and trial.succeeds(_PACKED)):
         return Layouts(False, False, f"sequences in one row of {name} would read each other")
     shared = trial.succeeds(_SHARED)
     return Layouts(True, shared, "" if shared else f"{name} cannot compute a common beginning once")
@@ -96,18 +146,43 @@ class _Trial:
         return logits.flatten(0, 1)[inputs.places].float().log_softmax(-1)
 
 
+def way_to_decode(model: LanguageModel, longest: int) -> Way:
+    """The fastest way to decode rows of up to ``longest`` tokens that gives a plain forward pass's logprobs."""
+    from cookbook.engine.decoded_rows import SHARED_PROMPTS, WAYS, may_share_prompts  # it imports transformers
+
+    shares = may_share_prompts(model, longest)
+    if shares not in model.ways:
+        *faster, last = (SHARED_PROMPTS, *WAYS) if shares else WAYS
+        attempts = [(way.description, functools.partial(_decoding, model, way)) for way in faster]
+        # The last way needs nothing but a forward pass.
+        model.ways[shares] = first_working(model, "sampling", [*attempts, (last.description, lambda: last)])
+    return model.ways[shares]
+
+
 @torch.no_grad()
-def decodes(model: LanguageModel) -> bool:
-    """Whether the sampler's logprobs, with its cache and its padding, are those of a plain forward pass."""
-    params = SamplingParams(max_tokens=3, temperature=0.0, stop=[])
+def _decoding(model: LanguageModel, way: Way) -> Way:
+    """Return ``way`` if the sampler's logprobs, with its cache and its padding, are those of a plain forward pass.
+
+    Raises:
+        GivenUpError: they are not.
+    """
+    # Eight tokens: some architectures' own caches go wrong by little, and not before the second.
+    params = SamplingParams(max_tokens=8, temperature=0.0, stop=[])
     requests = [Request(_tokens(model, start, start + 3)[0].tolist(), 2, params, seed=0) for start in (0, 2)]
-    for request, samples in zip(requests, decode(model, requests, 0, max_batch_tokens=1000), strict=True):
+    try:
+        found = decode(model, requests, 0, max_batch_tokens=1000, way=way)
+    except RolloutError:  # its logits are not finite: by its weights, or by padding that its own code mistakes
+        if not all(_logprobs(model, torch.tensor([one.prompt], device=model.device)).isfinite().all() for one in requests):
+            raise
+        raise GivenUpError("its logits are then not finite") from None
+    for request, samples in zip(requests, found, strict=True):
         for sample in samples:
             text = torch.tensor([request.prompt + sample.tokens], device=model.device)
-            expected = _logprobs(model, text[:, :-1])[-3:].gather(-1, text[0, -3:, None])[:, 0]
+            new = len(sample.tokens)
+            expected = _logprobs(model, text[:, :-1])[-new:].gather(-1, text[0, -new:, None])[:, 0]
             if not _close(model, torch.tensor(sample.logprobs, device=model.device), expected):
-                return False
-    return True
+                raise GivenUpError("its logprobs are then not those of a plain forward pass")
+    return way
 
 
 def _tokens(model: LanguageModel, start: int, count: int) -> Tensor:

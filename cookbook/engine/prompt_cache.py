@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from cookbook.engine.attention_scores import Prompts
+from cookbook.engine.kv_cache import check_keys_and_values
 
 TAIL = 16  # columns
 
@@ -30,6 +31,11 @@ class PromptCache:
         self._of: list[int] = []  # the prompt of every row
         self._starts: list[int] = []  # the first column of every row's own
         self._mask: Tensor  # 1 where a column of a prompt holds a token, (prompts, columns)
+
+    @classmethod
+    def of(cls, prefilled: DynamicCache) -> PromptCache:
+        check_keys_and_values(prefilled)
+        return cls(len(prefilled.layers))
 
     def enter(self, prefilled: DynamicCache, mask: Tensor, rows: list[int]) -> None:
         if not self._of:

@@ -7,11 +7,14 @@ batch does not matter (up to float rounding of the logits).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from cookbook.engine.model import LanguageModel
 from cookbook.engine.requests import Piece, Request, check_prompt, lanes_of
-from cookbook.errors import RolloutError
 from cookbook.types import Sample
+
+if TYPE_CHECKING:
+    from cookbook.engine.decoded_rows import Way
 
 __all__ = ["Piece", "Request", "check_prompt", "decode", "sample", "stream"]
 
@@ -24,21 +27,21 @@ def sample(model: LanguageModel, requests: Sequence[Request], step: int, max_bat
     A single completion that is larger than that is decoded alone.
 
     Raises:
-        RolloutError: a prompt is empty or not of this vocabulary, or leaves no room for its completion; an architecture
-            that cannot be sampled here; logits that are not numbers.
+        RolloutError: a prompt is empty or not of this vocabulary, or leaves no room for its completion; logits that are not
+            numbers.
     """
-    if requests:
-        _check_decodes(model)
     return decode(model, requests, step, max_batch_tokens)
 
 
-def decode(model: LanguageModel, requests: Sequence[Request], step: int, max_batch_tokens: int) -> list[list[Sample]]:
-    """As :func:`sample`, on an architecture known to work."""
+def decode(
+    model: LanguageModel, requests: Sequence[Request], step: int, max_batch_tokens: int, *, way: Way | None = None
+) -> list[list[Sample]]:
+    """Answers all requests as :func:`sample` does, in a given ``way`` to hold what the rows have read."""
     from cookbook.engine.decoding import Decoder  # it imports transformers: half a second, when a model is there anyway
 
     model.network.eval()
     lanes = [lanes_of(model, index, request) for index, request in enumerate(requests)]
-    for _ in Decoder(model, [lane for group in lanes for lane in group], max_batch_tokens).rounds():
+    for _ in Decoder(model, [lane for group in lanes for lane in group], max_batch_tokens, way=way).rounds():
         pass
     return [[Sample(lane.tokens, lane.logprobs, lane.stop_reason or "length", step) for lane in group] for group in lanes]
 
@@ -47,17 +50,9 @@ def stream(model: LanguageModel, request: Request, max_batch_tokens: int) -> Ite
     """The same samples as :func:`sample` gives, a few tokens at a time, as they come. Raises as it does."""
     from cookbook.engine.decoding import Decoder
 
-    _check_decodes(model)
     model.network.eval()
     told = [0] * request.num_samples
     for lanes in Decoder(model, lanes_of(model, 0, request), max_batch_tokens, STREAMED_AT_ONCE).rounds():
         for lane in lanes:
             start, told[lane.number] = told[lane.number], len(lane.tokens)
             yield Piece(lane.number, lane.tokens[start:], lane.logprobs[start:], lane.stop_reason)
-
-
-def _check_decodes(model: LanguageModel) -> None:
-    if not model.decodes:
-        raise RolloutError(
-            f"sample: {type(model.network).__name__} keeps its cache where this sampler cannot follow; use another deployment"
-        )

@@ -48,6 +48,11 @@ def uninstall(network: nn.Module) -> None:
             del module.forward
 
 
+def are_installed(network: nn.Module) -> bool:
+    """Whether a module of the network has a forward of this package's."""
+    return any(isinstance(vars(module).get("forward"), Ours) for module in network.modules())
+
+
 # ---- norms -----------------------------------------------------------------------------------------------------------
 
 
@@ -68,10 +73,11 @@ def _norm(module: nn.Module) -> Ours | None:
     return None
 
 
-def _normalize(module: Any, eps: float, offset: float, x: Tensor) -> Tensor:
-    if x.dtype != module.weight.dtype:  # what such a product is rounded to, models decide differently
-        own: Tensor = type(module).forward(module, x)
-        return own
+def _normalize(module: Any, eps: float, offset: float, x: Tensor, *rest: Any, **named: Any) -> Any:
+    # Models round the product of two dtypes differently, and a norm that is called with more than it was tried with, as the
+    # gated ones of Mamba2 are, computes something else.
+    if rest or named or x.dtype != module.weight.dtype:
+        return type(module).forward(module, x, *rest, **named)
     return rms_norm(x, module.weight, eps, offset)
 
 
@@ -97,7 +103,9 @@ def _activation(own: Any) -> str | None:
     return next((name for name, ours in ACTIVATIONS.items() if callable(own) and _agree(own, ours, x)), None)
 
 
-def _project(module: Any, activation: str, x: Tensor) -> Tensor:
+def _project(module: Any, activation: str, x: Tensor, *rest: Any, **named: Any) -> Any:
+    if rest or named:
+        return type(module).forward(module, x, *rest, **named)
     projected: Tensor = module.down_proj(gated(module.gate_proj(x), module.up_proj(x), activation))
     return projected
 
@@ -160,7 +168,7 @@ def _agree(own: Callable[[Tensor], Any], ours: Callable[[Tensor], Tensor], *inpu
         one, other = own(inputs[0]), ours(inputs[0])
         slope = _random(one.shape, one).detach()
         found = [(out, *torch.autograd.grad(out, inputs, slope)) for out in (one, other)]
-    except (RuntimeError, TypeError, ValueError, AttributeError):  # it takes, or returns, something else
+    except Exception:  # noqa: BLE001 - a module of any architecture, which takes, or returns, something else
         return False
     return all(_close(*pair) for pair in zip(*found, strict=True))
 
