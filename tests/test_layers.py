@@ -153,6 +153,19 @@ def test_what_is_replaced_computes_the_same(family):
     assert all(torch.equal(a, b) for a, b in zip(tiny.plain_gradients(network, data, DPO()), plain, strict=True))
 
 
+def test_a_module_called_with_more_than_it_was_tried_with_keeps_its_own_code():
+    """Mamba2's norm is an RMS norm by itself, and takes a gate beside its input."""
+    network = families.language_model("mamba2").network
+    data = tiny.datums(4)
+    plain = tiny.plain_gradients(network, data, DPO())
+    install(network)
+    assert tiny.difference(tiny.plain_gradients(network, data, DPO()), plain) < 1e-5
+    norm = network.backbone.layers[0].mixer.norm
+    x, gate = (random(3, len(norm.weight), dtype=torch.float32, seed=seed) for seed in (1, 2))
+    assert torch.equal(norm(x, gate), type(norm).forward(norm, x, gate))
+    assert torch.equal(norm(x, gate=gate), type(norm).forward(norm, x, gate))
+
+
 class MeanNorm(nn.Module):
     """Named and shaped like the others, and another function."""
 

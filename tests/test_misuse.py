@@ -81,6 +81,8 @@ def copy_of_tiny(name: str, *without: str) -> Path:
         ("reward=python reward.target=mine.py:f", "reward.target: mine.py does not exist in "),
         ("+hook.mine._target_=my_hooks.Mine", "hook.mine._target_: there is no module 'my_hooks' here or among "),
         ("backend.device=cuda:99", "backend.device: "),
+        ("backend.device=mps", "backend.device: the GPU of a Mac has no float64"),
+        ("backend.device=meta", "backend.device: expected auto, cpu or cuda"),
         ("model.lora_rank=-1", "model.lora_rank must be >= 0, got -1; 0 trains every parameter"),
         ("model.lora_rank=2 model.lora_target_modules=[nope]", "model.lora_target_modules: Target modules {'nope'} not found"),
     ],

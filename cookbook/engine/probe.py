@@ -153,9 +153,10 @@ def way_to_decode(model: LanguageModel, longest: int) -> Way:
     shares = may_share_prompts(model, longest)
     if shares not in model.ways:
         *faster, last = (SHARED_PROMPTS, *WAYS) if shares else WAYS
-        attempts = [(way.description, functools.partial(_decoding, model, way)) for way in faster]
-        # The last way needs nothing but a forward pass.
-        model.ways[shares] = first_working(model, "sampling", [*attempts, (last.description, lambda: last)])
+        ways: list[tuple[str, Callable[[], Way]]] = []
+        ways += [(way.description, functools.partial(_decoding, model, way)) for way in faster]
+        ways += [(last.description, lambda: last)]  # it needs nothing but a forward pass
+        model.ways[shares] = first_working(model, "sampling", ways)
     return model.ways[shares]
 
 
