@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import families
 import numpy as np
 import pytest
 import tiny
@@ -130,3 +131,9 @@ def test_it_decides_on_recomputing_as_the_engine_does(capsys, monkeypatch, make_
     assert run(command) == 0
     told = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
     assert told["recomputed"][:3] == recomputed
+
+
+def test_a_model_that_masks_its_attention_by_itself_is_counted_unpacked(tmp_path):
+    families.network("doge").config.save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    assert found(tmp_path).passing > 0

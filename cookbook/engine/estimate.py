@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from cookbook.engine import attention, layers
 from cookbook.engine.attention import Block, Layout, by_layout, is_installed
+from cookbook.engine.fast_path import GivenUpError
 from cookbook.engine.gradients import Gradients
 from cookbook.engine.head import CHUNK_BYTES
 from cookbook.engine.linear_logprobs.projection import TILE_BYTES
@@ -111,6 +112,7 @@ def estimate(
     several = step_tokens > tokens
     with FakeTensorMode(allow_non_fake_inputs=True), _AliveBytes() as alive:
         _give_tensors(network)
+        _keep_own_masks(network)
         trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
         summed = Gradients(trained)
         head = _Head(network.get_output_embeddings().weight, tokens, apart=apart, cpu=cpu)
@@ -183,6 +185,16 @@ def _packs(network: Any, config: ModelConfig) -> bool:
     kinds = set(getattr(network.config.get_text_config(), "layer_types", None) or ())
     asked = config.attn_implementation in ("auto", "sdpa")
     return asked and bool(getattr(network, "_supports_attention_backend", False)) and kinds <= KNOWN_LAYERS
+
+
+def _keep_own_masks(network: Any) -> None:
+    """Give a model that masks its attention by itself its own attention back, as the engine does."""
+    inputs = _inputs(network, 1, 2)
+    try:
+        with torch.no_grad(), by_layout("layout" in inputs):
+            network(**inputs, use_cache=False)
+    except GivenUpError:
+        attention.uninstall(network, "sdpa")
 
 
 @dataclass(frozen=True)
