@@ -234,7 +234,7 @@ FAMILIES = {
             "d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 2, "dropout": 0.0, "attention_dropout": 0.0,
             "layerdrop": 0.0,
         },
-        **PADDED,
+        dtype="float32", **PADDED,
     ),
     "xlstm": Family({"embedding_dim": 32, "num_heads": 2, "num_blocks": 2, "chunk_size": 8}, **NOTHING, std=0.1, noise=10.0),
     "youtu": Family(LATENT, **COPIES),
@@ -244,7 +244,7 @@ FAMILIES = {
             "n_mamba_heads": 4, "mamba_headdim": 16, "chunk_size": 8, "num_mem_blocks": 1, "use_mem_rope": True,
             "adapter_rank": 4,
         },
-        **NOTHING, std=0.1, noise=10.0,
+        **NOTHING, noise=10.0,
     ),
 }
 # fmt: on
