@@ -137,3 +137,19 @@ def test_a_model_that_masks_its_attention_by_itself_is_counted_unpacked(tmp_path
     families.network("doge").config.save_pretrained(tmp_path)
     tiny.tokenizer().save_pretrained(tmp_path)
     assert found(tmp_path).passing > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_mixture_counts_the_experts_that_a_token_is_sent_to(tmp_path, dtype):
+    network = families.network("mixtral")
+    network.config.save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    config = network.config
+    head_dim = config.hidden_size // config.num_attention_heads
+    attention = config.hidden_size * head_dim * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
+    router = config.hidden_size * config.num_local_experts
+    experts = config.num_experts_per_tok * 3 * config.hidden_size * config.intermediate_size
+    products = 6 * (config.num_hidden_layers * (attention + router + experts) + config.hidden_size * config.vocab_size)
+    scores = config.num_hidden_layers * 7 * 2 * WIDTH * config.num_attention_heads * head_dim
+    per_token = found(tmp_path, dtype=dtype).flops_per_token
+    assert per_token == pytest.approx(products + scores + 2 * config.hidden_size * config.vocab_size / (ROWS * WIDTH), rel=1e-2)

@@ -8,7 +8,7 @@ allocates is stated here.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from transformers.integrations import moe
 
 from cookbook.engine import attention, layers
 from cookbook.engine.attention import Block, Layout, by_layout, is_installed
@@ -50,10 +51,21 @@ def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *rest: Any,
     return int(sdpa_backward_flop_count(grad, query, key, value))  # type: ignore[no-untyped-call]
 
 
-# torch counts the attention of GPUs and leaves out that of CPUs.
-CPU_ATTENTION = {
+def _experts(rows: Sequence[int], weight: Sequence[int], *rest: Any, out_shape: Any = None, **options: Any) -> int:
+    """Of ``(S, H) -> (S, F)`` with one of the experts' weights ``(E, H, F)`` a row."""
+    return 2 * rows[0] * weight[1] * weight[2]
+
+
+def _experts_backward(rows: Sequence[int], weight: Sequence[int], *rest: Any, out_shape: Any = None, **options: Any) -> int:
+    return 2 * _experts(rows, weight)
+
+
+# torch counts the attention of GPUs and leaves out that of CPUs; it does not know transformers' product of experts.
+COUNTED = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    torch.ops.transformers.grouped_mm_fallback: _experts,
+    torch.ops.transformers.grouped_mm_fallback_backward: _experts_backward,
 }
 
 
@@ -110,7 +122,7 @@ def estimate(
     network = _network(config, checkpointing=checkpointing)
     tokens = rows * width
     several = step_tokens > tokens
-    with FakeTensorMode(allow_non_fake_inputs=True), _AliveBytes() as alive:
+    with FakeTensorMode(allow_non_fake_inputs=True), _experts_of_any_dtype(), _AliveBytes() as alive:
         _give_tensors(network)
         _keep_own_masks(network)
         trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
@@ -155,6 +167,20 @@ def _network(config: ModelConfig, *, checkpointing: bool) -> Any:
     network.train()
     recompute_activations(network, checkpointing)
     return network
+
+
+@contextmanager
+def _experts_of_any_dtype() -> Iterator[None]:
+    """While it is entered, mixtures of experts multiply by transformers' own operator.
+
+    torch's ``grouped_mm`` refuses tensors without numbers unless they are bfloat16. Shapes and arithmetic are the same.
+    """
+    real = moe._can_use_grouped_mm
+    moe._can_use_grouped_mm = lambda *_: False
+    try:
+        yield
+    finally:
+        moe._can_use_grouped_mm = real
 
 
 def _give_tensors(network: Any) -> None:
@@ -217,7 +243,7 @@ def _pass(network: Any, rows: int, width: int, head: _Head, alive: _AliveBytes) 
 
     saved = SavedBytes(network.parameters())
     born, now = alive.born, alive.now
-    with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as flops:
+    with FlopCounterMode(display=False, custom_mapping=COUNTED) as flops:
         with network.get_output_embeddings().register_forward_pre_hook(keep), saved.counted(), by_layout("layout" in inputs):
             network(**inputs, use_cache=False)
         turn = alive.born
