@@ -185,7 +185,7 @@ class Run:
         sampled = "sampling_logprobs" in data[0].loss_fn_inputs
         self._note_rows(datum.where for datum in data if isinstance(datum, datums.RowDatum) and not sampled)
         if LOSSES.get(self.loss.name) == f"{type(self.loss).__module__}:{type(self.loss).__qualname__}":
-            gradient = self.trainer.forward_backward(prepared, self.loss.name, self.loss.options())
+            gradient = self.trainer.forward_backward(prepared, self.loss.name, self.loss.call_options())
         else:
             gradient = self.trainer.forward_backward_custom(prepared, self.loss)
         self._calls.add(failed_batch.Call(self._done + 1, prepared, gradient))

@@ -219,7 +219,7 @@ class ServiceClient(_AsyncTwins):
         _refuse_others(ServiceClient, tinker_options, OF_A_SESSION)
         if base_url is not None and backend is not None:
             raise ConfigError(f"base_url: give it or a backend, got both; leave base_url={base_url!r} out, or backend")
-        config = RemoteConfig(base_url) if base_url is not None else backend or LocalConfig(all_logprobs=True)
+        config = RemoteConfig(base_url, all_logprobs=True) if base_url is not None else backend or LocalConfig(all_logprobs=True)
         if head_impl is not None:
             if isinstance(config, RemoteConfig):
                 raise ConfigError("head_impl: is for the embedded trainer; set backend.head_impl where the server is started")

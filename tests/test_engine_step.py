@@ -245,7 +245,6 @@ BAD_DATA = {
     "empty": (bad((), target_tokens=[]), "datum 1: model_input is empty"),
     "floats": (bad(target_tokens=[1.0, 2.0, 3.0]), "datum 1: target_tokens must be integers"),
     "scalar": (bad(target_tokens=5), "datum 1: target_tokens must be integers of shape"),
-    "nothing": ([], "got no datums"),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import socket
 import sys
@@ -18,7 +19,7 @@ from cookbook.backends.remote import facts, pointers, watch
 from cookbook.backends.remote.config import RemoteConfig
 from cookbook.cli.app import run
 from cookbook.engine.model import ModelConfig
-from cookbook.errors import BackendError, CheckpointError, ConfigError, RolloutError
+from cookbook.errors import BackendError, CheckpointError, ConfigError, CookbookError, RolloutError
 from cookbook.losses import CrossEntropy
 from cookbook.service import ServiceClient
 from cookbook.types import AdamParams, SamplingParams
@@ -62,8 +63,6 @@ def backend(server):
     return ["backend=remote", f"backend.base_url={server.url}"]
 
 
-# The server computes the logprobs of all tokens, and so must the embedded run if bits are to be compared.
-EMBEDDED = "backend.all_logprobs=true"
 LAGGING = ["weight_sync.every=2", "rollout.temperature=0.8", "rollout.stop=[a,e]"]  # stop texts beside the template's ids
 
 
@@ -110,7 +109,7 @@ def test_the_next_command_of_a_run_downloads_its_weights_and_samples_from_them(r
 def test_a_run_has_the_numbers_of_the_embedded_one(recipe, options, model, backend):
     write("reward.py", REWARD)
     words = [*SMALL[recipe], *model, *options]
-    assert train(*words, EMBEDDED, "out=embedded") == 0
+    assert train(*words, "out=embedded") == 0
     assert train(*words, *backend, "out=remote") == 0
     assert same("remote", "embedded")
     if recipe == "grpo":
@@ -127,7 +126,7 @@ def test_a_run_has_the_numbers_of_the_embedded_one(recipe, options, model, backe
 def test_a_server_that_knows_only_cross_entropy_gets_the_slopes_of_other_losses(recipe, options, model, backend, monkeypatch):
     write("reward.py", REWARD)
     words = [*SMALL[recipe], *model, *options, "eval.every=null"]
-    assert train(*words, EMBEDDED, "out=embedded") == 0
+    assert train(*words, "out=embedded") == 0
     monkeypatch.setattr(facts, "PATH", "/api/v1/unknown")  # what a server that is not ours has there: nothing
     monkeypatch.setenv("TINKER_API_KEY", servertools.KEY)
     assert train(*words, *backend, "out=remote") == 0
@@ -163,14 +162,35 @@ def test_a_run_goes_on_where_it_stopped(recipe, model, backend, server):
 # ---- a trainer -------------------------------------------------------------------------------------------------------
 
 
-def test_a_trainer_is_the_embedded_one(make_remote, make_trainer):
-    remote, embedded = make_remote(lora_rank=4), make_trainer(lora_rank=4, all_logprobs=True)
+LONG = tiny.datums(4, longest=80)  # a third of the tokens weigh nothing: enough to leave them out of the last layer
+RECIPES = {"cross_entropy": None, "dpo": None, "orpo": None, "grpo": "num_loss_tokens"}
+
+
+@pytest.mark.parametrize("loss", RECIPES)
+def test_the_defaults_compute_the_same_bits_on_both_sides(make_remote, make_trainer, server, loss):
+    """The server leaves out the tokens that the embedded trainer leaves out: with all of them, sums have another order."""
+    remote, embedded = make_remote(), make_trainer()
+    for _ in range(3):
+        outputs = [trainer.forward_backward(LONG, loss) for trainer in (remote, embedded)]
+        steps = [trainer.optim_step(STEP, RECIPES[loss]) for trainer in (remote, embedded)]
+        one, other = (output.result() for output in outputs)
+        for found, expected in zip(one.loss_fn_outputs, other.loss_fn_outputs, strict=True):
+            # The wire has single precision, which the logprobs are computed in.
+            assert np.array_equal(found["logprobs"].to_numpy(), expected["logprobs"].to_numpy(), equal_nan=True)
+        assert {**one.metrics, "loss": 0} == pytest.approx({**other.metrics, "loss": 0}, rel=1e-15, abs=0)
+        assert one.metrics["loss"] == other.metrics["loss"] and steps[0].result().metrics == steps[1].result().metrics
+    assert is_equal(weights_of(remote, server), weights_of(embedded, server))
+
+
+def test_a_trainer_is_the_embedded_one(make_remote, make_trainer, server):
+    remote, embedded = make_remote(lora_rank=4), make_trainer(lora_rank=4)
     data = tiny.datums()
     for trainer in (remote, embedded):
         trainer.forward_backward(data, "cross_entropy")
         trainer.forward_backward_custom(data, CrossEntropy())
         trainer.optim_step(STEP, "num_loss_tokens").result()
     outputs = [trainer.forward(data, "cross_entropy").result() for trainer in (remote, embedded)]
+    assert is_equal(weights_of(remote, server), weights_of(embedded, server))
     for found, expected in zip(*(output.loss_fn_outputs for output in outputs), strict=True):
         assert np.array_equal(found["logprobs"].to_numpy(), expected["logprobs"].to_numpy())
     assert outputs[0].metrics == pytest.approx(outputs[1].metrics, rel=1e-15, abs=0)
@@ -211,6 +231,112 @@ def test_what_fails_is_told_once_by_the_next_step(make_remote):
     trainer.forward_backward(data, "cross_entropy")
     trainer.optim_step(STEP).result()
     assert trainer.step == 2
+
+
+def broken(data, logprobs):
+    raise ValueError("mine")
+
+
+BAD = [tiny.datums(1)[0].with_inputs(target_tokens=np.full(tiny.datums(1)[0].model_input.length, 10_000))]
+WAYS = {
+    "load_state of a missing path": lambda trainer: trainer.load_state("nowhere"),
+    "a taken name in save_state": lambda trainer: trainer.save_state("taken"),
+    "a delta without a base": lambda trainer: trainer.save_weights_for_sampler_ext("delta", checkpoint_type="delta"),
+    "a forward of a bad datum": lambda trainer: trainer.forward(BAD, "cross_entropy"),
+    "a custom loss that raises": lambda trainer: trainer.forward_backward_custom(tiny.datums(), broken),
+    "a gradient of a bad datum": lambda trainer: trainer.forward_backward(BAD, "cross_entropy"),
+    "a loss without gradient": lambda trainer: trainer.forward_backward_custom(tiny.datums(2), no_gradient),
+}
+
+
+def no_gradient(data, logprobs):
+    return sum(row.sum() for row in logprobs) * 0.0, {}
+
+
+@pytest.fixture(params=["embedded", "remote"])
+def make_either(request):
+    """A trainer in this process, or on the server."""
+    return request.getfixturevalue("make_trainer" if request.param == "embedded" else "make_remote")
+
+
+def weights_of(trainer, server):
+    engine = trainer.engine if isinstance(trainer, LocalTrainer) else server.engine(trainer._client)
+    return tiny.weights(engine)
+
+
+def is_equal(one, other):
+    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_error_that_was_read_fails_nothing_else(make_either, server, way):
+    """The gradients made before and after the failed call are stepped on, to the last bit."""
+    disturbed, calm = make_either(), make_either()
+    data, more = tiny.datums(), tiny.datums(seed=1)
+    disturbed.save_state("taken").result()
+    for trainer in (disturbed, calm):
+        trainer.forward_backward(data, "cross_entropy")
+        if trainer is disturbed:
+            with pytest.raises((CookbookError, ValueError)):
+                WAYS[way](trainer).result()
+        trainer.forward_backward(more, "cross_entropy")
+        assert trainer.optim_step(STEP).result().metrics["optim/grad_norm"] > 0
+    assert disturbed.step == calm.step == 1
+    assert is_equal(weights_of(disturbed, server), weights_of(calm, server))
+    disturbed.close()  # has nothing to report
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_unread_error_fails_the_next_step_and_the_end(make_either, server, way):
+    trainer, data = make_either(), tiny.datums()
+    trainer.save_state("taken").result()
+    before = weights_of(trainer, server) if isinstance(trainer, LocalTrainer) else None
+    try:
+        unread = WAYS[way](trainer)
+    except CookbookError:
+        return  # raised at once, so the caller cannot miss it
+    with pytest.raises((CookbookError, ValueError)) as told:
+        trainer.optim_step(STEP).result()
+    with pytest.raises(type(told.value), match=re.escape(str(told.value)[:40])):
+        unread.result()
+    assert trainer.step == 0 and (before is None or is_equal(weights_of(trainer, server), before))
+    trainer.forward_backward(data, "cross_entropy")
+    trainer.optim_step(STEP).result()  # reading the step's error was reading the call's
+    unread = WAYS[way](trainer)
+    with pytest.raises(type(told.value)):
+        trainer.close()
+
+
+def test_a_step_asked_for_before_the_error_was_read_fails(make_either, server):
+    """The usual loop asks for the step at once, and reads the gradient's future first."""
+    trainer, data = make_either(), tiny.datums()
+    trainer.forward_backward(data, "cross_entropy").result()
+    before = weights_of(trainer, server)
+    gradients = [trainer.forward_backward(BAD, "cross_entropy"), trainer.forward_backward(data, "cross_entropy")]
+    steps = [trainer.optim_step(STEP), trainer.forward_backward(data, "cross_entropy"), trainer.optim_step(STEP)]
+    for future in (gradients[0], steps[0], steps[2]):
+        with pytest.raises(CookbookError, match="datum 0: target_tokens holds token 10000"):
+            future.result()
+    assert is_equal(weights_of(trainer, server), before)
+    trainer.forward_backward(data, "cross_entropy")
+    trainer.optim_step(STEP).result()
+    assert trainer.step == 1
+    trainer.close()
+
+
+def test_a_plain_client_hears_of_an_error_once_more_from_its_next_step(server, make_remote):
+    """The server cannot see what its program has read."""
+    connection = make_remote().server
+    client = connection._service.create_lora_training_client("tiny", rank=4)
+    data, bad = ([connection.wire.datum(one, ("target_tokens", "weights")) for one in rows] for rows in (tiny.datums(2), BAD))
+    adam = connection.wire.adam({"learning_rate": 1e-3})
+    with pytest.raises(Exception, match="10000"):
+        client.forward_backward(bad, "cross_entropy").result()
+    client.forward_backward(data, "cross_entropy").result()
+    steps = [client.optim_step(adam), client.forward_backward(data, "cross_entropy"), client.optim_step(adam)]
+    with pytest.raises(Exception, match="10000"):
+        steps[0].result()
+    assert steps[2].result().metrics["optim/grad_norm"] > 0
 
 
 def test_nothing_can_be_sampled_here_from_weights_that_are_elsewhere(model, backend, capsys):

@@ -1,7 +1,8 @@
-"""Which failed call still has to be told."""
+"""Failed calls of a trainer whose errors the caller has not read yet."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -11,38 +12,121 @@ T = TypeVar("T")
 
 
 class Failures:
-    """The first failure since a step has told one, and whether anybody has read it.
+    """The errors of failed calls that the caller has not read, oldest first.
 
-    Trainers that share the set ``unread`` add themselves to it while theirs is unread, so that one can end, and be freed,
-    without its error being lost.
+    An optimizer step reports the errors that were unread when the caller asked for that step. Whether a call fails before or
+    after that moment makes no difference, so the result does not depend on how fast the trainer is.
+
+    Trainers that share the set ``unread`` add themselves to it while they have an unread error. So a trainer can end, and be
+    freed, without its error being lost.
     """
 
     def __init__(self, unread: set[Failures] | None = None) -> None:
-        self.first: BaseException | None = None
-        self._unread = set() if unread is None else unread
+        self._errors: list[BaseException] = []
+        self._steps: list[PendingStep] = []
+        self._shared = set() if unread is None else unread
+        self._lock = threading.Lock()
+        self._was_read = False  # an error has been read since the last step was asked for
+
+    @property
+    def errors(self) -> tuple[BaseException, ...]:
+        """Those that are unread, oldest first."""
+        with self._lock:
+            return tuple(self._errors)
 
     def note(self, error: BaseException) -> None:
-        """A call has failed."""
-        if self.first is None:
-            self.first = error
-            self._unread.add(self)
+        """A call has failed with ``error``. Noting an error twice changes nothing."""
+        with self._lock:
+            if not any(error is one for one in self._errors):
+                self._errors.append(error)
+            self._shared.add(self)
 
     def read(self, error: BaseException) -> None:
-        """The caller knows of ``error``: the end of the run need not tell it again."""
-        if error is self.first:
-            self._unread.discard(self)
+        """The caller has read ``error``. Steps that were asked for before still report it, later ones do not."""
+        with self._lock:
+            if not any(error is one for one in self._errors):
+                return
+            self._was_read = True
+            self._errors = [one for one in self._errors if one is not error]
+            for step in self._steps:
+                step.read_late.append(error)
+            if not self._errors:
+                self._shared.discard(self)
 
-    def forget(self, error: BaseException) -> None:
-        """A step has told of ``error``: training may go on."""
-        self.read(error)
-        if error is self.first:
-            self.first = None
+    def read_all(self) -> None:
+        """The caller has read every error so far."""
+        for error in self.errors:
+            self.read(error)
+
+    def step(self) -> PendingStep:
+        """An optimizer step that the caller asks for now."""
+        with self._lock:
+            step = PendingStep(self, after_read=self._was_read)
+            self._was_read = False
+            self._steps.append(step)
+        return step
+
+    def due(self, step: PendingStep) -> tuple[BaseException, ...]:
+        """The errors that ``step`` has to report. From now on the caller's reading does not concern the step."""
+        with self._lock:
+            self._steps = [one for one in self._steps if one is not step]
+        return step.known
 
     def raise_unread(self) -> None:
-        """Tells what nobody has read, once."""
-        if self.first is not None and self in self._unread:
-            self._unread.discard(self)
-            raise self.first
+        """Raises the first unread error, once."""
+        with self._lock:
+            errors, self._errors = self._errors, []
+            self._shared.discard(self)
+        if errors:
+            raise errors[0]
+
+
+class PendingStep:
+    """An optimizer step from the moment the caller asks for it until its turn comes.
+
+    ``after_read``: the caller has read an error since it asked for the step before. ``read_late``: errors that the caller has
+    read since it asked for this step.
+    """
+
+    def __init__(self, failures: Failures, *, after_read: bool) -> None:
+        self.after_read = after_read
+        self.read_late: list[BaseException] = []
+        self._failures = failures
+        self._reported: tuple[BaseException, ...] = ()
+
+    @property
+    def known(self) -> tuple[BaseException, ...]:
+        """The errors that the step has to report, as far as calls have failed by now."""
+        return (*self._failures.errors, *self.read_late)
+
+    def error(self) -> BaseException | None:
+        """The first error to report. The step's turn has come: errors that are read from now on do not concern it."""
+        self._reported = self._failures.due(self)
+        return self._reported[0] if self._reported else None
+
+    def note(self, error: BaseException) -> None:
+        """The step has failed with ``error``: one of its own, or one that it reports."""
+        if not any(error is one for one in self._reported):
+            self._failures.note(error)
+
+    def read(self, error: BaseException) -> None:
+        """The caller has read the step's error, and with it all that the step had to report."""
+        for one in (*self._reported, error):
+            self._failures.read(one)
+
+
+class ServedFailures(Failures):
+    """Failures of a run on a server. The server cannot see what its client has read, so only :meth:`read_all` ends one."""
+
+    def read(self, error: BaseException) -> None:
+        """The server itself looks at every error. That says nothing about the client."""
+
+    def read_all(self) -> None:
+        with self._lock:
+            self._errors.clear()
+
+    def raise_unread(self) -> None:
+        """The client gets its errors with the results."""
 
 
 class CallFuture(Future[T]):
@@ -59,6 +143,10 @@ class CallFuture(Future[T]):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         self._note(timeout)
         return super().exception(timeout)
+
+    def wait(self) -> T:
+        """The result for code that is not the caller's: an error counts as unread still."""
+        return Future.result(self)
 
     def _note(self, timeout: float | None) -> None:
         if (error := super().exception(timeout)) is not None:

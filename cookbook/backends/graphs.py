@@ -77,7 +77,7 @@ class KeptGraphs:
         self, engine: Engine, data: Sequence[Datum], loss: LossFunction, keep: bool | None = None
     ) -> ForwardBackwardOutput:
         """As ``engine.forward``; with its graph when a backward is expected, or as ``keep`` says."""
-        if not self.max_bytes and not keep:
+        if not data or not (self.max_bytes or keep):
             return engine.forward(data, loss)
         model = self._model(engine)
         place, model.count = model.count, model.count + 1

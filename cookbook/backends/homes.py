@@ -56,7 +56,7 @@ class EmbeddedHome:
         return ModelConfig(folder, dtype=manifest.verify(Path(folder))["dtype"])
 
     def trainer(self, model: ModelConfig, seed: int, unread: set[Failures]) -> LocalTrainer:
-        return LocalTrainer(model, self._config, seed=seed, folder=self._folder, unread=unread)
+        return LocalTrainer(model, self._config, seed=seed, folder=self._folder, failures=Failures(unread))
 
     def sampler(self, trainer: Trainer, checkpoint: Checkpoint | str | None) -> AnySampler:
         """The trainer was made with the saved weights."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from cookbook.backends import copies
-from cookbook.backends.failures import CallFuture, Failures
+from cookbook.backends.failures import CallFuture, Failures, PendingStep
 from cookbook.backends.graphs import Graphs, KeptGraphs
 from cookbook.backends.info import ModelData, ModelInfo
 from cookbook.backends.sampling import LocalSampler, SampleQueue
@@ -26,7 +26,7 @@ from cookbook.engine.shared import SharedBase
 from cookbook.engine.update_rules import update_rule
 from cookbook.errors import BackendError, ConfigError, RolloutError
 from cookbook.futures import Future
-from cookbook.losses import get_loss
+from cookbook.losses import loss_of_call
 from cookbook.normalization import as_normalization
 from cookbook.protocols import Backend, LaggingSampler, Sampler
 from cookbook.types import (
@@ -146,7 +146,7 @@ class LocalConfig:
 class LocalTrainer:
     """A :class:`TrainingClient` in this process. Calls queue up on one worker thread and return at once.
 
-    ``folder`` is where checkpoints go. Trainers that share ``unread`` leave their untold errors there. Those that share a
+    ``folder`` is where checkpoints go; ``failures`` holds the errors that the caller has not read. Trainers that share a
     ``worker`` take turns on its thread, and those on one ``base`` hold its weights once. With ``graphs``, a forward that is
     followed by a backward on the same tokens is not computed twice.
     """
@@ -158,7 +158,7 @@ class LocalTrainer:
         *,
         seed: int = 0,
         folder: str | Path = "checkpoints",
-        unread: set[Failures] | None = None,
+        failures: Failures | None = None,
         worker: Worker | None = None,
         base: SharedBase | None = None,
         graphs: Graphs | None = None,
@@ -169,7 +169,7 @@ class LocalTrainer:
         self._owns_worker = worker is None
         self._worker = worker or Worker(config.threads)
         self._samples = SampleQueue(self._worker, max_batch_tokens=65536)
-        self._failures = Failures(unread)
+        self._failures = Failures() if failures is None else failures
         self._graphs: Graphs = graphs or KeptGraphs(0)
         self.sampler_checkpoints = chain.SamplerCheckpoints()
         try:
@@ -183,34 +183,47 @@ class LocalTrainer:
     def forward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, Any] | None = None
     ) -> Future[ForwardBackwardOutput]:
-        loss = get_loss(loss_fn, loss_fn_config)
+        loss = loss_of_call(loss_fn, loss_fn_config)
         rows = _own(data)
         return self._submit(lambda: self._graphs.forward(self.engine, rows, loss))
 
     def forward_backward(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, Any] | None = None
+        self,
+        data: Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, Any] | None = None,
+        *,
+        all_logprobs: bool | None = None,
     ) -> Future[ForwardBackwardOutput]:
-        return self.forward_backward_custom(data, get_loss(loss_fn, loss_fn_config))
+        """``all_logprobs``: also of tokens that the loss ignores; None: as the configuration says."""
+        return self._add_gradient(data, loss_of_call(loss_fn, loss_fn_config), all_logprobs)
 
     def forward_backward_custom(self, data: Sequence[Datum], loss_fn: Any) -> Future[ForwardBackwardOutput]:
-        rows = _own(data)
-        return self._submit(lambda: self.engine.forward_backward(rows, loss_fn, retained=self._graphs.take(self.engine, rows)))
+        return self._add_gradient(data, loss_fn, None)
 
     def optim_step(
         self, adam_params: AdamParams, grad_accumulation_normalization: str | None = None
     ) -> Future[OptimStepOutput]:
         adam = as_adam(adam_params)
         normalization = as_normalization(grad_accumulation_normalization)
+        pending = self._failures.step()
 
         def step() -> OptimStepOutput:
-            if self._failures.first is not None:
+            try:
+                if (error := pending.error()) is not None:
+                    raise error
+                output = self.engine.optim_step(adam, normalization)
+            except BaseException:
                 self.engine.discard_gradient()
-                raise self._failures.first
-            output = self.engine.optim_step(adam, normalization)
+                raise
             self._graphs.drop(self.engine)
             return output
 
-        return self._submit(step, self._failures.forget)
+        return self._submit(step, pending)
+
+    def forgive(self) -> None:
+        """The caller has read the errors of all calls so far, in whatever way: they fail nothing from now on."""
+        self._worker.submit(self._failures.read_all)
 
     def save_state(
         self,
@@ -234,7 +247,7 @@ class LocalTrainer:
 
         def save_copy() -> Checkpoint:
             try:
-                return save(copied.result())
+                return save(copied.wait())
             except BaseException as error:
                 self._failures.note(error)
                 raise
@@ -245,8 +258,8 @@ class LocalTrainer:
         path = Path(checkpoint.path if isinstance(checkpoint, Checkpoint) else checkpoint)
 
         def load() -> None:
-            self.sampler_checkpoints.forget()
             chain.load(self.engine, path, optimizer=optimizer)
+            self.sampler_checkpoints.forget()
             self._graphs.drop(self.engine)
 
         return self._submit(load)
@@ -272,10 +285,15 @@ class LocalTrainer:
         which tells of an earlier failure, and ends it.
         """
 
-        def fail() -> None:
-            raise (self._failures.first if step else None) or error
+        pending = self._failures.step() if step else None
 
-        return self._submit(fail, self._failures.forget if step else None)
+        def fail() -> None:
+            if pending is None:
+                raise error
+            self.engine.discard_gradient()
+            raise pending.error() or error
+
+        return self._submit(fail, pending)
 
     def close(self) -> None:
         self._samples.flush()
@@ -288,8 +306,9 @@ class LocalTrainer:
 
     @property
     def is_settled(self) -> bool:
-        """Whether weights, optimizer and step are all there is: no gradient has accumulated, and no failure is to be told."""
-        return not self.engine.accumulated and not self.engine.seeds and self._failures.first is None
+        """Whether weights, optimizer and step are all there is: no gradient has accumulated, and every error has been read."""
+        engine = self.engine
+        return not (engine.accumulated or engine.seeds or engine.lost_gradient or self._failures.errors)
 
     def digests(self) -> dict[str, str]:
         """What tells the model, as it was loaded, from another one of the same name."""
@@ -365,6 +384,15 @@ class LocalTrainer:
 
     # ---- inside --------------------------------------------------------------------------------------------------
 
+    def _add_gradient(self, data: Sequence[Datum], loss: Any, all_logprobs: bool | None) -> Future[ForwardBackwardOutput]:
+        rows = _own(data)
+
+        def add() -> ForwardBackwardOutput:
+            retained = self._graphs.take(self.engine, rows)
+            return self.engine.forward_backward(rows, loss, retained, all_logprobs=all_logprobs)
+
+        return self._submit(add)
+
     def _end_worker(self) -> None:
         """Waits for what is under way; ends the thread unless others use it."""
         if self._owns_worker:
@@ -372,22 +400,24 @@ class LocalTrainer:
         else:
             self._worker.submit(lambda: None).result()
 
-    def _submit(self, job: Callable[[], T], on_read: Callable[[BaseException], None] | None = None) -> Future[T]:
-        """Queues ``job`` behind every sample asked for so far. Its failure is remembered until a step has reported it."""
+    def _submit(self, job: Callable[[], T], step: PendingStep | None = None) -> CallFuture[T]:
+        """Queues ``job`` behind every sample asked for so far. Its failure is remembered until the caller has read it."""
         self._samples.flush()
+        failures = step or self._failures
 
         def guarded() -> T:
             try:
                 return job()
             except BaseException as caught:
                 error = explained(caught)
-                self._failures.note(error)
-                self.engine.discard_gradient()
+                failures.note(error)
                 if error is caught:
                     raise
                 raise error from None
 
-        return self._worker.submit(guarded, CallFuture(on_read or self._failures.read))
+        future: CallFuture[T] = CallFuture(failures.read)
+        self._worker.submit(guarded, future)
+        return future
 
     def _at(self, step: int) -> int:
         if self.engine.step != step:

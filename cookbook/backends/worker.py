@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from cookbook.engine.heap import keep_freed_memory
-from cookbook.errors import BackendError
+from cookbook.errors import BackendError, CookbookError
 from cookbook.futures import Future
 
 T = TypeVar("T")
@@ -82,6 +82,7 @@ def _answer(job: Callable[[], Any], future: Future[Any]) -> None:
 
 def explained(error: BaseException, remedy: str = TRAINING_REMEDY) -> BaseException:
     """``error``, or when memory ran out, one that says what to do about it."""
-    if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+    is_shortage = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    if isinstance(error, CookbookError) or not is_shortage:
         return error
     return BackendError(f"out of memory: {str(error).splitlines()[0]}; {remedy}")

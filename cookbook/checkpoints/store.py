@@ -181,7 +181,14 @@ def load(engine: Engine, folder: Path, *, optimizer: bool) -> None:
             f"{folder}: was made with backend.optimizer={rule}, now it is {engine.options.optimizer}; set it back, or take the "
             "weights alone"
         )
-    contents.load_model(engine.model, folder)
+    try:
+        contents.load_model(engine.model, folder)
+    except CheckpointError:  # before anything was overwritten
+        raise
+    except BaseException:
+        engine.version += 1
+        engine.lose_gradient(bool(engine.accumulated))
+        raise
     engine.version += 1
     engine.discard_gradient()
     engine.optimizer.reset()

@@ -23,16 +23,16 @@ from cookbook.engine import layers, probe
 from cookbook.engine.datum_check import check_datum
 from cookbook.engine.gradients import Gradients
 from cookbook.engine.linear_logprobs import HeadImpl
-from cookbook.engine.loss_gradient import LossFunction, LossGradient, loss_gradient
+from cookbook.engine.loss_gradient import LossFunction, LossGradient, OwnGradient, accumulate, loss_gradient
 from cookbook.engine.memory import shortage
 from cookbook.engine.model import LanguageModel, recompute_activations
 from cookbook.engine.optimizer import Optimizer
-from cookbook.engine.outputs import columns, output, same_pass
+from cookbook.engine.outputs import columns, empty_output, output, same_pass
 from cookbook.engine.passes import Found, Passes, Scores, Wanted
 from cookbook.engine.planning import CPU_PASS_TOKENS, PACKINGS, Layouts, MicroBatch, plan
 from cookbook.engine.router_loss import router_coefficient
 from cookbook.engine.update_rules import update_rule
-from cookbook.errors import ConfigError, DataError, NonFiniteError
+from cookbook.errors import BackendError, ConfigError, NonFiniteError
 from cookbook.losses.base import Loss, Scope
 from cookbook.normalization import GradientCounts, Normalization, Reduction, check, check_accumulation
 from cookbook.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput
@@ -113,6 +113,9 @@ class Engine:
         self.counts = GradientCounts()
         self.accumulated: list[Reduction | None] = []  # what each call since the last step returned
         self.seeds = 0  # drawn since the last step
+        self.lost_gradient = False  # a call failed midway, and the gradient of earlier calls went with it
+        self._flows = False  # the call under way has begun to add to the gradient
+        self._own_gradients: list[OwnGradient] = []  # of the loss of the call under way
         self.layouts = self._layouts()
         if options.activation_checkpointing is None:
             self.options = replace(options, activation_checkpointing=self._must_recompute())  # decided for its copies too
@@ -134,6 +137,8 @@ class Engine:
 
         ``adapter=False`` computes with the base model under a LoRA adapter.
         """
+        if not data:
+            return empty_output(loss is not None)
         scores = Scores()
         batches = self._plan(data)
         _check_data(data, loss)
@@ -144,32 +149,50 @@ class Engine:
         return self._scored_output(data, scores, loss, wanted)
 
     def forward_backward(
-        self, data: Sequence[Datum], loss: LossFunction, retained: Retained | None = None
+        self,
+        data: Sequence[Datum],
+        loss: LossFunction,
+        retained: Retained | None = None,
+        *,
+        all_logprobs: bool | None = None,
     ) -> ForwardBackwardOutput:
-        """Adds the gradient of ``loss`` to what has accumulated since the last step.
+        """Adds the gradient of ``loss`` to what has accumulated since the last step. No datums: an empty sum, which adds nothing.
 
         ``retained``: a forward of the same tokens and targets to go on from; one that does not fit, or not any more, is
-        passed over, and the forward computed anew.
+        passed over, and the forward computed anew. ``all_logprobs`` takes the place of the option of that name.
+
+        A call that fails leaves no partial gradient. The gradient of earlier calls stays, unless the call had begun to add its
+        own: the two cannot be told apart, and the next :meth:`optim_step` reports the loss.
 
         Raises:
             DataError: a datum lacks what the model or the loss needs.
             BackendError: the loss is not a finite scalar (NonFiniteError), or does not depend on the logprobs.
             ConfigError: a second call with a mean before a step.
         """
+        if not data:
+            return empty_output()
+        earlier = replace(self.counts), list(self.accumulated), self.seeds
+        self._flows, self._own_gradients = False, []
         try:
-            found = self._forward_backward(data, loss, retained)
+            found = self._forward_backward(data, loss, retained, all_logprobs)
             if not math.isfinite(found.metrics["loss"]):  # micro-batches whose own are finite can add up to that
                 raise NonFiniteError(f"forward_backward: the loss of all datums together is {found.metrics['loss']}")
-            return found
         except BaseException:
-            self.discard_gradient()  # half of a call's gradient is nobody's
+            if self._flows:
+                self.lose_gradient(bool(earlier[1]))
+            else:
+                self.counts, self.accumulated, self.seeds = earlier
             raise
+        accumulate(self._own_gradients)  # of a call that fails, the loss's own parameters get nothing
+        return found
 
-    def _forward_backward(self, data: Sequence[Datum], loss: LossFunction, retained: Retained | None) -> ForwardBackwardOutput:
+    def _forward_backward(
+        self, data: Sequence[Datum], loss: LossFunction, retained: Retained | None, all_logprobs: bool | None
+    ) -> ForwardBackwardOutput:
         self._may_accumulate(loss)
         batches = self._plan(data)
         _check_data(data, loss)
-        wanted = self._wanted(loss, training=True)
+        wanted = self._wanted(loss, training=True, all_logprobs=all_logprobs)
         if retained and self._goes_on(retained, data, wanted):
             passes, retained.passes = retained.passes, []
             return self._from_passes(data, passes, loss, retained.scores, wanted)
@@ -199,15 +222,20 @@ class Engine:
         return retained, self._scored_output(data, scores, loss, wanted)
 
     def _goes_on(self, retained: Retained, data: Sequence[Datum], wanted: Wanted) -> bool:
-        """Fused optimizers change weights behind autograd's back, so their version is compared here."""
+        """Fused optimizers change weights behind autograd's back, so their version is compared here.
+
+        A retained pass has all tokens. One with fewer tokens sums in another order, so it is computed anew: its bits then
+        depend on the call alone.
+        """
         fresh = retained.version == self.version and bool(retained.passes)
-        return fresh and not wanted.router and retained.entropy >= wanted.entropy and retained.is_of(data)
+        fits = not (wanted.router or wanted.weighted_only)
+        return fresh and fits and retained.entropy >= wanted.entropy and retained.is_of(data)
 
     def _from_passes(
         self, data: Sequence[Datum], passes: list[_Pass], loss: LossFunction, scores: Scores, wanted: Wanted
     ) -> ForwardBackwardOutput:
         """The loss of the whole batch, and the way back through its passes."""
-        slopes = loss_gradient(loss, data, *scores.part(range(len(data)), entropy=wanted.entropy))
+        slopes = self._slopes(loss, data, *scores.part(range(len(data)), entropy=wanted.entropy))
         self._backward_all(data, passes, slopes, wanted, self._router_slope(loss, slopes, scores))
         return output(data, scores, slopes.value, slopes.metrics, self._router_weight(loss, slopes))
 
@@ -234,6 +262,12 @@ class Engine:
             NonFiniteError: the gradient is not finite. The weights are untouched and the gradient is dropped.
             ConfigError: a mean would be divided again.
         """
+        if self.lost_gradient:
+            self.discard_gradient()
+            raise BackendError(
+                "optim_step: a forward_backward failed midway, and the gradient of the calls before it went with it; repeat the "
+                "calls of this step"
+            )
         for reduction in self.accumulated:
             if reduction is not None:
                 check("optim_step: the accumulated loss", reduction, normalization)
@@ -268,6 +302,13 @@ class Engine:
         self.counts = GradientCounts()
         self.accumulated = []
         self.seeds = 0
+        self.lost_gradient = False
+
+    def lose_gradient(self, of_earlier_calls: bool) -> None:
+        """Forgets a gradient that is worth nothing any more. The next step fails if it held that ``of_earlier_calls``."""
+        lost = self.lost_gradient or of_earlier_calls
+        self.discard_gradient()
+        self.lost_gradient = lost
 
     # ---- the two halves ------------------------------------------------------------------------------------------
 
@@ -279,7 +320,8 @@ class Engine:
         if not self.passes.folds(data, batch, wanted, whole=whole):
             passes = self._forward_all(data, [batch], scores, wanted)
             indices = sorted(batch.indices)
-            slopes = loss_gradient(loss, [data[index] for index in indices], *scores.part(indices, entropy=wanted.entropy))
+            rows = [data[index] for index in indices]
+            slopes = self._slopes(loss, rows, *scores.part(indices, entropy=wanted.entropy))
             self._backward_all(data, passes, slopes, wanted, None)
             return
 
@@ -287,15 +329,22 @@ class Engine:
 
         def slopes_of(indices: Sequence[int], pieces: Sequence[Datum], logprobs: Sequence[Tensor]) -> list[Tensor]:
             with torch.enable_grad():
-                found = loss_gradient(loss, pieces, dict(zip(indices, logprobs, strict=True)))
+                found = self._slopes(loss, pieces, dict(zip(indices, logprobs, strict=True)))
             for index, count in found.active_by_datum().items():
                 active[index] = active.get(index, 0) + count
             return list(found.logprobs.values())
 
         seed = self._next_seed()
         root = self.passes.run_folded(data, batch, scores, wanted, slopes_of, seed=seed, whole=whole)
+        self._flows = True
         torch.autograd.backward(root)
         self.counts.add(sum(active.values()), sum(count > 0 for count in active.values()))
+
+    def _slopes(self, loss: LossFunction, *of: Any) -> LossGradient:
+        """The loss's gradient; that of its own parameters waits for the end of the call."""
+        found = loss_gradient(loss, *of)
+        self._own_gradients += found.own
+        return found
 
     def _forward_all(self, data: Sequence[Datum], batches: list[MicroBatch], scores: Scores, wanted: Wanted) -> list[_Pass]:
         """Runs every pass; keeps the first graph and those that fit beside it, and of the rest only what they found."""
@@ -332,8 +381,8 @@ class Engine:
                 del found
             one.found = None  # frees the graph before the next pass
 
-    @staticmethod
-    def _backward(found: Found, sides: Sequence[Mapping[int, Tensor]], router: Tensor | None) -> None:
+    def _backward(self, found: Found, sides: Sequence[Mapping[int, Tensor]], router: Tensor | None) -> None:
+        self._flows = True
         gradients = [found.tokens.gathered(side) for side in sides]
         roots = [root for root in (found.logprobs, found.entropy) if root is not None][: len(gradients)]
         if found.router is not None and router is not None and found.router.probability.requires_grad:
@@ -353,8 +402,6 @@ class Engine:
     # ---- what surrounds a pass -----------------------------------------------------------------------------------
 
     def _plan(self, data: Sequence[Datum]) -> list[MicroBatch]:
-        if not data:
-            raise DataError("forward_backward: got no datums; pass at least one")
         vocabulary = self.model.network.config.get_text_config().vocab_size
         for index, datum in enumerate(data):
             check_datum(datum, index, vocabulary, self.model.max_length)
@@ -410,12 +457,13 @@ class Engine:
         self.seeds += 1
         return (self.options.seed * 1_000_003 + self.step * 10_007 + self.seeds) % (1 << 62)
 
-    def _wanted(self, loss: LossFunction | None, *, training: bool) -> Wanted:
+    def _wanted(self, loss: LossFunction | None, *, training: bool, all_logprobs: bool | None = None) -> Wanted:
+        everything = self.options.all_logprobs if all_logprobs is None else all_logprobs
         return Wanted(
             metrics=self.options.token_metrics and (loss is not None or training),
             entropy=isinstance(loss, Loss) and loss.needs_entropy,
             router=bool(self.router_coefficient) and loss is not None,
-            weighted_only=isinstance(loss, Loss) and loss.ignores_masked and training and not self.options.all_logprobs,
+            weighted_only=isinstance(loss, Loss) and loss.ignores_masked and training and not everything,
         )
 
     def _adapter(self, enabled: bool) -> contextlib.AbstractContextManager[Any]:

@@ -17,14 +17,22 @@ LossFunction = Callable[..., tuple[Tensor, Mapping[str, float]]]
 """``loss(data, logprobs) -> (scalar, metrics)``; one that :attr:`~cookbook.losses.Loss.needs_entropy` gets a third argument."""
 
 
+OwnGradient = tuple[Callable[[Tensor], object], Tensor]
+"""What adds to the ``grad`` of a leaf tensor, as a backward pass does, and what is to be added."""
+
+
 @dataclass(frozen=True)
 class LossGradient:
-    """A loss's value, its metrics, and its slopes: per datum dL/dlogprob ``(T,)`` or ``(T, K)``, and dL/dentropy ``(T,)``."""
+    """A loss's value, its metrics, and its slopes: per datum dL/dlogprob ``(T,)`` or ``(T, K)``, and dL/dentropy ``(T,)``.
+
+    ``own``: the slopes of the loss's own parameters, such as a learned temperature: the leaf tensors that it closes over.
+    """
 
     value: Tensor
     metrics: Mapping[str, float]
     logprobs: dict[int, Tensor]
     entropy: dict[int, Tensor] | None
+    own: list[OwnGradient]
 
     def active(self) -> tuple[int, int]:
         """How many tokens have a gradient, and how many datums hold such a token."""
@@ -59,7 +67,11 @@ def loss_gradient(
     value, metrics = _call(loss, data, [list(leaf.rows(leaf.flat).values()) for leaf in leaves])
     name = getattr(loss, "name", None) or getattr(loss, "__name__", type(loss).__name__)
     flats = [leaf.flat for leaf in leaves]
-    found = torch.autograd.grad(value, flats, allow_unused=True) if value.requires_grad else [None for _ in flats]
+    nodes = _own_leaves(value, flats)
+    inputs = [*flats, *(node.variable for node in nodes)]
+    every = torch.autograd.grad(value, inputs, allow_unused=True) if value.requires_grad else [None for _ in inputs]
+    found = every[: len(flats)]
+    own = [(node, slope) for node, slope in zip(nodes, every[len(flats) :], strict=True) if slope is not None]
     slopes = [leaf.rows(torch.zeros_like(leaf.flat) if one is None else one) for leaf, one in zip(leaves, found, strict=True)]
     if not torch.isfinite(value):
         bad = _blamed(logprobs, *slopes)
@@ -76,7 +88,29 @@ def loss_gradient(
     if not all(torch.isfinite(one).all() for one in found if one is not None):
         bad = _blamed(*slopes)
         raise NonFiniteError(f"loss {name}: its gradient is not finite for {_named(bad)}", bad)
-    return LossGradient(value.detach(), metrics, slopes[0], slopes[1] if entropy is not None else None)
+    return LossGradient(value.detach(), metrics, slopes[0], slopes[1] if entropy is not None else None, own)
+
+
+@torch.no_grad()
+def accumulate(own: Sequence[OwnGradient]) -> None:
+    """Adds to the ``grad`` of the loss's own parameters, in place and with their hooks, as ``backward()`` does."""
+    for add, slope in own:
+        add(slope)
+
+
+def _own_leaves(value: Tensor, flats: Sequence[Tensor]) -> list[Any]:
+    """The graph's nodes of the leaf tensors that the loss reads besides the logprobs, in a fixed order."""
+    found, seen, waiting = [], set(), [value.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and not any(leaf is flat for flat in flats):
+            found.append(node)
+        waiting += [following for following, _ in node.next_functions]
+    return found
 
 
 class _Leaf:

@@ -35,6 +35,11 @@ def output(
     return ForwardBackwardOutput(outputs, found)
 
 
+def empty_output(with_loss: bool = True) -> ForwardBackwardOutput:
+    """The output of a call without datums: a loss is a sum, and an empty sum is 0."""
+    return ForwardBackwardOutput([], {"loss": 0.0, "loss:sum": 0.0} if with_loss else {})
+
+
 def same_pass(one: Datum, other: Datum) -> bool:
     """Whether the model makes the same logprobs of both."""
     keys = ("target_tokens", "temperature")

@@ -40,6 +40,7 @@ __all__ = [
     "Scope",
     "get_loss",
     "loss_class",
+    "loss_of_call",
 ]
 
 LOSSES: dict[str, str] = {
@@ -78,6 +79,20 @@ def get_loss(name: str, config: Mapping[str, Any] | None = None) -> Loss:
     """
     loss: Loss = construct(loss_class(name), config or {}, "loss_fn_config")
     return loss
+
+
+def loss_of_call(name: str, config: Mapping[str, Any] | None) -> Loss:
+    """The loss that ``forward_backward(data, name, config)`` means.
+
+    Raises:
+        ConfigError: as :func:`get_loss`, and for a normalization, which a single call could not apply.
+    """
+    if (config or {}).get("normalization") is not None:
+        raise ConfigError(
+            f"loss_fn_config.normalization: forward_backward divides nothing, got {config['normalization']!r}; pass it to "  # type: ignore[index]
+            "optim_step as grad_accumulation_normalization"
+        )
+    return get_loss(name, config)
 
 
 def __getattr__(attribute: str) -> Any:

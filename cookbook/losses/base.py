@@ -100,8 +100,12 @@ class Loss:
         raise NotImplementedError
 
     def options(self) -> dict[str, Any]:
-        """The fields, as ``forward_backward(data, name, loss_fn_config)`` takes them."""
+        """The fields, by name."""
         return {option.name: getattr(self, option.name) for option in fields(self)}  # type: ignore[arg-type]
+
+    def call_options(self) -> dict[str, Any]:
+        """The ``loss_fn_config`` of this loss: its options without the normalization, which ``optim_step`` takes."""
+        return {name: value for name, value in self.options().items() if name != "normalization"}
 
     def check_data(self, data: Sequence[Datum]) -> None:
         """Everything the loss reads is there, finite, and shaped as the targets: askable before any model has run.

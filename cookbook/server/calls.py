@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from cookbook.backends.remote.facts import ALL_LOGPROBS
 from cookbook.errors import DataError
 from cookbook.losses import loss_class
 from cookbook.server import schema
@@ -42,6 +43,7 @@ class Call:
     loss_fn: str
     loss_fn_config: dict[str, Any]
     forward_only: bool
+    all_logprobs: bool = True  # the protocol knows no gaps in them, and most clients compute with all
 
 
 def parse(body: bytes) -> Any:
@@ -73,10 +75,11 @@ def call_of(message: Any) -> Call:
     data = [_datum(one, index, budget) for index, one in enumerate(message.data)]
     name = LOSS_NAMES.get(message.loss_fn, message.loss_fn)
     options = {key: _value(value) for key, value in message.loss_fn_config_v2.items()} or dict(message.loss_fn_config)
+    everything = options.pop(ALL_LOGPROBS, "true") != "false"
     if name != message.loss_fn:
         options = {}  # they are options of a loss that is not this one
     typed = options if name == CUSTOM else _typed(name, options)
-    return Call(message.model_id, message.seq_id, data, name, typed, message.forward_only)
+    return Call(message.model_id, message.seq_id, data, name, typed, message.forward_only, everything)
 
 
 def _value(value: Any) -> float | str:

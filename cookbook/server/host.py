@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cookbook.backends.failures import ServedFailures
 from cookbook.backends.graphs import KeptGraphs
 from cookbook.backends.local import LocalConfig, LocalTrainer
 from cookbook.backends.sampling import LocalSampler, SampleQueue
@@ -126,7 +127,14 @@ class Host:
 
     def _trainer(self, model: ModelConfig, folder: Path, seed: int, graphs: RunGraphs | None = None) -> LocalTrainer:
         return LocalTrainer(
-            model, self.config, seed=seed, folder=folder, worker=self.worker, base=self._base, graphs=graphs or self.graphs
+            model,
+            self.config,
+            seed=seed,
+            folder=folder,
+            failures=ServedFailures(),
+            worker=self.worker,
+            base=self._base,
+            graphs=graphs or self.graphs,
         )
 
 

@@ -33,7 +33,8 @@ class Request:
     """One request of a run: how it is begun, and how its answer is written.
 
     ``is_saved``, of one that writes a checkpoint and changes nothing else: whether it is there, made for this very request by
-    a process that could not say so any more. ``publishes``: the sampling session it makes.
+    a process that could not say so any more. ``publishes``: the sampling session it makes. ``reports_once``, of an optimizer
+    step: the errors before it, and its own, fail no later step.
     """
 
     run_id: str
@@ -43,6 +44,7 @@ class Request:
     encode: Encode
     is_saved: Callable[[], bool] | None = None
     publishes: str | None = None
+    reports_once: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,8 @@ class TrainingRun:
             loop.call_soon_threadsafe(self._finish, step, call, self.graphs.decided())
 
         self._begin(step).add_done_callback(tell)
+        if step.request.reports_once:
+            self.trainer.forgive()
         self.begun(step.request)
 
     def _begin(self, step: Step) -> Future[Any]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from cookbook.backends.local import LocalTrainer
+from cookbook.backends.remote.facts import FAILURES_READ
 from cookbook.errors import ConfigError
 from cookbook.server.calls import CUSTOM, Call, call_of, parse
 from cookbook.server.catalogue import Address, check_ttl
@@ -40,8 +41,9 @@ def forward_backward(service: Service, body: bytes) -> Request:
         service.metrics.trained_tokens += sum(datum.model_input.length for datum in call.data)
         if call.loss_fn == CUSTOM:
             return trainer.forward_backward_custom(call.data, _custom_loss(service, call))
-        do = trainer.forward if call.forward_only else trainer.forward_backward
-        return do(call.data, call.loss_fn, call.loss_fn_config)
+        if call.forward_only:
+            return trainer.forward(call.data, call.loss_fn, call.loss_fn_config)
+        return trainer.forward_backward(call.data, call.loss_fn, call.loss_fn_config, all_logprobs=call.all_logprobs)
 
     kind = "forward" if message.forward_only else "forward_backward"
     return Request(message.model_id, message.seq_id, kind, begin, passed)
@@ -60,12 +62,19 @@ def _custom_loss(service: Service, call: Call) -> GraphLoss:
 
 
 def optim_step(_: Service, body: bytes) -> Request:
+    """A client of ours says what it has read: ``failures_read`` is true or false. To any other an error is reported once."""
     message = parsed(OptimStep, body)
+    fields = message.optimizer_params if message.adam_params is None else message.adam_params
+    failures_read = (fields or {}).get(FAILURES_READ)
 
     def begin(trainer: LocalTrainer) -> Any:
-        return trainer.optim_step(*_adam(message))
+        adam, normalization = _adam(message)
+        if failures_read == "true":
+            trainer.forgive()
+        return trainer.optim_step(adam, normalization)
 
-    return _request(message, "optim_step", begin, lambda output: from_json({"metrics": output.metrics}))
+    request = _request(message, "optim_step", begin, lambda output: from_json({"metrics": output.metrics}))
+    return replace(request, reports_once=failures_read is None)
 
 
 def save_weights(service: Service, body: bytes) -> Request:
@@ -222,6 +231,7 @@ def _adam(message: OptimStep) -> tuple[AdamParams, str | None]:
     """
     given = dict(message.adam_params if message.adam_params is not None else message.optimizer_params or {})
     kind = given.pop("type", "adamw")
+    given.pop(FAILURES_READ, None)
     normalization = given.pop("grad_accumulation_normalization", message.grad_accumulation_normalization)
     known = AdamParams.__dataclass_fields__
     if kind != "adamw":

@@ -22,6 +22,7 @@ class RemoteConfig:
     base_url: str
     api_key_env: str = "TINKER_API_KEY"
     patience_s: float = 300.0
+    all_logprobs: bool = False
 
     def __post_init__(self) -> None:
         if not self.base_url.startswith(("http://", "https://")):

@@ -12,6 +12,10 @@ from cookbook.errors import BackendError, ConfigError
 PATH = "/api/v1/cookbook"
 WIRE = 1  # the version of these facts and of what they promise
 
+# What our trainer adds to Tinker's messages for a server of ours; both are "true" or "false".
+ALL_LOGPROBS = "all_logprobs"  # option of a forward_backward; false leaves out tokens that the loss ignores, as in this process
+FAILURES_READ = "failures_read"  # field of an optim_step; whether the caller has read the errors of all calls before it
+
 # Fields of the model that the server decides, so a run must not say otherwise: its numbers would be other ones.
 DECIDED_THERE = ("random", "revision", "dtype", "lora_alpha", "lora_dropout", "router_aux_loss_coef")
 

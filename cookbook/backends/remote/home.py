@@ -36,7 +36,7 @@ class RemoteHome:
         return self.model(name, {"lora_rank": rank})
 
     def trainer(self, model: ModelConfig, seed: int, unread: set[Failures]) -> RemoteTrainer:
-        return RemoteTrainer(model, self._server, seed=seed, folder=self._folder, unread=unread, owns_server=False)
+        return RemoteTrainer(model, self._server, seed=seed, folder=self._folder, failures=Failures(unread), owns_server=False)
 
     def sampler(self, trainer: Trainer, checkpoint: Checkpoint | str | None) -> AnySampler:
         """Makes no run for it."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cookbook.backends.remote import facts
+from cookbook.backends.remote import facts, wire
 from cookbook.backends.remote.config import RemoteConfig
 from cookbook.backends.remote.facts import Facts
 from cookbook.backends.remote.messages import Explain
@@ -23,6 +23,7 @@ from cookbook.backends.remote.wire import Wire
 from cookbook.engine.model import ModelConfig
 from cookbook.errors import BackendError, ConfigError, CookbookError
 from cookbook.futures import Future
+from cookbook.losses.base import Loss
 
 log = logging.getLogger("cookbook")
 
@@ -37,6 +38,7 @@ class Server:
 
     def __init__(self, config: RemoteConfig) -> None:
         self._tinker = package()
+        self._all_logprobs = config.all_logprobs
         self.url = config.base_url.rstrip("/")
         self.wire = Wire(self._tinker)
         self.explained = Explain(self._tinker, self.url, config.api_key_env)
@@ -55,6 +57,13 @@ class Server:
     def knows(self, loss: str) -> bool:
         """Whether it computes the loss by its name, as it is computed here."""
         return self.facts is not None and loss in self.facts.losses
+
+    def options(self, loss: Loss) -> dict[str, float | str] | None:
+        """A loss's options for a gradient there; None: the server knows the loss under no name, or takes no options."""
+        if not self.knows(loss.name):
+            return None
+        own = {} if self._all_logprobs else {facts.ALL_LOGPROBS: "false"}
+        return wire.options(loss.call_options()) | own
 
     @property
     def divides(self) -> bool:

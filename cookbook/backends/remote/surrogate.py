@@ -7,11 +7,11 @@ travel back. Weights of a linear loss can also be divided before they travel, wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cookbook.engine.loss_gradient import LossFunction, loss_gradient
+from cookbook.engine.loss_gradient import LossFunction, OwnGradient, loss_gradient
 from cookbook.errors import ConfigError
 from cookbook.losses.base import Loss
 from cookbook.normalization import GradientCounts, Normalization, Reduction, check, check_accumulation
@@ -27,10 +27,11 @@ KEYS = (
 
 @dataclass(frozen=True)
 class Slopes:
-    """A loss's value and metrics, and the datums whose linear loss has its gradient."""
+    """A loss's value and metrics, the datums whose linear loss has its gradient, and the gradient of its own parameters."""
 
     data: list[Datum]
     output: ForwardBackwardOutput
+    own: list[OwnGradient]
     num_loss_tokens: int
     num_sequences: int
 
@@ -54,7 +55,7 @@ def slopes(loss: LossFunction, data: Sequence[Datum], found: ForwardBackwardOutp
     total = float(gradient.value)
     tokens = {key: value for key, value in found.metrics.items() if key.startswith("tokens/")}
     output = ForwardBackwardOutput(found.loss_fn_outputs, {"loss": total, "loss:sum": total, **gradient.metrics, **tokens})
-    return Slopes(linear, output, *gradient.active())
+    return Slopes(linear, output, gradient.own, *gradient.active())
 
 
 def check_loss(loss: LossFunction) -> None:
@@ -83,11 +84,15 @@ class Accumulated:
     travelled: bool = False
     reductions: list[Reduction | None] = field(default_factory=list)
 
-    def add(self, loss: LossFunction) -> None:
+    def check_more(self, loss: LossFunction) -> None:
         """Raises ConfigError: means of several calls do not add up to a mean."""
-        reduction = loss.reduction if isinstance(loss, Loss) and not loss.prepares else None
-        check_accumulation(type(loss).__name__, reduction, self.reductions)
+        check_accumulation(type(loss).__name__, _reduction(loss), self.reductions)
+
+    def add(self, loss: LossFunction) -> Callable[[], None]:
+        """A call with ``loss``. Returns what takes the call back, for one that fails on the server."""
+        reduction = _reduction(loss)
         self.reductions.append(reduction)
+        return lambda: self.reductions.remove(reduction)
 
     def counts(self) -> GradientCounts:
         found = GradientCounts()
@@ -100,3 +105,7 @@ class Accumulated:
         for reduction in self.reductions:
             if reduction is not None:
                 check("optim_step: the accumulated loss", reduction, normalization)
+
+
+def _reduction(loss: LossFunction) -> Reduction | None:
+    return loss.reduction if isinstance(loss, Loss) and not loss.prepares else None

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from cookbook.backends.copies import tokenizer_digests
-from cookbook.backends.failures import CallFuture, Failures
+from cookbook.backends.failures import CallFuture, Failures, PendingStep
 from cookbook.backends.info import ModelData, ModelInfo
 from cookbook.backends.remote import pointers, surrogate, wire
 from cookbook.backends.remote.books import Books
+from cookbook.backends.remote.facts import FAILURES_READ
 from cookbook.backends.remote.pointers import Pointer
+from cookbook.backends.remote.reference import RemoteReference, Start, own
 from cookbook.backends.remote.sampler import RemoteSampler
 from cookbook.backends.remote.server import Server
 from cookbook.backends.worker import Worker
 from cookbook.checkpoints import store
 from cookbook.deployments.embedded import EmbeddedConfig
+from cookbook.engine.loss_gradient import accumulate
 from cookbook.engine.model import ModelConfig, context_length, load_tokenizer
+from cookbook.engine.outputs import empty_output
 from cookbook.errors import BackendError, CheckpointError, ConfigError, RolloutError
 from cookbook.futures import Future
-from cookbook.losses import Loss, get_loss
+from cookbook.losses import Loss, loss_of_call
 from cookbook.normalization import Normalization, as_normalization
 from cookbook.protocols import Sampler
 from cookbook.types import (
@@ -34,7 +39,6 @@ from cookbook.types import (
     ForwardBackwardOutput,
     OptimStepOutput,
     as_adam,
-    as_datum,
 )
 
 T = TypeVar("T")
@@ -42,29 +46,12 @@ Ask = Callable[[Any], Any]
 """Makes a call of the client package on a training client; what it returns is passed to the receiving side."""
 
 
-@dataclass(frozen=True)
-class Start:
-    """What a run begins with: the base model, or saved weights (``path``)."""
-
-    server: Server
-    model: ModelConfig
-    seed: int
-    path: str | None = None
-    optimizer: bool = False
-
-    def make(self) -> Any:
-        """A training client. Waits for it."""
-        if self.path is None:
-            return self.server.new_run(self.model, self.seed)
-        return self.server.run_of(self.path, optimizer=self.optimizer)
-
-
 class RemoteTrainer:
     """A :class:`TrainingClient` on a server. Calls go out on one thread and are answered on another, both in their order.
 
     ``folder`` gets a pointer to each checkpoint, which itself stays on the server and is deleted there after its pointer.
-    Trainers that share ``unread`` leave their untold errors there. The run on the server is made when it is first needed: one
-    that goes on is made from its checkpoint, and not twice.
+    ``failures`` holds the errors that the caller has not read. The run on the server is made when it is first needed: one
+    that resumes is made from its checkpoint, and not twice.
     """
 
     def __init__(
@@ -74,7 +61,7 @@ class RemoteTrainer:
         *,
         seed: int = 0,
         folder: str | Path = "checkpoints",
-        unread: set[Failures] | None = None,
+        failures: Failures | None = None,
         owns_server: bool = True,
     ) -> None:
         self.server = server
@@ -88,7 +75,9 @@ class RemoteTrainer:
         self._owns_server = owns_server
         self._start = Start(server, model, seed)
         self._client: Any = None
-        self._broken: BaseException | None = None  # a call that failed before anything of it went out
+        self._broken: list[BaseException] = []  # of calls that failed before anything of them went out
+        self._failed = False  # a call has failed since the last step that succeeded
+        self._newest_call: Future[Any] | None = None
         self._accumulated = surrogate.Accumulated()
         self._lost_gradient: BackendError | None = None
         self._moved = False  # away from where it started
@@ -96,7 +85,7 @@ class RemoteTrainer:
         self._unseeded: Counter[int] = Counter()
         self._books = Books(server, self.folder)
         self._newest: RemoteSampler | None = None
-        self._failures = Failures(unread)
+        self._failures = Failures() if failures is None else failures
         self._sender, self._receiver = Worker(threads=1), Worker(threads=1)
 
     # ---- passes --------------------------------------------------------------------------------------------------
@@ -104,10 +93,12 @@ class RemoteTrainer:
     def forward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, Any] | None = None
     ) -> Future[ForwardBackwardOutput]:
-        loss = get_loss(loss_fn, loss_fn_config)
-        rows = _own(data)
+        loss = loss_of_call(loss_fn, loss_fn_config)
+        rows = own(data)
+        if not rows:
+            return self._call(lambda _: None, lambda _: empty_output())
         if self.server.knows(loss_fn):
-            batch, options = self._wired(rows), wire.options(loss.options())
+            batch, options = self._wired(rows), wire.options(loss.call_options())
             return self._call(lambda client: self.server.follow(client.forward(batch, loss_fn, options)), wire.passed)
 
         def ask(client: Any) -> Any:
@@ -118,10 +109,10 @@ class RemoteTrainer:
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, Any] | None = None
     ) -> Future[ForwardBackwardOutput]:
-        loss = get_loss(loss_fn, loss_fn_config)
-        if not self._as_it_is(loss):
+        loss = loss_of_call(loss_fn, loss_fn_config)
+        if not (data and self._as_it_is(loss)):
             return self.forward_backward_custom(data, loss)
-        batch, options = self._wired(_own(data)), wire.options(loss.options()) if self.server.knows(loss_fn) else None
+        batch, options = self._wired(own(data)), self.server.options(loss)
 
         def ask(client: Any) -> Any:
             self._accumulated.travelled = True
@@ -131,22 +122,28 @@ class RemoteTrainer:
 
     def forward_backward_custom(self, data: Sequence[Datum], loss_fn: Any) -> Future[ForwardBackwardOutput]:
         surrogate.check_loss(loss_fn)
-        rows = _own(data)
+        rows = own(data)
+        if not rows:
+            return self._call(lambda _: None, lambda _: empty_output())
 
-        def ask(client: Any) -> Any:
-            self._accumulated.add(loss_fn)
+        def ask(client: Any) -> tuple[surrogate.Slopes, Future[Any] | None, Callable[[], None]]:
+            accumulated = self._accumulated
+            accumulated.check_more(loss_fn)
             found = surrogate.slopes(loss_fn, rows, self._forward(client, rows, loss_fn))
-            if self.server.divides:
-                self._accumulated.travelled = True
-                return found.output, self._backward(client, found.data)
-            self._accumulated.held.append(found)
-            return found.output, None
+            forget = accumulated.add(loss_fn)
+            if not self.server.divides:
+                accumulated.held.append(found)
+                return found, None, forget
+            accumulated.travelled = True
+            return found, self._backward(client, found.data), forget
 
-        def receive(answer: tuple[ForwardBackwardOutput, Future[Any] | None]) -> ForwardBackwardOutput:
-            output, backward = answer
-            if backward is not None:
-                backward.result()
-            return output
+        def receive(answer: tuple[surrogate.Slopes, Future[Any] | None, Callable[[], None]]) -> ForwardBackwardOutput:
+            found, backward, forget = answer
+            if backward is not None and (error := backward.exception()) is not None:
+                forget()
+                raise error
+            accumulate(found.own)
+            return found.output
 
         return self._call(ask, receive)
 
@@ -155,20 +152,20 @@ class RemoteTrainer:
     ) -> Future[OptimStepOutput]:
         adam = as_adam(adam_params)
         normalization = as_normalization(grad_accumulation_normalization)
+        step = self._failures.step()
 
         def receive(answer: tuple[Future[Any] | None, Mapping[str, float]]) -> OptimStepOutput:
             asked, known = answer
             error = asked.exception() if asked is not None else None
             self.step += error is None
-            if self._failures.first is not None:
-                raise self._failures.first
-            if error is not None:
+            if (error := step.error() or error) is not None:
                 raise error
+            self._failed = False
             return OptimStepOutput({**((asked.result().metrics or {}) if asked is not None else {}), **known})
 
         self._moved = True
-        ask = functools.partial(self._ask_step, adam=adam, normalization=normalization)
-        return self._call(ask, receive, self._failures.forget, is_step=True)
+        ask = functools.partial(self._ask_step, adam=adam, normalization=normalization, step=step)
+        return self._call(ask, receive, step=step)
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -205,7 +202,7 @@ class RemoteTrainer:
 
         def ask(_: Any) -> None:
             self._client = replace(self._start, path=found.path, optimizer=optimizer).make()
-            self._accumulated, self._lost_gradient, self._broken = surrogate.Accumulated(), None, None
+            self._accumulated, self._lost_gradient, self._broken = surrogate.Accumulated(), None, []
 
         def receive(_: Any) -> None:
             self.step = found.step if optimizer else 0
@@ -334,12 +331,12 @@ class RemoteTrainer:
         return ModelInfo(data, name, self.model.lora_rank, self.model.lora_rank > 0, parameters, self.max_length)
 
     def close(self) -> None:
-        """Waits for what is under way, unless a call has failed; raises the error of one that nobody has read."""
-        if self._failures.first is not None:
+        """Wait for calls under way, unless an error is unread; then raise that error."""
+        if self._failures.errors:
             self.server.give_up()
         self._sender.close()
         self._receiver.close()
-        if self._failures.first is None:
+        if not self._failed:
             self._books.sweep(closing=True)
         if self._owns_server:
             self.server.close()
@@ -351,23 +348,26 @@ class RemoteTrainer:
         self,
         ask: Ask,
         receive: Callable[[Any], T],
-        on_read: Callable[[BaseException], None] | None = None,
         *,
         needs_client: bool = True,
-        is_step: bool = False,
+        step: PendingStep | None = None,
     ) -> Future[T]:
         """``ask`` goes out after all earlier calls, ``receive`` gets its answer after they have got theirs."""
+        failures = step or self._failures
 
         def send() -> Any:
             try:
+                if step is not None and step.after_read and before is not None:
+                    concurrent.futures.wait([before])  # the step says whether every error has been read: all must be known
                 if needs_client and self._client is None:
                     self._client = self._start.make()
                 if needs_client and self._lost_gradient is not None:
                     raise self._lost_gradient
                 return ask(self._client)
             except BaseException as error:
-                if not is_step:  # the next step tells of it
-                    self._broken = self._broken or error
+                if step is None:
+                    self._broken.append(error)
+                    failures.note(error)
                 raise
 
         def answer() -> T:
@@ -375,12 +375,15 @@ class RemoteTrainer:
                 found = sent.result()
                 return receive(found.result() if isinstance(found, Future) else found)
             except BaseException as error:
-                self._failures.note(error)
+                self._failed = True
+                failures.note(error)
                 raise
 
         with self._order:
+            before = self._newest_call
             sent = self._sender.submit(send)
-            return self._receiver.submit(answer, CallFuture(on_read or self._failures.read))
+            self._newest_call = future = CallFuture(failures.read)
+            return self._receiver.submit(answer, future)
 
     def _forward(self, client: Any, rows: Sequence[Datum], loss: Any) -> ForwardBackwardOutput:
         """A pass whose logprobs a loss is computed from here. Waits for it."""
@@ -393,12 +396,13 @@ class RemoteTrainer:
         return self.server.follow(client.forward_backward(self._wired(rows), surrogate.LINEAR))
 
     def _ask_step(
-        self, client: Any, adam: AdamParams, normalization: Normalization | None
+        self, client: Any, adam: AdamParams, normalization: Normalization | None, step: PendingStep
     ) -> tuple[Future[Any] | None, dict[str, float]]:
         """Sends the step, and before it what has been held back."""
         accumulated, self._accumulated = self._accumulated, surrogate.Accumulated()
-        if self._broken is not None:
-            error, self._broken = self._broken, None
+        broken, self._broken = self._broken, []
+        known = step.known
+        if (error := next((one for one in broken if any(one is other for other in known)), None)) is not None:
             if accumulated.travelled:
                 self._lost_gradient = BackendError(
                     "the server holds a part of a gradient whose rest has failed; load a checkpoint, or make a new run"
@@ -406,7 +410,7 @@ class RemoteTrainer:
             raise error
         accumulated.check(normalization)
         if self.server.divides:
-            return self.server.follow(client.optim_step(self._step_message(adam, normalization))), {}
+            return self.server.follow(client.optim_step(self._step_message(adam, normalization, step.after_read and not known))), {}
         if normalization is not None and accumulated.travelled:
             raise ConfigError(
                 f"optim_step: this server cannot divide by {normalization}, and part of the gradient is there already; give "
@@ -414,21 +418,23 @@ class RemoteTrainer:
             )
         counts = accumulated.counts()
         divisor = counts.divisor(normalization)
-        known = {
+        own_metrics = {
             "optim/lr": adam.learning_rate,
             "optim/divisor": divisor,
             "optim/num_loss_tokens": float(counts.num_loss_tokens),
             "optim/num_sequences": float(counts.num_sequences),
         }
         if not accumulated.travelled and not counts.num_loss_tokens:
-            return None, {**known, "optim/grad_norm": 0.0}  # without a gradient nothing moves, and the step counts
+            return None, {**own_metrics, "optim/grad_norm": 0.0}  # without a gradient nothing moves, and the step counts
         for one in accumulated.held:
             self._backward(client, one.divided(divisor))
         asked = self.server.follow(client.optim_step(self.server.wire.adam(asdict(adam))))
-        return asked, {"optim/lr": adam.learning_rate} if accumulated.travelled else known
+        return asked, {"optim/lr": adam.learning_rate} if accumulated.travelled else own_metrics
 
-    def _step_message(self, adam: AdamParams, normalization: Normalization | None) -> Any:
-        extras = {} if normalization is None else {"grad_accumulation_normalization": str(normalization)}
+    def _step_message(self, adam: AdamParams, normalization: Normalization | None, failures_read: bool) -> Any:
+        extras = {FAILURES_READ: str(failures_read).lower()}
+        if normalization is not None:
+            extras["grad_accumulation_normalization"] = str(normalization)
         return self.server.wire.adam(asdict(adam), extras)
 
     def _ask_sampler(self, kind: str) -> Ask:
@@ -467,30 +473,3 @@ class RemoteTrainer:
         with self._order:
             self._unseeded[step] += 1
             return (self.seed * 1_000_003 + step) * 1_000_003 + self._unseeded[step]
-
-
-class RemoteReference:
-    """Logprobs under frozen weights: a run of its own on the server, made when first asked."""
-
-    def __init__(self, call: Callable[..., Future[Any]], start: Start, wired: Callable[..., list[Any]]) -> None:
-        self._call = call
-        self._start = start
-        self._wired = wired
-        self._client: Any = None
-
-    def logprobs(self, data: Sequence[Datum]) -> Future[list[Any]]:
-        batch = self._wired(_own(data), ("target_tokens", "temperature"))
-
-        def ask(_: Any) -> Any:
-            if self._client is None:
-                self._client = self._start.make()
-            return self._start.server.follow(self._client.forward(batch, surrogate.LINEAR))
-
-        def receive(found: Any) -> list[Any]:
-            return [row["logprobs"].to_numpy() for row in wire.outputs(found)]
-
-        return self._call(ask, receive, needs_client=False)
-
-
-def _own(data: Sequence[Any]) -> list[Datum]:
-    return [as_datum(datum, index) for index, datum in enumerate(data)]
