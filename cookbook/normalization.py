@@ -7,11 +7,16 @@ contradiction.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from cookbook.errors import ConfigError
+
+log = logging.getLogger("cookbook")
+
+_warned: set[str] = set()  # names of losses
 
 
 class Reduction(StrEnum):
@@ -74,6 +79,21 @@ def check_accumulation(loss: str, reduction: Reduction | None, earlier: Sequence
             f"forward_backward: {loss} returns a mean, and means of several calls do not add up to a mean; "
             "pass the whole batch in one call (backend.micro_batch_tokens bounds its memory)"
         )
+
+
+def warn_undeclared(losses: Iterable[str], normalization: Normalization | None) -> None:
+    """Warns, once for each loss, if a division meets a loss that does not say what it returns."""
+    if normalization is None:
+        return
+    for name in losses:
+        if name not in _warned:
+            _warned.add(name)
+            log.warning(
+                "loss %s: does not declare what it returns, and optim_step divides by %s, which would divide a mean twice; put "
+                '@cookbook.losses.returns("token_sum"), or "mean" or "sequence_sum", above the function',
+                name,
+                normalization,
+            )
 
 
 @dataclass

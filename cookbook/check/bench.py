@@ -15,6 +15,7 @@ from cookbook.check import measure
 from cookbook.check.draws import USUAL, Draw, random_draw
 from cookbook.check.measure import LossFunction, Outcome
 from cookbook.losses.base import ALIASES, Loss, Scope
+from cookbook.losses.function import FunctionLoss
 from cookbook.normalization import Normalization, Reduction
 from cookbook.types import Array, Datum
 
@@ -55,7 +56,7 @@ def passport(loss: LossFunction) -> Passport:
         loss.scope,
         loss.prepares,
         loss.needs | reference,
-        loss.reads,
+        USUAL if isinstance(loss, FunctionLoss) else loss.reads,
         loss.stop_gradient,
     )
 
@@ -73,7 +74,7 @@ class Bench:
     def kits(self) -> list[frozenset[str]]:
         """The sets of keys the datums carry."""
         needed, all_known = self.passport.needs, self.passport.needs | self.passport.reads
-        if self.passport.reduction is None or needed | {"weights"} == all_known | {"weights"}:
+        if not isinstance(self.loss, Loss) or isinstance(self.loss, FunctionLoss) or needed | {"weights"} == all_known | {"weights"}:
             return [all_known]
         return [all_known, needed]
 

@@ -112,7 +112,7 @@ def _gap_moves_with_reference(bench: Bench, how: _Differences) -> bool:
     draws = [(index, draw) for index, draw in _pairs(bench) if key in draw.data[0].loss_fn_inputs]
     for index, draw in draws:
         rng = bench.rng(index, 2)
-        other = draw.mapped(key, lambda values, _, rng=rng: values + rng.normal(0, 0.5, values.shape))  # type: ignore[misc]
+        other = draw.mapped(key, lambda values, _, rng=rng: np.minimum(values + rng.normal(0, 0.5, values.shape), 0.0))  # type: ignore[misc]
         here, there = _gap(bench, draw, index, how), _gap(bench, other, index, how)
         change = (here.slope - here.promised) - (there.slope - there.promised)
         moved += abs(change) > how.tolerance * max(how.floor, abs(here.slope), abs(there.slope))

@@ -18,6 +18,7 @@ from cookbook.cli import conf_files, hydra_bridge
 from cookbook.config import build
 from cookbook.errors import ConfigError, CookbookError
 from cookbook.losses.base import Loss
+from cookbook.losses.function import FunctionLoss
 from cookbook.suggest import did_you_mean
 
 EXAMPLE = "for example: cookbook check loss dpo beta=0.2, or cookbook check loss my_file.py:my_loss"
@@ -90,7 +91,7 @@ def _only(module: ModuleType, path: Path) -> Any:
     """The one loss of a file: its class, or else its function ``(data, logprobs)``."""
     own = [thing for thing in vars(module).values() if getattr(thing, "__module__", None) == module.__name__]
     classes = [thing for thing in own if isinstance(thing, type) and issubclass(thing, Loss)]
-    functions = [thing for thing in own if inspect.isfunction(thing) and _is_loss(thing)]
+    functions = [thing for thing in own if isinstance(thing, FunctionLoss) or (inspect.isfunction(thing) and _is_loss(thing))]
     found = classes or functions
     if len(found) != 1:
         names = ", ".join(thing.__name__ for thing in found) or "none"

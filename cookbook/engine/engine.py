@@ -23,7 +23,7 @@ from cookbook.engine import layers, probe
 from cookbook.engine.datum_check import check_datum
 from cookbook.engine.gradients import Gradients
 from cookbook.engine.linear_logprobs import HeadImpl
-from cookbook.engine.loss_gradient import LossFunction, LossGradient, OwnGradient, accumulate, loss_gradient
+from cookbook.engine.loss_gradient import LossFunction, LossGradient, OwnGradient, accumulate, loss_gradient, loss_name, no_gradient
 from cookbook.engine.memory import shortage
 from cookbook.engine.model import LanguageModel, recompute_activations
 from cookbook.engine.optimizer import Optimizer
@@ -33,8 +33,8 @@ from cookbook.engine.planning import CPU_PASS_TOKENS, PACKINGS, Layouts, MicroBa
 from cookbook.engine.router_loss import router_coefficient
 from cookbook.engine.update_rules import update_rule
 from cookbook.errors import BackendError, ConfigError, NonFiniteError
-from cookbook.losses.base import Loss, Scope
-from cookbook.normalization import GradientCounts, Normalization, Reduction, check, check_accumulation
+from cookbook.losses.base import Loss, Scope, named
+from cookbook.normalization import GradientCounts, Normalization, Reduction, check, check_accumulation, warn_undeclared
 from cookbook.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput
 
 log = logging.getLogger("cookbook")
@@ -112,6 +112,7 @@ class Engine:
         self.version = 0  # changes whenever the weights do
         self.counts = GradientCounts()
         self.accumulated: list[Reduction | None] = []  # what each call since the last step returned
+        self.undeclared: list[str] = []  # losses of these calls that do not say what they return
         self.seeds = 0  # drawn since the last step
         self.lost_gradient = False  # a call failed midway, and the gradient of earlier calls went with it
         self._flows = False  # the call under way has begun to add to the gradient
@@ -176,7 +177,9 @@ class Engine:
         try:
             found = self._forward_backward(data, loss, retained, all_logprobs)
             if not math.isfinite(found.metrics["loss"]):  # micro-batches whose own are finite can add up to that
-                raise NonFiniteError(f"forward_backward: the loss of all datums together is {found.metrics['loss']}")
+                raise NonFiniteError(
+                    f"forward_backward: the loss of all datums together is {found.metrics['loss']}, of {named(range(len(data)))}"
+                )
         except BaseException:
             if self._flows:
                 self.lose_gradient(bool(earlier[1]))
@@ -199,8 +202,11 @@ class Engine:
         scores = Scores()
         # Terms of one datum each need no other micro-batch: nothing is kept. Every other loss sees the whole batch at once.
         if isinstance(loss, Loss) and loss.scope in (Scope.token, Scope.sequence) and not wanted.router:
+            before = self.counts.num_loss_tokens
             for batch in batches:
                 self._forward_backward_apart(data, batch, loss, scores, wanted)
+            if not loss.may_be_flat and self.counts.num_loss_tokens == before:
+                raise no_gradient(loss, range(len(data)))
             return self._scored_output(data, scores, loss, wanted)
         return self._from_passes(data, self._forward_all(data, batches, scores, wanted), loss, scores, wanted)
 
@@ -271,6 +277,7 @@ class Engine:
         for reduction in self.accumulated:
             if reduction is not None:
                 check("optim_step: the accumulated loss", reduction, normalization)
+        warn_undeclared(self.undeclared, normalization)
         divisor = self.counts.divisor(normalization)
         norm = self.gradients.norm() / divisor
         if not norm < float("inf"):
@@ -301,6 +308,7 @@ class Engine:
         self.gradients.clear()
         self.counts = GradientCounts()
         self.accumulated = []
+        self.undeclared = []
         self.seeds = 0
         self.lost_gradient = False
 
@@ -452,6 +460,8 @@ class Engine:
         reduction = loss.reduction if isinstance(loss, Loss) and once else None
         check_accumulation(type(loss).__name__, reduction, self.accumulated)
         self.accumulated.append(reduction)
+        if not isinstance(loss, Loss):
+            self.undeclared.append(loss_name(loss))
 
     def _next_seed(self) -> int:
         self.seeds += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cookbook.errors import BackendError, NonFiniteError
-from cookbook.losses.base import Loss
+from cookbook.errors import BackendError, DataError, NonFiniteError
+from cookbook.losses.base import Loss, Scope, named
 from cookbook.types import Datum
 
 LossFunction = Callable[..., tuple[Tensor, Mapping[str, float]]]
@@ -64,8 +65,8 @@ def loss_gradient(
             everywhere.
     """
     leaves = [_Leaf(rows) for rows in (logprobs, entropy) if rows is not None]
-    value, metrics = _call(loss, data, [list(leaf.rows(leaf.flat).values()) for leaf in leaves])
-    name = getattr(loss, "name", None) or getattr(loss, "__name__", type(loss).__name__)
+    name, whole = loss_name(loss), named(list(logprobs))
+    value, metrics = _call(loss, data, [list(leaf.rows(leaf.flat).values()) for leaf in leaves], list(logprobs))
     flats = [leaf.flat for leaf in leaves]
     nodes = _own_leaves(value, flats)
     inputs = [*flats, *(node.variable for node in nodes)]
@@ -75,19 +76,18 @@ def loss_gradient(
     slopes = [leaf.rows(torch.zeros_like(leaf.flat) if one is None else one) for leaf, one in zip(leaves, found, strict=True)]
     if not torch.isfinite(value):
         bad = _blamed(logprobs, *slopes)
-        message = f"returned {value.item()} for {_named(bad)}; look at what the loss reads there"
+        message = f"returned {value.item()} for {named(bad)}; look at what the loss reads there"
         raise NonFiniteError(f"loss {name}: {message}", bad)
     if not value.requires_grad:
         raise BackendError(
-            f"loss {name}: does not depend on the logprobs, so nothing would be trained; compute it from `logprobs` without "
-            ".item(), .detach() or numpy"
+            f"loss {name}: does not depend on the logprobs of {whole}, so nothing would be trained; compute it from `logprobs` "
+            "without .item(), .detach() or numpy"
         )
-    if found[0] is None or not (isinstance(loss, Loss) or found[0].any()):
-        kind = "no" if found[0] is None else "a zero"
-        raise BackendError(f"loss {name}: has {kind} gradient with respect to the logprobs, so nothing would be trained")
+    if found[0] is None or not (_may_be_flat(loss) or found[0].any()):
+        raise no_gradient(loss, list(logprobs), "no" if found[0] is None else "a zero")
     if not all(torch.isfinite(one).all() for one in found if one is not None):
         bad = _blamed(*slopes)
-        raise NonFiniteError(f"loss {name}: its gradient is not finite for {_named(bad)}", bad)
+        raise NonFiniteError(f"loss {name}: its gradient is not finite for {named(bad)}", bad)
     return LossGradient(value.detach(), metrics, slopes[0], slopes[1] if entropy is not None else None, own)
 
 
@@ -125,14 +125,50 @@ class _Leaf:
         return {index: part.view(shape) for part, (index, shape) in zip(parts, self._shapes.items(), strict=True)}
 
 
-def _call(loss: LossFunction, data: Sequence[Datum], columns: list[list[Tensor]]) -> tuple[Tensor, Mapping[str, float]]:
-    result = loss(data, *columns)
+def _call(
+    loss: LossFunction, data: Sequence[Datum], columns: list[list[Tensor]], places: Sequence[int]
+) -> tuple[Tensor, Mapping[str, float]]:
+    where = f"loss {loss_name(loss)}: must return"
+    try:
+        result = loss(data, *columns)
+    except DataError as error:
+        raise _placed(error, places) from None
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
-        raise BackendError("loss: must return (scalar tensor, dict of metrics)")
+        raise BackendError(f"{where} (scalar tensor, dict of metrics), got {_described(result)} for {named(places)}")
     value, metrics = result
     if not isinstance(value, Tensor) or value.numel() != 1:
-        raise BackendError(f"loss: must return a scalar tensor, got {_described(value)}")
-    return value.reshape(()), {key: number(key, metric) for key, metric in metrics.items()}
+        raise BackendError(f"{where} a scalar tensor, got {_described(value)} for {named(places)}")
+    try:
+        return value.reshape(()), {key: number(key, metric) for key, metric in metrics.items()}
+    except BackendError as error:
+        raise BackendError(f"{error} for {named(places)}") from None
+
+
+def _placed(error: DataError, places: Sequence[int]) -> DataError:
+    """``error`` with the places in the call of the datums that it names by their places in ``data``."""
+
+    def place(found: re.Match[str]) -> str:
+        return f"datum {places[int(found[1])]}" if int(found[1]) < len(places) else found[0]
+
+    return type(error)(re.sub(r"\bdatum (\d+)\b", place, str(error)))
+
+
+def loss_name(loss: LossFunction) -> str:
+    """The name that a message calls the loss by."""
+    name: str = getattr(loss, "name", None) or getattr(loss, "__name__", type(loss).__name__)
+    return name
+
+
+def no_gradient(loss: LossFunction, places: Sequence[int], kind: str = "a zero") -> BackendError:
+    """The error for a loss that trains nothing."""
+    return BackendError(
+        f"loss {loss_name(loss)}: has {kind} gradient with respect to the logprobs of {named(places)}, so nothing would be trained"
+    )
+
+
+def _may_be_flat(loss: LossFunction) -> bool:
+    """Whether a zero gradient is no mistake; of a part of a batch it is none either, the engine looks at the whole."""
+    return isinstance(loss, Loss) and (loss.may_be_flat or loss.scope in (Scope.token, Scope.sequence))
 
 
 def number(key: str, value: Any) -> float:
@@ -155,8 +191,3 @@ def _blamed(*columns: Mapping[int, Tensor]) -> list[int]:
     """The datums with a number that is not finite in one of the columns; all of them when the fault is elsewhere."""
     everyone = list(columns[0])
     return [index for index in everyone if not all(torch.isfinite(column[index]).all() for column in columns)] or everyone
-
-
-def _named(datums: Sequence[int]) -> str:
-    shown = ", ".join(map(str, datums[:8])) + (", ..." if len(datums) > 8 else "")
-    return f"datums {shown}" if len(datums) > 1 else f"datum {shown}"

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from cookbook.losses.dft import DFT
     from cookbook.losses.dpo import DPO
     from cookbook.losses.dro import DRO
+    from cookbook.losses.function import returns
     from cookbook.losses.grpo import GRPO
     from cookbook.losses.gspo import GSPO
     from cookbook.losses.importance_sampling import ImportanceSampling
@@ -41,6 +42,7 @@ __all__ = [
     "get_loss",
     "loss_class",
     "loss_of_call",
+    "returns",
 ]
 
 LOSSES: dict[str, str] = {
@@ -97,6 +99,8 @@ def loss_of_call(name: str, config: Mapping[str, Any] | None) -> Loss:
 
 def __getattr__(attribute: str) -> Any:
     """The classes by their own names, imported when asked for."""
+    if attribute in ("FunctionLoss", "returns"):
+        return getattr(importlib.import_module("cookbook.losses.function"), attribute)
     if attribute in ("Batch", "Loss", "Scope"):
         return getattr(importlib.import_module("cookbook.losses.base"), attribute)
     for name, path in LOSSES.items():

@@ -22,6 +22,11 @@ from cookbook.types import Array, Datum
 Metrics = dict[str, float]
 Shape = tuple[int, ...]
 
+LOGPROBS = frozenset({"sampling_logprobs", "logprobs", "old_logprobs", "reference_logprobs"})
+"""Fields that hold natural logarithms of probabilities, so nothing above 0."""
+
+LARGEST_LOGPROB = 1e-6  # rounding of a sampler in single precision
+
 ALIASES = {"sampling_logprobs": "logprobs"}
 """Other names a field may arrive under: ``logprobs`` is what Tinker calls the logprobs a token was sampled with."""
 
@@ -46,6 +51,8 @@ class Loss:
         reads: those it reads when they are there.
         several_targets: whether ``target_tokens`` may be ``(T, K)``, K alternatives per position.
         prepares: whether :meth:`prepare` is what makes the reduction true: ``__call__`` alone is then a weighted sum.
+        may_be_flat: whether a zero gradient for a whole batch is no mistake: all advantages may be 0, all ratios clipped.
+        without_reference: how to do without ``reference_logprobs``, for the error that misses them.
         ignores_masked: whether tokens of weight 0 influence nothing, so that nobody need compute their logprobs.
         stop_gradient: what is held constant on purpose, in words; ``cookbook check loss`` takes any other for a mistake.
     """
@@ -57,6 +64,8 @@ class Loss:
     several_targets: ClassVar[bool] = False
     prepares: ClassVar[bool] = False
     ignores_masked: ClassVar[bool] = False
+    may_be_flat: ClassVar[bool] = True
+    without_reference: ClassVar[str] = ""
     normalization: Normalization | None = None
 
     def __post_init__(self) -> None:
@@ -117,7 +126,8 @@ class Loss:
         for index, datum in enumerate(data):
             for key in sorted(required):
                 if not {key, ALIASES.get(key, key)} & datum.loss_fn_inputs.keys():
-                    raise DataError(_missing(index, key, datum))
+                    remedy = self.without_reference if key == "reference_logprobs" else ""
+                    raise DataError(_missing(index, key, datum, remedy))
         shapes = [tuple(datum.loss_fn_inputs["target_tokens"].shape) for datum in data]
         _check_targets(shapes, self.several_targets)
         for key in sorted((required | self.reads) - {"target_tokens"}):
@@ -145,7 +155,10 @@ class Batch:
         several_targets: bool = False,
     ) -> None:
         if len(data) != len(logprobs):
-            raise DataError(f"a loss got {len(data)} datums and logprobs of {len(logprobs)}; pass one tensor per datum")
+            raise DataError(
+                f"datum {min(len(data), len(logprobs))}: a loss got {len(data)} datums and logprobs of {len(logprobs)}; pass one "
+                "tensor per datum"
+            )
         if not data:
             raise DataError("a loss got no datums; pass at least one")
         self.data = data
@@ -189,7 +202,9 @@ class Batch:
             DataError: the caller gave none; a loss that reads them says so with ``needs_entropy``.
         """
         if self._entropies is None:
-            raise DataError("a loss that needs entropies got none; call it as loss(data, logprobs, entropies)")
+            raise DataError(
+                f"{named(range(len(self)))}: a loss that needs entropies got none; call it as loss(data, logprobs, entropies)"
+            )
         return torch.cat([row.reshape(-1) for row in self._entropies]).to(self.logprobs)
 
     def sum_by_sequence(self, values: Tensor) -> Tensor:
@@ -246,8 +261,8 @@ def weights_to_mean(data: Sequence[Datum]) -> list[Datum]:
     total = float(sum(row.sum() for row in weights))
     if not 0 < total < float("inf"):
         raise DataError(
-            f"the weights of the step's {len(data)} datums sum to {total:g}, so there is nothing to take a mean over; "
-            "give the tokens to be learnt a weight above 0"
+            f"{named(range(len(data)))}: the weights of the step's {len(data)} datums sum to {total:g}, so there is nothing to "
+            "take a mean over; give the tokens to be learnt a weight above 0"
         )
     return [datum.with_inputs(weights=row / total) for datum, row in zip(data, weights, strict=True)]
 
@@ -275,9 +290,16 @@ def choice(where: str, key: str, value: str, choices: Sequence[str]) -> None:
         raise ConfigError(f"{where}.{key} must be one of {', '.join(choices)}, got {value!r}")
 
 
-def _missing(index: int, key: str, datum: Datum) -> str:
+def named(datums: Sequence[int]) -> str:
+    """Datums for a message: ``datum 3``, or ``datums 0, 1, ...``."""
+    shown = ", ".join(map(str, datums[:8])) + (", ..." if len(datums) > 8 else "")
+    return f"datums {shown}" if len(datums) > 1 else f"datum {shown}"
+
+
+def _missing(index: int, key: str, datum: Datum, remedy: str = "") -> str:
     having = ", ".join(sorted(datum.loss_fn_inputs)) or "nothing"
-    return f"datum {index}: missing required field {key!r}, its loss_fn_inputs hold {having}; add one value per token"
+    instead = f", or set {remedy}" if remedy else ""
+    return f"datum {index}: missing required field {key!r}, its loss_fn_inputs hold {having}; add one value per token{instead}"
 
 
 def _carried(data: Sequence[Datum], key: str) -> str | None:
@@ -312,7 +334,24 @@ def _rows(data: Sequence[Datum], key: str, shapes: Sequence[Shape], beside: str)
             f"datum {index}: {key} holds {rows[index].reshape(-1)[place]} at position {place}; "
             "every value must be finite, also where the weight is 0"
         )
+    if key in LOGPROBS and (flat > LARGEST_LOGPROB).any():
+        _check_logprobs(data, key)
     return flat
+
+
+def _check_logprobs(data: Sequence[Datum], key: str) -> None:
+    """Raises DataError: a value at a token that is not masked is above 0."""
+    for index, datum in enumerate(data):
+        row, weights = datum.loss_fn_inputs[key].array, datum.loss_fn_inputs.get("weights")
+        wrong = row > LARGEST_LOGPROB
+        if weights is not None and weights.array.shape == row.shape:
+            wrong &= weights.array != 0
+        if wrong.any():
+            place = int(np.flatnonzero(wrong)[0])
+            raise DataError(
+                f"datum {index}: {key} holds {row.reshape(-1)[place]:g} at position {place}, and the logarithm of a probability "
+                "is at most 0; pass natural logarithms of probabilities"
+            )
 
 
 def _check_targets(shapes: Sequence[Shape], several_targets: bool) -> None:

@@ -56,6 +56,7 @@ class DPO(Loss):
     """
 
     name: ClassVar[str] = "dpo"
+    without_reference: ClassVar[str] = "reference_free=true"
     reduction: ClassVar[Reduction] = Reduction.mean
     scope = Scope.pair
     ignores_masked: ClassVar[bool] = True

@@ -67,6 +67,7 @@ class GRPO(PolicyLoss):
     """
 
     name: ClassVar[str] = "grpo"
+    without_reference: ClassVar[str] = "kl_beta=0"
     reads: ClassVar[frozenset[str]] = frozenset({"weights", "old_logprobs"})
     sampled_only: ClassVar[bool] = False
 

@@ -25,7 +25,8 @@ class PairBatch(Batch):
         super().__init__(data, logprobs)
         if len(data) % 2:
             raise DataError(
-                f"a preference loss got {len(data)} datums; pass whole pairs: chosen, rejected, chosen, rejected, ..."
+                f"datum {len(data) - 1}: has no partner, a preference loss got {len(data)} datums; pass whole pairs: chosen, "
+                "rejected, chosen, rejected, ..."
             )
         self.weights = self.read("weights", default=1.0)
         totals = self.sum_by_sequence(self.weights)

@@ -64,8 +64,11 @@ class GraphLoss(Loss):
 
     def __call__(self, data: Sequence[Datum], logprobs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
         total, metrics = torch.zeros(()), dict[str, float]()
-        for datum, own in zip(data, logprobs, strict=True):
-            value, found = self._of_one(datum, own)
+        for index, (datum, own) in enumerate(zip(data, logprobs, strict=True)):
+            try:
+                value, found = self._of_one(datum, own)
+            except DataError as error:
+                raise DataError(f"datum {index}: {error}") from None
             total = total + value
             for key, one in found.items():
                 metrics[key] = metrics.get(key, 0.0) + float(one.detach())

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cookbook.engine.loss_gradient import LossFunction, OwnGradient, loss_gradient
+from cookbook.engine.loss_gradient import LossFunction, OwnGradient, loss_gradient, loss_name
 from cookbook.errors import ConfigError
 from cookbook.losses.base import Loss
-from cookbook.normalization import GradientCounts, Normalization, Reduction, check, check_accumulation
+from cookbook.normalization import GradientCounts, Normalization, Reduction, check, check_accumulation, warn_undeclared
 from cookbook.types import Datum, ForwardBackwardOutput, TensorData
 
 LINEAR = "cross_entropy"
@@ -83,6 +83,7 @@ class Accumulated:
     held: list[Slopes] = field(default_factory=list)
     travelled: bool = False
     reductions: list[Reduction | None] = field(default_factory=list)
+    undeclared: list[str] = field(default_factory=list)  # losses that do not say what they return
 
     def check_more(self, loss: LossFunction) -> None:
         """Raises ConfigError: means of several calls do not add up to a mean."""
@@ -92,6 +93,8 @@ class Accumulated:
         """A call with ``loss``. Returns what takes the call back, for one that fails on the server."""
         reduction = _reduction(loss)
         self.reductions.append(reduction)
+        if not isinstance(loss, Loss):
+            self.undeclared.append(loss_name(loss))
         return lambda: self.reductions.remove(reduction)
 
     def counts(self) -> GradientCounts:
@@ -101,10 +104,11 @@ class Accumulated:
         return found
 
     def check(self, normalization: Normalization | None) -> None:
-        """Raises ConfigError: a mean would be divided again."""
+        """Warns of losses that may be divided twice. Raises ConfigError: a mean would be divided again."""
         for reduction in self.reductions:
             if reduction is not None:
                 check("optim_step: the accumulated loss", reduction, normalization)
+        warn_undeclared(self.undeclared, normalization)
 
 
 def _reduction(loss: LossFunction) -> Reduction | None:

@@ -1,0 +1,79 @@
+"""A plain function as a loss that declares what it returns."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from cookbook.errors import ConfigError
+from cookbook.losses.base import Loss, Metrics, Scope
+from cookbook.normalization import Reduction
+from cookbook.types import Datum
+
+Function = Callable[[Sequence[Datum], list[Tensor]], tuple[Tensor, Mapping[str, float]]]
+
+
+class FunctionLoss(Loss):
+    """A function with declarations, made by :func:`returns`; it is called as the function is."""
+
+    reads: ClassVar[frozenset[str]] = frozenset()
+    several_targets: ClassVar[bool] = True
+    may_be_flat: ClassVar[bool] = False
+
+    def __init__(self, function: Function, scope: Scope) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._scope = scope
+        self.__post_init__()
+
+    @property
+    def scope(self) -> Scope:
+        return self._scope
+
+    @property
+    def stop_gradient(self) -> str | None:
+        held: str | None = getattr(self._function, "stop_gradient", None)
+        return held
+
+    def options(self) -> dict[str, Any]:
+        """A function has none."""
+        return {}
+
+    def __call__(self, data: Sequence[Datum], logprobs: list[Tensor], entropies: Any = None) -> tuple[Tensor, Metrics]:
+        value, metrics = self._function(data, logprobs)
+        return value, dict(metrics)
+
+
+def returns(reduction: str, *, scope: str = "batch") -> Callable[[Function], FunctionLoss]:
+    """Declare what a custom loss returns, so that a division that contradicts it is refused::
+
+        @cookbook.losses.returns("mean")
+        def my_loss(data, logprobs): ...
+
+    Args:
+        reduction: ``mean``, ``token_sum`` or ``sequence_sum`` of what the function returns for a batch.
+        scope: ``token``, ``sequence``, ``pair`` or ``batch``: how far one term reaches. The engine calls a function of
+            scope ``token`` or ``sequence`` for a part of the batch at a time, which saves memory.
+
+    Raises:
+        ConfigError: an unknown reduction or scope, or a mean of a narrow scope, which parts of a batch cannot make.
+    """
+    try:
+        found, reach = Reduction(reduction), Scope(scope)
+    except ValueError:
+        raise ConfigError(
+            f"returns: expected a reduction of {', '.join(Reduction)} and a scope of {', '.join(Scope)}, got {reduction!r} "
+            f"and {scope!r}"
+        ) from None
+    if found is Reduction.mean and reach in (Scope.token, Scope.sequence):
+        raise ConfigError(f"returns: a mean needs the whole batch, got scope={scope!r}; set it to batch, or return a sum")
+
+    def declare(function: Function) -> FunctionLoss:
+        name = getattr(function, "__name__", "loss")
+        facts = {"name": name, "reduction": found, "needs": Loss.needs | set(getattr(function, "needs", ()))}
+        return type(name, (FunctionLoss,), facts)(function, reach)
+
+    return declare
