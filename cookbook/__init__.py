@@ -29,11 +29,15 @@ _HOMES = {
     "LinearCrossEntropyLoss": "cookbook.engine.fused_loss",
     "without_logits": "cookbook.engine.fused_loss",
     "CookbookError": "cookbook.errors",
+    "DeploymentManager": "cookbook.deployments.manager",
+    "DeploymentSampler": "cookbook.deployments.sampler",
+    "WeightSyncer": "cookbook.protocols",
     "Hook": "cookbook.hooks",
     "Loss": "cookbook.losses",
     "CrossEntropy": "cookbook.losses",
     "DFT": "cookbook.losses",
     "GRPO": "cookbook.losses",
+    "GSPO": "cookbook.losses",
     "ImportanceSampling": "cookbook.losses",
     "PPO": "cookbook.losses",
     "CISPO": "cookbook.losses",
@@ -47,11 +51,13 @@ __all__ = ["__version__", *_HOMES, *sorted(_MODULES)]
 
 if TYPE_CHECKING:
     from cookbook import advantages, errors, losses, schedules, types
+    from cookbook.deployments.manager import DeploymentManager
+    from cookbook.deployments.sampler import DeploymentSampler
     from cookbook.engine.fused_loss import LinearCrossEntropyLoss, without_logits
     from cookbook.errors import CookbookError
     from cookbook.hooks import Hook
-    from cookbook.losses import CISPO, DFT, DPO, DRO, GRPO, ORPO, PPO, CrossEntropy, ImportanceSampling, Loss
-    from cookbook.protocols import FusedOutputLoss, TargetLogprobs
+    from cookbook.losses import CISPO, DFT, DPO, DRO, GRPO, GSPO, ORPO, PPO, CrossEntropy, ImportanceSampling, Loss
+    from cookbook.protocols import FusedOutputLoss, TargetLogprobs, WeightSyncer
     from cookbook.service import SamplingClient, ServiceClient, TrainingClient
     from cookbook.types import (
         AdamParams,

@@ -40,6 +40,8 @@ OF_A_SESSION = ("user_metadata", "project_id", "display_name", "api_key", "defau
 OF_A_SAVE = ("ttl_seconds", "user_metadata")
 OF_A_LOAD = ("weights_access_token", "user_metadata")
 OF_SAMPLING = ("retry_config", "record_stability_info")
+# Options of its sample calls that no trainer of ours has; their defaults are taken.
+NOT_SAMPLED = ("topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n")
 
 
 class _Ready:
@@ -85,9 +87,26 @@ class SamplingClient(_Ready):
         num_samples: int = 1,
         sampling_params: SamplingParams | None = None,
         include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        **tinker_options: Any,
     ) -> Future[SampleResponse]:
-        """``num_samples`` completions of ``prompt``, and on request what :meth:`compute_logprobs` tells of it."""
-        return self._sampler.sample(prompt, num_samples, sampling_params, include_prompt_logprobs=include_prompt_logprobs)
+        """``num_samples`` completions of ``prompt``. On request also the prompt's logprobs, as :meth:`compute_logprobs` returns
+        them, and the ``topk_prompt_logprobs`` likeliest tokens at each of its places.
+
+        Raises:
+            ConfigError: another option of Tinker's that asks for more.
+        """
+        _refuse_others(self.sample, tinker_options, NOT_SAMPLED)
+        for name, value in tinker_options.items():
+            if value is not None and value != 0:
+                raise ConfigError(f"sample: {name} is not offered, got {value!r}; leave it out")
+        return self._sampler.sample(
+            prompt,
+            num_samples,
+            sampling_params,
+            include_prompt_logprobs=include_prompt_logprobs,
+            topk_prompt_logprobs=topk_prompt_logprobs,
+        )
 
     async def sample_async(
         self,
@@ -95,8 +114,12 @@ class SamplingClient(_Ready):
         num_samples: int = 1,
         sampling_params: SamplingParams | None = None,
         include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        **tinker_options: Any,
     ) -> SampleResponse:
-        return await self.sample(prompt, num_samples, sampling_params, include_prompt_logprobs)
+        return await self.sample(
+            prompt, num_samples, sampling_params, include_prompt_logprobs, topk_prompt_logprobs, **tinker_options
+        )
 
     def compute_logprobs(self, prompt: Any) -> Future[list[float | None]]:
         """The logprob of every prompt token given those before it; the first is None."""
@@ -131,8 +154,16 @@ class TrainingClient(_Ready, _AsyncTwins):
         """Adds the gradient of a built-in loss."""
         return self._trainer.forward_backward(data, loss_fn, loss_fn_config)
 
-    def forward_backward_custom(self, data: Sequence[Datum], loss_fn: Any) -> Future[ForwardBackwardOutput]:
-        """Adds the gradient of ``loss_fn(data, logprobs) -> (scalar, metrics)``, at the price of a built-in loss."""
+    def forward_backward_custom(
+        self, data: Sequence[Datum], loss_fn: Any, *, loss_type_input: str | None = None
+    ) -> Future[ForwardBackwardOutput]:
+        """Adds the gradient of ``loss_fn(data, logprobs) -> (scalar, metrics)``, at the price of a built-in loss.
+
+        The gradient of the loss's own parameters, tensors with ``requires_grad`` that it closes over, is added to their
+        ``grad`` when the call has succeeded. ``loss_type_input`` is Tinker's: losses read ``logprobs``.
+        """
+        if loss_type_input not in (None, "logprobs"):
+            raise ConfigError(f"loss_type_input: losses read logprobs, got {loss_type_input!r}; leave it out")
         return self._trainer.forward_backward_custom(data, loss_fn)
 
     def optim_step(
@@ -219,7 +250,9 @@ class ServiceClient(_AsyncTwins):
         _refuse_others(ServiceClient, tinker_options, OF_A_SESSION)
         if base_url is not None and backend is not None:
             raise ConfigError(f"base_url: give it or a backend, got both; leave base_url={base_url!r} out, or backend")
-        config = RemoteConfig(base_url, all_logprobs=True) if base_url is not None else backend or LocalConfig(all_logprobs=True)
+        config = (
+            RemoteConfig(base_url, all_logprobs=True) if base_url is not None else backend or LocalConfig(all_logprobs=True)
+        )
         if head_impl is not None:
             if isinstance(config, RemoteConfig):
                 raise ConfigError("head_impl: is for the embedded trainer; set backend.head_impl where the server is started")
@@ -293,6 +326,14 @@ class ServiceClient(_AsyncTwins):
         model = self._home.model(str(base_model), {}) if model_path is None else self._home.saved_model(model_path)
         trainer = self._trainer(model)
         return SamplingClient(self._home.sampler(trainer, model_path), trainer.tokenizer, model.name)
+
+    def get_server_capabilities(self) -> Any:
+        """The models that can be trained: those of the server; in this process the shipped one and those in use."""
+        return self._home.capabilities()
+
+    def create_rest_client(self) -> Any:
+        """Tinker's client for checkpoints, runs and sessions of a server; in this process it knows checkpoints only."""
+        return self._home.rest_client()
 
     def close(self) -> None:
         """Closes every client. Raises the error of a failed call that nobody has read, also of a client that is gone."""

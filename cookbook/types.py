@@ -313,10 +313,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class SampleResponse:
-    """The answer to one ``sample`` call: ``num_samples`` sequences, and the prompt's logprobs when they were asked for."""
+    """The answer to one ``sample`` call: ``num_samples`` sequences, and the prompt's logprobs when they were asked for.
+
+    ``topk_prompt_logprobs``: per prompt token the likeliest tokens in its place with their logprobs, best first; None for the
+    first token.
+    """
 
     sequences: list[Sample]
     prompt_logprobs: list[float | None] | None = None
+    topk_prompt_logprobs: list[list[tuple[int, float]] | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -345,6 +350,23 @@ class Checkpoint:
     path: str
     step: int
     kind: str = "state"
+
+
+@dataclass(frozen=True)
+class SupportedModel:
+    """A model that can be trained and sampled from; ``max_context_length`` in tokens, None where it is not known."""
+
+    model_name: str
+    max_context_length: int | None = None
+    trainable: bool = True
+    sampleable: bool = True
+
+
+@dataclass(frozen=True)
+class GetServerCapabilitiesResponse:
+    """The models of a server; of a trainer in this process the shipped one and those in use, though it takes any other."""
+
+    supported_models: list[SupportedModel]
 
 
 def as_datum(datum: Any, index: int) -> Datum:

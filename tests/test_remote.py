@@ -450,7 +450,7 @@ def test_a_wrong_key(capsys, monkeypatch, tiny_folder, tmp_path, model):
 
 
 def test_a_server_of_another_version(capsys, monkeypatch, backend, model):
-    monkeypatch.setattr(facts, "WIRE", 2)
+    monkeypatch.setattr(facts, "WIRE", 1)
     assert "install the same version on both sides" in error_of(capsys, *SMALL["sft"], *model, *backend)
 
 

@@ -16,7 +16,8 @@ import torch
 
 import cookbook
 from cookbook.engine import sampler as engine_sampler
-from cookbook.errors import CheckpointError, ConfigError, DataError
+from cookbook.errors import CheckpointError, ConfigError, DataError, RolloutError
+from cookbook.losses import LOSSES, loss_class
 from cookbook.service import ServiceClient
 
 PROMPT = [5, 6, 7]
@@ -467,3 +468,49 @@ def test_the_package_offers_it_all():
     for name in ("ServiceClient", "Datum", "ModelInput", "AdamParams", "SamplingParams", "TensorData", "types"):
         assert getattr(cookbook, name) is not None
     assert cookbook.types.Datum is cookbook.Datum
+    for name in ("DeploymentManager", "DeploymentSampler", "WeightSyncer", "FusedOutputLoss"):
+        assert getattr(cookbook, name).__name__ == name
+    for name in LOSSES:
+        assert getattr(cookbook, loss_class(name).__name__) is loss_class(name)
+    assert all(getattr(cookbook, name) is not None for name in cookbook.__all__)
+
+
+def test_what_tinker_programs_ask_a_service(service, tiny_folder, tmp_path):
+    training = service.create_lora_training_client(str(tiny_folder), rank=4)
+    models = service.get_server_capabilities().supported_models
+    assert [(one.model_name, one.max_context_length) for one in models] == [("tiny", None), (str(tiny_folder), tiny.CONTEXT)]
+    saved, weights = training.save_state("state").result(), training.save_weights_for_sampler("weights").result()
+    rest = service.create_rest_client()
+    assert rest.get_server_capabilities().result().supported_models == models
+    found = rest.get_weights_info_by_tinker_path(saved.path).result()
+    assert (found.base_model, found.is_lora, found.lora_rank) == (str(tiny_folder), True, 4)
+    listed = rest.list_user_checkpoints().result().checkpoints
+    assert [(one.tinker_path, one.checkpoint_type) for one in listed] == [(weights.path, "sampler"), (saved.path, "training")]
+    with pytest.raises(ConfigError, match=r"create_rest_client\(\)\.list_sessions: a trainer in this process keeps no runs"):
+        rest.list_sessions()
+
+    def loss(data, logprobs):
+        return logprobs[0].sum(), {}
+
+    training.forward_backward_custom(tiny.datums(1), loss, loss_type_input="logprobs").result()
+    with pytest.raises(ConfigError, match="loss_type_input: losses read logprobs, got 'logits'"):
+        training.forward_backward_custom(tiny.datums(1), loss, loss_type_input="logits")
+
+
+def test_the_likeliest_tokens_of_a_prompt(service, tiny_folder):
+    client = service.create_sampling_client(base_model=str(tiny_folder))
+    params, prompt = cookbook.SamplingParams(max_tokens=1, seed=1), [5, 6, 7, 8]
+    answer = client.sample(prompt, 1, params, include_prompt_logprobs=True, topk_prompt_logprobs=tiny.VOCABULARY).result()
+    assert answer.topk_prompt_logprobs[0] is None and len(answer.topk_prompt_logprobs) == len(prompt)
+    for token, logprob, row in zip(prompt[1:], answer.prompt_logprobs[1:], answer.topk_prompt_logprobs[1:], strict=True):
+        assert dict(row)[token] == pytest.approx(logprob, abs=1e-5)
+        assert [value for _, value in row] == sorted((value for _, value in row), reverse=True)
+    few = client.sample(prompt, 1, params, topk_prompt_logprobs=3).result()
+    assert few.topk_prompt_logprobs[1:] == [row[:3] for row in answer.topk_prompt_logprobs[1:]]
+    assert client.sample(prompt, 1, params).result().topk_prompt_logprobs is None
+    with pytest.raises(RolloutError, match="topk_prompt_logprobs must be 0 to 259"):
+        client.sample(prompt, 1, params, topk_prompt_logprobs=260).result()
+    with pytest.raises(ConfigError, match="sample: topk_sample_logprobs is not offered, got 2; leave it out"):
+        client.sample(prompt, 1, params, topk_sample_logprobs=2)
+    with pytest.raises(ConfigError, match="unknown option 'topk'"):
+        client.sample(prompt, 1, params, topk=2)

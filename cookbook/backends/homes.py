@@ -10,11 +10,12 @@ from cookbook.backends.failures import Failures
 from cookbook.backends.local import LocalConfig, LocalTrainer
 from cookbook.backends.remote.sampler import RemoteSampler
 from cookbook.backends.remote.trainer import RemoteTrainer
+from cookbook.backends.rest import LocalRestClient, RestClient
 from cookbook.backends.sampling import LocalSampler
 from cookbook.checkpoints import manifest
 from cookbook.engine.model import ModelConfig
 from cookbook.paths import packaged
-from cookbook.types import Checkpoint
+from cookbook.types import Checkpoint, GetServerCapabilitiesResponse, SupportedModel
 
 Trainer = LocalTrainer | RemoteTrainer
 AnySampler = LocalSampler | RemoteSampler
@@ -37,6 +38,12 @@ class Home(Protocol):
         """On saved weights, or on those the trainer was made with."""
         ...
 
+    def capabilities(self) -> Any:
+        """The models, as :class:`~cookbook.types.GetServerCapabilitiesResponse` has them."""
+        ...
+
+    def rest_client(self) -> RestClient: ...
+
     def close(self) -> None: ...
 
 
@@ -46,6 +53,7 @@ class EmbeddedHome:
     def __init__(self, config: LocalConfig, folder: Path) -> None:
         self._config = config
         self._folder = folder
+        self._lengths: dict[str, int | None] = {"tiny": None}  # of the models that have been used
 
     def model(self, name: str, options: Mapping[str, Any]) -> ModelConfig:
         return ModelConfig(shipped(name), **options)
@@ -56,11 +64,19 @@ class EmbeddedHome:
         return ModelConfig(folder, dtype=manifest.verify(Path(folder))["dtype"])
 
     def trainer(self, model: ModelConfig, seed: int, unread: set[Failures]) -> LocalTrainer:
-        return LocalTrainer(model, self._config, seed=seed, folder=self._folder, failures=Failures(unread))
+        made = LocalTrainer(model, self._config, seed=seed, folder=self._folder, failures=Failures(unread))
+        self._lengths["tiny" if model.name == shipped("tiny") else model.name] = made.max_length
+        return made
 
     def sampler(self, trainer: Trainer, checkpoint: Checkpoint | str | None) -> AnySampler:
         """The trainer was made with the saved weights."""
         return trainer.live_sampler(0).result()
+
+    def capabilities(self) -> GetServerCapabilitiesResponse:
+        return GetServerCapabilitiesResponse([SupportedModel(name, length) for name, length in self._lengths.items()])
+
+    def rest_client(self) -> LocalRestClient:
+        return LocalRestClient(self._folder, self.capabilities)
 
     def close(self) -> None:
         """Nothing of its own to close."""

@@ -17,6 +17,7 @@ from typing import Any
 from cookbook.backends.worker import SAMPLING_REMEDY, Worker, explained
 from cookbook.checkpoints import store
 from cookbook.engine.engine import Engine
+from cookbook.engine.likeliest import likeliest
 from cookbook.engine.sampler import Piece, Request, check_prompt, sample, stream
 from cookbook.errors import BackendError, RolloutError
 from cookbook.futures import Future, LazyFuture
@@ -27,11 +28,12 @@ VERSIONS = 1000  # of the weights whose requests without a seed are counted: nob
 
 @dataclass(frozen=True)
 class _Asked:
-    """A prompt to complete (``request``), to score, or both."""
+    """A prompt to complete (``request``), to score, or both; ``top_k`` of the likeliest tokens at each of its places."""
 
     prompt: list[int]
     request: Request | None
     score: bool
+    top_k: int
     future: LazyFuture[Any]
 
 
@@ -46,9 +48,16 @@ class SampleQueue:
         self._lock = threading.Lock()  # rollouts may ask from threads of their own
 
     def add(
-        self, prompt: list[int], request: Request | None, engine: Callable[[], Engine], step: int, *, score: bool
+        self,
+        prompt: list[int],
+        request: Request | None,
+        engine: Callable[[], Engine],
+        step: int,
+        *,
+        score: bool,
+        top_k: int = 0,
     ) -> LazyFuture[Any]:
-        asked = _Asked(prompt, request, score, LazyFuture(self.flush))
+        asked = _Asked(prompt, request, score, top_k, LazyFuture(self.flush))
         asked.future.answered_by = self._worker.thread
         with self._lock:
             self._waiting.append((asked, engine, step))
@@ -103,12 +112,13 @@ class SampleQueue:
             requests = [asked.request for asked in batch if asked.request is not None]
             sequences = iter(sample(engine.model, requests, step, self.max_batch_tokens))
             logprobs = iter(_prompt_logprobs(engine, [asked.prompt for asked in batch if asked.score]))
+            tops = [_likeliest(engine, asked) for asked in batch]
         except BaseException as error:  # noqa: BLE001 - it is raised again where a future is read
             _fail(batch, explained(error, SAMPLING_REMEDY))
             return
-        for asked in batch:
+        for asked, top in zip(batch, tops, strict=True):
             scored = next(logprobs) if asked.score else None
-            asked.future.set_result(scored if asked.request is None else SampleResponse(next(sequences), scored))
+            asked.future.set_result(scored if asked.request is None else SampleResponse(next(sequences), scored, top))
 
 
 def _pieces(pieces: queue.SimpleQueue[Piece | None], end: Future[None], given_up: threading.Event) -> Iterator[Piece]:
@@ -137,6 +147,9 @@ def _by_version(
 def _possible(engine: Engine, asked: _Asked) -> bool:
     try:
         check_prompt(engine.model, asked.prompt, asked.request.params.max_tokens if asked.request is not None else 0)
+        vocabulary = int(engine.model.network.config.get_text_config().vocab_size)
+        if not 0 <= asked.top_k <= vocabulary:
+            raise RolloutError(f"sample: topk_prompt_logprobs must be 0 to {vocabulary}, the vocabulary, got {asked.top_k}")
     except RolloutError as error:
         asked.future.set_exception(error)
         return False
@@ -156,6 +169,14 @@ def _prompt_logprobs(engine: Engine, prompts: Sequence[list[int]]) -> list[list[
     return [[None, *next(scored)["logprobs"].tolist()] if len(prompt) > 1 else [None] for prompt in prompts]
 
 
+def _likeliest(engine: Engine, asked: _Asked) -> list[list[tuple[int, float]] | None] | None:
+    """Per token of the prompt what could have stood in its place; nothing in the first's."""
+    if not asked.top_k:
+        return None
+    ids, logprobs = likeliest(engine, asked.prompt, asked.top_k)
+    return [None, *(list(zip(*row, strict=True)) for row in zip(ids.tolist(), logprobs.tolist(), strict=True))]
+
+
 class LocalSampler:
     """Samples from one version of the weights. ``engine()`` gives the engine, or raises when that version is gone."""
 
@@ -172,12 +193,14 @@ class LocalSampler:
         sampling_params: SamplingParams | None = None,
         *,
         include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
     ) -> Future[SampleResponse]:
         """``num_samples`` completions. Without a seed in the params, draws differ from call to call, also to another sampler of
         this step, and from step to step; and repeat from run to run.
         """
         request = self._request(prompt, num_samples, sampling_params)
-        return self._queue.add(request.prompt, request, self._engine, self.step, score=include_prompt_logprobs)
+        score, top_k = include_prompt_logprobs, topk_prompt_logprobs
+        return self._queue.add(request.prompt, request, self._engine, self.step, score=score, top_k=top_k)
 
     def stream(self, prompt: Any, num_samples: int = 1, sampling_params: SamplingParams | None = None) -> Iterator[Piece]:
         """What :meth:`sample` would draw, a few tokens at a time. Other calls wait until it is drawn or no longer read."""

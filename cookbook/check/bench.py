@@ -74,7 +74,11 @@ class Bench:
     def kits(self) -> list[frozenset[str]]:
         """The sets of keys the datums carry."""
         needed, all_known = self.passport.needs, self.passport.needs | self.passport.reads
-        if not isinstance(self.loss, Loss) or isinstance(self.loss, FunctionLoss) or needed | {"weights"} == all_known | {"weights"}:
+        if (
+            not isinstance(self.loss, Loss)
+            or isinstance(self.loss, FunctionLoss)
+            or needed | {"weights"} == all_known | {"weights"}
+        ):
             return [all_known]
         return [all_known, needed]
 

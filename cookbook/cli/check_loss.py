@@ -94,7 +94,7 @@ def _only(module: ModuleType, path: Path) -> Any:
     functions = [thing for thing in own if isinstance(thing, FunctionLoss) or (inspect.isfunction(thing) and _is_loss(thing))]
     found = classes or functions
     if len(found) != 1:
-        names = ", ".join(thing.__name__ for thing in found) or "none"
+        names = ", ".join(getattr(thing, "__name__", "") for thing in found) or "none"
         raise ConfigError(f"check loss: {paths.shown(path)} has several losses or none ({names}); name it: {path}:name")
     return found[0]
 

@@ -23,7 +23,15 @@ from cookbook.engine import layers, probe
 from cookbook.engine.datum_check import check_datum
 from cookbook.engine.gradients import Gradients
 from cookbook.engine.linear_logprobs import HeadImpl
-from cookbook.engine.loss_gradient import LossFunction, LossGradient, OwnGradient, accumulate, loss_gradient, loss_name, no_gradient
+from cookbook.engine.loss_gradient import (
+    LossFunction,
+    LossGradient,
+    OwnGradient,
+    accumulate,
+    loss_gradient,
+    loss_name,
+    no_gradient,
+)
 from cookbook.engine.memory import shortage
 from cookbook.engine.model import LanguageModel, recompute_activations
 from cookbook.engine.optimizer import Optimizer
@@ -157,7 +165,7 @@ class Engine:
         *,
         all_logprobs: bool | None = None,
     ) -> ForwardBackwardOutput:
-        """Adds the gradient of ``loss`` to what has accumulated since the last step. No datums: an empty sum, which adds nothing.
+        """Adds the gradient of ``loss`` to what has accumulated since the last step; of no datums an empty sum, nothing.
 
         ``retained``: a forward of the same tokens and targets to go on from; one that does not fit, or not any more, is
         passed over, and the forward computed anew. ``all_logprobs`` takes the place of the option of that name.
@@ -178,7 +186,7 @@ class Engine:
             found = self._forward_backward(data, loss, retained, all_logprobs)
             if not math.isfinite(found.metrics["loss"]):  # micro-batches whose own are finite can add up to that
                 raise NonFiniteError(
-                    f"forward_backward: the loss of all datums together is {found.metrics['loss']}, of {named(range(len(data)))}"
+                    f"forward_backward: the loss of all datums together is {found.metrics['loss']} ({named(range(len(data)))})"
                 )
         except BaseException:
             if self._flows:
@@ -271,8 +279,8 @@ class Engine:
         if self.lost_gradient:
             self.discard_gradient()
             raise BackendError(
-                "optim_step: a forward_backward failed midway, and the gradient of the calls before it went with it; repeat the "
-                "calls of this step"
+                "optim_step: a forward_backward failed midway, and the gradient of the calls before it went with it; "
+                "repeat the calls of this step"
             )
         for reduction in self.accumulated:
             if reduction is not None:

@@ -155,14 +155,14 @@ def _placed(error: DataError, places: Sequence[int]) -> DataError:
 
 def loss_name(loss: LossFunction) -> str:
     """The name that a message calls the loss by."""
-    name: str = getattr(loss, "name", None) or getattr(loss, "__name__", type(loss).__name__)
-    return name
+    return str(getattr(loss, "name", None) or getattr(loss, "__name__", type(loss).__name__))
 
 
 def no_gradient(loss: LossFunction, places: Sequence[int], kind: str = "a zero") -> BackendError:
     """The error for a loss that trains nothing."""
     return BackendError(
-        f"loss {loss_name(loss)}: has {kind} gradient with respect to the logprobs of {named(places)}, so nothing would be trained"
+        f"loss {loss_name(loss)}: has {kind} gradient with respect to the logprobs of {named(places)}, "
+        "so nothing would be trained"
     )
 
 

@@ -156,8 +156,8 @@ class Batch:
     ) -> None:
         if len(data) != len(logprobs):
             raise DataError(
-                f"datum {min(len(data), len(logprobs))}: a loss got {len(data)} datums and logprobs of {len(logprobs)}; pass one "
-                "tensor per datum"
+                f"datum {min(len(data), len(logprobs))}: a loss got {len(data)} datums and logprobs of {len(logprobs)}; "
+                "pass one tensor per datum"
             )
         if not data:
             raise DataError("a loss got no datums; pass at least one")
@@ -349,8 +349,8 @@ def _check_logprobs(data: Sequence[Datum], key: str) -> None:
         if wrong.any():
             place = int(np.flatnonzero(wrong)[0])
             raise DataError(
-                f"datum {index}: {key} holds {row.reshape(-1)[place]:g} at position {place}, and the logarithm of a probability "
-                "is at most 0; pass natural logarithms of probabilities"
+                f"datum {index}: {key} holds {row.reshape(-1)[place]:g} at position {place}, and the logarithm of a "
+                "probability is at most 0; pass natural logarithms of probabilities"
             )
 
 

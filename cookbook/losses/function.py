@@ -74,6 +74,7 @@ def returns(reduction: str, *, scope: str = "batch") -> Callable[[Function], Fun
     def declare(function: Function) -> FunctionLoss:
         name = getattr(function, "__name__", "loss")
         facts = {"name": name, "reduction": found, "needs": Loss.needs | set(getattr(function, "needs", ()))}
-        return type(name, (FunctionLoss,), facts)(function, reach)
+        made: FunctionLoss = type(name, (FunctionLoss,), facts)(function, reach)
+        return made
 
     return declare

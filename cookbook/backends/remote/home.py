@@ -47,5 +47,12 @@ class RemoteHome:
             client = self._server.sampler_of(path=pointers.address(place(checkpoint)))
         return RemoteSampler(self._server, client, 0, seeds=lambda _: next(self._unseeded))
 
+    def capabilities(self) -> Any:
+        return self._server.capabilities()
+
+    def rest_client(self) -> Any:
+        """That of the ``tinker`` package."""
+        return self._server.rest
+
     def close(self) -> None:
         self._server.close()

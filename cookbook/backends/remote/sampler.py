@@ -63,6 +63,7 @@ class RemoteSampler:
         sampling_params: SamplingParams | None = None,
         *,
         include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
     ) -> Future[SampleResponse]:
         """``num_samples`` completions of ``prompt``."""
         if num_samples < 1:
@@ -76,6 +77,7 @@ class RemoteSampler:
             num_samples=num_samples,
             sampling_params=self._server.wire.sampling(params, seed),
             include_prompt_logprobs=include_prompt_logprobs,
+            topk_prompt_logprobs=topk_prompt_logprobs,
         )
         return self._add(ask, self._response)
 
@@ -89,7 +91,7 @@ class RemoteSampler:
         sequences = [
             Sample(list(one.tokens), list(one.logprobs or []), str(one.stop_reason), self.step) for one in found.sequences
         ]
-        return SampleResponse(sequences, found.prompt_logprobs)
+        return SampleResponse(sequences, found.prompt_logprobs, found.topk_prompt_logprobs)
 
     def flush(self) -> None:
         """Sends everything that waits."""

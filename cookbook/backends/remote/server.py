@@ -48,8 +48,8 @@ class Server:
         self.facts = self._ask_facts()
         key = self._key or (NO_KEY if self.facts else None)
         self._service = self._tinker.ServiceClient(base_url=self.url, api_key=key)
-        self._rest = self._told(lambda: self._tinker.RestClient(base_url=self.url, api_key=key))
-        self._lengths: Mapping[str, int | None] = self._told(self._ask_models)
+        self.rest = self._told(lambda: self._tinker.RestClient(base_url=self.url, api_key=key))
+        self._lengths: Mapping[str, int | None] = self._ask_models()
         self._watch = Watch(self.url, self._is_there, config.patience_s, self.explained.silent)
 
     # ---- what it can do ------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class Server:
 
     def origin(self, path: str) -> tuple[str, int]:
         """The base model of saved weights, and the rank of their adapter, 0 for full weights."""
-        found = self.follow(self._rest.get_weights_info_by_tinker_path(path)).result()
+        found = self.follow(self.rest.get_weights_info_by_tinker_path(path)).result()
         return found.base_model, found.lora_rank or 0
 
     def announce(self, sampler: Any, count: int) -> None:
@@ -128,7 +128,7 @@ class Server:
     def delete(self, path: str) -> None:
         """A checkpoint that nobody refers to any more. One that is gone already, or cannot be deleted, is no error."""
         try:
-            self.follow(self._rest.delete_checkpoint_from_tinker_path(path)).result()
+            self.follow(self.rest.delete_checkpoint_from_tinker_path(path)).result()
         except (self._tinker.TinkerError, CookbookError) as error:
             log.info("%s: not deleted: %s", path, self.explained(error))
 
@@ -178,8 +178,12 @@ class Server:
             raise self.explained.wrong_key()
         return None
 
+    def capabilities(self) -> Any:
+        """The server's models, in the words of the ``tinker`` package."""
+        return self._told(lambda: self.rest.get_server_capabilities().result(timeout=6 * ASK_S))
+
     def _ask_models(self) -> Mapping[str, int | None]:
-        found = self._rest.get_server_capabilities().result(timeout=6 * ASK_S)
+        found = self.capabilities()
         return {one.model_name: one.max_context_length for one in found.supported_models if one.model_name}
 
     def _is_there(self) -> bool:

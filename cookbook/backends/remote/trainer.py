@@ -382,7 +382,8 @@ class RemoteTrainer:
         with self._order:
             before = self._newest_call
             sent = self._sender.submit(send)
-            self._newest_call = future = CallFuture(failures.read)
+            future: CallFuture[T] = CallFuture(failures.read)
+            self._newest_call = future
             return self._receiver.submit(answer, future)
 
     def _forward(self, client: Any, rows: Sequence[Datum], loss: Any) -> ForwardBackwardOutput:
@@ -410,7 +411,9 @@ class RemoteTrainer:
             raise error
         accumulated.check(normalization)
         if self.server.divides:
-            return self.server.follow(client.optim_step(self._step_message(adam, normalization, step.after_read and not known))), {}
+            return self.server.follow(
+                client.optim_step(self._step_message(adam, normalization, step.after_read and not known))
+            ), {}
         if normalization is not None and accumulated.travelled:
             raise ConfigError(
                 f"optim_step: this server cannot divide by {normalization}, and part of the gradient is there already; give "
