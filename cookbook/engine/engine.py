@@ -337,7 +337,7 @@ class Engine:
             passes = self._forward_all(data, [batch], scores, wanted)
             indices = sorted(batch.indices)
             rows = [data[index] for index in indices]
-            slopes = self._slopes(loss, rows, *scores.part(indices, entropy=wanted.entropy))
+            slopes = self._slopes(loss, rows, *scores.part(indices, entropy=wanted.entropy), whole=False)
             self._backward_all(data, passes, slopes, wanted, None)
             return
 
@@ -345,7 +345,7 @@ class Engine:
 
         def slopes_of(indices: Sequence[int], pieces: Sequence[Datum], logprobs: Sequence[Tensor]) -> list[Tensor]:
             with torch.enable_grad():
-                found = self._slopes(loss, pieces, dict(zip(indices, logprobs, strict=True)))
+                found = self._slopes(loss, pieces, dict(zip(indices, logprobs, strict=True)), whole=False)
             for index, count in found.active_by_datum().items():
                 active[index] = active.get(index, 0) + count
             return list(found.logprobs.values())
@@ -356,9 +356,9 @@ class Engine:
         torch.autograd.backward(root)
         self.counts.add(sum(active.values()), sum(count > 0 for count in active.values()))
 
-    def _slopes(self, loss: LossFunction, *of: Any) -> LossGradient:
+    def _slopes(self, loss: LossFunction, *of: Any, whole: bool = True) -> LossGradient:
         """The loss's gradient; that of its own parameters waits for the end of the call."""
-        found = loss_gradient(loss, *of)
+        found = loss_gradient(loss, *of, whole=whole)
         self._own_gradients += found.own
         return found
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cookbook.errors import BackendError, DataError, NonFiniteError
-from cookbook.losses.base import Loss, Scope, named
+from cookbook.losses.base import Loss, named
 from cookbook.types import Datum
 
 LossFunction = Callable[..., tuple[Tensor, Mapping[str, float]]]
@@ -56,8 +56,12 @@ def loss_gradient(
     data: Sequence[Datum],
     logprobs: Mapping[int, Tensor],
     entropy: Mapping[int, Tensor] | None = None,
+    *,
+    whole: bool = True,
 ) -> LossGradient:
     """The first half of the chain rule. The keys of ``logprobs`` are the datums' places in the call.
+
+    ``whole``: these are all datums of the call, so a gradient that is zero everywhere trains nothing.
 
     Raises:
         NonFiniteError: the value or a gradient is not finite.
@@ -83,7 +87,8 @@ def loss_gradient(
             f"loss {name}: does not depend on the logprobs of {whole}, so nothing would be trained; compute it from `logprobs` "
             "without .item(), .detach() or numpy"
         )
-    if found[0] is None or not (_may_be_flat(loss) or found[0].any()):
+    may_be_flat = not whole or (isinstance(loss, Loss) and loss.may_be_flat)
+    if found[0] is None or not (may_be_flat or found[0].any()):
         raise no_gradient(loss, list(logprobs), "no" if found[0] is None else "a zero")
     if not all(torch.isfinite(one).all() for one in found if one is not None):
         bad = _blamed(*slopes)
@@ -164,11 +169,6 @@ def no_gradient(loss: LossFunction, places: Sequence[int], kind: str = "a zero")
         f"loss {loss_name(loss)}: has {kind} gradient with respect to the logprobs of {named(places)}, "
         "so nothing would be trained"
     )
-
-
-def _may_be_flat(loss: LossFunction) -> bool:
-    """Whether a zero gradient is no mistake; of a part of a batch it is none either, the engine looks at the whole."""
-    return isinstance(loss, Loss) and (loss.may_be_flat or loss.scope in (Scope.token, Scope.sequence))
 
 
 def number(key: str, value: Any) -> float:

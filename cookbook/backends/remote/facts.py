@@ -10,7 +10,7 @@ from cookbook.engine.model import ModelConfig
 from cookbook.errors import BackendError, ConfigError
 
 PATH = "/api/v1/cookbook"
-WIRE = 2  # the version of these facts and of what they promise
+WIRE = 2  # changes when a cookbook of another version could misread what the other side says or does
 
 # What our trainer adds to Tinker's messages for a server of ours; both are "true" or "false".
 ALL_LOGPROBS = "all_logprobs"  # option of a forward_backward; false leaves out tokens that the loss ignores, as in this process

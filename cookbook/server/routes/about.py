@@ -8,11 +8,10 @@ from typing import Any
 from fastapi import APIRouter, Response
 
 from cookbook import __version__
+from cookbook.backends.remote.facts import WIRE
 from cookbook.losses import LOSSES
 from cookbook.server import messages, sampling
 from cookbook.server.routes.common import Body, Here, takes
-
-WIRE = 1  # changes when a cookbook of another version could misread what this one says or does
 
 router = APIRouter()
 
