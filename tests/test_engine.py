@@ -341,7 +341,9 @@ def test_a_loss_of_tokens_never_holds_the_logits_of_a_whole_datum(make_engine, m
     engine = make_engine(dtype="float64", micro_batch_tokens=10_000)
     calls = []
     inner = loss_gradient.loss_gradient
-    monkeypatch.setattr("cookbook.engine.engine.loss_gradient", lambda *given: calls.append(given[1]) or inner(*given))
+    monkeypatch.setattr(
+        "cookbook.engine.engine.loss_gradient", lambda *given, **how: calls.append(given[1]) or inner(*given, **how)
+    )
     output = engine.forward_backward(data, loss)
     assert len(calls) > 3 and all(datum.model_input.length <= 5 for call in calls for datum in call)
     assert tiny.difference(tiny.gradients(engine), tiny.gradients(whole)) < 1e-12

@@ -217,7 +217,7 @@ def test_a_declared_function_without_gradient_is_refused_too(trainer, scope):
 
 
 def test_declarations_that_contradict_themselves():
-    with pytest.raises(ConfigError, match="expected a reduction of mean, token_sum, sequence_sum .* got 'average'"):
+    with pytest.raises(ConfigError, match=r"expected a reduction of mean, token_sum, sequence_sum .* got 'average'"):
         returns("average")
     with pytest.raises(ConfigError, match="a mean needs the whole batch, got scope='token'"):
         returns("mean", scope="token")

@@ -69,8 +69,8 @@ def loss_gradient(
             everywhere.
     """
     leaves = [_Leaf(rows) for rows in (logprobs, entropy) if rows is not None]
-    name, whole = loss_name(loss), named(list(logprobs))
-    value, metrics = _call(loss, data, [list(leaf.rows(leaf.flat).values()) for leaf in leaves], list(logprobs))
+    name, places = loss_name(loss), list(logprobs)
+    value, metrics = _call(loss, data, [list(leaf.rows(leaf.flat).values()) for leaf in leaves], places)
     flats = [leaf.flat for leaf in leaves]
     nodes = _own_leaves(value, flats)
     inputs = [*flats, *(node.variable for node in nodes)]
@@ -84,12 +84,12 @@ def loss_gradient(
         raise NonFiniteError(f"loss {name}: {message}", bad)
     if not value.requires_grad:
         raise BackendError(
-            f"loss {name}: does not depend on the logprobs of {whole}, so nothing would be trained; compute it from `logprobs` "
+            f"loss {name}: does not depend on the logprobs of {named(places)}, so nothing would be trained; compute it from `logprobs` "
             "without .item(), .detach() or numpy"
         )
     may_be_flat = not whole or (isinstance(loss, Loss) and loss.may_be_flat)
     if found[0] is None or not (may_be_flat or found[0].any()):
-        raise no_gradient(loss, list(logprobs), "no" if found[0] is None else "a zero")
+        raise no_gradient(loss, places, "no" if found[0] is None else "a zero")
     if not all(torch.isfinite(one).all() for one in found if one is not None):
         bad = _blamed(*slopes)
         raise NonFiniteError(f"loss {name}: its gradient is not finite for {named(bad)}", bad)
