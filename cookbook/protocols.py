@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 class TrainingClient(Protocol):
     """A model in training, here or elsewhere. Calls return at once and run in the order they are made.
 
-    A call that fails makes every later ``optim_step`` fail with the same error, until one of those has been read; so a
-    future nobody reads cannot hide an error. The gradient accumulated so far is dropped.
+    A call that fails makes an ``optim_step`` fail with the same error, and drops the accumulated gradient, unless the caller
+    has read that error before asking for the step. So an unread future cannot hide an error, and an error that was read fails
+    nothing else: gradients of other calls stay. A call that fails leaves no gradient of its own.
     """
 
     def forward(
@@ -50,7 +51,7 @@ class TrainingClient(Protocol):
         ...
 
     def forward_backward_custom(self, data: Sequence[Datum], loss_fn: LossFn) -> Future[ForwardBackwardOutput]:
-        """Adds the gradient of any differentiable function of the logprobs."""
+        """Add the gradient of any differentiable function of the logprobs, and to its own parameters' ``grad`` theirs."""
         ...
 
     def optim_step(
@@ -123,7 +124,7 @@ class TrainingClient(Protocol):
         ...
 
     def close(self) -> None:
-        """Waits for what is under way and raises the error of a failed call that nobody has read."""
+        """Wait for calls under way, then raise the first unread error of a failed call."""
         ...
 
 

@@ -182,6 +182,40 @@ def test_failures_are_repeated_too(start):
         assert b"optim/grad_norm" in client.result("optim_step", stepping(run, 8))
 
 
+def test_what_a_client_has_read_outlives_the_server(start):
+    """A client that says what its caller has read: a read error fails nothing, an unread one every step."""
+
+    def telling(run, number, read):
+        fields = {"type": "adamw", **RATE, "failures_read": read}
+        return {"model_id": run, "seq_id": number, "optimizer_params": fields}
+
+    with start() as server:
+        client = Client(server)
+        run = client.run()
+        client.result("forward_backward", passing(run, 1))
+        client.result("optim_step", telling(run, 2, "false"))
+        expected = weights(server, run)
+    with start() as server:
+        client = Client(server)
+        run = client.run()
+        client.result("forward_backward", passing(run, 1))
+        failed = client.result("forward_backward", passing(run, 2, loss="nonsense"))
+        assert client.result("optim_step", telling(run, 3, "false")) == failed
+    with start() as server:
+        client = Client(server, client.session)
+        assert client.result("optim_step", telling(run, 4, "false")) == failed  # still unread
+        client.result("forward_backward", passing(run, 5))
+        client.result("forward_backward", passing(run, 6, loss="nonsense"))
+    with start() as server:
+        client = Client(server, client.session)
+        assert b"optim/grad_norm" in client.result("optim_step", telling(run, 7, "true"))
+        assert equal(weights(server, run), expected)
+        client.result("forward_backward", passing(run, 8))
+    with start() as server:
+        client = Client(server, client.session)
+        assert b"optim/grad_norm" in client.result("optim_step", telling(run, 9, "false"))
+
+
 @pytest.mark.slow
 def test_a_log_is_as_long_as_what_a_state_has_not_seen(start, monkeypatch, tmp_path):
     monkeypatch.setattr(states, "RETRY_S", 0.0)

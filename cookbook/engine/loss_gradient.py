@@ -84,8 +84,8 @@ def loss_gradient(
         raise NonFiniteError(f"loss {name}: {message}", bad)
     if not value.requires_grad:
         raise BackendError(
-            f"loss {name}: does not depend on the logprobs of {named(places)}, so nothing would be trained; compute it from `logprobs` "
-            "without .item(), .detach() or numpy"
+            f"loss {name}: does not depend on the logprobs of {named(places)}, so nothing would be trained; compute it from "
+            "`logprobs` without .item(), .detach() or numpy"
         )
     may_be_flat = not whole or (isinstance(loss, Loss) and loss.may_be_flat)
     if found[0] is None or not (may_be_flat or found[0].any()):
