@@ -217,7 +217,7 @@ class TrainingClient(_Ready, _AsyncTwins):
         return self._trainer.info()
 
     def close(self) -> None:
-        """Waits for what is under way; raises the error of a failed call that nobody has read."""
+        """Wait for calls under way, then raise the first unread error of a failed call."""
         self._trainer.close()
 
 
