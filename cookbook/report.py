@@ -117,13 +117,14 @@ def one_line(example: Example) -> str:
 
 def _next(run: Run, rows: Iterable[Row]) -> str:
     """The command that samples from the newest checkpoint; weights on a server are downloaded first."""
-    newest = store.newest(run.out / "checkpoints")
-    if newest is None:
+    # Saved just now or earlier by this run: verifying the files again would read all of a large model.
+    saved = store.all_steps(run.out / "checkpoints")
+    if not saved:
         return "nothing to sample from, as no checkpoint was saved; set checkpoint.final=true or checkpoint.every"
     prompt = next((text for row in rows if (text := _prompt(row, run.data)) is not None), PLACEHOLDER)
     # Without --, a prompt such as -5+3= would be read as an option.
     asked = ["--", prompt] if prompt.startswith("-") else [prompt]
-    if (elsewhere := manifest.read(newest).get(pointers.SERVER)) is None:
+    if (elsewhere := manifest.read(saved[-1]).get(pointers.SERVER)) is None:
         return shlex.join(["cookbook", "sample", str(run.out), *asked])
     path = str(elsewhere["path"])
     # Tinker's command insists on a key, and a server without keys ignores it.

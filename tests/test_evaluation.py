@@ -26,7 +26,15 @@ SMALLEST = {
     "sft": ["recipe=sft", "recipe.steps=1", "recipe.batch_size=4", "model=tiny", "data.limit=8", *TINY],
     "dpo": ["recipe=dpo", "recipe.steps=1", "recipe.batch_size=2", "reward=number", "data.limit=8", *TINY],
     "orpo": ["recipe=orpo", "recipe.steps=1", "recipe.batch_size=2", "data.limit=8", *TINY],
-    "grpo": ["recipe=grpo", "recipe.steps=1", "recipe.prompts_per_step=2", "recipe.group_size=2", "data.limit=8", *TINY],
+    "grpo": [
+        "recipe=grpo",
+        "recipe.steps=1",
+        "seed=1",
+        "recipe.prompts_per_step=4",
+        "recipe.group_size=4",
+        "data.limit=8",
+        *TINY,
+    ],
 }
 SMALLEST["lora"] = [*SMALLEST["sft"], "model.lora_rank=4", "optim.lr=3e-1", "schedule.warmup_steps=0"]
 MEASURED = ("eval/accuracy", "eval/reward", "eval/pass@1", "eval/pass@3", "eval/failed", "eval/answers", FINGERPRINT)
@@ -238,7 +246,7 @@ def test_evaluations_that_ask_the_same_have_the_same_fingerprint():
         ({"chosen": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}], "rejected": "3"}, "2"),
         ({"prompt": "1+1=", "completion": "two", "answer": 2}, 2),
         ({"prompt": "1+1="}, None),
-        ({"prompt": "1+1=", "completion": 7}, None),
+        ({"prompt": "1+1=", "completion": 7}, "7"),
     ],
 )
 def test_what_a_reward_gets_as_the_answer(values, answer):

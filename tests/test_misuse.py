@@ -50,7 +50,7 @@ def copy_of_tiny(name: str, *without: str) -> Path:
     ("words", "message"),
     [
         ("optim.lrr=1", "unknown key 'optim.lrr'. Did you mean 'optim.lr'? (cookbook train --cfg job prints every key)"),
-        ("optin.lr=1", "unknown key 'optin.lr'. Did you mean 'optim.lr'? (cookbook train --cfg job prints every key)"),
+        ("optin.lr=1", "unknown key 'optin.lr'; write optim.lr=1"),
         ("recipe=grop", "unknown recipe 'grop'. Did you mean 'grpo'? (choices: dpo, grpo, orpo, sft)"),
         ("recipe.name=grop", "recipe.name: unknown recipe 'grop'. Did you mean 'grpo'? (choices: dpo, grpo, orpo, sft)"),
         ("loss._target_=cookbook.losses.GPRO", "loss._target_: 'cookbook.losses' has no 'GPRO'. Did you mean 'GRPO'?"),

@@ -251,12 +251,12 @@ class Halves(Hook):
 
 @dataclass
 class Reward:
-    """Half a point for everything."""
+    """Points for the letters of a completion."""
 
     points: float = 0.5
 
     def __call__(self, completion, row):
-        return self.points
+        return self.points * (sum(map(ord, completion)) % 7)
 '''
 
 

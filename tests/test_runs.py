@@ -520,7 +520,9 @@ def test_wandb_that_fails_is_one_line(moment, code, monkeypatch, capsys):
         monkeypatch.setattr(wandb.Run if moment == "later" else wandb, "log" if moment == "later" else "init", fails)
     assert train(*SMALL["orpo"], "tracker=wandb", "out=run") == code
     assert capsys.readouterr().err == {
-        "missing": "error: tracker: wandb is not installed; pip install 'cookbook[wandb]', or leave tracker=wandb out\n",
+        "missing": (
+            "error: tracker: wandb is not installed; pip install 'post-training-cookbook[wandb]', or leave tracker=wandb out\n"
+        ),
         "key": "error: tracker: wandb: no key; log in with `wandb login`, or set WANDB_MODE=offline\n",
         "network": OFF.format("start"),
         "later": OFF.format("log"),

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from cookbook.checkpoints import manifest
 from cookbook.engine.model import LORA_FILE
 
-NAME = "README.md"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # Metrics of the machine, not of the weights; equal runs have equal cards.
 UNSHOWN = ("time/", "data/", "step", "eval/crc32")
@@ -46,7 +46,7 @@ Full weights for any other program: `cookbook weights export path/to/this/folder
 
 def write(folder: Path, facts: Mapping[str, Any]) -> None:
     """Write the card of the weights in ``folder``. ``facts`` are those of the manifest; ``run`` is there if a run saves."""
-    (folder / NAME).write_text(text(folder, facts), encoding="utf-8")
+    (folder / manifest.CARD).write_text(text(folder, facts), encoding="utf-8")
 
 
 def text(folder: Path, facts: Mapping[str, Any]) -> str:
@@ -180,9 +180,9 @@ def _license(base: str) -> str | None:
     """The license that the base model's own card states, if that card is on this machine."""
     from huggingface_hub import ModelCard, try_to_load_from_cache
 
-    card: Any = Path(base) / NAME
+    card: Any = Path(base) / manifest.CARD
     if not card.is_file():
-        card = try_to_load_from_cache(base, NAME) if _is_hub_id(base) else None
+        card = try_to_load_from_cache(base, manifest.CARD) if _is_hub_id(base) else None
     if isinstance(card, str | Path):
         # The card of another author may hold anything: without a license, the line is left out.
         with contextlib.suppress(Exception):

@@ -12,6 +12,8 @@ from cookbook import atomic, terminal
 from cookbook.errors import CheckpointError
 
 NAME = "checkpoint.json"
+# The model card has no digest: users edit it, and nothing computes with it.
+CARD = "README.md"
 FORMAT = 2
 READ_BYTES = 1 << 20
 
@@ -21,7 +23,8 @@ def write(folder: Path, facts: dict[str, Any]) -> None:
 
     All files get the manifest's mode, which the umask decides: safetensors makes files that only their owner can read.
     """
-    files = {str(path.relative_to(folder)): _digest(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != CARD]
+    files = {str(path.relative_to(folder)): _digest(path) for path in paths}
     manifest = folder / NAME
     stated = {"format": FORMAT, **facts, "files": files}
     manifest.write_text(json.dumps({**stated, "digest": _digest_of(stated)}, indent=2) + "\n")
