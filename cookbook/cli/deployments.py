@@ -9,7 +9,7 @@ from cookbook.config import build
 from cookbook.deployments.http import Client
 from cookbook.deployments.manager import DeploymentManager, Running
 from cookbook.deployments.vllm import VllmConfig
-from cookbook.engine.model import ModelConfig, context_length, load_tokenizer, resolved
+from cookbook.engine.model import ModelConfig, context_length, load_tokenizer, resolved, with_dtype
 from cookbook.errors import BackendError, ConfigError, RolloutError
 from cookbook.suggest import did_you_mean
 
@@ -30,7 +30,7 @@ def create(cfg: DictConfig) -> None:
         BackendError: there is no such model.
         RolloutError: a server does not come up.
     """
-    model: ModelConfig = build(cfg.model, "model", ModelConfig)
+    model: ModelConfig = with_dtype(build(cfg.model, "model", ModelConfig))
     config = build(cfg.deployment, "deployment")
     if not isinstance(config, VllmConfig) or config.url is not None or config.name is None:
         raise ConfigError("deployments: only servers of deployment=vllm are started here; leave out deployment.url")

@@ -29,7 +29,7 @@ from cookbook.engine.head import CHUNK_BYTES
 from cookbook.engine.linear_logprobs.projection import TILE_BYTES
 from cookbook.engine.linear_logprobs.tokenwise import CHUNK_BYTES as FOLDED_BYTES
 from cookbook.engine.linear_logprobs.tokenwise import CHUNK_ROWS
-from cookbook.engine.model import DTYPES, ModelConfig, fresh_network, recompute_activations
+from cookbook.engine.model import ModelConfig, fresh_network, recompute_activations
 from cookbook.engine.probe import KNOWN_LAYERS
 from cookbook.engine.saved import SavedBytes
 from cookbook.engine.update_rules import RULES, state_bytes
@@ -147,7 +147,7 @@ def estimate(
         weights=weights,
         gradients=gradients,
         moments=state_bytes(rule, trained),
-        reference=total * DTYPES[config.dtype].itemsize if reference and count == total else 0,
+        reference=weights if reference and count == total else 0,
         passing=max(passing, update),
         allocator=found.holes if cpu else 0,
         pass_tokens=tokens,

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("cookbook")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+AUTO = "auto"  # dtype: as the model's files have it
 LORA_FILE = "adapter_config.json"
 
 
@@ -55,8 +56,8 @@ class ModelConfig:
     router_aux_loss_coef: float | None = None
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"model.dtype: expected one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.dtype not in (AUTO, *DTYPES):
+            raise ConfigError(f"model.dtype: expected one of {', '.join((AUTO, *DTYPES))}, got {self.dtype!r}")
         if self.lora_rank < 0:
             raise ConfigError(f"model.lora_rank must be >= 0, got {self.lora_rank}; 0 trains every parameter")
         if self.router_aux_loss_coef is not None and not 0 <= self.router_aux_loss_coef < float("inf"):
@@ -150,6 +151,7 @@ def _load(
     transformers_logging.disable_progress_bar()  # the run has a display of its own
     transformers_logging.set_verbosity_error()  # what its report of a load says, _network checks
     tokenizer = load_tokenizer(config)
+    config = with_dtype(config)
     if shared is None or shared.name != base:
         network = _network(config, base, seed).to(device)
     else:
@@ -173,10 +175,33 @@ def fresh_network(config: ModelConfig) -> Any:
     adapter = _adapter_config(config.name)
     base = adapter["base_model_name_or_path"] if adapter else config.name
     with terminal.doing(f"building the model {base} with random weights"):
-        network = _network(replace(config, random=True), base, seed=0)
+        network = _network(replace(with_dtype(config), random=True), base, seed=0)
     if adapter:
         config = _as_adapter(config, adapter)
     return _add_lora(network, config, seed=0) if config.lora_rank else network
+
+
+def with_dtype(config: ModelConfig) -> ModelConfig:
+    """``config`` with the type that ``dtype: auto`` stands for: bfloat16 if the model's files have 16 bits, else float32.
+
+    Raises:
+        BackendError: no such model.
+    """
+    if config.dtype != AUTO:
+        return config
+    from transformers import AutoConfig
+
+    _must_exist(config.name)
+    adapter = _adapter_config(config.name)
+    base = adapter["base_model_name_or_path"] if adapter else config.name
+    try:
+        architecture = AutoConfig.from_pretrained(
+            resolved(base), revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        raise BackendError(_cannot_load("configuration", base, error)) from None
+    stored = architecture.dtype or architecture.get_text_config().dtype
+    return replace(config, dtype="bfloat16" if stored in (torch.bfloat16, torch.float16) else "float32")
 
 
 def context_length(architecture: Any, tokenizer: Any) -> int | None:
