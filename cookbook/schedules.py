@@ -21,8 +21,8 @@ class Schedule:
     """Base: the warm-up, and what every schedule is asked.
 
     Options:
-        warmup_steps: steps of linear rise from 0, >= 0.
-        warmup_ratio: the same as a share of all steps, 0 <= ratio <= 1, rounded; null: ``warmup_steps`` decides.
+        warmup_steps: steps of linear rise from 0, >= 0. Above 0 they win over ``warmup_ratio``, as in transformers.
+        warmup_ratio: the same as a share of all steps, 0 <= ratio <= 1, rounded; null: none.
     """
 
     warmup_steps: int = 0
@@ -33,11 +33,6 @@ class Schedule:
             raise ConfigError(f"schedule.warmup_steps must be >= 0, got {self.warmup_steps}")
         if self.warmup_ratio is not None:
             _share("warmup_ratio", self.warmup_ratio)
-            if self.warmup_steps:
-                raise ConfigError(
-                    f"schedule: warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio} contradict; "
-                    "keep one, and set warmup_steps=0 or warmup_ratio=null"
-                )
 
     def factor(self, step: int, total_steps: int) -> float:
         """What the learning rate is multiplied by at ``step``, 1 <= step <= total_steps; between 0 and 1.
@@ -51,8 +46,8 @@ class Schedule:
         return step / warmup if step < warmup else self.after_warmup(step, max(warmup, 1), total_steps)
 
     def warmup(self, total_steps: int) -> int:
-        """Its length in steps."""
-        return self.warmup_steps if self.warmup_ratio is None else round(self.warmup_ratio * total_steps)
+        """Length of the warm-up in steps."""
+        return self.warmup_steps or round((self.warmup_ratio or 0.0) * total_steps)
 
     def after_warmup(self, step: int, start: int, total_steps: int) -> float:
         """The factor from ``start`` on, the first step of the full rate, >= 1."""

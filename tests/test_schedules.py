@@ -61,12 +61,17 @@ def test_zero_at_the_end_is_a_choice() -> None:
 def test_warmup_as_a_share() -> None:
     assert factors(Cosine(warmup_ratio=0.3)) == factors(Cosine(warmup_steps=3))
     assert factors(Constant(warmup_ratio=1.0))[-1] == 1.0
+    assert factors(Cosine(warmup_ratio=None)) == factors(Cosine(warmup_ratio=0.0)) == factors(Cosine())
+
+
+def test_steps_of_warmup_win_over_a_share() -> None:
+    """A recipe's own share must not refuse ``schedule.warmup_steps=2``."""
+    assert factors(Cosine(warmup_steps=2, warmup_ratio=0.5)) == factors(Cosine(warmup_steps=2))
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"warmup_steps": 2, "warmup_ratio": 0.1}, "contradict"),
         ({"warmup_steps": -1}, "warmup_steps must be >= 0"),
         ({"warmup_ratio": 1.5}, "warmup_ratio must be between 0 and 1, got 1.5"),
         ({"min_lr_ratio": -0.1}, "min_lr_ratio"),
