@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 OmegaConf.register_new_resolver("cookbook", lambda kind: str(paths.packaged(kind)), replace=True)
 
 
+def _lora_or_full(lora: float, full: float, *, _root_: Any) -> float:
+    """``${lora_or_full:2e-4,2e-5}``: the first value if the run trains a LoRA adapter, the second if every parameter."""
+    return lora if OmegaConf.select(_root_, "model.lora_rank", default=0, throw_on_missing=False) else full
+
+
+OmegaConf.register_new_resolver("lora_or_full", _lora_or_full, replace=True)
+
+
 @dataclass(frozen=True)
 class OptimConfig:
     """AdamW, as ``torch.optim.AdamW``. ``grad_clip_norm`` is a global L2 norm; 0 does not clip."""

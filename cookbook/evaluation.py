@@ -39,7 +39,7 @@ class EvalConfig:
 
     every: int | None = 20
     limit: int | None = 200
-    max_tokens: int = 16
+    max_tokens: int = 512
     pass_at: list[int] = field(default_factory=list)
     num_samples: int | None = None
     temperature: float = 1.0

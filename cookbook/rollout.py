@@ -27,7 +27,7 @@ log = logging.getLogger("cookbook")
 class RolloutConfig:
     """How completions are sampled. ``conf/rollout/default.yaml`` says what each field means."""
 
-    max_tokens: int = 16
+    max_tokens: int = 512
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1

@@ -326,9 +326,12 @@ def load_config(run: Path) -> dict[str, Any]:
 
 def resume_command(out: Path) -> str:
     """How to go on with the run in ``out``, whatever made it."""
-    plain_name = re.fullmatch(r"[\w./-]+", str(out))  # Hydra wants quotes around anything else
-    value = str(out) if plain_name else "'" + str(out).replace("'", "\\'") + "'"
-    return shlex.join(["cookbook", "train", "--config", str(out / CONFIG), f"out={value}"])
+    return shlex.join(["cookbook", "train", "--config", str(out / CONFIG), f"out={quoted(str(out))}"])
+
+
+def quoted(value: str) -> str:
+    """The text as the value of an override: Hydra needs quotes around anything but plain words and paths."""
+    return value if re.fullmatch(r"[\w./-]+", value) else "'" + value.replace("'", "\\'") + "'"
 
 
 class _Terminal(logging.StreamHandler[TextIO]):

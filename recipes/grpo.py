@@ -22,8 +22,8 @@ class Config:
     """``conf/recipe/grpo.yaml`` says what each field means."""
 
     name: str = "grpo"
-    steps: int = 50
-    prompts_per_step: int = 32
+    steps: int = 200
+    prompts_per_step: int = 16
     group_size: int = 8
     advantage: Kind = "zscore"
 

@@ -18,8 +18,8 @@ class Config:
 
     name: str = "sft"
     steps: int | None = None
-    epochs: int = 18
-    batch_size: int = 64
+    epochs: int = 3
+    batch_size: int = 32
 
 
 def train(run: Run) -> None:

@@ -78,7 +78,8 @@ def make_fresh(folder: Path) -> None:
 
 def train(out: Path, model: Path, overrides: list[str]) -> Path:
     """Runs the command as a user would; returns the last checkpoint."""
-    command = [sys.executable, "-m", "cookbook.cli.app", "train", *overrides, "model=tiny", f"model.name={model}", f"out={out}"]
+    ours = ["model=tiny", "demo=sft", f"model.name={model}"]  # the demo's values, though the model is another one
+    command = [sys.executable, "-m", "cookbook.cli.app", "train", *overrides, *ours, f"out={out}"]
     subprocess.run([*command, "checkpoint.every=null"], check=True, cwd=ROOT)
     return max((out / "checkpoints").glob("step-*"))
 

@@ -96,7 +96,7 @@ def prepare(folder: Path) -> None:
 
 def words(recipe: str, out: str) -> list[str]:
     data = [f"data.path={recipe}.jsonl", f"data.eval_path={recipe}.jsonl", "data.chat=false"]
-    return ["train", *RECIPES[recipe], "model.name=model", "model.random=false", "data=jsonl", *data, *COMMON, f"out={out}"]
+    return ["train", *RECIPES[recipe], "model.name=model", "data=jsonl", *data, *COMMON, f"out={out}"]
 
 
 def start(arguments: Sequence[str], log: Path) -> int:

@@ -16,6 +16,8 @@ from cookbook.cli.app import run
 
 ROOT = Path(__file__).resolve().parent.parent
 LITTLE = ["data.limit=24", "eval.limit=4", "eval.every=2"]
+# As the demo has them; with another model or other data a recipe's own values allow hundreds of tokens.
+BRIEF = ["rollout.max_tokens=16", "eval.max_tokens=16"]
 # Three steps of each recipe, a second of work at most.
 SMALL = {
     "sft": ["recipe=sft", "recipe.steps=3", "recipe.batch_size=6", *LITTLE],

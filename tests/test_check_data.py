@@ -168,7 +168,7 @@ def test_the_shipped_data(capsys, recipe, words):
 def test_refused_rows_are_listed_and_end_with_2(capsys):
     answers = [{"messages": [USER, ANSWER]}, {"messages": [USER]}, {"messages": "no"}, {"messages": [USER, {"role": "user"}]}]
     Path("mine.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
-    command = ["check", "data", "recipe=sft", "data=jsonl", f"data.path={Path.cwd()}/mine.jsonl"]
+    command = ["check", "data", "recipe=sft", "model=tiny", "data=jsonl", f"data.path={Path.cwd()}/mine.jsonl"]
     assert run([*command, "data.on_empty=skip"]) == 2
     got = capsys.readouterr()
     assert "training: 4 rows, 3 rows cannot be used" in got.out and "held out: no rows" in got.out

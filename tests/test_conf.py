@@ -13,7 +13,7 @@ from cookbook.cli.hydra_bridge import Request, show
 
 CONF = paths.packaged("conf")
 FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
-GLOBAL = ("recipe", "debug", "experiment")  # their files begin with '# @package _global_'
+GLOBAL = ("recipe", "demo", "debug", "experiment")  # their files begin with '# @package _global_'
 IDS = [str(path.with_suffix("")) for path in FILES]
 
 # Keys that say it all: names everyone knows, or the name of the thing itself.
@@ -32,6 +32,8 @@ def composed(*overrides: str) -> dict:
 
 def choices(path) -> list[str]:
     """The overrides that choose a file. Where groups are independent, one configuration shows the n-th file of each."""
+    if path.parts[0] == "demo":
+        return [f"recipe={path.parts[1]}"]
     if path.parts[0] in GLOBAL or len(path.parts) == 1:
         return [f"{path.parts[0]}={path.stem}"] if len(path.parts) > 1 else []
     groups: dict[str, list] = {}
@@ -108,7 +110,7 @@ def test_for_every_class_one_file_restates_its_defaults():
 
 @pytest.mark.parametrize("name", [path.stem for path in FILES if path.parts[0] == "recipe"])
 def test_a_recipe_and_its_file_agree(name):
-    node = composed(f"recipe={name}")["recipe"]
+    node = composed(f"recipe={name}", "demo=none")["recipe"]
     cls = recipe.load(name).Config
     assert set(node) == {field.name for field in dataclasses.fields(cls)}
     assert config.build(node, "recipe", cls) == cls()

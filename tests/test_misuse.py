@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from runtools import ROOT, SMALL, checkpoint, files, here, rows, timeless, train, write  # noqa: F401 - here is a fixture
+import yaml
+from runtools import BRIEF, ROOT, SMALL, checkpoint, files, here, rows, timeless, train, write  # noqa: F401 - here is a fixture
 from safetensors.torch import load_file, save_file
 
 from cookbook import atomic
@@ -97,7 +98,7 @@ def test_a_slip_in_a_recipe_of_ones_own(capsys):
     code = Path("recipes/mine.py").read_text()
     write("recipes/mine.py", code + "def broken(:\n")
     assert refused(capsys, "recipe=mine").startswith(f"recipes/mine.py:{code.count(chr(10)) + 1}: not valid Python: ")
-    write("recipes/mine.py", code.replace("batch_size: int = 64", "batches: int = 64"))
+    write("recipes/mine.py", code.replace("batch_size: int = 32", "batches: int = 32"))
     assert refused(capsys, "recipe=mine").startswith("unknown key 'recipe.batch_size'. Did you mean 'batches'? ")
 
 
@@ -120,27 +121,26 @@ def test_a_slip_in_a_recipe_of_ones_own(capsys):
 )
 def test_a_slip_in_the_data(text, message, capsys):
     write("rows.jsonl", text)
-    assert refused(capsys, "recipe=sft", "recipe.batch_size=1", "data=jsonl", "data.path=rows.jsonl").startswith(message)
+    assert refused(capsys, "recipe=sft", "model=tiny", "recipe.batch_size=1", "data=jsonl", "data.path=rows.jsonl").startswith(message)
 
 
 def test_data_that_is_not_there(capsys):
     write("rows.jsonl", TALK)
-    missing = refused(capsys, "recipe=sft", "data=jsonl", "data.path=row.jsonl")
+    missing = refused(capsys, "recipe=sft", "model=tiny", "data=jsonl", "data.path=row.jsonl")
     assert missing == "data.path: row.jsonl does not exist; give a file or folder. Did you mean 'rows.jsonl'?"
     # Known before a model is loaded, which would have told of its own absence.
-    assert (
-        refused(capsys, "recipe=sft", "data=jsonl", "data.path=row.jsonl", "model.name=./none", "model.random=false") == missing
-    )
+    assert refused(capsys, "recipe=sft", "data=jsonl", "data.path=row.jsonl", "model.name=./none") == missing
     columns = refused(capsys, "recipe=dpo", "data=jsonl", "data.path=rows.jsonl", "model.name=./none")
     assert columns.startswith("rows.jsonl:1: the columns are messages, and this recipe reads ")
-    missing = refused(capsys, "recipe=sft", "data=jsonl")
+    missing = refused(capsys, "recipe=sft", "model=tiny", "data=jsonl")
     assert missing == "data: no data given; pass data.path=<file or folder> or data.name=<hub id>"
 
 
 def test_a_prompt_longer_than_the_context(capsys):
     write("rows.jsonl", json.dumps({"prompt": "1" * 4090, "answer": "2"}))
-    message = refused(capsys, "recipe=grpo", "recipe.prompts_per_step=1", "data=jsonl", "data.path=rows.jsonl")
-    assert message.startswith("rows.jsonl:1: a prompt of 4090 tokens and a completion of up to 16 do not fit in 4096; lower ")
+    words = ["recipe=grpo", "model=tiny", "recipe.prompts_per_step=1", "data=jsonl", "data.path=rows.jsonl"]
+    message = refused(capsys, *words)
+    assert message.startswith("rows.jsonl:1: a prompt of 4090 tokens and a completion of up to 512 do not fit in 4096; lower ")
 
 
 @pytest.mark.parametrize("recipe", SMALL)
@@ -150,7 +150,7 @@ def test_no_held_out_rows_is_no_mistake(recipe):
         row = {key: row[key] for key in ("prompt", "answer", "completion")}
     write("rows.jsonl", (json.dumps(row) + "\n") * 8)
     code = 2 if recipe == "grpo" else 0  # the model answers 1+1= alike each time, so that run has no gradient
-    assert train(*SMALL[recipe], "data=jsonl", "data.path=rows.jsonl", "data.chat=true", "out=run") == code
+    assert train(*SMALL[recipe], "data=jsonl", "data.path=rows.jsonl", "data.chat=true", *BRIEF, "out=run") == code
     assert [row["step"] for row in rows("run")] == [0, 1, 2, 3]
     assert not any(key.startswith("eval/") for row in rows("run") for key in row)
 
@@ -369,9 +369,13 @@ def test_sampling_what_cannot_be_sampled(words, message, capsys):
 
 
 def test_named_weights_are_not_passed_over_in_silence(here, capsys):  # noqa: F811
-    """SFT's default starts from fresh weights; a name that somebody gives is meant for what is in it."""
-    shipped = str(packaged("data") / "tiny")
-    assert train("recipe=sft", f"model.name={shipped}", "recipe.steps=1", "out=a") == 2
+    """SFT's demo starts from fresh weights; a name that the user gives is meant for what is in it."""
+    short = ["recipe.steps=1", "recipe.batch_size=2", "eval.limit=2", "data.limit=4"]
+    assert train("recipe=sft", *short, "out=a") == 0
+    copied = copy_of_tiny("copied")
+    assert train("recipe=sft", f"model.name={copied}", *short, "out=b") == 0
+    assert not yaml.safe_load(Path("b/config.yaml").read_text())["model"]["random"]
+    capsys.readouterr()
+    assert train("--config", "a/config.yaml", f"model.name={copied}", "out=c") == 2
     err = capsys.readouterr().err
     assert err.startswith("error: model.name: this recipe starts from fresh weights") and err.count("\n") == 1
-    assert train("recipe=sft", f"model.name={shipped}", "model.random=false", "recipe.steps=1", "eval.limit=2", "out=b") == 0

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import servertools
 import tiny
-from runtools import SMALL, here, rows, timeless, train, write  # noqa: F401 - here is a fixture
+from runtools import BRIEF, SMALL, here, rows, timeless, train, write  # noqa: F401 - here is a fixture
 
 from cookbook.backends.local import LocalConfig, LocalTrainer
 from cookbook.backends.remote import facts, pointers, watch
@@ -55,7 +55,7 @@ def make_remote(server, tiny_folder, tmp_path):
 
 @pytest.fixture
 def model(tiny_folder):
-    return [f"model.name={tiny_folder}", "model.random=false", "model.chat_template=null"]
+    return ["model=tiny", f"model.name={tiny_folder}", "model.chat_template=null", *BRIEF]
 
 
 @pytest.fixture

@@ -326,7 +326,15 @@ def test_another_run_is_not_gone_on_with(change, difference, capsys, finished, m
 def test_other_rows_in_the_same_file_are_other_data(capsys):
     rows_of = '{{"prompt": "1+{0}=", "completion": "{1}"}}\n'.format
     write("rows.jsonl", "".join(rows_of(i, i + 1) for i in range(8)))
-    words = ["recipe=sft", "recipe.batch_size=4", "eval.every=null", "data=jsonl", "data.path=rows.jsonl", "out=run"]
+    words = [
+        "recipe=sft",
+        "model=tiny",
+        "recipe.batch_size=4",
+        "eval.every=null",
+        "data=jsonl",
+        "data.path=rows.jsonl",
+        "out=run",
+    ]
     assert train(*words, "recipe.steps=1") == 0
     write("rows.jsonl", "".join(rows_of(i, i + 2) for i in range(8)))
     before = files(Path("run/checkpoints"))
@@ -353,7 +361,7 @@ def test_other_rows_in_the_same_file_are_other_data(capsys):
 )
 def test_another_model_of_the_same_name_is_another_run(file, subject, capsys):
     shutil.copytree(packaged("data") / "tiny", "model")
-    words = [*SMALL["dpo"], "model.name=./model", "eval.every=null", "out=run"]
+    words = [*SMALL["dpo"], "model=tiny", "demo=dpo", "model.name=./model", "eval.every=null", "out=run"]
     assert train(*words, "recipe.steps=1") == 0
     change = {
         "model.safetensors": lambda path: save_file({k: v * 2 for k, v in load_file(path).items()}, path, {"format": "pt"}),

@@ -14,7 +14,18 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from runtools import LITTLE, SMALL, bits, checkpoint, here, rows, timeless, train, write  # noqa: F401 - here is a fixture
+from runtools import (  # noqa: F401 - here is a fixture
+    BRIEF,
+    LITTLE,
+    SMALL,
+    bits,
+    checkpoint,
+    here,
+    rows,
+    timeless,
+    train,
+    write,
+)
 from safetensors.torch import load_file
 
 from cookbook import rollout
@@ -145,7 +156,7 @@ def test_dpo_starts_at_ln_2_whatever_it_starts_from(model):
 @pytest.mark.slow
 def test_dpo_from_an_earlier_run_starts_at_ln_2_too():
     assert train(*SMALL["sft"], "model=tiny", "out=sft") == 0
-    assert train(*SMALL["dpo"], f"model.name={checkpoint('sft')}", "out=run") == 0
+    assert train(*SMALL["dpo"], "model=tiny", "demo=dpo", f"model.name={checkpoint('sft')}", "out=run") == 0
     assert rows("run")[1]["loss"] == pytest.approx(LN2, abs=FLOAT32_AT_LN2)
     assert rows("run")[2]["loss"] < LN2
 
@@ -587,13 +598,13 @@ def test_tensorboard_is_read_back():
 @pytest.mark.parametrize(
     "words",
     [
-        ["recipe=sft", "recipe.batch_size=4", "model=tiny_random"],
+        ["recipe=sft", "recipe.batch_size=4", "model=tiny_random", "optim.lr=3e-3"],
         ["recipe=grpo", "recipe.prompts_per_step=2", "recipe.group_size=2", "reward=number"],
     ],
     ids=["sft", "grpo"],
 )
 def test_real_gsm8k(words):
-    limits = ["data.limit=16", "eval.limit=4", "recipe.steps=2", "eval.every=null"]
+    limits = ["data.limit=16", "eval.limit=4", "recipe.steps=2", "eval.every=null", *BRIEF]
     # The tiny model solves none of these problems, so a run on their rewards has no gradient.
     assert train(*words, *limits, "data=gsm8k", f"data.path={GSM8K}", "out=run") == (2 if "recipe=grpo" in words else 0)
     found = rows("run")

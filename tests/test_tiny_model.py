@@ -20,7 +20,12 @@ def digest(path: Path) -> str:
 
 def accuracy(model: Path, out: str) -> float:
     """Of greedy answers to the held-out prompts."""
-    assert train("recipe=grpo", f"model.name={model}", "recipe.steps=1", "eval.limit=null", f"out={out}") == 0
+    assert (
+        train(
+            "recipe=grpo", "model=tiny", "demo=grpo", f"model.name={model}", "recipe.steps=1", "eval.limit=null", f"out={out}"
+        )
+        == 0
+    )
     return rows(out)[0]["eval/accuracy"]
 
 

@@ -148,14 +148,13 @@ def several_steps(run: Run, folder: Folder) -> list[float]:
     shutil.rmtree(out, ignore_errors=True)
     settings = {
         "model.name": folder.reference,
-        "model.random": "false",
         "data": "jsonl",
         "data.path": folder.rows(run),
         "data.shuffle": "false",
         "recipe.batch_size": run.batch_rows,
         "recipe.steps": run.steps,
         "schedule": "constant",
-        "schedule.warmup_steps": 0,
+        "schedule.warmup_ratio": "null",
         "optim.lr": run.lr,
         "optim.weight_decay": run.weight_decay,
         **{f"optim.{name}": value for name, value in RUN_OPTIM.items()},

@@ -101,11 +101,10 @@ def _plain(model: Path) -> dict[str, Any]:
     """What makes the two sides alike: the rows in their order, TRL's AdamW, nothing evaluated and nothing saved."""
     return {
         "model.name": model,
-        "model.random": "false",
         "data": "jsonl",
         "data.shuffle": "false",
         "schedule": "constant",
-        "schedule.warmup_steps": 0,
+        "schedule.warmup_ratio": "null",
         "optim.beta2": 0.999,
         "backend.device": "cpu",
         "eval.every": "null",

@@ -27,6 +27,8 @@ An override sets any key of the configuration, or picks a file of a group:
 
 \b
   cookbook train recipe=sft                          one of the recipes (cookbook list)
+  cookbook train recipe=sft model=owner/name data=chats.jsonl
+                                                     your model (hub id or folder), your data
   cookbook train recipe=grpo optim.lr=1e-5           a value
   cookbook train recipe=grpo model=qwen3_0p6b        a group's file, conf/model/qwen3_0p6b.yaml
   cookbook train recipe=grpo optim.lr=1e-5,1e-6 -m   one run after the other

@@ -117,7 +117,7 @@ def _rollout(typed: Settings) -> str:
 
 def _optimizer(typed: Settings) -> str:
     optim, schedule = typed.optim, typed.schedule
-    warmup = f"{schedule.warmup_steps} steps" if schedule.warmup_ratio is None else f"{schedule.warmup_ratio:.0%} of the steps"
+    warmup = f"{schedule.warmup_steps} steps" if schedule.warmup_steps else f"{schedule.warmup_ratio or 0:.0%} of the steps"
     rise = f", after a warm-up of {warmup}" if schedule.warmup_steps or schedule.warmup_ratio else ""
     clip = f"; gradient clipped at norm {optim.grad_clip_norm:g}" if optim.grad_clip_norm else "; gradient not clipped"
     return f"AdamW, learning rate {optim.lr:g}, {type(schedule).__name__.lower()}{rise}{clip}"

@@ -21,11 +21,17 @@ def composed(recipe: str) -> dict[str, Any]:
     """
     top, own = _file("train.yaml"), _file(f"recipe/{recipe}.yaml")
     choices = dict(_choices(top)) | dict(_choices(own))
+    demo = _demo(choices.pop("demo", None), f"{choices.get('model')}_{choices.get('data')}")
     nodes = {group: conf_files.values(conf_files.find(group, option)) for group, option in choices.items()}
-    merged = OmegaConf.merge(_without_defaults(top), nodes, _without_defaults(own))
+    merged = OmegaConf.merge(_without_defaults(top), nodes, _without_defaults(own), demo)
     found = OmegaConf.to_container(merged, resolve=True)
     assert isinstance(found, dict)
     return {str(key): value for key, value in found.items() if key != "recipe"}
+
+
+def _demo(name: str | None, option: str) -> dict[str, Any]:
+    """The values of ``conf/demo/<name>/<option>.yaml``; none if there is no such file."""
+    return next((conf_files.values(file) for file in conf_files.options(f"demo/{name}") if file.name == option), {})
 
 
 def _file(name: str) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def _request(name: str, target: Target, overrides: Sequence[str]) -> bridge.Requ
     """A run is evaluated as it was configured; a model as ``cookbook train`` would be. Overrides change either."""
     if target.run is not None:
         return bridge.Request(overrides, config_file=target.run / runfolder.CONFIG)
-    own = [f"model={name}"] if target.model is None else []  # of another model, the name is set when it is loaded
+    own = [f"model={name}"] if target.model is None else ["model=hf", f"model.name={runfolder.quoted(name)}"]
     return bridge.Request([*own, *overrides])
 
 

@@ -27,7 +27,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString
 from hydra.core.plugins import Plugins
 from hydra.core.utils import run_job
 from hydra.errors import HydraException
@@ -39,9 +39,10 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from cookbook import config, paths  # noqa: F401 - config registers ${cookbook:...}
-from cookbook.cli import conf_defaults, messages, names, objective, shadows
+from cookbook.cli import conf_defaults, messages, names, objective, shadows, shorthand
 from cookbook.environment import SWEEP
 from cookbook.errors import ConfigError, CookbookError
+from cookbook.suggest import did_you_mean
 from cookbook.typed import TARGET
 
 Job = Callable[[DictConfig, list[str]], float | None]
@@ -96,7 +97,9 @@ def run(request: Request, job: Job) -> None:
             if multirun:
                 composer.refuse_shared_folder(cfg)
                 objective.refuse_wrong_direction(cfg)
-        shadows.note_conf(f"{group}/{option}" for group, option in cfg.hydra.runtime.choices.items())
+        for note in composer.notes:
+            print(note, file=sys.stderr)
+        shadows.note_conf(f"{group.partition('@')[0]}/{option}" for group, option in cfg.hydra.runtime.choices.items())
         shadows.note_recipe(OmegaConf.select(cfg, "recipe.name"))
         if composer.missing:
             print(f"{request.config_file} takes defaults for {', '.join(composer.missing)}", file=sys.stderr)
@@ -131,6 +134,7 @@ def info(request: Request, topic: str) -> None:
     """Prints how the configuration comes about: ``searchpath``, ``defaults``, ``defaults-tree``, ``plugins``, ..."""
     with _composer(request) as composer, composer.explained(), _logging_restored():
         mode = RunMode.MULTIRUN if composer.multirun else RunMode.RUN
+        composer.compose(mode)  # it completes the overrides
         composer.hydra.show_info(topic, config_name=composer.name, overrides=composer.overrides, run_mode=mode)
 
 
@@ -168,7 +172,7 @@ def complete(request: Request, word: str) -> list[str]:
         if not of_a_group:
             cfg = composer.hydra.compose_config(composer.name, words, RunMode.MULTIRUN)
             found = [*found, *plugin._get_matches(cfg, word)]
-        hidden = () if word.startswith("hydra") else ("hydra",)
+        hidden = tuple(group for group in ("hydra", "demo") if not word.startswith(group))
         return sorted({match for match in found if not match.startswith(hidden) and not match.endswith("._target_=")})
     return []
 
@@ -184,8 +188,12 @@ class _Composer:
         self.missing: dict[str, Any] = {}  # top-level keys that an earlier run's configuration does not have yet
         self.replaced: set[str] = set()  # groups whose component the command line writes out
         self.multirun = request.multirun or "hydra.mode=MULTIRUN" in request.overrides
+        self.notes: list[str] = []  # what the command line was taken to mean
         with self.explained():
+            self._spell_out()
             self.overrides = self._components_written_out()
+            if self.replaced & set(shorthand.NEUTRAL) and request.config_file is None and self.name != "serve":
+                self.overrides.append("~demo@_global_")  # its file is named after a preset, and there is none
             if request.config_file is not None:
                 self.name = RERUN
                 self._store(request.config_file)
@@ -195,6 +203,12 @@ class _Composer:
         self._refuse_added_keys()
         self._refuse_unknown_inside()
         cfg: DictConfig = self.hydra.compose_config(self.name, [*QUIET, *self.overrides], mode)
+        found = self._replacements(cfg)
+        self.notes += found.notes
+        if found.overrides:
+            self.overrides += found.overrides
+            cfg = self.hydra.compose_config(self.name, [*QUIET, *self.overrides], mode)
+        self._refuse_unknown_demo(cfg.hydra.runtime.choices.get("demo"))
         return cfg
 
     def run(self, cfg: DictConfig, task: _Task) -> Any:
@@ -235,6 +249,32 @@ class _Composer:
         out = OmegaConf.select(cfg, "out")
         if swept and out and "out" not in swept and not OmegaConf.is_interpolation(cfg, "out"):
             raise ConfigError(f"out: every run would write to {out}; drop it, or write 'out={out}/${{{swept[0]}}}'")
+
+    def _refuse_unknown_demo(self, demo: str | None) -> None:
+        """The demo's values are optional in the defaults list, so Hydra takes any name for them."""
+        known = [shorthand.NO_DEMO.partition("=")[2], *self.hydra.config_loader.list_groups("demo")]
+        if demo is not None and demo not in known:
+            raise ConfigError(f"unknown demo {demo!r}.{did_you_mean(demo, known)} (choices: {', '.join(known)})")
+
+    def _spell_out(self) -> None:
+        """Write ``model=owner/name`` as ``model=hf model.name=owner/name``, and so on; see :mod:`cookbook.cli.shorthand`."""
+        parsed = zip(self.overrides, self._parsed(), strict=True)
+        words = [(word, one.key_or_group if self._is_choice(one) else "", _texts(one)) for word, one in parsed]
+        self.overrides, self.notes = shorthand.spelled_out(words, self._is_preset)
+
+    def _is_preset(self, group: str, value: str) -> bool:
+        folder, _, name = f"{group}/{value}".rpartition("/")
+        return name in self.hydra.config_loader.get_group_options(folder)
+
+    def _replacements(self, cfg: DictConfig) -> shorthand.Replacements:
+        """Return the overrides that keep every value of the shipped model and data from another model and other data."""
+        parsed = self._parsed()
+        nodes: dict[str, Any] = {
+            group: OmegaConf.to_container(cfg[group]) for group in shorthand.NEUTRAL if isinstance(cfg.get(group), DictConfig)
+        }
+        typed = {override.key_or_group for override in parsed if self._is_choice(override) or override.key_or_group == "demo"}
+        swept = {override.key_or_group for override in parsed if override.is_sweep_override()}
+        return shorthand.replacements(cfg.hydra.runtime.choices, nodes, typed, swept)
 
     def _refuse_added_keys(self) -> None:
         """Hydra takes any ``+key=value``; at the top level nothing would read it. Inside a group its class checks."""
@@ -306,6 +346,13 @@ class _Composer:
 
 def _is_plain(override: Override) -> bool:
     return not (override.is_add() or override.is_force_add() or override.is_delete())
+
+
+def _texts(override: Override) -> list[str]:
+    """The values of an override that are text: one, or those of a sweep over a list; none of any other."""
+    value = override.value()
+    values = value.list if isinstance(value, ChoiceSweep) else [value]
+    return [text for one in values if isinstance(text := one.text if isinstance(one, QuotedString) else one, str)]
 
 
 @contextlib.contextmanager

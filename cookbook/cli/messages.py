@@ -157,6 +157,14 @@ def _unreadable(override: str) -> str:
     return f"cannot read {override!r}; write key=value, and quotes around what is not a plain word: key=\"'a = b'\""
 
 
+def _undecided(match: re.Match[str], keys: Keys) -> str:
+    """A dropped group that decides whether the values of ``conf/demo`` hold."""
+    group = next(group for group in ("model", "data", "demo") if group not in match["known"].split(", "))
+    if group == "demo":
+        return "~demo: write demo=none"
+    return f"{group}: expected keys and values, got nothing; choose a file of conf/{group}/"
+
+
 def _interpolation(match: re.Match[str], keys: Keys) -> str:
     return f"{match['key']}: {match['problem']}"
 
@@ -181,5 +189,6 @@ _TABLE: tuple[tuple[str, Callable[[re.Match[str], Keys], str]], ...] = (
     (r"An item is already at '(?P<key>[^']+)'", _exists),
     (r"^(?P<key>\S+) appears more than once in the final defaults list", _exists),
     (r"^(?P<problem>(?:Interpolation|Unsupported interpolation)[^\n]*)\n\s*full_key: (?P<key>\S+)", _interpolation),
+    (r"Error resolving interpolation '\$\{demo\}/.*', possible interpolation keys: (?P<known>.*)", _undecided),
     (r"force-add of config groups is not supported: '\+\+(?P<key>[^=']+)", _exists),
 )

@@ -10,6 +10,7 @@ from cookbook import paths
 from cookbook.cli import conf_files
 from cookbook.errors import ConfigError
 from cookbook.suggest import did_you_mean
+from cookbook.typed import MISSING
 
 # The hub has given no name without an owner for years; these are the language models that were there before.
 WITHOUT_OWNER = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2", "openai-gpt")
@@ -51,7 +52,8 @@ def _models() -> dict[str, str]:
     """Name or folder of each model of ``conf/model`` that has weights to sample from."""
     found = {file.name: conf_files.values(file) for file in conf_files.options("model")}
     data = str(paths.packaged("data"))
-    return {name: str(node["name"]).replace(SHIPPED, data) for name, node in found.items() if not node.get("random")}
+    named = {name: str(node["name"]) for name, node in found.items() if not node.get("random") and node["name"] != MISSING}
+    return {preset: name.replace(SHIPPED, data) for preset, name in named.items()}
 
 
 def _is_cached(name: str) -> bool:

@@ -20,7 +20,7 @@ from cookbook.deployments.http import Client
 from cookbook.deployments.manager import DeploymentManager
 from cookbook.deployments.sampler import Pool, Replica
 from cookbook.deployments.servers import Servers
-from cookbook.engine.model import ModelConfig, resolved
+from cookbook.engine.model import AUTO, ModelConfig, resolved
 from cookbook.errors import ConfigError, RolloutError
 from cookbook.futures import Future, done
 from cookbook.protocols import Backend, Sampler, TrainingClient
@@ -99,7 +99,7 @@ class VllmConfig:
         return VllmDeployment(self, trainer, live=live)
 
     def _refuse_dtype(self, dtype: str) -> None:
-        if dtype not in TOLERANCES:
+        if dtype not in (AUTO, *TOLERANCES):  # which stands for one of them
             raise ConfigError(f"deployment.dtype: vLLM serves {' or '.join(TOLERANCES)}, and the model is in {dtype}; set one")
 
     def options(self, trainer: LocalTrainer) -> server.Options:

@@ -1,0 +1,289 @@
+"""Defaults follow the model and the data: today's demo for the shipped ones, values for real models for any other."""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+from runtools import here, write  # noqa: F401 - here is a fixture
+
+from cookbook import paths
+from cookbook.cli import conf_files
+from cookbook.cli.app import run
+from cookbook.cli.hydra_bridge import Request
+from cookbook.cli.hydra_bridge import run as run_job
+from cookbook.errors import ConfigError
+from cookbook.session import settings
+
+pytestmark = pytest.mark.usefixtures("here")
+
+RECIPES = ("sft", "grpo", "dpo", "orpo")
+CONSTANT, LINEAR = "cookbook.schedules.Constant", "cookbook.schedules.Linear"
+# What the commands `cookbook train recipe=...` and `make train` run, as on commit 700e00b.
+TINY = {"model.dtype": "float32", "model.lora_rank": 0, "rollout.max_tokens": 16, "eval.max_tokens": 16, "eval.limit": 200}
+PAIRS = {"recipe.steps": None, "recipe.epochs": 1, "recipe.batch_size": 32, "data.chat": True, "schedule.warmup_steps": 0}
+DEMO: dict[str, dict[str, Any]] = {
+    "sft": {
+        **TINY, "model.random": True, "recipe.steps": None, "recipe.epochs": 18, "recipe.batch_size": 64, "optim.lr": 3e-3,
+        "schedule._target_": LINEAR, "schedule.warmup_steps": 40, "schedule.warmup_ratio": None, "eval.every": 100,
+    },
+    "grpo": {
+        **TINY, "model.random": False, "recipe.steps": 50, "recipe.prompts_per_step": 32, "recipe.group_size": 8,
+        "optim.lr": 1e-4, "schedule._target_": CONSTANT, "schedule.warmup_steps": 0, "schedule.warmup_ratio": None,
+        "eval.every": 10, "data.chat": True,
+    },
+    "dpo": {
+        **TINY, **PAIRS, "model.random": False, "optim.lr": 5e-5, "schedule._target_": CONSTANT, "schedule.warmup_ratio": None,
+        "eval.every": 20,
+    },
+    "orpo": {
+        **TINY, **PAIRS, "model.random": False, "optim.lr": 3e-4, "schedule._target_": CONSTANT, "schedule.warmup_ratio": None,
+        "eval.every": 20,
+    },
+}  # fmt: skip
+LONG = {"rollout.max_tokens": 512, "eval.max_tokens": 512, "schedule.warmup_steps": 0}
+EPOCHS = {**LONG, "recipe.batch_size": 32, "eval.every": 100}
+# TRL 1.16 trains every parameter with 2e-5 (SFT) and 1e-6 (the others).
+REAL: dict[str, dict[str, Any]] = {
+    "sft": {**EPOCHS, "recipe.epochs": 3, "optim.lr": 2e-5, "schedule.warmup_ratio": 0.03},
+    "grpo": {
+        **LONG, "recipe.steps": 200, "recipe.prompts_per_step": 16, "optim.lr": 1e-6, "schedule.warmup_ratio": None,
+        "eval.every": 20,
+    },
+    "dpo": {**EPOCHS, "recipe.epochs": 1, "optim.lr": 1e-6, "schedule.warmup_ratio": 0.1},
+    "orpo": {**EPOCHS, "recipe.epochs": 1, "optim.lr": 1e-6, "schedule.warmup_ratio": 0.1},
+}  # fmt: skip
+SHIPPED = {  # model and data that the demo's values are for
+    "sft": {("tiny_random", "arithmetic_chat"), ("tiny", "arithmetic_chat")},
+    "grpo": {("tiny", "arithmetic")},
+    "dpo": {("tiny", "arithmetic_pairs")},
+    "orpo": {("tiny", "arithmetic_pairs")},
+}
+MODELS = [file.name for file in conf_files.options("model") if file.origin == "packaged"]
+DATA = [file.name for file in conf_files.options("data") if file.origin == "packaged"]
+NAMED = {"hf": ["model.name=a/b"], "hub": ["data.name=a/b"], "jsonl": ["data.path=rows.jsonl"]}
+
+
+def composed(*words: str) -> Any:
+    """The configuration that a run of the command gets."""
+    seen: list[Any] = []
+    run_job(Request(words), lambda cfg, _: seen.append(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))))
+    return seen[0]
+
+
+def values(cfg: Any, keys: Any) -> dict[str, Any]:
+    return {key: OmegaConf.select(cfg, key) for key in keys}
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        composed(*words)
+    return str(caught.value)
+
+
+def check_pair(recipe: str, model: str, data: str) -> None:
+    cfg = composed(f"recipe={recipe}", f"model={model}", f"data={data}", *NAMED.get(model, []), *NAMED.get(data, []))
+    expected = dict(REAL[recipe])
+    if (model, data) in SHIPPED[recipe]:
+        expected = {key: DEMO[recipe][key] for key in expected}
+    assert values(cfg, expected) == expected
+    assert cfg.model.random is (model == "tiny_random")
+
+
+# The demo
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_bare_recipe_is_todays_demo(recipe):
+    assert values(composed(f"recipe={recipe}"), DEMO[recipe]) == DEMO[recipe]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_fork_is_the_same_demo_in_two_files(recipe, capsys):
+    assert run(["fork", recipe, "mine"]) == 0
+    written = [path for path in Path().rglob("*") if path.is_file()]
+    assert len(written) == 2
+    assert values(composed("recipe=mine"), DEMO[recipe]) == DEMO[recipe]
+    assert values(composed("recipe=mine", "model=qwen3_0p6b"), REAL[recipe]) == REAL[recipe]
+
+
+def test_a_fork_from_before_there_was_a_demo_still_composes():
+    write_conf("recipe/old.yaml", "# @package _global_\nrecipe:\n  name: grpo\noptim:\n  lr: 0.5\n")
+    assert composed("recipe=old").optim.lr == 0.5
+
+
+def write_conf(name: str, text: str) -> None:
+    path = Path("conf") / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+# Any other model or data
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_demo_values_exist_for_the_shipped_pairs_alone(recipe):
+    stems = {file.name for file in conf_files.options(f"demo/{recipe}")}
+    assert stems == {f"{model}_{data}" for model, data in SHIPPED[recipe]}
+    others = {f"{model}_{data}" for model, data in product(MODELS, DATA) if (model, data) not in SHIPPED[recipe]}
+    assert not stems & others  # two names may make the same stem
+
+
+# Each model and each data with each recipe; all pairs are a minute of composing.
+@pytest.mark.parametrize(("recipe", "place"), [(recipe, place) for recipe in RECIPES for place in range(0, len(MODELS), 2)])
+def test_no_demo_value_outside_of_the_demo(recipe, place):
+    check_pair(recipe, MODELS[(place + RECIPES.index(recipe)) % len(MODELS)], DATA[place % len(DATA)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_demo_value_outside_of_the_demo_in_all_pairs(recipe):
+    for model, data in product(MODELS, DATA):
+        check_pair(recipe, model, data)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_adapter_learns_ten_times_as_fast(recipe):
+    cfg = composed(f"recipe={recipe}", "model=hf", "model.name=a/b", "model.lora_rank=16")
+    assert cfg.optim.lr == pytest.approx(10 * REAL[recipe]["optim.lr"], rel=1e-12)
+    assert composed(f"recipe={recipe}", "model=qwen3_8b", "model.lora_rank=16", "optim.lr=7").optim.lr == 7
+
+
+# What people type. Each line: the words, and what it has to mean.
+
+HF, JSONL, HUB = (
+    {"model.dtype": "auto", "model.random": False},
+    {"data.chat": False, "data.eval_path": None},
+    {"data.path": None},
+)
+FORMS: list[tuple[str, dict[str, Any]]] = [
+    ("recipe=sft model=Qwen/Qwen3-0.6B", {**HF, "model.name": "Qwen/Qwen3-0.6B"}),
+    ("recipe=sft model=./folder", {**HF, "model.name": "./folder"}),
+    ("recipe=sft model=folder", {**HF, "model.name": "folder"}),
+    ("recipe=sft model=gpt2", {**HF, "model.name": "gpt2"}),
+    ("recipe=sft model='with space'", {**HF, "model.name": "with space"}),
+    ("recipe=sft model.name=./folder", {**HF, "model.name": "./folder"}),
+    ("recipe=orpo model.name=./folder", {**HF, "model.name": "./folder"}),
+    ("recipe=sft model=tiny model.name=./folder", {"model.random": False, "model.name": "./folder"}),
+    ("recipe=sft data=chats.jsonl", {**JSONL, "data.path": "chats.jsonl", "model.random": False}),
+    ("recipe=dpo data=none/there.parquet", {**JSONL, "data.path": "none/there.parquet"}),
+    ("recipe=sft data=folder", {**JSONL, "data.path": "folder"}),
+    ("recipe=sft data=folder/slip", {**JSONL, "data.path": "folder/slip"}),
+    ("recipe=sft data=trl-lib/Capybara", {**HUB, "data.name": "trl-lib/Capybara", "model.random": False}),
+    ("recipe=grpo data.path=chats.jsonl", {**JSONL, "data.path": "chats.jsonl"}),
+    ("recipe=grpo data.name=trl-lib/tldr", {**HUB, "data.name": "trl-lib/tldr"}),
+    ("recipe=sft data=arithmetic_chat data.path=chats.jsonl", {"data.path": "chats.jsonl"}),
+    ("recipe=grpo data=gsm8k data.path=folder", {"data.path": "folder", "data.columns.prompt": "question"}),
+    ("experiment=grpo_gsm8k data.path=folder", {"data.columns.prompt": "question", "model.name": "Qwen/Qwen3-0.6B"}),
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), FORMS, ids=[words for words, _ in FORMS])
+def test_a_name_in_place_of_a_preset(words, expected):
+    Path("folder").mkdir()
+    Path("with space").mkdir()
+    write("chats.jsonl", "{}\n")
+    typed = ["recipe=sft", "model='with space'"] if "with space" in words else words.split()
+    cfg = composed(*typed)
+    assert values(cfg, expected) == expected
+    rate = {} if cfg.model.lora_rank == 0 else {"optim.lr": 1e-5}
+    assert values(cfg, REAL[cfg.recipe.name]) == REAL[cfg.recipe.name] | rate
+
+
+def test_a_name_in_a_file_of_the_user():
+    write_conf("experiment/mine.yaml", "# @package _global_\nmodel:\n  name: ./folder\n")
+    cfg = composed("recipe=sft", "experiment=mine")
+    assert values(cfg, REAL["sft"]) == REAL["sft"] and cfg.model.random is False
+
+
+def test_presets_come_first():
+    Path("tiny").mkdir()
+    assert composed("recipe=grpo", "model=tiny").model.name == f"{paths.packaged('data')}/tiny"
+    preset = (paths.packaged("conf") / "model" / "hf.yaml").read_text()
+    write_conf("model/mine/big.yaml", preset.replace("???", "a/b").replace("lora_rank: 0", "lora_rank: 5"))
+    assert composed("recipe=grpo", "model=mine/big").model.lora_rank == 5
+
+
+def test_data_of_a_class_of_its_own_are_not_the_demo():
+    cfg = composed("recipe=grpo", "data={_target_: mine.Data, path: rows.jsonl}")
+    assert cfg.data._target_ == "mine.Data" and values(cfg, REAL["grpo"]) == REAL["grpo"]
+
+
+def test_a_sweep_over_names():
+    seen = []
+    words = ["recipe=sft", "model=a/b,c/d"]
+    run_job(Request(words, multirun=True), lambda cfg, _: seen.append((cfg.model.name, cfg.model.random, cfg.optim.lr)))
+    assert seen == [("a/b", False, 2e-5), ("c/d", False, 2e-5)]
+    seen.clear()
+    run_job(Request(["model.name=a/b,c/d"], multirun=True), lambda cfg, _: seen.append((cfg.model.name, cfg.optim.lr)))
+    assert seen == [("a/b", 1e-6), ("c/d", 1e-6)]
+    seen.clear()
+    run_job(Request(["model=tiny,qwen3_0p6b"], multirun=True), lambda cfg, _: seen.append(cfg.optim.lr))
+    assert seen == [1e-4, 1e-6]
+
+
+def test_of_an_earlier_run_the_model_alone_changes():
+    write("old.yaml", yaml.safe_dump(OmegaConf.to_container(composed("recipe=grpo", "optim.lr=0.25"))))
+    seen = []
+    run_job(Request(["model=./folder"], config_file=Path("old.yaml")), lambda cfg, _: seen.append(cfg))
+    assert seen[0].model.name == "./folder" and seen[0].optim.lr == 0.25
+
+
+def test_serve_takes_a_name_too(capsys):
+    assert run(["serve", "--cfg", "job", "model=Qwen/Qwen3-0.6B"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["model"]["name"] == "Qwen/Qwen3-0.6B"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model=qwen3_0p6"], "unknown model 'qwen3_0p6'. Did you mean 'qwen3_0p6b'? (choices: "),
+        (["model="], "model: no option given (choices: "),
+        (["data=gsm8"], "unknown data 'gsm8'. Did you mean 'gsm8k'? (choices: "),
+        (["model=a/b", "model.name=c/d"], "model: model=a/b and model.name=... name two; drop one of them"),
+        (["model=a/b,c/d"], "'model.name=a/b,c/d' is a list of values: add -m to sweep over them"),
+        (["model=tiny,a/b"], "model: a sweep takes files of conf/model, or names, or paths, and no mixture, got tiny,a/b; "),
+        (["demo=gpro"], "unknown demo 'gpro'. Did you mean 'grpo'? (choices: none, dpo, grpo, orpo, sft)"),
+        (["~demo"], "~demo: write demo=none"),
+        (["~data"], "data: expected keys and values, got nothing; choose a file of conf/data/"),
+    ],
+    ids=" ".join,
+)
+def test_a_word_that_names_nothing_is_one_line(words, message):
+    assert refusal(*words).startswith(message)
+
+
+def test_what_was_understood_is_said_where_it_is_not_obvious(capsys):
+    Path("folder").mkdir()
+    composed("recipe=sft", "model=folder", "data=a/b")
+    assert capsys.readouterr().err == "model=folder means model=hf model.name=folder\ndata=a/b means data=hub data.name=a/b\n"
+    composed("recipe=sft", "data=rows/chats.jsonl")
+    said = "model: uses model=tiny, the shipped one of 0.6M parameters; choose yours with model=owner/name or model=./folder\n"
+    assert capsys.readouterr().err == said
+    composed("recipe=dpo", "data.path=rows/pairs.jsonl")
+    assert capsys.readouterr().err == said
+    composed("recipe=sft", "model=Qwen/Qwen3-0.6B", "data=./chats.jsonl")
+    assert capsys.readouterr().err == ""
+
+
+# The type of the weights
+
+
+@pytest.mark.parametrize(("stored", "expected"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "bfloat16")])
+def test_weights_are_loaded_as_they_are_stored(stored, expected):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from cookbook.engine.model import ModelConfig, fresh_network, load
+
+    shipped = paths.packaged("data") / "tiny"
+    AutoModelForCausalLM.from_pretrained(shipped, dtype=getattr(torch, stored)).save_pretrained("stored")
+    for file in shipped.glob("*token*"):
+        Path("stored", file.name).write_bytes(file.read_bytes())
+    loaded = load(ModelConfig("stored", dtype="auto"), torch.device("cpu"), 0)
+    assert loaded.config.dtype == expected
+    assert {one.dtype for one in loaded.network.parameters()} == {getattr(torch, expected)}
+    assert next(fresh_network(ModelConfig("stored", dtype="auto")).parameters()).dtype == getattr(torch, expected)
+    assert settings(composed("recipe=sft", "model=./stored")).model.dtype == "auto"
