@@ -121,7 +121,9 @@ def test_a_slip_in_a_recipe_of_ones_own(capsys):
 )
 def test_a_slip_in_the_data(text, message, capsys):
     write("rows.jsonl", text)
-    assert refused(capsys, "recipe=sft", "model=tiny", "recipe.batch_size=1", "data=jsonl", "data.path=rows.jsonl").startswith(message)
+    assert refused(capsys, "recipe=sft", "model=tiny", "recipe.batch_size=1", "data=jsonl", "data.path=rows.jsonl").startswith(
+        message
+    )
 
 
 def test_data_that_is_not_there(capsys):

@@ -262,8 +262,6 @@ def test_what_was_understood_is_said_where_it_is_not_obvious(capsys):
     composed("recipe=sft", "data=rows/chats.jsonl")
     said = "model: uses model=tiny, the shipped one of 0.6M parameters; choose yours with model=owner/name or model=./folder\n"
     assert capsys.readouterr().err == said
-    composed("recipe=dpo", "data.path=rows/pairs.jsonl")
-    assert capsys.readouterr().err == said
     composed("recipe=sft", "model=Qwen/Qwen3-0.6B", "data=./chats.jsonl")
     assert capsys.readouterr().err == ""
 

@@ -16,7 +16,7 @@ from cookbook.check.bench import described
 from cookbook.checkpoints import manifest
 from cookbook.cli import conf_defaults, tables
 from cookbook.data import DataConfig
-from cookbook.engine.model import ModelConfig
+from cookbook.engine.model import AUTO, ModelConfig
 from cookbook.identity import Identity
 from cookbook.session import Settings, checked
 
@@ -96,7 +96,8 @@ def _recipe(name: str, kind: str | None) -> str:
 def _model(model: ModelConfig) -> str:
     weights = "fresh weights" if model.random else "its weights"
     trained = f"a LoRA adapter of rank {model.lora_rank}" if model.lora_rank else "every parameter"
-    return f"{paths.shown(Path(model.name))}, {weights}, {model.dtype}; trains {trained}"
+    dtype = "the type of its files" if model.dtype == AUTO else model.dtype
+    return f"{paths.shown(Path(model.name))}, {weights}, {dtype}; trains {trained}"
 
 
 def _source(data: DataConfig) -> str:

@@ -101,10 +101,10 @@ def replacements(
             found.overrides.append(f"{group}={presets[key]}")
         elif "demo" not in typed:
             found.overrides.append(NO_DEMO)
-    model = _shipped("model", choices.get("model"))
-    if model and named.get("data") and not named.get("model") and "model" not in typed:
-        if model.get("random"):  # a recipe may start the demo from fresh weights, and only the demo
-            found.overrides.append("model=tiny")
+    # A recipe may start the demo from fresh weights, and only the demo.
+    fresh = _shipped("model", choices.get("model")).get("random") and "model" not in typed
+    if fresh and named.get("data") and not named.get("model"):
+        found.overrides.append("model=tiny")
         found.notes.append(f"model: uses model=tiny, the shipped one of 0.6M parameters; {YOURS}")
     return found
 
