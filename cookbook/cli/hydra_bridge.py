@@ -193,7 +193,7 @@ class _Composer:
             self._spell_out()
             self.overrides = self._components_written_out()
             if self.replaced & set(shorthand.NEUTRAL) and request.config_file is None and self.name != "serve":
-                self.overrides.append("~demo@_global_")  # its file is named after a preset, and there is none
+                self.overrides.append("demo@_global_=none")  # its file is named after a preset, and there is none
             if request.config_file is not None:
                 self.name = RERUN
                 self._store(request.config_file)
