@@ -56,7 +56,7 @@ CREATED = {"deployment._target_": "cookbook.deployments.vllm.VllmConfig", "deplo
 # Every command that composes a configuration, and what it composes to; text: the error that the page shows.
 COMPOSED: dict[str, dict[str, object] | str] = {
     "train recipe=grop": "error: unknown recipe 'grop'.",
-    "train lr=1e-3": "error: unknown key 'lr'.",
+    "train lr=1e-3": "error: unknown key 'lr'; write optim.lr=1e-3",
     "train recipe=sft loss=dpo": "error: loss: recipe=sft trains on conversations",
     "train recipe=dpo loss.normalization=num_sequences": "error: loss: DPO already returns a mean",
     "train recipe=sft model=Qwen/Qwen3-0.6B data=chats.jsonl": CHATS,
