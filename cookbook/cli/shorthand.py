@@ -101,10 +101,10 @@ def replacements(
             found.overrides.append(f"{group}={presets[key]}")
         elif "demo" not in typed:
             found.overrides.append(NO_DEMO)
-    # A recipe may start the demo from fresh weights, and only the demo.
-    fresh = _shipped("model", choices.get("model")).get("random") and "model" not in typed
-    if fresh and named.get("data") and not named.get("model"):
-        found.overrides.append("model=tiny")
+    model = _shipped("model", choices.get("model"))
+    if model and "model" not in typed and named.get("data") and not named.get("model"):
+        # A recipe may start the demo from fresh weights, and only the demo.
+        found.overrides += ["model=tiny"] if model.get("random") else []
         found.notes.append(f"model: uses model=tiny, the shipped one of 0.6M parameters; {YOURS}")
     return found
 
