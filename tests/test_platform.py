@@ -56,6 +56,7 @@ def elsewhere(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", ELSEWHERE, *arguments], cwd=cwd, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_a_run_trains_and_resumes_without_what_only_linux_has(tmp_path):
     train = ("train", "recipe=grpo", "eval.limit=4", "recipe.prompts_per_step=2", "out=run", "checkpoint.every=1")
     for steps in (1, 2):

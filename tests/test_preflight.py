@@ -39,7 +39,7 @@ def refusals(capsys, *words: str) -> tuple[str, str]:
         (["recipe=sft", "model.name=empty"], "model.name: cannot load the tokenizer in 'empty'"),
         (["recipe=sft", "model.lora_rank=500"], "model.lora_rank: 500 is more than the model's hidden size of 128"),
         (["recipe=sft", "model.lora_rank=2", "model.lora_target_modules=[nope]"], "model.lora_target_modules: "),
-        (["recipe=sft", "model.attn_implementation=none"], "model.name: cannot load the weights in "),
+        (["recipe=sft", "model.attn_implementation=none"], "model.attn_implementation: "),
         (["recipe=sft", "model.chat_template=none.jinja"], "model.chat_template: cannot read 'none.jinja'"),
         (["recipe=sft", "recipe.steps=0"], "recipe.steps must be at least 1, got 0"),
         (["recipe=sft", "recipe.batch_size=0"], "recipe: batch size and epochs must be at least 1, got 0"),

@@ -322,7 +322,9 @@ PROMPTS = [RenderedPrompt([token], Row(f"here:{token}", {}), "", "") for token i
 
 def rolled_out(sampler, judge=None, **config):
     renderer = Renderer(tiny.tokenizer(), tiny.CONTEXT)
-    return rollout.sample_groups(sampler, PROMPTS, 2, RolloutConfig(**config), renderer, seed=0, judge=judge)
+    return rollout.sample_groups(
+        sampler, PROMPTS, 2, RolloutConfig(**{"max_tokens": 16, **config}), renderer, seed=0, judge=judge
+    )
 
 
 def test_a_server_that_fails_now_and_then(serving):

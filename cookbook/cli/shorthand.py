@@ -104,7 +104,8 @@ def replacements(
     model = _shipped("model", choices.get("model"))
     if model and "model" not in typed and named.get("data") and not named.get("model"):
         # A recipe may start the demo from fresh weights, and only the demo.
-        found.overrides += ["model=tiny"] if model.get("random") else []
+        if model.get("random"):
+            found.overrides.append("model=tiny")
         found.notes.append(f"model: uses model=tiny, the shipped one of 0.6M parameters; {YOURS}")
     return found
 

@@ -47,6 +47,9 @@ from cookbook.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOu
 
 log = logging.getLogger("cookbook")
 
+# Square root of the largest float32: optimizers square the gradient, and a moment that overflowed stays infinite.
+LARGEST_NORM = 1.8e19
+
 
 @dataclass(frozen=True)
 class EngineOptions:
@@ -288,12 +291,13 @@ class Engine:
         warn_undeclared(self.undeclared, normalization)
         divisor = self.counts.divisor(normalization)
         norm = self.gradients.norm() / divisor
-        if not norm < float("inf"):
+        clip = min(1.0, adam.grad_clip_norm / (norm + 1e-6)) if adam.grad_clip_norm > 0 else 1.0
+        # Also false for NaN, and for infinity, which no clipping makes finite.
+        if not norm * clip < LARGEST_NORM:
             self.discard_gradient()
             raise NonFiniteError(
                 f"optim_step: the gradient norm is {norm} after {self.step} steps; lower optim.lr or look at the data"
             )
-        clip = min(1.0, adam.grad_clip_norm / (norm + 1e-6)) if adam.grad_clip_norm > 0 else 1.0
         counts = self.counts
         if counts.num_loss_tokens:
             self.optimizer.step(adam, clip / divisor)
