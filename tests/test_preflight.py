@@ -189,7 +189,15 @@ def test_a_learning_rate_far_above_what_is_usual(capsys):
 def test_completions_shorter_than_the_answers_of_the_data(capsys):
     long = "one two three four five six"  # 27 bytes, and the end of the turn
     write("long.jsonl", "".join(json.dumps({"prompt": f"{n}+1=", "answer": long}) + "\n" for n in range(40)))
-    words = ["recipe=grpo", "model=tiny", "data=long.jsonl", "data.eval_path=long.jsonl", "reward=exact", "recipe.steps=2"]
+    words = [
+        "recipe=grpo",
+        "model=tiny",
+        "data=jsonl",
+        "data.path=long.jsonl",
+        "data.eval_path=long.jsonl",
+        "reward=exact",
+        "recipe.steps=2",
+    ]
     sizes = ["recipe.prompts_per_step=4", "optim.lr=1e-6", "rollout.max_tokens=16", "eval.max_tokens=28"]
     (line,) = warnings(capsys, *words, *sizes)
     assert line == (
@@ -204,7 +212,15 @@ def test_completions_shorter_than_the_answers_of_the_data(capsys):
 def test_answers_of_a_large_data_set_are_counted_in_a_sample(capsys):
     rows = [{"prompt": f"{n}+1=", "answer": "x" * 40} for n in range(900)]
     write("many.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    words = ["recipe=grpo", "model=tiny", "data=many.jsonl", "reward=exact", "recipe.steps=2", "optim.lr=1e-6"]
+    words = [
+        "recipe=grpo",
+        "model=tiny",
+        "data=jsonl",
+        "data.path=many.jsonl",
+        "reward=exact",
+        "recipe.steps=2",
+        "optim.lr=1e-6",
+    ]
     (line,) = warnings(capsys, *words, "rollout.max_tokens=16", "data.eval_fraction=0")
     assert "up to 41 tokens (in a sample of 500 of 900 rows), and longer" in line
 
