@@ -10,10 +10,13 @@ import pytest
 import tiny
 import torch
 
+from cookbook import paths
 from cookbook.engine import head, loss_gradient, memory
-from cookbook.engine.engine import EngineOptions
+from cookbook.engine.engine import Engine, EngineOptions
 from cookbook.engine.linear_logprobs import tokenwise
+from cookbook.engine.model import ModelConfig, load
 from cookbook.engine.planning import Layouts
+from cookbook.engine.shared import SharedBase
 from cookbook.errors import BackendError, ConfigError, DataError
 from cookbook.losses import DFT, DPO, GRPO, ORPO, CrossEntropy
 from cookbook.types import AdamParams, Datum, ModelInput
@@ -448,3 +451,17 @@ def test_the_bytes_of_a_token_are_those_of_a_pass(make_engine):
     engine.forward_backward(CrossEntropy().prepare(tiny.datums(40)), CrossEntropy())
     measured = memory.bytes_per_token(engine.model, engine.passes.head)
     assert measured == pytest.approx(engine.passes.bytes_per_token - 4 * tiny.VOCABULARY, rel=0.15)
+
+
+def test_a_copy_of_a_model_computes_the_same_bits():
+    """The weights of the shipped model do not begin at a cache line: a plain copy of them has other gradients."""
+    name = str(paths.packaged("data") / "tiny")
+    models = [load(ModelConfig(name), torch.device("cpu"), seed=0)]
+    models.append(load(ModelConfig(name), torch.device("cpu"), seed=0, shared=SharedBase(name, models[0].network)))
+    models[0].network.requires_grad_(True)
+    engines = [Engine(model, EngineOptions()) for model in models]
+    for engine in engines:
+        engine.forward_backward(tiny.datums(32, longest=60), DPO())
+    one, other = (tiny.gradients(engine) for engine in engines)
+    assert one[0].any() and all(map(torch.equal, one, other))
+    assert all(a.data_ptr() != b.data_ptr() for a, b in zip(*(model.network.parameters() for model in models), strict=True))

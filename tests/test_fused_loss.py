@@ -206,6 +206,15 @@ def plain(hidden, weight, targets, *, bias, scale, softcap, temperature):
     return (scale * (hidden @ weight.T + bias)).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
 
 
+@pytest.mark.parametrize("num_items", [0, torch.tensor(0)])
+def test_a_batch_without_labels_adds_nothing(num_items):
+    """transformers counts 0 labels in a batch whose prompts fill the rows."""
+    layer = torch.nn.Linear(4, 9)
+    found = LinearCrossEntropyLoss(layer)(HIDDEN, torch.full((2, 5), -100), num_items_in_batch=num_items)
+    found.backward()
+    assert found == 0 and not layer.weight.grad.any()
+
+
 def trained(model, tmp_path, accumulation, **options):
     """Losses and weights of three steps of transformers' own Trainer, on rows with different numbers of labels."""
     draw = torch.Generator().manual_seed(3)

@@ -13,6 +13,7 @@ import torch
 from cookbook.checkpoints import weights
 from cookbook.engine.engine import Engine, EngineOptions
 from cookbook.engine.model import LanguageModel
+from cookbook.engine.shared import network_copy
 
 
 def frozen(engine: Engine) -> Engine:
@@ -23,7 +24,7 @@ def frozen(engine: Engine) -> Engine:
     """
     network = engine.model.network
     shared = {id(tensor): tensor for tensor in _never_changing(engine.model)}
-    return Engine(_with(engine.model, copy.deepcopy(network, shared)), engine.options)
+    return Engine(_with(engine.model, network_copy(network, shared)), engine.options)
 
 
 @dataclass(frozen=True)

@@ -155,9 +155,8 @@ class LinearCrossEntropyLoss:
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def _mean(self, rows: Tensor, targets: Tensor, num_items: Tensor | float | None) -> Tensor:
-        count: Tensor | float = max(1, len(targets)) if num_items is None else num_items
-        if isinstance(count, Tensor):
-            count = count.to(rows.device)
+        count: Tensor | float = len(targets) if num_items is None else num_items
+        count = count.to(rows.device).clamp(min=1) if isinstance(count, Tensor) else max(1, count)  # 0: nothing is learned
         layer = low_rank_of(self.output_embeddings)
         if layer is None:
             return self._sum_by_layer(rows, targets) / count
