@@ -21,10 +21,10 @@ from cookbook.backends.remote import facts, pointers, watch
 from cookbook.backends.remote.config import RemoteConfig
 from cookbook.cli.app import run
 from cookbook.engine.model import ModelConfig
-from cookbook.errors import BackendError, CheckpointError, ConfigError, CookbookError, RolloutError
-from cookbook.losses import CrossEntropy
+from cookbook.errors import BackendError, CheckpointError, ConfigError, CookbookError, DataError, RolloutError
+from cookbook.losses import GRPO, CrossEntropy
 from cookbook.service import ServiceClient
-from cookbook.types import AdamParams, SamplingParams
+from cookbook.types import AdamParams, Datum, ModelInput, SamplingParams
 
 pytest.importorskip("tinker")
 pytestmark = pytest.mark.usefixtures("here")
@@ -488,3 +488,28 @@ def test_losses_that_need_more_than_logprobs(make_remote, monkeypatch):
 
 def test_embedded_is_what_it_was(tiny_folder, tmp_path):
     assert isinstance(LocalConfig().make_trainer(ModelConfig(str(tiny_folder)), seed=0, folder=tmp_path), LocalTrainer)
+
+
+def test_a_step_reports_errors_of_earlier_calls_only(make_remote):
+    """A loss that lacks a field fails here at once, while the step before it is still on its way."""
+    trainer = make_remote()
+    for _ in range(2):
+        trainer.forward_backward(LONG, "cross_entropy")
+        step = trainer.optim_step(STEP)
+        failed = trainer.forward_backward_custom([Datum(ModelInput.from_ints([1]), {"target_tokens": [2]})], GRPO())
+        assert step.result().metrics["optim/grad_norm"] > 0
+        with pytest.raises(DataError, match="missing required field"):
+            failed.result()
+
+
+def test_reading_a_step_reads_every_error_that_it_had_to_report(make_remote):
+    def fails(data, logprobs):
+        raise ValueError(len(data))
+
+    trainer = make_remote()
+    for count in (1, 2):
+        trainer.forward_backward_custom(LONG[:count], fails)
+    with pytest.raises(ValueError, match="1"):
+        trainer.optim_step(STEP).result()
+    trainer.forward_backward(LONG, "cross_entropy")
+    assert trainer.optim_step(STEP).result().metrics["optim/grad_norm"] > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from cookbook.futures import Future
@@ -99,9 +99,13 @@ class PendingStep:
         """The errors that the step has to report, as far as calls have failed by now."""
         return (*self._failures.errors, *self.read_late)
 
-    def error(self) -> BaseException | None:
-        """The first error to report. The step's turn has come: errors that are read from now on do not concern it."""
-        self._reported = self._failures.due(self)
+    def error(self, later: Sequence[BaseException] = ()) -> BaseException | None:
+        """The first error to report. The step's turn has come: errors that are read from now on do not concern it.
+
+        ``later``: errors of calls that were made after the step and have failed already.
+        """
+        due = self._failures.due(self)
+        self._reported = tuple(one for one in due if not any(one is other for other in later))
         return self._reported[0] if self._reported else None
 
     def note(self, error: BaseException) -> None:

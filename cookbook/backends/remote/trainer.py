@@ -76,6 +76,7 @@ class RemoteTrainer:
         self._start = Start(server, model, seed)
         self._client: Any = None
         self._broken: list[BaseException] = []  # of calls that failed before anything of them went out
+        self._ahead: list[BaseException] = []  # of calls that failed while calls before them wait for their answers
         self._failed = False  # a call has failed since the last step that succeeded
         self._newest_call: Future[Any] | None = None
         self._accumulated = surrogate.Accumulated()
@@ -158,7 +159,7 @@ class RemoteTrainer:
             asked, known = answer
             error = asked.exception() if asked is not None else None
             self.step += error is None
-            if (error := step.error() or error) is not None:
+            if (error := step.error(self._ahead) or error) is not None:
                 raise error
             self._failed = False
             return OptimStepOutput({**((asked.result().metrics or {}) if asked is not None else {}), **known})
@@ -367,16 +368,21 @@ class RemoteTrainer:
             except BaseException as error:
                 if step is None:
                     self._broken.append(error)
+                    self._ahead.append(error)
                     failures.note(error)
                 raise
 
         def answer() -> T:
             try:
+                if step is not None and (error := sent.exception()) is not None:
+                    raise step.error(self._ahead) or error
                 found = sent.result()
                 return receive(found.result() if isinstance(found, Future) else found)
             except BaseException as error:
                 self._failed = True
                 failures.note(error)
+                if any(one is error for one in self._ahead):
+                    self._ahead.remove(error)
                 raise
 
         with self._order:
