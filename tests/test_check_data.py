@@ -234,6 +234,14 @@ def test_a_plan_of_a_run_with_rollouts():
     assert "TensorBoard" in found["tells"]
 
 
+def test_a_plan_names_the_optimizer_and_says_that_nothing_is_held_out(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "completion": "2"}\n' * 40)
+    found = facts("recipe=sft", "model=tiny", f"data={rows}", "backend.optimizer=adafactor", "optim=adafactor")
+    assert found["optimizer"].startswith("Adafactor, learning rate ")
+    assert found["evaluation"].startswith("none, without held-out rows; ")
+
+
 def test_what_would_have_to_be_downloaded_is_not_counted():
     found = facts("recipe=sft", "data=hub", "data.name=some/where", "recipe.epochs=3", "recipe.batch_size=64")
     assert found["data"] == "some/where[train], of the hub, not read; held out: of the hub, not read"

@@ -104,3 +104,10 @@ def test_misuse_is_one_line(python, capsys, tmp_path):
         code, _, error = cookbook(capsys, *words)
         assert code == 2 and expected in error and len(error.splitlines()) == 1, (words, error)
     assert [row[0] for row in listed(capsys)] == ["mine"]
+
+
+def test_an_option_that_create_does_not_have_is_one_line(capsys):
+    assert run(["deployments", "create", "mine", "--num_gpus", "2"]) == 2
+    assert capsys.readouterr().err.startswith("error: unknown option '--num_gpus'; one device is supported today")
+    assert run(["deployments", "create", "mine", "--sooner"]) == 2
+    assert capsys.readouterr().err == "error: No such option: --sooner\n"

@@ -182,12 +182,26 @@ def test_the_sentence_for_a_row_without_an_answer():
     )
 
 
+@pytest.mark.parametrize(
+    ("reader", "values", "remedy"),
+    [
+        ("conversation", {"prompt": "p", "chosen": "a", "rejected": "b"}, "choose recipe=dpo or recipe=orpo, or name yours"),
+        ("conversation", {"prompt": "p", "answer": "a"}, "name yours, e.g. data.columns.completion=<column>"),
+        ("preference", {"messages": []}, "choose recipe=sft, or name yours, e.g. data.columns.chosen=<column> data.columns"),
+    ],
+)
+def test_columns_of_another_recipe_name_it(reader, values, remedy):
+    with pytest.raises(DataError) as error:
+        read({"conversation": conversation_reader, "preference": preference_reader}[reader], values)
+    assert remedy in str(error.value)
+
+
 def test_unknown_columns_are_listed_with_a_way_out():
     with pytest.raises(DataError) as error:
         read(conversation_reader, {"question": "2+2?", "solution": "4"})
     assert str(error.value) == (
         "train.jsonl:7: the columns are question, solution, and this recipe reads messages or prompt+completion or text; "
-        "name yours, e.g. data.columns.messages=<column>"
+        "name yours, e.g. data.columns.prompt=<column> data.columns.completion=<column>"
     )
     named = Columns(prompt="qestion", completion="solution")
     with pytest.raises(DataError, match=r'no column "qestion", .* set data\.columns\.prompt\. Did you mean \'question\'\?'):

@@ -44,6 +44,10 @@ def test_the_table_has_the_names_that_users_try():
         max_completion_length beta epsilon loss_type bf16 gradient_checkpointing use_liger_kernel packing completion_only_loss
         assistant_only_loss resume_from_checkpoint output_dir report_to lora_r max_seq_length num_gpus"""
     assert set(tried.split()) <= set(names.table())
+    # Spelling alone led these to a key of another meaning, such as r to optim.lr and clip_eps to recipe.steps.
+    led_astray = """r lora use_lora optim_args tokenizer file load_from project tp test_size clip_eps clip_ratio early_stop
+        block_size train_data dataset_path model_path eval_freq eos_token pad_token epoch mini_batch_size lr_scheduler_kwargs"""
+    assert set(led_astray.split()) <= set(names.table())
     assert len([entry for _, entry in ENTRIES if entry.to is not None]) >= 60
 
 
@@ -104,6 +108,7 @@ ANSWERS = [
     ("sft", "learning_rate=1e-4", "optim.lr=1e-4"),
     ("sft", "optim.learning_rate=1e-4", "optim.lr=1e-4"),
     ("sft", "recipe.num_train_epochs=3", "recipe.epochs=3"),
+    ("sft", "r=8", "model.lora_rank=8"),
     ("sft", "bf16=True", "model.dtype=bfloat16"),
     ("sft", "gradient_checkpointing=true", "backend.activation_checkpointing=true"),
     ("sft", "per_device_train_batch_size=8", f"recipe.batch_size=8 ({ROWS})"),
@@ -161,6 +166,11 @@ def test_the_answer_composes(capsys):
             ["--bf16", "recipe=sft", "--learning-rate=1"],
             "unknown options '--bf16', '--learning-rate'; write model.dtype=bfloat16 optim.lr=1",
         ),
+        (
+            ["recipe=sft", "--lora_r", "32", "--use_peft"],
+            "unknown options '--lora_r', '--use_peft'; write model.lora_rank=32; --use_peft: cookbook's key is "
+            "model.lora_rank: a rank above 0, such as 16, trains a LoRA adapter",
+        ),
         (["--cfg", "job", "--max_steps", "-1"], "unknown option '--max_steps'; write recipe.steps=null"),
         (["--optim", "adamw_8bit"], "unknown option '--optim'; write backend.optimizer=adamw8bit"),
         (
@@ -185,7 +195,7 @@ def test_an_override_typed_as_an_option(capsys, words, message):
             "unknown key 'num_generations'; cookbook's key is recipe.group_size, "
             "which the chosen recipe and its parts do not have",
         ),
-        (["bf16=maybe"], "unknown key 'bf16'; cookbook's key is model.dtype"),
+        (["bf16=maybe"], "unknown key 'bf16'; cookbook's key is model.dtype, which has no value for 'maybe'"),
         (
             ["optim=adamw_torch_fused"],
             "unknown optim 'adamw_torch_fused'; write backend.optimizer=adamw (choices: adafactor, adamw)",

@@ -36,7 +36,7 @@ def refusals(capsys, *words: str) -> tuple[str, str]:
     ("words", "message"),
     [
         (["recipe=sft", "model.name=./m"], "model.name: no such folder './m'"),
-        (["recipe=sft", "model.name=empty"], "model.name: cannot load the tokenizer in 'empty'"),
+        (["recipe=sft", "model.name=empty"], "model.name: cannot load the tokenizer in 'empty': no config.json; "),
         (["recipe=sft", "model.lora_rank=500"], "model.lora_rank: 500 is more than the model's hidden size of 128"),
         (["recipe=sft", "model.lora_rank=2", "model.lora_target_modules=[nope]"], "model.lora_target_modules: "),
         (["recipe=sft", "model.attn_implementation=none"], "model.attn_implementation: "),
@@ -180,6 +180,8 @@ def test_a_learning_rate_far_above_what_is_usual(capsys):
     ):
         (line,) = warnings(capsys, *words, *big)
         assert line.startswith(key) and f"; set optim.lr={usual}, " in line
+    (line,) = warnings(capsys, "recipe=sft", "model=tiny", "data.limit=64", "eval.limit=8", "optim.lr=1")
+    assert line.startswith("optim.lr=1: 50,000 times the 2e-5")
     assert warnings(capsys, "recipe=sft", *big, "optim.lr=2e-4") == []
     assert warnings(capsys, "recipe=sft", *big, "optim.lr=2e-3", "model.lora_rank=4") == []
     assert warnings(capsys, "recipe=sft", *big[:1], *big[2:], "optim.lr=3e-3", "model.random=true") == []

@@ -255,6 +255,17 @@ def test_a_word_that_names_nothing_is_one_line(words, message):
     assert refusal(*words).startswith(message)
 
 
+def test_a_slip_in_the_name_of_a_folder_or_file_of_yours():
+    Path("my-model").mkdir()
+    write("my-model/config.json", "{}")
+    write("chats.jsonl", "{}\n")
+    model, data = refusal("model=my-modle"), refusal("data=chats")
+    assert model.startswith("unknown model 'my-modle'. Did you mean 'my-model'? (choices: ")
+    assert model.endswith("tiny_random; model=owner/name or model=./folder)")
+    assert data.startswith("unknown data 'chats'. Did you mean 'chats.jsonl'? (choices: ")
+    assert data.endswith("jsonl; data=FILE or data=owner/name)")
+
+
 def test_what_was_understood_is_said_where_it_is_not_obvious(capsys):
     Path("folder").mkdir()
     composed("recipe=sft", "model=folder", "data=a/b")

@@ -397,7 +397,8 @@ def _override_typed_as_option(error: typer.TyperException, arguments: Sequence[s
     from cookbook.cli import hydra_bridge as bridge
 
     depth = len(context.command_path.split()) - 1  # words of the command's own name, such as `check config`
-    known = {name: not param.is_flag for param in context.command.params[1:] for name in param.opts}
+    options = [param for param in context.command.params if param.param_type_name == "option"]
+    known = {name: not param.is_flag for param in options for name in param.opts}
     return bridge.explain_options(list(arguments[depth:]), known, "serve" if arguments[0] == "serve" else "train")
 
 

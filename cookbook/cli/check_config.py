@@ -20,6 +20,8 @@ from cookbook.engine.model import AUTO, ModelConfig
 from cookbook.identity import Identity
 from cookbook.session import Settings, checked
 
+OPTIMIZERS = {"adamw": "AdamW", "adamw8bit": "AdamW with 8-bit moments", "adafactor": "Adafactor"}
+
 
 def dry_run(cfg: DictConfig, overrides: list[str]) -> None:
     """Check every key, and print the configuration as YAML.
@@ -77,7 +79,7 @@ def plan(cfg: DictConfig, overrides: list[str]) -> list[tuple[str, str]]:
     lines += [
         ("optimizer", _optimizer(typed)),
         ("steps", _steps(asdict(typed.recipe), rows)),
-        ("evaluation", _every(typed.eval.every, "before and after the run", "before and after the run only")),
+        ("evaluation", _evaluation(typed, held_out)),
         ("checkpoints", _checkpoints(typed)),
     ]
     if typed.trackers or typed.hooks:
@@ -121,7 +123,8 @@ def _optimizer(typed: Settings) -> str:
     warmup = f"{schedule.warmup_steps} steps" if schedule.warmup_steps else f"{schedule.warmup_ratio or 0:.0%} of the steps"
     rise = f", after a warm-up of {warmup}" if schedule.warmup_steps or schedule.warmup_ratio else ""
     clip = f"; gradient clipped at norm {optim.grad_clip_norm:g}" if optim.grad_clip_norm else "; gradient not clipped"
-    return f"AdamW, learning rate {optim.lr:g}, {type(schedule).__name__.lower()}{rise}{clip}"
+    rule = typed.backend.optimizer if isinstance(typed.backend, LocalConfig) else "adamw"
+    return f"{OPTIMIZERS.get(rule, rule)}, learning rate {optim.lr:g}, {type(schedule).__name__.lower()}{rise}{clip}"
 
 
 def _steps(recipe: dict[str, Any], rows: int | None) -> str:
@@ -138,6 +141,12 @@ def _steps(recipe: dict[str, Any], rows: int | None) -> str:
 
 def _every(every: int | None, also: str, never: str) -> str:
     return f"every {every} steps, {also}" if every else never
+
+
+def _evaluation(typed: Settings, held_out: int | None) -> str:
+    if held_out == 0:
+        return "none, without held-out rows; data.eval_path and data.eval_fraction give some"
+    return _every(typed.eval.every, "before and after the run", "before and after the run only")
 
 
 def _checkpoints(typed: Settings) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cookbook import paths, recipe
-from cookbook.cli import names
+from cookbook.cli import names, shorthand
 from cookbook.suggest import did_you_mean, did_you_mean_key
 from cookbook.typed import TARGET
 
@@ -102,7 +102,9 @@ def _unknown_option(match: re.Match[str], keys: Keys) -> str:
         return f"{group}: no option given (choices: {', '.join(choices)})"
     if words := names.choice(group, option, keys()):
         return f"unknown {group} {option!r}; write {shlex.join(words)} (choices: {', '.join(choices)})"
-    return f"unknown {group} {option!r}.{did_you_mean(option, choices)} (choices: {', '.join(choices)})"
+    here = shorthand.named_here(group)
+    listed = "; ".join([", ".join(choices), *shorthand.FORMS.get(group, [])])
+    return f"unknown {group} {option!r}.{did_you_mean(option, [*choices, *here])} (choices: {listed})"
 
 
 def _no_option(match: re.Match[str], keys: Keys) -> str:

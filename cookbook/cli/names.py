@@ -58,6 +58,8 @@ class Entry:
         if words:
             return Answer([*added, *words], self.note)
         subject = f"cookbook's key is {self.to}" + "".join(f", with {word}" for word in added)
+        if self.values and value is not None and not self.note:
+            subject += f", which has no value for {value!r}"
         return Answer(remark=f"{subject}: {self.note}" if self.note else subject)
 
 

@@ -16,6 +16,7 @@ from cookbook.errors import ConfigError
 
 NEUTRAL = {"model": {"name": "hf"}, "data": {"path": "jsonl", "name": "hub"}}  # group -> its key that names it -> preset
 DATA_FILES = (".jsonl", ".json", ".csv", ".parquet")
+FORMS = {"model": ["model=owner/name or model=./folder"], "data": ["data=FILE or data=owner/name"]}  # besides presets
 NO_DEMO = "demo=none"
 YOURS = "choose yours with model=owner/name or model=./folder"
 
@@ -70,6 +71,13 @@ def _key(group: str, value: str) -> str | None:
     if "/" in value:
         return "path" if path.parent.is_dir() else "name"  # a slip in a path, rather than a dataset of the hub
     return None
+
+
+def named_here(group: str) -> list[str]:
+    """The models or data files in the current folder, by name."""
+    if group == "model":
+        return [path.parent.name for path in Path().glob("*/config.json")]
+    return [path.name for path in Path().iterdir() if path.name.endswith(DATA_FILES)] if group == "data" else []
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,9 @@ NEEDS = {
     "prompt": ("prompt",),
 }
 
+# The shipped recipe that reads a format, for rows that the chosen one does not read.
+RECIPES = {"preference": "recipe=dpo or recipe=orpo", "messages": "recipe=sft", "prompt_completion": "recipe=sft"}
+
 
 @dataclass(frozen=True)
 class Chat:
@@ -113,8 +116,17 @@ def detect(row: Row, config: DataConfig, accepted: Sequence[str]) -> str:
     wanted = " or ".join("+".join(NEEDS[name]) for name in accepted)
     raise DataError(
         f"{row.where}: the columns are {', '.join(row.values) or 'none'}, and this recipe reads {wanted}; "
-        f"name yours, e.g. data.columns.{NEEDS[accepted[0]][0]}=<column>"
+        f"{_remedy(row, cells, accepted)}"
     )
+
+
+def _remedy(row: Row, cells: Cells, accepted: Sequence[str]) -> str:
+    """The recipe that reads the row's columns, or the keys that name them."""
+    recipe = next((RECIPES[name] for name in RECIPES if name not in accepted and all(map(cells.has, NEEDS[name]))), None)
+    other = f"choose {recipe}, or " if recipe else ""
+    likely = "prompt_completion" if "prompt_completion" in accepted and len(row.values) > 1 else accepted[0]
+    keys = " ".join(f"data.columns.{role}=<column>" for role in NEEDS[likely] if not cells.has(role))
+    return f"{other}name yours, e.g. {keys}"
 
 
 def question(example: Example) -> str:

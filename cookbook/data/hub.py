@@ -109,6 +109,9 @@ def _one_line(where: str) -> Iterator[None]:
     except (OSError, ValueError, DatasetsError) as error:
         cause = error.__cause__ or error  # a DatasetGenerationError says nothing; what it wraps does
         lines = str(cause).strip().splitlines() or [type(cause).__name__]
+        if Path(where).is_dir():
+            remedy = f"pass one of its files, or {_advice(error)}"
+            raise DataError(f"{where}: cannot read the folder as a dataset ({lines[0].rstrip('.')}); {remedy}") from error
         raise DataError(f"{where}: {lines[0]}; {_advice(error)}") from error
 
 

@@ -174,7 +174,7 @@ def fresh_network(config: ModelConfig) -> Any:
     """
     adapter = _adapter_config(config.name)
     base = adapter["base_model_name_or_path"] if adapter else config.name
-    with terminal.doing(f"building the model {base} with random weights"):
+    with terminal.doing(f"reading the architecture of {base}"):
         network = _network(replace(with_dtype(config), random=True), base, seed=0)
     if adapter:
         config = _as_adapter(config, adapter)
@@ -415,7 +415,8 @@ def _must_exist(name: str) -> None:
 
 def _cannot_load(what: str, name: str, error: BaseException) -> str:
     if Path(name).is_dir():
-        problem = _first_line(error).rstrip(" .:")
+        described = any((Path(name) / file).is_file() for file in ("config.json", LORA_FILE))
+        problem = _first_line(error).rstrip(" .:") if described else "no config.json"
         whole = "a model folder has config, tokenizer and *.safetensors"
         return f"model.name: cannot load the {what} in {name!r}: {problem}; {whole}"
     return (
