@@ -36,7 +36,6 @@ FAR_ABOVE = 10.0
 # The narrower a model, the larger the rate it takes: the shipped one of 0.6M parameters learns best at 1e-4 to 3e-3. Published
 # recipes for models from about 100M parameters up use rates near those above, so smaller models get no warning.
 SMALLEST_MODEL = 50_000_000
-EVERY_MODEL = 0.1  # a step of AdamW above it replaces the weights of a model of any size
 
 # Runs of so few steps are trials, and evaluation before and after takes longer than those.
 TRIAL_STEPS = 10
@@ -116,7 +115,7 @@ def _learning_rate(typed: Settings, kind: str) -> Iterator[str]:
     if lr <= rate * FAR_ABOVE * (1 + 1e-9):
         return
     size = num_parameters(typed.model)
-    if size is None or size >= SMALLEST_MODEL or lr > EVERY_MODEL:
+    if size is None or size >= SMALLEST_MODEL:
         usual = f"{rate:g}".replace("e-0", "e-")
         what = "an adapter" if adapter else "all parameters"
         yield (

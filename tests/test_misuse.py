@@ -206,7 +206,7 @@ def test_a_reward_that_fails_names_the_row_and_is_never_a_zero(body, message, ca
         train_rows = [json.loads(next(file)) for _ in range(8)]
     write("prompts_eval.jsonl", "".join(json.dumps({**row, "held_out": True}) + "\n" for row in train_rows))
     write("prompts_train.jsonl", "".join(json.dumps({**row, "held_out": False}) + "\n" for row in train_rows))
-    data = ["data.path=prompts_train.jsonl", "data.eval_path=prompts_eval.jsonl", "data.shuffle=false"]
+    data = ["model=tiny", "data.path=prompts_train.jsonl", "data.eval_path=prompts_eval.jsonl", "data.shuffle=false"]
     assert train(*SMALL["grpo"], *data, "reward=python", "reward.target=mine.py:grade", "out=run") == 2
     err = capsys.readouterr().err
     assert err == f"error: prompts_train.jsonl:1: {message}\n"

@@ -180,8 +180,6 @@ def test_a_learning_rate_far_above_what_is_usual(capsys):
     ):
         (line,) = warnings(capsys, *words, *big)
         assert line.startswith(key) and f"; set optim.lr={usual}, " in line
-    (line,) = warnings(capsys, "recipe=sft", "model=tiny", "data.limit=64", "eval.limit=8", "optim.lr=1")
-    assert line.startswith("optim.lr=1: 50,000 times the 2e-5")
     assert warnings(capsys, "recipe=sft", *big, "optim.lr=2e-4") == []
     assert warnings(capsys, "recipe=sft", *big, "optim.lr=2e-3", "model.lora_rank=4") == []
     assert warnings(capsys, "recipe=sft", *big[:1], *big[2:], "optim.lr=3e-3", "model.random=true") == []
