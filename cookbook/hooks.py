@@ -90,7 +90,7 @@ class HookCalls:
     def _call(self, hook: Hook, moment: str, *arguments: Any) -> None:
         try:
             getattr(hook, moment)(*arguments)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             line = f"hook {type(hook).__name__}: {moment} raised {described(error)}"
             log.info("the trace of hook %s:", type(hook).__name__, exc_info=error)
             self._failed.add(id(hook))

@@ -56,7 +56,8 @@ def test_a_tracker_that_raises_is_switched_off(moment, line, logged, capsys):
     assert train(*ORPO, *words, "recipe.steps=2", "eval.every=null") == 0
     out, err = capsys.readouterr()
     raised = "json.decoder.JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"
-    place = f"(tracking.py:{line}); the tracker is off, the run continues"
+    result = "its last values may be missing" if moment == "end" else "the tracker is off, the run continues"
+    place = f"(tracking.py:{line}); {result}"
     assert err == f"WARNING: tracker Mine: {moment} raised {raised} {place}\n"
     assert [text for text in out.splitlines() if text.startswith(("log", "end")) and text != "log 1"] == logged
     log = Path("run/log.txt").read_text()
@@ -77,6 +78,18 @@ def test_a_tracker_may_refuse_to_start(capsys):
     assert train(*ORPO, *words) == 2
     assert capsys.readouterr().err == "error: tracker.mine: log in first\n"
     assert not Path("run").exists()
+
+
+def test_an_exit_in_a_tracker_switches_the_tracker_off(capsys):
+    """A library's login may call sys.exit; the run's state must not go with it."""
+    assert train(*ORPO, *tracker(log="raise SystemExit('log in')"), "recipe.steps=1", "eval.every=null") == 0
+    assert "WARNING: tracker Mine: log raised SystemExit: log in (tracking.py:7); " in capsys.readouterr().err
+
+
+def test_an_exit_in_a_hook_saves_the_state(capsys):
+    words = [*ORPO, "checkpoint.final=false", "checkpoint.every=null", "eval.every=null"]
+    assert train(*words, *hook("on_step", "raise SystemExit(3)")) == 2
+    assert "hook Mine: on_step raised SystemExit: 3 (hooking.py:7); step 1 is saved" in capsys.readouterr().err
 
 
 def test_ctrl_c_in_a_tracker_is_ctrl_c():

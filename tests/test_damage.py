@@ -62,14 +62,13 @@ def test_all_checkpoints_damaged(capfd):
         damage_checkpoint(checkpoint("run", step))
     reason = (
         "run/checkpoints: every checkpoint is damaged, the newest: run/checkpoints/step-000003: model.safetensors is damaged "
-        "(its digest differs); restore one of them, choose another out=, or move run/checkpoints away to start the run over"
+        "(its digest differs); restore one of them, choose another out=, or move run away to start the run over"
     )
     assert refused(capfd) == reason
     assert refused(capfd, "train", *ORPO, "resume=run", "out=branch") == reason
     assert refused(capfd, "sample", "run", "1+1=") == reason
     assert refused(capfd, "eval", "run") == reason
-    shutil.move("run/checkpoints", "kept")
-    Path("run/status.json").unlink()
+    shutil.move("run", "kept")  # as the error says
     assert resumed(capfd) == ""
     assert [row["step"] for row in rows("run")] == [0, 1, 2, 3, 4]
 
@@ -156,8 +155,9 @@ def test_config_torn(content, reason, capfd):
     Path("run/config.yaml").write_bytes(content)
     found = refused(capfd)
     assert found.startswith(f"run/config.yaml: is damaged: {reason}")
-    assert found.endswith("; restore the file, or resume its checkpoint elsewhere: resume=run out=<new folder>")
-    refused(capfd, "train", "--config", "run/config.yaml", "out=run")
+    remedy = "; restore the file, or resume the run in another folder: resume=run out=<new folder>"
+    assert found.endswith(remedy)
+    assert refused(capfd, "train", "--config", "run/config.yaml", "out=run") == found
     assert refused(capfd, "compare", "run", "run") == found
     if not content:
         refused(capfd, "eval", "run")

@@ -302,6 +302,17 @@ def test_what_needs_a_conversation_is_refused_in_plain_text():
     assert read(conversation_reader, {"messages": [USER, ANSWER], "tools": " "}).tools is None
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "tool_calls"])
+def test_a_column_that_is_part_of_an_answer_is_refused(name):
+    values = {"prompt": "12+30=", "completion": "42", name: "carry nothing"}
+    with pytest.raises(
+        DataError, match=rf'^train\.jsonl:7: "{name}" is part of an answer, and is not read as a column; move it'
+    ):
+        read(conversation_reader, values)
+    assert read(conversation_reader, {**values, name: None}).prompt == "12+30="
+    assert read(prompt_reader, values).prompt == "12+30="  # a reward may read any column
+
+
 def test_a_prompt_of_messages_beside_whole_conversations_has_to_agree():
     row = {"prompt": [USER], "chosen": [USER, ANSWER], "rejected": [USER, OTHER]}
     assert read(preference_reader, row).chosen.start == 1

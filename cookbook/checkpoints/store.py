@@ -227,7 +227,7 @@ def newest(folder: Path) -> Path | None:
         reason = str(damaged[0]).rpartition(";")[0]
         raise CheckpointError(
             f"{folder}: every checkpoint is damaged, the newest: {reason}; restore one of them, choose another out=, or move "
-            f"{folder} away to start the run over"
+            f"{folder.parent} away to start the run over"
         )
     return None
 

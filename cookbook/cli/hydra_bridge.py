@@ -291,8 +291,13 @@ class _Composer:
             raise ConfigError(f"--config: there is no file {path}; a run writes its own as <out>/config.yaml")
         try:
             loaded = OmegaConf.to_container(OmegaConf.load(path))
-        except UnicodeDecodeError:
+        except (UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
+            _refuse_damaged(path)
+            if not isinstance(error, UnicodeDecodeError):
+                raise
             raise ConfigError(f"--config: {path} is damaged, it is not UTF-8 text; restore the file") from None
+        if not isinstance(loaded, dict) or not isinstance(loaded.get("recipe"), dict):
+            _refuse_damaged(path)
         if not isinstance(loaded, dict):
             raise ConfigError(f"--config: {path} holds no keys; a run writes its own as <out>/config.yaml")
         if not isinstance(loaded.get("recipe"), dict):
@@ -342,6 +347,14 @@ class _Composer:
 
     def _is_group(self, key: str) -> bool:
         return "." not in key and bool(self.hydra.config_loader.get_group_options(key))
+
+
+def _refuse_damaged(path: Path) -> None:
+    """Raise ConfigError if ``path`` is the damaged configuration of a run: the error says how to resume the run without it."""
+    if path.name == "config.yaml" and (path.parent / "checkpoints").is_dir():
+        from cookbook.runfolder import load_config  # imports torch
+
+        load_config(path.parent)
 
 
 def _is_plain(override: Override) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cookbook.data.config import DataConfig
-from cookbook.data.messages import Message, as_text, parse_messages
+from cookbook.data.messages import CALLS, Message, as_text, parse_messages
 from cookbook.data.rows import EmptyRowError, Row
 from cookbook.errors import DataError
 from cookbook.suggest import did_you_mean
@@ -21,6 +21,8 @@ TOOLS = "tools"
 MEDIA = re.compile(r"(image|picture|video|audio)s?(_(url|path|file|byte)s?)?")
 # Columns that change the text of a conversation in OpenAI's fine-tuning and in TRL.
 NEEDED = ("functions", "chat_template_kwargs")
+# Fields of an assistant message; as columns they would go untrained. "reasoning" often is a comment on the row.
+ANSWER = (*CALLS, "reasoning_content", "thinking")
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,14 @@ class Cells:
             if (_is_medium(name) and any(parts)) or any(map(_is_file, parts)):
                 remedy = "cookbook trains text only, so remove the row, or the column if the text does not need it"
                 raise DataError(f'{self.where}: "{name}" holds media, and the text would be trained without; {remedy}')
+
+    def check_answer(self, roles: Collection[str]) -> None:
+        """Raises DataError if an answer's reasoning or calls are in a column of their own, which none of ``roles`` reads."""
+        used = {*map(self.column, roles)}
+        for name in ANSWER:
+            if name not in used and self.row.values.get(name):
+                remedy = "move it into the assistant message, or remove the column"
+                raise DataError(f'{self.where}: "{name}" is part of an answer, and is not read as a column; {remedy}')
 
     def unused(self, roles: Collection[str]) -> Iterator[str]:
         """Names of columns that hold something, and are neither one of ``roles`` nor tools."""

@@ -66,6 +66,8 @@ class RowReader(Generic[T]):
     def __call__(self, row: Row) -> T:
         cells = Cells(row, self.config)
         cells.check_columns()
+        if self.roles is not None:
+            cells.check_answer(self.roles)
         return self.read(cells)
 
     def unused(self, row: Row) -> Iterable[str]:

@@ -44,11 +44,12 @@ class Trackers:
         try:
             call(tracker)
             return True
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if moment == "start" and isinstance(error, ConfigError):
                 raise
             self._active = [one for one in self._active if one is not tracker]
             name = type(tracker).__name__
-            log.warning("tracker %s: %s raised %s; the tracker is off, the run continues", name, moment, described(error))
+            result = "its last values may be missing" if moment == "end" else "the tracker is off, the run continues"
+            log.warning("tracker %s: %s raised %s; %s", name, moment, described(error), result)
             log.info("the trace of tracker %s:", name, exc_info=error)
             return False
