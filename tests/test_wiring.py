@@ -5,18 +5,23 @@ from __future__ import annotations
 import gc
 import json
 import time
+from pathlib import Path
 
 import pytest
 import tiny
 import torch
-from runtools import SMALL, here, rows, train, write  # noqa: F401 - here is a fixture
+from runtools import SMALL, checkpoint, here, rows, train, write  # noqa: F401 - here is a fixture
 
 from cookbook import rollout
 from cookbook.backends.local import LocalTrainer
-from cookbook.data import RenderedPrompt, Row
+from cookbook.checkpoints import manifest
+from cookbook.data import RenderedPrompt, Renderer, Row
+from cookbook.evaluation import EvalConfig, Evaluator
+from cookbook.futures import done
 from cookbook.losses import CrossEntropy
-from cookbook.rollout import Group
-from cookbook.types import AdamParams, Sample
+from cookbook.rewards import Judge
+from cookbook.rollout import Group, RolloutConfig
+from cookbook.types import AdamParams, Sample, SampleResponse
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -110,6 +115,144 @@ def test_metrics_of_rollouts_are_what_they_are_called():
     assert found["rollout/tokens"] == 12.0
     assert found["reward/mean"] == 0.75
     assert found["reward/frac_groups_without_spread"] == 0.5
+    assert found["reward/group_std"] == pytest.approx(0.5**0.5 / 2)  # divisor G - 1; the second group has none
+    assert found["reward/std"] == pytest.approx(0.1875**0.5)
+
+
+def test_a_rollout_becomes_a_datum_of_the_completion_alone():
+    """A prompt of three tokens: its weights are 0, and a better completion than the group's is pushed up."""
+    sample = Sample([8, 9], [-0.5, -0.25], "stop", 0)
+    found = rollout.datum([5, 6, 7], sample, 2.0)
+    assert found.model_input.to_ints() == [5, 6, 7, 8]
+    values = {name: one.tolist() for name, one in found.loss_fn_inputs.items()}
+    assert values == {
+        "target_tokens": [6, 7, 8, 9],
+        "weights": [0, 0, 1, 1],
+        "advantages": [0, 0, 2, 2],
+        "sampling_logprobs": [0, 0, -0.5, -0.25],
+    }
+
+
+class _Sampler:
+    """Answers with completions known beforehand, and records what was asked."""
+
+    def __init__(self, *answers, step=0):
+        self.answers, self.step, self.params = list(answers), step, []
+
+    def sample(self, prompt, num_samples, params):
+        self.params.append(params)
+        return done(SampleResponse([Sample([token], [-1.0], "stop", self.step) for token in self.answers[prompt.to_ints()[0]]]))
+
+
+def test_a_reward_stays_with_its_completion():
+    """The reward of a completion is its token's number."""
+    renderer = Renderer(tiny.tokenizer())
+    texts = {renderer.text([token]): float(token) for token in (40, 41, 42, 43)}
+    judge = Judge(lambda completion, row: texts[completion])
+    prompts = [RenderedPrompt([place], Row(f"here:{place}", {}), "", "") for place in (0, 1)]
+    sampler = _Sampler([40, 41], [43, 42])
+    found = rollout.sample_groups(sampler, prompts, 2, RolloutConfig(), renderer, seed=0, judge=judge).groups
+    assert [group.rewards for group in found] == [[40.0, 41.0], [43.0, 42.0]]
+
+
+def test_an_evaluation_counts_a_whole_reward_and_draws_each_prompt_by_a_seed_of_its_own():
+    renderer = Renderer(tiny.tokenizer())
+    config = EvalConfig(pass_at=[1])
+    rewards = iter([1.0, 0.5, 1.0, 0.0])
+    judge = Judge(lambda completion, row: next(rewards))
+    evaluator = Evaluator(config, renderer, RolloutConfig().asker(), judge, (), seed=0)
+    prompts = [RenderedPrompt([place], Row(f"here:{place}", {}), "", "") for place in (0, 1)]
+    sampler = _Sampler([40], [41])
+    metrics = evaluator.rewards(sampler, prompts).metrics
+    assert metrics["eval/accuracy"] == 0.5 and metrics["eval/reward"] == 0.75 and metrics["eval/pass@1"] == 0.5
+    greedy, drawn = sampler.params[:2], sampler.params[2:]
+    assert [params.temperature for params in greedy] == [0.0, 0.0]
+    assert drawn[0].seed != drawn[1].seed
+
+
+@pytest.mark.parametrize(("recipe", "method"), [("sft", "answers"), ("grpo", "rewards")])
+def test_an_evaluation_samples_from_the_newest_weights(recipe, method, monkeypatch):
+    """Also between two weight syncs, when the rollouts come from older weights."""
+    real, seen = getattr(Evaluator, method), []
+
+    def recording(evaluator, sampler, asked):
+        seen.append(sampler.step)
+        return real(evaluator, sampler, asked)
+
+    monkeypatch.setattr(Evaluator, method, recording)
+    assert train(*SMALL[recipe], "recipe.steps=2", "weight_sync.every=5", "eval.every=1", "eval.limit=2", "out=run") == 0
+    assert seen == [0, 1, 2]
+
+
+def test_effects_of_a_step_come_in_order(monkeypatch):
+    """The file has the row before trackers get it; hooks come after both, and see the step as done; then it is saved."""
+    write("noting.py", NOTING)
+    words = ["+hook.mine._target_=noting.Noting", "+tracker.mine._target_=noting.Noting", "eval.every=null"]
+    words += ["eval.limit=1", "checkpoint.every=1"]
+    assert train(*SMALL["sft"], *words, "recipe.steps=2", "out=run") == 0
+    assert Path("order.txt").read_text().split() == (
+        "start:0 log:0:0 log:1:1 step:1:1:1 saved:1:1 log:2:2 step:2:2:2 saved:2:2".split()
+    )
+    # A resumed run tells its trackers and its progress where it stands.
+    tokens = manifest.read(checkpoint("run", 2))["run"]["progress"]["tokens"]
+    assert train(*SMALL["sft"], *words, "recipe.steps=3", "out=run") == 0
+    assert Path("order.txt").read_text().split()[8:] == "start:2 log:3:3 step:3:3:3 saved:3:3".split()
+    per_step = [manifest.read(checkpoint("run", step))["run"]["progress"]["tokens"] for step in (1, 2, 3)]
+    assert per_step[1] == tokens and per_step[0] < per_step[1] < per_step[2]
+
+
+NOTING = """
+import json
+from pathlib import Path
+from cookbook import Hook
+
+
+def note(*words):
+    with open("order.txt", "a") as file:
+        file.write(":".join(map(str, words)) + "\\n")
+
+
+def newest():
+    return json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])["step"]
+
+
+class Noting(Hook):
+    def start(self, config, out, name, step):
+        note("start", step)
+
+    def log(self, step, metrics):
+        note("log", step, newest())
+
+    def end(self, state):
+        pass
+
+    def on_step(self, run, step, metrics):
+        note("step", step, run.done, newest())
+
+    def on_checkpoint(self, run, checkpoint):
+        note("saved", checkpoint.step, int((Path(checkpoint.path) / "checkpoint.json").is_file()) and run.done)
+"""
+
+
+def test_an_update_divides_as_its_loss_asks(monkeypatch):
+    """A loss that is a sum over tokens is divided by them, in the gradient and in the row that shows the loss."""
+    real, given = LocalTrainer.optim_step, []
+
+    def recording(trainer, adam_params, normalization=None):
+        given.append(normalization)
+        return real(trainer, adam_params, normalization)
+
+    monkeypatch.setattr(LocalTrainer, "optim_step", recording)
+    write("coin.py", "def even(completion, row):\n    return sum(map(ord, completion)) % 2\n")
+    words = ["reward=python", "reward.target=coin.py:even", "recipe.steps=1", "eval.every=null", "eval.limit=1", "loss=ppo"]
+    words += ["rollout.log_samples=24"]
+    assert train(*SMALL["grpo"], *words, "out=run") == 0
+    assert given == ["num_loss_tokens"]
+    row = rows("run")[-1]
+    assert row["optim/divisor"] == row["optim/num_loss_tokens"] > 1
+    # Ratios of the first step are 1: the loss is the mean of -advantage over the tokens, at most the largest advantage.
+    assert abs(row["loss"]) < 2
+    assert [one["step"] for one in rows("run", "samples.jsonl") if one.get("split") != "eval"] == [1] * 24
 
 
 def test_the_lag_of_samples_is_told_in_optimizer_steps():
