@@ -320,7 +320,8 @@ def load_config(run: Path) -> dict[str, Any]:
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(
-            f"{file}: is damaged: {reason}; restore the file, or resume the run in another folder: resume={run} out=<new folder>"
+            f"{file}: is damaged: {reason}; restore the file, or resume the run in another folder: "
+            f"resume={run} out=<new folder>"
         ) from None
 
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-POWER, WIRING = "tests/test_power_failure.py", "tests/test_wiring.py"
+POWER, WIRING, GOLDEN = "tests/test_power_failure.py", "tests/test_wiring.py", "tests/test_losses_golden.py"
 ENGINE_SEED = "self.options.seed * 1_000_003 + self.step * 10_007 + self.seeds"
 
 # (file below cookbook/, text that occurs once, replacement, tests)
@@ -51,6 +51,110 @@ MUTANTS = (
     ("backends/remote/books.py", "self._known - pointed - held", "self._known - pointed", WIRING),
     ("server/states.py", "if request <= number and sampler_id", "if request < 0 and sampler_id", WIRING),
     ("server/states.py", "return {sampler_id: request for sampler_id, (request, _) in found.items()}", "return {}", WIRING),
+    # Metrics, rows, rewards, weights and signs.
+    (
+        "losses/pairs.py",
+        '"rewards/accuracy": float((chosen > rejected)',
+        '"rewards/accuracy": float((chosen >= rejected)',
+        WIRING,
+    ),
+    ("run.py", "self._earlier_tokens += self._tokens", "self._earlier_tokens = self._tokens", WIRING),
+    ("run.py", "self._evaluator.answers(self._newest(step), data)", "self._evaluator.answers(self.sync(step), data)", WIRING),
+    (
+        "run.py",
+        "self._evaluator.rewards(self._newest(step), prompts)",
+        "self._evaluator.rewards(self.sync(step), prompts)",
+        WIRING,
+    ),
+    ("run.py", "row.update(self._evaluate(evaluate, number))", "row.update(self._evaluate(evaluate, step.index))", WIRING),
+    ("run.py", "number % self.eval.every == 0", "number % self.eval.every == 1", "tests/test_runs.py"),
+    ("evaluation.py", "(self.seed, EVALUATION, place)", "(self.seed, EVALUATION, 0)", WIRING),
+    (
+        "evaluation.py",
+        "reward >= CORRECT for reward in greedy.values()",
+        "reward > CORRECT for reward in greedy.values()",
+        WIRING,
+    ),
+    ("rollout.py", "    weights[start:] = 1.0\n", "    weights[:] = 1.0\n", WIRING),
+    ("rollout.py", "weights * np.float64(advantage)", "-weights * np.float64(advantage)", WIRING),
+    ("rollout.py", "std(axis=1, ddof=1)", "std(axis=1, ddof=0)", WIRING),
+    ("rollout.py", "float(lengths.max())", "float(lengths.min())", WIRING),
+    (
+        "rollout.py",
+        "rewards.extend(reward() for reward in pending[place])",
+        "rewards.extend(reward() for reward in pending[place][::-1])",
+        WIRING,
+    ),
+    ("run.py", "self._write_sample(step.index + 1, row)", "self._write_sample(step.index, row)", WIRING),
+    (
+        "advantages.py",
+        "array.std(axis=-1, ddof=1, keepdims=True)",
+        "array.std(axis=-1, ddof=0, keepdims=True)",
+        "tests/test_advantages.py",
+    ),
+    ("advantages.py", "array.mean(axis=-1, keepdims=True)", "array.mean()", "tests/test_advantages.py"),
+    ("run.py", "self.trainer.optim_step(adam, self.loss.normalization)", "self.trainer.optim_step(adam, None)", WIRING),
+    ("run.py", 'metrics["loss"] / metrics.get("optim/divisor", 1.0)', 'metrics["loss"]', WIRING),
+    ("engine/engine.py", "norm = self.gradients.norm() / divisor", "norm = self.gradients.norm()", "tests/test_engine_step.py"),
+    (
+        "engine/engine.py",
+        "self.optimizer.step(adam, clip / divisor)",
+        "self.optimizer.step(adam, clip)",
+        "tests/test_engine_step.py",
+    ),
+    ("engine/engine.py", "float(clip < 1.0)", "float(clip > 1.0)", "tests/test_engine_step.py"),
+    ("data/batches.py", "[self._seed, epoch]", "[0, epoch]", WIRING),
+    ("data/source.py", "if index not in held]", "]", "tests/test_data_source.py"),
+    (
+        "run.py",
+        "        self.metrics_file.write(step, row)\n        self.tracking.log(step, row)\n",
+        "        self.tracking.log(step, row)\n        self.metrics_file.write(step, row)\n",
+        WIRING,
+    ),
+    (
+        "run.py",
+        "        self._done = number\n        self._earlier_tokens += self._tokens\n",
+        "        self._earlier_tokens += self._tokens\n        self._done = number - 1\n",
+        WIRING,
+    ),
+    (
+        "run.py",
+        "        self._write(number, row)\n        self.health",
+        "        self.hook_calls.call('on_step', self, number, row)\n        self._write(number, row)\n        self.health",
+        WIRING,
+    ),
+    (
+        "rollout.py",
+        '"rollout/failed": float(len(self.unanswered.failed))',
+        '"rollout/failed": float(self.unanswered.num_retries)',
+        "tests/test_resilience.py",
+    ),
+    ("evaluation.py", "math.comb(num_samples - num_correct, k) /", "math.comb(num_correct, k) /", "tests/test_evaluation.py"),
+    ("rollout.py", "    if temperature != 1.0:\n", "    if temperature < 0:\n", "tests/test_temperature_entropy.py"),
+    ("losses/grpo.py", "1 - self.clip_low, 1 + self.clip_high", "1 - self.clip_high, 1 + self.clip_low", GOLDEN),
+    (
+        "losses/grpo.py",
+        'kept(batch.read("reference_logprobs"), tokens.weights) - tokens.logprobs',
+        'tokens.logprobs - kept(batch.read("reference_logprobs"), tokens.weights)',
+        GOLDEN,
+    ),
+    ("losses/grpo.py", "terms + self.kl_beta * penalty", "terms - self.kl_beta * penalty", GOLDEN),
+    ("losses/grpo.py", "terms - self.entropy_coef *", "terms + self.entropy_coef *", "tests/test_temperature_entropy.py"),
+    (
+        "losses/grpo.py",
+        "old - tokens.sampling_logprobs, tokens.weights",
+        "tokens.sampling_logprobs - old, tokens.weights",
+        GOLDEN,
+    ),
+    ("losses/policy.py", "(below & (advantages < 0))", "(below & (advantages > 0))", GOLDEN),
+    ("losses/policy.py", '"kl/sampler_trainer_k1": -weighted_mean', '"kl/sampler_trainer_k1": weighted_mean', GOLDEN),
+    ("losses/dpo.py", "self.pair_losses(chosen - rejected)", "self.pair_losses(rejected - chosen)", GOLDEN),
+    (
+        "losses/grpo.py",
+        '"kl/old_policy"] = weighted_mean(k3(tokens.logprobs.detach() - old)',
+        '"kl/old_policy"] = weighted_mean(k3(old - tokens.logprobs.detach())',
+        GOLDEN,
+    ),
 )
 
 
