@@ -169,6 +169,8 @@ def opened(out: str | None, resume: str, cfg: DictConfig, overrides: list[str], 
             is_branch = resume_from is not None and resume_from.resolve().parent.parent != folder.resolve()
             damage = [] if is_branch else list(_damage(folder, resume_from))
             notes, changes = prepare(folder, cfg, overrides, resume_from, identity)
+            if resume_from is not None and not is_branch:
+                damage += store.set_aside(resume_from)
             origin = str(resume_from.resolve()) if resume_from is not None and is_branch else None
             status = Status(folder, resume_command(folder), started_from=origin)
             with logging_to(folder), _kept(status):

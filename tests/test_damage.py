@@ -73,6 +73,16 @@ def test_all_checkpoints_damaged(capfd):
     assert [row["step"] for row in rows("run")] == [0, 1, 2, 3, 4]
 
 
+def test_the_newest_checkpoint_damaged(capfd):
+    """What is left of it may be worth something, so the run does not save over it."""
+    damage_checkpoint(checkpoint("run", 3))
+    left = (checkpoint("run", 3) / "model.safetensors").read_bytes()
+    line = "run/checkpoints/step-000003 is damaged and is now called step-000003.damaged-1; the run saves this step again"
+    assert line in resumed(capfd)
+    assert Path("run/checkpoints/step-000003.damaged-1/model.safetensors").read_bytes() == left
+    assert [row["step"] for row in rows("run")] == [0, 1, 2, 3, 4]
+
+
 def test_checkpoints_deleted(capfd):
     shutil.rmtree("run/checkpoints")
     assert refused(capfd) == (

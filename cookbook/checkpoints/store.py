@@ -12,6 +12,7 @@ Where several ranks train one model, every one of them makes these calls; any ot
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import re
@@ -230,6 +231,21 @@ def newest(folder: Path) -> Path | None:
             f"{folder.parent} away to start the run over"
         )
     return None
+
+
+def set_aside(resumed: Path) -> list[str]:
+    """Rename the damaged checkpoints after ``resumed``, since the run will save their steps again; return a line for each."""
+    lines = []
+    steps = all_steps(resumed.parent)
+    for path in steps[steps.index(resumed) + 1 :] if resumed in steps else []:
+        try:
+            manifest.verify(path)
+        except CheckpointError:
+            names = (path.with_name(f"{path.name}.damaged-{number}") for number in itertools.count(1))
+            kept = next(name for name in names if not name.exists())
+            path.rename(kept)
+            lines.append(f"{path} is damaged and is now called {kept.name}; the run saves this step again")
+    return lines
 
 
 def prune(folder: Path, keep: int | None, saved: int | None = None, staying: Cadence | None = None) -> None:
