@@ -104,10 +104,10 @@ def test_ctrl_c_in_a_tracker_is_ctrl_c():
     [
         ("on_step", "if rest[0] == 2:\n    1 / 0", 2),
         pytest.param("on_eval", "if rest[0] == 2:\n    1 / 0", 2, marks=pytest.mark.slow),
-        ("on_weight_sync", "if rest[0].step == 1:\n    1 / 0", 2),
+        pytest.param("on_weight_sync", "if rest[0].step == 1:\n    1 / 0", 2, marks=pytest.mark.slow),
         pytest.param("on_checkpoint", "if rest[0].step == 2:\n    1 / 0", 2, marks=pytest.mark.slow),
         pytest.param("on_step", "if rest[0] == 3:\n    1 / 0", 3, marks=pytest.mark.slow),
-        ("on_end", "1\n1 / 0", 3),
+        pytest.param("on_end", "1\n1 / 0", 3, marks=pytest.mark.slow),
     ],
 )
 def test_a_hook_that_raises_ends_the_run_saved(moment, body, saved, capsys):

@@ -141,7 +141,7 @@ def test_a_command_whose_reader_leaves_early_ends_silently(words):
     assert Path("errors.txt").read_text() == ""
 
 
-@pytest.mark.parametrize("errors", ["2>errors.txt", "2>&1"])
+@pytest.mark.parametrize("errors", ["2>&1", pytest.param("2>errors.txt", marks=pytest.mark.slow)])
 def test_a_run_outlives_the_reader_of_its_output(errors):
     """As ``cookbook train ... | head -1``: what has been trained for hours is worth more than its lines on the terminal."""
     body = "    def on_step(self, *_):\n        print('x' * 70000)\n"

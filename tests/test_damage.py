@@ -154,11 +154,11 @@ def test_a_last_row_that_a_kill_cut_short_is_no_damage(capfd):
     ("content", "reason"),
     [
         (b"", "recipe.name is missing"),
-        (b"seed: 0\nmodel:\n  name: tiny\n", "recipe.name is missing"),
+        pytest.param(b"seed: 0\nmodel:\n  name: tiny\n", "recipe.name is missing", marks=pytest.mark.slow),
         (b"seed: [0", "while parsing a flow sequence"),
-        (b"seed: 0\x00\x00", "unacceptable character #x0000"),
+        pytest.param(b"seed: 0\x00\x00", "unacceptable character #x0000", marks=pytest.mark.slow),
         (b"\xff\x00\x01", "'utf-8' codec can't decode byte 0xff"),
-        (b"- a\n- b\n", "recipe.name is missing"),
+        pytest.param(b"- a\n- b\n", "recipe.name is missing", marks=pytest.mark.slow),
     ],
 )
 def test_config_torn(content, reason, capfd):

@@ -117,7 +117,7 @@ def test_a_users_own_computes_what_the_built_in_does(make_engine, own, name, los
     assert name == "LinearCrossEntropyLoss" or Path("called").exists()
 
 
-@pytest.mark.parametrize(("recipe", "lora_rank"), [("sft", 4), ("grpo", 0)])
+@pytest.mark.parametrize(("recipe", "lora_rank"), [pytest.param("sft", 4, marks=pytest.mark.slow), ("grpo", 0)])
 def test_a_users_own_from_the_command_line(own, recipe, lora_rank, capsys):
     words = [*SMALL[recipe], f"model.lora_rank={lora_rank}", "eval.every=null", "recipe.steps=2"]
     assert train(*words, "out=built_in") == 0

@@ -292,7 +292,7 @@ def test_a_component_takes_the_place_of_the_chosen_one(capsys):
     assert again["reward"] == reward and again["optim"]["lr"] == 3 and again["optim"]["beta2"] == 0.95
 
 
-@pytest.mark.parametrize("sweep", [False, True])
+@pytest.mark.parametrize("sweep", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_components_of_the_command_line_run(sweep):
     Path("mine.py").write_text(MINE)
     words = [

@@ -80,6 +80,7 @@ def test_a_device_and_packages_that_are_not_here(monkeypatch, capsys):
         assert checked == trained and checked.startswith(f"error: {message}")
 
 
+@pytest.mark.slow
 def test_weights_that_are_missing_or_torn(capsys):
     for name in ("none", "torn"):
         shutil.copytree(TINY, name)
@@ -93,6 +94,7 @@ def test_weights_that_are_missing_or_torn(capsys):
     assert check("recipe=grpo", "model.name=none", "model.random=true") == 0
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_be_resumed(capsys):
     assert train(*SMALL["dpo"], "out=run") == 0
     capsys.readouterr()
@@ -171,6 +173,7 @@ def wide(folder: str) -> str:
     return f"model.name={folder}"
 
 
+@pytest.mark.slow
 def test_a_learning_rate_far_above_what_is_usual(capsys):
     big = [wide("big"), "model.random=false", "data.limit=64", "eval.limit=8"]
     for words, key, usual in (
@@ -225,6 +228,7 @@ def test_answers_of_a_large_data_set_are_counted_in_a_sample(capsys):
     assert "up to 41 tokens (in a sample of 500 of 900 rows), and longer" in line
 
 
+@pytest.mark.slow
 def test_evaluation_longer_than_training_and_rows_fewer_than_a_batch(capsys):
     words = ["recipe=dpo", "recipe.steps=null", "recipe.epochs=1", "data.limit=320", "recipe.batch_size=16"]
     assert warnings(capsys, *words, "eval.every=10", "eval.limit=20") == []

@@ -211,6 +211,7 @@ def test_data_of_a_class_of_its_own_are_not_the_demo():
     assert cfg.data._target_ == "mine.Data" and values(cfg, REAL["grpo"]) == REAL["grpo"]
 
 
+@pytest.mark.slow
 def test_a_sweep_over_names():
     seen = []
     words = ["recipe=sft", "model=a/b,c/d"]

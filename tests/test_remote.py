@@ -77,7 +77,7 @@ def same(one, other):
 # ---- the next command ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_the_next_command_of_a_run_downloads_its_weights_and_samples_from_them(rank, model, backend, monkeypatch, capsys):
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
     assert train(*SMALL["dpo"], *model, *backend, f"model.lora_rank={rank}", "recipe.steps=1", "out=run") == 0
@@ -430,6 +430,7 @@ def test_no_server(capsys, model):
     assert f"no answer from {url}" in found and "cookbook serve" in found
 
 
+@pytest.mark.slow
 def test_another_model_or_one_that_is_computed_otherwise(capsys, backend, model):
     words = [*SMALL["sft"], *model, *backend]
     assert "has not 'nobody/knows', but " in error_of(capsys, *words, "model.name=nobody/knows")

@@ -494,6 +494,7 @@ def test_wandb_offline_is_read_back(monkeypatch, capsys):
     assert told == kept and told[0]["split"] == "eval" and told[0]["completion"]
 
 
+@pytest.mark.slow
 def test_wandb_runs_of_a_sweep_share_a_group(monkeypatch):
     wandb = pytest.importorskip("wandb", reason="wandb is an extra")
     monkeypatch.setenv("WANDB_MODE", "offline")

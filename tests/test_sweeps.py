@@ -137,6 +137,7 @@ def test_joblib_runs_a_sweep_in_processes():
     assert [rows(f"both/{seed}")[-1]["step"] for seed in (1, 2)] == [1, 1]
 
 
+@pytest.mark.slow
 def test_joblib_reports_the_run_that_failed(capsys):
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="hydra-joblib-launcher is not installed")
     words = [*SMALL["sft"], "recipe.steps=1", "hydra/launcher=joblib", "optim.lr=-1,-2", "-m"]
