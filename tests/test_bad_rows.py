@@ -113,7 +113,7 @@ def test_a_run_counts_what_it_leaves_out_and_lists_it_once(recipe, capsys):
     assert capsys.readouterr().err.startswith("error: rows.jsonl:4: broken JSON at column 2")
     assert train(*words, "data.on_bad_row=skip", "out=run") == 0
     out, err = capsys.readouterr()
-    warnings = [line for line in err.splitlines() if "columns not used for training: chosen" not in line]
+    warnings = [line for line in err.splitlines() if "data: columns not used for training: " not in line]
     assert len(warnings) == 1
     assert warnings[0].startswith("WARNING: data: left out 3 rows, listed in run/bad_rows.jsonl; the first: rows.jsonl:4: ")
     assert "left out 3 rows, each with the reason in run/bad_rows.jsonl\n" in out
