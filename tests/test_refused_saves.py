@@ -102,7 +102,9 @@ def test_a_disk_that_became_read_only():
         [*own, "sh", "-c", READ_ONLY, "sh", *command], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: ") and "Read-only file system" in done.stderr
+    # A busy machine adds lines about what takes more than two seconds.
+    lines = [line for line in done.stderr.splitlines() if not line.startswith(("starting", "loading the model "))]
+    assert len(lines) == 1 and lines[0].startswith("error: ") and "Read-only file system" in lines[0]
     manifest.verify(Path("kept/run/checkpoints/step-000001"))
     shutil.copytree("kept/run", "run")
     assert train(*SMALL["orpo"], "eval.every=null", "recipe.steps=3", "out=run") == 0

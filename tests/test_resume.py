@@ -175,7 +175,8 @@ def test_ctrl_c_once_at_the_keyboard():
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert err == "\nstopping after this step; once more stops at once\n"
+    # A busy machine adds lines about what takes more than two seconds.
+    assert err.endswith("\nstopping after this step; once more stops at once\n")
     step = rows(folder)[-1]["step"]
     assert f"stopped after step {step}, saved; go on with: cookbook train --config {folder}/config.yaml out={folder}\n" in out
     assert checkpoint(folder).name == f"step-{step:06d}"
@@ -199,7 +200,8 @@ def test_ctrl_c_twice_stops_at_once():
     _, err = process.communicate(timeout=20)
     assert time.monotonic() - asked < 5
     assert process.returncode == 130
-    assert err == "\nstopping after this step; once more stops at once\n"
+    # A busy machine adds lines about what takes more than two seconds.
+    assert err.endswith("\nstopping after this step; once more stops at once\n")
     assert not Path("run/checkpoints").exists()
 
 
