@@ -59,7 +59,7 @@ def timeless(run_folder: Path | str) -> list[dict[str, Any]]:
 
 def checkpoint(run_folder: Path | str, step: int | None = None) -> Path:
     """The checkpoint of a step, or the newest."""
-    found = sorted((Path(run_folder) / "checkpoints").glob("step-*"))
+    found = sorted((Path(run_folder) / "checkpoints").glob("step-??????"))
     return found[-1] if step is None else Path(run_folder) / "checkpoints" / f"step-{step:06d}"
 
 
