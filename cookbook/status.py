@@ -31,7 +31,7 @@ RUNNING, FINISHED, INTERRUPTED, FAILED = "running", "finished", "interrupted", "
 @dataclass
 class Status(Hook):
     """Keeps ``status.json``. ``step`` steps are finished, ``saved_step`` has the newest checkpoint of this sitting, or the
-    one it went on from; ``resume`` is the command that goes on. ``started_from`` is another run's checkpoint that this run
+    one it resumed from; ``resume`` is the command that resumes. ``started_from`` is another run's checkpoint that this run
     began with; once the run has saved one of its own, it is None.
     """
 

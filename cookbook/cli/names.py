@@ -15,7 +15,7 @@ ALL_OTHERS = "*"  # of `values`
 
 
 @dataclass(frozen=True)
-class Answer:
+class Counterpart:
     """Overrides to write in place of a name, a remark, or both."""
 
     words: Sequence[str] = ()
@@ -23,7 +23,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Entry:
+class ForeignName:
     """One alternative of ``names.yaml``, which documents the fields."""
 
     to: str | None = None
@@ -50,20 +50,20 @@ class Entry:
             value = found.replace("{}", value)
         return _filled(self.form or f"{self.to}={{}}", value)
 
-    def answer(self, value: str | None, keys: Collection[str]) -> Answer:
+    def answer(self, value: str | None, keys: Collection[str]) -> Counterpart:
         if self.to is None:
-            return Answer(remark=self.note)
+            return Counterpart(remark=self.note)
         words = self.overrides(value)
         added = [self.adds] if self.adds is not None and self.to not in keys else []
         if words:
-            return Answer([*added, *words], self.note)
+            return Counterpart([*added, *words], self.note)
         subject = f"cookbook's key is {self.to}" + "".join(f", with {word}" for word in added)
         if self.values and value is not None and not self.note:
             subject += f", which has no value for {value!r}"
-        return Answer(remark=f"{subject}: {self.note}" if self.note else subject)
+        return Counterpart(remark=f"{subject}: {self.note}" if self.note else subject)
 
 
-def answer(name: str, value: str | None, keys: Collection[str]) -> Answer | None:
+def answer(name: str, value: str | None, keys: Collection[str]) -> Counterpart | None:
     """The answer to a key or option that the configuration does not have; None if the name is unknown.
 
     Args:
@@ -72,7 +72,7 @@ def answer(name: str, value: str | None, keys: Collection[str]) -> Answer | None
         keys: every dotted key of the configuration; empty if it cannot be composed.
     """
     if name in keys:
-        return Answer(choice(name, value or "", keys) or [f"{name}={value or 'VALUE'}"])
+        return Counterpart(choice(name, value or "", keys) or [f"{name}={value or 'VALUE'}"])
     prefix, _, last = name.replace("-", "_").rpartition(".")
     entries = table().get(last, ())
     fitting = [entry for entry in entries if not keys or entry.fits(keys)]
@@ -81,10 +81,10 @@ def answer(name: str, value: str | None, keys: Collection[str]) -> Answer | None
         return fitting[0].answer(value, keys)
     same = suggest.same_last_part(last, keys)
     if len(same) == 1 and value is not None:
-        return Answer(_filled(f"{same[0]}={{}}", value))
+        return Counterpart(_filled(f"{same[0]}={{}}", value))
     if entries and not same:
         absent = " or ".join(dict.fromkeys(str(entry.to) for entry in entries))
-        return Answer(remark=f"cookbook's key is {absent}, which the chosen recipe and its parts do not have")
+        return Counterpart(remark=f"cookbook's key is {absent}, which the chosen recipe and its parts do not have")
     return None
 
 
@@ -93,7 +93,7 @@ def choice(group: str, option: str, keys: Collection[str]) -> list[str]:
     return next((words for entry in table().get(group, ()) if entry.fits(keys) and (words := entry.overrides(option))), [])
 
 
-def line(kind: str, answers: Mapping[str, Answer]) -> str:
+def line(kind: str, answers: Mapping[str, Counterpart]) -> str:
     """One line for all answers; ``kind`` is ``key`` or ``option``."""
     names = ", ".join(map(repr, answers))
     words = [word for found in answers.values() for word in found.words]
@@ -136,7 +136,7 @@ def _is_value(word: str) -> bool:
 
 
 @functools.cache
-def table() -> dict[str, list[Entry]]:
+def table() -> dict[str, list[ForeignName]]:
     """Every name with its alternatives."""
     import yaml  # type: ignore[import-untyped]
 
@@ -144,13 +144,13 @@ def table() -> dict[str, list[Entry]]:
     return {name: [_entry(found) for found in (node if isinstance(node, list) else [node])] for name, node in read.items()}
 
 
-def _entry(node: Any) -> Entry:
+def _entry(node: Any) -> ForeignName:
     if isinstance(node, str):
-        return Entry(node)
+        return ForeignName(node)
     values = node.get("values")
     if values is not None:
         values = {_spelled(typed): _spelled(value) for typed, value in values.items()}
-    return Entry(node.get("to"), node.get("if"), values, node.get("form"), node.get("with"), node.get("note", ""))
+    return ForeignName(node.get("to"), node.get("if"), values, node.get("form"), node.get("with"), node.get("note", ""))
 
 
 def _spelled(value: Any) -> str:
