@@ -7,6 +7,8 @@ PIP_INSTALL = -m pip install --quiet --constraint constraints.txt
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
+# Without bytecode files each process compiles the package anew, and pytest each test file: 13 s of CPU time per test process.
+export PYTHONDONTWRITEBYTECODE :=
 
 # PyPI's torch for Linux brings gigabytes of CUDA. Where there is no NVIDIA GPU, torch is looked for among PyTorch's CPU builds
 # too: their 2.13.0+cpu meets the pin 2.13.0 and ranks above PyPI's 2.13.0, so pip takes it. Where that index does not answer
@@ -17,7 +19,7 @@ TORCH_INDEX ?= $(shell if ! command -v nvidia-smi >/dev/null && $(PYTHON) -c '$(
 	echo $(CPU_BUILDS); fi)
 TORCH = $(TORCH_INDEX:%=--extra-index-url=%) torch
 
-.PHONY: help setup train test test-slow kills mutants long-run vllm test-vllm parity tinker-cookbook bench bench-gpu bench-peers lint types check data tiny-model wheel clean
+.PHONY: help setup train test test-slow kills mutants long-run vllm test-vllm parity tinker-cookbook bench bench-ranks bench-gpu bench-peers lint types check data tiny-model wheel clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -35,16 +37,16 @@ $(VENV)/tools: $(VENV)/installed
 
 setup: $(VENV)/tools ## Make .venv and install cookbook with its development tools
 
-train: $(VENV)/installed ## The main job: GRPO on the shipped model, to a policy that visibly learned (ARGS="..." adds overrides)
+train: $(VENV)/installed ## The main job: train the shipped model with GRPO (ARGS="..." adds overrides)
 	$(BIN)/cookbook train recipe=grpo $(ARGS)
 
-test: $(VENV)/tools ## The tests, in under five minutes
-	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0
+test: $(VENV)/tools ## The fast tests: some five minutes on two free cores
+	$(BIN)/python -m pytest -n 2 --dist worksteal --max-worker-restart 0
 
-test-slow: $(VENV)/tools ## Learning runs over seeds, the installed wheel, the shipped model rebuilt: some ten minutes
+test-slow: $(VENV)/tools ## Learning runs over seeds, the installed wheel, the shipped model rebuilt: some 40 minutes
 	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal --max-worker-restart 0 -o faulthandler_timeout=1200
 
-kills: $(VENV)/tools ## Kill runs of all recipes 120 times and compare what comes out: some five minutes
+kills: $(VENV)/tools ## Kill runs of all recipes 120 times and compare the results: some five minutes
 	$(BIN)/python tests/kills.py --kills 120
 
 mutants: $(VENV)/tools ## Break the code line by line and see that a test notices: some ten minutes
@@ -80,7 +82,7 @@ test-vllm: $(VENV)/tools .venv-vllm/installed ## The tests that start a vLLM ser
 	COOKBOOK_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest -m slow tests/test_vllm.py \
 		-o faulthandler_timeout=1200
 
-parity: $(VENV)/installed .venv-trl/installed ## Losses, gradients and runs beside TRL's, as a table; fails when they part
+parity: $(VENV)/installed .venv-trl/installed ## Compare losses, gradients and runs with TRL's, as a table; fails if they differ
 	@rm -rf runs/parity && mkdir -p runs/parity
 	$(BIN)/python benchmarks/parity/prepare.py runs/parity
 	HF_HUB_OFFLINE=1 CI=1 .venv-trl/bin/python benchmarks/parity/trl_side.py runs/parity > runs/parity/trl.log
@@ -108,12 +110,12 @@ lint: $(VENV)/tools ## Style
 types: $(VENV)/tools ## Types, strict
 	$(BIN)/mypy
 
-check: lint types test ## Everything that must be green before a commit
+check: lint types test ## All checks that must pass before a commit
 
-data: $(VENV)/installed ## Make data/arithmetic anew
+data: $(VENV)/installed ## Rebuild data/arithmetic
 	$(BIN)/python scripts/make_arithmetic.py
 
-tiny-model: $(VENV)/installed ## Make data/tiny anew, from nothing
+tiny-model: $(VENV)/installed ## Rebuild data/tiny from scratch
 	$(BIN)/python scripts/make_tiny_model.py
 
 bench: $(VENV)/installed ## What a step, packing, the sampler, the output head and memory cost: tables of CPU seconds and ratios
@@ -122,6 +124,9 @@ bench: $(VENV)/installed ## What a step, packing, the sampler, the output head a
 	$(BIN)/python benchmarks/sampling.py --tiny
 	$(BIN)/python benchmarks/head.py --small
 	$(BIN)/python benchmarks/plan.py
+
+bench-ranks: $(VENV)/installed ## A step on two replicas and on two sharded ranks beside one process: some five minutes, two free cores
+	$(BIN)/python benchmarks/ranks.py
 
 # Beside TRL's step where its environment is there: `make .venv-trl/installed` first.
 bench-gpu: $(VENV)/installed ## Training and the output head on a GPU: tokens per second, model FLOPs utilization (GPU=--small: anywhere)

@@ -17,17 +17,17 @@ from typing import TypeVar
 import torch
 from safetensors.torch import save_file
 
-from cookbook import rollout
-from cookbook.advantages import group_advantages
 from cookbook.backends.local import LocalConfig, LocalTrainer
 from cookbook.checkpoints import delta
-from cookbook.checkpoints.weights import Weights
+from cookbook.checkpoints.tensor_digests import Weights
 from cookbook.data import DataConfig, RenderedPrompt, Renderer, load_rows, prompts
 from cookbook.engine.model import ModelConfig
-from cookbook.paths import packaged
-from cookbook.rewards import Judge, Number
-from cookbook.rollout import RolloutConfig
+from cookbook.sampling import rollouts
+from cookbook.sampling.advantages import group_advantages
+from cookbook.sampling.rewards import Number, RewardRunner
+from cookbook.sampling.rollouts import RolloutConfig
 from cookbook.types import AdamParams, Datum
+from cookbook.utils.paths import packaged
 
 R = TypeVar("R")
 STEPS, PROMPTS, GROUP = 5, 16, 8
@@ -58,22 +58,27 @@ def updates(dtype: str, lr: float) -> tuple[float, float]:
         before, found = held(trainer), []
         for step in range(STEPS):
             trainer.forward_backward(
-                rollouts(trainer, renderer, rows[step * PROMPTS :][:PROMPTS], step), "grpo", {"kl_beta": 0.0}
+                sampled(trainer, renderer, rows[step * PROMPTS :][:PROMPTS], step), "grpo", {"kl_beta": 0.0}
             )
             trainer.optim_step(AdamParams(learning_rate=lr), "num_loss_tokens").result()
             after = held(trainer)
             made = delta.between(before, after)
             elements = sum(tensor.numel() for tensor in after.tensors.values())
-            found.append((made.changed / elements, len(delta.to_bytes(made)) / after.num_bytes))
+            changed = sum(entry.changed for entry in made.entries)
+            found.append((changed / elements, len(delta.to_bytes(made)) / num_bytes(after)))
             before = after
-        changed, ratios = zip(*found[1:], strict=True)
-        return sum(changed) / len(changed), sum(ratios) / len(ratios)
+        shares, ratios = zip(*found[1:], strict=True)
+        return sum(shares) / len(shares), sum(ratios) / len(ratios)
 
 
-def rollouts(trainer: LocalTrainer, renderer: Renderer, rows: list[RenderedPrompt], step: int) -> list[Datum]:
+def num_bytes(weights: Weights) -> int:
+    return sum(tensor.nbytes for tensor in weights.tensors.values())
+
+
+def sampled(trainer: LocalTrainer, renderer: Renderer, rows: list[RenderedPrompt], step: int) -> list[Datum]:
     sampler = trainer.live_sampler(step).result()
-    groups = rollout.sample_groups(sampler, rows, GROUP, RolloutConfig(), renderer, step, judge=Judge(Number())).groups
-    return rollout.datums(groups, group_advantages([group.rewards for group in groups], "zscore").tolist())
+    groups = rollouts.sample_groups(sampler, rows, GROUP, RolloutConfig(), renderer, step, runner=RewardRunner(Number())).groups
+    return rollouts.datums(groups, group_advantages([group.rewards for group in groups], "zscore").tolist())
 
 
 def held(trainer: LocalTrainer) -> Weights:
@@ -92,7 +97,7 @@ def speed(size: int) -> None:
     timed("apply, every tensor verified", size, lambda: delta.apply(received, before))
     with tempfile.TemporaryDirectory() as folder:
         timed("for comparison: write a base", size, lambda: save_file(new, Path(folder) / "model.safetensors"))
-    print(f"  {'delta / base':32s} {len(content) / after.num_bytes:7.2%}")
+    print(f"  {'delta / base':32s} {len(content) / num_bytes(after):7.2%}")
 
 
 def layers(rows: int) -> Iterator[tuple[str, int]]:

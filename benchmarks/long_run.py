@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from cookbook.hooks import Hook  # noqa: E402 - the checkout comes before an installed cookbook
+from cookbook.run.hooks import Hook  # noqa: E402 - the checkout comes before an installed cookbook
 
 MAX_GROWTH = 0.02
 PROMPTS = "".join(f'{{"prompt": "{i}+{i % 7}=", "answer": "{i + i % 7}"}}\n' for i in range(40))

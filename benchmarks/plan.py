@@ -19,17 +19,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from cookbook.cli.plan import PYTHON
-from cookbook.data.byte_tokenizer import byte_tokenizer
 from cookbook.engine.engine import Engine, EngineOptions
-from cookbook.engine.estimate import CPU_ATTENTION, estimate
-from cookbook.engine.heap import keep_freed_memory
+from cookbook.engine.estimate import COUNTED, estimate
+from cookbook.engine.memory import keep_freed_memory
 from cookbook.engine.model import ModelConfig, load
 from cookbook.losses import get_loss
 from cookbook.types import AdamParams, datum_from_tokens_weights
+from cookbook.utils.paths import packaged
 
 REACH = 0.15
 
@@ -107,13 +107,13 @@ def main() -> None:
 def compared(case: Case, folder: Path) -> dict[str, Any]:
     ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     AutoConfig.for_model(case.kind, **ends, **case.shape).save_pretrained(folder)
-    byte_tokenizer(4096).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(packaged("data") / "tiny", model_max_length=4096).save_pretrained(folder)
     found = estimate(
         ModelConfig(str(folder), random=True, **case.model),
         case.rows,
         case.width,
         step_tokens=case.rows * case.width,
-        apart=True,
+        interleaved=True,
         retain_bytes=0,
         reference=False,
         cpu=True,
@@ -156,7 +156,7 @@ def train(case: Case, folder: Path) -> None:
 def counted(engine: Engine, data: Any, loss: Any) -> int:
     # Torch leaves out products in place, and does not look into the head's operators.
     ours = {torch.ops.aten.addmm_: _added_product, torch.ops.cookbook.linear_logprobs: _frozen_head}
-    with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION | ours) as flops:
+    with FlopCounterMode(display=False, custom_mapping=COUNTED | ours) as flops:
         engine.forward_backward(data, loss)
     return int(flops.get_total_flops())
 

@@ -21,9 +21,10 @@ from step import ROUNDS, Candidates, Rows, compare, show
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from cookbook.engine.decoding.decoder import sample
+from cookbook.engine.decoding.requests import SampleRequest
 from cookbook.engine.engine import Engine, EngineOptions
 from cookbook.engine.model import ModelConfig, load, load_tokenizer
-from cookbook.engine.sampler import Request, sample
 from cookbook.types import Array, SamplingParams
 
 TINY = Path(__file__).resolve().parent.parent / "data" / "tiny"
@@ -97,7 +98,7 @@ def candidates(path: Path, prompts: Array) -> Candidates:
     network = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     model = Engine(load(ModelConfig(str(path)), torch.device("cpu"), seed=0), EngineOptions()).model
     requests = [
-        Request(prompt, SAMPLES, SamplingParams(max_tokens=TOKENS, stop=[]), seed)
+        SampleRequest(prompt, SAMPLES, SamplingParams(max_tokens=TOKENS, stop=[]), seed)
         for seed, prompt in enumerate(prompts.tolist())
     ]
     ids = torch.from_numpy(prompts)

@@ -29,8 +29,7 @@ import torch
 
 from cookbook.backends.local import LocalConfig, LocalTrainer
 from cookbook.engine.model import ModelConfig
-from cookbook.server.config import ServerConfig
-from cookbook.server.durability import LEVELS
+from cookbook.server.config import DURABILITY_LEVELS, ServerConfig
 
 ADAM = tinker.AdamParams(learning_rate=1e-5)
 DEFAULT = ServerConfig.durability
@@ -126,7 +125,7 @@ def requests(folder: Path) -> list[dict[str, Any]]:
     """The fixed cost of a small request at every level of durability, in turn: wall time, and CPU seconds of the server."""
     small, asks, spent = batch(1, 8), {}, {}
     with contextlib.ExitStack() as stack:
-        for level in LEVELS:
+        for level in DURABILITY_LEVELS:
             url, spent[level] = stack.enter_context(serving(folder, level))
             service = stack.enter_context(tinker.ServiceClient(base_url=url, api_key="tml-bench"))
             client = service.create_lora_training_client(f"{folder}/model", rank=1).result()

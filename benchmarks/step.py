@@ -1,4 +1,4 @@
-"""What a step costs: ``python benchmarks/step.py [--json FILE]``, or ``make bench``.
+"""What a step costs: ``python benchmarks/step.py [--json FILE] [--precision]``, or ``make bench``.
 
 Candidates of one comparison run in turn, round after round, in one process on one thread, and are timed in CPU seconds; the
 table gives medians and the ratio to the first candidate of each comparison. Ratios are what to quote: the machine is shared.
@@ -7,6 +7,7 @@ table gives medians and the ratio to the first candidate of each comparison. Rat
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import tempfile
@@ -17,15 +18,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from cookbook.data.byte_tokenizer import byte_tokenizer
 from cookbook.engine.engine import Engine, EngineOptions
-from cookbook.engine.heap import keep_freed_memory
+from cookbook.engine.memory import keep_freed_memory
 from cookbook.engine.model import LanguageModel, ModelConfig, load
+from cookbook.engine.precision import DEFAULT, Precision, instructions
 from cookbook.losses import get_loss
 from cookbook.types import Datum, datum_from_tokens_weights
+from cookbook.utils.paths import packaged
 
 ROUNDS = 5
 Candidates = dict[str, Callable[[], object]]
@@ -40,14 +42,42 @@ def main() -> None:
             *compare("layout, 64 sequences of 32..512 tokens, H=128 L=4", layouts(small)),
         ]
 
-    command(__doc__, measured)
+    def precisions(folder: Path) -> Rows:
+        print(f"instructions: {instructions()}")
+        return [
+            *compare("precision, 4,096 tokens, H=128 L=4", precision(folder / "small", 128, 4, [256] * 16)),
+            *compare("precision, 1,500 tokens, H=512 L=6", precision(folder / "mid", 512, 6, [1500])),
+        ]
+
+    command(__doc__, measured, precision=precisions)
 
 
-def command(doc: str, measured: Callable[[Path], Rows]) -> None:
-    """A benchmark's command line. ``measured`` gets a folder for its models; its rows are shown, and ``--json`` keeps them."""
+def precision(folder: Path, hidden: int, layers: int, lengths: list[int]) -> Candidates:
+    """One pass and its gradient at each precision, and with bfloat16 weights."""
+    model(folder, hidden, layers)
+    data, loss = get_loss("cross_entropy").prepare(datums(lengths)), get_loss("cross_entropy")
+    kinds = {"highest": DEFAULT, "medium": Precision("medium"), "autocast": Precision(autocast="bfloat16"), "dtype": DEFAULT}
+    candidates: Candidates = {}
+    for name, chosen in kinds.items():
+        dtype = "bfloat16" if name == "dtype" else "float32"
+        loaded = load(ModelConfig(str(folder), dtype=dtype), torch.device("cpu"), seed=0)
+        chosen.prepare(loaded)
+        engine = Engine(loaded, EngineOptions(token_metrics=False, precision=chosen))
+        candidates[name] = without_gradient(engine, functools.partial(engine.forward_backward, data, loss))
+    return candidates
+
+
+def command(doc: str, measured: Callable[[Path], Rows], **others: Callable[[Path], Rows]) -> None:
+    """A benchmark's command line. ``measured`` gets a folder for its models; its rows are shown, and ``--json`` keeps them.
+
+    ``others`` are measured instead, if the option of their name is given.
+    """
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--json", type=Path, help="also write the figures here")
+    for name in others:
+        parser.add_argument(f"--{name}", action="store_true", help="measure this instead")
     arguments = parser.parse_args()
+    measured = next((other for name, other in others.items() if getattr(arguments, name)), measured)
     torch.set_num_threads(1)
     keep_freed_memory()  # as a trainer's worker does
     transformers_logging.disable_progress_bar()
@@ -60,7 +90,7 @@ def command(doc: str, measured: Callable[[Path], Rows]) -> None:
 
 def model(folder: Path, hidden: int, layers: int) -> LanguageModel:
     """A Qwen3 with fresh weights, from a folder as any other model."""
-    tokenizer = byte_tokenizer(4096)
+    tokenizer = AutoTokenizer.from_pretrained(packaged("data") / "tiny", model_max_length=4096)
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=len(tokenizer),

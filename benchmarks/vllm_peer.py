@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from cookbook.deployments import server
-from cookbook.deployments.http import Client
+from cookbook.deployments.vllm import process
+from cookbook.deployments.vllm.http import Client
 
 HERE = Path(__file__).resolve().parent
 STARTUP_S, TIMEOUT_S = 900.0, 1800.0
@@ -28,9 +28,9 @@ def over_http(
     python: str, model: Path, folder: Path, prompts: Sequence[list[int]], samples: int, tokens: int
 ) -> Iterator[Peer]:
     """A server as ``deployment=vllm`` starts it, asked for all prompts at once. The client's seconds are this process's own."""
-    options = server.Options(python, str(model), "float32", 512, 2 << 30, 1, 0, ROOM)
-    port, log = server.free_port(), folder / "server.log"
-    pid = server.start(options, port, folder, log)
+    options = process.Options(python, str(model), "float32", 512, 2 << 30, 1, 0, ROOM)
+    port, log = process.free_port(), folder / "server.log"
+    pid = process.start(options, port, folder, log)
     client = Client(f"http://127.0.0.1:{port}", TIMEOUT_S, retries=0)
     params = {"n": samples, "max_tokens": tokens, "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
 
@@ -45,10 +45,10 @@ def over_http(
         return _cpu_seconds(pid) - before
 
     try:
-        server.wait_until_healthy(client, log, STARTUP_S, print)
+        process.wait_until_healthy(client, log, STARTUP_S, print)
         yield run
     finally:
-        server.stop(pid, server.birth(pid) or "")
+        process.stop(pid, process.birth(pid) or "")
 
 
 @contextlib.contextmanager

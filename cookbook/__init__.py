@@ -8,56 +8,57 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from cookbook.utils.version import __version__
 
-# Where each public name lives. `types` is the module itself, as programs written for Tinker say `types.Datum`.
-_HOMES = {
-    "ServiceClient": "cookbook.service",
-    "TrainingClient": "cookbook.service",
-    "SamplingClient": "cookbook.service",
-    "AdamParams": "cookbook.types",
-    "Datum": "cookbook.types",
-    "EncodedTextChunk": "cookbook.types",
-    "ForwardBackwardOutput": "cookbook.types",
-    "ModelInput": "cookbook.types",
-    "OptimStepOutput": "cookbook.types",
-    "SamplingParams": "cookbook.types",
-    "TensorData": "cookbook.types",
-    "datum_from_tokens_weights": "cookbook.types",
-    "FusedOutputLoss": "cookbook.protocols",
-    "TargetLogprobs": "cookbook.protocols",
-    "LinearCrossEntropyLoss": "cookbook.engine.fused_loss",
-    "without_logits": "cookbook.engine.fused_loss",
-    "CookbookError": "cookbook.errors",
-    "DeploymentManager": "cookbook.deployments.manager",
-    "DeploymentSampler": "cookbook.deployments.sampler",
-    "WeightSyncer": "cookbook.protocols",
-    "Hook": "cookbook.hooks",
-    "Loss": "cookbook.losses",
-    "CrossEntropy": "cookbook.losses",
-    "DFT": "cookbook.losses",
-    "GRPO": "cookbook.losses",
-    "GSPO": "cookbook.losses",
-    "ImportanceSampling": "cookbook.losses",
-    "PPO": "cookbook.losses",
-    "CISPO": "cookbook.losses",
-    "DRO": "cookbook.losses",
-    "DPO": "cookbook.losses",
-    "ORPO": "cookbook.losses",
+# Modules and the public names that they define.
+_NAMES = {
+    "cookbook.service": "ServiceClient TrainingClient SamplingClient",
+    "cookbook.types": "AdamParams Datum EncodedTextChunk ForwardBackwardOutput ModelInput OptimStepOutput SamplingParams "
+    "TensorData datum_from_tokens_weights",
+    "cookbook.engine.head.linear_logprobs.implementations": "FusedOutputLoss TargetLogprobs",
+    "cookbook.engine.head.fused_loss": "LinearCrossEntropyLoss without_logits",
+    "cookbook.engine.head.pipeline": "PipelineLoss",
+    "cookbook.errors": "CookbookError",
+    "cookbook.deployments.vllm.registry": "DeploymentManager",
+    "cookbook.deployments.vllm.sampler": "DeploymentSampler",
+    "cookbook.protocols": "WeightSyncer",
+    "cookbook.jobs.manager": "TrainerJobManager TrainerJobConfig",
+    "cookbook.jobs.endpoint": "JobEndpoint",
+    "cookbook.jobs.local": "LocalJob",
+    "cookbook.jobs.slurm": "SlurmJob",
+    "cookbook.jobs.ray": "RayJob",
+    "cookbook.run.hooks": "Hook",
+    "cookbook.losses": "Loss CrossEntropy DFT GRPO GSPO ImportanceSampling PPO CISPO DRO DPO ORPO",
 }
-_MODULES = {"types", "losses", "errors", "advantages", "schedules"}
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+# `types` is the module itself, as programs written for Tinker say `types.Datum`.
+_MODULES = {
+    "types": "cookbook.types",
+    "losses": "cookbook.losses",
+    "errors": "cookbook.errors",
+    "advantages": "cookbook.sampling.advantages",
+    "schedules": "cookbook.config.optim",
+}
 
 __all__ = ["__version__", *_HOMES, *sorted(_MODULES)]
 
 if TYPE_CHECKING:
-    from cookbook import advantages, errors, losses, schedules, types
-    from cookbook.deployments.manager import DeploymentManager
-    from cookbook.deployments.sampler import DeploymentSampler
-    from cookbook.engine.fused_loss import LinearCrossEntropyLoss, without_logits
+    from cookbook import errors, losses, types
+    from cookbook.config import optim as schedules
+    from cookbook.deployments.vllm.registry import DeploymentManager
+    from cookbook.deployments.vllm.sampler import DeploymentSampler
+    from cookbook.engine.head.fused_loss import LinearCrossEntropyLoss, without_logits
+    from cookbook.engine.head.linear_logprobs.implementations import FusedOutputLoss, TargetLogprobs
+    from cookbook.engine.head.pipeline import PipelineLoss
     from cookbook.errors import CookbookError
-    from cookbook.hooks import Hook
+    from cookbook.jobs.endpoint import JobEndpoint
+    from cookbook.jobs.local import LocalJob
+    from cookbook.jobs.manager import TrainerJobConfig, TrainerJobManager
+    from cookbook.jobs.ray import RayJob
+    from cookbook.jobs.slurm import SlurmJob
     from cookbook.losses import CISPO, DFT, DPO, DRO, GRPO, GSPO, ORPO, PPO, CrossEntropy, ImportanceSampling, Loss
-    from cookbook.protocols import FusedOutputLoss, TargetLogprobs, WeightSyncer
+    from cookbook.protocols import WeightSyncer
+    from cookbook.run.hooks import Hook
     from cookbook.service import SamplingClient, ServiceClient, TrainingClient
     from cookbook.types import (
         AdamParams,
@@ -76,7 +77,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name in _MODULES:
-        return importlib.import_module(f"cookbook.{name}")
+        return importlib.import_module(_MODULES[name])
     raise AttributeError(f"module 'cookbook' has no attribute {name!r}")
 
 

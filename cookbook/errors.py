@@ -1,8 +1,8 @@
-"""What can go wrong that the user can mend.
+"""Errors that the user can fix.
 
-The command prints these as one line and exits with 2. Every other exception is a bug: it keeps its trace and exits with 1.
-A message says where, what is wrong, what was found, and what to do: ``datum 3: weights has 12 values and model_input 13;
-build both from the same tokens``.
+The command prints these as one line and exits with 2. Every other exception is a bug: it keeps its traceback and exits with 1.
+A message says where, what is wrong, the value, and what to do: ``datum 3: weights has 12 values and model_input 13; build both
+from the same tokens``.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from pathlib import Path
 
 
 class CookbookError(Exception):
-    """Base of every error that has a remedy on the user's side."""
+    """Base of every error that the user can fix."""
 
 
 class ConfigError(CookbookError, ValueError):
-    """A key, value or combination of the configuration."""
+    """Error in a key, value or combination of the configuration."""
 
 
 class DataError(CookbookError, ValueError):
-    """A row of a dataset, or a datum made from one."""
+    """Error in a row of a dataset, or in a datum made from one."""
 
 
 class BackendError(CookbookError, RuntimeError):
-    """The trainer: loading a model, computing, running out of memory."""
+    """Error of the trainer: the model does not load, a computation fails, memory runs out."""
 
 
 class NonFiniteError(BackendError):
-    """A loss or a gradient came out NaN or infinite, and the weights are as they were.
+    """A loss or a gradient is NaN or infinite. The weights have not changed.
 
-    ``datums`` are the places in the call of those to blame; empty where the fault is of all of them together.
+    ``datums`` are the offending datums, by their places in the call; empty if no single datum is at fault.
     """
 
     def __init__(self, message: str, datums: Sequence[int] = ()) -> None:
@@ -39,31 +39,38 @@ class NonFiniteError(BackendError):
 
 
 class NoGradientError(CookbookError, RuntimeError):
-    """A run in which no step had a gradient: its weights are those that it started from."""
+    """Error of a run in which no step had a gradient: its weights are those that it started from."""
 
 
 class CheckpointError(CookbookError, RuntimeError):
-    """Saving, finding or loading a checkpoint."""
+    """Error in saving, finding or loading a checkpoint."""
 
 
 class RolloutError(CookbookError, RuntimeError):
-    """Sampling from a deployment, or rewarding what was sampled. Raised by a sampler, it ends the run; its children do not."""
+    """Error in sampling or in a reward.
+
+    A sampler that raises this class ends the run; a sampler that raises one of its children does not.
+    """
 
 
 class BadRowError(RolloutError):
-    """A reward finds the row itself at fault, whatever the completion: ``data.on_bad_row`` decides."""
+    """Error of a reward about the row itself, whatever the completion; ``data.on_bad_row`` decides what follows."""
 
 
 class SamplerUnavailableError(RolloutError):
-    """A sampler cannot answer now. The same request may be answered when it is made again."""
+    """Error of a sampler that cannot answer now. A retry of the request may succeed."""
 
 
 class SampleRefusedError(RolloutError):
-    """A sampler cannot answer this one request, now or later. It may answer others."""
+    """Error of a sampler that cannot answer this request, now or later, but may answer others."""
 
 
 class HookError(CookbookError, RuntimeError):
-    """A hook of the user's raised. The run ends after its state is saved."""
+    """Error that a hook of the user has raised. The run saves its state, then ends."""
+
+
+class MovedAttributeError(CookbookError, AttributeError):
+    """Error of a hook or recipe that reads an attribute of the run which has moved."""
 
 
 def described(error: BaseException) -> str:

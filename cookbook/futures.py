@@ -1,4 +1,4 @@
-"""Results on their way. A :class:`Future` can be waited for from plain code (``.result()``) and from async code (``await``)."""
+"""Futures: results of calls that may still run. Plain code waits with ``.result()``, async code with ``await``."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ T = TypeVar("T")
 class Future(concurrent.futures.Future[T], Generic[T]):
     """A ``concurrent.futures.Future`` that can also be awaited, with Tinker's extra spellings.
 
-    ``answered_by`` is the thread that will set the result, when it is known. Waiting there is an error: it would be for ever.
+    ``answered_by`` is the thread that will set the result, if known. A wait on that thread would never end, so it is an error.
     """
 
     answered_by: threading.Thread | None = None
 
     def result(self, timeout: float | None = None) -> T:
-        """Raises BackendError on the thread that is to compute it."""
+        """Raises BackendError on the thread that computes the result."""
         self._check_thread()
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Raises BackendError on the thread that is to compute it."""
+        """Raises BackendError on the thread that computes the result."""
         self._check_thread()
         return super().exception(timeout)
 
     def failure(self) -> BaseException | None:
-        """What it has failed with by now. Never waits, and leaves the error unread: who asks for the result gets it still."""
+        """Return the error if the call has failed by now. Never waits, and the error still counts as unread."""
         return concurrent.futures.Future.exception(self) if self.done() else None
 
     def cancel(self) -> bool:
-        """Never: calls are made in order, each of them. A timeout ends the waiting, not the call."""
+        """Return False: every call runs, in its order. A timeout ends the wait, not the call."""
         return False
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -61,22 +61,23 @@ class Future(concurrent.futures.Future[T], Generic[T]):
 
 
 class LazyFuture(Future[T]):
-    """A future whose work starts when somebody first looks at it: waits, asks whether it is done, or adds a callback.
+    """A future whose work starts at its first use: a wait, a check whether it is done, or a new callback.
 
-    Await it, and the other coroutines that are ready get their turn first, so that what they ask for starts with it.
+    ``await`` first lets the other ready coroutines run, so that their requests start together with this one.
     """
 
     def __init__(self, start: Callable[[], None]) -> None:
-        self._start: Callable[[], None] | None = None  # nobody looks while it is made
+        # The constructor of the base class uses the condition, which must not start the work.
+        self._start: Callable[[], None] | None = None
         super().__init__()
         self._start = start
 
     def started(self) -> None:
-        """Whoever does the work tells that it is under way."""
+        """Note that the work is under way."""
         self._start = None
 
-    # Every way of looking at a future takes its condition first: its own methods, `concurrent.futures.wait`, `as_completed`
-    # and asyncio. `wait` and `as_completed` use nothing else that could be overridden.
+    # Every use of a future takes its condition first: its own methods, `concurrent.futures.wait`, `as_completed` and asyncio.
+    # `wait` and `as_completed` use nothing else that could be overridden.
     @property
     def _condition(self) -> threading.Condition:
         if (start := self._start) is not None:
@@ -88,12 +89,13 @@ class LazyFuture(Future[T]):
         self._lock = condition
 
     def __await__(self) -> Generator[Any, None, T]:
-        yield  # what asyncio.sleep(0) does
+        # As asyncio.sleep(0) does.
+        yield
         return (yield from super().__await__())
 
 
 def done(value: T) -> Future[T]:
-    """A future that already holds its value."""
+    """Return a future that already holds its value."""
     future: Future[T] = Future()
     future.set_result(value)
     return future

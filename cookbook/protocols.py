@@ -1,16 +1,23 @@
-"""What the rooms promise each other. Everything a recipe touches is one of these."""
+"""Interfaces between the packages. A recipe touches nothing else, and a user's own classes fit wherever cookbook's do.
+
+A small protocol that is marked ``runtime_checkable`` declares one capability. A class has the capability if it has the members;
+cookbook asks ``isinstance(part, Protocol)`` and never names a class of its own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 from cookbook.types import (
     AdamParams,
     Checkpoint,
     Datum,
     ForwardBackwardOutput,
+    JsonObject,
     OptimStepOutput,
+    Prompt,
     SampleResponse,
     SamplingParams,
 )
@@ -19,19 +26,27 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
+    from transformers import PreTrainedTokenizerBase
 
-    from cookbook.engine.model import ModelConfig
+    from cookbook.engine.engine import Engine
+    from cookbook.engine.model import ModelConfig, SharedBase
+    from cookbook.engine.precision import Precision
     from cookbook.futures import Future
-
-    TargetScores = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-    """Log-probabilities, or ``(logprobs, entropy, hit)``: see :class:`TargetLogprobs`."""
+    from cookbook.types import Array
 
     LossFn = Callable[[Sequence[Datum], list[torch.Tensor]], tuple[torch.Tensor, Mapping[str, float]]]
     """``loss_fn(data, logprobs) -> (scalar, metrics)``; ``logprobs[i]`` has the shape of ``data[i]``'s targets, ``(T,)``."""
 
 
-class TrainingClient(Protocol):
-    """A model in training, here or elsewhere. Calls return at once and run in the order they are made.
+MAX_BATCH_TOKENS = 65536
+"""Default of ``deployment.max_batch_tokens``: prompt and completion tokens that a trainer's samplers compute together."""
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+class Trainer(Protocol):
+    """A model in training, in this process or on a server. Calls return immediately and run in the order they are made.
 
     A call that fails makes an ``optim_step`` fail with the same error, and drops the accumulated gradient, unless the caller
     has read that error before asking for the step. So an unread future cannot hide an error, and an error that was read fails
@@ -39,25 +54,25 @@ class TrainingClient(Protocol):
     """
 
     def forward(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, Any] | None = None
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: JsonObject | None = None
     ) -> Future[ForwardBackwardOutput]:
-        """Logprobs and the loss's value and metrics; touches no gradient."""
+        """Compute logprobs, the loss's value and its metrics, without a gradient."""
         ...
 
     def forward_backward(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, Any] | None = None
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: JsonObject | None = None
     ) -> Future[ForwardBackwardOutput]:
-        """Adds the gradient of a loss known by name."""
+        """Add the gradient of a loss that has a name."""
         ...
 
     def forward_backward_custom(self, data: Sequence[Datum], loss_fn: LossFn) -> Future[ForwardBackwardOutput]:
-        """Add the gradient of any differentiable function of the logprobs, and to its own parameters' ``grad`` theirs."""
+        """Add the gradient of any differentiable function of the logprobs; its own parameters get theirs in ``grad``."""
         ...
 
     def optim_step(
         self, adam_params: AdamParams, grad_accumulation_normalization: str | None = None
     ) -> Future[OptimStepOutput]:
-        """Divides the accumulated gradient, clips it, steps, and clears it."""
+        """Divide the accumulated gradient, clip it, update the weights, and clear it."""
         ...
 
     def save_state(
@@ -65,62 +80,63 @@ class TrainingClient(Protocol):
         name: str,
         *,
         overwrite: bool = False,
-        facts: Mapping[str, Any] | None = None,
+        facts: JsonObject | None = None,
         sampler: Sampler | None = None,
         asynchronous: bool = False,
     ) -> Future[Checkpoint]:
-        """Weights, optimizer and step, to go on from.
+        """Save weights, optimizer and step, to resume from.
 
-        ``facts`` are kept beside them, as JSON; ``sampler``'s weights too: older ones, which the caller still samples from.
-        ``asynchronous``: later calls wait for a copy in host memory only, and not for the disk.
+        The manifest also holds ``facts``, JSON-compatible. ``sampler``: its weights are saved too, older ones that the caller
+        still samples from. ``asynchronous``: later calls wait for a copy in host memory only, and not for the disk.
         """
         ...
 
     def load_state(self, checkpoint: Checkpoint | str, *, optimizer: bool = True) -> Future[None]:
-        """The inverse of :meth:`save_state`."""
+        """Load what :meth:`save_state` saved; with ``optimizer`` false the weights alone."""
         ...
 
     def save_weights_for_sampler_ext(
         self, name: str, *, checkpoint_type: str = "base", merged: bool = False
     ) -> Future[Checkpoint]:
-        """Weights to sample from, as a Hugging Face folder: under LoRA the adapter, or (``merged``) its sum with the rest.
+        """Save weights to sample from, as a Hugging Face folder: of a LoRA run the adapter, or (``merged``) the full weights.
 
         ``checkpoint_type="delta"``: the lossless difference from the last such checkpoint.
         """
         ...
 
+    # A Future is invariant in its type, so a trainer could not return one of its own samplers if these named Sampler.
     def live_sampler(self, step: int) -> Future[Any]:
-        """A sampler on the weights in training, after ``step`` steps. It refuses to answer once they have moved on."""
+        """Return a sampler on the weights in training, after ``step`` steps. It raises once the weights have changed."""
         ...
 
     def lagging_sampler(self, step: int) -> Future[Any]:
-        """A sampler on a copy of those weights; :meth:`save_state` can save it while training goes on."""
+        """Return a sampler on a copy of those weights; :meth:`save_state` can save the copy while training continues."""
         ...
 
     max_batch_tokens: int
-    """Prompt and completion tokens that its samplers work on at once."""
+    """Prompt and completion tokens that its samplers compute together."""
 
     def reference(self) -> Reference:
-        """The weights as they are now, frozen."""
+        """Return the current weights, frozen."""
         ...
 
     def digests(self) -> Mapping[str, str]:
-        """What tells the model, as it was loaded, from another one of the same name, by subjects of ``identity``."""
+        """Return digests of the model as it was loaded, by subjects of ``identity``: another model of its name differs."""
         ...
 
     @property
-    def tokenizer(self) -> Any:
-        """A Hugging Face tokenizer."""
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer."""
         ...
 
     @property
     def step(self) -> int:
-        """Finished optimizer steps, of the calls that have had their turn."""
+        """Finished optimizer steps, of the calls that have run."""
         ...
 
     @property
     def max_length(self) -> int:
-        """The longest sequence the model takes, tokens."""
+        """The longest sequence that the model takes, tokens."""
         ...
 
     def close(self) -> None:
@@ -128,16 +144,156 @@ class TrainingClient(Protocol):
         ...
 
 
-class Backend(Protocol):
-    """Where a model is trained: what an entry of the group ``backend`` is."""
+@runtime_checkable
+class CheckpointWriter(Protocol):
+    """A :class:`Trainer` that writes sampler checkpoints to a disk of this machine, for a deployment in other processes."""
 
-    def make_trainer(self, model: ModelConfig, *, seed: int, folder: Path) -> TrainingClient:
-        """``folder`` is where checkpoints go.
+    seed: int
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The model as it was loaded: ``dtype`` is not ``auto``."""
+        ...
+
+    @property
+    def adapted_model(self) -> str | None:
+        """Name of the weights under the LoRA adapter; None if every parameter is trained."""
+        ...
+
+    def set_checkpoint_dtype(self, dtype: str) -> None:
+        """Write sampler checkpoints of full weights in this element type from now on."""
+        ...
+
+    def save_adapted_weights(self, name: str) -> Future[Checkpoint]:
+        """Save the weights under the adapter, without it, as full weights to sample from."""
+        ...
+
+    def delta_predecessor(self) -> Future[str | None]:
+        """Return the folder of the checkpoint that the next delta would apply to; None if the next must be a base."""
+        ...
+
+
+class CheckpointTrainer(Trainer, CheckpointWriter, Protocol):
+    """A trainer whose weights a deployment in other processes can serve."""
+
+
+# ---- backends --------------------------------------------------------------------------------------------------------
+
+
+class Backend(Protocol):
+    """Where a model is trained: an entry of the group ``backend``. The protocols below are what else a backend can do."""
+
+    def make_trainer(self, model: ModelConfig, *, seed: int, folder: Path) -> Trainer:
+        """Return a trainer that saves its checkpoints in ``folder``.
 
         Raises:
-            CookbookError: the model cannot be had.
+            CookbookError: the model cannot be loaded.
         """
         ...
+
+
+@runtime_checkable
+class StartedBackend(Protocol):
+    """A backend that starts processes for a run, and ends them with the run."""
+
+    def started(self, folder: Path) -> AbstractContextManager[Backend]:
+        """Return a context with the backend that makes the run's trainer. ``folder``: of the run.
+
+        Raises:
+            CookbookError: the processes cannot be started.
+        """
+        ...
+
+
+@runtime_checkable
+class OptimizerBackend(Protocol):
+    """A backend with a choice of optimizers, by their names in ``backend.optimizer``. Others have AdamW."""
+
+    optimizer: str
+
+
+@runtime_checkable
+class PrecisionBackend(Protocol):
+    """A backend with a choice of the precision of products. Others compute exactly."""
+
+    precision: Precision
+
+    def torch_device(self) -> torch.device:
+        """Raises ConfigError: the device is absent."""
+        ...
+
+
+@runtime_checkable
+class PlannedBackend(OptimizerBackend, Protocol):
+    """A backend that reads model files and trains on this machine, so that ``check config`` and ``plan`` can look ahead."""
+
+    micro_batch_tokens: int
+    retain_gb: float
+
+    @property
+    def recomputes(self) -> bool | None:
+        """Whether the backward pass recomputes activations; None: if memory is short."""
+        ...
+
+    def torch_device(self) -> torch.device:
+        """Raises ConfigError: the device is absent."""
+        ...
+
+
+@runtime_checkable
+class EngineBackend(Protocol):
+    """A backend that computes with cookbook's engine in this process. ``cookbook serve`` shares one engine among clients.
+
+    ``threads`` is the number of CPU threads; ``shard_gb`` the size of one file of a checkpoint.
+    """
+
+    threads: int
+    shard_gb: float
+
+    def make_engine(self, model: ModelConfig, seed: int, base: SharedBase | None = None) -> Engine:
+        """Load the model. An adapter on ``base`` shares the weights of ``base``.
+
+        Raises:
+            CookbookError: the model cannot be loaded.
+        """
+        ...
+
+    def for_serving(self, *, trains: bool) -> Self:
+        """Return the backend as a server needs it: with logprobs of every token, and without ``trains`` for sampling only."""
+        ...
+
+
+@runtime_checkable
+class RankBackend(EngineBackend, Backend, Protocol):
+    """A backend that can compute on several ranks: processes that train one model together."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks on this machine."""
+        ...
+
+    def shard_of(self, model: ModelConfig) -> str:
+        """Return how the ranks hold the model: ``none`` (each holds all of it), ``node`` or ``all``."""
+        ...
+
+    def rank_config(self, model: ModelConfig, seed: int) -> JsonObject:
+        """Return the configuration of each rank of a group on this machine."""
+        ...
+
+    def preflight(self, model: ModelConfig, backend: Backend) -> None:
+        """See :class:`Preflight`."""
+        ...
+
+    def torch_device(self) -> torch.device:
+        """Raises ConfigError: the device is absent."""
+        ...
+
+
+@runtime_checkable
+class CheckpointBackend(Protocol):
+    """A backend that says whether its trainers are a :class:`CheckpointTrainer`."""
+
+    writes_checkpoints: bool
 
 
 @runtime_checkable
@@ -148,7 +304,7 @@ class Preflight(Protocol):
     """
 
     def preflight(self, model: ModelConfig, backend: Backend) -> None:
-        """Check what is known without weights and without the network.
+        """Check what can be checked without weights and without the network.
 
         Raises:
             CookbookError: a package is missing, a device is absent, or the parts do not work together.
@@ -156,115 +312,65 @@ class Preflight(Protocol):
         ...
 
 
-class TargetLogprobs(Protocol):
-    """The output layer of a language model as a function: from hidden states to the log-probabilities of given tokens.
-
-    With ``N`` tokens, hidden size ``H`` and vocabulary ``V``: ``log softmax(z / temperature)`` at ``targets``, where ``z`` is
-    ``scale * (hidden weight^T + bias)``, or with a soft cap ``c``, ``c * tanh(scale * (hidden weight^T + bias) / c)``.
-    """
-
-    def __call__(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        targets: torch.Tensor,
-        *,
-        bias: torch.Tensor | None,
-        scale: float,
-        softcap: float | None,
-        temperature: torch.Tensor | None,
-    ) -> TargetScores | None:
-        """Return the log-probabilities, in the shape of ``targets``, or ``(logprobs, entropy, hit)``.
-
-        ``hidden`` ``(N, H)`` and ``weight`` ``(V, H)``, of one dtype; ``bias`` ``(V,)``; ``targets`` ``(N,)`` or ``(N, K)``
-        int64, in ``[0, V)``; ``temperature`` ``(N,)`` positive, None is 1. N may be 0.
-
-        ``logprobs``: float32, float64 if ``weight`` is; differentiable by those of ``hidden``, ``weight`` and ``bias`` that
-        require a gradient. ``entropy`` ``(N,)``: nats, floating point. ``hit`` ``(N,)``: bool, whether no token is likelier
-        than the (first) target. The trainer computes an entropy or a hit that is None itself, with a second pass over the
-        output layer; it needs them for metrics alone.
-
-        None: these arguments are not supported, and the trainer computes the log-probabilities itself, with one warning.
-        """
-        ...
-
-
-@runtime_checkable
-class FusedOutputLoss(Protocol):
-    """An output layer that is fused with its loss. A class of this kind is constructed with the output layer alone.
-
-    The embedded trainer calls ``target_logprobs`` only; other trainers (``transformers.Trainer``) call the object itself.
-    """
-
-    def __call__(self, hidden_states: Any, labels: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss, a scalar with its graph; ``labels`` ``(B, T)``, not shifted, -100 at tokens to ignore."""
-        ...
-
-    def forward_logits(self, hidden_states: Any) -> torch.Tensor:
-        """Return the logits ``(B, T, V)``, for inference."""
-        ...
-
-    def target_logprobs(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        targets: torch.Tensor,
-        *,
-        bias: torch.Tensor | None,
-        scale: float,
-        softcap: float | None,
-        temperature: torch.Tensor | None,
-    ) -> TargetScores | None:
-        """Arguments and result of :class:`TargetLogprobs`."""
-        ...
+# ---- sampling --------------------------------------------------------------------------------------------------------
 
 
 class Sampler(Protocol):
-    """One version of the weights, to sample from. New weights, new sampler."""
+    """One version of the weights, to sample from. New weights need a new sampler."""
 
     step: int
 
     def sample(
-        self, prompt: Any, num_samples: int = 1, sampling_params: SamplingParams | None = None
+        self, prompt: Prompt, num_samples: int = 1, sampling_params: SamplingParams | None = None
     ) -> Future[SampleResponse]:
-        """``num_samples`` completions of ``prompt``. Calls are batched: make them all before reading the first result."""
+        """Draw ``num_samples`` completions of ``prompt``. Calls are batched: make them all before reading the first result."""
         ...
 
-    def compute_logprobs(self, prompt: Any) -> Future[list[float | None]]:
-        """The logprob of every token given those before it, shape ``(T,)``; the first is None."""
+    def compute_logprobs(self, prompt: Prompt) -> Future[list[float | None]]:
+        """Compute the logprob of every token given the tokens before it, shape ``(T,)``; the first is None."""
         ...
 
 
 @runtime_checkable
 class LaggingSampler(Protocol):
-    """A :class:`Sampler` whose weights can be saved while training goes on."""
+    """A :class:`Sampler` whose weights can be saved while training continues."""
 
     def saving(self) -> Callable[[Path], object]:
-        """What writes them as a checkpoint to a folder that is not there yet.
+        """Return a function that writes the weights as a checkpoint, to a folder that does not exist yet.
 
         Raises:
-            RolloutError: they are gone.
+            RolloutError: the weights are gone.
         """
         ...
 
 
 class DeploymentConfig(Protocol):
-    """What an entry of the group ``deployment`` is."""
+    """An entry of the group ``deployment``."""
 
-    def deploy(self, trainer: TrainingClient, *, live: bool) -> Deployment:
-        """``live``: samplers are always of the newest weights; otherwise they may lag behind.
+    def deploy(self, trainer: Trainer, *, live: bool) -> Deployment:
+        """Start the deployment. ``live``: samplers always have the newest weights; otherwise they may lag behind.
 
         Raises:
-            ConfigError: the trainer is not one whose weights it can sample from.
+            ConfigError: the deployment cannot sample from the weights of this trainer.
         """
         ...
+
+
+@runtime_checkable
+class SeparateDeployment(Protocol):
+    """A :class:`DeploymentConfig` whose deployment samples from its own copy of the weights.
+
+    So the weights in training may be sharded over ranks.
+    """
+
+    has_own_weights: bool
 
 
 class Deployment(Protocol):
     """Where samples come from."""
 
     def load(self, step: int) -> Future[Sampler]:
-        """Puts the trainer's weights of that step into service; the sampler answers with exactly those."""
+        """Serve the trainer's weights of that step, and return a sampler that answers with exactly those."""
         ...
 
     def close(self) -> None: ...
@@ -272,7 +378,7 @@ class Deployment(Protocol):
 
 @runtime_checkable
 class WeightSyncer(Protocol):
-    """Owns what it takes for the deployment to hold the trainer's weights."""
+    """Brings the trainer's weights to the deployment."""
 
     def sync(self, step: int) -> Sampler: ...
 
@@ -280,33 +386,49 @@ class WeightSyncer(Protocol):
 class Reference(Protocol):
     """The weights the run started from, frozen."""
 
-    def logprobs(self, data: Sequence[Datum]) -> Future[list[Any]]:
-        """Per datum a float32 array of shape ``(T,)``."""
+    def logprobs(self, data: Sequence[Datum]) -> Future[list[Array]]:
+        """Compute a float32 array of shape ``(T,)`` per datum."""
         ...
 
 
 class Reward(Protocol):
-    """Judges one completion.
+    """Score of one completion; higher is better. A mapping names the parts of the score, which is their sum.
 
-    ``completion`` is the text without the end-of-turn token; ``row`` is the dataset's row as it was read, with its answer's
-    text as ``answer`` where it has one in another form. Returns a number; higher is better. It may raise: the run then fails,
-    naming the row.
+    ``completion`` is the text without the end-of-turn token; ``row`` is the dataset's row as it was read, with the text of its
+    answer as ``answer`` if the row has the answer in another form. If the reward raises, the run fails with an error that names
+    the row.
+
+    A reward may instead have parameters named ``completion``, ``row`` and ``trajectory``, the list of messages with ``role``
+    and ``content``; or ``group``, ``row`` and ``trajectory``, to judge all completions of a prompt in one call.
     """
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> float: ...
+    def __call__(self, completion: str, row: JsonObject) -> float | Mapping[str, float]: ...
+
+
+@runtime_checkable
+class ServiceReward(Protocol):
+    """A reward whose calls wait for a service. They run in this process, concurrently, as the reward itself limits them."""
+
+    def start(self, *, completion: str, row: JsonObject, trajectory: Sequence[JsonObject]) -> Callable[[], object]:
+        """Start a call. The result waits for the call and returns what ``__call__`` would."""
+        ...
+
+    def close(self) -> None:
+        """Cancel the calls that still run."""
+        ...
 
 
 class Tracker(Protocol):
-    """Takes metrics somewhere people look.
+    """Destination of metrics: a file, the terminal, a service.
 
-    ``start`` may raise ConfigError, for example for a missing package: the run then does not start. A tracker that raises
+    ``start`` may raise ConfigError, for example if a package is missing: the run then does not start. A tracker that raises
     anything else, or later, is reported once and switched off.
 
-    ``config`` is the resolved configuration; ``step`` the finished steps of a run that goes on, 0 of a new one; ``state`` is
+    ``config`` is the resolved configuration; ``step`` the finished steps of a resumed run, 0 of a new one; ``state`` is
     ``finished``, ``interrupted`` or ``failed``.
     """
 
-    def start(self, config: Mapping[str, Any], out: str, name: str, step: int) -> None: ...
+    def start(self, config: JsonObject, out: str, name: str, step: int) -> None: ...
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def end(self, state: str) -> None: ...
 
@@ -315,6 +437,6 @@ class Tracker(Protocol):
 class SampleTracker(Protocol):
     """A :class:`Tracker` that also takes completions."""
 
-    def log_sample(self, step: int, sample: Mapping[str, Any]) -> None:
+    def log_sample(self, step: int, sample: JsonObject) -> None:
         """Take a row of ``samples.jsonl``: prompt, completion, reward. The metrics of ``step`` are logged later."""
         ...

@@ -1,11 +1,12 @@
-"""The Python API for people who write their own loop: the calls of Tinker's and Fireworks' documentation, embedded.
+"""Python API for users who write their own loop: the calls of Tinker's and Fireworks' documentation, embedded.
 
-A program written for ``tinker`` runs with ``import cookbook as tinker``, with our types or Tinker's.
+A program written for ``tinker`` runs with ``import cookbook as tinker``, with cookbook's types or Tinker's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 import weakref
@@ -13,39 +14,47 @@ from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
-from cookbook.backends.failures import Failures
-from cookbook.backends.homes import AnySampler, Trainer
-from cookbook.backends.info import ModelInfo
+from cookbook.backends.client_factory import ClientBackend, ClientTrainer, HeadBackend, ModelInfo, PromptSampler
 from cookbook.backends.local import LocalConfig
 from cookbook.backends.remote.config import RemoteConfig
-from cookbook.engine.linear_logprobs import HeadImpl
+from cookbook.backends.worker import Failures
+from cookbook.engine.head.linear_logprobs import HeadImpl
+from cookbook.engine.loss_gradient import LossFunction
 from cookbook.engine.model import ModelConfig
 from cookbook.errors import ConfigError
 from cookbook.futures import Future
-from cookbook.suggest import did_you_mean
 from cookbook.types import (
     AdamParams,
     Checkpoint,
     Datum,
     ForwardBackwardOutput,
+    JsonObject,
     OptimStepOutput,
+    Prompt,
     SampleResponse,
     SamplingParams,
 )
+from cookbook.utils.suggest import did_you_mean
 
-# Options of the tinker client (0.38) that mean nothing to a trainer in this process: taken, and not used.
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Options of the tinker client (0.38) that have no meaning for a trainer in this process: accepted, and ignored.
 OF_A_SESSION = ("user_metadata", "project_id", "display_name", "api_key", "default_headers_overrides")
 OF_A_SAVE = ("ttl_seconds", "user_metadata")
 OF_A_LOAD = ("weights_access_token", "user_metadata")
 OF_SAMPLING = ("retry_config", "record_stability_info")
-# Options of its sample calls that no trainer of ours has; their defaults are taken.
+# Options of Tinker's sample calls that cookbook does not have; only their defaults are accepted.
 NOT_SAMPLED = ("topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n")
 
 
 class _Ready:
-    """Something that is already there, where Tinker hands out a future: ``.result()`` and ``await`` give it back."""
+    """A finished object, where Tinker returns a future: ``.result()`` and ``await`` return the object itself."""
 
     def result(self, timeout: float | None = None) -> Self:
         return self
@@ -53,6 +62,16 @@ class _Ready:
     def __await__(self) -> Generator[Any, None, Self]:
         yield from ()
         return self
+
+
+def _awaited(call: Callable[P, Future[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Return a coroutine function that makes the call and awaits its result."""
+
+    @functools.wraps(call)
+    async def twin(*args: P.args, **kwargs: P.kwargs) -> T:
+        return await call(*args, **kwargs)
+
+    return twin
 
 
 class _AsyncTwins:
@@ -63,7 +82,7 @@ class _AsyncTwins:
         if name.startswith("_") or plain == name or not callable(getattr(type(self), plain, None)):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
-        async def call(*args: Any, **kwargs: Any) -> Any:
+        async def call(*args: object, **kwargs: object) -> object:
             return getattr(self, plain)(*args, **kwargs)
 
         return call
@@ -75,7 +94,7 @@ class SamplingClient(_Ready):
     Make all ``sample`` calls before reading the first result, or gather their ``_async`` twins: they are answered together.
     """
 
-    def __init__(self, sampler: AnySampler, tokenizer: Any, base_model: str) -> None:
+    def __init__(self, sampler: PromptSampler, tokenizer: PreTrainedTokenizerBase, base_model: str) -> None:
         self._sampler = sampler
         self._tokenizer = tokenizer
         self._base_model = base_model
@@ -83,18 +102,20 @@ class SamplingClient(_Ready):
 
     def sample(
         self,
-        prompt: Any,
+        prompt: Prompt,
         num_samples: int = 1,
         sampling_params: SamplingParams | None = None,
         include_prompt_logprobs: bool = False,
         topk_prompt_logprobs: int = 0,
-        **tinker_options: Any,
+        **tinker_options: object,
     ) -> Future[SampleResponse]:
-        """``num_samples`` completions of ``prompt``. On request also the prompt's logprobs, as :meth:`compute_logprobs` returns
-        them, and the ``topk_prompt_logprobs`` likeliest tokens at each of its places.
+        """Draw ``num_samples`` completions of ``prompt``.
+
+        With ``include_prompt_logprobs`` the result also has the prompt's logprobs, as :meth:`compute_logprobs` returns them,
+        and with ``topk_prompt_logprobs`` the most likely tokens at each prompt position.
 
         Raises:
-            ConfigError: another option of Tinker's that asks for more.
+            ConfigError: another option of Tinker's is set.
         """
         _refuse_others(self.sample, tinker_options, NOT_SAMPLED)
         for name, value in tinker_options.items():
@@ -108,27 +129,14 @@ class SamplingClient(_Ready):
             topk_prompt_logprobs=topk_prompt_logprobs,
         )
 
-    async def sample_async(
-        self,
-        prompt: Any,
-        num_samples: int = 1,
-        sampling_params: SamplingParams | None = None,
-        include_prompt_logprobs: bool = False,
-        topk_prompt_logprobs: int = 0,
-        **tinker_options: Any,
-    ) -> SampleResponse:
-        return await self.sample(
-            prompt, num_samples, sampling_params, include_prompt_logprobs, topk_prompt_logprobs, **tinker_options
-        )
-
-    def compute_logprobs(self, prompt: Any) -> Future[list[float | None]]:
-        """The logprob of every prompt token given those before it; the first is None."""
+    def compute_logprobs(self, prompt: Prompt) -> Future[list[float | None]]:
+        """Compute the logprob of every prompt token given the tokens before it; the first is None."""
         return self._sampler.compute_logprobs(prompt)
 
-    async def compute_logprobs_async(self, prompt: Any) -> list[float | None]:
-        return await self.compute_logprobs(prompt)
+    sample_async = _awaited(sample)
+    compute_logprobs_async = _awaited(compute_logprobs)
 
-    def get_tokenizer(self) -> Any:
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
         return self._tokenizer
 
     def get_base_model(self) -> str:
@@ -136,28 +144,28 @@ class SamplingClient(_Ready):
 
 
 class TrainingClient(_Ready, _AsyncTwins):
-    """A model in training. Calls return futures at once and run in the order they are made."""
+    """A model in training. Calls return futures immediately and run in the order they are made."""
 
-    def __init__(self, trainer: Trainer, service: ServiceClient) -> None:
+    def __init__(self, trainer: ClientTrainer, service: ServiceClient) -> None:
         self._trainer = trainer
         self._service = service
 
     def forward(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, Any] | None = None
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: JsonObject | None = None
     ) -> Future[ForwardBackwardOutput]:
-        """Logprobs and the loss's value; touches no gradient."""
+        """Compute logprobs and the loss's value, without a gradient."""
         return self._trainer.forward(data, loss_fn, loss_fn_config)
 
     def forward_backward(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, Any] | None = None
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: JsonObject | None = None
     ) -> Future[ForwardBackwardOutput]:
-        """Adds the gradient of a built-in loss."""
+        """Add the gradient of a built-in loss."""
         return self._trainer.forward_backward(data, loss_fn, loss_fn_config)
 
     def forward_backward_custom(
-        self, data: Sequence[Datum], loss_fn: Any, *, loss_type_input: str | None = None
+        self, data: Sequence[Datum], loss_fn: LossFunction, *, loss_type_input: str | None = None
     ) -> Future[ForwardBackwardOutput]:
-        """Adds the gradient of ``loss_fn(data, logprobs) -> (scalar, metrics)``, at the price of a built-in loss.
+        """Add the gradient of ``loss_fn(data, logprobs) -> (scalar, metrics)``, at the cost of a built-in loss.
 
         The gradient of the loss's own parameters, tensors with ``requires_grad`` that it closes over, is added to their
         ``grad`` when the call has succeeded. ``loss_type_input`` is Tinker's: losses read ``logprobs``.
@@ -169,37 +177,37 @@ class TrainingClient(_Ready, _AsyncTwins):
     def optim_step(
         self, adam_params: AdamParams, grad_accumulation_normalization: str | None = None
     ) -> Future[OptimStepOutput]:
-        """Divides the accumulated gradient as asked, clips it, steps, and clears it."""
+        """Divide the accumulated gradient by the normalization, clip it, update the weights, and clear it."""
         return self._trainer.optim_step(adam_params, grad_accumulation_normalization)
 
-    def save_state(self, name: str, overwrite: bool = False, **tinker_options: Any) -> Future[Checkpoint]:
-        """Weights, optimizer and step, to go on from. It stays until somebody deletes it."""
+    def save_state(self, name: str, overwrite: bool = False, **tinker_options: object) -> Future[Checkpoint]:
+        """Save weights, optimizer and step, to resume from. The checkpoint is never deleted."""
         _refuse_others(self.save_state, tinker_options, OF_A_SAVE)
         return self._trainer.save_state(name, overwrite=overwrite)
 
-    def load_state(self, path: Checkpoint | str, **tinker_options: Any) -> Future[None]:
-        """The weights of a checkpoint; the optimizer starts anew."""
+    def load_state(self, path: Checkpoint | str, **tinker_options: object) -> Future[None]:
+        """Load the weights of a checkpoint, with a new optimizer."""
         _refuse_others(self.load_state, tinker_options, OF_A_LOAD)
         return self._trainer.load_state(path, optimizer=False)
 
-    def load_state_with_optimizer(self, path: Checkpoint | str, **tinker_options: Any) -> Future[None]:
-        """Everything :meth:`save_state` saved."""
+    def load_state_with_optimizer(self, path: Checkpoint | str, **tinker_options: object) -> Future[None]:
+        """Load everything that :meth:`save_state` saved."""
         _refuse_others(self.load_state_with_optimizer, tinker_options, OF_A_LOAD)
         return self._trainer.load_state(path)
 
-    def save_weights_for_sampler(self, name: str, **tinker_options: Any) -> Future[Checkpoint]:
-        """A Hugging Face folder (a PEFT adapter under LoRA) to sample from. It stays until somebody deletes it."""
+    def save_weights_for_sampler(self, name: str, **tinker_options: object) -> Future[Checkpoint]:
+        """Save weights to sample from, as a Hugging Face folder or under LoRA as a PEFT adapter. They are never deleted."""
         _refuse_others(self.save_weights_for_sampler, tinker_options, OF_A_SAVE)
         return self._trainer.save_weights_for_sampler_ext(name)
 
     def save_weights_for_sampler_ext(
         self, name: str, checkpoint_type: str = "base", *, merged: bool = False
     ) -> Future[Checkpoint]:
-        """As :meth:`save_weights_for_sampler`; ``merged`` adds the adapter to its model, ``delta`` saves the difference."""
+        """Save weights to sample from. ``delta``: their difference from the last; ``merged``: with the adapter merged."""
         return self._trainer.save_weights_for_sampler_ext(name, checkpoint_type=checkpoint_type, merged=merged)
 
-    def save_weights_and_get_sampling_client(self, name: str | None = None, **tinker_options: Any) -> SamplingClient:
-        """A sampling client on a copy of the current weights; also saved to disk when ``name`` is given."""
+    def save_weights_and_get_sampling_client(self, name: str | None = None, **tinker_options: object) -> SamplingClient:
+        """Return a sampling client on a copy of the current weights, which are also saved to disk if ``name`` is given."""
         _refuse_others(self.save_weights_and_get_sampling_client, tinker_options, OF_SAMPLING)
         if name is not None:
             self.save_weights_for_sampler(name).result()
@@ -207,10 +215,10 @@ class TrainingClient(_Ready, _AsyncTwins):
         return SamplingClient(sampler, self.get_tokenizer(), self._trainer.info().model_name)
 
     def create_sampling_client(self, model_path: Checkpoint | str, **tinker_options: Any) -> SamplingClient:
-        """A sampling client on saved weights."""
+        """Return a sampling client on saved weights."""
         return self._service.create_sampling_client(model_path, **tinker_options)
 
-    def get_tokenizer(self) -> Any:
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
         return self._trainer.tokenizer
 
     def get_info(self) -> ModelInfo:
@@ -222,19 +230,19 @@ class TrainingClient(_Ready, _AsyncTwins):
 
 
 class ServiceClient(_AsyncTwins):
-    """Makes training and sampling clients. A client that nobody holds any more frees its model and ends its thread.
+    """Makes training and sampling clients. When a client is garbage-collected, its model is freed and its thread ends.
 
     Args:
         base_url: of a server (``cookbook serve``, hosted Tinker); None trains in this process.
         checkpoint_dir: where ``save_state`` and ``save_weights_for_sampler`` write; of a server's checkpoints, where they are.
         backend: how the embedded trainer computes; the default suits a laptop. Or a server in more detail than ``base_url``.
         head_impl: how the embedded trainer computes log-probabilities: a name of ``backend.head_impl``, ``file.py:name``, or a
-            :class:`~cookbook.protocols.TargetLogprobs` or :class:`~cookbook.protocols.FusedOutputLoss` of your own.
-        tinker_options: what Tinker's client takes beside these (``user_metadata``, ...) is not used; the API key of a server
+            :class:`~cookbook.TargetLogprobs` or :class:`~cookbook.FusedOutputLoss` of your own.
+        tinker_options: further options of Tinker's client (``user_metadata``, ...), which are ignored; the API key of a server
             comes from the environment.
 
     Raises:
-        ConfigError: an option nobody knows, or ``base_url`` beside a ``backend``.
+        ConfigError: an option is unknown, or ``base_url`` and ``backend`` are both given.
         BackendError: the server does not answer, or refuses the key.
     """
 
@@ -243,29 +251,31 @@ class ServiceClient(_AsyncTwins):
         *,
         base_url: str | None = None,
         checkpoint_dir: str | Path = "checkpoints",
-        backend: LocalConfig | RemoteConfig | None = None,
+        backend: ClientBackend | None = None,
         head_impl: HeadImpl | None = None,
-        **tinker_options: Any,
+        **tinker_options: object,
     ) -> None:
         _refuse_others(ServiceClient, tinker_options, OF_A_SESSION)
         if base_url is not None and backend is not None:
-            raise ConfigError(f"base_url: give it or a backend, got both; leave base_url={base_url!r} out, or backend")
-        config = (
-            RemoteConfig(base_url, all_logprobs=True) if base_url is not None else backend or LocalConfig(all_logprobs=True)
-        )
+            raise ConfigError(f"base_url: got a backend as well; leave base_url={base_url!r} out, or backend")
+        chosen = RemoteConfig(base_url, all_logprobs=True) if base_url is not None else backend
+        config: ClientBackend = chosen or LocalConfig(all_logprobs=True)
+        if not isinstance(config, ClientBackend):
+            raise ConfigError(f"backend: {type(config).__name__} has no method `clients`; use LocalConfig()")
         if head_impl is not None:
-            if isinstance(config, RemoteConfig):
+            if not isinstance(config, HeadBackend):
                 raise ConfigError("head_impl: is for the embedded trainer; set backend.head_impl where the server is started")
-            config = replace(config, head_impl=head_impl)
-        self._home = config.home(Path(checkpoint_dir))
-        self._trainers: weakref.WeakValueDictionary[int, Trainer] = weakref.WeakValueDictionary()
-        self._numbers = itertools.count()  # the trainers', in the order of making
+            config = replace(config, head_impl=head_impl)  # type: ignore[type-var]
+        self._clients = config.clients(Path(checkpoint_dir))
+        self._trainers: weakref.WeakValueDictionary[int, ClientTrainer] = weakref.WeakValueDictionary()
+        # Numbers of the trainers, in the order of their creation.
+        self._numbers = itertools.count()
         self._unread: set[Failures] = set()
 
     def create_training_client(
         self, base_model: str, lora_rank: int = 0, *, seed: int = 0, **model_options: Any
     ) -> TrainingClient:
-        """A model to train: every parameter with ``lora_rank`` 0, else a LoRA adapter of that rank.
+        """Return a client that trains a model: every parameter with ``lora_rank`` 0, else a LoRA adapter of that rank.
 
         ``base_model`` is a hub id, a local folder, or ``tiny``, the model that ships with cookbook. ``model_options`` are
         fields of :class:`cookbook.engine.model.ModelConfig`, such as ``dtype``. ``lora_target_modules`` lists the layers that
@@ -273,7 +283,7 @@ class ServiceClient(_AsyncTwins):
         """
         of_the_model = {field.name for field in fields(ModelConfig)} - {"name"}
         _refuse_others(self.create_training_client, model_options, sorted(of_the_model))
-        config = self._home.model(base_model, {"lora_rank": lora_rank, **model_options})
+        config = self._clients.model(base_model, {"lora_rank": lora_rank, **model_options})
         return TrainingClient(self._trainer(config, seed), self)
 
     def create_lora_training_client(
@@ -284,18 +294,18 @@ class ServiceClient(_AsyncTwins):
         train_mlp: bool = True,
         train_attn: bool = True,
         train_unembed: bool = False,
-        **tinker_options: Any,
+        **tinker_options: object,
     ) -> TrainingClient:
-        """A LoRA adapter of ``rank`` on every linear layer of attention and MLP; rank 0 trains every parameter.
+        """Return a client that trains a LoRA adapter of ``rank`` on every linear layer of attention and MLP.
 
-        The output layer (unembedding) gets none, where Tinker trains it too: many models tie it to the input embedding.
-        Embeddings, norms and experts that are no linear layers stay as they are. ``seed`` None is 0.
+        Rank 0 trains every parameter. The output layer (unembedding) gets no adapter, unlike Tinker's: many models tie that
+        layer to the input embedding.
+        Embeddings, norms and experts that are not linear layers stay unchanged. ``seed`` None is 0.
 
         Raises:
-            ConfigError: another choice of layers: ``create_training_client`` takes them by name.
+            ConfigError: the choice of layers differs; ``create_training_client`` takes layers by name.
         """
         _refuse_others(self.create_lora_training_client, tinker_options, ("user_metadata", "optimizer"))
-        _check_optimizer(tinker_options)
         chosen = {"train_mlp": (train_mlp, True), "train_attn": (train_attn, True), "train_unembed": (train_unembed, False)}
         for name, (value, offered) in chosen.items():
             if value != offered:
@@ -305,45 +315,47 @@ class ServiceClient(_AsyncTwins):
                 )
         return self.create_training_client(base_model, rank, seed=seed or 0)
 
-    def create_training_client_from_state(self, path: Checkpoint | str, **tinker_options: Any) -> TrainingClient:
-        """A client that starts from saved weights, with a fresh optimizer."""
+    def create_training_client_from_state(self, path: Checkpoint | str, **tinker_options: object) -> TrainingClient:
+        """Return a client that starts from saved weights, with a new optimizer."""
         _refuse_others(self.create_training_client_from_state, tinker_options, (*OF_A_LOAD, "optimizer"))
-        _check_optimizer(tinker_options)
         return self._from_state(path, optimizer=False)
 
-    def create_training_client_from_state_with_optimizer(self, path: Checkpoint | str, **tinker_options: Any) -> TrainingClient:
-        """A client that goes on where :meth:`TrainingClient.save_state` stood."""
+    def create_training_client_from_state_with_optimizer(
+        self, path: Checkpoint | str, **tinker_options: object
+    ) -> TrainingClient:
+        """Return a client that resumes from a checkpoint of :meth:`TrainingClient.save_state`."""
         _refuse_others(self.create_training_client_from_state_with_optimizer, tinker_options, OF_A_LOAD)
         return self._from_state(path, optimizer=True)
 
     def create_sampling_client(
-        self, model_path: Checkpoint | str | None = None, base_model: str | None = None, **tinker_options: Any
+        self, model_path: Checkpoint | str | None = None, base_model: str | None = None, **tinker_options: object
     ) -> SamplingClient:
-        """A sampling client on saved weights, or on a model as it is."""
+        """Return a sampling client on saved weights, or on a base model."""
         _refuse_others(self.create_sampling_client, tinker_options, OF_SAMPLING)
         if (model_path is None) == (base_model is None):
             raise ConfigError("create_sampling_client: pass either model_path or base_model")
-        model = self._home.model(str(base_model), {}) if model_path is None else self._home.saved_model(model_path)
+        model = self._clients.model(str(base_model), {}) if model_path is None else self._clients.saved_model(model_path)
         trainer = self._trainer(model)
-        return SamplingClient(self._home.sampler(trainer, model_path), trainer.tokenizer, model.name)
+        return SamplingClient(self._clients.sampler(trainer, model_path), trainer.tokenizer, model.name)
 
     def get_server_capabilities(self) -> Any:
-        """The models that can be trained: those of the server; in this process the shipped one and those in use."""
-        return self._home.capabilities()
+        """Return the models that can be trained: those of the server, or in this process the shipped model and those in use."""
+        return self._clients.capabilities()
 
     def create_rest_client(self) -> Any:
-        """Tinker's client for checkpoints, runs and sessions of a server; in this process it knows checkpoints only."""
-        return self._home.rest_client()
+        """Return Tinker's client for checkpoints, runs and sessions of a server; in this process for checkpoints only."""
+        return self._clients.rest_client()
 
     def close(self) -> None:
-        """Closes every client. Raises the error of a failed call that nobody has read, also of a client that is gone."""
-        with contextlib.ExitStack() as stack:  # one client's error does not keep the others open
-            stack.callback(self._tell_unread)
-            stack.callback(self._home.close)
+        """Close every client, then raise the first unread error of a failed call, also of a client that has been freed."""
+        # An error of one client does not keep the others open.
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._raise_unread)
+            stack.callback(self._clients.close)
             for trainer in self._trainers.values():
                 stack.callback(trainer.close)
 
-    def _tell_unread(self) -> None:
+    def _raise_unread(self) -> None:
         for failures in list(self._unread):
             failures.raise_unread()
 
@@ -354,30 +366,29 @@ class ServiceClient(_AsyncTwins):
         self.close()
 
     def _from_state(self, path: Checkpoint | str, *, optimizer: bool) -> TrainingClient:
-        trainer = self._trainer(self._home.saved_model(path), 0)
+        trainer = self._trainer(self._clients.saved_model(path), 0)
         trainer.load_state(path, optimizer=optimizer).result()
         return TrainingClient(trainer, self)
 
-    def _trainer(self, model: ModelConfig, seed: int | None = None) -> Trainer:
-        """``seed`` None is one of its own: two samplers of the same weights are to draw differently."""
+    def _trainer(self, model: ModelConfig, seed: int | None = None) -> ClientTrainer:
+        """``seed`` None: a new seed for each trainer, so that two samplers of the same weights draw differently."""
         number = next(self._numbers)
         seed = number if seed is None else seed
-        trainer = self._home.trainer(model, seed, self._unread)
+        trainer = self._clients.trainer(model, seed, self._unread)
         self._trainers[number] = trainer
         return trainer
 
 
-def _refuse_others(call: Callable[..., Any], options: Mapping[str, Any], taken: Sequence[str]) -> None:
-    """Refuses the options that ``call`` neither has nor takes for Tinker's sake: a typo must not leave a default in force."""
+def _refuse_others(call: Callable[..., object], options: Mapping[str, object], taken: Sequence[str]) -> None:
+    """Raise ConfigError if ``call`` neither has nor ignores an option, or if the option ``optimizer`` is not AdamW.
+
+    A typo must not select a default.
+    """
     for name in options:
         if name not in taken:
             known = [*(own for own in inspect.signature(call).parameters if not own.endswith("_options")), *taken]
             hint = did_you_mean(name, known)
             raise ConfigError(f"{call.__name__}: unknown option {name!r}.{hint} (there are {', '.join(known)})")
-
-
-def _check_optimizer(tinker_options: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an optimizer that is not AdamW, the only one here."""
-    optimizer = tinker_options.get("optimizer")
+    optimizer = options.get("optimizer")
     if optimizer is not None and getattr(optimizer, "type", None) != "adamw":
         raise ConfigError(f"optimizer: this trainer has AdamW only, got {optimizer!r}; leave optimizer out")

@@ -1,7 +1,7 @@
-"""The status line: what a command is waiting for. And standard streams that outlive their reader.
+"""Output on the terminal: the status line, the progress of a run, warnings, and standard streams that outlive their reader.
 
-A terminal shows one line, which is replaced and at last cleared. Standard error that is a file or a pipe gets a plain line for
-an activity that lasts, once for each kind of activity.
+The status line names the current activity. A terminal shows one line, which is replaced and at last cleared. If standard error
+is a file or a pipe, an activity that lasts gets a plain line, once for each kind of activity.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 log = logging.getLogger("cookbook")
 
 TICK_S = 0.25
-PLAIN_AFTER_S = 2.0  # of an activity, before it gets a plain line
-LONG_S = 60.0  # of an activity, before its plain line is repeated; then at each doubling
+# Age of an activity at which it gets a plain line.
+PLAIN_AFTER_S = 2.0
+# Age at which its plain line is repeated, and again at each doubling.
+LONG_S = 60.0
 NEVER = float("inf")
 
 
@@ -42,13 +44,20 @@ class Activity:
     next_line_s: float = 0.0
 
     def text(self) -> str:
-        """The kind, the detail and the progress."""
+        """Return the kind, the detail and the progress."""
         detail = self.detail() if callable(self.detail) else self.detail
         done = f"{self.count:,} of {self.total:,} {self.noun}" if self.total is not None else f"{self.count:,} {self.noun}"
         return ", ".join(part for part in (self.kind, detail, done if self.noun else "") if part)
 
 
-_activities: list[Activity] = []  # the innermost last
+def say(line: str) -> None:
+    """Print a line on standard output, and write it to the run's log."""
+    print(line, flush=True)
+    log.info("%s", line)
+
+
+# The innermost activity is the last.
+_activities: list[Activity] = []
 _display: _Display | None = None
 
 
@@ -66,7 +75,7 @@ def doing(kind: str, **options: Any) -> Iterator[Activity]:
 
 
 def line() -> str:
-    """The innermost activity, within the one around it, and its seconds; empty if there is none."""
+    """Return the innermost activity, within the one around it, and its seconds; empty without an activity."""
     stack = _activities[-2:]
     if not stack:
         return ""
@@ -124,7 +133,7 @@ class _Display:
         self._thread: threading.Thread | None = None
 
     def wake(self) -> None:
-        """Start the thread. A terminal gets its line at once: an import may keep the thread from running for a while."""
+        """Start the thread. A terminal gets its line immediately: an import may keep the thread from running for a while."""
         if self._thread is None and not self._end.is_set():
             self._thread = threading.Thread(target=self._run, name="status line", daemon=True)
             self._thread.start()
@@ -133,7 +142,8 @@ class _Display:
 
     def tick(self) -> None:
         """Write what is due now."""
-        with self._lock, contextlib.suppress(OSError, ValueError):  # the stream is closed
+        # A closed stream raises ValueError.
+        with self._lock, contextlib.suppress(OSError, ValueError):
             if self.paused or self._end.is_set():
                 return
             if self.is_live:
@@ -191,7 +201,7 @@ class _Stream:
         self._display = display
         self._outlives_reader = outlives_reader
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
@@ -224,3 +234,128 @@ def write_nowhere(descriptor: int) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, descriptor)
     os.close(null)
+
+
+# ---- progress of a run ---------------------------------------------------------------------------------------------
+
+# Metric, label and format of the values shown on one line, in this order.
+SHOWN = [
+    ("loss", "loss", "{:.4f}"),
+    ("reward/mean", "reward", "{:.3f}"),
+    ("rewards/margin", "margin", "{:.3f}"),
+    ("eval/loss", "eval loss", "{:.4f}"),
+    ("eval/accuracy", "eval accuracy", "{:.1%}"),
+    ("time/tokens_per_s", "tokens/s", "{:,.0f}"),
+]
+
+
+class Console:
+    """Progress of one run: bar, step, the metrics of ``SHOWN``, time left."""
+
+    def __init__(self, total: int, first: int) -> None:
+        self.total = total
+        self._latest: dict[str, float] = {}
+        self._first = first
+        self._started = time.monotonic()
+        self._last_line = self._started
+        self._display = _StepDisplay(total, first) if sys.stdout is not None and sys.stdout.isatty() else None
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._latest.update(metrics)
+        if self._display:
+            self._display.update(step, _status(self._latest))
+            return
+        now = time.monotonic()
+        # An evaluation that is already printed above is not repeated.
+        if _worth_a_line(step, self.total, metrics) or now - self._last_line >= LONG_S:
+            self._last_line = now
+            print(f"step {step}/{self.total}  {_status(metrics)}  {self._time_left(step)}".rstrip(), flush=True)
+
+    def note(self, line: str) -> None:
+        """Print a line above the display."""
+        if self._display:
+            self._display.note(line)
+        else:
+            print(line, flush=True)
+
+    def close(self) -> None:
+        if self._display:
+            self._display.stop()
+            self._display = None
+
+    def _time_left(self, step: int) -> str:
+        done = step - self._first
+        if done < 1 or step >= self.total:
+            return ""
+        seconds = (time.monotonic() - self._started) / done * (self.total - step)
+        return f"{int(seconds) // 60}:{int(seconds) % 60:02d} left"
+
+
+def _status(metrics: Mapping[str, float]) -> str:
+    return "  ".join(f"{label} {form.format(metrics[key])}" for key, label, form in SHOWN if key in metrics)
+
+
+def _worth_a_line(step: int, total: int, metrics: Mapping[str, float]) -> bool:
+    """Whether a step is one of about twenty in a run, or has an evaluation."""
+    return step % max(total // 20, 1) == 0 or step == total or any(key.startswith("eval/") for key in metrics)
+
+
+class _StepDisplay:
+    """Lines that stay in place: the steps done, the metrics, and the current activity. One line would not hold them all."""
+
+    def __init__(self, total: int, first: int) -> None:
+        from rich.console import Group, RenderableType
+        from rich.live import Live
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.text import Text
+
+        left = (TimeRemainingColumn(), TextColumn("left"))
+        self._progress = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24), *left)
+        self._task = self._progress.add_task("train", total=total, completed=first)
+        self._status = Text()
+
+        def lines() -> RenderableType:
+            activity = line()
+            return Group(self._progress, self._status, *([Text(activity, style="dim", no_wrap=True)] if activity else []))
+
+        self._live = Live(get_renderable=lines)
+        pause()
+        self._live.start()
+
+    def update(self, step: int, status: str) -> None:
+        self._progress.update(self._task, completed=step)
+        self._status.plain = status
+
+    def note(self, line: str) -> None:
+        self._live.console.print(line, highlight=False, markup=False)
+
+    def stop(self) -> None:
+        self._live.stop()
+        resume()
+
+
+# ---- warnings ------------------------------------------------------------------------------------------------------
+
+
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to the current ``sys.stderr``: a live display replaces that stream, to keep its own lines below."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+@contextlib.contextmanager
+def warnings_shown() -> Iterator[None]:
+    """Show cookbook's warnings on the terminal, and pass no message of cookbook to other log handlers of the process."""
+    handler = _StderrHandler()
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.propagate = True

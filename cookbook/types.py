@@ -1,7 +1,7 @@
-"""The nouns of the trainer API, with the field's names: small, frozen, made of numpy arrays.
+"""Types of the trainer API: small frozen classes of numpy arrays and numbers.
 
-The ``tinker`` package's objects are accepted wherever these are; :func:`as_datum` and friends convert them, once, at the
-border of a backend.
+Cookbook accepts objects of the package ``tinker`` in their place. The functions ``as_...`` convert those, once, at the border
+of a backend.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,21 +20,33 @@ from cookbook.errors import ConfigError, DataError
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
 Array = npt.NDArray[Any]
+JsonObject: TypeAlias = Mapping[str, Any]
+"""A JSON object, such as the entries of a checkpoint's manifest or the options of a loss."""
 NOT_TEXT = "model_input: holds something other than text; this trainer reads tokens only"
+
+
+class TokenSource(Protocol):
+    """Tokens of cookbook's :class:`ModelInput` or of Tinker's."""
+
+    def to_ints(self) -> list[int]: ...
+
+
+Prompt: TypeAlias = TokenSource | Sequence[int]
 
 
 @dataclass(frozen=True, eq=False)
 class TensorData:
-    """An array that travels: numbers, element type, shape.
+    """Array of a datum or of a result: numbers, element type, shape.
 
-    ``data`` is what Tinker calls it, the flat list of numbers; :meth:`to_numpy` and :meth:`to_torch` share the memory.
-    Lists of Python floats keep their double precision unless ``dtype`` says otherwise.
+    ``data`` is the flat list of numbers, as in Tinker; :meth:`to_numpy` and :meth:`to_torch` share the memory. Lists of Python
+    floats keep their double precision unless ``dtype`` is given.
     """
 
     array: Array
 
-    def __init__(self, data: Any, dtype: str | None = None, shape: Sequence[int] | None = None) -> None:
+    def __init__(self, data: object, dtype: str | None = None, shape: Sequence[int] | None = None) -> None:
         array = _as_array(data)
         if dtype is not None:
             array = array.astype(np.dtype(dtype), copy=False)
@@ -51,7 +63,7 @@ class TensorData:
         return cls(tensor)
 
     @property
-    def data(self) -> list[Any]:
+    def data(self) -> list[float]:
         return list(self.array.ravel().tolist())
 
     @property
@@ -77,18 +89,19 @@ class TensorData:
         return len(self.array)
 
     def detached(self) -> TensorData:
-        """The same numbers in memory that nobody can change from outside: this one's when it is read-only, else a copy."""
+        """Return the same numbers in memory that no caller can change: this object if it is read-only, else a copy."""
         immutable = not self.array.flags.writeable and self.array.flags.owndata
         return self if immutable else TensorData(self.array.copy())
 
 
 def _as_array(data: Any) -> Array:
-    """Numbers from a list, a numpy array, a torch tensor or anything with ``to_numpy`` (a Tinker ``TensorData``)."""
+    """Return the numbers of a list, a numpy array, a torch tensor, or an object with ``to_numpy`` (a Tinker ``TensorData``)."""
     if isinstance(data, np.ndarray):
         array = data
     elif hasattr(data, "to_numpy"):
         array = data.to_numpy()
-    elif hasattr(data, "detach"):  # a torch tensor, without importing torch
+    # A torch tensor. An import of torch for isinstance would be slow.
+    elif hasattr(data, "detach"):
         tensor = data.detach().cpu()
         array = (tensor.float() if tensor.dtype.is_floating_point and tensor.element_size() < 4 else tensor).numpy()
     else:
@@ -103,7 +116,7 @@ def _as_array(data: Any) -> Array:
 
 @dataclass(frozen=True)
 class EncodedTextChunk:
-    """A run of token ids inside a :class:`ModelInput`."""
+    """Consecutive token ids of a :class:`ModelInput`."""
 
     tokens: tuple[int, ...]
 
@@ -117,23 +130,25 @@ class EncodedTextChunk:
 
 @dataclass(frozen=True, init=False)
 class ModelInput:
-    """What the model reads: token ids, shape ``(T,)``; or made from ``chunks`` of them, as Tinker's is.
+    """Input of the model: token ids, shape ``(T,)``, from ``tokens`` and then from Tinker's ``chunks``.
 
     Raises:
-        DataError: not whole numbers, or chunks that hold something other than tokens.
+        DataError: the ids are not whole numbers, or a chunk holds something other than tokens.
     """
 
     tokens: tuple[int, ...]
 
-    def __init__(self, tokens: Iterable[int] = (), *, chunks: Iterable[Any] = ()) -> None:
+    def __init__(self, tokens: Iterable[int] = (), *, chunks: Iterable[object] = ()) -> None:
         ids = _token_ids(tokens)
         for chunk in chunks:
-            ids += _token_ids(_chunk_tokens(chunk))
+            if not hasattr(chunk, "tokens"):
+                raise DataError(f"{NOT_TEXT}, got {type(chunk).__name__}")
+            ids += _token_ids(chunk.tokens)
         object.__setattr__(self, "tokens", ids)
 
     @classmethod
     def from_ints(cls, tokens: Iterable[int]) -> ModelInput:
-        """Raises DataError when they are not whole numbers."""
+        """Raises DataError: the ids are not whole numbers."""
         return cls(tokens)
 
     @classmethod
@@ -151,8 +166,8 @@ class ModelInput:
     def chunks(self) -> list[EncodedTextChunk]:
         return [EncodedTextChunk(self.tokens)]
 
-    def append(self, chunk: Any) -> ModelInput:
-        """This input and ``chunk`` after it."""
+    def append(self, chunk: object) -> ModelInput:
+        """Return this input with ``chunk`` after it."""
         return ModelInput(self.tokens, chunks=[chunk])
 
     def append_int(self, token: int) -> ModelInput:
@@ -166,28 +181,22 @@ def _token_ids(tokens: Iterable[int]) -> tuple[int, ...]:
         raise DataError(f"model_input: expected token ids: {error}; encode the text first") from None
 
 
-def _chunk_tokens(chunk: Any) -> Iterable[int]:
-    if not hasattr(chunk, "tokens"):
-        raise DataError(f"{NOT_TEXT}, got {type(chunk).__name__}")
-    return chunk.tokens  # type: ignore[no-any-return]
-
-
 @dataclass(frozen=True, init=False)
 class Datum:
-    """One sequence and everything the loss reads about it.
+    """One sequence, with every array that the loss reads.
 
-    ``loss_fn_inputs`` holds arrays whose first axis is the token axis, length ``model_input.length``: position ``i``
-    speaks of ``target_tokens[i]``, the token that follows ``model_input[i]``. A scalar (an array of no axis) speaks of the
-    whole sequence. Any key is allowed.
+    ``loss_fn_inputs`` holds arrays whose first axis is the token axis, length ``model_input.length``: position ``i`` belongs to
+    ``target_tokens[i]``, the token that follows ``model_input[i]``. A scalar (an array without axes) belongs to the whole
+    sequence. Any key is allowed.
 
     Raises:
-        DataError: an array whose length is not the input's. Nothing is ever padded or cut to fit.
+        DataError: the length of an array differs from that of the input. No array is padded or cut to fit.
     """
 
     model_input: ModelInput
     loss_fn_inputs: Mapping[str, TensorData]
 
-    def __init__(self, model_input: ModelInput, loss_fn_inputs: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, model_input: ModelInput, loss_fn_inputs: Mapping[str, object] | None = None) -> None:
         tensors = {key: _as_tensor(key, value) for key, value in (loss_fn_inputs or {}).items()}
         length = model_input.length
         for key, tensor in tensors.items():
@@ -196,19 +205,19 @@ class Datum:
         object.__setattr__(self, "model_input", model_input)
         object.__setattr__(self, "loss_fn_inputs", MappingProxyType(tensors))
 
-    def with_inputs(self, **inputs: Any) -> Datum:
-        """The same sequence with more, or other, ``loss_fn_inputs``."""
+    def with_inputs(self, **inputs: object) -> Datum:
+        """Return the same sequence with more, or other, ``loss_fn_inputs``."""
         return Datum(self.model_input, {**self.loss_fn_inputs, **inputs})
 
     def detached(self) -> Datum:
-        """The same datum in memory that nobody can change from outside."""
+        """Return the same datum in memory that no caller can change."""
         return Datum(self.model_input, {key: tensor.detached() for key, tensor in self.loss_fn_inputs.items()})
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return Datum, (self.model_input, dict(self.loss_fn_inputs))
 
 
-def _as_tensor(key: str, value: Any) -> TensorData:
+def _as_tensor(key: str, value: object) -> TensorData:
     if isinstance(value, TensorData):
         return value
     try:
@@ -220,19 +229,19 @@ def _as_tensor(key: str, value: Any) -> TensorData:
 def datum_from_tokens_weights(
     tokens: Sequence[int] | Array, weights: Sequence[float] | Array, max_length: int | None = None
 ) -> Datum:
-    """A datum that trains ``tokens[i]`` with ``weights[i]``, for built-in and custom losses alike.
+    """Return a datum that trains ``tokens[i]`` with ``weights[i]``, for built-in and custom losses.
 
     Args:
         tokens: token ids, shape ``(T,)``.
         weights: 0.0 on prompt tokens, 1.0 on response tokens, any float in between; shape ``(T,)``. ``weights[0]`` is
-            never used: nothing predicts the first token.
+            never used, because the first token is not predicted.
         max_length: longer sequences are cut at the end, tokens and weights together.
 
     Returns:
         A datum of length ``min(T, max_length) - 1`` with ``target_tokens`` and ``weights``, both shifted by one.
 
     Raises:
-        DataError: lengths that differ, or fewer than two tokens.
+        DataError: the lengths differ, or there are fewer than two tokens.
     """
     if len(tokens) != len(weights):
         raise DataError(f"weights has {len(weights)} values and tokens {len(tokens)}; give every token one weight")
@@ -245,7 +254,7 @@ def datum_from_tokens_weights(
 
 @dataclass(frozen=True)
 class AdamParams:
-    """What one optimizer step needs to know. Semantics of ``torch.optim.AdamW``; ``grad_clip_norm`` 0 means no clipping."""
+    """Parameters of one optimizer step, as in ``torch.optim.AdamW``; ``grad_clip_norm`` 0 means no clipping."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -255,26 +264,19 @@ class AdamParams:
     grad_clip_norm: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("learning_rate", 0.0, None),
-            ("beta1", 0.0, 1.0),
-            ("beta2", 0.0, 1.0),
-            ("eps", 0.0, None),
-            ("weight_decay", 0.0, None),
-            ("grad_clip_norm", 0.0, None),
-        ):
-            value = getattr(self, name)
-            if not value >= low or value == float("inf") or (high is not None and value >= high):
-                limit = f">= {low:g}" + (f" and < {high:g}" if high is not None else "")
-                raise ConfigError(f"optim: {name} must be {limit}, got {value}")
+        for name, value in vars(self).items():
+            is_beta = name.startswith("beta")
+            # Written so that NaN is refused too.
+            if not 0 <= value < (1 if is_beta else float("inf")):
+                raise ConfigError(f"optim: {name} must be >= 0 and {'< 1' if is_beta else 'finite'}, got {value}")
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample. ``stop`` None stops at the end-of-text token, ``[]`` at nothing, else also at these strings or ids.
+    """Parameters of sampling. ``stop`` None stops at the end-of-text token, ``[]`` never, else also at these strings or ids.
 
-    ``top_k`` 0 or -1, ``top_p`` 1.0 and ``min_p`` 0.0 switch the filters off; top-p reads what top-k left, and min-p keeps what
-    has at least that share of the likeliest token's probability. A temperature of 0 is greedy.
+    ``top_k`` 0 or -1, ``top_p`` 1.0 and ``min_p`` 0.0 switch the filters off. Top-p filters the tokens that top-k has kept;
+    min-p keeps tokens with at least that share of the most likely token's probability. A temperature of 0 is greedy.
     ``max_tokens`` None fills the context.
     """
 
@@ -297,12 +299,17 @@ class SamplingParams:
             raise ConfigError(f"sampling: min_p must be between 0 and 1, got {self.min_p}")
 
 
+def request_seed(seed: int, step: int, number: int) -> int:
+    """Return the seed of the ``number``-th sampling request without one at ``step``, the same on every backend."""
+    return (seed * 1_000_003 + step) * 1_000_003 + number
+
+
 @dataclass(frozen=True)
 class Sample:
-    """One sampled completion. ``logprobs[i]`` belongs to ``tokens[i]``, under the temperature it was drawn with.
+    """One sampled completion. ``logprobs[i]`` belongs to ``tokens[i]``, under the temperature of the draw.
 
     ``stop_reason`` is ``stop`` (the stop token or string is the end of ``tokens``) or ``length``. ``step`` is the version
-    of the weights: the number of optimizer steps they have seen.
+    of the weights: their number of optimizer steps.
     """
 
     tokens: list[int]
@@ -313,10 +320,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class SampleResponse:
-    """The answer to one ``sample`` call: ``num_samples`` sequences, and the prompt's logprobs when they were asked for.
+    """Result of one ``sample`` call: ``num_samples`` sequences, and the prompt's logprobs if requested.
 
-    ``topk_prompt_logprobs``: per prompt token the likeliest tokens in its place with their logprobs, best first; None for the
-    first token.
+    ``topk_prompt_logprobs``: for each prompt token, the most likely tokens at its position with their logprobs, most likely
+    first; None for the first token.
     """
 
     sequences: list[Sample]
@@ -326,7 +333,7 @@ class SampleResponse:
 
 @dataclass(frozen=True)
 class ForwardBackwardOutput:
-    """Per datum a dict of arrays (``logprobs``, shape as ``target_tokens``), and metrics over all of them.
+    """Result of a pass: per datum a dict of arrays (``logprobs``, shaped like ``target_tokens``), and metrics over all datums.
 
     ``metrics["loss"]`` is the loss as the loss function returned it (``loss:sum`` is the same number under Tinker's name).
     """
@@ -338,7 +345,7 @@ class ForwardBackwardOutput:
 
 @dataclass(frozen=True)
 class OptimStepOutput:
-    """``metrics``: ``optim/grad_norm`` before clipping, ``optim/lr``, ``optim/divisor`` and the counts behind it."""
+    """``metrics``: ``optim/grad_norm`` before clipping, ``optim/lr``, ``optim/divisor``, and the counts for the divisor."""
 
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -354,7 +361,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class SupportedModel:
-    """A model that can be trained and sampled from; ``max_context_length`` in tokens, None where it is not known."""
+    """A model that can be trained and sampled from; ``max_context_length`` in tokens, None if unknown."""
 
     model_name: str
     max_context_length: int | None = None
@@ -364,16 +371,16 @@ class SupportedModel:
 
 @dataclass(frozen=True)
 class GetServerCapabilitiesResponse:
-    """The models of a server; of a trainer in this process the shipped one and those in use, though it takes any other."""
+    """The models of a server; in this process the shipped model and those in use, although any other model can be loaded."""
 
     supported_models: list[SupportedModel]
 
 
 def as_datum(datum: Any, index: int) -> Datum:
-    """Our :class:`Datum` from ours or Tinker's.
+    """Return cookbook's :class:`Datum` for cookbook's or Tinker's.
 
     Raises:
-        DataError: naming the datum by ``index``.
+        DataError: ``datum`` is not valid; the error names ``index``.
     """
     if isinstance(datum, Datum):
         return datum
@@ -385,31 +392,33 @@ def as_datum(datum: Any, index: int) -> Datum:
         raise DataError(f"datum {index}: expected a Datum, got {type(datum).__name__}") from None
 
 
-def as_model_input(value: Any) -> ModelInput:
-    """Our :class:`ModelInput` from ours, Tinker's, or a plain list of token ids.
+def as_model_input(value: Prompt) -> ModelInput:
+    """Return cookbook's :class:`ModelInput` for cookbook's, Tinker's, or a plain list of token ids.
 
     Raises:
-        DataError: it holds something else.
+        DataError: ``value`` holds something other than token ids.
     """
     if isinstance(value, ModelInput):
         return value
     try:
         tokens = value.to_ints() if hasattr(value, "to_ints") else value
-    except ValueError:  # Tinker's, with an image in it
+    # Tinker's input with an image in it.
+    except ValueError:
         raise DataError(NOT_TEXT) from None
     return ModelInput.from_ints(tokens)
 
 
-def as_adam(params: Any) -> AdamParams:
-    """Our :class:`AdamParams` from ours or Tinker's."""
-    if isinstance(params, AdamParams):
-        return params
-    return AdamParams(**{name: getattr(params, name) for name in AdamParams.__dataclass_fields__ if hasattr(params, name)})
+def as_adam(params: object) -> AdamParams:
+    """Return cookbook's :class:`AdamParams` for cookbook's or Tinker's."""
+    return _with_fields_of(AdamParams, params)
 
 
-def as_sampling(params: Any) -> SamplingParams:
-    """Our :class:`SamplingParams` from ours or Tinker's."""
-    if isinstance(params, SamplingParams):
+def as_sampling(params: object) -> SamplingParams:
+    """Return cookbook's :class:`SamplingParams` for cookbook's or Tinker's."""
+    return _with_fields_of(SamplingParams, params)
+
+
+def _with_fields_of(kind: type[T], params: object) -> T:
+    if isinstance(params, kind):
         return params
-    names = SamplingParams.__dataclass_fields__
-    return SamplingParams(**{name: getattr(params, name) for name in names if hasattr(params, name)})
+    return kind(**{name: getattr(params, name) for name in vars(kind)["__dataclass_fields__"] if hasattr(params, name)})

@@ -1,20 +1,24 @@
 """SFT: raise the probability of the answers in the data.
 
-Every step takes ``batch_size`` rows. The loss is the mean negative log-probability of the trained tokens of all of them, so a
-long answer weighs more than a short one, and the update does not depend on how the batch is cut into micro-batches.
+The loss of a step is the mean negative log-probability of the trained tokens of all its rows:
+
+    L = -sum_t w_t log p(y_t | y_<t) / sum_t w_t          w_t = 1 for a token of an answer, 0 for a token of its prompt
+
+Both sums run over the ``batch_size`` rows of the step, so a long answer weighs more than a short one, and the loss does not
+depend on how the step is split into micro-batches. L is a mean already: ``optim_step`` divides its gradient by nothing.
 """
 
 from dataclasses import dataclass
 
-from cookbook.evaluation import Evaluation
 from cookbook.run import Run
+from cookbook.sampling.evaluation import Evaluation
 
-DATA = "conversations"  # what the losses of this recipe read
+DATA = "conversations"  # the kind of data that this recipe trains on
 
 
 @dataclass
 class Config:
-    """``conf/recipe/sft.yaml`` says what each field means."""
+    """``conf/recipe/sft.yaml`` documents each field."""
 
     name: str = "sft"
     steps: int | None = None
@@ -31,10 +35,10 @@ def train(run: Run) -> None:
         return run.evaluate_loss(held_out) | run.evaluate_answers(held_out, step)
 
     for step in run.steps(len(batches) if cfg.steps is None else cfg.steps, evaluate):
-        # 1. The rows of this step: batches[i] depends on the seed and i alone.
+        # 1. Take the rows of this step. batches[i] depends only on the seed and on i.
         data = batches[step.index]
-        # 2. Both calls return at once; the update waits for the gradient by itself.
+        # 2. Queue the backward pass and the optimizer step. Neither call blocks.
         gradient = run.forward_backward(data)
         update = run.optim_step(step)
-        # 3. Wait, and write the step down.
+        # 3. Wait for both results, and log the step.
         step.log(gradient, update)

@@ -17,9 +17,8 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
-
-from cookbook.data.byte_tokenizer import byte_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTEXT = 4096
@@ -40,6 +39,22 @@ ROUNDED = [
     "optim.lr=1e-3",
     "eval.every=50",
 ]
+END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+    {{- '<|im_start|>' + message.role + '\\n' -}}
+    {%- if message.role == 'assistant' -%}
+        {%- generation -%}{{- message.content + '<|im_end|>' -}}{%- endgeneration -%}
+    {%- else -%}
+        {{- message.content + '<|im_end|>' -}}
+    {%- endif -%}
+    {{- '\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
 
 
 def main(target: Path) -> None:
@@ -52,6 +67,30 @@ def main(target: Path) -> None:
         for name in SHIPPED:
             shutil.copyfile(rounded / name, target / name)
     print(f"made {target}")
+
+
+def byte_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of the 256 bytes and three special tokens, with a ChatML template that marks the assistant's text.
+
+    Decoding inverts encoding for any text. The padding token is not the token that ends a turn.
+
+    Args:
+        max_length: the tokenizer's ``model_max_length``.
+    """
+    vocabulary = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END_OF_TEXT, TURN_START, TURN_END])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=TURN_END,
+        pad_token=END_OF_TEXT,
+        extra_special_tokens=[TURN_START],
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
 
 
 def make_fresh(folder: Path) -> None:

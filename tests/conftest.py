@@ -2,26 +2,54 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: no test may reach the network
-
+import composing
 import pytest
 import tiny
 import torch
 
 from cookbook import terminal
 from cookbook.backends.local import LocalConfig, LocalTrainer
+from cookbook.engine.decoding.decoder import Decoder
 from cookbook.engine.engine import Engine, EngineOptions
 from cookbook.engine.model import ModelConfig, load
 
+# No test writes to the cache of the user; processes that a test starts inherit the folder.
+_CACHE = tempfile.TemporaryDirectory(prefix="cookbook-cache-")
+os.environ["COOKBOOK_CACHE"] = _CACHE.name
 torch.set_num_threads(1)
 terminal.PLAIN_AFTER_S = terminal.NEVER  # on a busy machine any test might last long enough for a plain line
 
+
+composing.reuse()
+
 MODEL_FIELDS = {"dtype", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules"}
+
+
+# Seconds after which no further test starts: on a slow machine .ci/run must end before CI's own limit.
+LIMIT_S = float(os.environ.get("COOKBOOK_TESTS_LIMIT_S", "inf"))
+STARTED = time.monotonic()
+
+
+def pytest_runtest_setup() -> None:
+    """Skip the tests that the time limit leaves no time for; the summary counts and names them."""
+    if time.monotonic() - STARTED > LIMIT_S:
+        pytest.skip(f"COOKBOOK_TESTS_LIMIT_S={LIMIT_S:g} is used up")
+
+
+def pytest_collection_finish() -> None:
+    """Exempt the imported modules from garbage collection: a full collection over them takes a third of a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -61,3 +89,18 @@ def make_trainer(tiny_folder: Path, tmp_path: Path) -> Iterator[Callable[..., Lo
     yield make
     for trainer in made:
         trainer._worker.close()
+
+
+@pytest.fixture
+def endless(monkeypatch):
+    """Decoding of more than 50 rows lasts until the event is set."""
+    free, original = threading.Event(), Decoder._round
+
+    def slow(decoder):
+        while len(decoder.rows) > 50 and not free.is_set():
+            yield []
+        return (yield from original(decoder))
+
+    monkeypatch.setattr(Decoder, "_round", slow)
+    yield free
+    free.set()

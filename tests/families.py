@@ -25,10 +25,12 @@ import numpy as np
 import tiny
 import torch
 
+from cookbook.engine.decoding import decoder
+from cookbook.engine.decoding.decoder import sample
+from cookbook.engine.decoding.requests import SampleRequest
 from cookbook.engine.engine import Engine, EngineOptions
-from cookbook.engine.layers.install import Ours
+from cookbook.engine.layers.install import PatchedForward
 from cookbook.engine.model import LanguageModel, ModelConfig, load
-from cookbook.engine.sampler import Request, sample
 from cookbook.losses import GRPO, CrossEntropy
 from cookbook.types import AdamParams, Datum, ModelInput, SamplingParams
 
@@ -84,7 +86,7 @@ def dense(**changes: Any) -> Family:
 
 
 def windows(**changes: Any) -> Family:
-    """Prompts are not shared if a window ends inside the rows."""
+    """SharedPrefixKV are not shared if a window ends inside the rows."""
     return Family(changes, sampling="prompt copies")
 
 
@@ -247,6 +249,12 @@ FAMILIES = {
         **NOTHING, noise=10.0,
     ),
 }
+# What transformers loads as a causal language model although each token reads all others.
+NOT_CAUSAL = {
+    "bert": Family(without=("head_dim", "num_key_value_heads")),
+    "cpmant": Family({"dim_ff": 48, "dim_head": 16}),
+    "xlm": Family(without=("head_dim", "num_key_value_heads")),
+}
 # fmt: on
 # Of logprobs of size 10, and of gradients, relative to their norm: most families normalize in float32 whatever their dtype.
 EXACT, GRADIENT = 3e-5, 5e-5
@@ -256,7 +264,7 @@ def network(family: str) -> Any:
     """A model with random weights so large that it predicts something in particular."""
     import transformers
 
-    one = FAMILIES[family]
+    one = {**FAMILIES, **NOT_CAUSAL}[family]
     shape = {name: value for name, value in {**SHAPE, **one.changes}.items() if name not in one.without}
     config = transformers.AutoConfig.for_model(family, **shape)
     torch.manual_seed(0)
@@ -312,16 +320,16 @@ def check(model: LanguageModel) -> Result:
     engine = Engine(model, EngineOptions())
     fused: dict[str, int] = {}
     for module in model.network.modules():
-        if isinstance(vars(module).get("forward"), Ours):
+        if isinstance(vars(module).get("forward"), PatchedForward):
             fused[type(module).__name__] = fused.get(type(module).__name__, 0) + 1
-    layouts = engine.layouts
+    layouts = engine.packing
     rows = "shared" if layouts.shared else "packed" if layouts.packed else "padded"
     found = Result(rows, fused, "")
     data = list(CrossEntropy().prepare(tiny.datums(5)))
     _step(found, "SFT", engine, own, data, CrossEntropy())
     data = _rollouts(found, engine, own)
     _step(found, "GRPO", engine, own, data, GRPO(kl_beta=0.0))
-    found.sampling = model.way_to_decode(tiny.CONTEXT).name
+    found.sampling = decoder.decoding_method(model, tiny.CONTEXT).name
     return found
 
 
@@ -353,7 +361,7 @@ def _rollouts(found: Result, engine: Engine, own: Any) -> list[Datum]:
     """Samples of prompts of several lengths, two of each, and how far the sampler's logprobs are from the trainer's."""
     prompts = [[5, 6, 7], [9, 8, 7, 6, 5, 4], [3, 1, 4, 1, 5, 9, 2, 6]]
     requests = [
-        Request(prompt, 2, SamplingParams(max_tokens=5 + 2 * place, stop=[]), seed=place)
+        SampleRequest(prompt, 2, SamplingParams(max_tokens=5 + 2 * place, stop=[]), seed=place)
         for place, prompt in enumerate(prompts)
     ]
     data, sampled = [], []

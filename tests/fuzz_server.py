@@ -35,7 +35,8 @@ from hypothesis import strategies as st
 from hypothesis.errors import FlakyStrategyDefinition
 from recording import API, IN_TIME_S, SESSION, Answer, Recorded, Wire, honest, recorded
 
-from cookbook.server import schema
+from cookbook.server.wire import encode
+from cookbook.server.wire import messages_pb2 as pb
 
 A_SESSION = 400  # requests; then its client goes, and another comes
 A_RUN = 40
@@ -76,7 +77,7 @@ class Counts:
 
 
 names = st.one_of(st.sampled_from(mutations.NAMES), st.text(max_size=8))
-PROTOBUF = (("Content-Type", schema.CONTENT_TYPE),)
+PROTOBUF = (("Content-Type", encode.PROTOBUF),)
 HEADERS = (
     ("X-API-Key", "x" * 5000),
     ("X-Request-ID", "../" * 20),
@@ -189,7 +190,7 @@ class Campaign:
 
     def _pass_bytes(self, _: mutations.Draw, rng: random.Random) -> Attempt:
         one = rng.choice(self.passes)
-        message = schema.ForwardBackwardRequest.FromString(one.body)
+        message = pb.ForwardBackwardRequest.FromString(one.body)
         message.model_id, message.seq_id = self.run_id, self.number
         return Attempt(
             "protobuf, bytes changed", "POST", one.path, mutations.damaged(message.SerializeToString(), rng), PROTOBUF

@@ -7,11 +7,13 @@ same program. ``python tests/killing.py --kills 24 --steps 400`` plays it at len
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import random
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from safetensors.torch import load_file
 STEP = tinker.AdamParams(learning_rate=1e-2)
 PROMPT = tinker.ModelInput.from_ints([5, 6, 7])
 RANKS = (4, 0)  # of the clients that train side by side: LoRA, and all parameters
+TURN_S = 600  # a client that waits longer for its turn fails, since another client has failed
 AT_ONCE = 0.25  # the share of kills that meet a server which has only just begun to go on
 
 
@@ -67,32 +70,69 @@ def squares(data, logprobs):
     return loss, {"squares": float(loss.detach())}
 
 
-def trained(url, rank, steps, seed, progress):
-    """What a client sees of a run: losses, logprobs, gradient norms, samples; and where its last state is saved."""
-    seen = []
-    with tinker.ServiceClient(base_url=url, api_key=servertools.KEY) as service:
-        client = service.create_lora_training_client("tiny", rank=rank, seed=seed).result()
-        for step in range(steps):
-            began = time.monotonic()
-            data = batch(100 * seed + step)
-            passed = (
-                client.forward_backward_custom(data, squares)
-                if step % 3 == 2
-                else client.forward_backward(data, "cross_entropy")
-            )
-            stepped = client.optim_step(STEP)
-            output = passed.result()
-            logprobs = [row["logprobs"].to_numpy().tobytes() for row in output.loss_fn_outputs]
-            seen.append((output.metrics["loss:sum"], logprobs, stepped.result().metrics))
-            if step % 5 == 4:
-                sampler = client.save_weights_and_get_sampling_client().result()
-                answer = sampler.sample(PROMPT, 2, tinker.SamplingParams(max_tokens=6)).result()
-                seen.append([(one.tokens, list(one.logprobs)) for one in answer.sequences])
-            if step % 7 == 6:
-                client.save_state(f"after-{step}").result()
-            progress.step(time.monotonic() - began)
-        path = client.save_state("end").result().path
-    return seen, path
+class Turns:
+    """The order in which the clients of one session create their samplers.
+
+    A server numbers the samplers of a session, and the seeds of requests without a seed follow from the numbers.
+    """
+
+    def __init__(self, clients: int) -> None:
+        self._clients = clients
+        self._turn = 0
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def turn(self, client: int) -> Iterator[None]:
+        """Wait until the other clients have had their turns."""
+        with self._changed:
+            while (self._turn - client) % self._clients:
+                if not self._changed.wait(TURN_S):
+                    raise TimeoutError(f"the client before client {client} has not created its sampler in {TURN_S} s")
+            yield
+            self._turn += 1
+            self._changed.notify_all()
+
+
+def asked(sampler, step):
+    """Futures of samples, with and without a seed, which are computed beside the next training steps."""
+    return [
+        sampler.sample(PROMPT, 2, tinker.SamplingParams(max_tokens=length, seed=seed))
+        for seed in (None, step, None)
+        for length in (6, 40)
+    ]
+
+
+def trained(service, client, rank, steps, progress, turns):
+    """What a client sees of a run: losses, logprobs, gradient norms, sampled tokens; and where its last state is saved."""
+    seen, waiting = [], []
+    training = service.create_lora_training_client("tiny", rank=rank, seed=client).result()
+
+    def receive():
+        seen.extend([one.tokens for one in future.result().sequences] for future in waiting)
+        waiting.clear()
+
+    for step in range(steps):
+        began = time.monotonic()
+        data = batch(100 * client + step)
+        passed = (
+            training.forward_backward_custom(data, squares)
+            if step % 3 == 2
+            else training.forward_backward(data, "cross_entropy")
+        )
+        stepped = training.optim_step(STEP)
+        output = passed.result()
+        logprobs = [row["logprobs"].to_numpy().tobytes() for row in output.loss_fn_outputs]
+        seen.append((output.metrics["loss:sum"], logprobs, stepped.result().metrics))
+        if step % 5 == 4:
+            receive()
+            with turns.turn(client):
+                sampler = training.save_weights_and_get_sampling_client().result()
+            waiting += asked(sampler, step)
+        if step % 7 == 6:
+            training.save_state(f"after-{step}").result()
+        progress.step(time.monotonic() - began)
+    receive()
+    return seen, training.save_state("end").result().path
 
 
 def tensors(folder, path):
@@ -106,19 +146,28 @@ def tensors(folder, path):
     }
 
 
-def played(server, model: Path, folder: Path, ranks, *, steps, kills):
-    """The whole program of several clients at once, on a server that is killed ``kills`` times."""
-    server.start(model, folder, checkpoint_s=0.5)
-    progress = Progress()
+def played(server, model: Path, folder: Path, ranks, *, steps, kills, one_session=False):
+    """The whole program of several clients at once, on a server that is killed ``kills`` times.
 
-    def train(seed, rank):
-        seen, path = trained(server.url, rank, steps, seed, progress)
+    The clients share a session with ``one_session``, and have one each without.
+    """
+    # Several kills may meet one request; by default the server gives it up after two.
+    server.start(model, folder, checkpoint_s=0.5, max_attempts=100)
+    progress, turns = Progress(), Turns(len(ranks))
+
+    def connect():
+        return tinker.ServiceClient(base_url=server.url, api_key=servertools.KEY)
+
+    def train(service, client, rank):
+        order = turns if one_session else Turns(1)
+        seen, path = trained(service, client, rank, steps, progress, order)
         return seen, tensors(folder, path)
 
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        clients = [pool.submit(train, *one) for one in enumerate(ranks)]
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(ranks)) as pool:
+        services = [stack.enter_context(connect()) for _ in (ranks[:1] if one_session else ranks)]
+        clients = [pool.submit(train, services[one % len(services)], one, rank) for one, rank in enumerate(ranks)]
         kill(server, kills, steps * len(ranks), progress, clients)
-        found = {seed: one.result() for seed, one in enumerate(clients)}
+        found = {client: one.result() for client, one in enumerate(clients)}
     assert not list((folder / "sessions").glob("*")), "what was kept goes with the session"
     return found
 
@@ -148,20 +197,32 @@ def differences(one: Any, other: Any) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=24)
+    parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--steps", type=int, default=400)
     arguments = parser.parse_args()
-    server = servertools.Mortal()
+    server, found = servertools.Mortal(), []
     with tempfile.TemporaryDirectory() as place:
         model = tiny.save(Path(place) / "tiny")
-        calm = played(server, model, Path(place) / "calm", RANKS, steps=arguments.steps, kills=0)
-        began = time.monotonic()
-        killed = played(server, model, Path(place) / "killed", RANKS, steps=arguments.steps, kills=arguments.kills)
-        took = time.monotonic() - began
+        for name, one_session in (("two sessions", False), ("one session", True)):
+            began = time.monotonic()
+            calm, killed = (
+                played(
+                    server,
+                    model,
+                    Path(place) / f"{name}, {kills} kills",
+                    RANKS,
+                    steps=arguments.steps,
+                    kills=kills,
+                    one_session=one_session,
+                )
+                for kills in (0, arguments.kills)
+            )
+            differing = differences(calm, killed)
+            answers, states = (sum(len(one[part]) for one in calm.values()) for part in (0, 1))
+            print(f"two clients in {name}, {arguments.kills} kills, {time.monotonic() - began:.0f} s: ", end="")
+            print(f"{answers} answers and {states} tensors compared, {len(differing)} differ", flush=True)
+            found += differing
     server.close()
-    found = differences(calm, killed)
-    answers, tensors_ = (sum(len(one[part]) for one in calm.values()) for part in (0, 1))
-    print(f"{arguments.kills} kills in {took:.0f} s; {answers} answers and {tensors_} tensors compared, {len(found)} differ")
     raise SystemExit("\n".join(found) if found else 0)
 
 

@@ -44,7 +44,20 @@ RECIPES: Mapping[str, Sequence[str]] = {
         "recipe=grpo", "recipe.prompts_per_step=4", "recipe.group_size=4", "rollout.max_tokens=4", "weight_sync.every=3",
         "reward=python", "reward.target=dice.py:odd", "optim.lr=1e-3", "checkpoint.asynchronous=true",
     ],
+    "refill": [
+        "recipe=grpo", "recipe.prompts_per_step=2", "recipe.group_size=2", "rollout.max_tokens=4", "rollout.refill=3",
+        "data.curriculum={}", "weight_sync.every=3", "reward=python", "reward.target=dice.py:odd", "optim.lr=1e-3",
+    ],
 }  # fmt: skip
+# Streams: a buffer that is smaller than the data, and one that holds all of it.
+STREAMED = {"sft": 5, "grpo": 100}
+RECIPES = {
+    **RECIPES,
+    **{
+        f"{name}-stream": [*RECIPES[name], "data.streaming=true", f"data.shuffle_buffer={size}"]
+        for name, size in STREAMED.items()
+    },
+}
 WAYS = {
     "SIGKILL": [signal.SIGKILL],
     "SIGTERM": [signal.SIGTERM],
@@ -76,10 +89,7 @@ def prepare(folder: Path) -> None:
     """Makes ``folder`` the current one, with a model, rows and a reward in it, and imports all that a run needs."""
     import tiny
 
-    from cookbook import session  # noqa: F401 - imported before the forks, so that they need not
-    from cookbook.backends import local  # noqa: F401
     from cookbook.checkpoints import contents  # noqa: F401
-    from cookbook.cli import app, hydra_bridge  # noqa: F401
 
     os.chdir(folder)
     tiny.save(Path("model"))
@@ -91,16 +101,21 @@ def prepare(folder: Path) -> None:
         lines = [json.dumps({key: row[key] for key in ("prompt", *columns)}) + "\n" for row in rows]
         Path(f"{name}.jsonl").write_text("".join(lines))
     shutil.copy("dpo.jsonl", "orpo.jsonl")
+    shutil.copy("grpo.jsonl", "refill.jsonl")
     Path("dice.py").write_text("def odd(completion, row):\n    return sum(map(ord, completion)) % 2\n")
 
 
 def words(recipe: str, out: str) -> list[str]:
-    data = [f"data.path={recipe}.jsonl", f"data.eval_path={recipe}.jsonl", "data.chat=false"]
+    rows = f"{recipe.removesuffix('-stream')}.jsonl"
+    data = [f"data.path={rows}", f"data.eval_path={rows}", "data.chat=false"]
     return ["train", *RECIPES[recipe], "model.name=model", "data=jsonl", *data, *COMMON, f"out={out}"]
 
 
 def start(arguments: Sequence[str], log: Path) -> int:
     """The command in a forked process; its number."""
+    # Here, because a signal may interrupt an import of the child.
+    from cookbook.cli.app import INTERRUPTED, run
+
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
@@ -111,8 +126,6 @@ def start(arguments: Sequence[str], log: Path) -> int:
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        from cookbook.cli.app import INTERRUPTED, run
-
         os._exit(run(arguments))
     except KeyboardInterrupt:  # before or behind the command's own handling
         os._exit(INTERRUPTED)
@@ -203,15 +216,16 @@ def moment(out: Path) -> str:
 
 def check_status(out: Path, child: int, code: int, way: str) -> None:
     """``status.json`` is whole, and says how the run ended wherever it had time to."""
-    from cookbook import lock, status
+    from cookbook.run import hooks
+    from cookbook.utils import files
 
-    if not (out / status.NAME).exists():
+    if not (out / hooks.STATUS).exists():
         return
-    found = json.loads((out / status.NAME).read_text())
+    found = json.loads((out / hooks.STATUS).read_text())
     may_be = {"finished"} if code == 0 else {"finished", "interrupted"}  # the signal may come when all is done
     if found["pid"] == child and code >= 0 and way != "SIGINT twice" and found["state"] not in may_be:
         raise DifferenceError(f"{out}: status {found['state']} after {way} and exit code {code}")
-    with lock.held(out):  # raises where the dead process still had it
+    with files.locked(out):  # raises where the dead process still had it
         pass
 
 

@@ -17,7 +17,7 @@ import zstandard
 from hypothesis import strategies as st
 
 from cookbook.losses import LOSSES
-from cookbook.server import schema
+from cookbook.server.wire import messages_pb2 as pb
 
 TRICK = "owned-by-fuzz"  # part of every name that tries to get out of the server's folder
 NAMES = (
@@ -221,7 +221,7 @@ def damaged(body: bytes, draw: random.Random) -> bytes:
 
 def passed(valid: bytes, model_id: str, number: int, rng: random.Random) -> bytes:
     """A ``forward_backward`` message for request ``number`` of a run: ``valid`` with its fields at their extremes."""
-    message = schema.ForwardBackwardRequest.FromString(valid)
+    message = pb.ForwardBackwardRequest.FromString(valid)
     message.model_id, message.seq_id = model_id, number
     for _ in range(rng.choice((1, 1, 2, 3))):
         rng.choice(_FIELDS)(message, rng)
@@ -287,7 +287,7 @@ def _loss(message: Any, rng: random.Random) -> None:
         for datum in message.data:
             for name in ("advantages", "logprobs", "sampling_logprobs", "reference_logprobs", "weights"):
                 tensor = datum.loss_fn_inputs[name]
-                tensor.dense, tensor.dtype = np.full(8, rng.choice((-1.0, 0.5, 3e4, np.nan)), "<f4").tobytes(), schema.FLOAT32
+                tensor.dense, tensor.dtype = np.full(8, rng.choice((-1.0, 0.5, 3e4, np.nan)), "<f4").tobytes(), pb.DTYPE_FLOAT32
                 del tensor.shape[:]
     message.loss_fn = rng.choice(
         (*LOSSES, "custom", "stable_reinforce", "", "nonsense", "__class__", "cross_entropy\0", "../x")

@@ -20,7 +20,7 @@ import tinker
 import tiny
 from tinker.types.optimizer import OptimParamsBase
 
-from cookbook.server import schema
+from cookbook.server.wire import encode
 
 API = "/api/v1"
 IN_TIME_S = 60.0  # an answer, and a promised result; the server holds a question for 30 s
@@ -41,7 +41,7 @@ class Recorded:
 
     @property
     def is_proto(self) -> bool:
-        return self.content_type == schema.CONTENT_TYPE
+        return self.content_type == encode.PROTOBUF
 
     @property
     def shape(self) -> Any:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from cookbook import lock
 from cookbook.cli.app import run
+from cookbook.utils.files import LOCK
 
 ROOT = Path(__file__).resolve().parent.parent
 LITTLE = ["data.limit=24", "eval.limit=4", "eval.every=2"]
@@ -57,6 +57,15 @@ def timeless(run_folder: Path | str) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if not key.startswith("time/")} for row in rows(run_folder)]
 
 
+def same_numbers(one: Path | str, other: Path | str) -> bool:
+    """Whether two runs agree, one of them on a server: losses to the last bit, metrics but for one rounding.
+
+    The client of a server multiplies and divides means by the number of datums.
+    """
+    pairs = list(zip(timeless(one), timeless(other), strict=True))
+    return all(a == pytest.approx(b, rel=1e-15, abs=0) and a.get("loss") == b.get("loss") for a, b in pairs)
+
+
 def checkpoint(run_folder: Path | str, step: int | None = None) -> Path:
     """The checkpoint of a step, or the newest."""
     found = sorted((Path(run_folder) / "checkpoints").glob("step-??????"))
@@ -71,8 +80,8 @@ def bits(folder: Path) -> dict[str, bytes]:
 
 
 def files(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Every file below with its time of change and content, but for the lock, which also those take who then only look."""
-    found = (path for path in folder.rglob("*") if path.is_file() and path.name != lock.NAME)
+    """Every file below with its time of change and content, without bytecode, and without the lock, which readers take too."""
+    found = (path for path in folder.rglob("*") if path.is_file() and path.name != LOCK and path.suffix != ".pyc")
     return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in found}
 
 
@@ -87,7 +96,7 @@ def start(words: Sequence[str]) -> subprocess.Popen[str]:
 
 def resume_words(output: str) -> list[str]:
     """The arguments of the command that a stopped run says goes on with it."""
-    line = next(line for line in output.splitlines() if "go on with: " in line)
-    words = shlex.split(line.partition("go on with: ")[2])
+    line = next(line for line in output.splitlines() if "resume with: " in line)
+    words = shlex.split(line.partition("resume with: ")[2])
     assert words[0] == "cookbook"
     return words[1:]

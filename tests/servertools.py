@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import json
 import os
 import socket
@@ -13,20 +14,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
 from cookbook.backends.local import LocalConfig, LocalTrainer
 from cookbook.engine.engine import Engine
 from cookbook.engine.model import ModelConfig
+from cookbook.protocols import EngineBackend
 from cookbook.server.app import create_app
-from cookbook.server.catalogue import Catalogue
 from cookbook.server.config import ServerConfig
-from cookbook.server.host import Host
-from cookbook.server.serve import listening
-from cookbook.server.service import Service
+from cookbook.server.serve import open_listener
+from cookbook.server.state.catalog import Catalog
+from cookbook.server.state.host import Host
+from cookbook.server.state.service import Service
 
 KEY = "tml-test"
 
@@ -38,12 +42,14 @@ class Running:
     url: str
     service: Service
     loop: asyncio.AbstractEventLoop
+    app: FastAPI
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Calls ``function`` where the server's state may be changed."""
+        """Calls ``function`` where the server's state may be changed, and awaits what it returns if that is a coroutine."""
 
         async def there() -> Any:
-            return function()
+            result = function()
+            return await result if inspect.isawaitable(result) else result
 
         return asyncio.run_coroutine_threadsafe(there(), self.loop).result()
 
@@ -56,25 +62,60 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(model: Path, folder: Path, *, around: Callable[[Any], Any] = lambda app: app, **options: Any) -> Iterator[Running]:
-    """``options`` are fields of ``ServerConfig``; ``around`` wraps the application."""
+def running(
+    model: Path,
+    folder: Path,
+    *,
+    backend: EngineBackend | None = None,
+    around: Callable[[Any], Any] = lambda app: app,
+    **options: Any,
+) -> Iterator[Running]:
+    """A server in a thread. ``options`` are fields of ``ServerConfig``; ``around`` wraps the application."""
+    backend = backend or LocalConfig()
     config = ServerConfig(**{"port": 0, **options})
-    host = Host(ModelConfig(str(model)), LocalConfig(), seed=0, names=tuple(config.names), graph_bytes=config.graph_bytes)
-    service = Service(host, Catalogue(folder), config)
-    with listening(config) as listener:
-        server = uvicorn.Server(uvicorn.Config(around(create_app(service)), log_level="error"))
+    host = Host(
+        ModelConfig(str(model)), backend, seed=0, names=tuple(config.names), graph_bytes=int(config.graphs_gb * (1 << 30))
+    )
+    service = Service(host, Catalog(folder), config)
+    app = create_app(service)
+    with open_listener(config) as listener:
+        server = uvicorn.Server(uvicorn.Config(around(app), log_level="error"))
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve([listener])))
         thread.start()
         while not server.started and thread.is_alive():
             time.sleep(0.01)
         try:
-            yield Running(f"http://127.0.0.1:{listener.getsockname()[1]}", service, loop)
+            yield Running(f"http://127.0.0.1:{listener.getsockname()[1]}", service, loop, app)
         finally:
             server.should_exit = True
             thread.join()
             loop.close()
             host.close()
+
+
+@contextlib.contextmanager
+def web_server(status: int, body: bytes) -> Iterator[str]:
+    """The URL of a server that knows nothing of this project: it answers every request with ``status`` and ``body``."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            self.send_response(status)
+            self.send_header("Content-Type", "text/html")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET  # noqa: N815 - a method of the base class
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
 
 
 def free_port() -> int:
@@ -117,3 +158,11 @@ class Mortal:
         assert self._forker.stdin is not None
         self._forker.stdin.close()
         self._forker.wait()
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Return when the condition holds; fail after a minute."""
+    limit = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.01)

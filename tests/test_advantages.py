@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cookbook.advantages import group_advantages, groups_without_spread
 from cookbook.errors import ConfigError, RolloutError
+from cookbook.sampling.advantages import group_advantages, groups_without_spread
 
 
 @pytest.mark.parametrize("kind", ["zscore", "centered"])

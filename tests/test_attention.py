@@ -13,13 +13,12 @@ import torch
 import transformers
 from transformers.masking_utils import create_causal_mask
 
-from cookbook.engine import attention, probe
-from cookbook.engine.attention import Block, Layout
-from cookbook.engine.attention_scores import Prompts, Rule
-from cookbook.engine.collate import collate
+from cookbook.engine import attention, capabilities
+from cookbook.engine.attention import AttentionBlock, AttentionLayout, AttentionParams, SharedPrefixKV
+from cookbook.engine.batch.collate import collate
+from cookbook.engine.batch.plan import PackingSupport, plan
 from cookbook.engine.engine import Engine, EngineOptions
 from cookbook.engine.model import LanguageModel, ModelConfig
-from cookbook.engine.planning import Layouts, plan
 from cookbook.losses import DPO
 from cookbook.types import Datum, ModelInput
 
@@ -48,7 +47,7 @@ MODELS = {
 }
 # Qwen3 is float64 throughout here; what remains is the order of some hundred sums. The others soften their scores in float32.
 EXACT = {"full": 1e-12, "sliding": 1e-12, "soft-capped": 2e-6, "sinks": 2e-6}
-LAYOUTS = {"padded": Layouts(False, False), "packed": Layouts(True, False), "shared": Layouts()}
+LAYOUTS = {"padded": PackingSupport(False, False), "packed": PackingSupport(True, False), "shared": PackingSupport()}
 
 
 @functools.cache
@@ -109,8 +108,8 @@ def together(model, layouts, budget, *, told=True):
     for batch in plan(DATA, budget, layouts).batches:
         inputs = collate(DATA, batch, CPU)
         arguments = inputs.arguments if told else {**inputs.arguments, "layout": None}
-        with attention.by_layout(told and inputs.layout is not None):
-            logits = model(**arguments, use_cache=False).logits.flatten(0, 1)[inputs.places]
+        with attention.skip_masks(told and inputs.layout is not None):
+            logits = model(**arguments, use_cache=False).logits.flatten(0, 1)[inputs.flat_indices]
         parts = logits.split([DATA[index].model_input.length for index in batch.indices])
         found |= {index: target_logprobs(part, DATA[index]) for index, part in zip(batch.indices, parts, strict=True)}
     return [found[index] for index in range(len(DATA))]
@@ -162,7 +161,7 @@ def apart(found, logprobs):
 # ---- the kernel for GPUs -----------------------------------------------------------------------------------------------
 
 KEYS = torch.tensor([*range(10), *range(6, 12), *range(6, 10), 12, 13])  # the last two runs read the third
-LAYOUT = Layout((Block(2, 3, 3), Block(1, 4, 4), Block(2, 2, 6)), KEYS, CPU)
+LAYOUT = AttentionLayout((AttentionBlock(2, 3, 3), AttentionBlock(1, 4, 4), AttentionBlock(2, 2, 6)), KEYS, CPU)
 
 
 def varlen(query, key, value, starts, key_starts, max_queries, max_keys, *, scale, window_size, enable_gqa):
@@ -185,15 +184,16 @@ def varlen(query, key, value, starts, key_starts, max_queries, max_keys, *, scal
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
-def test_a_variable_length_kernel_is_told_the_same(window):
+def test_a_variable_length_kernel_is_told_the_same(window, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(14, heads, 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2))
-    rule = Rule(0.3, 0.0, None, None)
+    rule = AttentionParams(0.3, 0.0, None, None)
     found = attention._attend(query, key, value, LAYOUT, window, rule)
-    read = (x.index_select(0, LAYOUT.key_index) for x in (key, value))
-    assert torch.allclose(found, attention._attend_varlen(varlen, query, *read, LAYOUT, window, rule), rtol=0, atol=1e-14)
-    scored = attention._attend(query, key, value, LAYOUT, window, Rule(0.3, 0.0, 1e9, None))  # a cap out of reach
+    scored = attention._attend(query, key, value, LAYOUT, window, AttentionParams(0.3, 0.0, 1e9, None))  # a cap out of reach
     assert torch.allclose(found, scored, rtol=0, atol=1e-12)
+    monkeypatch.setattr(attention, "_supports_varlen", lambda *_: True)
+    monkeypatch.setattr(attention, "_varlen_kernel", lambda: varlen)
+    assert torch.allclose(found, attention._attend(query, key, value, LAYOUT, window, rule), rtol=0, atol=1e-14)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -201,9 +201,9 @@ def test_a_variable_length_kernel_is_told_the_same(window):
 def test_the_variable_length_kernel_of_torch(window):
     if attention._varlen_kernel() is None:
         pytest.skip("this torch has none")
-    layout = Layout(LAYOUT.blocks, LAYOUT.key_index.cuda(), torch.device("cuda"))
+    layout = AttentionLayout(LAYOUT.blocks, LAYOUT.key_index.cuda(), torch.device("cuda"))
     stream = [torch.randn(14, heads, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)]
-    rule = Rule(0.125, 0.0, None, None)
+    rule = AttentionParams(0.125, 0.0, None, None)
     found = attention._attend(*stream, layout, window, rule)
     double = [x.detach().double().requires_grad_() for x in stream]
     own = attention._attend(*double, layout, window, rule)
@@ -227,9 +227,9 @@ def test_samples_read_their_prompt_once_and_see_what_each_would_alone(change):
     if change == "padded":
         mask = torch.ones(4, 1, 1, 8, dtype=torch.bool)
         mask[0, ..., :2] = mask[0, ..., 5] = False
-    rule = Rule(0.3, 0.0, 2.0 if change == "soft-capped" else None, draw(4) if change == "sinks" else None)
+    rule = AttentionParams(0.3, 0.0, 2.0 if change == "soft-capped" else None, draw(4) if change == "sinks" else None)
     slots = 2 if members is None else 3
-    found = Prompts([layer], 2, slots, members, places, mask).attend(query, key, value, 0, rule)
+    found = SharedPrefixKV([layer], 2, slots, members, places, mask).attend(query, key, value, 0, rule)
     for row, prompt in enumerate(of):
         read = zip(layer[:2], layer[2:], (key, value), strict=True)
         keys, values = (torch.cat([of_all[prompt], own[row], newest[row, :, :2]], 1) for of_all, own, newest in read)
@@ -251,7 +251,7 @@ def language_model(name, **config):
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_tried_and_kept(name):
     model = language_model(name)
-    assert probe.layouts(model) == Layouts(packed=True, shared=True)
+    assert capabilities.packing_support(model) == PackingSupport(packed=True, shared=True)
     assert model.network.config._attn_implementation == attention.NAME
     assert attention.NAME not in model.network.config.to_json_string()  # a checkpoint says nothing of it
 
@@ -261,20 +261,21 @@ def masking_by_itself(model):
     config = model.network.config
     config.layer_types, config.sliding_window = ["sliding_attention", "full_attention"], 50
     model.network.model.has_sliding_layers = True
-    return "would read each other"
+    return "would attend to each other"
 
 
 def deaf(model):
     """A model that does not hand on what it does not know."""
     inner = model.network.model.forward
     model.network.model.forward = lambda *args, layout=None, **kwargs: inner(*args, **kwargs)
-    return "would read each other"
+    return "would attend to each other"
 
 
 def carrying(model):
     """Layers through which a token hears the one before it in the row."""
-    model.network.model.layers[0].mlp.register_forward_hook(lambda _, __, out: out + out.roll(1, 1))
-    return "would read each other"
+    before = torch.nn.ZeroPad2d((0, 0, 1, -1))
+    model.network.model.layers[0].mlp.register_forward_hook(lambda _, __, out: out + before(out))
+    return "would attend to each other"
 
 
 def by_name(model):
@@ -283,7 +284,7 @@ def by_name(model):
     model.network.forward = lambda input_ids, position_ids=None, use_cache=None: inner(
         input_ids=input_ids, position_ids=position_ids, use_cache=use_cache
     )
-    return "would read each other"
+    return "unexpected keyword argument 'layout'"
 
 
 def chunked(model):
@@ -300,7 +301,7 @@ def another_kernel(model):
 def test_what_would_come_out_otherwise_is_refused(change):
     model = language_model("full")
     reason = change(model)
-    found = probe.layouts(model)
+    found = capabilities.packing_support(model)
     assert not found.packed
     assert not found.shared
     assert reason in found.reason
@@ -316,9 +317,9 @@ def test_what_packs_may_still_not_share():
 
     model.network.model.rotary_emb.register_forward_pre_hook(lambda _, args: positions.append(args[1]))
     model.network.model.layers[0].mlp.register_forward_hook(hear)
-    found = probe.layouts(model)
+    found = capabilities.packing_support(model)
     assert (found.packed, found.shared) == (True, False)
-    assert "cannot compute a common beginning once" in found.reason
+    assert "does not support prefix sharing" in found.reason
 
 
 def test_masks_a_model_makes_of_something_else_are_made():
@@ -366,10 +367,10 @@ def test_neither_packing_nor_sharing_changes_what_is_learnt(make_engine, caplog)
 
 def test_what_drops_out_shares_nothing(make_engine):
     """One beginning dropped out of once is not several dropped out of each by itself."""
-    layouts = make_engine(lora_rank=2, lora_dropout=0.1).layouts
+    layouts = make_engine(lora_rank=2, lora_dropout=0.1).packing
     assert layouts.packed
     assert not layouts.shared
-    assert make_engine(lora_rank=2).layouts.shared
+    assert make_engine(lora_rank=2).packing.shared
 
 
 def test_turned_off_the_model_keeps_its_own_attention():
@@ -385,7 +386,7 @@ def test_rows_that_positions_divide_are_kept_apart():
     ids, positions = torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([[0, 1, 2, 0, 1]])
     with torch.no_grad():
         before = model.network(input_ids=ids, position_ids=positions, use_cache=False).logits
-        assert model.layouts.packed  # now it has cookbook's attention
+        assert capabilities.packing_support(model).packed  # now it has cookbook's attention
         found = model.network(input_ids=ids, position_ids=positions, use_cache=False).logits
         alone_logits = model.network(input_ids=ids[:, 3:], use_cache=False).logits
     assert (found - before).abs().max() < 1e-12

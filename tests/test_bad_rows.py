@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from runtools import SMALL, bits, checkpoint, here, rows, timeless, train, write  # noqa: F401 - here is a fixture
+from tiny import byte_tokenizer
 
 from cookbook.cli.app import run
-from cookbook.data import DataConfig, Refusals, Renderer, Row, conversation_datums, load_rows, preference_datums, prompts
-from cookbook.data.byte_tokenizer import byte_tokenizer
+from cookbook.data import DataConfig, RejectedRows, Renderer, Row, conversation_datums, load_rows, preference_datums, prompts
 from cookbook.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -70,14 +70,14 @@ def test_a_broken_row_fails_in_one_line_or_is_left_out(recipe, kind, renderer):
     line, message = BROKEN[kind]
     rows_file(recipe, {2: line}, count=3)
 
-    def read(policy: str, refusals: Refusals | None = None) -> list:
+    def read(policy: str, refusals: RejectedRows | None = None) -> list:
         config = DataConfig(path="rows.jsonl", on_bad_row=policy, chat=True)
         return READ[recipe](load_rows(config, refusals=refusals), renderer, config, refusals=refusals)
 
     with pytest.raises(DataError, match=r"^rows\.jsonl:2: ") as caught:
         read("fail")
     assert message in str(caught.value) and "\n" not in str(caught.value)
-    refusals = Refusals(DataConfig(on_bad_row="skip"))
+    refusals = RejectedRows(DataConfig(on_bad_row="skip"))
     left = [getattr(one, "where", None) or one.row.where for one in read("skip", refusals)]
     assert list(dict.fromkeys(left)) == ["rows.jsonl:1", "rows.jsonl:3"]
     [refusal] = refusals.found
@@ -90,7 +90,7 @@ def test_a_first_row_that_is_bad_does_not_say_how_the_others_are_read(renderer):
     with pytest.raises(DataError, match=r"^a:1: the columns are foo"):
         conversation_datums(data, renderer, DataConfig())
     config = DataConfig(on_bad_row="skip")
-    refusals = Refusals(config)
+    refusals = RejectedRows(config)
     assert [datum.where for datum in conversation_datums(data, renderer, config, refusals)] == ["a:2"]
     assert [refusal.where for refusal in refusals.found] == ["a:1"]
     with pytest.raises(DataError, match=r"^a:1: the columns are foo"):  # no row says it
@@ -106,7 +106,8 @@ def test_that_nothing_is_left_is_an_error():
 BAD = {4: "{broken", 9: '{"prompt": 5.5}', 20: BROKEN["half a character"][0]}
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["sft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("grpo", "dpo", "orpo"))])
 def test_a_run_counts_what_it_leaves_out_and_lists_it_once(recipe, capsys):
     words = rows_file(recipe, BAD)
     assert train(*words, "out=run") == 2
@@ -132,6 +133,7 @@ def test_a_run_counts_what_it_leaves_out_and_lists_it_once(recipe, capsys):
     assert not Path("clean/bad_rows.jsonl").exists() and not any("data/bad_rows" in row for row in rows("clean"))
 
 
+@pytest.mark.slow
 def test_rows_that_other_policies_leave_out_are_listed_too():
     words = rows_file("sft", {2: '{"prompt": "a", "completion": ""}', 3: json.dumps({"prompt": "a", "completion": "b" * 99})})
     assert train(*words, "data.on_empty=skip", "data.on_long=skip", "data.max_length=60", "out=run") == 0
@@ -165,11 +167,12 @@ def test_a_row_that_no_reward_can_judge_is_left_out_where_it_is_met(workers):
     assert bits(checkpoint("stopped")) == bits(checkpoint("straight"))
 
 
+@pytest.mark.slow
 def test_a_run_that_failed_on_a_row_goes_on_without_it(capsys):
     words = [*rows_file("grpo", {14: '{"prompt": "1+1=", "answer": "none"}'}), "recipe.prompts_per_step=4", "recipe.steps=6"]
     words += ["recipe.group_size=2", "checkpoint.every=1", "out=run"]
     assert train(*words, "data.shuffle=false") == 2
-    error = "error: rows.jsonl:14: reward: \"answer\" holds no number, got 'none'; give a column that does as reward.column\n"
+    error = "error: rows.jsonl:14: reward: \"answer\" holds no number, got 'none'; set reward.column to a column with numbers\n"
     assert capsys.readouterr().err == error
     assert [row["step"] for row in rows("run")][-1] == 3
     assert train(*words, "data.shuffle=false", "data.on_bad_row=skip") == 0

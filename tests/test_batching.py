@@ -8,16 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from cookbook.engine.attention import Block, Layout
-from cookbook.engine.collate import collate
-from cookbook.engine.planning import Layouts, plan
-from cookbook.engine.prefixes import WORTH_SHARING, Group, groups
+from cookbook.engine.attention import AttentionBlock, AttentionLayout
+from cookbook.engine.batch import collate as collation
+from cookbook.engine.batch import plan as planning
+from cookbook.engine.batch.collate import collate
+from cookbook.engine.batch.plan import WORTH_SHARING, PackingSupport, PrefixGroup, plan, prefix_groups
 from cookbook.types import Datum, ModelInput
 
 CPU = torch.device("cpu")
-PADDED = Layouts(packed=False, shared=False)
-PACKED = Layouts(packed=True, shared=False)
-SHARED = Layouts()
+PADDED = PackingSupport(packed=False, shared=False)
+PACKED = PackingSupport(packed=True, shared=False)
+SHARED = PackingSupport()
+ALONE = PackingSupport(packed=False, shared=False, reason="rows change each other", padded=False)
 
 
 def datum(tokens, targets=None):
@@ -42,7 +44,7 @@ def families(*shapes, seed=0):
 
 
 def sequences(data):
-    return [np.array(one.model_input.tokens) for one in data]
+    return {index: np.array(one.model_input.tokens) for index, one in enumerate(data)}
 
 
 DATA = {
@@ -55,7 +57,7 @@ DATA = {
 }
 
 
-@pytest.mark.parametrize("layouts", [PADDED, PACKED, SHARED], ids=["padded", "packed", "shared"])
+@pytest.mark.parametrize("layouts", [PADDED, PACKED, SHARED, ALONE], ids=["padded", "packed", "shared", "alone"])
 @pytest.mark.parametrize("budget", [1, 64, 100, 10_000])
 @pytest.mark.parametrize("name", DATA)
 def test_every_token_of_every_datum_stands_where_its_places_say(name, budget, layouts):
@@ -68,10 +70,10 @@ def test_every_token_of_every_datum_stands_where_its_places_say(name, budget, la
         assert batch.num_tokens <= budget or len(batch.indices) == 1
         assert len({data[index].loss_fn_inputs["target_tokens"].array.ndim for index in batch.indices}) == 1
         expected = np.concatenate([data[index].model_input.tokens for index in batch.indices])
-        assert np.array_equal(inputs.input_ids.flatten()[inputs.places], expected)
+        assert np.array_equal(inputs.input_ids.flatten()[inputs.flat_indices], expected)
         if inputs.position_ids is not None:
             expected = np.concatenate([np.arange(data[index].model_input.length) for index in batch.indices])
-            assert np.array_equal(inputs.position_ids.flatten()[inputs.places], expected)
+            assert np.array_equal(inputs.position_ids.flatten()[inputs.flat_indices], expected)
 
 
 @pytest.mark.parametrize("layouts", [PACKED, SHARED], ids=["packed", "shared"])
@@ -82,7 +84,7 @@ def test_every_token_reads_its_own_sequence_up_to_itself(name, layouts):
     for batch in plan(data, 10_000, layouts).batches:
         inputs = collate(data, batch, CPU)
         seen = reads(inputs.layout, inputs.input_ids.numel())
-        places = iter(torch.split(inputs.places, [data[index].model_input.length for index in batch.indices]))
+        places = iter(torch.split(inputs.flat_indices, [data[index].model_input.length for index in batch.indices]))
         for own in places:
             for position, place in enumerate(own.tolist()):
                 assert seen[place] == own[: position + 1].tolist()
@@ -105,7 +107,7 @@ def reads(layout, num_tokens):
 
 
 def test_offsets_of_a_single_block():
-    queries, keys = Layout((Block(3, 2, 5),), None, CPU).offsets
+    queries, keys = AttentionLayout((AttentionBlock(3, 2, 5),), None, CPU).offsets
     assert queries.tolist() == [0, 2, 4, 6] and keys.tolist() == [0, 5, 10, 15]
     assert queries.dtype == keys.dtype == torch.int32
 
@@ -113,7 +115,7 @@ def test_offsets_of_a_single_block():
 def test_sequences_of_one_length_are_attended_to_at_once():
     data = of_lengths(5, 8, 5, 8, 5)
     (batch,) = plan(data, 1000, PACKED).batches
-    assert collate(data, batch, CPU).layout.blocks == (Block(3, 5, 5), Block(2, 8, 8))
+    assert collate(data, batch, CPU).layout.blocks == (AttentionBlock(3, 5, 5), AttentionBlock(2, 8, 8))
 
 
 def test_packed_passes_hold_no_padding_and_are_nearly_full():
@@ -139,7 +141,9 @@ def test_padded_rows_are_of_similar_length():
 
 def found(data, budget=10_000):
     """Groups as sets, the largest first."""
-    return sorted((sorted(group.members), group.prefix) for group in groups(sequences(data), budget) if len(group.members) > 1)
+    return sorted(
+        (sorted(group.members), group.prefix) for group in prefix_groups(sequences(data), budget) if len(group.members) > 1
+    )
 
 
 def test_completions_of_a_prompt_share_it_and_nothing_else():
@@ -170,9 +174,11 @@ def test_one_may_begin_the_other_and_twins_are_one():
 
 def test_a_group_too_large_for_the_budget_is_parted_and_its_prompt_repeated():
     data = families((50, [20] * 10))
-    parts = groups(sequences(data), budget=120)  # 50 + 3 * 20 = 110
+    parts = prefix_groups(sequences(data), budget=120)  # 50 + 3 * 20 = 110
     assert sorted(len(group.members) for group in parts) == [1, 3, 3, 3]
-    assert groups(sequences(data), budget=60) == [Group((group.members[0],), 70) for group in groups(sequences(data), 60)]
+    assert prefix_groups(sequences(data), budget=60) == [
+        PrefixGroup((group.members[0],), 70) for group in prefix_groups(sequences(data), 60)
+    ]
 
 
 def test_parts_too_small_to_pay_share_nothing():
@@ -190,11 +196,11 @@ def test_a_beginning_of_all_that_does_not_pay_leaves_the_pair_whose_does():
 
 def test_nested_beginnings_of_any_depth():
     """Turn after turn of one conversation: the recursion would be as deep as the data is long."""
-    data = [np.arange(length) for length in range(1, 1500)]
-    parts = groups(data, 10**9)
+    data = dict(enumerate(np.arange(length) for length in range(1, 1500)))
+    parts = prefix_groups(data, 10**9)
     assert sorted(index for group in parts for index in group.members) == list(range(len(data)))
-    computed = sum(group.num_tokens([len(one) for one in data]) for group in parts)
-    assert computed < 0.6 * sum(map(len, data))
+    computed = sum(group.num_tokens({index: len(one) for index, one in data.items()}) for group in parts)
+    assert computed < 0.6 * sum(map(len, data.values()))
 
 
 # ---- speed and sameness ------------------------------------------------------------------------------------------------
@@ -208,8 +214,11 @@ def test_a_plan_is_a_function_of_the_call():
 def test_what_was_chosen_is_explained():
     assert plan(families((40, [5, 5])), 100, SHARED).layout == "shared"
     assert plan(of_lengths(40, 20), 100, SHARED).layout == "packed"
-    refused = plan(of_lengths(40, 20), 100, Layouts(False, False, "Mamba has layers of linear_attention"))
-    assert (refused.layout, refused.reason) == ("padded", "Mamba has layers of linear_attention; 33% of padding in this call")
+    refused = plan(of_lengths(40, 20), 100, PackingSupport(False, False, "Mamba has layers of linear_attention"))
+    assert (refused.layout, refused.reason) == ("padded", "Mamba has layers of linear_attention; 33% padding in this call")
+    alone = plan(of_lengths(40, 20), 100, ALONE)
+    assert (alone.layout, alone.reason) == ("one per pass", "rows change each other")
+    assert [len(batch.indices) for batch in alone.batches] == [1, 1]
 
 
 def test_planning_takes_milliseconds():
@@ -221,3 +230,26 @@ def test_planning_takes_milliseconds():
         plan(data, 8192, SHARED)
         seconds.append(time.process_time() - start)
     assert min(seconds) < 0.03
+
+
+def test_the_drawn_example_of_the_docstrings_is_what_the_code_does():
+    """Rows of the drawing of plan, tokens computed, and the row that collate draws with its positions and indices."""
+    data = [datum([ord(letter) for letter in text]) for text in ("PPPPaaa", "bbbbb", "PPPPcc", "ddd", "PPPPe")]
+    layouts = [PackingSupport(False, False), PackingSupport(True, False), PackingSupport()]
+    plans = [plan(data, 14, support).batches for support in layouts]
+    assert [[batch.indices for batch in batches] for batches in plans] == [
+        [[0, 2], [1, 4], [3]],
+        [[0, 2], [1, 4, 3]],
+        [[0, 2, 4, 3], [1]],
+    ]
+    assert [sum(batch.num_tokens for batch in batches) for batches in plans] == [27, 26, 18]
+    assert planning.__doc__ is not None and collation.__doc__ is not None
+    assert "computed 27 tokens (1 pad)   26 tokens                        18 tokens" in planning.__doc__
+    drawn = [line.split()[1:] for line in collation.__doc__.splitlines() if line.startswith(("    row ", "    position_ids"))]
+    inputs = collate(data, plans[2][0], torch.device("cpu"))
+    assert inputs.position_ids is not None
+    assert drawn == [[chr(token) for token in inputs.input_ids[0].tolist()], list(map(str, inputs.position_ids[0].tolist()))]
+    places = inputs.flat_indices.tolist()
+    for index, count in ((0, 7), (2, 6), (4, 5), (3, 3)):
+        assert f"datum {index}: {' '.join(map(str, places[:count]))}" in collation.__doc__
+        del places[:count]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from huggingface_hub import ModelCard
+from marks import rest_slow
 from runtools import checkpoint, here, rows, train  # noqa: F401
 
 from cookbook.checkpoints import card, manifest, store
@@ -29,7 +30,7 @@ def table(text: str) -> dict[str, str]:
     return {name.strip(): value.strip() for name, value in cells}
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", rest_slow([False, True]))
 def test_a_run_writes_the_card_of_what_it_trained(here, capsys, lora):  # noqa: F811
     before = os.umask(0o027)
     try:
@@ -54,26 +55,26 @@ def test_a_run_writes_the_card_of_what_it_trained(here, capsys, lora):  # noqa: 
     assert store.newest(folder.parent) == folder
 
 
-@pytest.mark.parametrize("merged", [False, True])
-def test_an_export_has_the_card_of_the_run(here, capsys, merged):  # noqa: F811
+@pytest.mark.slow
+def test_an_export_has_the_card_of_the_run(here, capsys):  # noqa: F811
     assert train("recipe=sft", "model=tiny", *QUICK, "model.lora_rank=4", "eval.every=null") == 0
-    assert run(["weights", "export", str(checkpoint("run")), "out", *(["--merged"] if merged else [])]) == 0
-    found = loaded(Path("out"))
-    assert found.data.library_name == ("transformers" if merged else "peft")
-    assert found.text.lstrip().startswith("# tiny, sft, step 2") and "The folder `trainer`" not in found.text
-    ours, runs = table(found.text), table(loaded(checkpoint("run")).text)
-    own = {"optimizer"} | {name for name in runs if name.startswith("lora.") and merged}
-    assert (
-        ours == {name: value for name, value in runs.items() if name not in own or name in ours}
-        and ours["optim.beta2"] == "0.95"
-    )
-    manifest.verify(Path("out"))
+    for out, merged in (("out", False), ("merged", True)):
+        assert run(["weights", "export", str(checkpoint("run")), out, *(["--merged"] if merged else [])]) == 0
+        found = loaded(Path(out))
+        assert found.data.library_name == ("transformers" if merged else "peft")
+        assert found.text.lstrip().startswith("# tiny, sft, step 2") and "The folder `trainer`" not in found.text
+        ours, runs = table(found.text), table(loaded(checkpoint("run")).text)
+        own = {"optimizer"} | {name for name in runs if name.startswith("lora.") and merged}
+        assert ours == {name: value for name, value in runs.items() if name not in own or name in ours}
+        assert ours["optim.beta2"] == "0.95"
+        manifest.verify(Path(out))
 
 
+@pytest.mark.slow
 def test_equal_runs_have_equal_cards(here):  # noqa: F811
     texts = []
     for name in ("one", "two"):
-        assert train("recipe=sft", "model=tiny", *QUICK, f"out={name}") == 0
+        assert train("recipe=sft", "model=tiny", *QUICK, "recipe.steps=1", f"out={name}") == 0
         texts.append((checkpoint(name) / "README.md").read_text())
     assert texts[0] == texts[1]
 

@@ -9,13 +9,15 @@ import pytest
 import tiny
 import torch
 from families import FAMILIES, language_model
+from marks import rest_slow
 from safetensors.torch import load_file
 
-from cookbook.checkpoints import adapters, chain, manifest
-from cookbook.checkpoints.chain import SamplerCheckpoints, export, lineage, reconstruct
-from cookbook.checkpoints.weights import Weights
+from cookbook.checkpoints import delta, gathered, manifest, sampler_checkpoints
+from cookbook.checkpoints.sampler_checkpoints import SamplerCheckpoints, export, lineage, reconstruct
+from cookbook.checkpoints.tensor_digests import Weights
 from cookbook.engine.engine import Engine, EngineOptions
-from cookbook.engine.model import ModelConfig, _add_lora
+from cookbook.engine.model import ModelConfig, add_lora
+from cookbook.engine.parallel import Ranks
 from cookbook.errors import CheckpointError
 from cookbook.losses import DPO
 from cookbook.types import AdamParams
@@ -28,7 +30,43 @@ def train(engine, step=0, lr=1e-6):
 
 def trained(engine):
     """What the model holds now, under the names of a file, in memory of its own."""
-    return {name: tensor.clone() for name, tensor in chain.on_disk(adapters.full_network(engine.model)).items()}
+    return {
+        name: tensor.clone()
+        for name, tensor in sampler_checkpoints.on_disk(sampler_checkpoints.full_network(engine.model)).items()
+    }
+
+
+class OneShard(Ranks):
+    """A single rank that saves tensor by tensor, as sharded ranks do. ``tests/test_ranks.py`` has several ranks."""
+
+    shards = True
+
+
+class Gathered(SamplerCheckpoints):
+    """Saves every checkpoint twice, the second tensor by tensor, and expects the same bytes in all files."""
+
+    def __init__(self, dtype=None):
+        super().__init__(dtype)
+        self.other = SamplerCheckpoints(dtype)
+
+    def save(self, engine, folder, kind):
+        super().save(engine, folder, kind)
+        self.again(engine, folder, lambda other: self.other.save(engine, other, kind))
+
+    def save_adapted(self, engine, folder):
+        super().save_adapted(engine, folder)
+        self.again(engine, folder, lambda other: self.other.save_adapted(engine, other))
+
+    def again(self, engine, folder, save):
+        other = folder.parent / "gathered" / folder.name
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine, "ranks", OneShard())
+            save(other)
+        assert contents(other) == contents(folder)
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def same(one, other):
@@ -38,7 +76,7 @@ def same(one, other):
 @pytest.fixture
 def saved(make_engine, tmp_path):
     """A base and three deltas in ``tmp_path``, and what the model held at each."""
-    engine, checkpoints, held = make_engine(dtype="bfloat16"), SamplerCheckpoints(), []
+    engine, checkpoints, held = make_engine(dtype="bfloat16"), Gathered(), []
     for step in range(4):
         checkpoints.save(engine, tmp_path / f"v{step}", "delta" if step else "base")
         held.append(trained(engine))
@@ -60,6 +98,7 @@ def test_a_chain_gives_back_every_version(saved, tmp_path):
     assert all(0 < size < 0.2 * (tmp_path / "v0" / "model.safetensors").stat().st_size for size in sizes)
 
 
+@pytest.mark.slow
 def test_a_chain_may_begin_anew(make_engine, saved, tmp_path):
     engine, checkpoints = make_engine(dtype="bfloat16"), SamplerCheckpoints()
     for step, kind in enumerate(("base", "delta", "base", "delta")):
@@ -79,12 +118,12 @@ def test_an_export_is_what_a_base_would_have_been(make_engine, saved, tmp_path):
     assert files[0] == files[1]
 
 
+@pytest.mark.slow
 def test_an_export_of_several_files(make_engine, saved, tmp_path):
     engine = make_engine(dtype="bfloat16")
     with pytest.MonkeyPatch.context() as patch:
-        whole = engine.model.network.save_pretrained
-        patch.setattr(engine.model.network, "save_pretrained", lambda *a, **k: whole(*a, **k, max_shard_size="8KB"))
-        checkpoints = SamplerCheckpoints()
+        patch.setattr(gathered, "FILE_BYTES", 8000)
+        checkpoints = Gathered()
         checkpoints.save(engine, tmp_path / "several", "base")
     assert len(list((tmp_path / "several").glob("model-*.safetensors"))) > 2
     train(engine)
@@ -103,8 +142,8 @@ def test_names_and_parts_are_those_of_save_pretrained(family, tmp_path):
     assert family in FAMILIES
     engine = Engine(language_model(family), EngineOptions())
     engine.model.network.save_pretrained(tmp_path / "plain")
-    assert same(chain.on_disk(engine.model.network), load_file(tmp_path / "plain" / "model.safetensors"))
-    checkpoints = SamplerCheckpoints()
+    assert same(sampler_checkpoints.on_disk(engine.model.network), load_file(tmp_path / "plain" / "model.safetensors"))
+    checkpoints = Gathered()
     checkpoints.save(engine, tmp_path / "base", "base")
     assert (tmp_path / "base" / "model.safetensors").read_bytes() == (tmp_path / "plain" / "model.safetensors").read_bytes()
     train(engine, lr=1e-3)
@@ -116,7 +155,7 @@ def test_names_and_parts_are_those_of_save_pretrained(family, tmp_path):
 def test_weights_may_be_served_in_another_type(make_engine, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    engine, checkpoints = make_engine(), SamplerCheckpoints("bfloat16")
+    engine, checkpoints = make_engine(), Gathered("bfloat16")
     checkpoints.save(engine, tmp_path / "base", "base")
     train(engine)
     checkpoints.save(engine, tmp_path / "delta", "delta")
@@ -126,7 +165,7 @@ def test_weights_may_be_served_in_another_type(make_engine, tmp_path):
     own = engine.model.network.state_dict()
     assert same(loaded.state_dict(), {name: tensor.bfloat16() for name, tensor in own.items()})
     assert manifest.read(tmp_path / "exported")["dtype"] == "bfloat16"
-    assert (tmp_path / "delta" / chain.FILE).stat().st_size < 0.2 * (tmp_path / "base" / "model.safetensors").stat().st_size
+    assert (tmp_path / "delta" / delta.FILE).stat().st_size < 0.2 * (tmp_path / "base" / "model.safetensors").stat().st_size
 
 
 def test_an_adapter_stands_alone(make_engine, tmp_path):
@@ -155,20 +194,19 @@ def logprobs_of(network, tokens):
 TOKENS = [7, 100, 31, 200, 55, 8, 9, 120]
 
 
-@pytest.mark.parametrize("modules", ["all-linear", ["q_proj", "embed_tokens"], ["down_proj", "lm_head"]], ids=str)
+@pytest.mark.parametrize("modules", rest_slow(["all-linear", ["q_proj", "embed_tokens"], ["down_proj", "lm_head"]]), ids=str)
 def test_merged_weights_compute_what_the_adapter_does(make_engine, tmp_path, modules):
     """Also where one of two tied weights is adapted, which the merged folder then holds apart. 1e-5: float32, added up once."""
     from transformers import AutoModelForCausalLM
 
     engine = make_engine(lora_rank=4, lora_target_modules=modules)
-    checkpoints = SamplerCheckpoints()
-    checkpoints.save_adapted(engine, tmp_path / "adapted")
+    Gathered().save_adapted(engine, tmp_path / "adapted")
     train(engine, lr=1e-2)
     with_adapter = logprobs_of(engine.model.network, TOKENS)
     with engine.model.network.disable_adapter():
         without = logprobs_of(engine.model.network, TOKENS)
     assert (with_adapter - without).abs().max() > 0.05
-    assert checkpoints.save(engine, tmp_path / "merged", "base", merged=True).kind == "base"
+    assert SamplerCheckpoints().save(engine, tmp_path / "merged", "base", merged=True).kind == "base"
     for name, expected in (("merged", with_adapter), ("adapted", without)):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         assert not (tmp_path / name / "adapter_config.json").exists()
@@ -177,6 +215,7 @@ def test_merged_weights_compute_what_the_adapter_does(make_engine, tmp_path, mod
     assert logprobs_of(engine.model.network, TOKENS).equal(with_adapter)  # it was not touched
 
 
+@pytest.mark.slow
 def test_merged_weights_are_chained_as_others(make_engine, tmp_path):
     engine, checkpoints = make_engine(lora_rank=4, dtype="bfloat16"), SamplerCheckpoints()
     for step, kind in enumerate(("base", "delta", "delta")):
@@ -203,13 +242,14 @@ def test_a_sum_is_rounded_once(make_engine, tmp_path):
     assert (found != exact.bfloat16()).float().mean() < 1e-3  # float32 is between the two
 
 
-@pytest.mark.parametrize("family", ["gpt2", "qwen3_moe", "gemma3_text"])
+@pytest.mark.parametrize("family", rest_slow(["gpt2", "qwen3_moe", "gemma3_text"]))
 def test_merged_weights_of_other_architectures(family, tmp_path):
     """Layers that keep their weights transposed, experts, tied heads."""
     from transformers import AutoModelForCausalLM
 
     plain, config = language_model(family), ModelConfig(family, lora_rank=2)
-    engine = Engine(replace(plain, network=_add_lora(plain.network, config, 0), config=config), EngineOptions())
+    engine = Engine(replace(plain, network=add_lora(plain.network, config, 0), config=config), EngineOptions())
+    Gathered().save_adapted(engine, tmp_path / "adapted")
     train(engine, lr=1e-2)
     SamplerCheckpoints().save(engine, tmp_path / "merged", "base", merged=True)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
@@ -222,7 +262,7 @@ def test_merged_weights_of_other_architectures(family, tmp_path):
 
 def test_the_first_is_a_base(make_engine, tmp_path):
     checkpoints = SamplerCheckpoints()
-    with pytest.raises(CheckpointError, match="v0: there is nothing that a delta could differ from; write a base first"):
+    with pytest.raises(CheckpointError, match="v0: a delta needs a checkpoint before it; write a base first"):
         checkpoints.save(make_engine(), tmp_path / "v0", "delta")
     assert not list(tmp_path.iterdir())
 
@@ -231,7 +271,7 @@ def test_a_delta_after_the_weights_were_replaced_is_refused(make_engine, tmp_pat
     engine, checkpoints = make_engine(), SamplerCheckpoints()
     checkpoints.save(engine, tmp_path / "v0", "base")
     checkpoints.forget()
-    with pytest.raises(CheckpointError, match="nothing that a delta could differ from"):
+    with pytest.raises(CheckpointError, match="a delta needs a checkpoint before it"):
         checkpoints.save(engine, tmp_path / "v1", "delta")
 
 
@@ -240,10 +280,11 @@ def test_a_delta_needs_its_predecessor_on_the_disk(make_engine, tmp_path):
     checkpoints.save(engine, tmp_path / "v0", "base")
     checkpoints.save(engine, tmp_path / "v1", "delta")
     shutil.rmtree(tmp_path / "v1")
-    with pytest.raises(CheckpointError, match=r"could differ from \(.*v1 is gone\); write a base first"):
+    with pytest.raises(CheckpointError, match=r"needs a checkpoint before it \(.*v1 is gone\); write a base first"):
         checkpoints.save(engine, tmp_path / "v2", "delta")
 
 
+@pytest.mark.slow
 def test_a_failed_save_breaks_no_chain(make_engine, saved, tmp_path):
     """What was not written is no predecessor."""
     engine, checkpoints = make_engine(dtype="bfloat16"), SamplerCheckpoints()
@@ -293,10 +334,10 @@ def test_a_missing_or_misnamed_predecessor_is_an_error(saved, tmp_path):
     with pytest.raises(CheckpointError, match="checkpoint name: expected letters"):
         reconstruct(tmp_path / "astray")
     rewritten(tmp_path / "astray", predecessor="astray")
-    with pytest.raises(CheckpointError, match=r"astray: differs from .*astray, which comes before it as well"):
+    with pytest.raises(CheckpointError, match=r"astray: is a delta of .*astray, which is a delta of it as well"):
         reconstruct(tmp_path / "astray")
     shutil.rmtree(tmp_path / "v1")
-    with pytest.raises(CheckpointError, match=r"v2: differs from .*v1, which is missing"):
+    with pytest.raises(CheckpointError, match=r"v2: is a delta of .*v1, which is missing"):
         reconstruct(tmp_path / "v3")
 
 

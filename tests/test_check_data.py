@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
+from tiny import byte_tokenizer
 
-from cookbook.check.rows import Piece, Trained, lengths, pieces, survey
-from cookbook.cli import token_text
+from cookbook.check.dataset import TextSpan, WeightedSequence, lengths, survey, text_spans
+from cookbook.cli import check_data
 from cookbook.cli.app import run
 from cookbook.cli.check_config import plan
-from cookbook.cli.hydra_bridge import Request, show
+from cookbook.cli.hydra.bridge import ComposeRequest, show
 from cookbook.data import DataConfig, Renderer, Row
-from cookbook.data.byte_tokenizer import byte_tokenizer
 
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 
@@ -36,8 +36,8 @@ def rows(*values) -> list[Row]:
     return [Row(f"train.jsonl:{number}", value) for number, value in enumerate(values, start=1)]
 
 
-def text(renderer, one: Trained) -> str:
-    return "".join(piece.text if piece.weight else "." for piece in pieces(renderer.tokenizer, one.tokens, one.weights))
+def text(renderer, one: WeightedSequence) -> str:
+    return "".join(piece.text if piece.weight else "." for piece in text_spans(renderer.tokenizer, one.tokens, one.weights))
 
 
 # What the rows become
@@ -70,7 +70,7 @@ def test_a_row_the_template_refuses_does_not_hide_the_others():
     found = survey("conversations", data, Renderer(tokenizer), DataConfig(), 0)
     assert [one.where for one in found.sequences] == ["train.jsonl:1", "train.jsonl:3"]
     [refusal] = found.refused
-    assert refusal.reason.startswith("train.jsonl:2: the chat template refuses the row: not this") and refusal.fatal
+    assert refusal.reason.startswith("train.jsonl:2: the chat template rejects the row: not this") and refusal.fatal
     found = survey("rollouts", data, Renderer(tokenizer), DataConfig(), 4)
     assert found.num_used == 2 and len(found.refused) == 1
 
@@ -96,7 +96,7 @@ def test_a_survey_of_pairs_and_of_prompts(renderer):
 
 
 def test_lengths():
-    sequences = [Trained("", [0] * n, np.array([0.0] + [1.0] * (n - 1))) for n in range(2, 102)]
+    sequences = [WeightedSequence("", [0] * n, np.array([0.0] + [1.0] * (n - 1))) for n in range(2, 102)]
     assert lengths(sequences, lambda one: len(one.tokens)) == {
         "sequences": 100,
         "tokens": 5150,
@@ -113,17 +113,17 @@ def test_pieces_spell_the_text(renderer):
     spelled = "Grüße 東京 🎉\n a"
     tokens = renderer.tokenizer.encode(spelled)
     weights = np.ones(len(tokens))
-    found = pieces(renderer.tokenizer, tokens, weights)
+    found = text_spans(renderer.tokenizer, tokens, weights)
     assert "".join(piece.text for piece in found) == spelled
     assert "東" in [piece.text for piece in found] and len(found) == len(spelled)  # four bytes of a party are one piece
     weights[-3:] = 0
-    assert [piece.weight for piece in pieces(renderer.tokenizer, tokens, weights)][-3:] == [0.0] * 3
-    assert pieces(renderer.tokenizer, [], np.zeros(0)) == []
+    assert [piece.weight for piece in text_spans(renderer.tokenizer, tokens, weights)][-3:] == [0.0] * 3
+    assert text_spans(renderer.tokenizer, [], np.zeros(0)) == []
 
 
 def test_long_sequences_are_shown_at_both_ends(capsys):
-    found = [Piece(f"{n} ", float(n > 998)) for n in range(1000)]
-    token_text.show("title", found, "", colour=False)
+    found = [TextSpan(f"{n} ", float(n > 998)) for n in range(1000)]
+    check_data.show_tokens("title", found, "", color=False)
     out = capsys.readouterr().out
     assert (
         out.startswith("title\n0 1 2 ") and " 238 239  ... 640 tokens ... 880 881 " in out and out.endswith("998 [[999 ]]\n\n")
@@ -131,17 +131,17 @@ def test_long_sequences_are_shown_at_both_ends(capsys):
 
 
 def test_weights_between_are_told(capsys):
-    shown = [Piece("a", 0.0), Piece("b", 1.0), Piece("c", 1.0), Piece("d", 0.5)]
-    token_text.show("t", shown, "sampled", colour=False)
+    shown = [TextSpan("a", 0.0), TextSpan("b", 1.0), TextSpan("c", 1.0), TextSpan("d", 0.5)]
+    check_data.show_tokens("t", shown, "sampled", color=False)
     assert capsys.readouterr().out == "t\na[[bc]][[d]]x0.5[[sampled]]\n\n"
 
 
-def test_in_colour(capsys, monkeypatch):
+def test_in_color(capsys, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm-256color"), ("COLORTERM", "")):
         monkeypatch.setenv(name, value)
-    shown = [Piece("[b]prompt", 0.0), Piece("an", 1.0), Piece("\n", 1.0), Piece("half", 0.5)]
-    token_text.show("t", shown, "", colour=True)
+    shown = [TextSpan("[b]prompt", 0.0), TextSpan("an", 1.0), TextSpan("\n", 1.0), TextSpan("half", 0.5)]
+    check_data.show_tokens("t", shown, "", color=True)
     out = capsys.readouterr().out
     assert "\033[2m[b]prompt\033[0m\033[1;38;" in out and "\u23ce" in out
 
@@ -149,10 +149,15 @@ def test_in_colour(capsys, monkeypatch):
 # The commands
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "words"),
     [
-        ("sft", ["learns from conversations", "[[", "<|im_end|>]]", "trained tokens", "of the tokens are trained"]),
+        pytest.param(
+            "sft",
+            ["learns from conversations", "[[", "<|im_end|>]]", "trained tokens", "of the tokens are trained"],
+            marks=pytest.mark.slow,
+        ),
         ("dpo", ["learns from preferences", "chosen, trained tokens", ":1, rejected: "]),
         ("grpo", ["learns from rollouts", "prompts", "[[sampled, up to 16 tokens]]"]),
     ],
@@ -185,6 +190,7 @@ def test_refused_rows_are_listed_and_end_with_2(capsys):
     assert got.err.startswith("error: check data: no row is left to train on; the first: mine.jsonl:1: broken JSON at column 2")
 
 
+@pytest.mark.slow
 def test_columns_that_train_nothing_are_named(capsys):
     more = {"id": 3, "score": None, "images": []}
     row = {"messages": [{**USER, "at": "noon"}, ANSWER], **more}
@@ -207,7 +213,7 @@ def test_a_recipe_without_data_says_so(capsys):
 
 
 def facts(*overrides: str) -> dict[str, str]:
-    cfg = OmegaConf.create(show(Request(overrides), "job", resolve=True))
+    cfg = OmegaConf.create(show(ComposeRequest(overrides), "job", resolve=True))
     return dict(plan(cfg, list(overrides)))
 
 
@@ -222,16 +228,19 @@ def test_a_plan_says_what_the_run_would_do():
     assert "linear, after a warm-up of 40 steps; gradient clipped at norm 1" in found["optimizer"]
     assert found["checkpoints"] == "every 50 steps, and the last; all are kept"
     assert found["writes to"] == "runs/sft-<time>-<id>"
-    assert not {"reward", "reference", "tells"} & set(found)
+    assert not {"reward", "reference", "trackers, hooks"} & set(found)
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_run_with_rollouts():
-    found = facts("recipe=grpo", "recipe.steps=7", "model.lora_rank=8", "tracker=tensorboard", "eval.every=null", "out=x")
+    found = facts(
+        "recipe=grpo", "recipe.steps=7", "data.limit=50", "model.lora_rank=8", "tracker=tensorboard", "eval.every=null", "out=x"
+    )
     assert found["steps"].startswith("7, of ") and found["reward"] == "Number(column='answer')"
     assert found["rollout"] == "completions of up to 16 tokens at temperature 1"
     assert "one forward pass more per step" in found["reference"] and "a LoRA adapter of rank 8" in found["model"]
     assert found["evaluation"] == "before and after the run only" and found["writes to"] == "x"
-    assert "TensorBoard" in found["tells"]
+    assert "TensorBoard" in found["trackers, hooks"]
 
 
 def test_a_plan_names_the_optimizer_and_says_that_nothing_is_held_out(tmp_path):
@@ -242,12 +251,14 @@ def test_a_plan_names_the_optimizer_and_says_that_nothing_is_held_out(tmp_path):
     assert found["evaluation"].startswith("none, without held-out rows; ")
 
 
+@pytest.mark.slow
 def test_what_would_have_to_be_downloaded_is_not_counted():
     found = facts("recipe=sft", "data=hub", "data.name=some/where", "recipe.epochs=3", "recipe.batch_size=64")
     assert found["data"] == "some/where[train], of the hub, not read; held out: of the hub, not read"
     assert found["steps"] == "3 x the rows, 64 a step"
 
 
+@pytest.mark.slow
 def test_check_config_and_dry_run_refuse_alike(capsys):
     for words, message in (
         (["recipe=sft", "loss=dpo"], "loss: recipe=sft trains on conversations, and DPO compares pairs"),
@@ -258,7 +269,7 @@ def test_check_config_and_dry_run_refuse_alike(capsys):
             assert run([*command, *words]) == 2
             got = capsys.readouterr()
             assert got.err.startswith(f"error: {message}") and got.err.count("\n") == 1 and not got.out
-    assert run(["check", "config", "recipe=orpo"]) == 0
+    assert run(["check", "config", "recipe=orpo", "data.limit=50"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("recipe ") and "\nwrites to    runs/orpo-<time>-<id>\n" in out
     Path("taken").mkdir()

@@ -19,10 +19,11 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from marks import rest_slow
 
-from cookbook.backends.copies import digests
 from cookbook.backends.local import LocalConfig
 from cookbook.checkpoints import CheckpointConfig, manifest, store
+from cookbook.checkpoints.snapshots import digests
 from cookbook.errors import CheckpointError, ConfigError
 from cookbook.losses import DPO
 from cookbook.types import AdamParams
@@ -159,7 +160,7 @@ def _content(file):
     return {key: sorted(value) if isinstance(value, list) else value for key, value in facts.items()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", rest_slow(KINDS, fast=2))
 def test_saved_aside_it_holds_what_was_when_it_was_asked_for(make_trainer, tmp_path, kind):
     """The same bytes as a save that training waits for, although three more steps were asked for at once."""
     trainer = make_trainer(**KINDS[kind])
@@ -346,6 +347,7 @@ def test_what_is_no_checkpoint(make_engine, good, tiny_folder, tmp_path):
             store.load(engine, folder, optimizer=True)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_changes_nothing(make_engine, good, tmp_path):
     small = tiny.save(tmp_path / "small", num_hidden_layers=1)
     adapters = {rank: make_engine(lora_rank=rank, lora_alpha=alpha) for rank, alpha in ((4, 32), (2, 32))}
@@ -353,7 +355,7 @@ def test_a_checkpoint_of_another_model_changes_nothing(make_engine, good, tmp_pa
         store.save(engine, tmp_path / f"rank-{rank}", state=True)
     cases = [
         (make_engine(name=small), good, "is of another model"),
-        (make_engine(lora_rank=4), good, "holds full weights, and the model is set up otherwise; set model.lora_rank"),
+        (make_engine(lora_rank=4), good, "holds full weights, but the model is configured differently; set model.lora_rank"),
         (make_engine(), tmp_path / "rank-4", "holds a LoRA adapter"),
         (adapters[2], tmp_path / "rank-4", "is of another model"),
         (make_engine(lora_rank=4, lora_target_modules=["q_proj"]), tmp_path / "rank-4", "is of another model"),
@@ -578,7 +580,7 @@ def test_the_weights_of_a_sampler_that_lags_behind_come_back_to_the_bit(make_tra
 def test_options_out_of_range():
     with pytest.raises(ConfigError, match=r"checkpoint\.keep must be at least 1, got 0"):
         CheckpointConfig(keep=0)
-    with pytest.raises(ConfigError, match=r"backend\.shard_gb must be above 0, got 0"):
+    with pytest.raises(ConfigError, match=r"backend\.shard_gb: expected a number above 0, got 0"):
         LocalConfig(shard_gb=0)
 
 

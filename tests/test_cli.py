@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 import yaml
+from marks import rest_slow
 
 import cookbook
-from cookbook import paths
 from cookbook.cli.app import run
-from cookbook.cli.hydra_bridge import Request, show
-from cookbook.cli.hydra_bridge import run as run_job
-from cookbook.config import build
+from cookbook.cli.hydra.bridge import ComposeRequest, show
+from cookbook.cli.hydra.bridge import run as run_job
+from cookbook.config.nodes import build
 from cookbook.errors import ConfigError, CookbookError
-from cookbook.interrupt import Interrupted
+from cookbook.utils import paths
+from cookbook.utils.signals import Interrupted
 
 CONF = paths.packaged("conf")
 
@@ -103,11 +104,11 @@ COMPOSED = [
     (["seed=range(1,3)"], "'seed=range(1,3)' stands for several values: add -m to sweep over them"),
     (["optim=null"], "a group takes an option name, not null: write ~group to drop it"),
     (["optim=3"], "a group takes an option name, not a number: write group=name"),
-    (["~optm"], "~optm: there is no 'optm' to drop. Did you mean 'optim'?"),
-    (["+optim.lr=3"], "optim.lr is there already: write optim.lr=... without the +"),
-    (["+optim=adamw"], "optim is there already: write optim=... without the +"),
-    (["++optim=adamw"], "optim is there already: write optim=... without the +"),
-    (["optim@other=adamw"], "optim@other is not among the groups that are chosen; write +optim@other=... to add it"),
+    (["~optm"], "~optm: 'optm' is not in the configuration. Did you mean 'optim'?"),
+    (["+optim.lr=3"], "optim.lr is already in the configuration; write optim.lr=... without the +"),
+    (["+optim=adamw"], "optim is already in the configuration; write optim=... without the +"),
+    (["++optim=adamw"], "optim is already in the configuration; write optim=... without the +"),
+    (["optim@other=adamw"], "optim@other is not a chosen group; write +optim@other=... to add it"),
     (
         ["optim.lr"],
         "cannot read 'optim.lr'; write key=value, and quotes around what is not a plain word: key=\"'a = b'\"",
@@ -117,10 +118,13 @@ COMPOSED = [
         "cannot read 'model.name=a=b'; write key=value, and quotes around what is not a plain word: key=\"'a = b'\"",
     ),
     (["grpo"], "cannot read 'grpo'; write recipe=grpo"),
+    (["recipe", "=", "sft"], "cannot read 'recipe'; write recipe=sft, without spaces around the ="),
+    (["seed=1", "recipe", "=sft"], "cannot read 'recipe'; write recipe=sft, without spaces around the ="),
+    (["optim.lr=", "1e-4", "seed=1"], "cannot read '1e-4'; write optim.lr=1e-4, without spaces around the ="),
     (["hydra.mode=FOO"], "hydra.mode=FOO: Invalid value 'FOO', expected one of [RUN, MULTIRUN]"),
     (["model.name=${nope}", "--resolve"], "model.name: Interpolation key 'nope' not found"),
-    (["-cn", "nope"], "--config-name: there is no nope.yaml in ./conf, a --config-dir, or the packaged conf"),
-    (["-cd", "nope"], "--config-dir: there is no folder nope"),
+    (["-cn", "nope"], "--config-name: nope.yaml not found in ./conf, a --config-dir, or the packaged conf"),
+    (["-cd", "nope"], "--config-dir: folder not found, got nope"),
     (["-p", "optm"], f"unknown key 'optm'. Did you mean 'optim'? {KEYS}"),
     (["--multrun"], "No such option: --multrun (Possible options: --multirun)"),
 ]
@@ -145,8 +149,11 @@ TYPED = [
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--cfg", "job", *words], message) for words, message in COMPOSED]
-    + [(["--dry-run", *words], message) for words, message in TYPED],
+    rest_slow(
+        [(["--cfg", "job", *words], message) for words, message in COMPOSED]
+        + [(["--dry-run", *words], message) for words, message in TYPED],
+        fast=4,
+    ),
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_slip_costs_one_line(capsys, here, arguments, message):
@@ -157,6 +164,7 @@ def test_a_slip_costs_one_line(capsys, here, arguments, message):
     assert left_behind(here) == []
 
 
+@pytest.mark.slow
 def test_slips_in_the_users_files(capsys):
     write("conf/recipe/no_package.yaml", "recipe:\n  name: sft\ndefaults:\n  - override /optim: adamw\n")
     write("conf/recipe/broken.yaml", "# @package _global_\nrecipe:\n  name: sft\n bad: [1\n")
@@ -178,15 +186,16 @@ def test_slips_in_the_users_files(capsys):
 
 def test_a_run_gets_its_configuration_and_leaves_nothing(here):
     seen = []
-    run_job(Request(["recipe=sft", "optim.lr=1e-5"]), job_that_notes(seen))
+    run_job(ComposeRequest(["recipe=sft", "optim.lr=1e-5"]), job_that_notes(seen))
     assert seen == [(1e-5, ["recipe=sft", "optim.lr=1e-5"])]
     assert Path.cwd() == here and left_behind(here) == []
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_after_a_failed_run_and_says_so(capsys, here):
     seen = []
     with pytest.raises(CookbookError) as caught:
-        run_job(Request(["optim.lr=1e-5,-1,1e-6"], multirun=True), job_that_notes(seen))
+        run_job(ComposeRequest(["optim.lr=1e-5,-1,1e-6"], multirun=True), job_that_notes(seen))
     assert str(caught.value) == "1 of 3 runs failed: optim: lr must be >= 0 and finite, got -1.0"
     assert [lr for lr, _ in seen] == [1e-5, 1e-6]
     assert "run 2 failed: optim: lr must be >= 0" in capsys.readouterr().err
@@ -208,18 +217,19 @@ def test_a_failed_run_of_a_sweep_is_freed_before_the_next_one():
         raise ConfigError("data: wrong")
 
     with pytest.raises(CookbookError, match="2 of 2 runs failed: data: wrong"):
-        run_job(Request(["seed=1,2"], multirun=True), job)
+        run_job(ComposeRequest(["seed=1,2"], multirun=True), job)
     assert alive == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_sweep_over_groups_and_by_hydras_own_key(here):
     names = []
-    run_job(Request(["recipe=sft,grpo", "hydra.mode=MULTIRUN"]), lambda cfg, overrides: names.append(cfg.recipe.name))
+    run_job(ComposeRequest(["recipe=sft,grpo", "hydra.mode=MULTIRUN"]), lambda cfg, overrides: names.append(cfg.recipe.name))
     assert names == ["sft", "grpo"]
     with pytest.raises(ConfigError, match="unknown recipe 'grop'"):
-        run_job(Request(["recipe=sft,grop"], multirun=True), lambda cfg, overrides: names.append("none must run"))
+        run_job(ComposeRequest(["recipe=sft,grop"], multirun=True), lambda cfg, overrides: names.append("none must run"))
     with pytest.raises(ConfigError, match="a group takes an option name, not null"):
-        run_job(Request(["optim=adamw,null"], multirun=True), lambda cfg, overrides: names.append("none must run"))
+        run_job(ComposeRequest(["optim=adamw,null"], multirun=True), lambda cfg, overrides: names.append("none must run"))
     assert names == ["sft", "grpo"]
     assert left_behind(here) == []
 
@@ -227,10 +237,10 @@ def test_a_sweep_over_groups_and_by_hydras_own_key(here):
 def test_runs_of_a_sweep_do_not_share_a_folder():
     seen = []
     with pytest.raises(ConfigError, match=r"out: every run would write to x; drop it, or write 'out=x/\$\{seed\}'"):
-        run_job(Request(["seed=1,2", "out=x"], multirun=True), job_that_notes(seen))
+        run_job(ComposeRequest(["seed=1,2", "out=x"], multirun=True), job_that_notes(seen))
     assert seen == []
     outs = []
-    run_job(Request(["seed=1,2", "out=x/${seed}"], multirun=True), lambda cfg, overrides: outs.append(cfg.out))
+    run_job(ComposeRequest(["seed=1,2", "out=x/${seed}"], multirun=True), lambda cfg, overrides: outs.append(cfg.out))
     assert outs == ["x/1", "x/2"]
 
 
@@ -241,9 +251,9 @@ def fail(error):
     return job
 
 
-@pytest.mark.parametrize("multirun", [False, True])
+@pytest.mark.parametrize("multirun", rest_slow([False, True]))
 def test_a_bug_keeps_its_type_and_a_stop_stops(multirun):
-    request = Request(["seed=1,2"] if multirun else ["seed=1"], multirun=multirun)
+    request = ComposeRequest(["seed=1,2"] if multirun else ["seed=1"], multirun=multirun)
     with pytest.raises(ZeroDivisionError):
         run_job(request, fail(ZeroDivisionError("a bug")))
     with pytest.raises(ValueError, match="a recipe's own") as caught:
@@ -255,17 +265,17 @@ def test_a_bug_keeps_its_type_and_a_stop_stops(multirun):
 
 def test_exit_codes(monkeypatch, capsys):
     for error, code in ((ConfigError("data: wrong"), 2), (KeyboardInterrupt(), 130), (Interrupted(7), 130)):
-        monkeypatch.setattr("cookbook.session.train", fail(error))
+        monkeypatch.setattr("cookbook.run.builder.train", fail(error))
         assert run(["train", "recipe=sft"]) == code
         assert "Traceback" not in capsys.readouterr().err
-    monkeypatch.setattr("cookbook.session.train", fail(ZeroDivisionError("a bug")))
+    monkeypatch.setattr("cookbook.run.builder.train", fail(ZeroDivisionError("a bug")))
     with pytest.raises(ZeroDivisionError):
         run(["train", "recipe=sft"])
 
 
 def test_a_dropped_group_is_null(here):
     seen = []
-    run_job(Request(["~reward"]), lambda cfg, overrides: seen.append(cfg.reward))
+    run_job(ComposeRequest(["~reward"]), lambda cfg, overrides: seen.append(cfg.reward))
     assert seen == [None]
 
 
@@ -276,14 +286,15 @@ def test_the_users_conf_and_recipe_win_and_are_named(capsys):
     write("conf/optim/adamw.yaml", (CONF / "optim/adamw.yaml").read_text().replace("1e-5", "7.0"))
     write("recipes/sft.py", "")
     seen = []
-    run_job(Request(["loss=cross_entropy"]), job_that_notes(seen))
+    run_job(ComposeRequest(["loss=cross_entropy"]), job_that_notes(seen))
     err = capsys.readouterr().err
     assert "using ./conf/optim/adamw.yaml instead of the packaged one\n" in err
     assert "recipes" not in err
-    run_job(Request(["recipe=sft"]), job_that_notes(seen))
+    run_job(ComposeRequest(["recipe=sft"]), job_that_notes(seen))
     assert "using ./recipes/sft.py instead of the packaged one\n" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_config_dir_comes_before_conf(tmp_path, capsys):
     for folder, eps in (("conf", "2.0"), ("other", "3.0")):
         write(f"{folder}/optim/mine.yaml", f"eps: {eps}\n")
@@ -298,31 +309,35 @@ def test_a_config_dir_comes_before_conf(tmp_path, capsys):
 # An earlier run again
 
 
+@pytest.mark.slow
 def test_the_config_of_an_earlier_run(capsys):
-    write("old.yaml", show(Request(["recipe=grpo", "optim.lr=0.25", "loss.clip_high=0.5"]), "job", resolve=True))
-    again = yaml.safe_load(show(Request([], config_file=Path("old.yaml")), "job"))
+    write("old.yaml", show(ComposeRequest(["recipe=grpo", "optim.lr=0.25", "loss.clip_high=0.5"]), "job", resolve=True))
+    again = yaml.safe_load(show(ComposeRequest([], config_file=Path("old.yaml")), "job"))
     assert again == yaml.safe_load(Path("old.yaml").read_text())
-    changed = yaml.safe_load(show(Request(["optim.lr=0.5", "loss=dpo"], config_file=Path("old.yaml")), "job"))
+    changed = yaml.safe_load(show(ComposeRequest(["optim.lr=0.5", "loss=dpo"], config_file=Path("old.yaml")), "job"))
     assert changed["optim"]["lr"] == 0.5
     assert changed["loss"] == yaml.safe_load((CONF / "loss/dpo.yaml").read_text())  # replaced, not merged
     assert {key: value for key, value in changed.items() if key not in ("optim", "loss")} == {
         key: value for key, value in again.items() if key not in ("optim", "loss")
     }
     seen = []
-    run_job(Request(["seed=1,2", "optim=adamw"], multirun=True, config_file=Path("old.yaml")), job_that_notes(seen))
+    run_job(ComposeRequest(["seed=1,2", "optim=adamw"], multirun=True, config_file=Path("old.yaml")), job_that_notes(seen))
     assert len(seen) == 2
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--config", "nope.yaml"], "--config: there is no file nope.yaml; a run writes its own as <out>/config.yaml"),
+        (
+            ["--config", "nope.yaml"],
+            "--config: file not found, got nope.yaml; a run writes its configuration to <out>/config.yaml",
+        ),
         (["--config", "list.yaml"], "--config: list.yaml holds no keys; a run writes its own as <out>/config.yaml"),
         (["--config", "broken.yaml"], "broken.yaml:3: not valid YAML: could not find expected ':'"),
         (["--config", "old.yaml", "lr=1"], "unknown key 'lr'; write optim.lr=1"),
         (
             ["--config", "old.yaml", "recipe=sft"],
-            "--config: recipe= chooses the other groups too, and they are settled here; drop one of them",
+            "recipe: old.yaml has settled the recipe and all that it chooses; drop recipe=sft",
         ),
     ],
 )
@@ -348,4 +363,4 @@ def test_composes_what_hydra_main_composes(tmp_path):
     )
     command = [sys.executable, "main.py", "--cfg", "job", *overrides]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == show(Request(overrides), "job")
+    assert done.stdout == show(ComposeRequest(overrides), "job")

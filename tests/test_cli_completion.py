@@ -3,7 +3,7 @@
 import pytest
 
 from cookbook.cli.app import run
-from cookbook.cli.completion import rejoin
+from cookbook.cli.hydra.bridge import rejoin
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +43,7 @@ def test_bash(tab):
     assert tab("bash", "cookbook fork or") == ["orpo"]
 
 
+@pytest.mark.slow
 def test_fish(tab):
     assert tab("fish", "cookbook train recipe=gr") == ["recipe=grpo"]
     assert tab("fish", "cookbook train recipe=sft loss.") == ["loss.normalization="]

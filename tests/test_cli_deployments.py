@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cookbook.cli.app import run
-from cookbook.deployments.manager import DeploymentManager
+from cookbook.deployments.vllm.registry import DeploymentManager
 
 SERVER = """
 import sys
@@ -53,6 +53,7 @@ def listed(capsys) -> list[list[str]]:
     return [line.split() for line in out.splitlines()[1:] if line]
 
 
+@pytest.mark.slow
 def test_from_beginning_to_end(python, capsys):
     code, out, _ = cookbook(capsys, "create", "mine", python, "deployment.replicas=2")
     assert code == 0 and out.count("answers") == 2
@@ -78,6 +79,7 @@ def test_other_settings_make_other_servers(python, capsys):
     assert one.options.threads == 2
 
 
+@pytest.mark.slow
 def test_one_that_is_in_use_says_by_whom(python, capsys):
     assert cookbook(capsys, "create", "mine", python)[0] == 0
     with DeploymentManager().held("mine"):
@@ -85,14 +87,15 @@ def test_one_that_is_in_use_says_by_whom(python, capsys):
         for words in (("delete", "mine"), ("scale", "mine", "2"), ("create", "mine", python)):
             code, _, error = cookbook(capsys, *words)
             assert code == 2 and f"mine is used by process {os.getpid()}; wait for it" in error
-    assert listed(capsys)[0][-1] == "nobody"
+    assert listed(capsys)[0][-1] == "none"
 
 
+@pytest.mark.slow
 def test_misuse_is_one_line(python, capsys, tmp_path):
     assert cookbook(capsys, "create", "mine", python)[0] == 0
     for words, expected in [
-        (("delete", "mime"), "nothing called 'mime' runs. Did you mean 'mine'? (there are mine)"),
-        (("warm-up", "other"), "nothing called 'other' runs. (there are mine)"),
+        (("delete", "mime"), "deployments: not running, got 'mime'; choose one of mine. Did you mean 'mine'?"),
+        (("warm-up", "other"), "deployments: not running, got 'other'; choose one of mine"),
         (("scale", "mine", "0"), "should be greater than or equal to 1"),
         (("create", "a/b", python), "deployment.name: expected letters, digits, '-' and '_', got 'a/b'"),
         (("create", "new", "deployment=embedded"), "unknown key 'deployment.name'"),

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from marks import rest_slow
 
-from cookbook.cli import fork, listing
+from cookbook.cli import catalogue
 from cookbook.cli.app import run
-from cookbook.losses import LOSSES
+from cookbook.losses import LOSSES, loss_class
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +41,7 @@ def test_a_forked_recipe_runs_at_once(here, capsys):
     assert yaml.safe_load(capsys.readouterr().out)["recipe"]["name"] == "my_grpo"
 
 
-@pytest.mark.parametrize("name", sorted({"grpo", "dapo", "dpo", "cross_entropy"}))
+@pytest.mark.parametrize("name", rest_slow(["dpo", "grpo", "cross_entropy", "dapo"]))
 def test_a_forked_loss_is_used_under_its_own_name(here, capsys, name):
     assert run(["fork", "loss", name, "my_loss"]) == 0
     assert "try: cookbook train recipe=... loss=my_loss\n" in capsys.readouterr().out
@@ -80,7 +81,7 @@ def test_diff_shows_what_was_changed_and_nothing_else(capsys):
     assert changed[0] == "+# more"
     assert [line.split("#")[0].rstrip() for line in changed[1:]] == ["-  name: mine", "+  name: mine"]
     assert "\033" not in out
-    assert "\033[32m+# more\033[0m" in fork.diff("recipe", "mine", colour=True)
+    assert "\033[32m+# more\033[0m" in catalogue.diff("recipe", "mine", color=True)
     code.unlink()
     assert run(["diff", "mine"]) == 0
     assert "-def train(run: Run) -> None:" in capsys.readouterr().out
@@ -101,13 +102,13 @@ def test_a_fork_of_a_fork(capsys):
     [
         (["grop", "mine"], "unknown recipe 'grop'. Did you mean 'grpo'? (choices: dpo, grpo, orpo, sft, taken)"),
         (["loss", "grop", "mine"], "unknown loss 'grop'. Did you mean 'grpo'? (choices: "),
-        (["grpo", "My-Grpo"], "fork: 'My-Grpo' is no name; use small letters, digits and _, a letter first"),
-        (["grpo", "../mine"], "fork: '../mine' is no name; use"),
-        (["grpo", "sft"], "fork: there is a recipe 'sft' already; choose another name"),
-        (["grpo", "taken"], "fork: there is a recipe 'taken' already; choose another name"),
-        (["grpo", "half"], "fork: recipes/half.py is there already; choose another name, or remove it"),
+        (["grpo", "My-Grpo"], "fork: invalid name 'My-Grpo'; use lowercase letters, digits and _, starting with a letter"),
+        (["grpo", "../mine"], "fork: invalid name '../mine'; use"),
+        (["grpo", "sft"], "fork: a recipe 'sft' already exists; choose another name"),
+        (["grpo", "taken"], "fork: a recipe 'taken' already exists; choose another name"),
+        (["grpo", "half"], "fork: recipes/half.py already exists; choose another name, or remove it"),
         (["grpo"], "expected 2 names, got 1; for example: cookbook fork grpo my_grpo"),
-        (["taken", "mine"], "fork: conf/recipe/taken.yaml has no recipes/taken.py beside it"),
+        (["taken", "mine"], "fork: conf/recipe/taken.yaml has no recipes/taken.py next to it"),
     ],
 )
 def test_a_fork_that_is_refused_writes_nothing(here, capsys, words, message):
@@ -133,8 +134,8 @@ def test_a_folder_that_cannot_be_written(here, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["mine"], "diff: there is no conf/recipe/mine.yaml here; cookbook fork writes one"),
-        (["loss", "mine"], "diff: there is no conf/loss/mine.yaml here; cookbook fork writes one"),
+        (["mine"], "diff: conf/recipe/mine.yaml not found; cookbook fork writes it"),
+        (["loss", "mine"], "diff: conf/loss/mine.yaml not found; cookbook fork writes it"),
         (["own"], "diff: conf/recipe/own.yaml has no line '# forked from NAME', so there is nothing to compare"),
         (["orphan"], "unknown recipe 'gone'. (choices: "),
     ],
@@ -170,17 +171,28 @@ def test_list_names_what_there_is_and_whose_it_is(capsys):
     assert "forked from" not in out and "@package" not in out
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_list_reads_of_a_packaged_loss_what_the_class_says(name):
+    """The source of the class is read without an import, the bases included."""
+    read, cls = catalogue._packaged_class(LOSSES[name]), loss_class(name)
+    assert read is not None
+    assert (read["reduction"], read["normalization"]) == (cls.reduction, cls.normalization)
+
+
 def test_a_broken_file_does_not_break_the_list(capsys):
     Path("conf/loss").mkdir(parents=True)
     Path("conf/loss/broken.yaml").write_text("_target_: losses.gone.Mine\n")
     Path("conf/loss/torn.yaml").write_text("a: [1\n")
+    Path("conf/loss/typo.yaml").write_text("_target_: cookbook.losses.dpo.DPOO\n")
+    Path("conf/loss/empty.yaml").write_text("a: 1\n")
     assert run(["list", "losses"]) == 0
     out = capsys.readouterr().out
+    assert "has no 'DPOO'" in out and "expected package.module.Class, got None" in out
     assert "unusable: " in out and "grpo" in out
 
 
 def test_a_table_on_a_terminal(capsys):
-    listing.print_list("recipes", table=True)
+    catalogue.print_list("recipes", table=True)
     out = capsys.readouterr().out
     assert "recipes" in out and "grpo" in out and "packaged" in out
 

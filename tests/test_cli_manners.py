@@ -10,13 +10,13 @@ import yaml
 from huggingface_hub import constants
 from runtools import ROOT, SMALL, here, rows, train, write  # noqa: F401 - here is a fixture
 
-from cookbook.cli import sample_target
+from cookbook.cli import catalogue
 from cookbook.cli.app import run
 from cookbook.errors import ConfigError
-from cookbook.paths import packaged
-from cookbook.rewards import Python
-from cookbook.rewards.verdict import Fault, judge
-from cookbook.trackers.console import Console
+from cookbook.sampling.rewards import Python
+from cookbook.sampling.rewards.runner import Arguments, RewardFailure, call
+from cookbook.terminal import Console
+from cookbook.utils.paths import packaged
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("here")
 
 def test_list_says_what_it_can_list(capsys):
     assert run(["list", "loss"]) == 2
-    choices = "(choices: all, recipes, losses, models, data, rewards)"
+    choices = "(choices: all, recipes, losses, models, data, rewards, envs)"
     assert capsys.readouterr().err == f"error: list: unknown kind 'loss'. Did you mean 'losses'? {choices}\n"
     assert run(["train", "--cfg", "foo"]) == 2
     assert capsys.readouterr().err == "error: Invalid value for '--cfg' / '-c': 'foo' is not one of 'job', 'hydra', 'all'.\n"
@@ -38,7 +38,7 @@ def test_diff_finds_a_forked_loss_by_its_name(capsys):
     assert run(["diff", "my_dpo"]) == 0
     assert capsys.readouterr().out == "my_dpo is the same as dpo\n"
     assert run(["diff", "my_dp"]) == 2
-    error = "diff: there is no conf/recipe/my_dp.yaml here; cookbook fork writes one. Did you mean 'my_dpo'?"
+    error = "diff: conf/recipe/my_dp.yaml not found; cookbook fork writes it. Did you mean 'my_dpo'?"
     assert capsys.readouterr().err == f"error: {error}\n"
 
 
@@ -66,34 +66,37 @@ def test_sample_knows_at_once_what_is_not_there(name, hint, capsys, monkeypatch)
     began = time.monotonic()
     assert run(["sample", name, "1+1="]) == 2
     assert time.monotonic() - began < 5  # the hub would take a minute to say so
-    error = f"error: sample: there is no folder {name!r} here and no such model; give a run's folder, a checkpoint, a model of "
+    error = f"error: sample: no folder and no model is called {name!r}; give a run's folder, a checkpoint, a model of "
     assert capsys.readouterr().err == f"{error}`cookbook list models`, or a hub id as owner/name.{hint}\n"
 
 
 def test_what_sample_takes(monkeypatch, tmp_path):
     Path("mine").mkdir()
     write("conf.txt", "")
-    assert sample_target.resolve("mine") == "mine"
-    assert sample_target.resolve("owner/name") == "owner/name"
-    assert sample_target.resolve("gpt2") == "gpt2"
-    assert sample_target.resolve("tiny") == str(packaged("data") / "tiny")
-    assert sample_target.resolve("qwen3_0p6b") == "Qwen/Qwen3-0.6B"
-    with pytest.raises(ConfigError, match="no folder 'tiny_random'"):  # it has no weights of its own
-        sample_target.resolve("tiny_random")
+    assert catalogue.resolve("mine") == "mine"
+    assert catalogue.resolve("owner/name") == "owner/name"
+    assert catalogue.resolve("gpt2") == "gpt2"
+    assert catalogue.resolve("tiny") == str(packaged("data") / "tiny")
+    assert catalogue.resolve("qwen3_0p6b") == "Qwen/Qwen3-0.6B"
+    with pytest.raises(ConfigError, match="is called 'tiny_random'"):  # it has no weights of its own
+        catalogue.resolve("tiny_random")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(ConfigError, match="no folder 'old-model'"):
-        sample_target.resolve("old-model")
+    with pytest.raises(ConfigError, match="is called 'old-model'"):
+        catalogue.resolve("old-model")
     (tmp_path / "cache" / "models--old-model").mkdir(parents=True)
-    assert sample_target.resolve("old-model") == "old-model"
+    assert catalogue.resolve("old-model") == "old-model"
 
 
+@pytest.mark.slow
 def test_a_hub_that_is_not_there_is_said_once(capfd, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     for words in (["sample", "owner/name", "1+1="], ["train", *SMALL["dpo"], "model.name=owner/name", "out=run"]):
         assert run(words) == 2
         err = capfd.readouterr().err
-        assert err.startswith("error: model.name: there is no folder 'owner/name' here, and the Hugging Face hub cannot be ")
+        assert err.startswith(
+            "error: model.name: the folder 'owner/name' does not exist, and the Hugging Face hub is unreachable; "
+        )
         assert err.count("\n") == 1
     assert not Path("run").exists()
 
@@ -120,8 +123,8 @@ def test_an_evaluation_is_said_when_it_is_new(capsys):
 def test_a_reward_that_raises_in_a_library_is_named_by_the_users_own_line():
     """Where the json module raises is of no use to who wrote the reward."""
     write("mine.py", "import json\n\n\ndef grade(completion, row):\n    return json.loads('{' + completion)['a']\n")
-    found = judge(Python("mine.py:grade"), "", {})
-    assert isinstance(found, Fault) and found.message.endswith(" (mine.py:5); mend the reward or row")
+    found = call(Python("mine.py:grade"), Arguments(["", {}]))
+    assert isinstance(found, RewardFailure) and found.message.endswith(" (mine.py:5); fix the reward or row")
 
 
 # Pipes
@@ -134,14 +137,15 @@ def piped(words: list[str], reader: str, errors: str = "2>errors.txt") -> int:
     return subprocess.run(["bash", "-c", command], env=environment, check=False).returncode
 
 
-@pytest.mark.parametrize("words", [["list"], ["train", "--cfg", "job"]], ids=" ".join)
+@pytest.mark.parametrize("words", [["list"], pytest.param(["train", "--cfg", "job"], marks=pytest.mark.slow)], ids=" ".join)
 def test_a_command_whose_reader_leaves_early_ends_silently(words):
     """As ``cookbook list | head -1``, whose reader is gone before the second line."""
     assert piped(words, "true") == 0
     assert Path("errors.txt").read_text() == ""
 
 
-@pytest.mark.parametrize("errors", ["2>&1", pytest.param("2>errors.txt", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("errors", ["2>&1", "2>errors.txt"])
+@pytest.mark.slow
 def test_a_run_outlives_the_reader_of_its_output(errors):
     """As ``cookbook train ... | head -1``: what has been trained for hours is worth more than its lines on the terminal."""
     body = "    def on_step(self, *_):\n        print('x' * 70000)\n"
@@ -162,7 +166,7 @@ def test_ctrl_c_inside_of_omegaconf_is_ctrl_c():
     """Seen by ``make kills``: its clearing up fails, and it makes an error of its own of that."""
     from omegaconf.errors import ConfigAttributeError
 
-    from cookbook.cli.hydra_bridge import _is_interrupt
+    from cookbook.cli.hydra.composer import _is_interrupt
 
     def clearing_up():
         try:

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_chain import TOKENS, logprobs_of, rewritten
 
-from cookbook import lock
 from cookbook.cli.app import run
 from cookbook.types import AdamParams
+from cookbook.utils import files
 
 
 def train(trainer, lr=1e-3) -> None:
@@ -103,7 +103,7 @@ def test_reconstruct(folder, capsys, make_trainer):
     assert all(torch.equal(own[name], found[name]) for name in own)
     for words, expected in [
         (("v2", out), "full: exists already"),
-        (("v0", folder / "new"), "v0: is no delta but a base, whole by itself; use cookbook weights export"),
+        (("v0", folder / "new"), "v0: expected a delta, got a checkpoint of kind base; use cookbook weights export"),
         (("none", folder / "new"), "none: is not a checkpoint"),
     ]:
         code, _, errors = cookbook(capsys, "reconstruct", folder / "checkpoints" / words[0], words[1])
@@ -171,7 +171,7 @@ def test_prune(folder, capsys):
 
 
 def test_a_run_under_way_is_not_pruned(folder, capsys):
-    with lock.held(folder):
+    with files.locked(folder):
         for place in (folder, folder / "checkpoints"):
             code, _, errors = cookbook(capsys, "prune", place, "--keep", "0")
             assert code == 2 and len(errors) == 1 and "another process" in errors[0]

@@ -5,9 +5,9 @@ from omegaconf import OmegaConf
 from runtools import here  # noqa: F401 - a fixture
 
 from cookbook.cli.app import run
-from cookbook.cli.conf_defaults import composed
-from cookbook.cli.hydra_bridge import Request, show
-from cookbook.recipe import available
+from cookbook.cli.hydra.bridge import ComposeRequest, show
+from cookbook.cli.hydra.conf_files import composed
+from cookbook.config.recipe import available
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("here")
 def test_it_is_what_hydra_composes(recipe):
     if recipe == "mine":
         assert run(["fork", "sft", "mine"]) == 0
-    shown = OmegaConf.to_container(OmegaConf.create(show(Request([f"recipe={recipe}"]), "job", resolve=True)))
+    shown = OmegaConf.to_container(OmegaConf.create(show(ComposeRequest([f"recipe={recipe}"]), "job", resolve=True)))
     del shown["recipe"]
     assert composed(recipe) == shown
 

@@ -10,14 +10,14 @@ from typing import Any, ClassVar, Literal
 import pytest
 from omegaconf import OmegaConf
 
-from cookbook import recipe
-from cookbook.config import OptimConfig, build
+from cookbook.config import OptimConfig, recipe
+from cookbook.config.nodes import build
+from cookbook.config.typed import convert, resolve_target
 from cookbook.errors import ConfigError
-from cookbook.suggest import did_you_mean, did_you_mean_key
-from cookbook.typed import convert, resolve_target
+from cookbook.utils.suggest import did_you_mean, did_you_mean_key
 
 
-class Colour(StrEnum):
+class Color(StrEnum):
     red = "red"
     dark_red = "dark-red"
 
@@ -32,7 +32,7 @@ class Everything:
     kind: ClassVar[str] = "everything"
     needed: int
     rate: float = 1e-5
-    colour: Colour | None = None
+    color: Color | None = None
     mode: Literal["auto", "on"] | bool = "auto"
     names: str | list[str] = "all"
     sizes: tuple[int, ...] = ()
@@ -67,7 +67,7 @@ def refusal(**values: Any) -> str:
 def test_values_become_what_the_annotations_say():
     got = made(
         rate="1e-4",  # as an environment variable spells it
-        colour="dark-red",
+        color="dark-red",
         mode=True,
         names=["q", "v"],
         sizes=[1, 2],
@@ -78,12 +78,12 @@ def test_values_become_what_the_annotations_say():
         anything={"deep": [1, {"_target_": f"{__name__}.Inner", "x": 2}]},
     )
     assert got == Everything(
-        1, 1e-4, Colour.dark_red, True, ["q", "v"], (1, 2), (3, "a"), {"a": 1.0}, Inner(5), Path("runs/a"),
+        1, 1e-4, Color.dark_red, True, ["q", "v"], (1, 2), (3, "a"), {"a": 1.0}, Inner(5), Path("runs/a"),
         {"deep": [1, Inner(2)]},
     )  # fmt: skip
     assert type(got.sizes) is tuple and type(got.table["a"]) is float
     assert made(needed=1e3).needed == 1000 and type(made(needed=1e3).needed) is int
-    assert made(colour="dark_red").colour is Colour.dark_red  # by name, too
+    assert made(color="dark_red").color is Color.dark_red  # by name, too
     assert math.isnan(made(rate=float("nan")).rate)  # the class has the last word
     assert convert(7, str, "a name") == "7"
 
@@ -97,7 +97,7 @@ def test_values_become_what_the_annotations_say():
         ({"needed": 1.5}, "node.needed: expected a whole number, got 1.5"),
         ({"needed": math.inf}, "node.needed: expected a whole number, got inf"),
         ({"needed": True}, "node.needed: expected a whole number, got true"),
-        ({"colour": "blue"}, "node.colour: expected one of red, dark-red, got 'blue'"),
+        ({"color": "blue"}, "node.color: expected one of red, dark-red, got 'blue'"),
         ({"mode": "off"}, "node.mode: expected one of auto, on or true or false, got 'off'"),
         ({"names": {"a": 1}}, "node.names: expected text or a list, got {'a': 1}"),
         ({"sizes": 3}, "node.sizes: expected a list, got 3"),
@@ -107,7 +107,7 @@ def test_values_become_what_the_annotations_say():
         ({"inner": {"x": "y"}}, "node.inner.x: expected a whole number, got 'y'"),
         ({"inner": {"y": 1}}, "unknown key 'node.inner.y'. (Inner has x)"),
         ({"inner": 3}, "node.inner: expected keys and values, got 3"),
-        ({"rates": 1}, "unknown key 'node.rates'. Did you mean 'rate'? (Everything has needed, rate, colour, mode, "
+        ({"rates": 1}, "unknown key 'node.rates'. Did you mean 'rate'? (Everything has needed, rate, color, mode, "
          "names, sizes, pair, table, inner, path, anything)"),
         ({"kind": "x"}, "unknown key 'node.kind'."),
         ({"needed": "???"}, "node.needed: missing; Everything needs a whole number"),
@@ -144,7 +144,7 @@ def test_a_plain_class_is_typed_by_its_init():
     [
         ("cookbook.losses.GPRO", "loss._target_: 'cookbook.losses' has no 'GPRO'. Did you mean 'GRPO'?"),
         ("cookbook.losses.grop.GRPO", "loss._target_: 'cookbook.losses' has no 'grop'. Did you mean 'grpo'?"),
-        ("no_such_module.Loss", "loss._target_: there is no module 'no_such_module' here or among the installed ones"),
+        ("no_such_module.Loss", "loss._target_: the module 'no_such_module' is neither in this folder nor installed"),
         ("GRPO", "loss._target_: expected package.module.Class, got 'GRPO'"),
         (3, "loss._target_: expected package.module.Class, got 3"),
         ("math.sqrt", "loss._target_: 'math.sqrt' is a builtin_function_or_method; name a class"),
@@ -228,7 +228,7 @@ def test_the_users_recipe_comes_first_and_listing_runs_nothing(recipes):
         ("x = (", r"recipes/mine.py:1: not valid Python: "),
         (RECIPE, r"recipes/mine.py: no function 'train\(run\)'"),
         ("def train(run): ...", r"recipes/mine.py: no dataclass 'Config'"),
-        ("import module_nobody_has", r"recipes/mine.py: it imports 'module_nobody_has', which cannot be found"),
+        ("import module_nobody_has", r"recipes/mine.py: imports 'module_nobody_has', which cannot be found"),
     ],
 )
 def test_a_file_that_is_no_recipe(recipes, code, message):

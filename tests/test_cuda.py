@@ -9,14 +9,15 @@ import pytest
 import tiny
 import torch
 
-from cookbook.backends import copies
-from cookbook.checkpoints import store
+from cookbook.checkpoints import snapshots, store
+from cookbook.engine.decoding.decoder import sample
+from cookbook.engine.decoding.requests import SampleRequest
 from cookbook.engine.engine import Engine, EngineOptions
-from cookbook.engine.linear_logprobs import linear_logprobs, linear_logprobs_with_gradient
-from cookbook.engine.linear_logprobs.implementations import implementation
+from cookbook.engine.head.linear_logprobs import linear_logprobs, linear_logprobs_with_gradient
+from cookbook.engine.head.linear_logprobs.api import LinearLayer, LogitTransform
+from cookbook.engine.head.linear_logprobs.implementations import implementation
 from cookbook.engine.model import ModelConfig, load
 from cookbook.engine.offload import offloading
-from cookbook.engine.sampler import Request, sample
 from cookbook.losses import DFT, DPO, GRPO, ORPO, CrossEntropy
 from cookbook.types import AdamParams, SamplingParams
 
@@ -168,7 +169,7 @@ def test_a_run_goes_on_exactly(wide_folder, tmp_path, dtype, lora_rank, aside):
 
     engine, again = (engine_on("cuda", wide_folder, dtype, lora_rank) for _ in range(2))
     train(engine)
-    store.save(copies.on_host(engine, engine.model.tokenizer) if aside else engine, tmp_path / "two", state=True)
+    store.save(snapshots.on_host(engine, engine.model.tokenizer) if aside else engine, tmp_path / "two", state=True)
     store.load(again, tmp_path / "two", optimizer=True)
     assert tiny.difference(tiny.weights(again), tiny.weights(engine)) == 0.0
     kept = again.optimizer.state()
@@ -208,11 +209,12 @@ def test_the_head(mode, vocabulary, dtype):
     logits = exact[0] @ exact[1].T
     wanted = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
     wanted.backward(slope.double())
+    layer = LinearLayer(weight)
     if mode == "tokenwise":
-        found = linear_logprobs_with_gradient(hidden, weight, targets, lambda rows, _: slope[rows], entropy=True, hit=True)
+        found = linear_logprobs_with_gradient(hidden, layer, targets, lambda rows, _: slope[rows], entropy=True, hit=True)
         found.surrogate.backward()
     else:
-        found = linear_logprobs(hidden, weight, targets, mode=mode, entropy=True, hit=True)
+        found = linear_logprobs(hidden, layer, targets, mode=mode, entropy=True, hit=True)
         found.logprobs.backward(slope)
     half = dtype == "bfloat16"
     assert found.logprobs.dtype == torch.float32
@@ -244,7 +246,7 @@ def test_other_implementations_of_the_head(impl, dtype, softcap):
     wanted = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
     wanted.backward(slope.double())
     given = implementation(impl, None)
-    found = given.scores(hidden, (weight, None, None), targets, scale=1.0, softcap=softcap, temperature=None)
+    found = given.scores(hidden, LinearLayer(weight, transform=LogitTransform(softcap=softcap)), targets)
     assert found is not None
     found.logprobs.backward(slope)
     half = dtype == "bfloat16"
@@ -273,7 +275,7 @@ def test_a_step_with_another_implementation_of_the_head(wide_folder, impl):
 def test_sampled_logprobs_are_those_of_the_forward_pass(wide_folder, dtype):
     engine = engine_on("cuda", wide_folder, dtype)
     params = SamplingParams(max_tokens=12, temperature=1.0, stop=[])
-    requests = [Request([3 + i, 5, 7, 11 + i], 4, params, seed=i) for i in range(5)]
+    requests = [SampleRequest([3 + i, 5, 7, 11 + i], 4, params, seed=i) for i in range(5)]
     for request, samples in zip(requests, sample(engine.model, requests, 0, 1 << 16), strict=True):
         for one in samples:
             ids = torch.tensor([request.prompt + list(one.tokens)], device="cuda")

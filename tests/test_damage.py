@@ -6,10 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from marks import rest_slow
 from runtools import SMALL, bits, checkpoint, files, here, rows, train, write  # noqa: F401 - here is a fixture
 
-from cookbook import status
 from cookbook.cli.app import run
+from cookbook.run import hooks
 
 ORPO = [*SMALL["orpo"], "eval.every=null"]
 TORN = b'{"step": 2, "lo\x00\xff'
@@ -57,6 +58,7 @@ def damage_checkpoint(path: Path) -> None:
 # Checkpoints
 
 
+@pytest.mark.slow
 def test_all_checkpoints_damaged(capfd):
     for step in (1, 2, 3):
         damage_checkpoint(checkpoint("run", step))
@@ -91,16 +93,17 @@ def test_checkpoints_deleted(capfd):
     )
 
 
+@pytest.mark.slow
 def test_a_branch_that_was_killed_before_its_first_checkpoint_starts_again_where_it_branched_off(capfd):
     hook = "from cookbook import Hook\n\n\nclass Stop(Hook):\n    def on_step(self, *_):\n        raise KeyboardInterrupt\n"
     write("stopping.py", hook)
     words = [*ORPO, "resume=run/checkpoints/step-000002", "out=branch"]
     assert train(*words, "+hook.stop._target_=stopping.Stop") == 130
-    assert status.read(Path("branch"))["saved_step"] == 2 and not Path("branch/checkpoints").exists()
+    assert hooks.read_status(Path("branch"))["saved_step"] == 2 and not Path("branch/checkpoints").exists()
     assert train(*words) == 0
     assert bits(checkpoint("branch")) == bits(checkpoint("run"))
     assert [row["step"] for row in rows("branch")] == [3]
-    assert status.read(Path("branch"))["started_from"] is None
+    assert hooks.read_status(Path("branch"))["started_from"] is None
     assert train(*words) == 2  # the branch has checkpoints of its own now
     assert "out: branch holds a run already; " in capfd.readouterr().err
 
@@ -108,6 +111,7 @@ def test_a_branch_that_was_killed_before_its_first_checkpoint_starts_again_where
 # Rows
 
 
+@pytest.mark.slow
 def test_metrics_deleted(capfd):
     Path("run/metrics.jsonl").unlink()
     line = "run/metrics.jsonl is missing: the rows up to step-000003 are lost; the run resumes and writes the rest"
@@ -115,6 +119,7 @@ def test_metrics_deleted(capfd):
     assert [row["step"] for row in rows("run")] == [4]
 
 
+@pytest.mark.slow
 def test_metrics_of_a_finished_run_deleted(capfd):
     Path("run/metrics.jsonl").unlink()
     assert train(*ORPO, "out=run") == 0
@@ -122,7 +127,7 @@ def test_metrics_of_a_finished_run_deleted(capfd):
     assert "nothing to do: run is finished" in out and "run/metrics.jsonl is missing" in err
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "bad_rows.jsonl"])
+@pytest.mark.parametrize("name", rest_slow(["metrics.jsonl", "samples.jsonl", "bad_rows.jsonl"]))
 def test_rows_damaged(name, capfd):
     path = Path("run", name)
     steps = range(4)
@@ -154,13 +159,14 @@ def test_a_last_row_that_a_kill_cut_short_is_no_damage(capfd):
     ("content", "reason"),
     [
         (b"", "recipe.name is missing"),
-        pytest.param(b"seed: 0\nmodel:\n  name: tiny\n", "recipe.name is missing", marks=pytest.mark.slow),
+        (b"seed: 0\nmodel:\n  name: tiny\n", "recipe.name is missing"),
         (b"seed: [0", "while parsing a flow sequence"),
-        pytest.param(b"seed: 0\x00\x00", "unacceptable character #x0000", marks=pytest.mark.slow),
+        (b"seed: 0\x00\x00", "unacceptable character #x0000"),
         (b"\xff\x00\x01", "'utf-8' codec can't decode byte 0xff"),
-        pytest.param(b"- a\n- b\n", "recipe.name is missing", marks=pytest.mark.slow),
+        (b"- a\n- b\n", "recipe.name is missing"),
     ],
 )
+@pytest.mark.slow
 def test_config_torn(content, reason, capfd):
     Path("run/config.yaml").write_bytes(content)
     found = refused(capfd)
@@ -177,13 +183,16 @@ def test_config_torn(content, reason, capfd):
 
 def test_config_deleted(capfd):
     Path("run/config.yaml").unlink()
-    assert refused(capfd) == "out: run exists and is not a run of cookbook; choose another folder"
+    remedy = "restore the file, or resume the run in another folder: resume=run out=<new folder>"
+    assert refused(capfd) == f"run/config.yaml: is missing; {remedy}"
+    assert refused(capfd, "train", "--config", "run/config.yaml", "out=run") == f"run/config.yaml: is missing; {remedy}"
 
 
 @pytest.mark.parametrize(
     ("name", "use"),
-    [("status.json", "it is written again"), ("environment.json", "it is left as it is; log.txt has newer ones")],
+    [("status.json", "it is written again"), ("environment.json", "it stays unchanged; log.txt has newer ones")],
 )
+@pytest.mark.slow
 def test_facts_torn(name, use, capfd):
     Path("run", name).write_bytes(TORN)
     assert resumed(capfd) == f"WARNING: run/{name} is damaged; {use}\n"
@@ -191,6 +200,7 @@ def test_facts_torn(name, use, capfd):
     assert (Path("run", name).read_bytes() == TORN) is (name == "environment.json")
 
 
+@pytest.mark.slow
 def test_log_and_lock_damaged(capfd):
     Path("run/log.txt").write_bytes(TORN)
     Path("run/.lock").write_bytes(TORN)  # stale: the kernel holds the lock, whatever the file says

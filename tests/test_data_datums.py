@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny import byte_tokenizer
 
 from cookbook.data import (
     Columns,
     DataConfig,
-    Refusals,
+    RejectedRows,
     Renderer,
     Row,
     conversation_datums,
@@ -20,9 +21,8 @@ from cookbook.data import (
     preference_datums,
     prompts,
 )
-from cookbook.data.byte_tokenizer import byte_tokenizer
 from cookbook.errors import ConfigError, DataError
-from cookbook.rewards import Number, score
+from cookbook.sampling.rewards import Number
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
 needs_gsm8k = pytest.mark.skipif(not GSM8K.is_dir(), reason=f"the real files are not at {GSM8K}")
@@ -172,7 +172,7 @@ def test_flags_mask_answers_in_every_mode(renderer):
 
 def test_columns_not_used_are_logged_once(renderer, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("cookbook"), "propagate", True)
-    refusals = Refusals(DataConfig())
+    refusals = RejectedRows(DataConfig())
     more = {"id": 1, "tools": None}
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -258,8 +258,9 @@ def test_gsm8k_prompts_and_rewards(renderer):
     assert found[0].text == f"<|im_start|>user\n{held_out[0].values['question']}<|im_end|>\n<|im_start|>assistant\n"
     data = [prompt.row for prompt in found]
     golds = [row.values["answer"].rpartition("####")[2].strip() for row in data]
-    assert score(Number(), [f"So it is ${gold}." for gold in golds], data) == [1.0] * len(data)
-    assert score(Number(), [f"{gold}1" for gold in golds], data) == [0.0] * len(data)
+    reward = Number()
+    assert [reward(f"So it is ${gold}.", row.values) for gold, row in zip(golds, data, strict=True)] == [1.0] * len(data)
+    assert [reward(f"{gold}1", row.values) for gold, row in zip(golds, data, strict=True)] == [0.0] * len(data)
 
 
 @needs_gsm8k
@@ -272,15 +273,14 @@ def test_gsm8k_from_one_file_holds_rows_out(renderer):
 
 def test_every_shipped_data_file_is_read(tmp_path, renderer):
     """The YAML of ``conf/data`` types, and its keys are the class's."""
-    from omegaconf import OmegaConf
 
-    from cookbook.typed import construct
+    from cookbook.cli.hydra import conf_files
+    from cookbook.config.typed import construct
 
-    conf = Path(__file__).parents[1] / "conf" / "data"
     file = tmp_path / "train.jsonl"
     file.write_text(2 * (json.dumps({"question": "2+2?", "answer": "#### 4", "text": "x"}) + "\n"))
     for name in ("jsonl", "hub", "gsm8k"):
-        values = OmegaConf.to_container(OmegaConf.load(conf / f"{name}.yaml"))
+        values = conf_files.values(conf_files.find("data", name))
         assert values.pop("_target_") == "cookbook.data.DataConfig"
         assert list(values) == list(DataConfig.__dataclass_fields__)
         values.update(path=str(file), name=None)

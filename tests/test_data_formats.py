@@ -154,6 +154,8 @@ def test_a_later_row_with_a_missing_side_is_named(side):
         ([USER, {**ANSWER, "tool_calls": {"name": "a"}}], r'"messages"\[1\] "tool_calls" must be a list of objects'),
         ([USER, {**ANSWER, "tool_calls": [{"function": "a"}]}], r'.*"tool_calls"\[0\] "function" must be an object'),
         ([USER, {**ANSWER, "tool_calls": [{"arguments": "{"}]}], r'.*"tool_calls"\[0\] has "arguments" that are broken JSON'),
+        ([USER, {**ANSWER, "loss": True, "weight": 0.5}], r'"messages"\[1\] contradicts itself with "weight" 0.5, "loss" true'),
+        ([{**USER, "loss": True}], r'"messages"\[0\] has "loss" true on a user message'),
         ([{**USER, "weight": 1}], r'"messages"\[0\] has "weight" 1 on a user message'),
         ([USER, {**ANSWER, "weight": 2}], r'"messages"\[1\] has "weight" 2; give a number from 0'),
         ([USER, {**ANSWER, "weight": "1"}], r'"messages"\[1\] has "weight" \'1\''),
@@ -200,8 +202,8 @@ def test_unknown_columns_are_listed_with_a_way_out():
     with pytest.raises(DataError) as error:
         read(conversation_reader, {"question": "2+2?", "solution": "4"})
     assert str(error.value) == (
-        "train.jsonl:7: the columns are question, solution, and this recipe reads messages or prompt+completion or text; "
-        "name yours, e.g. data.columns.prompt=<column> data.columns.completion=<column>"
+        "train.jsonl:7: the columns are question, solution, and this recipe reads messages or prompt+completion or text "
+        "or instruction+output; name yours, e.g. data.columns.prompt=<column> data.columns.completion=<column>"
     )
     named = Columns(prompt="qestion", completion="solution")
     with pytest.raises(DataError, match=r'no column "qestion", .* set data\.columns\.prompt\. Did you mean \'question\'\?'):
@@ -213,7 +215,7 @@ def test_unknown_columns_are_listed_with_a_way_out():
 def test_options_that_need_a_conversation_say_so():
     with pytest.raises(ConfigError, match=r"data\.system needs a conversation.*set data\.chat=true"):
         read(conversation_reader, {"prompt": "p", "completion": "c"}, system="Be brief.")
-    with pytest.raises(ConfigError, match=r"data\.chat: a text column has no prompt"):
+    with pytest.raises(ConfigError, match=r"data\.chat: a text column has no separate prompt"):
         read(conversation_reader, {"text": "once"}, chat=True)
 
 
@@ -241,9 +243,10 @@ def test_text_parts_are_joined_and_numbers_are_text():
 
 
 def test_flags_that_leave_an_answer_untrained():
-    for flag in ({"weight": 0}, {"train": False}, {"trainable": False}, {"train": False, "weight": 0.0}):
+    nothing = ({"weight": 0}, {"train": False}, {"training": False}, {"trainable": False}, {"loss": False}, {"loss": 0})
+    for flag in (*nothing, {"train": False, "weight": 0.0}):
         assert read(conversation_reader, {"messages": [USER, {**ANSWER, **flag}]}).messages[1].weight == 0
-    for flag in ({"weight": 1}, {"train": True}, {"trainable": True, "weight": 1}, {"train": None}):
+    for flag in ({"weight": 1}, {"train": True}, {"trainable": True, "weight": 1}, {"train": None}, {"loss": True}):
         assert read(conversation_reader, {"messages": [USER, {**ANSWER, **flag}]}).messages[1].weight == 1
     assert read(conversation_reader, {"messages": [USER, {**ANSWER, "train": True, "weight": 0.5}]}).messages[1].weight == 0.5
 
@@ -318,3 +321,87 @@ def test_a_prompt_of_messages_beside_whole_conversations_has_to_agree():
     assert read(preference_reader, row).chosen.start == 1
     with pytest.raises(DataError, match='"prompt" is not the prompt that chosen and rejected begin with'):
         read(preference_reader, {**row, "prompt": [{**USER, "content": "3+3?"}]})
+
+
+ALPACA = {"instruction": "Add.", "input": "2, 2", "output": "4"}
+
+
+def test_alpaca_keeps_its_input():
+    chat = read(conversation_reader, ALPACA, chat=True, system="Be brief.")
+    assert said(chat) == [("system", "Be brief."), ("user", "Add.\n\n2, 2"), ("assistant", "4")]
+    assert chat.start == 2
+    # The texts of PROMPT_DICT in Stanford Alpaca's train.py, with a line end.
+    assert read(conversation_reader, ALPACA) == Plain(
+        "train.jsonl:7",
+        "Below is an instruction that describes a task, paired with an input that provides further context. "
+        "Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nAdd.\n\n### Input:\n2, 2\n\n### Response:\n",
+        "4",
+    )
+    without = "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    for empty in ("", None):
+        plain = read(conversation_reader, {**ALPACA, "input": empty})
+        assert plain.prompt == f"{without}### Instruction:\nAdd.\n\n### Response:\n"
+    assert said(read(prompt_reader, {"instruction": "Add.", "input": "2, 2"}, chat=True)) == [("user", "Add.\n\n2, 2")]
+    pair = read(preference_reader, {"instruction": "Add.", "input": "2, 2", "chosen": "4", "rejected": "5"}, chat=True)
+    assert said(pair.rejected) == [("user", "Add.\n\n2, 2"), ("assistant", "5")]
+    reader = conversation_reader(Row("t:1", ALPACA), DataConfig())
+    assert list(reader.unused(Row("t:1", {**ALPACA, "source": "x"}))) == ["source"]
+    own = {"task": "Add.", "context": "2, 2", "reply": "4"}
+    named = Columns(instruction="task", input="context", output="reply")
+    assert said(read(conversation_reader, own, columns=named, chat=True))[0] == ("user", "Add.\n\n2, 2")
+    # The text column of tatsu-lab/alpaca has all three.
+    assert read(conversation_reader, {**ALPACA, "text": "all"}).response == "all"
+    assert read(conversation_reader, {**ALPACA, "text": "all"}, format="alpaca").response == "4"
+
+
+@pytest.mark.parametrize(
+    ("values", "config", "message"),
+    [
+        (
+            ALPACA,
+            {"columns": Columns(prompt="instruction", completion="output")},
+            '"input" belongs to "instruction", .* data.format=alpaca',
+        ),
+        ({**ALPACA, "history": [["a", "b"]]}, {}, '"history" is not read with an instruction; write the row as messages'),
+        ({**ALPACA, "system": "Be brief."}, {}, '"system" needs a conversation, and the row is plain text; set data.chat=true'),
+        ({**ALPACA, "output": ""}, {}, '"output" is empty'),
+        (ALPACA, {"columns": Columns(input="inputs")}, 'no column "inputs"'),
+    ],
+)
+def test_alpaca_is_read_strictly(values, config, message):
+    with pytest.raises(DataError, match=rf"^train\.jsonl:7: {message}"):
+        read(conversation_reader, values, **config)
+
+
+def test_a_system_column_is_the_system_message():
+    turns = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
+    row = {"conversations": turns, "system": "Be brief."}
+    assert said(read(conversation_reader, row, system="Other."))[0] == ("system", "Be brief.")
+    assert list(conversation_reader(Row("t:1", row), DataConfig()).unused(Row("t:1", row))) == []
+    same = {"conversations": [{"from": "system", "value": "Be brief."}, *turns], "system": "Be brief."}
+    assert len(said(read(conversation_reader, same))) == 3
+    with pytest.raises(DataError, match='"system" is not the system message of the conversation; keep one of the two'):
+        read(conversation_reader, {**same, "system": "Be long."})
+    pair = {"prompt": "2+2?", "chosen": "4", "rejected": "5", "system": "Be brief."}
+    assert said(read(preference_reader, pair, chat=True).chosen)[0] == ("system", "Be brief.")
+
+
+@pytest.mark.parametrize("row", [{"prompt": "2+2=", "completion": "4"}, {"messages": [USER, ANSWER]}, ALPACA])
+def test_sft_reads_the_desirable_rows_of_kto(row):
+    for good in (True, "True"):  # CSV has text
+        reader = conversation_reader(Row("t:1", row), DataConfig())
+        assert reader(Row("t:1", {**row, "label": good})) == reader(Row("t:1", row))
+        assert list(reader.unused(Row("t:1", {**row, "label": good}))) == []
+    for bad in (False, "false"):
+        with pytest.raises(EmptyRowError, match=r'"label" is false, .* set data\.on_empty=skip to train on the rows with true'):
+            read(conversation_reader, {**row, "label": bad})
+    # Another kind of label is not KTO's.
+    assert list(reader.unused(Row("t:1", {**row, "label": "maths"}))) == ["label"]
+    with pytest.raises(EmptyRowError, match='"good" is false'):
+        read(conversation_reader, {**row, "good": False}, columns=Columns(label="good"))
+
+
+def test_pairs_refuse_the_rows_of_kto():
+    with pytest.raises(DataError, match=r'"label" is that of KTO, .*: recipe=sft data\.on_empty=skip$'):
+        read(preference_reader, {"prompt": "2+2=", "completion": "4", "label": True})

@@ -1,11 +1,14 @@
 """Reading rows: every kind of source, every mistake in one, and which rows are held out."""
 
+import gzip
 import json
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from cookbook.data import DataConfig, load_rows
+from cookbook.data.source import local_files
 from cookbook.errors import ConfigError, DataError
 
 
@@ -113,6 +116,42 @@ def test_parquet(tmp_path):
     assert "\n" not in str(error.value)
 
 
+PACKED = {".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}
+TEXTS = {
+    ".jsonl": b"".join(json.dumps(row).encode() + b"\n" for row in numbered(3000)),
+    ".json": json.dumps(numbered(3000)).encode(),
+    ".csv": b"text\n" + b"".join(row["text"].encode() + b"\n" for row in numbered(3000)),
+    ".tsv": b"text\tnote\n" + b"".join(row["text"].encode() + b"\ta,b\n" for row in numbered(3000)),
+}
+
+
+@pytest.mark.parametrize("packed", PACKED)
+@pytest.mark.parametrize("suffix", TEXTS)
+def test_compressed_files_have_the_rows_of_the_plain_ones(tmp_path, suffix, packed):
+    plain, file = tmp_path / f"train{suffix}", tmp_path / f"train{suffix}{packed}"
+    plain.write_bytes(TEXTS[suffix])
+    # Two members, as after `cat one.gz two.gz`.
+    half = len(TEXTS[suffix]) // 2
+    file.write_bytes(PACKED[packed](TEXTS[suffix][:half]) + PACKED[packed](TEXTS[suffix][half:]))
+    rows, expected = load_rows(DataConfig(path=str(file))), load_rows(DataConfig(path=str(plain)))
+    assert [row.values for row in rows] == [row.values for row in expected] and len(rows) == 3000
+    assert [row.where for row in rows] == [row.where.replace(str(plain), str(file)) for row in expected]
+
+
+@pytest.mark.parametrize("packed", PACKED)
+def test_a_damaged_compressed_file_is_one_line(tmp_path, packed):
+    file, whole = tmp_path / f"train.jsonl{packed}", PACKED[packed](TEXTS[".jsonl"])
+    for content in (whole[:-1], whole[: len(whole) // 2], whole + whole[:20], b"not compressed"):
+        file.write_bytes(content)
+        with pytest.raises(DataError) as error:
+            load_rows(DataConfig(path=str(file)))
+        assert str(error.value).startswith(f"{file}: cannot be decompressed (")
+    parquet = tmp_path / f"train.parquet{packed}"
+    parquet.write_bytes(b"")
+    with pytest.raises(DataError, match=rf"cannot read \.parquet\{packed}; give one of \.jsonl"):
+        load_rows(DataConfig(path=str(parquet)))
+
+
 def test_every_cell_of_csv_is_text_as_it_is_written(tmp_path):
     file = tmp_path / "train.csv"
     # pandas reads every one of the answers as something else.
@@ -129,9 +168,9 @@ def test_every_cell_of_csv_is_text_as_it_is_written(tmp_path):
     [
         (b"a,b\n1,2\n1,2,3\n", ":3: 3 cells under 2 column names; quote cells"),
         (b"a,b\n1\n", ":2: 1 cells under 2 column names"),
-        (b"a,a\n1,2\n", ":1: the column 'a' is there twice"),
+        (b"a,a\n1,2\n", ":1: two columns are called 'a'"),
         (b"a,b\n1,\xff\n", ":2: not UTF-8 at byte 2"),
-        (b'a,b\n1,2\n3,"4\n5,6\n', ":3: broken CSV: unexpected end of data; mend the line"),
+        (b'a,b\n1,2\n3,"4\n5,6\n', ":3: broken CSV: unexpected end of data; fix the line"),
         (b'a,b\n1,"2"3\n', ":2: broken CSV: "),
         (b"a,b\n", ": holds no rows"),
     ],
@@ -181,6 +220,21 @@ def test_a_folder_of_split_files(tmp_path):
     assert len(load_rows(config, "eval", eval_limit=1)) == 1
     with pytest.raises(DataError, match="validation"):
         load_rows(DataConfig(path=str(tmp_path), split="validation"))
+
+
+def test_the_files_of_a_folder_include_those_of_linked_folders_and_a_readme_may_name_others(tmp_path):
+    """They decide whether rows of the cache are stale."""
+    for name in ("data/train.jsonl", "elsewhere/deep/more.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("{}\n")
+    (tmp_path / "data" / "linked").symlink_to(tmp_path / "elsewhere")
+    config = DataConfig(path=str(tmp_path / "data"))
+    found = local_files(config, "train")
+    assert [str(file.relative_to(tmp_path)) for file in found] == ["data/linked/deep/more.jsonl", "data/train.jsonl"]
+    (tmp_path / "data" / "README.md").write_text("# Chats\n")
+    assert len(local_files(config, "train")) == 3
+    (tmp_path / "data" / "README.md").write_text("---\nconfigs:\n- data_files: ../elsewhere/*.jsonl\n---\n")
+    assert local_files(config, "train") is None and local_files(DataConfig(path=found[0].as_posix()), "train") == [found[0]]
 
 
 def test_folders_saved_by_datasets(tmp_path):

@@ -13,12 +13,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from cookbook.deployments import http, server
-from cookbook.deployments.http import Client, RequestRefusedError, ServerUnavailableError
-from cookbook.deployments.limit import AdaptiveLimit
-from cookbook.deployments.manager import DeploymentManager, Running
-from cookbook.deployments.sampler import DeploymentSampler, Pool, Replica
-from cookbook.deployments.vllm import VllmConfig, VllmDeployment
+from cookbook.deployments.vllm import http, process
+from cookbook.deployments.vllm.deployment import VllmConfig, VllmDeployment
+from cookbook.deployments.vllm.http import Client, RequestRefusedError, ServerUnavailableError
+from cookbook.deployments.vllm.registry import DeploymentManager, RunningServer
+from cookbook.deployments.vllm.sampler import AdaptiveLimit, DeploymentSampler, Pool
 from cookbook.errors import ConfigError, RolloutError
 from cookbook.types import SamplingParams
 
@@ -109,7 +108,7 @@ def fast(monkeypatch):
 
 
 def sampler(web, max_length=64, retries=6, max_requests=32) -> DeploymentSampler:
-    pool = Pool([Replica(Client(web.url, 10, retries), max_length, max_requests)], max_requests)
+    pool = Pool([Client(web.url, 10, retries)], max_length, max_requests)
     return DeploymentSampler(pool, 3, VERSION)
 
 
@@ -129,7 +128,7 @@ def test_retry_after_is_obeyed(web, fast):
     for value in ("3", later, "100000", "-5", "soon"):
         web.answers.append((503, {"retry-after": value}, {}))
     Client(web.url).call("/x")
-    assert fast[0] == 3 and 5 <= fast[1] <= 7.5 and fast[2] == http.LONGEST_WAIT_S and fast[3] == 0
+    assert fast[0] == 3 and 5 <= fast[1] <= 7.5 and fast[2] == http.MAX_WAIT_S and fast[3] == 0
     assert 2 <= fast[4] <= 4  # not understood: as without
 
 
@@ -149,7 +148,7 @@ def test_after_the_last_retry_it_is_an_error(web, fast):
 
 
 def test_nobody_is_there_and_nobody_will_come(fast):
-    url = f"http://127.0.0.1:{server.free_port()}"
+    url = f"http://127.0.0.1:{process.free_port()}"
     with pytest.raises(ServerUnavailableError, match=r"/x: no answer \(.*refused.*\); is the server running"):
         Client(url, retries=1).call("/x")
     fast.clear()
@@ -160,7 +159,7 @@ def test_nobody_is_there_and_nobody_will_come(fast):
 
 def test_what_is_no_json_is_an_error(web, fast):
     web.answers = [(200, {}, b"<html>")]
-    with pytest.raises(ServerUnavailableError, match="answers with something other than JSON"):
+    with pytest.raises(ServerUnavailableError, match="the response is not JSON"):
         Client(web.url, retries=0).call("/x")
 
 
@@ -212,6 +211,7 @@ def test_no_more_than_the_limit_are_under_way():
     thread.join()
 
 
+@pytest.mark.slow
 def test_it_finds_out_what_the_server_bears(web):
     web.capacity = 5
     found = sampler(web, retries=1000)
@@ -276,12 +276,12 @@ def change(**changes):
             "asked for weights step-3-abc, the server has",
         ),
         (change(weight_versions=None), "has sampled from unknown ones"),
-        (change(finish_reason="abort"), r"has given up a completion \(abort\)"),
+        (change(finish_reason="abort"), r"has aborted a completion \(abort\)"),
         (change(token_ids=[7, 7]), "has sent 2 tokens and 3 logprobs"),
         (change(token_ids=[], logprobs={"content": []}), "has sent 0 tokens and 0 logprobs"),
-        (change(logprobs=None), "answer cannot be read"),
+        (change(logprobs=None), "response cannot be read"),
         (lambda answer: answer["choices"].pop(), "asked for 2 samples, the server has sent 1"),
-        (lambda answer: answer.clear(), r"answer cannot be read \(KeyError 'choices'\)"),
+        (lambda answer: answer.clear(), r"response cannot be read \(KeyError 'choices'\)"),
     ],
 )
 def test_answers_that_are_not_what_was_asked_for(web, damage, message):
@@ -296,9 +296,7 @@ def test_replicas_take_turns(web):
     other = Server()
     thread = threading.Thread(target=other.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
-    pool = Pool([Replica(Client(one.url), length, 8) for one, length in ((web, 64), (other, 32))], 8)
-    assert pool.max_length == 32
-    found = DeploymentSampler(pool, 3, VERSION)
+    found = DeploymentSampler(Pool([Client(web.url), Client(other.url)], 64, 8), 3, VERSION)
     for future in [found.sample([1], 1, SamplingParams(max_tokens=3)) for _ in range(10)]:
         future.result(10)
     other.shutdown()
@@ -316,24 +314,24 @@ def sleeper():
     code = (
         "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); time.sleep(60)"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-    yield process
-    server.stop(process.pid, server.birth(process.pid) or "")
+    child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    yield child
+    process.stop(child.pid, process.birth(child.pid) or "")
 
 
-def written(manager, name, process, born=None):
+def written(manager, name, child, born=None):
     """As the manager writes it down."""
     folder = manager.folder / name / "0"
     folder.mkdir(parents=True)
     record = {
-        "pid": process.pid,
-        "born": born or server.birth(process.pid),
+        "pid": child.pid,
+        "born": born or process.birth(child.pid),
         "url": "http://127.0.0.1:9",
         "options": asdict(options("/none")),
         "log": "/none",
     }
     (folder / "server.json").write_text(json.dumps(record))
-    return Running(**{**record, "options": options("/none")})
+    return RunningServer(**{**record, "options": options("/none")})
 
 
 def test_what_runs_is_listed_and_deleted(tmp_path, sleeper):
@@ -375,8 +373,8 @@ def test_a_deployment_has_one_user(tmp_path):
         pass
 
 
-def options(python: str) -> server.Options:
-    return server.Options(python, "model", "float32", 512, 1 << 20, 1, 0, ())
+def options(python: str) -> process.Options:
+    return process.Options(python, "model", "float32", 512, 1 << 20, 1, 0, ())
 
 
 def test_a_python_without_vllm(tmp_path):
@@ -396,7 +394,7 @@ def test_a_server_that_ends_at_once_says_why(tmp_path):
     python.write_text("#!/bin/sh\n[ $1 = -c ] && echo True && exit\necho 'ValueError: no such model'\necho the end\nexit 1\n")
     python.chmod(0o755)
     manager = DeploymentManager(tmp_path / "state")
-    with pytest.raises(RolloutError, match=r"process \d+ has ended; it said: ValueError: no such model"):
+    with pytest.raises(RolloutError, match=r"process \d+ has ended; its log says: ValueError: no such model"):
         manager.create("mine", options(str(python)), 1, 30)
     assert manager.running() == {}
 
@@ -407,7 +405,7 @@ def test_a_server_that_ends_at_once_says_why(tmp_path):
 def test_a_server_that_dies_of_its_first_tokens(tmp_path, web, fast, dtype, says):
     """Before a run begins, and with what to do where it may be for the element type."""
     web.answers = [(500, {}, {"error": {"message": "the engine is gone"}})] * 7
-    one = Running(1, "0", web.url, replace(options("/none"), dtype=dtype), "/none")
+    one = RunningServer(1, "0", web.url, replace(options("/none"), dtype=dtype), "/none")
     manager = DeploymentManager(tmp_path)
     manager.client = lambda one: Client(one.url)
     with pytest.raises(RolloutError, match=says):
@@ -416,16 +414,16 @@ def test_a_server_that_dies_of_its_first_tokens(tmp_path, web, fast, dtype, says
 
 
 def test_waiting_tells_how_it_goes_and_ends(web, tmp_path, monkeypatch):
-    monkeypatch.setattr(server, "PROGRESS_S", 0.0)
-    monkeypatch.setattr(server, "POLL_S", 0.01)
+    monkeypatch.setattr(process, "PROGRESS_S", 0.0)
+    monkeypatch.setattr(process, "POLL_S", 0.01)
     log, said = tmp_path / "log", []
     log.write_text("loading\nweights 3/4\n\n")
     web.answers = [(503, {}, {})] * 3
-    server.wait_until_healthy(Client(web.url), log, 10, said.append)
+    process.wait_until_healthy(Client(web.url), log, 10, said.append)
     assert len(said) == 3 and all(line.endswith("; weights 3/4") for line in said)
     web.answers = [(503, {}, {})] * 1000
-    with pytest.raises(RolloutError, match=r"not ready after 0 s \(.*503.*\); it said: weights 3/4"):
-        server.wait_until_healthy(Client(web.url), log, 0.05, said.append)
+    with pytest.raises(RolloutError, match=r"not ready after 0 s \(.*503.*\); its log ends with: weights 3/4"):
+        process.wait_until_healthy(Client(web.url), log, 0.05, said.append)
 
 
 @pytest.mark.parametrize(
@@ -455,13 +453,13 @@ def test_what_a_server_is_started_with(make_trainer, tiny_folder):
     """Full weights and adapters; chunked prefill and seeds do not go together, nor do its control routes and other machines."""
     full, adapted = (VllmConfig(max_length=9000).options(make_trainer(lora_rank=rank)) for rank in (0, 9))
     assert (full.model, full.dtype, full.lora_rank, adapted.model) == (str(tiny_folder), "float32", 0, str(tiny_folder))
-    plain, with_adapters = (" ".join(server.command(options, 1)) for options in (full, adapted))
+    plain, with_adapters = (" ".join(process.command(options, 1)) for options in (full, adapted))
     for command in (plain, with_adapters):
         assert "--no-enable-chunked-prefill" in command and "--max-num-batched-tokens 9000" in command
         assert "--host 127.0.0.1" in command
     assert "lora" not in plain and "--enable-lora --max-lora-rank 16 --max-loras 2" in with_adapters
     with pytest.raises(ConfigError, match=r"model\.lora_rank: vLLM takes adapters of rank 512 at most, got 513; lower it"):
-        server.command(replace(full, lora_rank=513), 1)
+        process.command(replace(full, lora_rank=513), 1)
 
 
 def test_the_tolerance_goes_by_the_element_type(make_trainer):

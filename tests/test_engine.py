@@ -9,17 +9,18 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from marks import rest_slow
 
-from cookbook import paths
-from cookbook.engine import head, loss_gradient, memory
+from cookbook.engine import capabilities, loss_gradient, memory
+from cookbook.engine.batch.plan import PackingSupport
 from cookbook.engine.engine import Engine, EngineOptions
-from cookbook.engine.linear_logprobs import tokenwise
-from cookbook.engine.model import ModelConfig, load
-from cookbook.engine.planning import Layouts
-from cookbook.engine.shared import SharedBase
+from cookbook.engine.head import output_head
+from cookbook.engine.head.linear_logprobs import tokenwise
+from cookbook.engine.model import ModelConfig, SharedBase, load
 from cookbook.errors import BackendError, ConfigError, DataError
 from cookbook.losses import DFT, DPO, GRPO, ORPO, CrossEntropy
 from cookbook.types import AdamParams, Datum, ModelInput
+from cookbook.utils import paths
 
 LOSSES = {
     "cross_entropy": CrossEntropy(),
@@ -53,7 +54,9 @@ def test_gradients_are_those_of_plain_autograd(make_engine, name, dtype):
     assert engine.passes.count > 2  # it was really cut up, pairs too
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=pytest.mark.slow if one in ("dft", "dpo", "orpo") else ()) for one in LOSSES]
+)
 def test_the_update_does_not_depend_on_how_the_batch_is_cut(make_engine, name):
     loss = LOSSES[name]
     data = loss.prepare(tiny.datums(8))
@@ -66,7 +69,7 @@ def test_the_update_does_not_depend_on_how_the_batch_is_cut(make_engine, name):
         assert tiny.difference(tiny.gradients(engine), expected) < 1e-5, (tokens, packing, retain)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", rest_slow(LOSSES, fast=2))
 def test_the_update_does_not_depend_on_the_order(make_engine, name):
     loss = LOSSES[name]
     data = loss.prepare(tiny.datums(8))
@@ -129,7 +132,7 @@ def test_passes_without_gradient_are_not_run_backward(make_engine):
     assert passes_of(engine, data, lambda _, logprobs: (logprobs[2].sum(), {})) == 7  # 6 forward, 1 again
 
 
-@pytest.mark.parametrize("option", ["activation_checkpointing", "activation_offloading"])
+@pytest.mark.parametrize("option", rest_slow(["activation_checkpointing", "activation_offloading"]))
 def test_saving_memory_changes_nothing(make_engine, option):
     data, loss = tiny.datums(), LOSSES["dpo"]
     found = []
@@ -141,7 +144,7 @@ def test_saving_memory_changes_nothing(make_engine, option):
     assert tiny.difference(found[2], found[0]) < 1e-6
 
 
-@pytest.mark.parametrize("retain", [0, 4 << 30])
+@pytest.mark.parametrize("retain", rest_slow([0, 4 << 30]))
 def test_dropout_draws_the_same_mask_when_a_pass_is_computed_again(make_engine, retain):
     data, loss = tiny.datums(), undeclared(LOSSES["dpo"])
     engine = make_engine(micro_batch_tokens=40, lora_rank=4, lora_dropout=0.5, retain_bytes=retain)
@@ -300,8 +303,8 @@ def test_token_metrics_are_those_of_the_logits(make_engine):
 def test_a_head_in_slices_is_the_head(make_engine, monkeypatch, rows):
     data, loss = [*tiny.datums()], LOSSES["dpo"]
     found = []
-    for chunk in (head.CHUNK_BYTES, rows * 4 * tiny.VOCABULARY):
-        monkeypatch.setattr(head, "CHUNK_BYTES", chunk)
+    for chunk in (output_head.CHUNK_BYTES, rows * 4 * tiny.VOCABULARY):
+        monkeypatch.setattr(output_head, "CHUNK_BYTES", chunk)
         engine = make_engine(dtype="float64")
         output = engine.forward_backward(data, loss)
         found.append((tiny.gradients(engine), output.metrics))
@@ -310,9 +313,9 @@ def test_a_head_in_slices_is_the_head(make_engine, monkeypatch, rows):
 
 
 @pytest.mark.parametrize("chunk_rows", [5, 10_000])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", rest_slow(LOSSES, fast=3))
 def test_tokens_of_weight_0_need_not_be_scored(make_engine, monkeypatch, name, chunk_rows):
-    monkeypatch.setattr(head, "CHUNK_BYTES", chunk_rows * 4 * tiny.VOCABULARY)
+    monkeypatch.setattr(output_head, "CHUNK_BYTES", chunk_rows * 4 * tiny.VOCABULARY)
     rows = tiny.datums(6)
     if name not in ("dpo", "orpo"):  # a pair needs both its answers
         rows[5] = rows[5].with_inputs(weights=np.zeros(rows[5].model_input.length))
@@ -339,13 +342,13 @@ def test_a_loss_of_tokens_never_holds_the_logits_of_a_whole_datum(make_engine, m
     data = loss.prepare([tiny.datums(40, longest=90)[7]])
     whole = make_engine(dtype="float64", micro_batch_tokens=10_000)
     expected = whole.forward_backward(data, loss)
-    monkeypatch.setattr(head, "CHUNK_BYTES", 4 * 4 * tiny.VOCABULARY)
+    monkeypatch.setattr(output_head, "CHUNK_BYTES", 4 * 4 * tiny.VOCABULARY)
     monkeypatch.setattr(tokenwise, "_chunk_rows", lambda given: 5)
     engine = make_engine(dtype="float64", micro_batch_tokens=10_000)
     calls = []
     inner = loss_gradient.loss_gradient
     monkeypatch.setattr(
-        "cookbook.engine.engine.loss_gradient", lambda *given, **how: calls.append(given[1]) or inner(*given, **how)
+        "cookbook.engine.loss_gradient.loss_gradient", lambda *given, **how: calls.append(given[1]) or inner(*given, **how)
     )
     output = engine.forward_backward(data, loss)
     assert len(calls) > 3 and all(datum.model_input.length <= 5 for call in calls for datum in call)
@@ -375,8 +378,8 @@ def test_what_cannot_be_packed_is_not_packed_by_force(make_engine):
     with pytest.raises(ConfigError, match="expected one of auto, packed, padded, got 'packd'"):
         make_engine(packing="packd")
     engine = make_engine(packing="auto")
-    engine.model.layouts = Layouts(False, False, "reason")
-    with pytest.raises(ConfigError, match="Qwen3ForCausalLM cannot be packed exactly: reason; set it to auto"):
+    capabilities.PACKING[engine.model.lineage] = PackingSupport(False, False, "reason")
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM does not support packed rows: reason; set it to auto"):
         type(engine)(engine.model, EngineOptions(packing="packed"))
 
 
@@ -394,6 +397,7 @@ def test_every_token_is_scored_for_a_loss_of_which_nothing_is_known(make_engine)
     assert all(np.isfinite(row["logprobs"].array).all() for row in engine.forward(data, LOSSES["dpo"]).loss_fn_outputs)
 
 
+@pytest.mark.slow
 def test_the_whole_step_in_slices_packed_and_recomputed(make_engine, monkeypatch):
     """Everything that saves memory at once, against nothing of it, over three steps of Adam."""
     adam = AdamParams(learning_rate=1e-3, grad_clip_norm=0.5)
@@ -404,7 +408,7 @@ def test_the_whole_step_in_slices_packed_and_recomputed(make_engine, monkeypatch
             engine.forward_backward(tiny.datums(seed=step), LOSSES["orpo"])
             engine.optim_step(adam, None)
         found.append(tiny.weights(engine))
-        monkeypatch.setattr(head, "CHUNK_BYTES", 5000)
+        monkeypatch.setattr(output_head, "CHUNK_BYTES", 5000)
     assert tiny.difference(found[1], found[0]) < 1e-9
 
 
@@ -449,10 +453,11 @@ def test_the_bytes_of_a_token_are_those_of_a_pass(make_engine):
     """Measured on 32 tokens. The head's logits are not among them; what a row keeps whatever its length is spread thinner."""
     engine = make_engine(token_metrics=False)
     engine.forward_backward(CrossEntropy().prepare(tiny.datums(40)), CrossEntropy())
-    measured = memory.bytes_per_token(engine.model, engine.passes.head)
+    measured = engine.passes.trial_bytes_per_token()
     assert measured == pytest.approx(engine.passes.bytes_per_token - 4 * tiny.VOCABULARY, rel=0.15)
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_model_computes_the_same_bits():
     """The weights of the shipped model do not begin at a cache line: a plain copy of them has other gradients."""
     name = str(paths.packaged("data") / "tiny")

@@ -9,6 +9,7 @@ import families
 import numpy as np
 import pytest
 import tiny
+from marks import rest_slow
 
 from cookbook.cli.app import run
 from cookbook.engine.estimate import estimate
@@ -19,11 +20,18 @@ from cookbook.types import datum_from_tokens_weights
 ROWS, WIDTH = 4, 32
 
 
-def found(folder, reference=False, passes=1, apart=True, retain_bytes=0, cpu=True, checkpointing=False, **model):
-    options = {"apart": apart, "retain_bytes": retain_bytes, "reference": reference, "cpu": cpu, "checkpointing": checkpointing}
+def found(folder, reference=False, passes=1, interleaved=True, retain_bytes=0, cpu=True, checkpointing=False, **model):
+    options = {
+        "interleaved": interleaved,
+        "retain_bytes": retain_bytes,
+        "reference": reference,
+        "cpu": cpu,
+        "checkpointing": checkpointing,
+    }
     return estimate(ModelConfig(str(folder), **model), ROWS, WIDTH, step_tokens=passes * ROWS * WIDTH, **options)
 
 
+@pytest.mark.slow
 def test_arithmetic_is_that_of_the_matrix_products(tiny_folder, make_engine):
     config = make_engine().model.network.config
     hidden, heads, head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
@@ -40,6 +48,7 @@ def test_arithmetic_is_that_of_the_matrix_products(tiny_folder, make_engine):
     assert again == pytest.approx(config.num_hidden_layers * 2 * recomputed + 2 / 7 * scores, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_states_are_counted_by_their_bytes(tiny_folder, make_engine):
     count = make_engine().model.num_parameters
     full = found(tiny_folder, reference=True)
@@ -52,7 +61,7 @@ def test_states_are_counted_by_their_bytes(tiny_folder, make_engine):
     lora = found(tiny_folder, lora_rank=4, reference=True)
     assert (lora.trained, lora.moments, lora.reference) == (adapter, 8 * adapter, 0)  # the base model is the reference
     states = full.weights + full.gradients + full.moments + full.reference
-    assert full.peak == states + full.passing + full.allocator
+    assert full.peak == states + full.temporary + full.allocator
     assert found(tiny_folder, cpu=False).allocator == 0  # a GPU's has blocks of its own
 
 
@@ -68,25 +77,28 @@ def test_kept_graphs_are_those_of_a_real_pass(tiny_folder, make_engine):
     assert found(tiny_folder).saved_per_token == pytest.approx(engine.passes.bytes_per_token - logits, rel=0.03)
 
 
+@pytest.mark.slow
 def test_what_a_loss_keeps_is_added_up_to_the_budget(tiny_folder):
-    alone = found(tiny_folder, apart=False)
+    alone = found(tiny_folder, interleaved=False)
     kept = ROWS * WIDTH * alone.saved_per_token
-    twice = found(tiny_folder, apart=False, passes=2, retain_bytes=1 << 30)
-    assert twice.passing - alone.passing == pytest.approx(kept, abs=1)
-    assert found(tiny_folder, apart=False, passes=2, retain_bytes=100).passing - alone.passing == 100
-    assert found(tiny_folder, apart=False, passes=1, retain_bytes=1 << 30).passing == alone.passing
+    twice = found(tiny_folder, interleaved=False, passes=2, retain_bytes=1 << 30)
+    assert twice.temporary - alone.temporary == pytest.approx(kept, abs=1)
+    assert found(tiny_folder, interleaved=False, passes=2, retain_bytes=100).temporary - alone.temporary == 100
+    assert found(tiny_folder, interleaved=False, passes=1, retain_bytes=1 << 30).temporary == alone.temporary
 
 
+@pytest.mark.slow
 def test_a_second_pass_meets_the_gradients_of_the_first(tiny_folder):
     """At the worst moment of the first, when nearly all activations are alive, few gradients are."""
-    more = found(tiny_folder, passes=3).passing - found(tiny_folder).passing
+    more = found(tiny_folder, passes=3).temporary - found(tiny_folder).temporary
     assert 0 < more <= found(tiny_folder).gradients
 
 
+@pytest.mark.slow
 def test_computing_activations_again_saves_memory(tiny_folder):
     kept, again = found(tiny_folder), found(tiny_folder, checkpointing=True)
     assert again.saved_per_token < 0.2 * kept.saved_per_token
-    assert again.passing < kept.passing
+    assert again.temporary < kept.temporary
 
 
 def resident() -> int:
@@ -105,14 +117,15 @@ def test_no_weight_is_allocated(tmp_path):
     assert resident() - before < 3e8
 
 
+@pytest.mark.slow
 def test_the_command_says_it_in_words(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert run(["plan", "recipe=dpo", "recipe.batch_size=2"]) == 0
+    assert run(["plan", "recipe=dpo", "recipe.batch_size=2", "data.limit=50"]) == 0
     out = capsys.readouterr().out
     assert "624,384, of which 624,384 are trained" in out
     assert "reference" in out and "GB of Python and torch" in out
     assert dict(line.split(None, 1) for line in out.splitlines())["recomputed"].startswith("no")
-    assert run(["plan", "recipe=sft", "backend.activation_checkpointing=true"]) == 0
+    assert run(["plan", "recipe=sft", "data.limit=50", "backend.activation_checkpointing=true"]) == 0
     assert dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())["recomputed"] == "yes: as asked"
     assert run(["plan", "recipe=sft", "model.name=./nowhere"]) == 2
     assert "no such folder" in capsys.readouterr().err
@@ -120,26 +133,31 @@ def test_the_command_says_it_in_words(capsys, tmp_path, monkeypatch):
 
 
 # Asked about a pass of the whole budget, however small the step: 4,096 tokens on a CPU.
-@pytest.mark.parametrize(("free", "budget", "recomputed"), [(16, 8192, "yes"), (16, 1000, "no;"), (100, 8192, "no;")])
+@pytest.mark.parametrize(
+    ("free", "budget", "recomputed"),
+    [(16, 8192, "yes"), (16, 1000, "no;"), (100, 8192, "no;")],
+)
+@pytest.mark.slow
 def test_it_decides_on_recomputing_as_the_engine_does(capsys, monkeypatch, make_engine, tiny_folder, free, budget, recomputed):
     weights = make_engine().model.num_parameters * 4
     monkeypatch.setattr("cookbook.engine.memory.free_bytes", lambda device: free * 10**6 - weights)
     engine = make_engine(activation_checkpointing=None, micro_batch_tokens=budget)
     assert engine.options.activation_checkpointing is (recomputed == "yes")
     monkeypatch.setattr("cookbook.cli.plan.free_bytes", lambda device: free * 10**6)
-    command = ["plan", "recipe=sft", "recipe.batch_size=2", f"model.name={tiny_folder}", f"backend.micro_batch_tokens={budget}"]
-    assert run(command) == 0
+    words = ["recipe=sft", "recipe.batch_size=2", "data.limit=50", f"model.name={tiny_folder}"]
+    assert run(["plan", *words, f"backend.micro_batch_tokens={budget}"]) == 0
     told = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
     assert told["recomputed"][:3] == recomputed
 
 
+@pytest.mark.slow
 def test_a_model_that_masks_its_attention_by_itself_is_counted_unpacked(tmp_path):
     families.network("doge").config.save_pretrained(tmp_path)
     tiny.tokenizer().save_pretrained(tmp_path)
-    assert found(tmp_path).passing > 0
+    assert found(tmp_path).temporary > 0
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", rest_slow(["float32", "bfloat16"]))
 def test_a_mixture_counts_the_experts_that_a_token_is_sent_to(tmp_path, dtype):
     network = families.network("mixtral")
     network.config.save_pretrained(tmp_path)

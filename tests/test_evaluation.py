@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import shutil
+import sys
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
+from marks import rest_slow
 from runtools import checkpoint, here, rows, train, write  # noqa: F401 - here is a fixture
 
-from cookbook import comparison
-from cookbook.cli.app import run
+from cookbook.cli.app import main, run
 from cookbook.data import DataConfig, Row
-from cookbook.data.answers import with_answer
+from cookbook.data.row_view import with_answer
 from cookbook.errors import ConfigError
-from cookbook.evaluation import CORRECT, FINGERPRINT, EvalConfig, Evaluator, pass_at_k
-from cookbook.paths import packaged
-from cookbook.rewards import Exact, Judge, Number, Python
+from cookbook.run import report
+from cookbook.sampling.evaluation import CORRECT, FINGERPRINT, EvalConfig, Evaluator, pass_at_k
+from cookbook.sampling.rewards import Exact, Number, Python, RewardRunner
+from cookbook.utils.paths import packaged
 
 TINY = ["eval.limit=6", "eval.every=null", "eval.pass_at=[1,3]", "eval.num_samples=5"]
 SMALLEST = {
@@ -112,9 +115,8 @@ def test_what_cannot_be_drawn(values, message):
 # By itself, as while training
 
 
-@pytest.mark.parametrize(
-    "recipe", ["sft", "grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpo", "orpo", "lora"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", rest_slow(["sft", "grpo", "dpo", "orpo", "lora"]))
 def test_a_run_evaluated_again_says_what_it_said(trained, recipe, capsys):
     folder = trained(recipe)
     assert run(["eval", str(folder)]) == 0
@@ -130,6 +132,7 @@ def test_a_run_evaluated_again_says_what_it_said(trained, recipe, capsys):
         assert before["eval/pass@1"] != after["eval/pass@1"]  # it is the adapter that was asked
 
 
+@pytest.mark.slow
 def test_pass_at_k_of_a_run_counts_what_was_drawn(trained, tmp_path):
     assert run(["eval", str(trained("grpo")), f"out={tmp_path}/found.json"]) == 0
     found = json.loads((tmp_path / "found.json").read_text())
@@ -158,11 +161,15 @@ def test_recipes_that_learn_from_answers_are_asked_the_same_as_one_that_is_rewar
         assert len(shown) == 3 and shown == [line for line in other.splitlines() if " -> " in line]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_and_a_model_are_evaluated_too(trained, capsys):
     folder = trained("dpo")
     assert run(["eval", str(checkpoint(folder)), "eval.pass_at=[2]"]) == 0
     assert "eval/pass@2" in capsys.readouterr().out
     assert any("eval/pass@2" in path.read_text() for path in (folder / "evals").iterdir())
+    assert run(["eval", str(folder), "recipe=sft"]) == 2
+    error = "config.yaml has settled the recipe and all that it chooses; drop recipe=sft\n"
+    assert capsys.readouterr().err.endswith(error)
     for model in ("tiny", str(packaged("data") / "tiny")):
         assert run(["eval", model, "eval.limit=6"]) == 0
         out = capsys.readouterr().out
@@ -174,23 +181,29 @@ def test_a_checkpoint_and_a_model_are_evaluated_too(trained, capsys):
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("words", "message"),
-    [
-        (
-            "reward=number",
-            "eval: expected a run or a model before 'reward=number', for example: cookbook eval tiny reward=number",
-        ),
-        ("./nothing", "model.name: no such folder './nothing'; pass a local folder or a Hugging Face hub id"),
-        ("empty", "empty: this run has no checkpoint yet; wait for one, or lower checkpoint.every"),
-        ("tiny data.eval_path=null", "data: holds no rows out to evaluate on; name them: data.eval_path=<file>, "),
-        ("tiny rewrd=number", "unknown key 'rewrd'. Did you mean 'reward'? (cookbook train --cfg job prints every key)"),
-        ("tiny ~reward", "reward: recipe=grpo learns from rewards; choose one, for example reward=number"),
-        (
-            "tiny reward.column=x",
-            '{data}/arithmetic/prompts_eval.jsonl:1: reward: no column "x", the row has prompt, answer; set ',
-        ),
-        ("tiny recipe=sft eval.max_tokens=1", "eval: no row has a question and an answer of up to eval.max_tokens=1 tokens; "),
-        ("tiny out=folder", "out: cannot write folder: Is a directory; give a file, for example out=result.json"),
-    ],
+    rest_slow(
+        [
+            (
+                "reward=number",
+                "eval: expected a run or a model before 'reward=number', for example: cookbook eval tiny reward=number",
+            ),
+            ("./nothing", "model.name: no such folder './nothing'; pass a local folder or a Hugging Face hub id"),
+            ("empty", "empty: this run has no checkpoint yet; wait for one, or lower checkpoint.every"),
+            ("tiny data.eval_path=null", "data: there are no held-out rows to evaluate on; set data.eval_path=<file>, "),
+            ("tiny rewrd=number", "unknown key 'rewrd'. Did you mean 'reward'? (cookbook train --cfg job prints every key)"),
+            ("tiny ~reward", "reward: recipe=grpo learns from rewards; choose one, for example reward=number"),
+            (
+                "tiny reward.column=x",
+                '{data}/arithmetic/prompts_eval.jsonl:1: reward: no column "x", the row has prompt, answer; set ',
+            ),
+            (
+                "tiny recipe=sft eval.max_tokens=1",
+                "eval: no row has a question and an answer of up to eval.max_tokens=1 tokens; ",
+            ),
+            ("tiny out=folder", "out: cannot write to folder: Is a directory; give a file, for example out=result.json"),
+        ],
+        fast=2,
+    ),
 )
 def test_what_cannot_be_evaluated(words, message, capsys):
     Path("empty").mkdir()
@@ -202,6 +215,7 @@ def test_what_cannot_be_evaluated(words, message, capsys):
 
 
 @pytest.mark.usefixtures("here")
+@pytest.mark.slow
 def test_a_reward_that_hangs_ends_an_evaluation_and_names_the_row(capsys):
     write(
         "mine.py",
@@ -210,7 +224,7 @@ def test_a_reward_that_hangs_ends_an_evaluation_and_names_the_row(capsys):
     words = ["reward=python", "reward.target=mine.py:hang", "reward.timeout_s=0.5", "eval.limit=4"]
     assert run(["eval", "tiny", *words]) == 2
     where = f"{packaged('data')}/arithmetic/prompts_eval.jsonl:3"
-    message = f"error: {where}: the reward has not returned after 0.5 s; mend the reward or row, or raise reward.timeout_s\n"
+    message = f"error: {where}: the reward has not returned after 0.5 s; fix the reward or row, or raise reward.timeout_s\n"
     assert capsys.readouterr().err == message
 
 
@@ -219,7 +233,7 @@ def test_evaluations_that_ask_the_same_have_the_same_fingerprint():
     write("mine.py", "def f(completion, row):\n    return 1\n")
 
     def fingerprint(reward=None, rows="a", stop=(), **values):
-        judge = None if reward is None else Judge(reward)
+        judge = None if reward is None else RewardRunner(reward)
         return Evaluator(EvalConfig(**values), None, None, judge, stop, 0).fingerprint(rows)
 
     same = [fingerprint(Number()), fingerprint(Number(workers=2, timeout_s=1)), fingerprint(Number(), pass_at=[2], every=1)]
@@ -258,6 +272,7 @@ def test_what_a_reward_gets_as_the_answer(values, answer):
 # Beside each other
 
 
+@pytest.mark.slow
 def test_runs_are_compared(trained, changed, capsys):
     folders = [str(trained("grpo")), str(changed)]
     for folder in folders:
@@ -276,6 +291,7 @@ def test_runs_are_compared(trained, changed, capsys):
     assert any(line[0] == "eval/pass@2" and "-" not in line for line in lines)  # the same weights: both were asked
 
 
+@pytest.mark.slow
 def test_runs_that_were_asked_other_things_are_not_compared_in_silence(trained, changed, capsys):
     assert run(["compare", str(trained("sft")), str(trained("dpo"))]) == 0
     err = capsys.readouterr().err
@@ -283,16 +299,16 @@ def test_runs_that_were_asked_other_things_are_not_compared_in_silence(trained, 
         "warning: the runs were not evaluated on the same rows with the same reward while they trained (sft: "
     )
     assert "they differ in data.eval_path, reward" in err and err.count("\n") == 1
-    runs = comparison.read([str(trained("grpo")), str(changed)])
-    assert comparison.warnings(runs) == []
+    runs = report.read_runs([str(trained("grpo")), str(changed)])
+    assert report.warnings(runs) == []
     cooler = {**runs[1].config, "eval.temperature": 0.5}
-    (warning,) = comparison.warnings([runs[0], comparison.Past("b", cooler, "", runs[1].rows, [])])
+    (warning,) = report.warnings([runs[0], report.RunSummary("b", cooler, "", runs[1].rows, [])])
     assert warning == "pass@k was drawn with eval.temperature of 0.5 and 1.0, and depends on it"
     moved = [{**row, FINGERPRINT: row["step"]} for row in runs[1].rows]
-    told = comparison.warnings([runs[0], comparison.Past("b", runs[0].config, "", moved, [])])
+    told = report.warnings([runs[0], report.RunSummary("b", runs[0].config, "", moved, [])])
     assert "their configurations agree there, so the rows themselves have changed" in told[0]
-    assert told[1] == "b: from step 1 on it was evaluated on other rows, or judged otherwise, than before"
-    (silent,) = comparison.warnings([runs[0], comparison.Past("b", runs[0].config, "", [], [])])
+    assert told[1] == "b: from step 1 on, evaluated on other rows or with another reward than before"
+    (silent,) = report.warnings([runs[0], report.RunSummary("b", runs[0].config, "", [], [])])
     assert silent == "b: not evaluated while training; cookbook eval RUN does it now"
 
 
@@ -307,3 +323,16 @@ def test_what_is_no_run_cannot_be_compared(trained, capsys):
     ):
         assert run(["compare", *words]) == 2
         assert capsys.readouterr().err == f"error: {message}\n"
+
+
+@pytest.mark.parametrize("words", [["sample", "tiny", "1+1=", "--max-tokens", "2"], ["eval", "tiny", "eval.limit=2"]])
+@pytest.mark.slow
+def test_the_garbage_collector_runs_again_after_start_up(words, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["cookbook", *words])
+    try:
+        with pytest.raises(SystemExit) as stop:
+            main()
+        assert stop.value.code == 0 and gc.isenabled()
+    finally:
+        gc.enable()

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from marks import rest_slow
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -23,7 +24,8 @@ def losses(printed: str) -> list[float]:
     return [float(line.split("loss")[1].replace("per token", "").split()[0]) for line in printed.splitlines() if "loss" in line]
 
 
-@pytest.mark.parametrize("name", ["sft_loop", "custom_loss"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", rest_slow(["sft_loop", "custom_loss"]))
 def test_an_example_learns(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.chdir(tmp_path)
     module = example(name)
@@ -33,6 +35,7 @@ def test_an_example_learns(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert len(found) >= 2 and found[-1] < 0.8 * found[0]
 
 
+@pytest.mark.slow
 def test_the_loop_takes_tinkers_own_types(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

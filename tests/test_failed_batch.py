@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import rest_slow
 from runtools import SMALL, checkpoint, here, rows, train, write  # noqa: F401 - here is a fixture
 from safetensors.torch import load_file
 
@@ -12,9 +13,9 @@ from cookbook.cli.app import run
 from cookbook.data import RowDatum
 from cookbook.engine import loss_gradient
 from cookbook.errors import BackendError, NonFiniteError
-from cookbook.failed_batch import Call, Calls
 from cookbook.futures import Future
 from cookbook.losses import CrossEntropy
+from cookbook.run.diagnostics import TrackedCall, TrackedCalls
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -36,7 +37,7 @@ class Breaking({parent}):
                 value = value + {more}
         return value, metrics
 """
-RECIPES = ["sft", "grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpo", "orpo"))]
+RECIPES = ["sft", "grpo", "dpo", "orpo"]
 PARENTS = {"sft": "CrossEntropy", "dpo": "DPO", "orpo": "ORPO", "grpo": "GRPO"}
 
 
@@ -48,14 +49,14 @@ def breaking(recipe: str, more: str) -> list[str]:
     return [*SMALL[recipe], "model=tiny", "eval.every=null", "checkpoint.every=1", *rewarded, "loss._target_=breaks.Breaking"]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", rest_slow(RECIPES))
 def test_the_batch_of_a_loss_that_is_nan_is_kept(recipe, capsys):
     assert train(*breaking(recipe, "logprobs[3].sum() * float('nan')"), "out=run") == 2
     error = capsys.readouterr().err
     batch = rows("run", "failed_batch/step-000002.jsonl")
     place = batch[3]["row"]
     assert error == (
-        "error: step 2: loss breaking: returned nan for datum 3; look at what the loss reads there "
+        "error: step 2: loss breaking: returned nan for datum 3; check the logprobs and loss inputs of these datums "
         f"({place}; the batch is in run/failed_batch/step-000002.jsonl)\n"
     )
     assert json.loads(Path("run/status.json").read_text())["error"] == error.removeprefix("error: ").rstrip("\n")
@@ -84,6 +85,7 @@ def check_logprobs(batch):
         assert pairs and all(now == pytest.approx(then, abs=1e-4) for now, then in pairs)  # float32, through a cache or not
 
 
+@pytest.mark.slow
 def test_a_gradient_that_overflows_names_all_rows(capsys):
     """The loss is finite; its slope of 3e38 is too, and what comes of it in the network is not."""
     words = breaking("sft", "(logprobs[1] - logprobs[1].detach()).sum() * 3e38")
@@ -91,7 +93,7 @@ def test_a_gradient_that_overflows_names_all_rows(capsys):
     batch = rows("run", "failed_batch/step-000002.jsonl")
     shown = ", ".join(row["row"] for row in batch[:4])
     assert capsys.readouterr().err == (
-        "error: step 2: optim_step: the gradient norm is nan after 1 steps; lower optim.lr or look at the data "
+        "error: step 2: optim_step: the gradient norm is nan after 1 steps; lower optim.lr, or inspect the batch "
         f"(6 datums of {shown}, ...; the batch is in run/failed_batch/step-000002.jsonl)\n"
     )
     assert len(batch) == 6 and not any(row["blamed"] for row in batch)
@@ -109,15 +111,16 @@ def test_micro_batches_that_are_finite_one_by_one(make_engine, monkeypatch):
     def infinite(data, logprobs):
         return torch.tensor(float("inf")), {}
 
-    with pytest.raises(NonFiniteError, match="the loss of all datums together is inf"):
+    with pytest.raises(NonFiniteError, match="the loss of the whole batch is inf"):
         engine.forward_backward(tiny.datums(), CrossEntropy())
 
 
+@pytest.mark.slow
 def test_what_a_loss_refuses_is_kept_too(capsys):
     """An infinite advantage: the engine does not even call the loss."""
     assert run(["fork", "grpo", "mine"]) == 0
     code = Path("recipes/mine.py").read_text()
-    data = "data = rollout.datums(groups, advantages.tolist())\n"
+    data = "data = rollouts.datums(groups, advantages.tolist())\n"
     assert data in code
     infinite = "advantages[:] = float('inf') if step.index else 1.0\n        "
     Path("recipes/mine.py").write_text(code.replace(data, infinite + data))
@@ -128,6 +131,7 @@ def test_what_a_loss_refuses_is_kept_too(capsys):
     assert batch[0]["blamed"] and {"inf", "nan"} & {str(value) for value in batch[0]["advantages"]}
 
 
+@pytest.mark.slow
 def test_a_recipe_that_waits_for_nothing_hears_of_it_all_the_same(capsys):
     assert run(["fork", "sft", "mine"]) == 0
     code = Path("recipes/mine.py").read_text()
@@ -140,6 +144,7 @@ def test_a_recipe_that_waits_for_nothing_hears_of_it_all_the_same(capsys):
     assert len(rows("run", "failed_batch/step-000002.jsonl")) == 6
 
 
+@pytest.mark.slow
 def test_a_batch_that_cannot_be_written_hides_nothing(capsys):
     write("breaks.py", "")
     words = breaking("sft", "logprobs[3].sum() * float('nan')")
@@ -152,33 +157,35 @@ def test_a_batch_that_cannot_be_written_hides_nothing(capsys):
 
 
 def test_only_calls_that_may_still_fail_are_kept():
-    calls, futures = Calls(), [Future() for _ in range(4)]
+    calls, futures = TrackedCalls(), [Future() for _ in range(4)]
     for number, future in enumerate(futures):
-        calls.add(Call(number // 2, [], future, update=number % 2 == 1))
+        calls.add(TrackedCall(number // 2, [], future, update=number % 2 == 1))
     assert calls.failed() is None and len(calls._calls) == 4
     futures[0].set_result(None)
     for future in futures[1:]:
         future.set_exception(BackendError("x"))
-    calls.add(Call(2, [], Future()))
+    calls.add(TrackedCall(2, [], Future()))
     assert len(calls._calls) == 4  # without the one that succeeded
     found = calls.failed()
     assert found is not None and found.future is futures[1]
     update: Future[None] = Future()
-    calls.add(Call(2, [], update, update=True))
+    calls.add(TrackedCall(2, [], update, update=True))
     update.set_result(None)  # somebody has read the error, and training goes on
-    calls.add(Call(3, [], Future()))
+    calls.add(TrackedCall(3, [], Future()))
     assert calls.failed() is None and len(calls._calls) == 1
 
 
 def test_a_datum_of_a_rollout_knows_its_row():
-    from cookbook import rollout
     from cookbook.data import RenderedPrompt, Row
-    from cookbook.rollout import Group
+    from cookbook.sampling import rollouts
+    from cookbook.sampling.rollouts import RolloutGroup
+    from cookbook.sampling.trajectory import Trajectory
     from cookbook.types import Sample
 
     prompt = RenderedPrompt([1, 2], Row("here:1", {}), "text", "what?")
-    group = Group(prompt, [Sample([5], [-1.0], "stop", 0), Sample([6], [-1.0], "stop", 0)], ["", ""], [0.0, 1.0])
-    data = rollout.datums([group], [[-1.0, 1.0]])
+    attempts = [Trajectory.single([1, 2], "text", Sample([token], [-1.0], "stop", 0), "") for token in (5, 6)]
+    group = RolloutGroup(prompt, attempts, [0.0, 1.0])
+    data = rollouts.datums([group], [[-1.0, 1.0]])
     assert all(isinstance(datum, RowDatum) and (datum.where, datum.question) == ("here:1", "what?") for datum in data)
 
 

@@ -1,60 +1,136 @@
-"""The floors of the house, and its nevers: which module may import which."""
+"""Order of imports: which package may import which, from top to bottom, and which imports are never allowed.
+
+A module imports only from lines below its own; lazy and type-checking imports count. CONTRIBUTING.md shows the order.
+"""
 
 import ast
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FLOORS = {
-    5: "cookbook.cli cookbook.__main__",
-    4: "cookbook.server cookbook.jobs",
-    3: "cookbook.run cookbook.session cookbook.service cookbook.runfolder cookbook.report cookbook.identity "
-    "cookbook.status cookbook.comparison cookbook.evaluate_alone cookbook.preflight cookbook.advice recipes",
-    2: "cookbook.backends cookbook.deployments cookbook.weight_sync cookbook.checkpoints cookbook.trackers cookbook.rollout "
-    "cookbook.resilience cookbook.rewards cookbook.data cookbook.hooks cookbook.config cookbook.recipe cookbook.evaluation "
-    "cookbook.progress cookbook.check cookbook.bad_rows cookbook.failed_batch cookbook.reference "
-    "cookbook.health",
-    1: "cookbook.engine cookbook.losses cookbook.normalization cookbook.advantages cookbook.schedules cookbook.protocols",
-    0: "cookbook.types cookbook.errors cookbook.paths cookbook.futures cookbook.interrupt cookbook.suggest cookbook.typed "
-    "cookbook.svg cookbook.pyfile cookbook.atomic cookbook.lock cookbook.environment cookbook.hub cookbook.terminal",
+# Per package, its packages and modules from top to bottom. Those of one line do not import each other. The root is "".
+ORDER = {
+    "": [
+        "__main__",
+        "cli",
+        "recipes __init__",
+        "run",
+        "deployments jobs server service",
+        "backends sampling",
+        "checkpoints trackers",
+        "protocols",
+        "check engine",
+        "losses",
+        "config data",
+        "futures terminal types utils",
+        "errors",
+    ],
+    "run": [
+        "standalone_eval",
+        "builder",
+        "report",
+        "run",
+        "preflight recorder",
+        "data folder rollout_store",
+        "settings",
+        "diagnostics hooks identity stored_steps",
+    ],
+    "server": [
+        "rank",
+        "serve",
+        "app",
+        "routes",
+        "handlers",
+        "state",
+        "journal",
+        "config",
+        "keys metrics wire",
+    ],
+    "jobs": ["backend", "endpoint", "manager", "command local ray slurm store", "launcher"],
+    "sampling": ["prompt_queue", "rollouts", "evaluation", "episodes", "environments rewards", "advantages trajectory workers"],
+    "deployments": ["vllm", "embedded weight_sync"],
+    "deployments.vllm": [
+        "deployment",
+        "registry",
+        "process replicas",
+        "api sampler worker",
+        "http weight_store",
+    ],
+    "checkpoints": [
+        "inventory",
+        "sampler_checkpoints",
+        "gathered store",
+        "contents",
+        "card delta sharded snapshots",
+        "manifest ranks schedule tensor_digests",
+    ],
+    "engine": [
+        "engine",
+        "decoding estimate",
+        "forward options",
+        "capabilities",
+        "memory head layers offload shape",
+        "optimizer",
+        "batch",
+        "attention",
+        "precision",
+        "fast_path",
+        "ranks",
+        "model",
+        "loss_gradient parallel router_loss",
+    ],
 }
-FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules.split()}
-FRONT = "cookbook"  # cookbook/__init__.py shows names of every floor, and imports none until it is asked
+SHOWN = {"__init__": "cookbook/__init__.py", "recipes": "recipes/*.py"}  # names in CONTRIBUTING.md
+FRONT = "cookbook"  # cookbook/__init__.py hands names of every package on, and imports them when they are used
+# Imports that still go upwards. A pair that is no longer imported fails until it is removed.
+UPWARD: set[str] = set()
+# Packages whose modules still import each other in a circle. A package without one fails until it is removed.
+CIRCLES: set[str] = set()
 
-# who -> what it must never import; and what -> who alone may import it.
+# Importer -> packages it never imports.
 NEVER = [
-    ("recipes", ("torch", "transformers", "tinker", "hydra", "omegaconf", "cookbook.backends")),
+    ("cookbook.recipes", ("torch", "transformers", "tinker", "hydra", "omegaconf", "cookbook.backends")),
     ("cookbook.losses", ("cookbook.data", "cookbook.engine", "cookbook.backends")),
     ("cookbook.engine", ("cookbook.losses",)),
 ]
+# The engine may import what all losses share, and no loss.
+SHARED = ("cookbook.losses.base", "cookbook.losses.normalization")
+# Package -> its only importers.
 ONLY = [
-    ("hydra", ("cookbook.cli.hydra_bridge",)),
+    ("hydra", ("cookbook.cli.hydra",)),
     ("tinker", ("cookbook.backends.remote", "cookbook.server")),
-    # Ranks compute in one place, and save in another: writing files is a floor above the maths.
-    ("torch.distributed", ("cookbook.engine.parallel", "cookbook.checkpoints.ranks", "cookbook.checkpoints.sharded")),
+    # Ranks compute in engine.ranks.processes and save in checkpoints.sharded: the engine writes no files.
+    ("torch.distributed", ("cookbook.engine.ranks.processes", "cookbook.checkpoints.sharded", "cookbook.checkpoints.ranks")),
 ]
-GRAMMAR = "cookbook.losses.base"  # what every loss is made of; the engine may know that, and no loss by name
 
 
 def inside(name: str, package: str) -> bool:
     return name == package or name.startswith(f"{package}.")
 
 
-def floor_of(module: str) -> int | None:
-    return next((floor for known, floor in FLOOR.items() if inside(module, known)), None)
+@cache
+def place(module: str) -> str:
+    """Return the module's name in the order, where the recipes and ``cookbook/__init__.py`` have lines."""
+    if module == FRONT or inside(module, "recipes"):
+        return "cookbook.__init__" if module == FRONT else f"cookbook.{module}"
+    return module
 
 
-def modules() -> Iterator[tuple[str, Path]]:
-    for path in sorted([*ROOT.glob("cookbook/**/*.py"), *ROOT.glob("recipes/*.py")]):
-        yield ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"), path
+@cache
+def modules() -> dict[str, Path]:
+    """Return every module's file, by the name the module is imported by."""
+    paths = sorted([*ROOT.glob("cookbook/**/*.py"), *ROOT.glob("recipes/*.py")])
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Every imported name, lazily or for types only too. ``from a import b`` may mean the module ``a.b``."""
+    """Yield line and name of every import. ``from a import b`` may mean the module ``a.b``."""
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -63,59 +139,146 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
-IMPORTS = [(module, path, line, target) for module, path in modules() for line, target in imports(path)]
+def module_of(name: str) -> str:
+    """Return the module that holds ``name``; for an outside package, ``name`` itself."""
+    module = name
+    while module and module not in modules():
+        module = module.rpartition(".")[0]
+    return module or name
 
 
-def found(*problems: str) -> None:
-    assert not problems, "\n" + "\n".join(sorted(problems))
+@cache
+def all_imports() -> list[tuple[str, Path, int, str]]:
+    """Return every import: the importing module, its file, the line, and the imported module. Parsing takes a second."""
+    return [(module, path, line, module_of(name)) for module, path in modules().items() for line, name in imports(path)]
 
 
-def test_every_module_has_a_floor():
-    unknown = [module for module, _ in modules() if module != FRONT and floor_of(module) is None]
-    found(*(f"{module}: on no floor; add it to the table in tests/test_floors.py" for module in unknown))
+def unit(module: str, package: str) -> str:
+    """Return the child of ``package`` that holds ``module``, or "" for the package itself."""
+    return module.removeprefix(f"cookbook.{package}".rstrip(".")).lstrip(".").partition(".")[0]
 
 
-def test_a_module_imports_from_its_own_floor_or_below():
-    found(
-        *(
-            f"{path.relative_to(ROOT)}:{line} imports {target} (floor {floor_of(module)} -> {floor_of(target)})"
-            for module, path, line, target in IMPORTS
-            if module != FRONT and (floor_of(target) or 0) > (floor_of(module) or 0)
-        )
+@cache
+def lines_of(module: str) -> dict[str, int | None]:
+    """Return the module's line in the order of each package that holds it; None if the order does not name it."""
+    holders = [package for package in ORDER if inside(module, f"cookbook.{package}".rstrip(".")) and unit(module, package)]
+    return {
+        package: next((i for i, line in enumerate(ORDER[package]) if unit(module, package) in line.split()), None)
+        for package in holders
+    }
+
+
+def report(problems: Iterable[str]) -> None:
+    lines = sorted(problems)
+    assert not lines, "\n" + "\n".join(lines)
+
+
+def test_every_module_is_in_the_order() -> None:
+    report(
+        f"{path.relative_to(ROOT)}: add {unit(place(module), package)!r} to ORDER[{package!r}] in tests/test_floors.py"
+        for module, path in modules().items()
+        for package, line in lines_of(place(module)).items()
+        if line is None
     )
 
 
-def test_the_nevers():
-    forbidden = [
-        (path, line, target)
-        for module, path, line, target in IMPORTS
-        if any(
-            inside(module, who) and inside(target, what) and not inside(target, GRAMMAR)
-            for who, whats in NEVER
-            for what in whats
-        )
-        or any(inside(target, what) and not any(inside(module, who) for who in whos) for what, whos in ONLY)
+def upward() -> Iterator[tuple[str, str]]:
+    """Yield pair and place of every import of a package or module that is not below the importer."""
+    for module, path, line, target in all_imports():
+        above, below = place(module), place(target)
+        package = max(lines_of(above).keys() & lines_of(below).keys(), key=len, default="")
+        here, there = lines_of(above).get(package), lines_of(below).get(package)
+        if module == FRONT or target not in modules() or here is None or there is None:
+            continue
+        if here >= there and unit(above, package) != unit(below, package):
+            pair = f"{package}: {unit(above, package)} -> {unit(below, package)}".removeprefix(": ")
+            yield pair, f"{path.relative_to(ROOT)}:{line} imports {target}, which is not below it ({pair})"
+
+
+def test_imports_go_downwards() -> None:
+    report(text for pair, text in upward() if pair not in UPWARD)
+    report(f"{pair}: no longer imported; remove the exception" for pair in UPWARD - {pair for pair, _ in upward()})
+
+
+def circles() -> list[list[str]]:
+    """Return the groups of modules that import each other, directly or through others."""
+    imported: dict[str, set[str]] = {module: set() for module in modules()}
+    for module, _, _, target in all_imports():
+        if target in imported and FRONT not in (module, target) and target != module:
+            imported[module].add(target)
+
+    def reachable(start: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = [start]
+        while waiting:
+            new = imported[waiting.pop()] - seen
+            seen |= new
+            waiting += new
+        return seen
+
+    reach = {module: reachable(module) for module in imported}
+    groups = {frozenset(other for other in reach[module] if module in reach[other]) for module in imported}
+    return sorted(sorted(group) for group in groups if group)
+
+
+def test_no_modules_import_each_other() -> None:
+    groups = {unit(place(group[0]), ""): group for group in circles()}
+    report(f"{group} import each other" for package, group in groups.items() if package not in CIRCLES)
+    report(f"{package}: without circles; remove the exception" for package in CIRCLES - groups.keys())
+
+
+def test_contributing_shows_this_order() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\| (\d+) \| `(.+?)` \|", page, re.MULTILINE)
+    top = len(ORDER[""]) - 1
+    assert [(int(number), name) for number, name in shown] == [
+        (top - i, SHOWN.get(name, name)) for i, line in enumerate(ORDER[""]) for name in line.split()
     ]
-    found(*(f"{path.relative_to(ROOT)}:{line} imports {target}" for path, line, target in forbidden))
+    inner = re.findall(r"^\| `cookbook/([\w/]+)/` \| `(.*)` \|", page, re.MULTILINE)
+    assert {name.replace("/", "."): [line.split("`, `") for line in text.split("` > `")] for name, text in inner} == {
+        package: [line.split() for line in order] for package, order in ORDER.items() if package
+    }
 
 
-def test_the_engine_names_no_loss():
+def test_the_nevers() -> None:
+    problems = []
+    for module, path, line, target in all_imports():
+        here, there = place(module), place(target)
+        never = any(inside(there, package) for importer, banned in NEVER if inside(here, importer) for package in banned)
+        only = any(inside(there, package) and not any(inside(here, one) for one in importers) for package, importers in ONLY)
+        if (never and there not in SHARED) or only:
+            problems.append(f"{path.relative_to(ROOT)}:{line} imports {target}")
+    report(problems)
+
+
+def test_the_engine_names_no_loss() -> None:
     from cookbook.losses import LOSSES
 
     names = {*LOSSES, *(path.partition(":")[2] for path in LOSSES.values())}
-    spoken = [
+    report(
         f"{path.relative_to(ROOT)}:{node.lineno} names {node.value!r}"
-        for module, path in modules()
+        for module, path in modules().items()
         if inside(module, "cookbook.engine")
         for node in ast.walk(ast.parse(path.read_bytes()))
         if isinstance(node, ast.Constant) and node.value in names
-    ]
-    found(*spoken)
+    )
 
 
-@pytest.mark.parametrize("command", ["import cookbook", "from cookbook.cli.app import run; run(['--help'])"])
-def test_start_up_loads_nothing_heavy(command):
-    heavy = {"torch", "numpy", "hydra", "omegaconf", "rich", "yaml", "transformers"}
+# Packages that no plain run needs, or that only the load of a model needs.
+NOT_YET = {"transformers", "torch._dynamo", "sympy", "scipy", "pandas", "datasets", "peft", "tinker", "httpx", "rich", "hydra"}
+HEAVY = {"torch", "numpy", "hydra", "omegaconf", "rich", "yaml", "transformers"}
+
+
+@pytest.mark.parametrize(
+    "command, heavy",
+    [
+        ("import cookbook", HEAVY),
+        ("from cookbook.cli.app import run; run(['--help'])", HEAVY),
+        ("from cookbook.cli.app import run; run(['list'])", HEAVY - {"omegaconf", "yaml"}),
+        ("import cookbook.run.builder", NOT_YET),
+    ],
+)
+def test_start_up_loads_nothing_heavy(command: str, heavy: set[str]) -> None:
     code = f"{command}\nimport sys; print(sorted({heavy!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.splitlines()[-1] == "[]"

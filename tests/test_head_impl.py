@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from marks import rest_slow
 from runtools import SMALL, here, rows, train, write  # noqa: F401 - here is a fixture
 
 import cookbook
 from cookbook.backends.local import LocalConfig
 from cookbook.backends.remote.config import RemoteConfig
-from cookbook.engine.fused_loss import LinearCrossEntropyLoss
-from cookbook.engine.linear_logprobs import compiled, implementations, linear_logprobs
+from cookbook.engine.head.fused_loss import LinearCrossEntropyLoss
+from cookbook.engine.head.linear_logprobs import compiled, implementations, linear_logprobs
+from cookbook.engine.head.linear_logprobs.api import LinearLayer, LogitTransform
 from cookbook.errors import BackendError, ConfigError
 from cookbook.losses import GRPO, CrossEntropy
 from cookbook.service import ServiceClient
@@ -102,7 +104,7 @@ def supplied(path: Path, name: str):
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
 @pytest.mark.parametrize("loss", [CrossEntropy(), GRPO(kl_beta=0.05)], ids=["sft", "grpo"])
-@pytest.mark.parametrize("name", [*OWN, "LinearCrossEntropyLoss"])
+@pytest.mark.parametrize("name", rest_slow([*OWN, "LinearCrossEntropyLoss"]))
 def test_a_users_own_computes_what_the_built_in_does(make_engine, own, name, loss, lora_rank):
     impl = LinearCrossEntropyLoss if name == "LinearCrossEntropyLoss" else supplied(own, name)
     data, found = loss.prepare(tiny.datums()), []
@@ -117,7 +119,8 @@ def test_a_users_own_computes_what_the_built_in_does(make_engine, own, name, los
     assert name == "LinearCrossEntropyLoss" or Path("called").exists()
 
 
-@pytest.mark.parametrize(("recipe", "lora_rank"), [pytest.param("sft", 4, marks=pytest.mark.slow), ("grpo", 0)])
+@pytest.mark.parametrize(("recipe", "lora_rank"), [("sft", 4), ("grpo", 0)])
+@pytest.mark.slow
 def test_a_users_own_from_the_command_line(own, recipe, lora_rank, capsys):
     words = [*SMALL[recipe], f"model.lora_rank={lora_rank}", "eval.every=null", "recipe.steps=2"]
     assert train(*words, "out=built_in") == 0
@@ -216,6 +219,23 @@ def test_what_it_declines_the_engine_computes_with_one_warning(make_engine, capl
     ]
 
 
+@pytest.mark.parametrize(
+    "reason", ["the loss needs the gradient of the entropy", "the model's logits are not those of a linear layer"]
+)
+def test_what_it_is_not_asked_the_engine_computes_with_one_warning(make_engine, caplog, reason):
+    def mine(hidden, weight, targets, *, bias, scale, softcap, temperature):
+        raise AssertionError("it is asked")
+
+    implementations._cannot.cache_clear()
+    engine = make_engine(head_impl=mine)
+    if "logits" in reason:
+        engine.passes.head.transform = None
+    for _ in range(2):
+        engine.forward_backward(tiny.datums(3), GRPO(kl_beta=0.0, entropy_coef=0.0 if "logits" in reason else 0.1))
+    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert told.startswith(f"impl=mine does not run here: {reason}")
+
+
 def test_an_adapter_on_the_output_layer_is_the_engines_own(make_engine, caplog, own):
     implementations._cannot.cache_clear()
     with caplog.at_level(logging.WARNING, logger="cookbook"):
@@ -241,7 +261,7 @@ def test_gradient_filtering_of_cce_is_off_unless_asked_for(given, meant):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cce_filter_eps": "auto"}, "backend.cce_filter_eps: is for backend.head_impl=cce, got head_impl='auto'"),
+        ({"cce_filter_eps": "auto"}, "backend.cce_filter_eps: requires backend.head_impl=cce, got head_impl='auto'"),
         ({"head_impl": "cce", "cce_filter_eps": "some"}, "backend.cce_filter_eps: expected null, auto, high or a number"),
         ({"head_impl": "cce", "cce_filter_eps": 0}, "got 0"),
     ],
@@ -265,7 +285,7 @@ def problem(count, vocabulary, bias=False, temperature=False, dtype=torch.float3
     return operands[: 2 + bias], targets, heat, torch.randn(count, generator=draw, dtype=dtype)
 
 
-def compare(count, vocabulary, tolerance, *, scale=1.0, softcap=None, chunk_rows=None, **options):
+def compare(count, vocabulary, tolerance, *, scale=1.0, softcap=None, chunk_size=None, **options):
     """Compiled against cookbook's own code: logprobs, entropy, hits, gradients."""
     operands, targets, heat, upstream = problem(count, vocabulary, **options)
     found = []
@@ -273,12 +293,11 @@ def compare(count, vocabulary, tolerance, *, scale=1.0, softcap=None, chunk_rows
         hidden, weight, *bias = leaves = [one.clone().requires_grad_() for one in operands]
         named = {"bias": bias[0] if bias else None, "scale": scale, "softcap": softcap}
         if ours:
-            result = linear_logprobs(
-                hidden, weight, targets, temperature=1.0 if heat is None else heat, entropy=True, hit=True, **named
-            )
+            layer = LinearLayer(weight, *bias, transform=LogitTransform(scale, softcap))
+            result = linear_logprobs(hidden, layer, targets, heat, entropy=True, hit=True)
             scores = (result.logprobs, result.entropy, result.hit)
         else:
-            scores = compiled.compiled_logprobs(hidden, weight, targets, temperature=heat, chunk_rows=chunk_rows, **named)
+            scores = compiled.compiled_logprobs(hidden, weight, targets, temperature=heat, chunk_size=chunk_size, **named)
         scores[0].backward(upstream)
         found.append([*scores, *(leaf.grad for leaf in leaves)])
     for name, one, other in zip(("logprobs", "entropy", "hit", "hidden", "weight", "bias"), *found, strict=False):
@@ -286,14 +305,20 @@ def compare(count, vocabulary, tolerance, *, scale=1.0, softcap=None, chunk_rows
 
 
 @with_compiler
-def test_torch_compile_compiles_once_for_all_lengths(make_engine):
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.slow
+def test_torch_compile_compiles_once_for_all_lengths(make_engine, monkeypatch, backend):
+    """The fast backend compiles the same graphs for the same lengths, forward and backward, but generates no C++."""
     from torch._dynamo.utils import counters
 
+    kernels = tuple(torch.compile(one, dynamic=True, backend=backend) for one in (compiled._score, compiled._product_gradient))
+    if backend != "inductor":
+        monkeypatch.setattr(compiled, "_kernels", lambda: kernels)
     compare(50, 259, 2e-5)
     graphs = counters["stats"]["unique_graphs"]
     assert graphs >= 2  # one forward, one backward
-    for count, chunk_rows in ((7, None), (64, 16), (65, 16), (300, 64)):
-        compare(count, 259, 2e-5, chunk_rows=chunk_rows)
+    for count, chunk_size in ((7, None), (64, 16), (65, 16), (300, 64)):
+        compare(count, 259, 2e-5, chunk_size=chunk_size)
     compare(40, 1000, 2e-5)
     assert counters["stats"]["unique_graphs"] == graphs
     layer, labels = torch.nn.Linear(16, 259, bias=False), torch.randint(0, 259, (2, 30))
@@ -325,10 +350,11 @@ def test_torch_compile_compiles_once_for_all_lengths(make_engine):
 )
 def test_torch_compile_with_what_models_do_to_their_logits(options):
     compare(50, 259, 2e-5, **options)
-    compare(33, 300, 1e-12, dtype=torch.float64, chunk_rows=8, **options)
+    compare(33, 300, 1e-12, dtype=torch.float64, chunk_size=8, **options)
 
 
 @with_compiler
+@pytest.mark.slow
 def test_torch_compile_without_a_compiler_falls_back_with_one_warning(caplog):
     import torch._dynamo
     from torch._inductor import config

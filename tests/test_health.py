@@ -12,9 +12,9 @@ import pytest
 from runtools import SMALL, here, rows, train, write  # noqa: F401 - here is a fixture
 from test_resume import stop_at
 
-from cookbook import runfolder
 from cookbook.errors import NoGradientError
-from cookbook.health import Health
+from cookbook.run.diagnostics import Health
+from cookbook.terminal import warnings_shown
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -90,7 +90,7 @@ def test_counts_survive_a_checkpoint_as_they_were_when_it_was_saved():
 
 def test_a_warning_goes_to_the_stream_that_is_standard_error_at_that_moment(monkeypatch):
     """The live display replaces the stream, to print above itself."""
-    with runfolder.warnings_shown():
+    with warnings_shown():
         monkeypatch.setattr(sys, "stderr", io.StringIO())
         logging.getLogger("cookbook").warning("in between")
     assert sys.stderr.getvalue() == "WARNING: in between\n"
@@ -116,6 +116,7 @@ class Ends:
         Path(self.out, "ended.txt").write_text(state)
 
 
+@pytest.mark.slow
 def test_a_run_that_never_had_a_gradient_fails_with_its_weights_saved(capsys):
     ends = "+tracker.mine={_target_: test_health.Ends}"
     assert train(*same(0.0), "recipe.steps=4", ends, "out=run") == 2
@@ -137,10 +138,12 @@ def test_a_run_that_never_had_a_gradient_fails_with_its_weights_saved(capsys):
     assert capsys.readouterr().err.endswith(lines[1] + "\n")
 
 
+@pytest.mark.slow
 def test_a_gradient_before_a_resume_counts(capsys):
     write("once.py", "import os\n\ndef odd(text, row):\n    return sum(map(ord, text)) % 2 if os.path.exists('odd') else 1\n")
     Path("odd").touch()
-    words = [*SMALL["grpo"], "reward=python", "reward.target=once.py:odd", "recipe.steps=4", "checkpoint.every=1", "out=run"]
+    words = [*SMALL["grpo"], "reward=python", "reward.target=once.py:odd", "recipe.steps=4", "checkpoint.every=1"]
+    words += ["eval.every=null", "out=run"]
     assert train(*words, *stop_at(2)) == 130
     Path("odd").unlink()
     assert train(*words) == 0

@@ -14,7 +14,8 @@ from test_model_families import CORE
 from torch import nn
 
 from cookbook.engine.engine import Engine, EngineOptions
-from cookbook.engine.last_layer import LastLayer
+from cookbook.engine.layers import trimmable_parts
+from cookbook.engine.layers.fused import only_rows
 from cookbook.losses import DPO, CrossEntropy
 from cookbook.types import Datum, ModelInput
 
@@ -33,7 +34,7 @@ def trained(model, data, loss=None, **options):
     def count(module, args, _):
         seen[module] = seen.get(module, 0) + args[0].shape[:-1].numel()
 
-    parts = engine.passes.last_layer.modules  # asked for now, so that the hooks do not see the trial
+    parts = engine.passes.last_layer  # asked for now, so that the hooks do not see the trial
     for part in parts:
         part.register_forward_hook(count)
     out = engine.forward_backward(data, loss or CrossEntropy())
@@ -91,7 +92,7 @@ def test_every_token_is_computed_where_every_token_is_asked_for():
     total = sum(datum.model_input.length for datum in data)
     engine = Engine(model, EngineOptions(all_logprobs=True, packing="packed"))
     seen = []
-    engine.passes.last_layer.modules[0].register_forward_hook(lambda _, args, out: seen.append(out.shape[:-1].numel()))
+    engine.passes.last_layer[0].register_forward_hook(lambda _, args, out: seen.append(out.shape[:-1].numel()))
     engine.forward_backward(data, CrossEntropy())
     engine.forward(data)
     assert sum(seen) == 2 * total
@@ -157,10 +158,10 @@ def test_passes_that_wait_for_a_gradient(retain_bytes):
 
 def test_a_call_leaves_no_hook_behind_when_it_fails():
     model = families.language_model("qwen3")
-    last = LastLayer.of(model)
-    with pytest.raises(RuntimeError, match="fails"), last.only(torch.tensor([1])):
+    last = trimmable_parts(model)
+    with pytest.raises(RuntimeError, match="fails"), only_rows(last, torch.tensor([1])):
         raise RuntimeError("fails")
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in last.modules)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in last)
 
 
 class ReadsItsNeighbour(nn.Module):
@@ -179,9 +180,9 @@ class ReadsItsNeighbour(nn.Module):
 def test_a_part_that_reads_other_tokens_is_left_alone(always, dtype):
     model = families.language_model("qwen3")
     layer = model.network.to(dtype).model.layers[-1]
-    assert len(LastLayer.of(model).modules) == 3
+    assert len(trimmable_parts(model)) == 3
     layer.mlp = ReadsItsNeighbour(layer.mlp, always=always)
-    assert LastLayer.of(model).modules == []
+    assert trimmable_parts(model) == []
 
 
 class Particular(nn.Module):
@@ -192,11 +193,11 @@ class Particular(nn.Module):
 def test_a_model_that_cannot_be_tried_is_left_alone():
     model = families.language_model("qwen3")
     model.network.model.layers[-1].mlp = Particular()
-    assert LastLayer.of(model).modules == []
+    assert trimmable_parts(model) == []
 
 
 def test_a_model_that_reads_its_last_layer_elsewhere_is_left_alone():
     model = families.language_model("qwen3")
     norm = model.network.model.norm
     norm.register_forward_pre_hook(lambda _, args: (args[0] + args[0].cumsum(1),))
-    assert LastLayer.of(model).modules == []
+    assert trimmable_parts(model) == []

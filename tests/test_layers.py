@@ -13,10 +13,8 @@ from torch.nn.functional import gelu, silu
 
 from cookbook.engine.engine import Engine, EngineOptions
 from cookbook.engine.layers import install, uninstall
-from cookbook.engine.layers.gated import gated
-from cookbook.engine.layers.install import Ours
-from cookbook.engine.layers.norm import rms_norm
-from cookbook.engine.layers.rotary import rotary
+from cookbook.engine.layers.fused import gated, rms_norm, rotary
+from cookbook.engine.layers.install import PatchedForward
 from cookbook.losses import DPO
 from cookbook.types import AdamParams
 
@@ -125,7 +123,7 @@ def test_a_row_of_zeros_and_no_rows_at_all():
 
 def ours(network: nn.Module) -> set[str]:
     """The classes of the modules whose forward was replaced."""
-    return {type(module).__name__ for module in network.modules() if isinstance(vars(module).get("forward"), Ours)}
+    return {type(module).__name__ for module in network.modules() if isinstance(vars(module).get("forward"), PatchedForward)}
 
 
 REPLACED = {

@@ -6,7 +6,7 @@ import math
 import pytest
 from runtools import here, rows, train  # noqa: F401 - here is a fixture
 
-from cookbook.paths import packaged
+from cookbook.utils.paths import packaged
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("here")]
 SEEDS = pytest.mark.parametrize("seed", [0, 1, 2])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -10,15 +10,20 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cookbook.engine.linear_logprobs import LowRank, linear_logprobs, linear_logprobs_with_gradient, operator, projection
-from cookbook.engine.linear_logprobs.gradient import Gradients, Upstream, add_gradients
-from cookbook.engine.linear_logprobs.projection import Projection, Tiling
-from cookbook.engine.linear_logprobs.scan import Wanted, scan
+from cookbook.engine.head.linear_logprobs import LowRank, linear_logprobs, linear_logprobs_with_gradient, operator
+from cookbook.engine.head.linear_logprobs.api import LinearLayer, LogitTransform
+from cookbook.engine.head.linear_logprobs.operator import HeadGradients, Upstream, add_gradients
+from cookbook.engine.head.linear_logprobs.scan import GATHERED_VALUES, TILE_BYTES, Projection, ScanSpec, Tiling, scan
 from cookbook.errors import BackendError
 
 MODES = ("recompute", "cached", "frozen", "tokenwise")
 ROWS, VOCABULARY, HIDDEN = 37, 203, 16
-TILE_BYTES = 64 * 8 * ROWS  # tiles of 64 columns: several, and a last one that is narrower
+
+
+@pytest.fixture(autouse=True)
+def _several_tiles(monkeypatch):
+    """Tiles of 64 columns: several, and a last one that is narrower."""
+    monkeypatch.setitem(TILE_BYTES, "cpu", 64 * 8 * ROWS)
 
 
 @dataclass
@@ -34,8 +39,12 @@ class Case:
     low_rank: LowRank | None = None
     scale: float = 1.0
     softcap: float | None = None
-    temperature: float | Tensor = 1.0
+    temperature: Tensor | None = None
     entropy_gradient: bool = False
+
+    @property
+    def layer(self) -> LinearLayer:
+        return LinearLayer(self.weight, self.bias, self.low_rank, LogitTransform(self.scale, self.softcap))
 
     def trained(self) -> list[Tensor]:
         low = [] if self.low_rank is None else [self.low_rank.a, self.low_rank.b]
@@ -69,6 +78,8 @@ def case(several: int = 0, masked: bool = False, peak: float = 1.0, width: int =
         options["low_rank"] = LowRank(normal(4, HIDDEN), normal(VOCABULARY, 4), 0.5)
     if options.get("temperature") == "per row":
         options["temperature"] = torch.rand(ROWS, generator=draw, dtype=torch.float64) + 0.5
+    elif "temperature" in options:
+        options["temperature"] = torch.full((ROWS,), options["temperature"], dtype=torch.float64)
     return Case(hidden, weight, targets, by_logprobs, by_entropy, **options)
 
 
@@ -80,8 +91,7 @@ def plain(given: Case) -> tuple[Tensor, Tensor, Tensor]:
     logits = given.scale * torch.nn.functional.linear(given.hidden, weight, given.bias)
     if given.softcap is not None:
         logits = given.softcap * torch.tanh(logits / given.softcap)
-    temperature = given.temperature[:, None] if isinstance(given.temperature, Tensor) else given.temperature
-    logprobs = (logits / temperature).log_softmax(-1)
+    logprobs = (logits if given.temperature is None else logits / given.temperature[:, None]).log_softmax(-1)
     first = given.targets if given.targets.ndim == 2 else given.targets[:, None]
     found = logprobs.gather(1, first).reshape(given.targets.shape)
     return found, -(logprobs.exp() * logprobs).sum(-1), logprobs.argmax(-1) == first[:, 0]
@@ -89,11 +99,10 @@ def plain(given: Case) -> tuple[Tensor, Tensor, Tensor]:
 
 def ours(given: Case, mode: str) -> tuple[Tensor, Tensor, Tensor]:
     """The same from the head; afterwards the operands hold their gradients."""
-    options = {name: getattr(given, name) for name in ("bias", "low_rank", "scale", "softcap", "temperature")}
-    operands = (given.hidden, given.weight, given.targets)
+    operands = (given.hidden, given.layer, given.targets)
     if mode == "tokenwise":
         found = linear_logprobs_with_gradient(
-            *operands, lambda rows, _: given.by_logprobs[rows], entropy=True, hit=True, chunk_rows=10, **options
+            *operands, lambda rows, _: given.by_logprobs[rows], given.temperature, entropy=True, hit=True, chunk_rows=10
         )
         found.surrogate.backward()
         return found.logprobs, found.entropy, found.hit
@@ -101,9 +110,7 @@ def ours(given: Case, mode: str) -> tuple[Tensor, Tensor, Tensor]:
         for parameter in given.trained():
             parameter.requires_grad_(False)
     gradient = given.entropy_gradient
-    found = linear_logprobs(
-        *operands, mode=mode, entropy=True, entropy_gradient=gradient, hit=True, tile_bytes=TILE_BYTES, **options
-    )
+    found = linear_logprobs(*operands, given.temperature, mode=mode, entropy=True, entropy_gradient=gradient, hit=True)
     loss = (found.logprobs * given.by_logprobs).sum()
     (loss + (found.entropy * given.by_entropy).sum() if gradient else loss).backward()
     return found.logprobs, found.entropy, found.hit
@@ -219,7 +226,8 @@ def test_bfloat16_logits_that_matter_are_exact(mode):
     assert (given.hidden.grad.double() - exact.hidden.grad).norm() < 4e-3 * exact.hidden.grad.norm()  # 2^-8, as it is stored
 
 
-def test_gradcheck():
+def test_gradcheck(monkeypatch):
+    monkeypatch.setitem(TILE_BYTES, "cpu", 1)
     draw = torch.Generator().manual_seed(0)
     hidden, weight, bias = (
         torch.randn(*shape, generator=draw, dtype=torch.float64, requires_grad=True) for shape in ((5, 4), (70, 4), (70,))
@@ -227,9 +235,8 @@ def test_gradcheck():
     targets = torch.randint(0, 70, (5,), generator=draw)
 
     def both(*operands: Tensor) -> tuple[Tensor, Tensor | None]:
-        found = linear_logprobs(
-            *operands[:2], targets, bias=operands[2], softcap=2.0, entropy_gradient=True, mode="recompute", tile_bytes=1
-        )
+        layer = LinearLayer(*operands[1:], transform=LogitTransform(softcap=2.0))
+        found = linear_logprobs(operands[0], layer, targets, entropy_gradient=True, mode="recompute")
         return found.logprobs, found.entropy
 
     assert torch.autograd.gradcheck(both, (hidden, weight, bias))
@@ -238,7 +245,7 @@ def test_gradcheck():
 def test_tied_weights_receive_both_gradients():
     weight = torch.randn(50, 8, dtype=torch.float64, requires_grad=True)
     tokens = torch.arange(20)
-    linear_logprobs(weight[tokens], weight, tokens, mode="recompute").logprobs.sum().backward()
+    linear_logprobs(weight[tokens], LinearLayer(weight), tokens, mode="recompute").logprobs.sum().backward()
     tied, weight.grad = weight.grad, None
     (weight[tokens] @ weight.T).log_softmax(-1).gather(1, tokens[:, None]).sum().backward()
     assert error(tied, weight.grad) < 1e-12
@@ -258,7 +265,7 @@ def test_no_rows_at_all_keep_the_graph(mode, several):
 
 def test_a_graph_may_be_used_twice():
     given = case().to(torch.float64)
-    found = linear_logprobs(given.hidden, given.weight, given.targets, mode="cached")
+    found = linear_logprobs(given.hidden, given.layer, given.targets, mode="cached")
     found.logprobs.sum().backward(retain_graph=True)
     once = given.weight.grad.clone()
     found.logprobs.sum().backward()
@@ -277,7 +284,7 @@ def test_the_operator_keeps_torchs_rules(mode):
         None,
         None,
         given.temperature.float(),
-        *(0.5, 2.0, mode, True, True, True, TILE_BYTES),
+        *(0.5, 2.0, mode, True, True, True),
     )
     torch.library.opcheck(operator.forward, arguments)
 
@@ -286,7 +293,7 @@ def test_the_compiler_sees_one_graph():
     given = case().to(torch.float32)
 
     def loss(hidden: Tensor, weight: Tensor) -> Tensor:
-        found = linear_logprobs(hidden, weight, given.targets, entropy_gradient=True, mode="recompute")
+        found = linear_logprobs(hidden, LinearLayer(weight), given.targets, entropy_gradient=True, mode="recompute")
         return found.logprobs.exp().sum() + found.entropy.mean()
 
     wanted = torch.autograd.grad(loss(given.hidden, given.weight), [given.hidden, given.weight])
@@ -313,24 +320,25 @@ class Watch(TorchDispatchMode):
         return result
 
 
-def passes(given: Case, by_logprobs: Tensor, *, keep: bool, tile_bytes: int = TILE_BYTES) -> Watch:
+def passes(given: Case, by_logprobs: Tensor, *, keep: bool) -> Watch:
     """Both passes, without the operator around them, which no mode can look into."""
-    operands = Projection(((given.hidden, given.weight),), given.targets[:, None], tile_bytes=tile_bytes)
+    operands = Projection(((given.hidden, given.weight),), given.targets[:, None])
     tiling = Tiling.of(operands)
-    into = Gradients([torch.zeros_like(given.hidden)], [torch.empty_like(given.weight)])
+    into = HeadGradients([torch.zeros_like(given.hidden)], [torch.empty_like(given.weight)])
     with torch.no_grad(), Watch() as watch:
-        scores = scan(operands, tiling, Wanted(keep=keep, entropy=True, hit=True))
+        scores = scan(operands, tiling, ScanSpec(keep=keep, entropy=True, hit=True))
         add_gradients(operands, tiling, scores, Upstream(by_logprobs[:, None]), into)
     return watch
 
 
 def test_the_logits_are_never_in_memory(monkeypatch):
     """Logits of 600 x 5,000 would be 12 MB; the largest tensor is a tile of 150 kB."""
-    monkeypatch.setitem(projection.GATHERED_VALUES, "cpu", 1 << 12)
+    monkeypatch.setitem(GATHERED_VALUES, "cpu", 1 << 12)
+    monkeypatch.setitem(TILE_BYTES, "cpu", 1)
     given = case().to(torch.float32)
     given.hidden, given.weight = torch.randn(600, 4), torch.randn(5000, 4)
     given.targets = torch.randint(0, 5000, (600,))
-    watch = passes(given, torch.ones(600), keep=False, tile_bytes=1)
+    watch = passes(given, torch.ones(600), keep=False)
     assert watch.largest == 600 * 64 * 4
 
 
@@ -341,7 +349,7 @@ def test_entropy_after_a_repeated_walk():
     weight *= 0.05
     weight[7], weight[9] = (hidden[0] / hidden[0].norm() ** 2 * peak for peak in (90.0, 89.3))
     targets = torch.full((8,), 20)
-    found = linear_logprobs(hidden.requires_grad_(), weight, targets, mode="frozen", entropy=True, tile_bytes=TILE_BYTES)
+    found = linear_logprobs(hidden.requires_grad_(), LinearLayer(weight), targets, mode="frozen", entropy=True)
     logprobs = (hidden @ weight.T).log_softmax(-1)
     assert error(found.entropy, -(logprobs.exp() * logprobs).sum(-1)) < 1e-12
 
@@ -356,14 +364,14 @@ def test_rows_without_a_gradient_cost_nothing_in_the_backward_pass(keep, product
 
 
 @pytest.mark.parametrize(
-    ("cuts", "expected"),
+    ("boundaries", "expected"),
     [
         (None, [(0, 10), (10, 20), (20, 30), (30, 37)]),
         ([4, 9, 12, 13, 30], [(0, 9), (9, 13), (13, 30), (30, 37)]),
         ([37], [(0, 37)]),
     ],
 )
-def test_chunks_end_where_the_caller_allows(cuts, expected):
+def test_chunks_end_where_the_caller_allows(boundaries, expected):
     given = case().to(torch.float64)
     seen = []
 
@@ -371,7 +379,9 @@ def test_chunks_end_where_the_caller_allows(cuts, expected):
         seen.append((rows.start, rows.stop))
         return given.by_logprobs[rows] * logprobs.exp()
 
-    found = linear_logprobs_with_gradient(given.hidden, given.weight, given.targets, gradient_of, chunk_rows=10, cuts=cuts)
+    found = linear_logprobs_with_gradient(
+        given.hidden, given.layer, given.targets, gradient_of, chunk_rows=10, boundaries=boundaries
+    )
     (3.0 * found.surrogate).backward()
     exact = given.to(torch.float64)
     (3.0 * given.by_logprobs * plain(exact)[0].exp()).sum().backward()
@@ -382,7 +392,7 @@ def test_chunks_end_where_the_caller_allows(cuts, expected):
 
 def test_gradients_computed_on_the_way_are_handed_over_once_and_uncopied():
     given = case().to(torch.float32)
-    found = linear_logprobs_with_gradient(given.hidden, given.weight, given.targets, lambda rows, _: given.by_logprobs[rows])
+    found = linear_logprobs_with_gradient(given.hidden, given.layer, given.targets, lambda rows, _: given.by_logprobs[rows])
     (held,) = [one for one in found.surrogate.grad_fn.gradients if one is not None and one.shape == given.weight.shape]
     place = held.data_ptr()
     del held
@@ -395,10 +405,10 @@ def test_gradients_computed_on_the_way_are_handed_over_once_and_uncopied():
 def test_autocast_is_followed():
     given = case(peak=0.25).to(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        found = linear_logprobs(given.hidden, given.weight, given.targets)
+        found = linear_logprobs(given.hidden, given.layer, given.targets)
     found.logprobs.sum().backward()
     narrow = given.to(torch.bfloat16)
-    assert torch.equal(found.logprobs, linear_logprobs(narrow.hidden, narrow.weight, given.targets).logprobs)
+    assert torch.equal(found.logprobs, linear_logprobs(narrow.hidden, narrow.layer, given.targets).logprobs)
     assert given.weight.grad.dtype == torch.float32
 
 
@@ -409,16 +419,15 @@ def test_autocast_is_followed():
         ({"hidden": torch.zeros(37, 16, dtype=torch.float16)}, "of one dtype: float32, float64 or bfloat16"),
         ({"targets": torch.zeros(3, dtype=torch.long)}, "targets must be (37,) or (37, K) int64, got (3,)"),
         ({"bias": torch.zeros(3)}, "bias must be (203,), got (3,)"),
-        ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
-        ({"temperature": torch.ones(3)}, "temperature must be one number or (37,), got (3,)"),
+        ({"temperature": torch.ones(3)}, "temperature must be (37,), got (3,)"),
         ({"softcap": -1.0}, "scale and softcap must be positive"),
         ({"mode": "fast"}, "mode must be one of auto, recompute, cached, frozen, got 'fast'"),
-        ({"mode": "frozen"}, "needs a weight without gradient"),
+        ({"mode": "frozen"}, "needs a weight that requires no gradient"),
     ],
 )
 def test_what_does_not_fit_is_named(change, message):
     given = case().to(torch.float32)
-    operands = {"hidden": given.hidden, "weight": given.weight, "targets": given.targets} | change
+    given = replace(given, **{name: value for name, value in change.items() if name != "mode"})
     with pytest.raises(BackendError) as caught:
-        linear_logprobs(**operands)
+        linear_logprobs(given.hidden, given.layer, given.targets, given.temperature, mode=change.get("mode", "auto"))
     assert message in str(caught.value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import torch
 import yaml
 
 import cookbook.losses
-from cookbook.check.draws import USUAL, Draw, datum, random_draw, without
-from cookbook.check.measure import along, evaluate, slope
+from cookbook.check.batches import USUAL, RandomBatch, datum, without
+from cookbook.check.batches import random_batch as random_loss_batch
+from cookbook.check.bench import along, evaluate, slope_along
+from cookbook.config.typed import construct_target
 from cookbook.errors import ConfigError, DataError
 from cookbook.losses import (
     CISPO,
@@ -33,10 +36,9 @@ from cookbook.losses import (
     get_loss,
     loss_class,
 )
+from cookbook.losses.normalization import GradientCounts, Normalization, Reduction, as_normalization, check
 from cookbook.losses.orpo import log_odds
 from cookbook.losses.policy import bounded_exp, k3
-from cookbook.normalization import GradientCounts, Normalization, Reduction, as_normalization, check
-from cookbook.typed import construct_target
 
 CONF = Path(__file__).resolve().parents[1] / "conf" / "loss"
 EVERY = sorted(LOSSES)
@@ -47,9 +49,9 @@ def rng(seed: int = 0) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
-def random_batch(draws: np.random.Generator, sequences: int = 4, binary_weights: bool = False) -> Draw:
+def random_batch(draws: np.random.Generator, sequences: int = 4, binary_weights: bool = False) -> RandomBatch:
     """Datums with every key under one name, and logprobs for them."""
-    return random_draw(draws, USUAL - {"logprobs"}, sequences, binary_weights)
+    return random_loss_batch(draws, USUAL - {"logprobs"}, sequences, binary_weights)
 
 
 # ---- by name ---------------------------------------------------------------------------------------------------------
@@ -60,7 +62,7 @@ def test_a_loss_is_called_what_the_registry_calls_it(name: str) -> None:
     loss = get_loss(name)
     assert loss.name == name
     assert getattr(cookbook.losses, type(loss).__name__) is type(loss)
-    assert get_loss(name, loss.options()) == loss
+    assert get_loss(name, asdict(loss)) == loss
 
 
 @pytest.mark.parametrize(
@@ -209,7 +211,8 @@ def test_the_gradient_is_the_slope_of_the_value(case: str) -> None:
         if "against the sampler" in case:
             data = [without(one, "old_logprobs") for one in data]
         direction = [draws.normal(size=len(row)) for row in logprobs]
-        promised, found = along(evaluate(loss, data, logprobs).gradients, direction), slope(loss, data, logprobs, direction)
+        promised = along(evaluate(loss, data, logprobs).gradients, direction)
+        found = slope_along(loss, data, logprobs, direction)
         # the difference of two values of order 10 known to 1e-16 each, over 2e-6
         assert promised == pytest.approx(found, rel=1e-5, abs=1e-8)
 
@@ -455,13 +458,13 @@ def test_configs_restate_the_defaults_and_presets_only_what_differs(path: Path) 
         loss = construct_target(written, "loss")
         assert type(loss) is loss_class(path.stem)
         written.pop("_target_")
-        assert list(written) == list(loss.options())
-        assert written == type(loss)().options() == loss.options()
+        assert list(written) == list(asdict(loss))
+        assert written == asdict(type(loss)()) == asdict(loss)
         return
     base, last = written.pop("defaults")
     assert last == "_self_"
     written = {key: 16 if str(value).startswith("${") else value for key, value in written.items()}
-    defaults = loss_class(base)().options()
+    defaults = asdict(loss_class(base)())
     assert all(defaults[key] != value for key, value in written.items())
     assert get_loss(base, written) != loss_class(base)()
 

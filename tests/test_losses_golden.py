@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from cookbook.advantages import group_advantages
-from cookbook.check.draws import datum
-from cookbook.check.measure import evaluate
+from cookbook.check.batches import datum
+from cookbook.check.bench import evaluate
+from cookbook.config.optim import WSD, Constant, Cosine, Linear
 from cookbook.losses import CISPO, DFT, DPO, DRO, GRPO, GSPO, ORPO, PPO, CrossEntropy, ImportanceSampling
 from cookbook.losses.policy import importance_weights, k3
-from cookbook.schedules import WSD, Constant, Cosine, Linear
+from cookbook.sampling.advantages import group_advantages
 
 FILE = Path(__file__).resolve().parents[2] / "shared" / "golden" / "losses.json"
 

@@ -8,19 +8,21 @@ import pytest
 import yaml
 from runtools import here  # noqa: F401 - a fixture
 
-from cookbook.cli import conf_files, messages, names
 from cookbook.cli.app import run
-from cookbook.cli.hydra_bridge import Request, _composer, show
-from cookbook.config import build
-from cookbook.suggest import did_you_mean_key
+from cookbook.cli.hydra import conf_files, errors
+from cookbook.cli.hydra.bridge import ComposeRequest, show
+from cookbook.cli.hydra.composer import opened
+from cookbook.config.nodes import build
+from cookbook.utils.suggest import did_you_mean_key
 
 pytestmark = pytest.mark.usefixtures("here")
 RECIPES = ("sft", "dpo", "orpo", "grpo")
+OWN = "your own needs _target_: write {}='{{_target_: package.module.Class}}' with its settings"
 SAMPLE = "7"  # a value where the table converts any
 
 
 def keys_of(*overrides):
-    with _composer(Request(overrides)) as composer:
+    with opened(ComposeRequest(overrides)) as composer:
         return set(composer.known_keys())
 
 
@@ -32,25 +34,26 @@ def compositions():
 
 def converted(entry, *others):
     """The overrides for every value that the table converts, and for other ones."""
-    typed = [value for value in entry.values or {} if value != names.ALL_OTHERS]
+    typed = [value for value in entry.values or {} if value != errors.ALL_OTHERS]
     return [word for value in [*typed, *others] for word in entry.overrides(value)]
 
 
-ENTRIES = [(name, entry) for name, entries in names.table().items() for entry in entries]
+ENTRIES = [(name, entry) for name, entries in errors.table().items() for entry in entries]
 
 
 def test_the_table_has_the_names_that_users_try():
     tried = """learning_rate per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps num_generations
         max_completion_length beta epsilon loss_type bf16 gradient_checkpointing use_liger_kernel packing completion_only_loss
         assistant_only_loss resume_from_checkpoint output_dir report_to lora_r max_seq_length num_gpus"""
-    assert set(tried.split()) <= set(names.table())
+    assert set(tried.split()) <= set(errors.table())
     # Spelling alone led these to a key of another meaning, such as r to optim.lr and clip_eps to recipe.steps.
     led_astray = """r lora use_lora optim_args tokenizer file load_from project tp test_size clip_eps clip_ratio early_stop
         block_size train_data dataset_path model_path eval_freq eos_token pad_token epoch mini_batch_size lr_scheduler_kwargs"""
-    assert set(led_astray.split()) <= set(names.table())
+    assert set(led_astray.split()) <= set(errors.table())
     assert len([entry for _, entry in ENTRIES if entry.to is not None]) >= 60
 
 
+@pytest.mark.slow
 def test_every_target_is_a_key_of_a_configuration_that_it_is_offered_for(compositions):
     needed: dict[str, set[str]] = {}  # override that an entry adds: the keys it must bring
     for name, entry in ENTRIES:
@@ -61,7 +64,7 @@ def test_every_target_is_a_key_of_a_configuration_that_it_is_offered_for(composi
         assert offered, f"{name}: no recipe has {entry.needs or entry.to}"
         words = converted(entry, SAMPLE)
         if entry.to == "recipe":  # its words make a configuration of their own
-            assert all(show(Request(entry.overrides(value)), "job") for value in entry.values)
+            assert all(show(ComposeRequest(entry.overrides(value)), "job") for value in entry.values)
             words = []
         targets = {entry.to, *(word.partition("=")[0] for word in words)}
         assert not any(target.endswith("_target_") for target in targets)
@@ -73,9 +76,12 @@ def test_every_target_is_a_key_of_a_configuration_that_it_is_offered_for(composi
         assert targets <= keys_of(override), override
 
 
+@pytest.mark.slow
 def test_every_converted_value_is_one_that_the_key_takes(compositions):
     """Options of groups exist; values of keys are accepted by the class of their group."""
-    configurations = {recipe: yaml.safe_load(show(Request([f"recipe={recipe}"]), "job", resolve=True)) for recipe in RECIPES}
+    configurations = {
+        recipe: yaml.safe_load(show(ComposeRequest([f"recipe={recipe}"]), "job", resolve=True)) for recipe in RECIPES
+    }
     checked = 0
     for name, entry in ENTRIES:
         recipe = next((recipe for recipe, keys in compositions.items() if entry.fits(keys)), "grpo")
@@ -99,7 +105,7 @@ def test_a_note_names_keys_and_options_that_exist(compositions):
         mentioned = re.findall(
             r"\b(?:recipe|model|data|backend|loss|optim|rollout|eval|checkpoint|reward)\.[a-z_]+", entry.note
         )
-        assert set(mentioned) <= known | {"reward.target"}, f"{name}: {entry.note}"
+        assert set(mentioned) <= known | {"reward.target", "reward.weights"}, f"{name}: {entry.note}"
 
 
 MEMORY = "backend.micro_batch_tokens limits memory"
@@ -109,6 +115,7 @@ ANSWERS = [
     ("sft", "optim.learning_rate=1e-4", "optim.lr=1e-4"),
     ("sft", "recipe.num_train_epochs=3", "recipe.epochs=3"),
     ("sft", "r=8", "model.lora_rank=8"),
+    ("sft", "backend.rank=2", "backend.ranks=2"),
     ("sft", "bf16=True", "model.dtype=bfloat16"),
     ("sft", "gradient_checkpointing=true", "backend.activation_checkpointing=true"),
     ("sft", "per_device_train_batch_size=8", f"recipe.batch_size=8 ({ROWS})"),
@@ -135,8 +142,8 @@ ANSWERS = [
 @pytest.mark.parametrize(("recipe", "word", "answer"), ANSWERS, ids=[" ".join(case[:2]) for case in ANSWERS])
 def test_a_name_of_another_library_is_answered_with_ours(compositions, recipe, word, answer):
     key = word.lstrip("+").partition("=")[0]
-    keys = messages.Keys(lambda: sorted(compositions[recipe]), typed=[word])
-    assert messages.unknown_key(key, keys) == f"unknown key {key!r}; write {answer}"
+    keys = errors.Keys(lambda: sorted(compositions[recipe]), typed=[word])
+    assert errors.unknown_key(key, keys) == f"unknown key {key!r}; write {answer}"
 
 
 @pytest.mark.parametrize("word", ["optim.learning_rate=1", "+learning_rate=1", "learning_rate=1"])
@@ -151,7 +158,7 @@ def test_the_answer_composes(capsys):
     line = capsys.readouterr().err
     assert line.startswith("error: unknown keys 'learning_rate', 'dpo_beta', 'num_train_epochs', 'output_dir'; write ")
     words = shlex.split(line.partition("; write ")[2])
-    cfg = yaml.safe_load(show(Request(["recipe=dpo", *words]), "job"))
+    cfg = yaml.safe_load(show(ComposeRequest(["recipe=dpo", *words]), "job"))
     assert (cfg["optim"]["lr"], cfg["loss"]["beta"], cfg["recipe"]["epochs"], cfg["out"]) == (1, 0.2, 2, "here")
 
 
@@ -205,6 +212,10 @@ def test_an_override_typed_as_an_option(capsys, words, message):
             "unknown schedule 'constant_with_warmup'; write schedule=constant (choices: constant, cosine, linear, wsd)",
         ),
         (["optim={lrr: 3}"], "unknown key 'optim.lrr'. Did you mean 'optim.lr'? (cookbook train --cfg job prints every key)"),
+        (["tracker={mine:{project:x}}"], f"unknown key 'tracker.mine'; a tracker of {OWN.format('tracker.mine')}"),
+        (["hook.mine.size=3"], f"unknown key 'hook.mine.size'; a hook of {OWN.format('hook.mine')}"),
+        (["recipe=sft", "reward={points:1}"], f"unknown key 'reward.points'; a reward of {OWN.format('reward')}"),
+        (["tracker={wandb:{project:x}}"], "unknown key 'tracker.wandb'; add tracker=wandb"),
         (
             ["tracker.mine._target_=m.T"],
             "unknown key 'tracker.mine._target_'; to add a component, write tracker.mine='{_target_: package.module.Class}'",
@@ -223,6 +234,7 @@ def test_a_suggestion_never_names_a_class():
     typed = ["_target", "optim.target", "optim._targt_", "loss.target_", "optim.tr", "tracker._target_", "optim.learnin_rate"]
     assert not any("_target_" in did_you_mean_key(name, keys) for name in typed)
     assert did_you_mean_key("optim.beta3", keys) in (" Did you mean 'optim.beta2'?", " Did you mean 'optim.beta1'?")
+    assert did_you_mean_key("reward.a", ["reward", "seed"]) == ""  # the key's own group
     assert did_you_mean_key("clip_hihg", keys) == " Did you mean 'loss.clip_high'?"
 
 
@@ -231,7 +243,7 @@ def test_a_suggestion_never_names_a_class():
 MINE = '''
 from dataclasses import dataclass, field
 
-from cookbook.hooks import Hook
+from cookbook.run.hooks import Hook
 
 
 @dataclass
@@ -275,6 +287,7 @@ def composed(capsys, *words):
     return yaml.safe_load(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["tracker={mine: {_target_: m.T, file: a}}"], ["tracker.mine={_target_: m.T, file: a}"]])
 def test_a_tracker_is_added_to_those_chosen(capsys, words):
     mine = {"_target_": "m.T", "file": "a"}
@@ -283,11 +296,12 @@ def test_a_tracker_is_added_to_those_chosen(capsys, words):
     assert set(composed(capsys, "tracker=tensorboard", *words)["tracker"]) == {"tensorboard", "mine"}
 
 
+@pytest.mark.slow
 def test_a_component_takes_the_place_of_the_chosen_one(capsys):
     reward = {"_target_": "m.R", "points": 2}
     for words in (["recipe=grpo"], ["recipe=sft"], ["recipe=grpo", "hook={h: {_target_: m.H}}"]):
         assert composed(capsys, *words, "reward={_target_: m.R, points: 2}")["reward"] == reward
-    Path("old.yaml").write_text(show(Request(["recipe=grpo"]), "job", resolve=True))
+    Path("old.yaml").write_text(show(ComposeRequest(["recipe=grpo"]), "job", resolve=True))
     again = composed(capsys, "--config", "old.yaml", "reward={_target_: m.R, points: 2}", "optim={lr: 3}")
     assert again["reward"] == reward and again["optim"]["lr"] == 3 and again["optim"]["beta2"] == 0.95
 

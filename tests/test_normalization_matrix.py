@@ -14,7 +14,7 @@ import pytest
 import tiny
 
 from cookbook.losses import DPO, GRPO, ORPO, CrossEntropy
-from cookbook.normalization import Normalization, Reduction
+from cookbook.losses.normalization import Normalization, Reduction
 from cookbook.types import AdamParams
 
 LOSSES = {"sft": CrossEntropy(), "dpo": DPO(), "orpo": ORPO(), "grpo": GRPO(kl_beta=0.05), "gspo": GRPO(ratio="sequence")}

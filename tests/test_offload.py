@@ -24,7 +24,7 @@ def copies(monkeypatch):
     """Bytes of every copy, in order: away positive, back negative."""
     sizes: list[int] = []
 
-    class Counted(offload._AtOnce):
+    class Counted(offload._Copier):
         def away(self, there):
             sizes.append(there.nbytes)
             return super().away(there)
@@ -33,7 +33,7 @@ def copies(monkeypatch):
             sizes.append(-away.nbytes)
             return super().back(away)
 
-    monkeypatch.setattr(offload, "_AtOnce", Counted)
+    monkeypatch.setattr(offload, "_Copier", Counted)
     return sizes
 
 

@@ -8,12 +8,11 @@ import pytest
 import tiny
 import torch
 
-from cookbook.backends import copies
 from cookbook.backends.local import LocalConfig, LocalTrainer
-from cookbook.checkpoints import store
+from cookbook.checkpoints import snapshots, store
 from cookbook.cli.app import run
 from cookbook.engine.model import ModelConfig
-from cookbook.engine.update_rules import RULES, state_bytes
+from cookbook.engine.optimizer import RULES, state_bytes
 from cookbook.errors import CheckpointError, ConfigError
 from cookbook.losses import CrossEntropy
 from cookbook.types import AdamParams
@@ -125,7 +124,7 @@ def test_a_run_goes_on_exactly(make_engine, tmp_path, name, dtype):
     engine = make_engine(optimizer=name, dtype=dtype)
     train(engine, name, 1, 2)
     store.save(engine, tmp_path / "two", state=True)
-    apart = copies.on_host(engine, engine.model.tokenizer)  # what is saved while training goes on
+    apart = snapshots.on_host(engine, engine.model.tokenizer)  # what is saved while training goes on
     before = {key: one.clone() for key, one in engine.optimizer.state().items()}
     again = make_engine(seed=1, optimizer=name, dtype=dtype)
     store.load(again, tmp_path / "two", optimizer=True)
@@ -143,7 +142,7 @@ def test_what_is_saved_aside_computes_nothing(make_engine, monkeypatch):
     engine = make_engine()
     train(engine, "adamw", 1)
     monkeypatch.setattr(type(engine.model.network), "forward", lambda *_, **__: pytest.fail("it was called"))
-    assert copies.on_host(engine, engine.model.tokenizer).step == 1
+    assert snapshots.on_host(engine, engine.model.tokenizer).step == 1
 
 
 def test_the_count_of_updates_is_where_the_moments_are():
@@ -197,6 +196,7 @@ def test_a_missing_library_is_named_before_anything_is_loaded(monkeypatch):
         LocalConfig(optimizer="adam")
 
 
+@pytest.mark.slow
 def test_plan_counts_it(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run(["plan", "recipe=sft", "recipe.batch_size=2", "backend.optimizer=adamw8bit"]) == 0

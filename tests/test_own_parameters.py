@@ -11,12 +11,12 @@ import tiny
 import torch
 
 import cookbook
-from cookbook import normalization
 from cookbook.backends.remote.config import RemoteConfig
+from cookbook.backends.remote.linearized_loss import PendingGradient
 from cookbook.check.loss import check_loss
 from cookbook.engine.model import ModelConfig
 from cookbook.errors import BackendError, ConfigError, DataError
-from cookbook.losses import GRPO, CrossEntropy, loss_of_call, returns
+from cookbook.losses import GRPO, CrossEntropy, loss_of_call, normalization, returns
 from cookbook.losses.base import Scope
 from cookbook.types import AdamParams, ForwardBackwardOutput
 
@@ -38,7 +38,7 @@ def trainer(request, make_trainer, tiny_folder, tmp_path):
         url = request.getfixturevalue("url")
         made = RemoteConfig(url).make_trainer(ModelConfig(str(tiny_folder)), seed=0, folder=tmp_path / "remote")
         yield made
-        made.server.close()
+        made.connection.close()
     else:
         options = {"small passes": {"micro_batch_tokens": 20}, "recomputed": {"micro_batch_tokens": 20, "retain_gb": 0.0}}
         yield make_trainer(**options.get(request.param, {}))
@@ -241,6 +241,22 @@ def test_an_undeclared_loss_under_a_division_is_warned_of_once(trainer, monkeypa
     assert len(told) == 1 and told[0].startswith("loss plain_sum: does not declare") and "num_loss_tokens" in told[0]
 
 
+def test_a_loss_whose_call_failed_is_not_warned_of(trainer, monkeypatch, caplog):
+    def broken(data, logprobs):
+        raise ValueError("no")
+
+    monkeypatch.setattr(normalization, "_warned", set())
+    logging.getLogger("cookbook").propagate = True
+    with pytest.raises(ValueError, match="no"):
+        trainer.forward_backward_custom(DATA, broken).result()
+    trainer.forward_backward_custom(DATA, returns("token_sum")(plain_sum)).result()
+    trainer.optim_step(STEP, "num_loss_tokens").result()
+    assert not [record for record in caplog.records if "does not declare" in record.getMessage()]
+    pending = PendingGradient()
+    pending.add(plain_sum)()  # a backward pass that fails on the server
+    assert not pending.undeclared and not pending.reductions
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -249,7 +265,7 @@ def test_an_undeclared_loss_under_a_division_is_warned_of_once(trainer, monkeypa
     [
         (lambda data, rows: 1.0, r"must return \(scalar tensor, dict of metrics\), got a float for datums 0, 1, 2, 3, 4"),
         (lambda data, rows: (rows[0], {}), r"must return a scalar tensor, got a tensor of shape \(\d+,\) for datums 0"),
-        (lambda data, rows: (rows[0].sum(), {"x": "y"}), "metric 'x' must be one number, got a str for datums 0"),
+        (lambda data, rows: (rows[0].sum(), {"x": "y"}), "metric 'x' must be a single number, got a str for datums 0"),
         (lambda data, rows: (torch.tensor(1.0), {}), "does not depend on the logprobs of datums 0, 1, 2, 3, 4"),
         (lambda data, rows: (rows[3].sum() / 0, {}), "returned -?inf for datums? "),
         (lambda data, rows: (rows[0].sum() + (rows[3] * 0 - 1).sqrt().sum(), {}), "returned nan for datum"),

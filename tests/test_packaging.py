@@ -23,8 +23,10 @@ WITH_EXTRA = {
     "cookbook/backends/remote/": "tinker",
     "cookbook/trackers/wandb.py": "wandb",
     "cookbook/trackers/tensorboard.py": "tensorboard",
-    "cookbook/engine/update_rules.py": "lowbit",
-    "cookbook/engine/linear_logprobs/implementations.py": "cce",
+    "cookbook/engine/optimizer.py": "lowbit",
+    "cookbook/sampling/environments/ready.py": "reasoning-gym",
+    "cookbook/sampling/environments/games.py": "textarena",
+    "cookbook/engine/head/linear_logprobs/implementations.py": "cce",
 }
 
 
@@ -94,3 +96,13 @@ def test_every_text_names_the_distribution():
 def test_the_supported_systems_are_named():
     systems = [one for one in PROJECT["classifiers"] if one.startswith("Operating System")]
     assert systems == ["Operating System :: POSIX :: Linux", "Operating System :: MacOS"]
+
+
+def test_the_wheel_has_every_file_of_the_package():
+    """Tables that the package reads, such as ``moved.txt``, are no Python files."""
+    from hatchling.builders.wheel import WheelBuilder
+
+    wheel = {file.distribution_path for file in WheelBuilder(str(ROOT)).recurse_included_files()}
+    package = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("cookbook/**/*.*") if path.suffix != ".pyc"}
+    assert "cookbook/config/moved.txt" in package
+    assert package <= wheel, sorted(package - wheel)

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from cookbook import paths
+from cookbook.utils import paths
 
 LINUX_ONLY = re.compile(r"sched_getaffinity|fdatasync|/proc/|epoll|memfd_|prctl|posix_fadvise|pidfd|import fcntl|CDLL\(None\)")
 # With a question for sys.platform in the same function.
 ASKED_FOR = {
-    "atomic.py": {"import fcntl"},  # F_FULLFSYNC of macOS
-    "checkpoints/weights.py": {"sched_getaffinity"},
-    "deployments/server.py": {"/proc/"},
-    "engine/heap.py": {"CDLL(None)"},
+    "utils/files.py": {"import fcntl"},  # F_FULLFSYNC of macOS
+    "checkpoints/tensor_digests.py": {"sched_getaffinity"},
+    "deployments/vllm/process.py": {"/proc/"},
+    "engine/memory.py": {"CDLL(None)"},
 }
 
 
@@ -35,7 +35,11 @@ def test_what_only_linux_has_is_asked_for():
 ELSEWHERE = """
 import fcntl, os, resource, sys
 import torch, transformers, datasets, peft
-import cookbook.session, cookbook.cli.app, cookbook.backends.local, cookbook.checkpoints.chain, cookbook.engine.memory
+import cookbook.backends.local.trainer
+import cookbook.checkpoints.sampler_checkpoints
+import cookbook.cli.app
+import cookbook.engine.memory
+import cookbook.run.builder
 for name in ("sched_getaffinity", "sched_setaffinity", "fdatasync", "posix_fadvise", "memfd_create"):
     delattr(os, name)
 fcntl.F_FULLFSYNC = 51
@@ -67,12 +71,12 @@ def test_a_run_trains_and_resumes_without_what_only_linux_has(tmp_path):
 
 
 def test_vllm_servers_say_that_they_need_linux(monkeypatch):
-    from cookbook.deployments import server
+    from cookbook.deployments.vllm import process
     from cookbook.errors import ConfigError
 
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(ConfigError, match=r"^deployment: .* Linux only; .* deployment\.url="):
-        server.check_python(sys.executable)
+        process.check_python(sys.executable)
 
 
 def test_windows_is_refused_in_one_line(monkeypatch, capsys):

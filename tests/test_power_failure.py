@@ -16,10 +16,9 @@ import power
 import pytest
 import tiny
 
-from cookbook import atomic
-from cookbook.checkpoints import chain, manifest, sharded, store
-from cookbook.server.log import Log
-from cookbook.server.records import Record, read
+from cookbook.checkpoints import manifest, sampler_checkpoints, sharded, store
+from cookbook.server.journal.log import Log, Record, read
+from cookbook.utils import files
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the disk of these tests looks into /proc")
 
@@ -48,7 +47,7 @@ def test_text_is_the_old_or_the_new_one(failing, tmp_path):
     (root / "status.json").write_text("old")
     seen = []
     disk = failing(root, lambda left: seen.append((left / "status.json").read_text()))
-    atomic.write_text(root / "status.json", "new")
+    files.write_text(root / "status.json", "new")
     assert set(seen) <= {"old", "new"} and seen[0] == "old"
     assert (disk.survivors(tmp_path / "left") / "status.json").read_text() == "new"
 
@@ -81,11 +80,11 @@ def test_the_first_checkpoint_of_a_new_folder_survives(failing, make_engine, tmp
 def test_sampler_weights_survive(failing, make_engine, tmp_path):
     engine = make_engine()
     disk = failing(tmp_path / "run")
-    sampler = chain.SamplerCheckpoints()
+    sampler = sampler_checkpoints.SamplerCheckpoints()
     sampler.save(engine, tmp_path / "run" / "a", "base")
     with_delta = sampler.save(engine, tmp_path / "run" / "b", "delta")
     left = disk.survivors(tmp_path / "left")
-    assert chain.reconstruct(left / "b").digest == manifest.read(tmp_path / "run" / "b")["weights"]
+    assert sampler_checkpoints.reconstruct(left / "b").digest == manifest.read(tmp_path / "run" / "b")["weights"]
     assert with_delta.path.endswith("b")
 
 
@@ -103,7 +102,7 @@ def test_every_rank_stores_its_own_shards(failing, tmp_path):
 
 
 def records(folder):
-    return [record.facts["number"] for file in sorted(folder.glob("log-*")) for record in read(file)[0]]
+    return [record.header["number"] for file in sorted(folder.glob("log-*")) for record in read(file)[0]]
 
 
 def numbered(number):
@@ -112,14 +111,14 @@ def numbered(number):
 
 def test_a_record_outlives_its_acknowledgement(failing, tmp_path):
     disk = failing(tmp_path / "out")
-    log = Log(tmp_path / "out" / "sessions" / "s" / "run-0", numbered(0), forced=True)
+    log = Log(tmp_path / "out" / "sessions" / "s" / "run-0", numbered(0), fsync=True)
 
     async def acknowledged():
         log.append(numbered(1))
         await log.synced()
         assert records(disk.survivors(tmp_path / "one") / "sessions" / "s" / "run-0") == [0, 1]
         log.append(numbered(2))
-        log.turn()
+        log.rotate()
         assert records(disk.survivors(tmp_path / "two") / "sessions" / "s" / "run-0") == [0, 1, 2]
         log.append(numbered(3))
         await log.synced()
@@ -130,7 +129,7 @@ def test_a_record_outlives_its_acknowledgement(failing, tmp_path):
 
 def test_a_record_appended_during_a_sync_waits_for_its_own(monkeypatch, tmp_path):
     """A sync covers what was appended before it began; what came meanwhile may not be acknowledged with it."""
-    log = Log(tmp_path / "log", numbered(0), forced=True)
+    log = Log(tmp_path / "log", numbered(0), fsync=True)
     began, go_on, real = threading.Event(), threading.Event(), os.fsync
     count = []
 
@@ -199,20 +198,21 @@ def _sampler(client, run):
     return {"session_id": client.session, "sampling_session_seq_id": 0, "model_path": path}
 
 
+@pytest.mark.slow
 def test_the_state_a_run_is_replayed_from_is_stored_before_older_ones_are_deleted(failing, monkeypatch, tiny_folder, tmp_path):
     pytest.importorskip("tinker")
     servertools = pytest.importorskip("servertools")
     from test_server_durability import Client, passing, stepping
 
-    from cookbook.server import states
+    from cookbook.server.state import snapshots
 
-    left, real = [], states._delete_others
+    left, real = [], snapshots._delete_others
 
     def deleting(*args):
         real(*args)
         left.append(disk.survivors(tmp_path / f"left-{len(left)}"))
 
-    monkeypatch.setattr(states, "_delete_others", deleting)
+    monkeypatch.setattr(snapshots, "_delete_others", deleting)
     with servertools.running(tiny_folder, tmp_path / "out", names=["tiny"], checkpoint_s=1e-9) as server:
         disk = failing(tmp_path / "out")
         client = Client(server)
@@ -236,13 +236,13 @@ def test_the_state_a_run_is_replayed_from_is_stored_before_older_ones_are_delete
 
 def test_linked_weights_survive(failing, tmp_path):
     """A sampler's weights are links to a checkpoint that may be deleted."""
-    from cookbook.server.durability import Durability
+    from cookbook.server.journal.durability import Durability
 
     saved = tmp_path / "out" / "checkpoint"
     (saved / "trainer").mkdir(parents=True)
     (saved / "trainer" / "x").write_bytes(np.arange(tiny.VOCABULARY).tobytes())
     disk = failing(tmp_path / "out")
     durability = Durability(tmp_path / "out", "synced")
-    place = durability.keep(saved, durability.sampler_weights("s:sample:0"))
+    place = durability.link(saved, durability.sampler_weights("s:sample:0"))
     left = disk.survivors(tmp_path / "left") / place.relative_to(tmp_path / "out")
     assert (left / "trainer" / "x").read_bytes() == (saved / "trainer" / "x").read_bytes()

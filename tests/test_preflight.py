@@ -8,11 +8,12 @@ import socket
 from pathlib import Path
 
 import pytest
+from marks import rest_slow
 from runtools import SMALL, checkpoint, here, train, write  # noqa: F401 - here is a fixture
 
-from cookbook import lock
 from cookbook.cli.app import run
-from cookbook.paths import packaged
+from cookbook.utils import files
+from cookbook.utils.paths import packaged
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -34,25 +35,52 @@ def refusals(capsys, *words: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [
-        (["recipe=sft", "model.name=./m"], "model.name: no such folder './m'"),
-        (["recipe=sft", "model.name=empty"], "model.name: cannot load the tokenizer in 'empty': no config.json; "),
-        (["recipe=sft", "model.lora_rank=500"], "model.lora_rank: 500 is more than the model's hidden size of 128"),
-        (["recipe=sft", "model.lora_rank=2", "model.lora_target_modules=[nope]"], "model.lora_target_modules: "),
-        (["recipe=sft", "model.attn_implementation=none"], "model.attn_implementation: "),
-        (["recipe=sft", "model.chat_template=none.jinja"], "model.chat_template: cannot read 'none.jinja'"),
-        (["recipe=sft", "recipe.steps=0"], "recipe.steps must be at least 1, got 0"),
-        (["recipe=sft", "recipe.batch_size=0"], "recipe: batch size and epochs must be at least 1, got 0"),
-        (["recipe=sft", "data.max_length=5000"], "data.max_length=5000 is above the model's context of 4096 tokens"),
-        (["recipe=sft", "data.max_length=5"], f"{packaged('data')}/arithmetic/chat_eval.jsonl:1: 29 tokens, and 5 fit"),
-        (["recipe=sft", "data.path=none.jsonl"], "data.path: "),
-        (["recipe=dpo", "data=arithmetic_chat"], f"{packaged('data')}/arithmetic/chat_train.jsonl:1: the columns are messages"),
-        (["recipe=grpo", "rollout.max_tokens=5000"], f"{packaged('data')}/arithmetic/prompts_train.jsonl:1: a prompt of 25"),
-        (["recipe=grpo", "reward.column=gold"], f"{packaged('data')}/arithmetic/prompts_eval.jsonl:1: reward: no column"),
-        (["recipe=sft", "deployment=vllm", "deployment.python=none"], "deployment.python: "),
-        (["recipe=sft", "deployment=vllm", "model.dtype=float64"], "deployment.dtype: vLLM serves float32 or bfloat16"),
-        (["recipe=sft", "out=file/run"], "out: cannot write to file/run: Not a directory"),
-    ],
+    rest_slow(
+        [
+            (["recipe=sft", "model.name=./m"], "model.name: no such folder './m'"),
+            (["recipe=sft", "model.name=empty"], "model.name: cannot load the tokenizer in 'empty': no config.json; "),
+            (
+                ["recipe=sft", "model.lora_rank=500"],
+                "model.lora_rank: must be at most the model's hidden size of 128, got 500",
+            ),
+            (["recipe=sft", "model.lora_rank=2", "model.lora_target_modules=[nope]"], "model.lora_target_modules: "),
+            (["recipe=sft", "model.attn_implementation=none"], "model.attn_implementation: "),
+            (
+                ["recipe=sft", "model.chat_template=none.jinja"],
+                "model.chat_template: cannot read 'none.jinja'",
+            ),
+            (["recipe=sft", "recipe.steps=0"], "recipe.steps must be at least 1, got 0"),
+            (
+                ["recipe=sft", "recipe.batch_size=0"],
+                "recipe: batch size and epochs must be at least 1, got 0",
+            ),
+            (
+                ["recipe=sft", "data.max_length=5000"],
+                "data.max_length=5000 is above the model's context of 4096 tokens",
+            ),
+            (["recipe=sft", "data.max_length=5"], f"{packaged('data')}/arithmetic/chat_eval.jsonl:1: 29 tokens, and 5 fit"),
+            (["recipe=sft", "data.path=none.jsonl"], "data.path: "),
+            (
+                ["recipe=dpo", "data=arithmetic_chat"],
+                f"{packaged('data')}/arithmetic/chat_train.jsonl:1: the columns are messages",
+            ),
+            (
+                ["recipe=grpo", "rollout.max_tokens=5000"],
+                f"{packaged('data')}/arithmetic/prompts_train.jsonl:1: a prompt of 25",
+            ),
+            (
+                ["recipe=grpo", "reward.column=gold"],
+                f"{packaged('data')}/arithmetic/prompts_eval.jsonl:1: reward: no column",
+            ),
+            (["recipe=sft", "deployment=vllm", "deployment.python=none"], "deployment.python: "),
+            (
+                ["recipe=sft", "deployment=vllm", "model.dtype=float64"],
+                "deployment.dtype: vLLM serves float32 or bfloat16",
+            ),
+            (["recipe=sft", "out=file/run"], "out: cannot write to file/run: Not a directory"),
+        ],
+        fast=3,
+    ),
     ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else "",
 )
 def test_what_train_refuses_check_config_refuses_alike(words, message, capsys):
@@ -62,6 +90,7 @@ def test_what_train_refuses_check_config_refuses_alike(words, message, capsys):
     assert checked == trained and checked.startswith(f"error: {message}")
 
 
+@pytest.mark.slow
 def test_a_device_and_packages_that_are_not_here(monkeypatch, capsys):
     import importlib.util
 
@@ -107,7 +136,7 @@ def test_a_run_that_cannot_be_resumed(capsys):
     ):
         checked, trained = refusals(capsys, *SMALL["dpo"], *words)
         assert checked == trained and checked.startswith(f"error: {message}")
-    with lock.held(Path("run")):
+    with files.locked(Path("run")):
         assert refusals(capsys, *SMALL["dpo"], "out=run")[0].startswith("error: out: another process")
     write("mine.jsonl", '{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n' * 40)
     words = [*SMALL["dpo"], "data=jsonl", "data.path=mine.jsonl", "eval.limit=4", "out=mine"]
@@ -137,12 +166,13 @@ def test_a_model_of_the_hub_is_not_read_and_the_network_not_asked(monkeypatch, c
     assert check("recipe=grpo", "model=qwen3_0p6b", "data=gsm8k") == 0
 
 
+@pytest.mark.slow
 def test_a_model_of_a_server_need_not_be_here(capsys):
     words = ["recipe=sft", "model.name=./there", "model.random=false", "backend=remote", "backend.base_url=http://localhost:1"]
     assert check(*words, "optim.lr=1e-5") == 0
     assert "; of the server, not read\n" in capsys.readouterr().out
     assert check(*words, "model.lora_rank=2", "model.lora_target_modules=[q_proj]") == 2
-    assert capsys.readouterr().err.startswith("error: model.lora_target_modules: a server puts adapters on attention and MLP")
+    assert capsys.readouterr().err.startswith("error: model.lora_target_modules: a server supports adapters on attention")
     assert check(*words, "deployment=vllm") == 2
     assert capsys.readouterr().err.startswith("error: deployment=vllm needs backend=local")
 
@@ -157,7 +187,8 @@ def warnings(capsys, *words: str) -> list[str]:
     return [line.removeprefix("WARNING: ") for line in lines]
 
 
-@pytest.mark.parametrize("recipe", ["sft", "dpo", "orpo", "grpo"])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", rest_slow(["sft", "dpo", "orpo", "grpo"]))
 def test_the_demo_fits(recipe, capsys):
     assert warnings(capsys, f"recipe={recipe}") == []
 
@@ -189,6 +220,21 @@ def test_a_learning_rate_far_above_what_is_usual(capsys):
     assert warnings(capsys, "recipe=sft", *big, "backend.optimizer=adafactor", "optim=adafactor", "optim.lr=3e-3") == []
 
 
+@pytest.mark.parametrize(
+    ("words", "rate"),
+    [(["recipe=sft"], "2e-05"), (["recipe=dpo"], "1e-06"), (["recipe=grpo", "model.lora_rank=2"], "1e-05")],
+)
+@pytest.mark.slow
+def test_the_rate_of_a_recipe_is_for_adamw(capsys, words, rate):
+    words = [*words, "demo=none", "recipe.steps=10", "rollout.max_tokens=16", "eval.max_tokens=32", "data.limit=640"]
+    adafactor = ["backend.optimizer=adafactor", "optim=adafactor"]
+    (line,) = warnings(capsys, *words, *adafactor)
+    assert line.startswith(f"optim.lr={rate}: the recipe's rate for AdamW, ") and "; set optim.lr=1e-3, as conf/optim" in line
+    assert warnings(capsys, *words, *adafactor, "optim.lr=1e-3") == []
+    assert warnings(capsys, *words) == []
+
+
+@pytest.mark.slow
 def test_completions_shorter_than_the_answers_of_the_data(capsys):
     long = "one two three four five six"  # 27 bytes, and the end of the turn
     write("long.jsonl", "".join(json.dumps({"prompt": f"{n}+1=", "answer": long}) + "\n" for n in range(40)))
@@ -241,6 +287,7 @@ def test_evaluation_longer_than_training_and_rows_fewer_than_a_batch(capsys):
     )
 
 
+@pytest.mark.slow
 def test_train_says_the_same_in_its_first_lines(capsys):
     words = [*SMALL["orpo"], "data.limit=3", "recipe.steps=1", "out=run"]
     lines = warnings(capsys, *words)

@@ -6,21 +6,23 @@ from typing import Any
 
 import pytest
 import yaml
+from marks import rest_slow
 from omegaconf import OmegaConf
 from runtools import here, write  # noqa: F401 - here is a fixture
 
-from cookbook import paths
-from cookbook.cli import conf_files
 from cookbook.cli.app import run
-from cookbook.cli.hydra_bridge import Request
-from cookbook.cli.hydra_bridge import run as run_job
+from cookbook.cli.hydra import conf_files
+from cookbook.cli.hydra.bridge import ComposeRequest
+from cookbook.cli.hydra.bridge import run as run_job
+from cookbook.config.nodes import build
 from cookbook.errors import ConfigError
-from cookbook.session import settings
+from cookbook.run.settings import settings
+from cookbook.utils import paths
 
 pytestmark = pytest.mark.usefixtures("here")
 
 RECIPES = ("sft", "grpo", "dpo", "orpo")
-CONSTANT, LINEAR = "cookbook.schedules.Constant", "cookbook.schedules.Linear"
+CONSTANT, LINEAR = "cookbook.config.optim.Constant", "cookbook.config.optim.Linear"
 # What the commands `cookbook train recipe=...` and `make train` run, as on commit 700e00b.
 TINY = {"model.dtype": "float32", "model.lora_rank": 0, "rollout.max_tokens": 16, "eval.max_tokens": 16, "eval.limit": 200}
 PAIRS = {"recipe.steps": None, "recipe.epochs": 1, "recipe.batch_size": 32, "data.chat": True, "schedule.warmup_steps": 0}
@@ -69,7 +71,7 @@ NAMED = {"hf": ["model.name=a/b"], "hub": ["data.name=a/b"], "jsonl": ["data.pat
 def composed(*words: str) -> Any:
     """The configuration that a run of the command gets."""
     seen: list[Any] = []
-    run_job(Request(words), lambda cfg, _: seen.append(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))))
+    run_job(ComposeRequest(words), lambda cfg, _: seen.append(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))))
     return seen[0]
 
 
@@ -95,12 +97,13 @@ def check_pair(recipe: str, model: str, data: str) -> None:
 # The demo
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", rest_slow(RECIPES, fast=2))
 def test_the_bare_recipe_is_todays_demo(recipe):
     assert values(composed(f"recipe={recipe}"), DEMO[recipe]) == DEMO[recipe]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.slow
 def test_a_fork_is_the_same_demo_in_two_files(recipe, capsys):
     assert run(["fork", recipe, "mine"]) == 0
     written = [path for path in Path().rglob("*") if path.is_file()]
@@ -131,10 +134,11 @@ def test_demo_values_exist_for_the_shipped_pairs_alone(recipe):
     assert not stems & others  # two names may make the same stem
 
 
-# Each model and each data with each recipe; all pairs are a minute of composing.
-@pytest.mark.parametrize(("recipe", "place"), [(recipe, place) for recipe in RECIPES for place in range(0, len(MODELS), 2)])
+# Three pairs per recipe: together every model once and every data preset twice. Composing all pairs takes a minute.
+@pytest.mark.parametrize(("recipe", "place"), rest_slow([(recipe, place) for recipe in RECIPES for place in range(3)], fast=2))
 def test_no_demo_value_outside_of_the_demo(recipe, place):
-    check_pair(recipe, MODELS[(place + RECIPES.index(recipe)) % len(MODELS)], DATA[place % len(DATA)])
+    shift = RECIPES.index(recipe)
+    check_pair(recipe, MODELS[(4 * place + shift) % len(MODELS)], DATA[(2 * place + shift) % len(DATA)])
 
 
 @pytest.mark.slow
@@ -144,7 +148,29 @@ def test_no_demo_value_outside_of_the_demo_in_all_pairs(recipe):
         check_pair(recipe, model, data)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.slow
+def test_no_steps_of_warmup_switch_off_the_recipes_share():
+    words = ["recipe=sft", "model=hf", "model.name=a/b"]
+    steps, ratio = keys = ("schedule.warmup_steps", "schedule.warmup_ratio")
+    assert values(composed(*words, f"{steps}=0"), keys) == {steps: 0, ratio: None}
+    assert values(composed(*words, f"{steps}=0", f"{ratio}=0.5"), keys) == {steps: 0, ratio: 0.5}
+    seen = []
+    run_job(
+        ComposeRequest([*words, f"{steps}=0,7"], multirun=True),
+        lambda cfg, _: seen.append(build(cfg.schedule, "schedule").warmup(1000)),
+    )
+    assert seen == [0, 7]
+    write("old.yaml", yaml.safe_dump(OmegaConf.to_container(composed(*words), resolve=True)))
+    seen.clear()
+    for typed in ([], [f"{steps}=0"]):  # the file of an earlier run has the default steps, 0, beside its ratio
+        run_job(
+            ComposeRequest(typed, config_file=Path("old.yaml")),
+            lambda cfg, _: seen.append(build(cfg.schedule, "schedule").warmup(1000)),
+        )
+    assert seen == [30, 0]
+
+
+@pytest.mark.parametrize("recipe", rest_slow(RECIPES))
 def test_an_adapter_learns_ten_times_as_fast(recipe):
     cfg = composed(f"recipe={recipe}", "model=hf", "model.name=a/b", "model.lora_rank=16")
     assert cfg.optim.lr == pytest.approx(10 * REAL[recipe]["optim.lr"], rel=1e-12)
@@ -176,11 +202,13 @@ FORMS: list[tuple[str, dict[str, Any]]] = [
     ("recipe=grpo data.name=trl-lib/tldr", {**HUB, "data.name": "trl-lib/tldr"}),
     ("recipe=sft data=arithmetic_chat data.path=chats.jsonl", {"data.path": "chats.jsonl"}),
     ("recipe=grpo data=gsm8k data.path=folder", {"data.path": "folder", "data.columns.prompt": "question"}),
+    ("recipe=grpo env=a/my.py:Game data.path=folder", {"env.target": "a/my.py:Game", "env.workers": 1}),
+    ("recipe=grpo reward=my.py:score data.path=folder", {"reward.target": "my.py:score", "reward.workers": 1}),
     ("experiment=grpo_gsm8k data.path=folder", {"data.columns.prompt": "question", "model.name": "Qwen/Qwen3-0.6B"}),
 ]
 
 
-@pytest.mark.parametrize(("words", "expected"), FORMS, ids=[words for words, _ in FORMS])
+@pytest.mark.parametrize(("words", "expected"), rest_slow(FORMS, fast=5), ids=[words for words, _ in FORMS])
 def test_a_name_in_place_of_a_preset(words, expected):
     Path("folder").mkdir()
     Path("with space").mkdir()
@@ -192,6 +220,7 @@ def test_a_name_in_place_of_a_preset(words, expected):
     assert values(cfg, REAL[cfg.recipe.name]) == REAL[cfg.recipe.name] | rate
 
 
+@pytest.mark.slow
 def test_a_name_in_a_file_of_the_user():
     write_conf("experiment/mine.yaml", "# @package _global_\nmodel:\n  name: ./folder\n")
     cfg = composed("recipe=sft", "experiment=mine")
@@ -201,7 +230,7 @@ def test_a_name_in_a_file_of_the_user():
 def test_presets_come_first():
     Path("tiny").mkdir()
     assert composed("recipe=grpo", "model=tiny").model.name == f"{paths.packaged('data')}/tiny"
-    preset = (paths.packaged("conf") / "model" / "hf.yaml").read_text()
+    preset = (paths.packaged("conf") / "model" / "_base.yaml").read_text()
     write_conf("model/mine/big.yaml", preset.replace("???", "a/b").replace("lora_rank: 0", "lora_rank: 5"))
     assert composed("recipe=grpo", "model=mine/big").model.lora_rank == 5
 
@@ -215,20 +244,32 @@ def test_data_of_a_class_of_its_own_are_not_the_demo():
 def test_a_sweep_over_names():
     seen = []
     words = ["recipe=sft", "model=a/b,c/d"]
-    run_job(Request(words, multirun=True), lambda cfg, _: seen.append((cfg.model.name, cfg.model.random, cfg.optim.lr)))
+    run_job(ComposeRequest(words, multirun=True), lambda cfg, _: seen.append((cfg.model.name, cfg.model.random, cfg.optim.lr)))
     assert seen == [("a/b", False, 2e-5), ("c/d", False, 2e-5)]
     seen.clear()
-    run_job(Request(["model.name=a/b,c/d"], multirun=True), lambda cfg, _: seen.append((cfg.model.name, cfg.optim.lr)))
+    run_job(ComposeRequest(["model.name=a/b,c/d"], multirun=True), lambda cfg, _: seen.append((cfg.model.name, cfg.optim.lr)))
     assert seen == [("a/b", 1e-6), ("c/d", 1e-6)]
     seen.clear()
-    run_job(Request(["model=tiny,qwen3_0p6b"], multirun=True), lambda cfg, _: seen.append(cfg.optim.lr))
+    run_job(ComposeRequest(["model=tiny,qwen3_0p6b"], multirun=True), lambda cfg, _: seen.append(cfg.optim.lr))
     assert seen == [1e-4, 1e-6]
+
+
+@pytest.mark.slow
+def test_a_sweep_over_recipes_never_trains_fresh_weights_on_other_data():
+    line = "model: recipe=sft starts from fresh weights, which suit its own data alone; add model=tiny, or choose yours with "
+    for data in ("data=rows.jsonl", "data=rows.jsonl,others.jsonl", "data.path=rows.jsonl"):
+        with pytest.raises(ConfigError, match=f"^{line}"):
+            run_job(ComposeRequest(["recipe=dpo,sft", data], multirun=True), lambda *_: None)
+    seen = []
+    for words in (["data=rows.jsonl", "model=tiny"], ["data.limit=9"]):
+        run_job(ComposeRequest(["recipe=dpo,sft", *words], multirun=True), lambda cfg, _: seen.append(cfg.model.random))
+    assert seen == [False, False, False, True]
 
 
 def test_of_an_earlier_run_the_model_alone_changes():
     write("old.yaml", yaml.safe_dump(OmegaConf.to_container(composed("recipe=grpo", "optim.lr=0.25"))))
     seen = []
-    run_job(Request(["model=./folder"], config_file=Path("old.yaml")), lambda cfg, _: seen.append(cfg))
+    run_job(ComposeRequest(["model=./folder"], config_file=Path("old.yaml")), lambda cfg, _: seen.append(cfg))
     assert seen[0].model.name == "./folder" and seen[0].optim.lr == 0.25
 
 
@@ -239,17 +280,23 @@ def test_serve_takes_a_name_too(capsys):
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [
-        (["model=qwen3_0p6"], "unknown model 'qwen3_0p6'. Did you mean 'qwen3_0p6b'? (choices: "),
-        (["model="], "model: no option given (choices: "),
-        (["data=gsm8"], "unknown data 'gsm8'. Did you mean 'gsm8k'? (choices: "),
-        (["model=a/b", "model.name=c/d"], "model: model=a/b and model.name=... name two; drop one of them"),
-        (["model=a/b,c/d"], "'model.name=a/b,c/d' is a list of values: add -m to sweep over them"),
-        (["model=tiny,a/b"], "model: a sweep takes files of conf/model, or names, or paths, and no mixture, got tiny,a/b; "),
-        (["demo=gpro"], "unknown demo 'gpro'. Did you mean 'grpo'? (choices: none, dpo, grpo, orpo, sft)"),
-        (["~demo"], "~demo: write demo=none"),
-        (["~data"], "data: expected keys and values, got nothing; choose a file of conf/data/"),
-    ],
+    rest_slow(
+        [
+            (["model=qwen3_0p6"], "unknown model 'qwen3_0p6'. Did you mean 'qwen3_0p6b'? (choices: "),
+            (["model="], "model: no option given (choices: "),
+            (["data=gsm8"], "unknown data 'gsm8'. Did you mean 'gsm8k'? (choices: "),
+            (["model=a/b", "model.name=c/d"], "model: model=a/b and model.name=... both name one; drop one of them"),
+            (["model=a/b,c/d"], "'model.name=a/b,c/d' is a list of values: add -m to sweep over them"),
+            (
+                ["model=tiny,a/b"],
+                "model: a sweep takes files of conf/model, or names, or paths, and no mixture, got tiny,a/b; ",
+            ),
+            (["demo=gpro"], "unknown demo 'gpro'. Did you mean 'grpo'? (choices: none, dpo, grpo, orpo, sft)"),
+            (["~demo"], "~demo: write demo=none"),
+            (["~data"], "data: expected keys and values, got nothing; choose a file of conf/data/"),
+        ],
+        fast=2,
+    ),
     ids=" ".join,
 )
 def test_a_word_that_names_nothing_is_one_line(words, message):
@@ -267,6 +314,7 @@ def test_a_slip_in_the_name_of_a_folder_or_file_of_yours():
     assert data.endswith("jsonl; data=FILE or data=owner/name)")
 
 
+@pytest.mark.slow
 def test_what_was_understood_is_said_where_it_is_not_obvious(capsys):
     Path("folder").mkdir()
     composed("recipe=sft", "model=folder", "data=a/b")

@@ -1,28 +1,32 @@
-"""The README's claims that can drift: its table of recipes is made from the classes, its files exist."""
+"""Claims of the pages that can drift: the table of recipes, links, named files, and every command."""
 
 from __future__ import annotations
 
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from marks import rest_slow
 from omegaconf import OmegaConf
 
-from cookbook import recipe as recipes
-from cookbook.cli import deployments, evaluate, hydra_bridge
+from cookbook.cli import deployments, evaluate, jobs
 from cookbook.cli.app import app, run
-from cookbook.evaluate_alone import Target
-from cookbook.session import settings
+from cookbook.cli.hydra import bridge
+from cookbook.config import recipe as recipes
+from cookbook.run.settings import settings
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def table_row(name: str) -> str:
     """A recipe's line, from its module, its loss's class, and nothing else."""
-    composed = hydra_bridge.show(hydra_bridge.Request([f"recipe={name}"]), "job", resolve=True)
+    composed = bridge.show(bridge.ComposeRequest([f"recipe={name}"]), "job", resolve=True)
     typed = settings(OmegaConf.create(composed))
     returns = str(typed.loss.reduction).replace("_", " ")
     divides = f"`{typed.loss.normalization}`" if typed.loss.normalization else "nothing"
@@ -34,10 +38,22 @@ def test_the_table_says_what_the_classes_say(name: str) -> None:
     assert table_row(name) in README.splitlines()
 
 
-def test_linked_files_exist() -> None:
-    root = Path(__file__).parents[1]
-    links = re.findall(r"\]\(([\w./-]+)\)", README) + re.findall(r"`((?:examples|tests|docs|cookbook)/[\w./-]+\.\w+)`", README)
-    assert links and not [link for link in links if not (root / link).exists()]
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_named_files_exist(page: Path) -> None:
+    text, missing = page.read_text(encoding="utf-8"), set()
+    for link, anchor in re.findall(r"\]\((?!https:)([\w./-]+)?(?:#([\w-]+))?\)", text):
+        target = page.parent / link if link else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            missing.add(f"{link}#{anchor}")
+    named = re.findall(r"`(?:python )?((?:examples|tests|docs|cookbook|conf|recipes|benchmarks)/[\w./-]+\.\w+)\b", text)
+    missing |= {name for name in named if not (ROOT / name).exists() and not re.search("[A-Z]{4}", name)}
+    assert missing == set()
 
 
 def test_nothing_is_left_to_fill_in() -> None:
@@ -46,13 +62,12 @@ def test_nothing_is_left_to_fill_in() -> None:
 
 # Commands
 
-PAGES = [Path(__file__).parents[1] / name for name in ("README.md", "CONTRIBUTING.md")]
-PAGES += sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
 QWEN = {"model.name": "Qwen/Qwen3-0.6B", "model.random": False, "model.dtype": "auto"}
 SFT = {"optim.lr": 2e-5, "recipe.epochs": 3, "schedule.warmup_steps": 0, "schedule.warmup_ratio": 0.03, "eval.max_tokens": 512}
 CHATS = {**QWEN, **SFT, "data.path": "chats.jsonl", "data.chat": False}
 DEMO = {"optim.lr": 1e-4, "recipe.steps": 50, "rollout.max_tokens": 16, "eval.max_tokens": 16, "schedule.warmup_steps": 0}
-CREATED = {"deployment._target_": "cookbook.deployments.vllm.VllmConfig", "deployment.name": "mine"}
+CREATED = {"deployment._target_": "cookbook.deployments.vllm.deployment.VllmConfig", "deployment.name": "mine"}
+SLURM = {"job.partition": "gpu", "job.gpus": 1, "model.name": "Qwen/Qwen3-8B"}
 # Every command that composes a configuration, and what it composes to; text: the error that the page shows.
 COMPOSED: dict[str, dict[str, object] | str] = {
     "train recipe=grop": "error: unknown recipe 'grop'.",
@@ -60,9 +75,25 @@ COMPOSED: dict[str, dict[str, object] | str] = {
     "train recipe=sft loss=dpo": "error: loss: recipe=sft trains on conversations",
     "train recipe=dpo loss.normalization=num_sequences": "error: loss: DPO already returns a mean",
     "train recipe=sft model=Qwen/Qwen3-0.6B data=chats.jsonl": CHATS,
+    "train recipe=grpo rollout.refill=2": {"rollout.refill": 2.0, "data.curriculum": None},
+    "train recipe=grpo data.curriculum={}": {"data.curriculum": {}, "rollout.refill": 1.0},
+    "train recipe=grpo data.curriculum={new: 0.3, medium: 0.6, hard: 0.1, easy: 0.0}": {
+        "data.curriculum": {"new": 0.3, "medium": 0.6, "hard": 0.1, "easy": 0.0},
+    },
+    "train recipe=sft data=chats/*.jsonl.gz data.streaming=true recipe.steps=5000": {
+        "data.path": "chats/*.jsonl.gz", "data.streaming": True, "data.shuffle_buffer": 10000, "recipe.steps": 5000,
+    },
     "train recipe=grpo model=./my-model model.lora_rank=16 data=gsm8k reward=number": {
         "model.name": "./my-model", "optim.lr": 1e-5, "recipe.steps": 200, "rollout.max_tokens": 512, "eval.max_tokens": 512,
         "data.name": "openai/gsm8k", "schedule.warmup_ratio": None,
+    },
+    "train recipe=grpo env=arithmetic recipe.steps=15": {"env.max_turns": 2, "recipe.steps": 15, "optim.lr": 1e-4},
+    "train recipe=grpo env=my_env.py:GuessNumber env.max_turns=4 recipe.steps=2": {"env.target": "my_env.py:GuessNumber"},
+    "train recipe=grpo env=textarena env.game=GuessTheNumber-v0 model=Qwen/Qwen3-0.6B": {
+        **QWEN, "env.game": "GuessTheNumber-v0", "env.max_turns": 20,
+    },
+    "train recipe=grpo env=textarena env.game=TicTacToe-v0 env.opponent=my_opponent.py:opponent model=Qwen/Qwen3-0.6B": {
+        **QWEN, "env.opponent": "my_opponent.py:opponent",
     },
     "train recipe=dpo model=HuggingFaceTB/SmolLM2-135M-Instruct data=trl-lib/ultrafeedback_binarized": {
         "model.name": "HuggingFaceTB/SmolLM2-135M-Instruct", "data.name": "trl-lib/ultrafeedback_binarized", "data.path": None,
@@ -74,6 +105,19 @@ COMPOSED: dict[str, dict[str, object] | str] = {
     "train --config RUN/config.yaml": DEMO,
     "check data recipe=sft model=Qwen/Qwen3-0.6B data=chats.jsonl": CHATS,
     "check config recipe=grpo": DEMO,
+    "check config recipe=sft model=smollm2_135m": {"model.name": "HuggingFaceTB/SmolLM2-135M-Instruct", "optim.lr": 2e-5},
+    "train recipe=sft loss=dft debug=fast": {"loss._target_": "cookbook.losses.dft.DFT", "recipe.steps": 3},
+    "train recipe=grpo reward=my_file.py:reward": {"reward.target": "my_file.py:reward"},
+    "train recipe=grpo reward=[number,format] reward.weights.format=0.2": {
+        "reward.weights": {"number": 1.0, "format": 0.2}, "reward.parts.number.column": "answer",
+    },
+    "train recipe=grpo reward=judge reward.url=http://127.0.0.1:8000/v1 reward.model=Qwen/Qwen3-8B reward.rubric=rubric.txt": {
+        "reward.model": "Qwen/Qwen3-8B", "reward.rubric": "rubric.txt", "reward.max_score": 10.0,
+    },
+    "train recipe=grpo reward=exact debug=fast": {"reward.column": "answer", "recipe.steps": 3},
+    "train recipe=grpo tracker=tensorboard debug=fast": {"recipe.steps": 3},
+    "train recipe=grpo +hook.note._target_=my_hooks.Note debug=fast": {"hook.note._target_": "my_hooks.Note"},
+    "train recipe=sft backend=mine debug=fast": {"backend._target_": "my_backend.MyBackend"},
     "plan recipe=sft model=Qwen/Qwen3-0.6B data=chats.jsonl": CHATS,
     "eval runs/mine": DEMO,
     "eval runs/mine eval.pass_at=[1,8]": {**DEMO, "eval.pass_at": [1, 8]},
@@ -83,7 +127,24 @@ COMPOSED: dict[str, dict[str, object] | str] = {
     "eval qwen3_0p6b data=gsm8k out=base.json": {**QWEN, "model.dtype": "bfloat16", "eval.max_tokens": 512},
     "deployments create mine": {**CREATED, "deployment.replicas": 1},
     "deployments create mine model=tiny deployment.replicas=2": {**CREATED, "deployment.replicas": 2},
+    "jobs create mine model=tiny job=local": {"job._target_": "cookbook.jobs.local.LocalJob", "model.random": False},
+    "jobs create mine model=qwen3_8b job=slurm job.partition=gpu job.gpus=1": SLURM,
+    "train recipe=grpo job=local": {**DEMO, "job._target_": "cookbook.jobs.local.LocalJob"},
+    "train recipe=grpo job=slurm": {**DEMO, "job.partition": None},
+    "train recipe=grpo model=qwen3_8b data=gsm8k job=slurm job.partition=gpu job.gpus=1 job.time=12:00:00": {
+        **SLURM, "job.time": "12:00:00", "optim.lr": 1e-6,
+    },
+    "train recipe=grpo model=qwen3_8b data=gsm8k backend=remote backend.base_url=http://127.0.0.1:8000 "
+    "backend.api_key_file=key": {"backend.api_key_file": "key", "model.name": "Qwen/Qwen3-8B"},
     "serve model=tiny": {"model.random": False},
+    "serve backend.ranks=2": {"backend.ranks": 2},
+    "train recipe=sft model=tiny backend.ranks=2": {"backend.ranks": 2, "model.random": False},
+    "train recipe=sft model=qwen3_0p6b backend.gpus=8": {"backend.gpus": 8, "backend.ranks": None},
+    "train recipe=sft model=qwen3_0p6b backend.gpus=8 backend.shard=all eval.answers=false": {
+        "backend.shard": "all",
+        "eval.answers": False,
+    },
+    "train recipe=grpo backend.ranks=2 backend.shard=all deployment=vllm": {**DEMO, "backend.shard": "all"},
     "train recipe=grpo backend=remote backend.base_url=http://127.0.0.1:8000": DEMO,
     "train recipe=grpo deployment=vllm": DEMO,
     "train recipe=grpo deployment=vllm model.lora_rank=16 weight_sync.every=4": DEMO,
@@ -96,9 +157,10 @@ def commands() -> dict[str, str]:
     found = {}
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        for line, below in re.findall(r"^\$ cookbook (.*)\n(?=(.*))", text, re.MULTILINE):
+        # A command that another machine runs has the machine's name before its prompt.
+        for line, below in re.findall(r"^(?:\w+)?\$ (?:ssh .*login )?cookbook (.*)\n(?=(.*))", text, re.MULTILINE):
             found[" ".join(shlex.split(line, comments=True))] = below
-        for line in re.findall(r"`cookbook ((?:train|eval|plan|serve|check \w+|deployments \w+) [^`]+)`", text):
+        for line in re.findall(r"`cookbook ((?:train|eval|plan|serve|check \w+|deployments \w+|jobs \w+) [^`]+)`", text):
             found[" ".join(shlex.split(line))] = ""
     return found
 
@@ -117,19 +179,23 @@ def parsed(command: str) -> dict[str, Any]:
     return context.params
 
 
-def request(command: str, config: Path) -> hydra_bridge.Request:
+def request(command: str, config: Path) -> bridge.ComposeRequest:
     given = parsed(command)
     overrides = given.get("overrides") or []
     if command.startswith("deployments"):
-        return hydra_bridge.Request(deployments.overrides(given["name"], overrides))
+        return bridge.ComposeRequest(deployments.overrides(given["name"], overrides))
+    if command.startswith("jobs"):
+        return bridge.ComposeRequest(jobs.overrides(overrides))
+    if command.startswith("eval") and given["target"] == "runs/mine":
+        return bridge.ComposeRequest(overrides, config_file=config)
     if command.startswith("eval"):
-        return (
-            hydra_bridge.Request(overrides, config_file=config)
-            if given["target"] == "runs/mine"
-            else evaluate._request(given["target"], Target(None), overrides)
-        )
+        asked: list[bridge.ComposeRequest] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(bridge, "run", lambda request, job: asked.append(request))
+            evaluate.evaluate(given["target"], overrides)
+        return asked[0]
     name = "serve" if command.startswith("serve") else "train"
-    return hydra_bridge.Request(
+    return bridge.ComposeRequest(
         overrides, bool(given.get("multirun")), config_name=name, config_file=config if given.get("config") else None
     )
 
@@ -139,8 +205,13 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The configuration of an earlier run."""
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "config.yaml"
-    path.write_text(hydra_bridge.show(hydra_bridge.Request(["recipe=grpo"]), "job", resolve=True), encoding="utf-8")
+    path.write_text(composed_grpo(), encoding="utf-8")
     return path
+
+
+@cache
+def composed_grpo() -> str:
+    return bridge.show(bridge.ComposeRequest(["recipe=grpo"]), "job", resolve=True)
 
 
 @pytest.mark.parametrize("command", FOUND)
@@ -153,7 +224,7 @@ def test_every_command_that_composes_is_in_the_table() -> None:
     assert composing == set(COMPOSED)
 
 
-@pytest.mark.parametrize("command", COMPOSED)
+@pytest.mark.parametrize("command", rest_slow(COMPOSED, fast=6))
 def test_a_command_means_what_the_table_says(command: str, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = COMPOSED[command]
     if isinstance(expected, str):
@@ -163,7 +234,10 @@ def test_a_command_means_what_the_table_says(command: str, config: Path, capsys:
         return
     if "my_grpo" in command:
         assert run(["fork", "grpo", "my_grpo"]) == 0
+    if "backend=mine" in command:
+        Path("conf/backend").mkdir(parents=True)
+        Path("conf/backend/mine.yaml").write_text("_target_: my_backend.MyBackend\n")
     asked = request(command, config)
     seen: list[Any] = []
-    hydra_bridge.run(asked, lambda cfg, _: seen.append(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))))
+    bridge.run(asked, lambda cfg, _: seen.append(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))))
     assert {key: OmegaConf.select(seen[0], key) for key in expected} == expected

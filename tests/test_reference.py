@@ -11,15 +11,15 @@ import pytest
 import tiny
 from runtools import LITTLE, here, timeless, train  # noqa: F401
 
-from cookbook.backends.local import LocalReference
+from cookbook.backends.local.trainer import LocalReference
 from cookbook.errors import BackendError
-from cookbook.reference import Remembered
+from cookbook.run.data import CachedReference
 
 TWO_EPOCHS = ["recipe=dpo", "recipe.epochs=2", "recipe.batch_size=8", *LITTLE, "checkpoint.every=1"]
 
 
 def test_each_datum_is_computed_once_in_blocks_of_the_list(make_trainer, monkeypatch):
-    monkeypatch.setattr("cookbook.reference.BLOCK", 4)
+    monkeypatch.setattr("cookbook.run.data.BLOCK", 4)
     trainer = make_trainer()
     data = tiny.datums(10)
     reference = trainer.reference()
@@ -33,7 +33,7 @@ def test_each_datum_is_computed_once_in_blocks_of_the_list(make_trainer, monkeyp
 
     inner = Counting()
     gone = weakref.ref(inner)
-    remembered = Remembered(inner, data)
+    remembered = CachedReference(inner, data)
     del inner
     orders = ([9, 1], [1, 0, 9, 8], [5, 7, 6])
     found = {
@@ -47,7 +47,7 @@ def test_each_datum_is_computed_once_in_blocks_of_the_list(make_trainer, monkeyp
     gc.collect()
     assert gone() is None  # its last use is over
     assert len(remembered.logprobs(data).result()) == 10
-    with pytest.raises(BackendError, match="not announced"):
+    with pytest.raises(BackendError, match="not registered"):
         remembered.logprobs(tiny.datums(1, seed=1))
 
 

@@ -8,20 +8,24 @@ import shlex
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import servertools
 import tiny
-from runtools import BRIEF, SMALL, here, rows, timeless, train, write  # noqa: F401 - here is a fixture
+from marks import rest_slow
+from runtools import BRIEF, SMALL, here, rows, same_numbers, timeless, train, write  # noqa: F401 - here is a fixture
 
 from cookbook.backends.local import LocalConfig, LocalTrainer
-from cookbook.backends.remote import facts, pointers, watch
+from cookbook.backends.remote import connection, convert, pointers, watchdog
 from cookbook.backends.remote.config import RemoteConfig
 from cookbook.cli.app import run
 from cookbook.engine.model import ModelConfig
 from cookbook.errors import BackendError, CheckpointError, ConfigError, CookbookError, DataError, RolloutError
+from cookbook.jobs.endpoint import Relay
 from cookbook.losses import GRPO, CrossEntropy
 from cookbook.service import ServiceClient
 from cookbook.types import AdamParams, Datum, ModelInput, SamplingParams
@@ -51,8 +55,8 @@ def make_remote(server, tiny_folder, tmp_path):
 
     yield make
     for trainer in made:
-        trainer.server.give_up()
-        trainer.server.close()
+        trainer.connection.give_up()
+        trainer.connection.close()
 
 
 @pytest.fixture
@@ -68,19 +72,16 @@ def backend(server):
 LAGGING = ["weight_sync.every=2", "rollout.temperature=0.8", "rollout.stop=[a,e]"]  # stop texts beside the template's ids
 
 
-def same(one, other):
-    """Losses to the last bit, metrics but for one rounding: the client multiplies and divides means by the number of datums."""
-    pairs = list(zip(timeless(one), timeless(other), strict=True))
-    return all(a == pytest.approx(b, rel=1e-15, abs=0) and a.get("loss") == b.get("loss") for a, b in pairs)
-
-
 # ---- the next command ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.slow
 def test_the_next_command_of_a_run_downloads_its_weights_and_samples_from_them(rank, model, backend, monkeypatch, capsys):
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
-    assert train(*SMALL["dpo"], *model, *backend, f"model.lora_rank={rank}", "recipe.steps=1", "out=run") == 0
+    assert (
+        train(*SMALL["dpo"], *model, *backend, f"model.lora_rank={rank}", "recipe.steps=1", "eval.every=null", "out=run") == 0
+    )
     line = capsys.readouterr().out.splitlines()[-1].removeprefix("next: ")
     fetch, sample = ([*shlex.split(one)] for one in line.split(" && "))
     setting = [word for word in fetch if word.startswith("TINKER_")]
@@ -101,9 +102,14 @@ def test_the_next_command_of_a_run_downloads_its_weights_and_samples_from_them(r
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [
-        ("sft", ["model.lora_rank=4"]),
+        pytest.param("sft", ["model.lora_rank=4"], marks=pytest.mark.slow),
         *(pytest.param(recipe, [], marks=pytest.mark.slow) for recipe in ("dpo", "orpo")),
         ("grpo", ["reward=python", "reward.target=reward.py:reward", *LAGGING]),
+        pytest.param(
+            "grpo",
+            ["reward=python", "reward.target=reward.py:reward", *LAGGING, "rollout.refill=3", "data.curriculum={}"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_run_has_the_numbers_of_the_embedded_one(recipe, options, model, backend):
@@ -111,7 +117,7 @@ def test_a_run_has_the_numbers_of_the_embedded_one(recipe, options, model, backe
     words = [*SMALL[recipe], *model, *options]
     assert train(*words, "out=embedded") == 0
     assert train(*words, *backend, "out=remote") == 0
-    assert same("remote", "embedded")
+    assert same_numbers("remote", "embedded")
     if recipe == "grpo":
         assert any(row.get("optim/grad_norm") for row in rows("remote"))  # or nothing was compared
 
@@ -123,11 +129,12 @@ def test_a_run_has_the_numbers_of_the_embedded_one(recipe, options, model, backe
         pytest.param("grpo", ["reward=python", "reward.target=reward.py:reward", "loss.kl_beta=0.1"], marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_a_server_that_knows_only_cross_entropy_gets_the_slopes_of_other_losses(recipe, options, model, backend, monkeypatch):
     write("reward.py", REWARD)
     words = [*SMALL[recipe], *model, *options, "eval.every=null"]
     assert train(*words, "out=embedded") == 0
-    monkeypatch.setattr(facts, "PATH", "/api/v1/unknown")  # what a server that is not ours has there: nothing
+    monkeypatch.setattr(connection, "PATH", "/api/v1/unknown")  # what a server that is not ours has there: nothing
     monkeypatch.setenv("TINKER_API_KEY", servertools.KEY)
     assert train(*words, *backend, "out=remote") == 0
     for found, expected in zip(rows("remote")[1:], rows("embedded")[1:], strict=True):
@@ -140,7 +147,7 @@ def test_a_server_that_knows_only_cross_entropy_gets_the_slopes_of_other_losses(
 
 
 def saved(server):
-    return {one.address.path for one in server.service.catalogue.all()}
+    return {one.address.path for one in server.service.catalog.of_runs(server.service.catalog.runs())}
 
 
 @pytest.mark.slow
@@ -158,7 +165,7 @@ def test_a_run_goes_on_where_it_stopped(recipe, model, backend, server):
     assert train(*words, "out=parts") == 0
     assert timeless("parts")[3:] == timeless("whole")[3:]  # step 2 was the last of its own sitting, and was evaluated
     assert [path.name for path in Path("parts/checkpoints").iterdir()] == ["step-000004"]
-    pointed = {path for folder in ("whole", "parts") for _, path in pointers.below(Path(folder))}
+    pointed = {path for folder in ("whole", "parts") for path in pointers.below(Path(folder))}
     assert saved(server) - before == pointed  # what the run folders have dropped is deleted there too
 
 
@@ -169,7 +176,7 @@ LONG = tiny.datums(4, longest=80)  # a third of the tokens weigh nothing: enough
 RECIPES = {"cross_entropy": None, "dpo": None, "orpo": None, "grpo": "num_loss_tokens"}
 
 
-@pytest.mark.parametrize("loss", RECIPES)
+@pytest.mark.parametrize("loss", rest_slow(RECIPES, fast=2))
 def test_the_defaults_compute_the_same_bits_on_both_sides(make_remote, make_trainer, server, loss):
     """The server leaves out the tokens that the embedded trainer leaves out: with all of them, sums have another order."""
     remote, embedded = make_remote(), make_trainer()
@@ -198,7 +205,8 @@ def test_a_trainer_is_the_embedded_one(make_remote, make_trainer, server):
         assert np.array_equal(found["logprobs"].to_numpy(), expected["logprobs"].to_numpy())
     assert outputs[0].metrics == pytest.approx(outputs[1].metrics, rel=1e-15, abs=0)
     assert remote.step == embedded.step == 1 and remote.max_length == embedded.max_length
-    assert remote.digests().items() >= {key: embedded.digests()[key] for key in ("tokenizer", "chat_template")}.items()
+    same = ("tokenizer", "chat_template", "precision")
+    assert remote.digests().items() >= {key: embedded.digests()[key] for key in same}.items()
 
 
 def test_what_fails_is_told_once_by_the_next_step(make_remote):
@@ -226,9 +234,9 @@ def test_what_fails_is_told_once_by_the_next_step(make_remote):
     trainer.forward_backward_custom(data, broken)  # the server has half of the gradient now, and cannot know
     with pytest.raises(ValueError, match="mine"):
         trainer.optim_step(STEP).result()
-    with pytest.raises(BackendError, match="holds a part of a gradient"):
+    with pytest.raises(BackendError, match="has accumulated an incomplete gradient"):
         trainer.forward_backward(data, "cross_entropy").result()
-    with pytest.raises(BackendError, match="holds a part of a gradient"):
+    with pytest.raises(BackendError, match="has accumulated an incomplete gradient"):
         trainer.optim_step(STEP).result()
     trainer.load_state(state).result()
     trainer.forward_backward(data, "cross_entropy")
@@ -263,7 +271,7 @@ def make_either(request):
 
 
 def weights_of(trainer, server):
-    engine = trainer.engine if isinstance(trainer, LocalTrainer) else server.engine(trainer._client)
+    engine = trainer.engine if isinstance(trainer, LocalTrainer) else server.engine(trainer._calls._client)
     return tiny.weights(engine)
 
 
@@ -271,25 +279,41 @@ def is_equal(one, other):
     return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_an_error_that_was_read_fails_nothing_else(make_either, server, way):
-    """The gradients made before and after the failed call are stepped on, to the last bit."""
-    disturbed, calm = make_either(), make_either()
-    data, more = tiny.datums(), tiny.datums(seed=1)
-    disturbed.save_state("taken").result()
-    for trainer in (disturbed, calm):
-        trainer.forward_backward(data, "cross_entropy")
-        if trainer is disturbed:
-            with pytest.raises((CookbookError, ValueError)):
-                WAYS[way](trainer).result()
-        trainer.forward_backward(more, "cross_entropy")
-        assert trainer.optim_step(STEP).result().metrics["optim/grad_norm"] > 0
-    assert disturbed.step == calm.step == 1
-    assert is_equal(weights_of(disturbed, server), weights_of(calm, server))
-    disturbed.close()  # has nothing to report
+def two_gradients_and_a_step(trainer, between=lambda: None):
+    trainer.forward_backward(tiny.datums(), "cross_entropy")
+    between()
+    trainer.forward_backward(tiny.datums(seed=1), "cross_entropy")
+    assert trainer.optim_step(STEP).result().metrics["optim/grad_norm"] > 0
+    assert trainer.step == 1
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.fixture(scope="module")
+def undisturbed(tiny_folder, tmp_path_factory):
+    """The weights after one step, of an embedded trainer in which no call failed."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    trainer = LocalConfig().make_trainer(ModelConfig(str(tiny_folder)), seed=0, folder=folder)
+    two_gradients_and_a_step(trainer)
+    weights = tiny.weights(trainer.engine)
+    trainer.close()
+    return weights
+
+
+@pytest.mark.parametrize("way", rest_slow(WAYS, fast=2))
+def test_an_error_that_was_read_fails_nothing_else(make_either, undisturbed, server, way):
+    """The step uses the gradients made before and after the failed call, to the last bit."""
+    trainer = make_either()
+    trainer.save_state("taken").result()
+
+    def fail():
+        with pytest.raises((CookbookError, ValueError)):
+            WAYS[way](trainer).result()
+
+    two_gradients_and_a_step(trainer, between=fail)
+    assert is_equal(weights_of(trainer, server), undisturbed)
+    trainer.close()  # has nothing to report
+
+
+@pytest.mark.parametrize("way", rest_slow(WAYS, fast=2))
 def test_an_unread_error_fails_the_next_step_and_the_end(make_either, server, way):
     trainer, data = make_either(), tiny.datums()
     trainer.save_state("taken").result()
@@ -329,10 +353,10 @@ def test_a_step_asked_for_before_the_error_was_read_fails(make_either, server):
 
 def test_a_plain_client_hears_of_an_error_once_more_from_its_next_step(server, make_remote):
     """The server cannot see what its program has read."""
-    connection = make_remote().server
-    client = connection._service.create_lora_training_client("tiny", rank=4)
-    data, bad = ([connection.wire.datum(one, ("target_tokens", "weights")) for one in rows] for rows in (tiny.datums(2), BAD))
-    adam = connection.wire.adam({"learning_rate": 1e-3})
+    remote = make_remote().connection
+    client = remote._service.create_lora_training_client("tiny", rank=4)
+    data, bad = ([convert.datum(one, ("target_tokens", "weights")) for one in rows] for rows in (tiny.datums(2), BAD))
+    adam = convert.adam(AdamParams(learning_rate=1e-3))
     with pytest.raises(Exception, match="10000"):
         client.forward_backward(bad, "cross_entropy").result()
     client.forward_backward(data, "cross_entropy").result()
@@ -342,12 +366,14 @@ def test_a_plain_client_hears_of_an_error_once_more_from_its_next_step(server, m
     assert steps[2].result().metrics["optim/grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_nothing_can_be_sampled_here_from_weights_that_are_elsewhere(model, backend, capsys):
     assert train(*SMALL["sft"], *model, *backend, "out=run", "recipe.steps=1") == 0
     assert run(["sample", "run", "x"]) == 2
     assert "are on the server at http" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_samplers_and_saved_weights(make_remote):
     trainer = make_remote(lora_rank=4)
     data = tiny.datums()
@@ -380,6 +406,26 @@ def test_samplers_and_saved_weights(make_remote):
     assert outputs[0] == outputs[1]
 
 
+def test_requests_are_computed_together_although_the_server_was_away_when_they_were_announced(server, tiny_folder, tmp_path):
+    relay = Relay()
+    relay.lead_to(server.url.removeprefix("http://"))
+    try:
+        config = RemoteConfig(f"http://127.0.0.1:{relay.port}", patience_s=30.0)
+        trainer = config.make_trainer(ModelConfig(str(tiny_folder)), seed=0, folder=tmp_path / "checkpoints")
+        sampler = trainer.live_sampler(0).result()
+        relay.lead_to(None)
+        drawn = [sampler.sample([5, 6, number], 1, SamplingParams(max_tokens=2)) for number in range(3)]
+        threading.Timer(0.3, relay.lead_to, [server.url.removeprefix("http://")]).start()
+        assert all(one.result().sequences for one in drawn)
+        (session,) = [one for one in server.service.sessions.values() if sampler.client._sampling_session_id in one.sampler_ids]
+        records = [record.kind for record in session.samples.earlier_records() if record.kind in ("batch", "request")]
+        assert records == ["batch", "request", "request", "request"]
+        trainer.connection.give_up()
+        trainer.connection.close()
+    finally:
+        relay.close()
+
+
 def losses(service, base_model):
     """A loop as the documentation has it: trained, saved, loaded, sampled."""
     with service:
@@ -403,11 +449,12 @@ def losses(service, base_model):
         return found
 
 
+@pytest.mark.slow
 def test_a_service_client_is_the_same_over_http(server, tiny_folder):
     name = str(tiny_folder)
     embedded = losses(ServiceClient(checkpoint_dir="embedded"), name)
     assert losses(ServiceClient(base_url=server.url, checkpoint_dir="remote"), name) == embedded
-    with pytest.raises(ConfigError, match="give it or a backend"):
+    with pytest.raises(ConfigError, match="base_url: got a backend as well"):
         ServiceClient(base_url=server.url, backend=LocalConfig())
 
 
@@ -433,33 +480,50 @@ def test_no_server(capsys, model):
     assert f"no answer from {url}" in found and "cookbook serve" in found
 
 
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [(200, b"<html>"), (200, b"[]"), (200, b'{"wire": 2}'), pytest.param(404, b"no", marks=pytest.mark.slow)],
+)
+def test_a_web_server_that_is_another_program(monkeypatch, status, body):
+    monkeypatch.setenv("TINKER_API_KEY", servertools.KEY)
+    with servertools.web_server(status, body) as url:
+        error = f"^backend.base_url: the server at {url} is neither `cookbook serve` nor a Tinker service; correct the address$"
+        with pytest.raises(BackendError, match=error):
+            RemoteConfig(url).make_trainer(ModelConfig("tiny"), seed=0, folder=Path())
+
+
 @pytest.mark.slow
 def test_another_model_or_one_that_is_computed_otherwise(capsys, backend, model):
     words = [*SMALL["sft"], *model, *backend]
-    assert "has not 'nobody/knows', but " in error_of(capsys, *words, "model.name=nobody/knows")
+    assert "does not serve 'nobody/knows'; choose one of these: " in error_of(capsys, *words, "model.name=nobody/knows")
     assert "model.dtype: the server at " in error_of(capsys, *words, "model.dtype=bfloat16")
     assert "max_batch_tokens" in error_of(capsys, *words, "deployment.max_batch_tokens=7")
     assert "base_url: expected http" in error_of(capsys, *words, "backend.base_url=localhost")
     assert "backend.base_url: missing" in error_of(capsys, *SMALL["sft"], "backend=remote")
 
 
+@pytest.mark.slow
 def test_a_wrong_key(capsys, monkeypatch, tiny_folder, tmp_path, model):
     monkeypatch.setenv("COOKBOOK_API_KEYS", "tml-right")
     with servertools.running(tiny_folder, tmp_path / "server") as guarded:
         words = [*SMALL["sft"], *model, "backend=remote", f"backend.base_url={guarded.url}"]
         monkeypatch.setenv("TINKER_API_KEY", "tml-wrong")
         assert "refuses the API key; set $TINKER_API_KEY" in error_of(capsys, *words)
+        assert "backend.api_key_file: cannot read 'key'" in error_of(capsys, *words, "backend.api_key_file=key")
         monkeypatch.setenv("MY_KEY", "tml-right")
         assert train(*words, "backend.api_key_env=MY_KEY", "out=run", "recipe.steps=1") == 0
+        write("key", "tml-right\n")
+        assert train(*words, "backend.api_key_file=key", "out=other", "recipe.steps=1") == 0
 
 
 def test_a_server_of_another_version(capsys, monkeypatch, backend, model):
-    monkeypatch.setattr(facts, "WIRE", 1)
+    monkeypatch.setattr(connection, "WIRE", 1)
     assert "install the same version on both sides" in error_of(capsys, *SMALL["sft"], *model, *backend)
 
 
+@pytest.mark.slow
 def test_a_server_that_dies(monkeypatch, tiny_folder, tmp_path, caplog):
-    monkeypatch.setattr(watch, "PROBE_S", 0.2)
+    monkeypatch.setattr(watchdog, "PROBE_S", 0.2)
     with servertools.running(tiny_folder, tmp_path / "server") as mortal:
         config = RemoteConfig(mortal.url, patience_s=0.5)
         trainer = config.make_trainer(ModelConfig(str(tiny_folder)), seed=0, folder=tmp_path / "checkpoints")
@@ -469,7 +533,7 @@ def test_a_server_that_dies(monkeypatch, tiny_folder, tmp_path, caplog):
         step.result()
     trainer.close()
     told = [record.getMessage() for record in caplog.records if record.name == "cookbook" and mortal.url in record.getMessage()]
-    assert told == [f"no answer from {mortal.url}; asking again until it is there, for up to 0.5 s (backend.patience_s)"]
+    assert told == [f"no answer from {mortal.url}; trying again for up to 0.5 s (backend.patience_s)"]
 
 
 def test_without_the_package(monkeypatch, capsys, backend, model):
@@ -479,14 +543,14 @@ def test_without_the_package(monkeypatch, capsys, backend, model):
 
 def test_checkpoints_of_the_other_backend_are_told_apart(make_remote, make_trainer, tiny_folder):
     local = make_trainer().save_state("mine").result()
-    with pytest.raises(CheckpointError, match="go on with backend=local"):
+    with pytest.raises(CheckpointError, match="resume with backend=local"):
         make_remote().load_state(local)
 
 
 def test_losses_that_need_more_than_logprobs(make_remote, monkeypatch):
-    monkeypatch.setattr(facts, "PATH", "/api/v1/unknown")
+    monkeypatch.setattr(connection, "PATH", "/api/v1/unknown")
     monkeypatch.setenv("TINKER_API_KEY", servertools.KEY)
-    with pytest.raises(ConfigError, match="entropies"):
+    with pytest.raises(ConfigError, match="needs the policy"):
         make_remote().forward_backward(tiny.datums(), "grpo", {"entropy_coef": 0.1})
 
 
@@ -517,3 +581,36 @@ def test_reading_a_step_reads_every_error_that_it_had_to_report(make_remote):
         trainer.optim_step(STEP).result()
     trainer.forward_backward(LONG, "cross_entropy")
     assert trainer.optim_step(STEP).result().metrics["optim/grad_norm"] > 0
+
+
+def test_only_the_watchdog_ends_the_retries_of_a_request(server):
+    import asyncio
+
+    import httpx
+
+    tinker = connection.require_tinker()
+    opened = RemoteConfig(server.url, patience_s=1000.0)._connection()
+    holder, calls = opened._service.holder, []
+
+    async def within_limit(call):
+        return await call()
+
+    async def request():
+        calls.append(len(calls))
+        # What the package raises once its own limit of 5 minutes has passed.
+        if len(calls) < 4:
+            raise tinker.APIConnectionError(request=httpx.Request("GET", server.url))
+        return "answer"
+
+    holder.execute_with_retries = within_limit
+    opened._retry_until_given_up(holder)
+    with pytest.raises(tinker.APIConnectionError):
+        asyncio.run(holder.execute_with_retries(request))
+    assert len(calls) == 1
+    opened._watchdog._last_unanswered = time.monotonic()
+    assert asyncio.run(holder.execute_with_retries(request)) == "answer" and len(calls) == 4
+    calls.clear()
+    opened.close()
+    with pytest.raises(tinker.APIConnectionError):
+        asyncio.run(holder.execute_with_retries(request))
+    assert len(calls) == 1

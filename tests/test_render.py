@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tiny import byte_tokenizer
 from tokenizers import pre_tokenizers, processors
 
 from cookbook.data import Renderer
-from cookbook.data.byte_tokenizer import byte_tokenizer
 from cookbook.data.formats import Chat
 from cookbook.data.messages import parse_messages
 from cookbook.data.render import _tokens_of
@@ -140,14 +140,14 @@ def test_templates_that_rewrite_history_are_refused_where_it_matters():
 
 
 def test_templates_that_cannot_be_trained_are_refused():
-    with pytest.raises(DataError, match=r"shows message 2 otherwise than it begins .*as model\.chat_template"):
+    with pytest.raises(DataError, match=r"renders message 2 differently from its generation prompt.*as model\.chat_template"):
         renderer(OPENS_OTHERWISE).conversation(TURNS)
     with pytest.raises(DataError, match="drops text of message 1"):
         renderer(DROPS).conversation([TURNS[1], {"role": "assistant", "content": "<think>why</think>4"}])
     with pytest.raises(DataError, match="begins with an answer"):
         renderer(PLAIN_CHATML).conversation(TURNS[2:])
     alternate = "{% if messages[0].role != 'user' %}{{ raise_exception('Begin with the user\nplease') }}{% endif %}"
-    with pytest.raises(DataError, match=r"^conversation: the chat template refuses the row: Begin with the user; mend"):
+    with pytest.raises(DataError, match=r"^conversation: the chat template rejects the row: Begin with the user; fix"):
         renderer(alternate).conversation(TURNS)
 
 
@@ -305,7 +305,7 @@ def test_generation_blocks_are_the_tokens_that_transformers_marks():
         (PLAIN_CHATML, [ASK, {**DRY, "function_call": {"name": "a"}}], None, r'does not print "function_call" of message 1'),
         (NO_TOOL_ROLE, [ASK, DRY, RESULT, DRY], None, r"does not print message 2 \(tool\)"),
         (LLAMA, [ASK, {**CALL, "content": "Let me see."}, RESULT, DRY], None, r"does not print message 1 \(assistant\)"),
-        (LLAMA, [ASK, call({}, {}), RESULT, DRY], None, r"refuses the row: only single tool-calls"),
+        (LLAMA, [ASK, call({}, {}), RESULT, DRY], None, r"rejects the row: only single tool-calls"),
         (FIRST_CALL_ONLY, [ASK, call({"city": "Rome"}, {"city": "Rome"})], None, r"drops text of message 1 \(tool_calls\)"),
         (FIRST_CALL_ONLY, [ASK, call({"a": "x"}, {"a": "y"}, weight=0), DRY], None, r"drops text of message 1 \(tool_calls\)"),
     ],
@@ -363,7 +363,7 @@ def test_a_shape_of_message_is_tried_once(monkeypatch):
 
 def test_reasoning_that_a_later_turn_removes_is_refused_where_it_is_trained():
     turns = [ASK, {**DRY, "reasoning_content": "look"}, ASK, DRY]
-    with pytest.raises(DataError, match=r"rewrites message 1 once the conversation goes on"):
+    with pytest.raises(DataError, match=r"rewrites message 1 when more messages follow"):
         renderer(QWEN).render([chat(*turns)])
     with pytest.raises(DataError, match=r"drops text of message 1 \(reasoning_content\)"):
         renderer(QWEN_GENERATION).render([chat(*turns)])

@@ -8,9 +8,9 @@ import shlex
 import pytest
 from runtools import SMALL, here, train, write  # noqa: F401 - here is a fixture
 
-from cookbook import report
 from cookbook.cli.app import run
 from cookbook.data import DataConfig, Row
+from cookbook.run import report
 
 pytestmark = pytest.mark.usefixtures("here")
 USER, ANSWER = {"role": "user", "content": "What's 2+2?"}, {"role": "assistant", "content": "4"}
@@ -42,6 +42,7 @@ def last_line(capsys, *words: str) -> str:
     return capsys.readouterr().out.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_the_next_command_asks_what_the_data_ask(capsys):
     rows = [{"messages": [{"role": "user", "content": f"-{n} is it's own number?"}, ANSWER]} for n in range(8)]
     write("mine.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
@@ -50,6 +51,7 @@ def test_the_next_command_asks_what_the_data_ask(capsys):
     assert run(shlex.split(line.removeprefix("next: cookbook "))) == 0
 
 
+@pytest.mark.slow
 def test_conversations_of_several_turns_get_a_placeholder(capsys):
     write("mine.jsonl", (json.dumps({"messages": [USER, ANSWER, USER, ANSWER]}) + "\n") * 8)
     assert last_line(capsys, "data.eval_fraction=0") == "next: cookbook sample run 'your prompt'"

@@ -14,16 +14,16 @@ import pytest
 import tiny
 from runtools import here, rows, timeless, train  # noqa: F401 - here is a fixture
 
-from cookbook import resilience, rollout
 from cookbook.cli.app import run
 from cookbook.data import RenderedPrompt, Renderer, Row
-from cookbook.deployments.http import Client
-from cookbook.deployments.sampler import DeploymentSampler, Pool, Replica
+from cookbook.deployments.vllm.http import Client
+from cookbook.deployments.vllm.sampler import DeploymentSampler, Pool
 from cookbook.errors import ConfigError, RolloutError, SampleRefusedError, SamplerUnavailableError
 from cookbook.futures import Future, done
-from cookbook.resilience import Asker
-from cookbook.rewards import Judge, Python
-from cookbook.rollout import RolloutConfig
+from cookbook.sampling import episodes, rollouts
+from cookbook.sampling.episodes import Retrier
+from cookbook.sampling.rewards import Format, Python, RewardRunner
+from cookbook.sampling.rollouts import RolloutConfig
 from cookbook.types import Sample, SampleResponse
 
 FLAKY = ["deployment._target_=flaky.FlakyConfig"]
@@ -35,7 +35,7 @@ GRPO += ["eval.every=null", "rollout.log_samples=18"]
 def waits(monkeypatch) -> list[float]:
     """The seconds it would have waited before it asks again."""
     found: list[float] = []
-    monkeypatch.setattr(resilience.time, "sleep", found.append)
+    monkeypatch.setattr(episodes.time, "sleep", found.append)
     return found
 
 
@@ -62,7 +62,9 @@ def asked(outcomes, retries=2, in_a_row=16):
         return failure(found) if isinstance(found, Exception) else answer(found)
 
     requests = [lambda place=place: request(place) for place in range(len(outcomes))]
-    unanswered = Asker(retries, in_a_row).ask(requests, lambda place, samples: arrived.update({place: samples[0].tokens[0]}))
+    unanswered = Retrier(retries, in_a_row).sample(
+        requests, lambda place, samples: arrived.update({place: samples[0].tokens[0]})
+    )
     return arrived, unanswered
 
 
@@ -86,7 +88,7 @@ def test_it_makes_no_difference_whether_the_call_or_its_future_fails():
         return answer(found)
 
     arrived = {}
-    unanswered = Asker(1, 16).ask([request], lambda place, samples: arrived.update({place: samples[0].tokens}))
+    unanswered = Retrier(1, 16).sample([request], lambda place, samples: arrived.update({place: samples[0].tokens}))
     assert arrived == {0: [5]} and not unanswered.failed and unanswered.num_retries == 1
 
 
@@ -110,19 +112,19 @@ def test_nothing_at_all_is_asked_for_again_until_it_comes(waits):
 
 
 def test_so_many_failures_in_a_row_end_it():
-    with pytest.raises(RolloutError, match="sampling: 4 requests in a row have failed, the last: busy; mend the deployment"):
+    with pytest.raises(RolloutError, match="sampling: 4 consecutive requests failed, the last with: busy; fix the deployment"):
         asked([[5], *[[PASSING] * 9] * 4, [6]], in_a_row=4)
     arrived, _ = asked([*[[PASSING, 1]] * 3, [6], *[[PASSING, 2]] * 3], in_a_row=4)
     assert len(arrived) == 7
 
 
 def test_they_are_counted_from_one_batch_to_the_next():
-    asker = Asker(0, 3)
+    retrier = Retrier(0, 3)
     for _ in range(2):
-        asker.ask([lambda: answer(), lambda: failure(PASSING)], lambda *_: None)  # an answer in between starts anew
-    asker.ask([lambda: answer(), lambda: failure(PASSING), lambda: failure(PASSING)], lambda *_: None)
-    with pytest.raises(RolloutError, match="3 requests in a row"):
-        asker.ask([lambda: failure(PASSING), lambda: answer()], lambda *_: None)
+        retrier.sample([lambda: answer(), lambda: failure(PASSING)], lambda *_: None)  # an answer in between starts anew
+    retrier.sample([lambda: answer(), lambda: failure(PASSING), lambda: failure(PASSING)], lambda *_: None)
+    with pytest.raises(RolloutError, match="3 consecutive requests failed"):
+        retrier.sample([lambda: failure(PASSING), lambda: answer()], lambda *_: None)
 
 
 def test_the_order_of_answers_makes_no_difference():
@@ -143,10 +145,10 @@ def test_the_order_of_answers_makes_no_difference():
             thread.start()
             requests = [lambda future=future: future for future in futures]
             if limit == 3:
-                with pytest.raises(RolloutError, match="3 requests in a row"):
-                    Asker(0, limit).ask(requests, lambda *_: None)
+                with pytest.raises(RolloutError, match="3 consecutive requests failed"):
+                    Retrier(0, limit).sample(requests, lambda *_: None)
             else:
-                assert set(Asker(0, limit).ask(requests, lambda *_: None).failed) == errors
+                assert set(Retrier(0, limit).sample(requests, lambda *_: None).failed) == errors
             thread.join()
 
 
@@ -159,6 +161,7 @@ def test_limits_have_bounds(key, least):
 # Whole runs
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("here")
 def test_a_run_survives_that_30_percent_fail_and_says_so(capsys):
     assert train(*GRPO, *FLAKY, "+deployment.rate=0.3", "rollout.retries=0", "out=run") == 0
@@ -171,7 +174,7 @@ def test_a_run_survives_that_30_percent_fail_and_says_so(capsys):
     assert left_out == expected
     assert [row["eval/failed"] for row in (found[0], found[-1])] == [fails[:4].sum(), fails[-4:].sum()]
     out, err = capsys.readouterr()
-    assert f"sampling: 0 requests were made again, {sum(left_out)} prompts left out (log.txt names their rows)" in out
+    assert f"sampling: 0 requests were retried, {sum(left_out)} prompts left out (log.txt names their rows)" in out
     assert "Traceback" not in err
     log = Path("run/log.txt").read_text()
     assert log.count("left out, its completions could not be sampled: the server is on fire") == sum(left_out)
@@ -187,6 +190,7 @@ def untroubled(tmp_path_factory):
 
 
 @pytest.mark.usefixtures("here")
+@pytest.mark.slow
 def test_failures_that_pass_change_no_sample(untroubled):
     assert train(*GRPO, *FLAKY, "+deployment.rate=0.3", "+deployment.error=timeout", "rollout.retries=20", "out=run") == 0
     assert sum(row.get("rollout/retries", 0) for row in rows("run")) > 0
@@ -206,8 +210,8 @@ def test_an_outage_ends_the_run_as_it_was_after_its_last_step(untroubled, capsys
     # 4 requests of the evaluation, 6 of step 1: the second step has none of its samples
     assert train(*words, "+deployment.outage=10") == 2
     assert capsys.readouterr().err == (
-        "error: sampling: 16 requests in a row have failed, the last: the server is on fire; mend the deployment and run the "
-        "same command again, or raise rollout.max_consecutive_failures\n"
+        "error: sampling: 16 consecutive requests failed, the last with: the server is on fire; fix the deployment and run the "
+        "same command to resume, or raise rollout.max_consecutive_failures\n"
     )
     assert [row["step"] for row in rows("run")] == [0, 1]
     assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step-000001"]
@@ -218,6 +222,7 @@ def test_an_outage_ends_the_run_as_it_was_after_its_last_step(untroubled, capsys
 
 
 @pytest.mark.usefixtures("here")
+@pytest.mark.slow
 def test_an_outage_from_the_start_leaves_nothing(capsys):
     assert train(*GRPO, *FLAKY, "+deployment.outage=0", "out=run") == 2
     assert capsys.readouterr().err.count("\n") == 1
@@ -226,6 +231,7 @@ def test_an_outage_from_the_start_leaves_nothing(capsys):
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("error", ["fatal", "bug"])
+@pytest.mark.slow
 def test_errors_that_say_more_is_wrong_end_it_at_once(error, capsys):
     words = [*GRPO, *FLAKY, "+deployment.outage=4", f"+deployment.error={error}", "out=run"]
     if error == "bug":
@@ -238,6 +244,7 @@ def test_errors_that_say_more_is_wrong_end_it_at_once(error, capsys):
 
 
 @pytest.mark.usefixtures("here")
+@pytest.mark.slow
 def test_an_evaluation_by_itself_survives_too(capsys):
     assert run(["eval", "tiny", "eval.limit=24", *FLAKY, "+deployment.rate=0.3", "rollout.retries=0", "out=found.json"]) == 0
     found = json.loads(Path("found.json").read_text())
@@ -304,7 +311,7 @@ def serving():
         thread = threading.Thread(target=web.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         servers.append((web, thread))
-        pools.append(Pool([Replica(Client(f"http://127.0.0.1:{web.server_port}", timeout_s=0.5, retries=0), 64, 8)], 8))
+        pools.append(Pool([Client(f"http://127.0.0.1:{web.server_port}", timeout_s=0.5, retries=0)], 64, 8))
         return DeploymentSampler(pools[-1], 3, "v"), web
 
     yield serve
@@ -320,40 +327,58 @@ def serving():
 PROMPTS = [RenderedPrompt([token], Row(f"here:{token}", {}), "", "") for token in range(40, 46)]
 
 
-def rolled_out(sampler, judge=None, **config):
+def rolled_out(sampler, runner=None, **config):
     renderer = Renderer(tiny.tokenizer(), tiny.CONTEXT)
-    return rollout.sample_groups(
-        sampler, PROMPTS, 2, RolloutConfig(**{"max_tokens": 16, **config}), renderer, seed=0, judge=judge
+    return rollouts.sample_groups(
+        sampler, PROMPTS, 2, RolloutConfig(**{"max_tokens": 16, **config}), renderer, seed=0, runner=runner
     )
 
 
+@pytest.mark.slow
 def test_a_server_that_fails_now_and_then(serving):
     sampler, web = serving({40: [500], 42: [503, 503], 43: [400], 45: ["hangs", "hangs", "hangs"]})
     found = rolled_out(sampler)
     assert [group.prompt.row.where for group in found.groups] == ["here:40", "here:41", "here:42", "here:44"]
-    assert all(len(group.samples) == 2 and group.samples[0].tokens == group.prompt.tokens for group in found.groups)
-    assert isinstance(found.unanswered.failed[3], SampleRefusedError) and ": 400: " in str(found.unanswered.failed[3])
-    assert "no answer (timed out)" in str(found.unanswered.failed[5])
+    assert all(
+        len(group.trajectories) == 2 and group.trajectories[0].turns[0].tokens == group.prompt.tokens for group in found.groups
+    )
+    assert isinstance(found.requests.failed[3], SampleRefusedError) and ": 400: " in str(found.requests.failed[3])
+    assert "no answer (timed out)" in str(found.requests.failed[5])
     assert web.asked.count(43) == 1 and web.asked.count(45) == 3
-    assert found.unanswered.num_retries == 1 + 2 + 2
+    assert found.requests.num_retries == 1 + 2 + 2
+
+
+def test_a_prompt_that_a_server_refuses_is_replaced(serving):
+    """The first four prompts have one refused; of the further ones, the server refuses the first for good."""
+    sampler, web = serving({42: [400], 44: [503, 400]})
+    renderer, further = Renderer(tiny.tokenizer(), tiny.CONTEXT), iter(PROMPTS[4:])
+    judge = RewardRunner(Format("x"))
+    config = RolloutConfig(max_tokens=16, refill=1.5)
+    found = rollouts.sample_groups(
+        sampler, PROMPTS[:4], 2, config, renderer, 0, runner=judge, further=lambda count: [next(further) for _ in range(count)]
+    )
+    # The server's answers are alike, so that every group ties and the step stops at its limit of six prompts.
+    assert [group.prompt.row.where for group in found.groups] == ["here:40", "here:41", "here:43", "here:45"]
+    assert sorted(found.requests.failed) == [2, 4] and found.requests.num_retries == 1
+    assert sorted(set(web.asked)) == list(range(40, 46)) and found.metrics()["refill/groups_dropped"] == 4.0
 
 
 @pytest.mark.parametrize("status", [500, 503])
 def test_a_server_that_only_fails(serving, status):
     sampler, web = serving({token: [status] * 99 for token in range(40, 46)})
-    with pytest.raises(RolloutError, match=rf"sampling: 9 requests in a row have failed, the last: http.*: {status}: no; mend"):
+    with pytest.raises(RolloutError, match=rf"9 consecutive requests failed, the last with: http.*: {status}: no; fix"):
         rolled_out(sampler, max_consecutive_failures=9)
     assert 9 <= len(web.asked) <= 12
 
 
 def test_a_server_that_only_hangs_or_is_gone(serving):
     sampler, web = serving({token: ["hangs"] * 99 for token in range(40, 46)})
-    with pytest.raises(RolloutError, match=r"6 requests in a row have failed, the last: .*no answer \(timed out\)"):
+    with pytest.raises(RolloutError, match=r"6 consecutive requests failed, the last with: .*no answer \(timed out\)"):
         rolled_out(sampler, max_consecutive_failures=6)
     web.ended.set()
     web.shutdown()
     web.server_close()
-    with pytest.raises(RolloutError, match=r"12 requests in a row have failed, the last: .*no answer"):
+    with pytest.raises(RolloutError, match=r"12 consecutive requests failed, the last with: .*no answer"):
         rolled_out(sampler, max_consecutive_failures=12)
 
 
@@ -395,9 +420,9 @@ def test_rewards_are_under_way_while_others_are_sampled(tmp_path):
             threading.Thread(target=answer_when_judged).start()
             return future
 
-    judge = Judge(Python(f"{tmp_path}/mine.py:called"))
+    judge = RewardRunner(Python(f"{tmp_path}/mine.py:called"))
     prompts = [RenderedPrompt(one.tokens, Row(one.row.where, {"note": str(note)}), "", "") for one in PROMPTS]
     renderer = Renderer(tiny.tokenizer(), tiny.CONTEXT)
-    found = rollout.sample_groups(Sampler(), prompts, 2, RolloutConfig(), renderer, seed=0, judge=judge)
+    found = rollouts.sample_groups(Sampler(), prompts, 2, RolloutConfig(), renderer, seed=0, runner=judge)
     judge.close()
     assert [group.rewards for group in found.groups] == [[1.0, 1.0]] * 6

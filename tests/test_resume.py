@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from marks import rest_slow
 from runtools import SMALL, bits, checkpoint, files, here, resume_words, rows, start, timeless, train, write  # noqa: F401
 from safetensors.torch import load_file, save_file
 
 from cookbook.checkpoints import manifest
 from cookbook.cli.app import run
-from cookbook.paths import packaged
+from cookbook.utils.paths import packaged
 
 pytestmark = pytest.mark.usefixtures("here")
 FOUR = ["recipe.steps=4"]
@@ -53,7 +54,7 @@ VARIANTS = {
     "dpo-lora-bfloat16": [*SMALL["dpo"], "model.lora_rank=4", "model.dtype=bfloat16", "optim.lr=1e-2"],
 }
 
-LONG = ("dpo", "dpo-bfloat16-saved-aside", "dpo-lora-bfloat16", "orpo", "sft-lora-dropout-cosine")
+LONG = ("sft", "dpo", "dpo-bfloat16-saved-aside", "dpo-lora-bfloat16", "orpo", "sft-lora-dropout-cosine")
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_two_sittings_equal_one(words, capsys):
     assert [row["step"] for row in rows("stopped")] == [0, 1, 2]
     capsys.readouterr()
     assert train(*words, *FOUR, "out=stopped") == 0
-    assert "going on after step 2, from stopped/checkpoints/step-000002" in capsys.readouterr().out
+    assert "resuming after step 2, from stopped/checkpoints/step-000002" in capsys.readouterr().out
     same_as_undisturbed()
     if (samples := Path("straight/samples.jsonl")).exists():
         assert Path("stopped/samples.jsonl").read_bytes() == samples.read_bytes()
@@ -89,7 +90,8 @@ def test_between_two_weight_syncs_samples_go_on_coming_from_the_older_weights():
     assert rows("stopped")[5]["kl/sampler_trainer_k3"] > 1e-6
 
 
-@pytest.mark.parametrize("moment", [pytest.param("on_eval", marks=pytest.mark.slow), "on_checkpoint"])
+@pytest.mark.parametrize("moment", ["on_eval", "on_checkpoint"])
+@pytest.mark.slow
 def test_asked_at_any_moment_of_the_step_it_stops_saved(moment):
     """While it evaluates, the same step is the last; while it saves already, the next one is. Either is saved."""
     words = [*SMALL["orpo"], *FOUR, "checkpoint.every=2", "out=stopped"]
@@ -119,12 +121,14 @@ def test_at_an_epochs_end_with_accumulated_gradients_and_calls_that_nobody_waits
     assert len(set(order)) == 4  # every epoch in an order of its own
 
 
+@pytest.mark.slow
 def test_stopping_saves_even_where_nothing_else_would():
-    words = [*SMALL["orpo"], *FOUR, "checkpoint.every=null", "checkpoint.final=false", "out=stopped"]
+    words = [*SMALL["orpo"], *FOUR, "checkpoint.every=null", "checkpoint.final=false", "eval.every=null", "out=stopped"]
     assert train(*words, *stop_at(1)) == 130
     assert checkpoint("stopped").name == "step-000001"
 
 
+@pytest.mark.slow
 def test_terminate_is_the_same_and_the_printed_command_goes_on(capsys):
     words = [*SMALL["sft"], *FOUR]
     assert train(*words, "out=straight") == 0
@@ -135,11 +139,12 @@ def test_terminate_is_the_same_and_the_printed_command_goes_on(capsys):
     same_as_undisturbed("its place/a=b")
 
 
-@pytest.mark.parametrize("tracker", [pytest.param("wandb", marks=pytest.mark.slow), "tensorboard"])
+@pytest.mark.parametrize("tracker", ["wandb", "tensorboard"])
+@pytest.mark.slow
 def test_a_tracker_goes_on_in_the_same_place(tracker, monkeypatch):
     pytest.importorskip(tracker, reason=f"{tracker} is an extra")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    words = [*SMALL["orpo"], *FOUR, f"tracker={tracker}", "out=run"]
+    words = [*SMALL["orpo"], *FOUR, "eval.every=null", f"tracker={tracker}", "out=run"]
     assert train(*words, *stop_at(2)) == 130
     assert train(*words) == 0
     if tracker == "wandb":  # two offline runs of one id, which the server joins
@@ -176,9 +181,9 @@ def test_ctrl_c_once_at_the_keyboard():
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     # A busy machine adds lines about what takes more than two seconds.
-    assert err.endswith("\nstopping after this step; once more stops at once\n")
+    assert err.endswith("\nstopping after this step; the second signal stops immediately\n")
     step = rows(folder)[-1]["step"]
-    assert f"stopped after step {step}, saved; go on with: cookbook train --config {folder}/config.yaml out={folder}\n" in out
+    assert f"stopped after step {step}, saved; resume with: cookbook train --config {folder}/config.yaml out={folder}\n" in out
     assert checkpoint(folder).name == f"step-{step:06d}"
     assert run([*resume_words(out), f"recipe.steps={step + 1}"]) == 0
     assert rows(folder)[-1]["step"] == step + 1
@@ -201,42 +206,44 @@ def test_ctrl_c_twice_stops_at_once():
     assert time.monotonic() - asked < 5
     assert process.returncode == 130
     # A busy machine adds lines about what takes more than two seconds.
-    assert err.endswith("\nstopping after this step; once more stops at once\n")
+    assert err.endswith("\nstopping after this step; the second signal stops immediately\n")
     assert not Path("run/checkpoints").exists()
 
 
 # What resume decides
 
 
-def test_a_finished_run_is_left_alone(capsys):
-    assert train(*SMALL["grpo"], "out=run") == 0
+def test_a_finished_run_is_left_alone(finished, capsys):
+    shutil.copytree(finished / "run", "run")
     before = files(Path("run"))
     capsys.readouterr()
-    assert train(*SMALL["grpo"], "out=run") == 0
-    assert "nothing to do: run is finished, with 3 of 3 steps; raise recipe.steps to go on" in capsys.readouterr().out
+    assert train(*SMALL["dpo"], "out=run") == 0
+    assert "nothing to do: run is finished, with 3 of 3 steps; raise recipe.steps to resume" in capsys.readouterr().out
     after = files(Path("run"))
     assert {name for name in before if after[name] != before[name]} <= {"run/log.txt", "run/curves.svg", "run/status.json"}
     assert set(after) == set(before)
     assert after["run/curves.svg"][1] == before["run/curves.svg"][1]
 
 
-def test_a_branch_that_would_train_nothing_is_refused(capsys):
+@pytest.mark.slow
+def test_a_branch_that_would_train_nothing_is_refused(finished, capsys):
     """A copy of another run under a new name would look like a run."""
-    assert train(*SMALL["orpo"], "out=run") == 0
+    shutil.copytree(finished / "run", "run")
     capsys.readouterr()
-    assert train(*SMALL["orpo"], "resume=run", "out=branch") == 2
-    error = "error: recipe.steps: branch starts after 3 of 3 steps, so it would train none; raise recipe.steps\n"
+    assert train(*SMALL["dpo"], "resume=run", "out=branch") == 2
+    error = "error: recipe.steps: branch starts after 3 of 3 steps, so no step is left to train; raise recipe.steps\n"
     assert capsys.readouterr().err == error
     assert not Path("branch").exists()
-    assert train(*SMALL["orpo"], "resume=run") == 0  # its own folder: that it is finished is no mistake
+    assert train(*SMALL["dpo"], "resume=run") == 0  # its own folder: that it is finished is no mistake
     assert "nothing to do: run is finished" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_more_steps_go_on_from_the_end():
     words = [*SMALL["orpo"], "checkpoint.every=2"]  # the learning rate is constant, so it does not depend on the total
-    assert train(*words, *FOUR, "out=straight", "eval.every=1") == 0
-    assert train(*words, "recipe.steps=2", "out=stopped", "eval.every=1") == 0
-    assert train(*words, *FOUR, "out=stopped", "eval.every=1") == 0
+    assert train(*words, *FOUR, "out=straight") == 0
+    assert train(*words, "recipe.steps=2", "out=stopped") == 0
+    assert train(*words, *FOUR, "out=stopped") == 0
     same_as_undisturbed()
     assert yaml.safe_load(Path("stopped/config.yaml").read_text())["recipe"]["steps"] == 4
 
@@ -253,15 +260,17 @@ def test_without_a_checkpoint_it_starts_over(capsys):
     assert "loss.beta: the run in stopped was made with 0.1, now it is 0.3" in capsys.readouterr().err
     assert files(Path("stopped")) == before
     assert train(*words, "checkpoint.final=true") == 0
-    assert "stopped has no checkpoint to go on from; starting it over" in capsys.readouterr().out
+    assert "stopped has no checkpoint to resume from; starting it over" in capsys.readouterr().out
     assert train(*SMALL["dpo"], "out=straight") == 0
     same_as_undisturbed()
 
 
+@pytest.mark.slow
 def test_never_refuses_a_folder_with_a_run(capsys):
-    assert train(*SMALL["orpo"], "out=run", "resume=never") == 0
+    words = [*SMALL["orpo"], "recipe.steps=1", "eval.every=null", "out=run", "resume=never"]
+    assert train(*words) == 0
     before = files(Path("run"))
-    assert train(*SMALL["orpo"], "out=run", "resume=never") == 2
+    assert train(*words) == 2
     message = "error: out: run holds a run already; choose another folder, or resume=auto to resume it\n"
     assert capsys.readouterr().err == message
     assert files(Path("run")) == before
@@ -303,28 +312,38 @@ def finished(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("change", "difference"),
-    [
-        ("seed=1", "seed: the run in run was made with 0, now it is 1"),
-        ("loss.beta=0.5", "loss.beta: the run in run was made with 0.1, now it is 0.5"),
-        ("loss=simpo", "loss.variant: the run in run was made with 'sigmoid', now it is 'simpo'"),
-        ("model.dtype=bfloat16", "model.dtype: the run in run was made with 'float32', now it is 'bfloat16'"),
-        ("model=tiny_random", "model.random: the run in run was made with False, now it is True"),
-        ("data.limit=23", "data.limit: the run in run was made with 24, now it is 23"),
-        ("recipe.batch_size=5", "recipe.batch_size: the run in run was made with 4, now it is 5"),
-        ("rollout.max_tokens=9", "rollout.max_tokens: the run in run was made with 16, now it is 9"),
-        ("recipe=orpo", "recipe.name: the run in run was made with 'dpo', now it is 'orpo'"),
-    ],
+    rest_slow(
+        [
+            ("seed=1", "seed: the run in run was made with 0, now it is 1"),
+            pytest.param("loss.beta=0.5", "loss.beta: the run in run was made with 0.1, now it is 0.5", marks=pytest.mark.slow),
+            ("loss=simpo", "loss.variant: the run in run was made with 'sigmoid', now it is 'simpo'"),
+            pytest.param(
+                "model.dtype=bfloat16",
+                "model.dtype: the run in run was made with 'float32', now it is 'bfloat16'",
+                marks=pytest.mark.slow,
+            ),
+            ("model=tiny_random", "model.random: the run in run was made with False, now it is True"),
+            pytest.param("data.limit=23", "data.limit: the run in run was made with 24, now it is 23", marks=pytest.mark.slow),
+            pytest.param(
+                "recipe.batch_size=5", "recipe.batch_size: the run in run was made with 4, now it is 5", marks=pytest.mark.slow
+            ),
+            ("rollout.max_tokens=9", "rollout.max_tokens: the run in run was made with 16, now it is 9"),
+            ("recipe=orpo", "recipe.name: the run in run was made with 'dpo', now it is 'orpo'"),
+        ],
+        fast=2,
+    ),
 )
 def test_another_run_is_not_gone_on_with(change, difference, capsys, finished, monkeypatch):
     monkeypatch.chdir(finished)
     before = files(Path("run"))
     group, _, name = change.partition("=")
     assert train(*(SMALL[name] if group == "recipe" else [*SMALL["dpo"], change]), "out=run") == 2
-    advice = "set it back to go on, or choose another out= to start anew"
+    advice = "restore the old value to resume, or set another out= to start a new run"
     assert capsys.readouterr().err == f"error: {difference}; {advice}\n"
     assert files(Path("run")) == before
 
 
+@pytest.mark.slow
 def test_other_rows_in_the_same_file_are_other_data(capsys):
     rows_of = '{{"prompt": "1+{0}=", "completion": "{1}"}}\n'.format
     write("rows.jsonl", "".join(rows_of(i, i + 1) for i in range(8)))
@@ -356,11 +375,12 @@ def test_other_rows_in_the_same_file_are_other_data(capsys):
 @pytest.mark.parametrize(
     ("file", "subject"),
     [
-        ("model.safetensors", "model.name: the digest of the weights it starts from"),
+        ("model.safetensors", "model.name: the digest of the initial weights"),
         pytest.param("tokenizer.json", "model.name: the digest of its tokenizer", marks=pytest.mark.slow),
         pytest.param("chat_template.jinja", "model.chat_template: the digest of its text", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_another_model_of_the_same_name_is_another_run(file, subject, capsys):
     shutil.copytree(packaged("data") / "tiny", "model")
     words = [*SMALL["dpo"], "model=tiny", "demo=dpo", "model.name=./model", "eval.every=null", "out=run"]
@@ -378,6 +398,7 @@ def test_another_model_of_the_same_name_is_another_run(file, subject, capsys):
     )
 
 
+@pytest.mark.slow
 def test_a_key_that_is_new_had_its_default_before(finished, monkeypatch, tmp_path, capsys):
     """As in a run made by a version that did not know ``data.train_on``, ``data.columns.text`` and ``loss.beta`` yet."""
     shutil.copytree(finished / "run", "run")
@@ -395,6 +416,7 @@ def test_a_key_that_is_new_had_its_default_before(finished, monkeypatch, tmp_pat
 
 
 @pytest.mark.parametrize("by", ["words", "config"])
+@pytest.mark.slow
 def test_a_group_that_is_new_had_its_default_before(by, finished, capsys):
     """As in a run made by a version that had no ``deployment`` and, of what makes a run's identity, no ``rollout``."""
     shutil.copytree(finished / "run", "run")
@@ -417,6 +439,7 @@ def test_a_group_that_is_new_had_its_default_before(by, finished, capsys):
     assert {"rollout", "deployment"} <= set(yaml.safe_load(Path("run/config.yaml").read_text()))
 
 
+@pytest.mark.slow
 def test_what_is_harmless_may_change_and_is_noted(finished, monkeypatch, tmp_path, capsys):
     shutil.copytree(finished / "run", "run")
     more = [
@@ -451,7 +474,9 @@ def test_a_checkpoint_that_was_moved_knows_its_run(finished, capsys):
     words = [*SMALL["dpo"], *FOUR, "resume=moved", "out=branch"]
     assert train(*words, "recipe.batch_size=3") == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: recipe.batch_size: the run that saved moved was made with 4, now it is 3; set it back to ")
+    assert error.startswith(
+        "error: recipe.batch_size: the run that saved moved was made with 4, now it is 3; restore the old value to "
+    )
     assert train(*words) == 0
     assert [row["step"] for row in rows("branch")] == [4]
     assert capsys.readouterr().err == ""
@@ -459,10 +484,11 @@ def test_a_checkpoint_that_was_moved_knows_its_run(finished, capsys):
     Path("moved", manifest.NAME).unlink()
     manifest.write(Path("moved"), facts)  # as the Python API saves, which knows no configuration
     assert train(*SMALL["dpo"], *FOUR, "resume=moved", "out=unknown") == 0
-    assert "moved does not say which run made it" in capsys.readouterr().err
+    assert "moved does not say which run saved it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("schedule", "warned"), [("linear", True), pytest.param("wsd", False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("schedule", "warned"), [("linear", True), ("wsd", False)])
+@pytest.mark.slow
 def test_another_total_is_told_where_it_changes_the_steps_that_are_done(schedule, warned, capsys):
     """Of a schedule that stays until its last tenth, the first two steps are the same of 3 and of 30."""
     words = [*SMALL["orpo"], f"schedule={schedule}", "eval.every=null", "out=run"]
@@ -474,19 +500,22 @@ def test_another_total_is_told_where_it_changes_the_steps_that_are_done(schedule
     assert err.startswith(told) and err.count("\n") == 1 if warned else err == ""
 
 
+@pytest.mark.slow
 def test_a_torn_checkpoint_is_passed_over_with_a_warning(capfd):
     words = [*SMALL["dpo"], *FOUR, "checkpoint.every=1"]
     assert train(*words, "out=straight") == 0
-    assert train(*words, "out=stopped") == 0
+    shutil.copytree("straight", "stopped")
     torn = checkpoint("stopped") / "model.safetensors"
     torn.write_bytes(torn.read_bytes()[:-100])
     (checkpoint("stopped", 3) / "trainer" / "shard-00000-00000.safetensors").unlink()
     capfd.readouterr()
     assert train(*words, "out=stopped") == 0
     out, err = capfd.readouterr()
-    assert "passed over a checkpoint: stopped/checkpoints/step-000004: model.safetensors is damaged" in err
-    assert "passed over a checkpoint: stopped/checkpoints/step-000003: trainer/shard-00000-00000.safetensors is missing" in err
-    assert "going on after step 2, from stopped/checkpoints/step-000002" in out
+    assert "ignored a damaged checkpoint: stopped/checkpoints/step-000004: model.safetensors is damaged" in err
+    assert (
+        "ignored a damaged checkpoint: stopped/checkpoints/step-000003: trainer/shard-00000-00000.safetensors is missing" in err
+    )
+    assert "resuming after step 2, from stopped/checkpoints/step-000002" in out
     same_as_undisturbed()
     assert [row["step"] for row in rows("stopped")] == [0, 1, 2, 3, 4]
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from runtools import SMALL, checkpoint, here, rows, train  # noqa: F401
 
-from cookbook import run as runs
 from cookbook.checkpoints import CheckpointConfig, manifest, store
-from cookbook.checkpoints.cadence import Cadence, Progress
+from cookbook.checkpoints.schedule import Progress, SaveInterval
 from cookbook.errors import ConfigError
+from cookbook.run import run as runs
 
 
 def saved(folder: Path, *progress: Progress) -> None:
@@ -28,24 +28,24 @@ def left(folder: Path) -> list[int]:
 
 
 def test_due_is_what_a_multiple_lies_before():
-    by_steps = Cadence(steps=10)
+    by_steps = SaveInterval(steps=10)
     due = [number for number in range(1, 41) if by_steps.due(Progress(number - 1), Progress(number))]
     assert due == [10, 20, 30, 40]
     assert by_steps.due(Progress(9), Progress(35)) and not by_steps.due(Progress(10), Progress(19))
-    both = Cadence(tokens=1000, minutes=0.5)
+    both = SaveInterval(tokens=1000, minutes=0.5)
     assert not both.due(Progress(1, 1999, 0.9), Progress(99, 1999, 0.99))
     assert both.due(Progress(1, 1999, 0.9), Progress(2, 2000, 0.9)) and both.due(Progress(1, 1999, 0.9), Progress(2, 1999, 1.0))
-    assert not Cadence().due(Progress(), Progress(10**9, 10**15, 1e9))
+    assert not SaveInterval().due(Progress(), Progress(10**9, 10**15, 1e9))
 
 
 @pytest.mark.parametrize(
     ("cadence", "stay"),
     [
-        (Cadence(), [7, 8]),
-        (Cadence(steps=3), [3, 6, 7, 8]),
-        (Cadence(tokens=250), [3, 5, 7, 8]),  # the first that have seen 250 and 500
-        (Cadence(minutes=2.0), [4, 7, 8]),
-        (Cadence(steps=5, minutes=2.0), [4, 5, 7, 8]),
+        (SaveInterval(), [7, 8]),
+        (SaveInterval(steps=3), [3, 6, 7, 8]),
+        (SaveInterval(tokens=250), [3, 5, 7, 8]),  # the first that have seen 250 and 500
+        (SaveInterval(minutes=2.0), [4, 7, 8]),
+        (SaveInterval(steps=5, minutes=2.0), [4, 5, 7, 8]),
     ],
 )
 def test_old_ones_stay_by_steps_tokens_or_minutes(tmp_path, cadence, stay):
@@ -65,7 +65,7 @@ def test_the_last_good_one_is_never_removed(tmp_path):
     for step in (4, 6, 7):
         (tmp_path / store.step_name(step) / manifest.NAME).write_text("torn")
     assert store.newest(tmp_path) == tmp_path / store.step_name(5)
-    store.prune(tmp_path, 1, 5, Cadence(steps=4))
+    store.prune(tmp_path, 1, 5, SaveInterval(steps=4))
     assert left(tmp_path) == [5, 6, 7]
     assert store.newest(tmp_path) == tmp_path / store.step_name(5)
 
@@ -98,6 +98,7 @@ def test_a_run_saves_by_tokens_and_goes_on_counting():
 
 
 @pytest.mark.usefixtures("here")
+@pytest.mark.slow
 def test_a_run_saves_by_minutes(monkeypatch):
     """Of a clock that moves on by 20 s whenever it is read for the run's progress."""
     read = iter(range(0, 10**6, 20))

@@ -5,14 +5,16 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
+from marks import rest_slow
 
 from cookbook.data import Row
 from cookbook.errors import ConfigError, CookbookError, DataError, RolloutError
-from cookbook.rewards import Exact, Format, Judge, Number, Python, score
+from cookbook.sampling.rewards import Exact, Format, Number, Python, RewardRunner
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,7 @@ def test_format():
     think = Format(pattern=r"<think>.*</think>.+", whole=True)
     assert think("<think>a\nb</think>72", {}) == 1.0
     assert think("so <think>a</think>72", {}) == 0.0
-    with pytest.raises(ConfigError, match=r"reward\.pattern: .*, got '\('; mend the regular expression"):
+    with pytest.raises(ConfigError, match=r"reward\.pattern: .*, got '\('; fix the regular expression"):
         Format(pattern="(")
 
 
@@ -102,13 +104,21 @@ def user_file(tmp_path, monkeypatch):
 
 
 ROWS = [Row("train.jsonl:1", {"answer": 1}), Row("train.jsonl:2", {"answer": 0})]
+INLINE = {"workers": 0, "timeout_s": None}
+
+
+def score(reward, completions, rows):
+    """The rewards of a run without workers."""
+    with closing(RewardRunner(reward)) as runner:
+        pending = [runner.submit(completion, row) for completion, row in zip(completions, rows, strict=True)]
+        return [one() for one in pending]
 
 
 def test_a_function_of_the_users(user_file):
     user_file(
         "from my_neighbour_of_rewards import HALF\ndef f(completion, row):\n    return HALF * row['answer'] * len(completion)\n"
     )
-    assert score(Python("my_file.py:f"), ["abcd", "ab"], ROWS) == [2.0, 0.0]
+    assert score(Python("my_file.py:f", **INLINE), ["abcd", "ab"], ROWS) == [2.0, 0.0]
 
 
 def test_a_class_of_the_users_is_made_once(user_file):
@@ -117,7 +127,7 @@ def test_a_class_of_the_users_is_made_once(user_file):
         "@dataclass\nclass Reward:\n    calls: int = 0\n"
         "    def __call__(self, completion, row):\n        self.calls += 1\n        return self.calls\n"
     )
-    assert score(Python("my_file.py:Reward"), ["a", "b"], ROWS) == [1.0, 2.0]
+    assert score(Python("my_file.py:Reward", **INLINE), ["a", "b"], ROWS) == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -152,8 +162,8 @@ def test_a_reward_that_raises_names_the_row_and_keeps_its_trace(user_file, caplo
     caplog.set_level(logging.INFO, "cookbook")
     user_file("def inner(row):\n    return 1 / row['answer']\ndef f(completion, row):\n    return inner(row)\n")
     with pytest.raises(RolloutError) as error:
-        score(Python("my_file.py:f"), ["a", "b"], ROWS)
-    message = "train.jsonl:2: the reward raised ZeroDivisionError: division by zero (my_file.py:2); mend the reward or row"
+        score(Python("my_file.py:f", **INLINE), ["a", "b"], ROWS)
+    message = "train.jsonl:2: the reward raised ZeroDivisionError: division by zero (my_file.py:2); fix the reward or row"
     assert str(error.value) == message
     assert "return 1 / row['answer']" in caplog.text
     assert isinstance(error.value.__cause__, ZeroDivisionError)
@@ -193,15 +203,13 @@ def test_only_errors_are_renamed():
 
     with pytest.raises(KeyboardInterrupt):
         score(interrupted, ["a"], ROWS[:1])
-    with pytest.raises(ValueError, match="zip"):
-        score(Number(), ["1"], ROWS)
     assert issubclass(RolloutError, CookbookError)
 
 
 def test_the_shipped_configurations_are_the_classes_defaults():
     from omegaconf import OmegaConf
 
-    from cookbook.typed import construct_target
+    from cookbook.config.typed import construct_target
 
     conf = Path(__file__).parents[1] / "conf" / "reward"
     for name, reward in (("number", Number()), ("exact", Exact()), ("format", Format())):
@@ -238,7 +246,7 @@ def judge(user_file):
     user_file(GRADE)
 
     def make(**limits):
-        made.append(Judge(Python("my_file.py:grade", **limits)))
+        made.append(RewardRunner(Python("my_file.py:grade", **limits)))
         return made[-1]
 
     yield make
@@ -246,22 +254,23 @@ def judge(user_file):
         one.close()
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", rest_slow([1, 3]))
 def test_workers_say_what_the_function_says_whoever_is_first(judge, workers):
     """The first calls take longest, so the last ones come back first where there are three workers."""
     rows = [Row(f"here:{number}", {"answer": (12 - number) / 500}) for number in range(12)]
     texts = ["x" * (number % 5) for number in range(12)]
     inline = [judge(workers=0, timeout_s=None).submit(text, row)() for text, row in zip(texts, rows, strict=True)]
     pending = [judge(workers=workers).submit(text, row) for text, row in zip(texts, rows, strict=True)]
-    assert [reward() for reward in pending] == inline == score(Python("my_file.py:grade"), texts, rows)
+    assert [reward() for reward in pending] == inline == score(Python("my_file.py:grade", **INLINE), texts, rows)
 
 
 @pytest.mark.parametrize(
     ("completion", "message"),
     [
-        ("hangs", "the reward has not returned after 0.5 s; mend the reward or row, or raise reward.timeout_s"),
-        ("raises", "the reward raised ZeroDivisionError: division by zero (my_file.py:8); mend the reward or row"),
-        ("ends", "the reward ended its process (exit code 7); mend the reward or row"),
+        ("hangs", "the reward has not returned after 0.5 s; fix the reward or row, or raise reward.timeout_s"),
+        ("raises", "the reward raised ZeroDivisionError: division by zero (my_file.py:8); fix the reward or row"),
+        ("ends", "the reward ended its process (exit code 7); fix the reward or row"),
         ("None", "the reward returned NoneType, not a number; return one float"),
     ],
 )
@@ -280,9 +289,7 @@ def test_what_goes_wrong_in_a_worker_names_the_row(judge, completion, message, c
 
 def test_what_cannot_be_sent_to_a_worker_says_so(judge):
     found = judge(workers=1)
-    with pytest.raises(
-        RolloutError, match=r"^here:1: the row cannot be sent to a process \(.*bytes.*\); set reward\.workers=0"
-    ):
+    with pytest.raises(RolloutError, match=r"^here:1: the row cannot be sent to a worker \(.*bytes.*\); set reward\.workers=0"):
         found.submit("a", Row("here:1", {"answer": b"1"}))()
 
 
@@ -290,19 +297,20 @@ def test_closing_ends_what_hangs(judge):
     found = judge(workers=2, timeout_s=None)
     started = [found.submit("abc", ROWS[1]), found.submit("abc", ROWS[1])]
     assert [reward() for reward in started] == [3.0, 3.0]
-    processes = [one._running[0] for one in found._workers._processes]
+    processes = [one._running[0] for one in found._processes]
     for _ in range(4):
         found.submit("hangs", ROWS[1])
     found.close()
     assert all(process.poll() is not None for process in processes)
 
 
+@pytest.mark.slow
 def test_a_worker_does_not_outlive_its_run(user_file):
     """The run is killed while its reward hangs, and has nobody left who could stop it."""
     user_file("import time\ndef f(completion, row):\n    print(__import__('os').getpid(), flush=True)\n    time.sleep(600)\n")
     code = (
-        "import os\nfrom cookbook.data import Row\nfrom cookbook.rewards import Judge, Python\n"
-        "Judge(Python('my_file.py:f')).submit('a', Row('here:1', {}))()\n"
+        "import os\nfrom cookbook.data import Row\nfrom cookbook.sampling.rewards import RewardRunner, Python\n"
+        "RewardRunner(Python('my_file.py:f')).submit('a', Row('here:1', {}))()\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)

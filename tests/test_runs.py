@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from marks import rest_slow
 from runtools import (  # noqa: F401 - here is a fixture
     BRIEF,
     LITTLE,
@@ -28,13 +29,14 @@ from runtools import (  # noqa: F401 - here is a fixture
 )
 from safetensors.torch import load_file
 
-from cookbook import rollout
 from cookbook.cli.app import run
 from cookbook.data import RenderedPrompt, Renderer, Row
-from cookbook.evaluation import split_answer
-from cookbook.paths import packaged
-from cookbook.rollout import Group, RolloutConfig
+from cookbook.sampling import rollouts
+from cookbook.sampling.evaluation import split_answer
+from cookbook.sampling.rollouts import RolloutConfig, RolloutGroup
+from cookbook.sampling.trajectory import Trajectory
 from cookbook.types import Sample, datum_from_tokens_weights
+from cookbook.utils.paths import packaged
 
 pytestmark = pytest.mark.usefixtures("here")
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
@@ -68,14 +70,14 @@ EVAL_METRICS = {
 # What a run leaves and says
 
 
-@pytest.mark.parametrize("recipe", SMALL)
+@pytest.mark.parametrize("recipe", rest_slow(reversed(SMALL)))
 def test_a_run_leaves_a_whole_folder_and_says_where(recipe, capsys):
     assert train(*SMALL[recipe], "out=run") == 0
     out, err = capsys.readouterr()
     assert err == ""
     assert {path.name for path in Path("run").iterdir()} == {
         "config.yaml", "environment.json", "metrics.jsonl", "samples.jsonl", "checkpoints", "log.txt", "curves.svg",
-        "status.json", ".lock",
+        "rollouts.jsonl.gz", "status.json", ".lock",
     }  # fmt: skip
     assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step-000003"]
     assert yaml.safe_load(Path("run/config.yaml").read_text())["recipe"]["name"] == recipe
@@ -116,6 +118,7 @@ def check_summary(recipe, out, capsys):
     assert capsys.readouterr().out.count("\n") >= 1
 
 
+@pytest.mark.slow
 def test_rollouts_are_kept_with_their_rewards():
     assert train(*SMALL["grpo"], "out=run", "rollout.log_samples=5") == 0
     samples = [row for row in rows("run", "samples.jsonl") if row.get("split") != "eval"]
@@ -124,6 +127,7 @@ def test_rollouts_are_kept_with_their_rewards():
     assert {row["reward"] for row in samples} <= {0.0, 1.0}
 
 
+@pytest.mark.slow
 def test_on_a_terminal_the_display_is_live(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
@@ -137,6 +141,7 @@ def test_on_a_terminal_the_display_is_live(monkeypatch, capsys):
 # Numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [
@@ -161,6 +166,7 @@ def test_dpo_from_an_earlier_run_starts_at_ln_2_too():
     assert rows("run")[2]["loss"] < LN2
 
 
+@pytest.mark.slow
 def test_groups_without_spread_are_counted_and_teach_nothing():
     """Of three rewards that are 0 or 1 and not all alike, none is their mean: every completion of such a group counts."""
     write("dice.py", "def odd(completion, row):\n    return sum(map(ord, completion)) % 2\n")
@@ -172,6 +178,7 @@ def test_groups_without_spread_are_counted_and_teach_nothing():
         assert row["optim/num_sequences"] == 3 * (8 - without)
 
 
+@pytest.mark.slow
 def test_a_step_without_any_spread_has_a_row_and_moves_nothing():
     write("same.py", "def same(completion, row):\n    return 1\n")
     assert train(*SMALL["grpo"], "reward=python", "reward.target=same.py:same", "out=run") == 2
@@ -193,23 +200,24 @@ def test_samples_may_lag_behind_the_weights():
     assert max(drift[0], drift[2]) < 1e-9 < 1e-6 < min(drift[1], drift[3])
 
 
+@pytest.mark.slow
 def test_what_is_said_of_rewards():
     prompt = RenderedPrompt([1], Row("here:1", {}), "", "")
-    samples = [Sample([5], [-1.0], "stop", 0)] * 2
-    found = rollout.metrics([Group(prompt, samples, ["", ""], rewards) for rewards in ([0.3, 0.1 + 0.2], [0.0, 1.0])])
+    attempts = [Trajectory.single([1], "", Sample([5], [-1.0], "stop", 0), "")] * 2
+    found = rollouts.metrics([RolloutGroup(prompt, attempts, rewards) for rewards in ([0.3, 0.1 + 0.2], [0.0, 1.0])])
     assert found["reward/frac_groups_without_spread"] == 0.5  # as the advantages see it, rounding is no spread
     assert found["reward/group_std"] == pytest.approx(math.sqrt(0.5) / 2)  # of 0 and 1, divisor G - 1: sqrt(1/2)
     assert found["reward/std"] == pytest.approx(np.std([0.3, 0.3, 0.0, 1.0]))
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("temperature", rest_slow([1.0, 0.5]))
 def test_training_sees_the_policy_at_the_temperature_of_the_samples(temperature, make_trainer):
     trainer = make_trainer()
     renderer = Renderer(trainer.tokenizer, trainer.max_length)
     prompt = RenderedPrompt([5, 6, 7], Row("here:1", {}), "", "")
     config = RolloutConfig(max_tokens=4, temperature=temperature)
-    (group,) = rollout.sample_groups(trainer.live_sampler(0).result(), [prompt], 2, config, renderer, seed=0).groups
-    data = rollout.datums([group], [[1.0, -1.0]])
+    (group,) = rollouts.sample_groups(trainer.live_sampler(0).result(), [prompt], 2, config, renderer, seed=0).groups
+    data = rollouts.datums([group], [[1.0, -1.0]])
     told = [datum.loss_fn_inputs.get("temperature") for datum in data]
     assert [None if one is None else one.tolist() for one in told] == [None if temperature == 1.0 else temperature] * 2
     for datum, output in zip(data, trainer.forward(data, "grpo", {"kl_beta": 0.0}).result().loss_fn_outputs, strict=True):
@@ -219,6 +227,7 @@ def test_training_sees_the_policy_at_the_temperature_of_the_samples(temperature,
         assert output["logprobs"].array[trained] == pytest.approx(sampled[trained], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_evaluation_stops_where_rollouts_do():
     write("dice.py", "def odd(completion, row):\n    return sum(map(ord, completion)) % 2\n")
     words = [*SMALL["grpo"], "recipe.steps=1", "reward=python", "reward.target=dice.py:odd"]
@@ -258,9 +267,10 @@ def test_held_out_rows_may_fill_the_context():
 
 @pytest.mark.parametrize("recipe", [pytest.param("sft", marks=pytest.mark.slow), "grpo"])
 def test_a_seed_repeats_bit_by_bit_and_another_differs(recipe):
-    assert train(*SMALL[recipe], "out=one") == 0
+    words = [*SMALL[recipe], "recipe.steps=2"]
+    assert train(*words, "out=one") == 0
     assert run(["train", "--config", "one/config.yaml", "out=two"]) == 0
-    assert train(*SMALL[recipe], "out=other", "seed=1") == 0
+    assert train(*words, "eval.every=null", "out=other", "seed=1") == 0
     assert timeless("one") == timeless("two")
     assert bits(checkpoint("one")) == bits(checkpoint("two"))
     assert bits(checkpoint("one")) != bits(checkpoint("other"))
@@ -279,7 +289,8 @@ def test_the_config_of_a_run_starts_a_run_of_its_own(capsys):
 # Models
 
 
-@pytest.mark.parametrize("recipe", ["sft", "grpo"])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [pytest.param("sft", marks=pytest.mark.slow), "grpo"])
 def test_lora_trains_an_adapter_that_peft_loads(recipe, capsys):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -299,6 +310,7 @@ def test_lora_trains_an_adapter_that_peft_loads(recipe, capsys):
     assert capsys.readouterr().out.rstrip("\n") == tokenizer.decode(answer, skip_special_tokens=True).rstrip("\n")
 
 
+@pytest.mark.slow
 def test_bfloat16_trains_and_stays_bfloat16():
     assert train(*SMALL["sft"], "model.dtype=bfloat16", "out=run") == 0
     before, *_, last = rows("run")
@@ -306,6 +318,7 @@ def test_bfloat16_trains_and_stays_bfloat16():
     assert {tensor.dtype for tensor in load_file(checkpoint("run") / "model.safetensors").values()} == {torch.bfloat16}
 
 
+@pytest.mark.slow
 def test_sampling_from_a_run_a_checkpoint_and_a_model(capsys):
     assert train(*SMALL["dpo"], "out=run") == 0
     capsys.readouterr()
@@ -327,6 +340,7 @@ def test_sampling_from_a_run_a_checkpoint_and_a_model(capsys):
 # The user's own
 
 
+@pytest.mark.slow
 def test_hooks_of_ones_own_see_every_moment():
     write(
         "my_hooks.py",
@@ -353,6 +367,7 @@ def test_hooks_of_ones_own_see_every_moment():
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_hook_that_fails_at_the_end_keeps_no_other_from_hearing_of_it():
     write(
         "my_hooks.py",
@@ -368,6 +383,7 @@ def test_a_hook_that_fails_at_the_end_keeps_no_other_from_hearing_of_it():
     assert out.getvalue().count("told ") == 2 and out.getvalue().count("told finished\n") == 1  # the run has failed by then
 
 
+@pytest.mark.slow
 def test_a_reward_of_ones_own():
     write("my_reward.py", "def brief(completion, row):\n    return -len(completion) / 10 + ('+' in row['prompt'])\n")
     assert train(*SMALL["grpo"], "reward=python", "reward.target=my_reward.py:brief", "out=run") == 0
@@ -376,6 +392,7 @@ def test_a_reward_of_ones_own():
     assert all(row["reward"] == pytest.approx(1 - len(row["completion"]) / 10) for row in samples)
 
 
+@pytest.mark.slow
 def test_a_fork_runs_from_its_folder_and_does_what_it_says(capsys):
     assert run(["fork", "grpo", "my_grpo"]) == 0
     mine = Path("recipes/my_grpo.py")
@@ -403,20 +420,27 @@ def fork_of_sft(*changes):
 
 
 LOGGED = "        step.log(gradient, update)\n"
-AT_ONCE = "        # 1. The rows of this step"
+AT_ONCE = "        # 1. Take the rows of this step."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "way"),
-    [
-        ((LOGGED, f"{LOGGED}        if step.index == 1:\n            break\n"), "break behind the step"),
-        pytest.param(
-            (LOGGED, f"{LOGGED}        if step.index == 1:\n            return\n"),
-            "return behind the step",
-            marks=pytest.mark.slow,
-        ),
-        ((AT_ONCE, f"        if step.index == 2:\n            break\n{AT_ONCE}"), "break before the next"),
-    ],
+    rest_slow(
+        [
+            ((LOGGED, f"{LOGGED}        if step.index == 1:\n            break\n"), "break behind the step"),
+            pytest.param(
+                (LOGGED, f"{LOGGED}        if step.index == 1:\n            return\n"),
+                "return behind the step",
+                marks=pytest.mark.slow,
+            ),
+            pytest.param(
+                (AT_ONCE, f"        if step.index == 2:\n            break\n{AT_ONCE}"),
+                "break before the next",
+                marks=pytest.mark.slow,
+            ),
+        ]
+    ),
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_recipe_may_leave_its_loop_and_loses_nothing(place, way, capsys):
@@ -432,6 +456,7 @@ def test_a_recipe_may_leave_its_loop_and_loses_nothing(place, way, capsys):
     assert [row["step"] for row in rows("run")] == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_after_a_loop_was_left_is_not_swallowed(capsys):
     """As Python does where it takes a generator down."""
     write("my_hooks.py", "from cookbook import Hook\n\n\nclass Fail(Hook):\n    def on_step(self, *_):\n        1 / 0\n")
@@ -441,6 +466,7 @@ def test_what_goes_wrong_after_a_loop_was_left_is_not_swallowed(capsys):
     assert "ended by HookError" in Path("run/log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_second_loop_goes_on_where_the_first_was_left():
     head, tail = "    for step in run.steps(", "        step.log(gradient, update)\n"
     code = (packaged("recipes") / "sft.py").read_text()
@@ -452,6 +478,7 @@ def test_a_second_loop_goes_on_where_the_first_was_left():
     assert [row["loss"] for row in rows("run")[1:]] == [row["loss"] for row in rows("straight")[1:]]
 
 
+@pytest.mark.slow
 def test_a_loss_of_ones_own_trains_like_the_one_it_came_from():
     assert run(["fork", "loss", "dpo", "my_dpo"]) == 0
     assert train(*SMALL["dpo"], "out=shipped") == 0
@@ -462,6 +489,7 @@ def test_a_loss_of_ones_own_trains_like_the_one_it_came_from():
 # Sweeps and trackers
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_after_a_failed_run(capsys):
     assert train(*SMALL["sft"], "recipe.steps=1", "optim.lr=-1,1e-4", "-m") == 2
     err = capsys.readouterr().err
@@ -472,6 +500,7 @@ def test_a_sweep_goes_on_after_a_failed_run(capsys):
     assert yaml.safe_load((folder / "config.yaml").read_text())["optim"]["lr"] == 1e-4
 
 
+@pytest.mark.slow
 def test_wandb_offline_is_read_back(monkeypatch, capsys):
     wandb = pytest.importorskip("wandb", reason="wandb is an extra")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -518,7 +547,10 @@ def test_wandb_runs_of_a_sweep_share_a_group(monkeypatch):
     assert sizes == [1] * 4  # before and after each run of the sweep, the newest row alone
 
 
-@pytest.mark.parametrize(("moment", "code"), [("missing", 2), ("key", 2), ("network", 0), ("later", 0)])
+@pytest.mark.parametrize(
+    ("moment", "code"),
+    rest_slow([("missing", 2), ("key", 2), pytest.param("network", 0, marks=pytest.mark.slow), ("later", 0)]),
+)
 def test_wandb_that_fails_is_one_line(moment, code, monkeypatch, capsys):
     wandb = pytest.importorskip("wandb", reason="wandb is an extra")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -582,6 +614,7 @@ def leveldb_log(data, first_block):
             parts = []
 
 
+@pytest.mark.slow
 def test_tensorboard_is_read_back():
     module = "tensorboard.backend.event_processing.event_accumulator"
     accumulator = pytest.importorskip(module, reason="tensorboard is an extra")
@@ -600,10 +633,13 @@ def test_tensorboard_is_read_back():
     "words",
     [
         ["recipe=sft", "recipe.batch_size=4", "model=tiny_random", "optim.lr=3e-3"],
-        ["recipe=grpo", "recipe.prompts_per_step=2", "recipe.group_size=2", "reward=number"],
+        pytest.param(
+            ["recipe=grpo", "recipe.prompts_per_step=2", "recipe.group_size=2", "reward=number"], marks=pytest.mark.slow
+        ),
     ],
     ids=["sft", "grpo"],
 )
+@pytest.mark.slow
 def test_real_gsm8k(words):
     limits = ["data.limit=16", "eval.limit=4", "recipe.steps=2", "eval.every=null", *BRIEF]
     # The tiny model solves none of these problems, so a run on their rewards has no gradient.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -12,19 +13,18 @@ import pytest
 import tiny
 import torch
 
+from cookbook.backends.local import sample_queue
+from cookbook.backends.local.sample_queue import SampleQueue
+from cookbook.backends.worker import Account, JobQueue, Lane, Worker
 from cookbook.deployments.embedded import EmbeddedConfig
-from cookbook.engine import kv_layer
-from cookbook.engine import sampler as engine_sampler
-from cookbook.engine.choosing import draw
-from cookbook.engine.decoding import Decoder
-from cookbook.engine.kv_cache import InPlaceCache
+from cookbook.engine import capabilities
+from cookbook.engine.decoding import decoder, kv_cache
+from cookbook.engine.decoding.decoder import Decoder, sample, stream
+from cookbook.engine.decoding.kv_cache import InPlaceCache, PromptCache
+from cookbook.engine.decoding.requests import SampleRequest, StopCondition, completing_tokens, draw, sample_states
 from cookbook.engine.model import LanguageModel, ModelConfig
-from cookbook.engine.prompt_cache import PromptCache
-from cookbook.engine.requests import lanes_of
-from cookbook.engine.sampler import Request, sample, stream
-from cookbook.engine.stopping import Ending, completing_tokens
 from cookbook.errors import BackendError, ConfigError, RolloutError
-from cookbook.rollout import RolloutConfig
+from cookbook.sampling.rollouts import RolloutConfig
 from cookbook.types import AdamParams, Datum, ModelInput, SamplingParams
 
 ADAM = AdamParams(learning_rate=1e-2)
@@ -38,7 +38,8 @@ def model(tiny_folder, request):
 
     found = load(ModelConfig(str(tiny_folder)), torch.device("cpu"), 0)
     if getattr(request, "param", "shared") == "shared":
-        assert found.layouts.shared  # asked, as an engine does: the model has cookbook's attention from here on
+        # Asked as an engine does: the model has cookbook's attention from here on.
+        assert capabilities.packing_support(found).shared
     return found
 
 
@@ -46,8 +47,42 @@ def model(tiny_folder, request):
 either_way = pytest.mark.parametrize("model", ["shared", "copied"], indirect=True, scope="module")
 
 
+def test_a_version_that_is_sampled_from_keeps_its_count_of_seeds(monkeypatch):
+    monkeypatch.setattr(sample_queue, "MAX_VERSIONS", 2)
+    with contextlib.closing(Worker(1)) as worker:
+        queue = SampleQueue(worker, 64)
+        assert [queue.next_number(step) for step in (0, 1, 0, 2, 0)] == [1, 1, 2, 1, 3]
+
+
+def test_a_callback_of_a_dropped_sample_may_ask_for_another():
+    """The job is dropped while the queue sends it, after another thread has added a callback to the sample."""
+    added = []
+
+    class Dropping(Lane):
+        def submit_steps(self, job, future=None):
+            sample.add_done_callback(lambda _: added.append(queue.add(model, 0, [2])))
+            gate = threading.Event()
+            worker.submit(gate.wait)
+            submitted = super().submit_steps(job, future)
+            self.drop()
+            gate.set()
+            futures.wait([submitted])
+            return submitted
+
+    def model():
+        pytest.fail("a dropped job was computed")
+
+    with contextlib.closing(Worker(1)) as worker:
+        queue = SampleQueue(Dropping(worker._schedule, worker.thread, JobQueue(Account())), 64)
+        sample = queue.add(model, 0, [1])
+        thread = threading.Thread(target=queue.flush, daemon=True)
+        thread.start()
+        thread.join(60)
+        assert added and isinstance(sample.failure(), BackendError)
+
+
 def ask(model, prompts, num_samples=1, seed=0, max_batch_tokens=100_000, **params):
-    requests = [Request(prompt, num_samples, SamplingParams(**{**FREE, **params}), seed) for prompt in prompts]
+    requests = [SampleRequest(prompt, num_samples, SamplingParams(**{**FREE, **params}), seed) for prompt in prompts]
     return sample(model, requests, 0, max_batch_tokens)
 
 
@@ -136,7 +171,7 @@ def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest(model):
 
 def test_rows_of_a_batch_keep_their_own_filters(model):
     filters = [{}, {"top_k": 2}, {"min_p": 0.3}, {"top_p": 0.3}, {"top_k": 5, "temperature": 0.5}, {"temperature": 0.0}]
-    requests = [Request(PROMPTS[0], 2, SamplingParams(**{**FREE, **given}), seed=9) for given in filters]
+    requests = [SampleRequest(PROMPTS[0], 2, SamplingParams(**{**FREE, **given}), seed=9) for given in filters]
     for given, found in zip(filters, sample(model, requests, 0, 100_000), strict=True):
         alone = ask(model, [PROMPTS[0]], num_samples=2, seed=9, **given)[0]
         assert [one.tokens for one in found] == [one.tokens for one in alone], given
@@ -199,10 +234,10 @@ def test_logprobs_are_those_of_a_forward_pass(model, make_engine, temperature):
 @either_way
 def test_what_else_is_in_the_batch_does_not_matter(model):
     params = SamplingParams(max_tokens=8, stop=[])
-    alone = sample(model, [Request(PROMPTS[1], 2, params, seed=3)], 0, 100_000)[0]
-    crowd = [Request(prompt, 3, params, seed=i) for i, prompt in enumerate(PROMPTS)]
+    alone = sample(model, [SampleRequest(PROMPTS[1], 2, params, seed=3)], 0, 100_000)[0]
+    crowd = [SampleRequest(prompt, 3, params, seed=i) for i, prompt in enumerate(PROMPTS)]
     for order in (crowd, crowd[::-1]):
-        together = sample(model, [*order, Request(PROMPTS[1], 3, params, seed=3)], 0, 100_000)[-1]
+        together = sample(model, [*order, SampleRequest(PROMPTS[1], 3, params, seed=3)], 0, 100_000)[-1]
         assert [one.tokens for one in together[:2]] == [one.tokens for one in alone]
         for one, other in zip(together, alone, strict=False):
             np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
@@ -226,7 +261,7 @@ def test_how_many_tokens_a_round_has_changes_nothing(model, monkeypatch, tokens)
 
 def test_temperatures_mix_in_a_batch(model):
     cold, warm = SamplingParams(**FREE, temperature=0.0), SamplingParams(**FREE, temperature=1.5)
-    mixed = sample(model, [Request(PROMPTS[0], 1, cold, 1), Request(PROMPTS[0], 1, warm, 1)], 0, 100_000)
+    mixed = sample(model, [SampleRequest(PROMPTS[0], 1, cold, 1), SampleRequest(PROMPTS[0], 1, warm, 1)], 0, 100_000)
     assert mixed[0][0].tokens == ask(model, [PROMPTS[0]], temperature=0.0)[0][0].tokens
     assert mixed[1][0].tokens == ask(model, [PROMPTS[0]], temperature=1.5, seed=1)[0][0].tokens
 
@@ -267,8 +302,8 @@ def passes(model):
 def test_a_prompt_is_read_once_for_all_that_begin_with_it(model, passes):
     expected = ask(model, [PROMPTS[1]], num_samples=1, seed=3)[0]
     passes.clear()
-    again = [Request(PROMPTS[1], 1, SamplingParams(**FREE), seed=3 + i) for i in range(5)]
-    found = sample(model, [*again, Request(PROMPTS[2], 2, SamplingParams(**FREE), seed=0)], 0, 100_000)
+    again = [SampleRequest(PROMPTS[1], 1, SamplingParams(**FREE), seed=3 + i) for i in range(5)]
+    found = sample(model, [*again, SampleRequest(PROMPTS[2], 2, SamplingParams(**FREE), seed=0)], 0, 100_000)
     assert passes == [(2, 7)] + [(7, 1)] * 7
     assert found[0][0].tokens == expected[0].tokens
     assert len({tuple(one.tokens) for one, *_ in found}) == 6
@@ -283,7 +318,7 @@ def test_a_prompt_waits_until_all_its_samples_fit(model, passes):
 @either_way
 def test_a_round_is_over_when_many_rows_have_ended(model, passes):
     params = [SamplingParams(max_tokens=1 if i < 4 else 9, stop=[]) for i in range(6)]
-    sample(model, [Request([i, i], 1, given, seed=0) for i, given in enumerate(params)], 0, 100_000)
+    sample(model, [SampleRequest([i, i], 1, given, seed=0) for i, given in enumerate(params)], 0, 100_000)
     assert passes == [(6, 2)] + [(2, 1)] * 8
 
 
@@ -300,7 +335,7 @@ def test_the_cache_gives_every_row_what_it_wrote(dirty_memory):
     """A row that enters beside longer ones; columns that a mask hides are numbers."""
     torch.manual_seed(0)
     (first, mask), (second, short) = prefilled(2, 5), prefilled(1, 3)
-    cache = InPlaceCache.of(first)
+    cache = InPlaceCache()
     cache.enter(first, mask, [1, 0, 1])
     new = torch.randn(2, 3, 2, 1, 4)
     cache.arguments(torch.ones(3, 1))["past_key_values"].update(*new, 0)
@@ -323,7 +358,7 @@ def test_the_cache_keeps_a_prompt_once_as_long_as_a_row_goes_on_from_it():
     torch.manual_seed(0)
     (first, mask), (second, long) = prefilled(3, 4), prefilled(1, 5)
     mask[2, :2] = 0
-    cache = PromptCache.of(first)
+    cache = PromptCache()
     cache.enter(first, mask, [0, 0, 1, 2, 2])
     new = torch.randn(2, 5, 2, 1, 4)
     cache.arguments(torch.ones(5, 1))["past_key_values"].update(*new, 0)
@@ -334,7 +369,13 @@ def test_the_cache_keeps_a_prompt_once_as_long_as_a_row_goes_on_from_it():
     last = torch.randn(2, 5, 2, 1, 4)
     newest = given["past_key_values"].update(*last, 0)
     assert given["attention_mask"] is None
-    assert prompts.members.view(3, 2).tolist() == [[2, 2], [0, 1], [3, 4]] and prompts.places.tolist() == [2, 3, 0, 4, 5]
+    assert prompts.row_of_slot.view(3, 2).tolist() == [[2, 2], [0, 1], [3, 4]] and prompts.slot_of_row.tolist() == [
+        2,
+        3,
+        0,
+        4,
+        5,
+    ]
     expected = [[0, 0, 0, 1, 1, 1, 1]] * 2 + [[0, 1, 1, 1, 1, 1, 1]] + [[1, 1, 1, 1, 1, 0, 1]] * 2
     assert prompts.mask[:, 0, 0].int().tolist() == expected and prompts.written == 1
     for place in (0, 1):
@@ -360,14 +401,15 @@ def dirty_memory(monkeypatch):
 def test_waiting_prompts_enter_while_others_go_on(model, passes, monkeypatch, dirty_memory):
     """Limits of 4 and 40 tokens in turn: the budget takes 3 rows of at most 47, and every short one makes room for the next."""
     monkeypatch.setattr(Decoder.__init__, "__defaults__", (4,))
-    monkeypatch.setattr(kv_layer, "COLUMNS_AT_ONCE", 5)
+    monkeypatch.setattr(kv_cache, "NEW_COLUMNS", 5)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 256, rng.integers(1, 8)).tolist() for _ in range(12)]
     params = [SamplingParams(max_tokens=40 if i % 3 == 0 else 4, stop=[]) for i in range(12)]
-    requests = [Request(prompt, 1, given, seed=i) for i, (prompt, given) in enumerate(zip(prompts, params, strict=True))]
+    requests = [SampleRequest(prompt, 1, given, seed=i) for i, (prompt, given) in enumerate(zip(prompts, params, strict=True))]
     alone = [sample(model, [request], 0, 10_000)[0][0] for request in requests]
     passes.clear()
-    crowd = Decoder(model, [lane for i, request in enumerate(requests) for lane in lanes_of(model, i, request)], 3 * 47)
+    states = [one for i, request in enumerate(requests) for one in sample_states(model, i, request)]
+    crowd = Decoder(model, states, 3 * 47, method=decoder.decoding_method(model, 47))
     crowd.waiting = deque(sorted(crowd.waiting, key=lambda lane: lane.request))  # as they come: long and short ones mixed
     lanes = {lane.request: lane for round in crowd.rounds() for lane in round}
     for number, one in enumerate(alone):
@@ -384,7 +426,7 @@ def test_sliding_windows_slide_in_place(window, monkeypatch, dirty_memory):
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     monkeypatch.setattr(Decoder.__init__, "__defaults__", (3,))
-    monkeypatch.setattr(kv_layer, "COLUMNS_AT_ONCE", 2)
+    monkeypatch.setattr(kv_cache, "NEW_COLUMNS", 2)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     config = Gemma2Config(
         vocab_size=tiny.VOCABULARY, num_hidden_layers=4, sliding_window=window, initializer_range=0.3, **shape
@@ -394,7 +436,7 @@ def test_sliding_windows_slide_in_place(window, monkeypatch, dirty_memory):
     prompts = [list(range(length, 3 * length)) for length in (1, 9, 2, 5, 12)]
     model.network.generation_config.eos_token_id = None
     params = [SamplingParams(max_tokens=n, temperature=0.0, stop=[]) for n in (4, 12, 20, 5, 7)]
-    requests = [Request(prompt, 1, given, seed=0) for prompt, given in zip(prompts, params, strict=True)]
+    requests = [SampleRequest(prompt, 1, given, seed=0) for prompt, given in zip(prompts, params, strict=True)]
     for request, (one,) in zip(requests, sample(model, requests, 0, 75), strict=True):
         given = {"max_new_tokens": request.params.max_tokens, "do_sample": False, "pad_token_id": 0}
         expected = model.network.generate(torch.tensor([request.prompt]), **given)
@@ -416,7 +458,7 @@ def test_states_of_other_kinds_are_kept_by_transformers_own_cache():
             torch.nn.init.normal_(parameter, std=0.1)
     model = LanguageModel(network, tiny.tokenizer(), ModelConfig("hybrid"), torch.device("cpu"))
     requests = [
-        Request(list(range(length)), 1, SamplingParams(max_tokens=limit, stop=[]), seed=length)
+        SampleRequest(list(range(length)), 1, SamplingParams(max_tokens=limit, stop=[]), seed=length)
         for length, limit in ((20, 2), (3, 20), (4, 18), (19, 4))
     ]
     for request, (one,) in zip(requests, sample(model, requests, 0, 3 * 24), strict=True):
@@ -442,7 +484,7 @@ def test_a_row_that_filled_the_context_waits_for_the_others_inside_it(family):
 
 @either_way
 def test_pieces_as_they_come_are_the_samples(model):
-    request = Request(PROMPTS[0], 3, SamplingParams(max_tokens=30), seed=2)
+    request = SampleRequest(PROMPTS[0], 3, SamplingParams(max_tokens=30), seed=2)
     whole = sample(model, [request], 0, 10_000)[0]
     tokens, ends = [[], [], []], [None, None, None]
     for piece in stream(model, request, 10_000):
@@ -492,7 +534,7 @@ def test_a_stop_string_is_looked_for_where_a_token_may_complete_it(model):
     assert [int(one.sum()) for one in may] < [tiny.VOCABULARY] * 3  # it tells some tokens from others
     rng = np.random.default_rng(0)
     for strings, completing in zip(lists, may, strict=True):
-        ending = Ending((), tuple(strings))
+        ending = StopCondition((), tuple(strings))
         text = [*rng.integers(0, 256, 30).tolist(), *model.tokenizer.encode(strings[0], add_special_tokens=False)]
         reached = [ending.is_reached(model.tokenizer, text[: end + 1]) for end in range(len(text))]
         first = reached.index(True)
@@ -530,7 +572,7 @@ def test_no_limit_fills_the_context(model):
         (list(range(90)), 7, "90 tokens and max_tokens=7 exceed the context of 96"),
         (list(range(96)), None, "96 tokens and max_tokens=None exceed the context of 96"),
         ([], 4, "prompt: is empty"),
-        ([3, 259], 4, "holds token 259, and the vocabulary has 259"),
+        ([3, 259], 4, "holds token 259, but the vocabulary has 259 tokens"),
         ([-1], 4, "holds token -1"),
     ],
 )
@@ -569,10 +611,10 @@ def test_a_live_sampler_answers_for_its_own_weights_only(make_trainer):
     assert live.step == 0 and drawn(live.sample(PROMPTS[0], 1, GREEDY))[0].step == 0
     step(trainer).result()
     for future in (live.sample(PROMPTS[0], 1, GREEDY), live.compute_logprobs(PROMPTS[1])):
-        with pytest.raises(RolloutError, match="the weights have moved on since the sampler of step 0 was made; sync again"):
+        with pytest.raises(RolloutError, match="the weights have changed since the sampler of step 0 was created; sync again"):
             future.result()
     assert trainer.optim_step(ADAM).result()  # a sampler's error is the sampler's own
-    with pytest.raises(Exception, match="the weights have seen 2 steps, not 1"):
+    with pytest.raises(Exception, match="the weights are at step 2, expected step 1"):
         trainer.live_sampler(1).result()
 
 
@@ -581,7 +623,7 @@ def test_loading_other_weights_ends_a_live_sampler(make_trainer):
     saved = trainer.save_state("start").result()
     live = trainer.live_sampler(0).result()
     trainer.load_state(saved)
-    with pytest.raises(RolloutError, match="moved on"):
+    with pytest.raises(RolloutError, match="the weights have changed"):
         live.sample(PROMPTS[0], 1, GREEDY).result()
 
 
@@ -605,7 +647,7 @@ def test_a_snapshot_after_dropout_is_no_different(make_trainer):
     trainer = make_trainer(lora_rank=4, lora_dropout=0.5)
     step(trainer)
     snapshot = trainer.snapshot_sampler().result()
-    assert snapshot._engine().passes.head.finish is not None
+    assert snapshot.engine().passes.head.transform is not None
     live = trainer.live_sampler(1).result()
     np.testing.assert_allclose(
         snapshot.compute_logprobs(PROMPTS[1]).result()[1:], live.compute_logprobs(PROMPTS[1]).result()[1:], atol=1e-6
@@ -636,7 +678,7 @@ def test_sampling_between_the_halves_of_a_step_changes_nothing(make_trainer):
 
 def test_what_is_asked_before_the_first_answer_is_one_batch(make_trainer, monkeypatch):
     batches = []
-    original = engine_sampler.decode
+    original = sample_queue.SlicedSampling
 
     def counting(model, requests, *rest):
         batches.append(len(requests))
@@ -649,8 +691,7 @@ def test_what_is_asked_before_the_first_answer_is_one_batch(make_trainer, monkey
         first = [drawn(future) for future in asked]
         return first, drawn(live.sample(PROMPTS[0], 3, SamplingParams(**FREE)))
 
-    monkeypatch.setattr(engine_sampler, "decode", counting)
-    monkeypatch.setattr("cookbook.engine.probe.decode", original)
+    monkeypatch.setattr(sample_queue, "SlicedSampling", counting)
     first, again = program(), program()
     assert batches == [4, 1, 4, 1]
     assert first == again  # to the bit
@@ -721,7 +762,7 @@ def test_a_sampler_streams(make_trainer):
     for piece in pieces:
         tokens[piece.number] += piece.tokens
     assert stepped.result() and [tokens[0], tokens[1]] == [one.tokens for one in expected]
-    with pytest.raises(RolloutError, match="moved on"):
+    with pytest.raises(RolloutError, match="the weights have changed"):
         list(live.stream(PROMPTS[0], 2, params))
 
 
@@ -773,7 +814,7 @@ def test_every_way_of_looking_at_a_sample_starts_it(make_trainer, look):
 def test_a_flush_does_not_overtake_another(make_trainer, monkeypatch):
     """What a thread sends must stay behind what was asked before, though that is being sent by another."""
     trainer = make_trainer()
-    live, submit, begun, order = trainer.live_sampler(0).result(), trainer._worker.submit, threading.Event(), []
+    live, submit, begun, order = trainer.live_sampler(0).result(), trainer._worker.submit_steps, threading.Event(), []
 
     def slow(job, *rest):
         number = len(job.args[2])
@@ -782,7 +823,7 @@ def test_a_flush_does_not_overtake_another(make_trainer, monkeypatch):
         order.append(number)
         return submit(job, *rest)
 
-    monkeypatch.setattr(trainer._worker, "submit", slow)
+    monkeypatch.setattr(trainer._worker, "submit_steps", slow)
     first = [live.sample(prompt, 1, GREEDY) for prompt in PROMPTS[:2]]
     sending = threading.Thread(target=first[0].done)
     sending.start()
@@ -798,7 +839,7 @@ def test_running_out_of_memory_while_sampling_names_what_bounds_it(make_trainer,
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("cookbook.backends.sampling.sample", full)
+    monkeypatch.setattr("cookbook.backends.local.sample_queue.SlicedSampling", full)
     with pytest.raises(BackendError, match=r"out of memory: .*; lower deployment\.max_batch_tokens"):
         live.sample(PROMPTS[0], 1, GREEDY).result()
 

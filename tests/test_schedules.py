@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from cookbook.config.optim import WSD, Constant, Cosine, Linear, Schedule
+from cookbook.config.typed import construct_target
 from cookbook.errors import ConfigError
-from cookbook.schedules import WSD, Constant, Cosine, Linear, Schedule
-from cookbook.typed import construct_target
 
 CONF = Path(__file__).resolve().parents[1] / "conf" / "schedule"
 EVERY = [Constant, Linear, Cosine, WSD]

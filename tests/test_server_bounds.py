@@ -5,18 +5,18 @@ from __future__ import annotations
 import gc
 import json
 import threading
-import time
 import weakref
 from contextlib import contextmanager
 
 import httpx
 import pytest
 import servertools
+from servertools import wait_until
 
-from cookbook.server import sampling
-from cookbook.server import training as requests
-from cookbook.server.errors import Refused
-from cookbook.server.messages import Batch, Sample, parsed
+from cookbook.server.handlers import sampling
+from cookbook.server.handlers import training as requests
+from cookbook.server.serve import drain
+from cookbook.server.wire.bodies import Refused, SampleBatch, SampleBody, parse
 
 tinker = pytest.importorskip("tinker")
 
@@ -48,6 +48,7 @@ def client_of(server):
     return tinker.ServiceClient(base_url=server.url, api_key=servertools.KEY)
 
 
+@pytest.mark.slow
 def test_snapshots_that_nobody_asks_make_room_for_newer_ones_and_say_so(serve):
     with serve() as server, client_of(server) as service:
         training = service.create_lora_training_client("tiny", rank=2).result()
@@ -65,7 +66,7 @@ def test_snapshots_that_nobody_asks_make_room_for_newer_ones_and_say_so(serve):
         assert (found["cookbook_sampler_bytes"], found["cookbook_samplers_let_go_total"]) == (limit, 2)
         for gone in samplers[1:3]:
             with pytest.raises(
-                tinker.RequestFailedError, match=r"let go.* make a new sampling client, or raise server\.samplers_gb"
+                tinker.RequestFailedError, match=r"were evicted .*create a new sampling client, or raise server\.samplers_gb"
             ):
                 gone.sample(PROMPT, 1, ONE).result()
         for there in (base, samplers[0], *samplers[3:]):
@@ -75,9 +76,10 @@ def test_snapshots_that_nobody_asks_make_room_for_newer_ones_and_say_so(serve):
 
 def gauges_left(server):
     """What ended clients have left behind."""
-    return len(server.service.answers) + len(server.service.samplers) + server.service.samplers.num_bytes
+    return len(server.service.requests) + len(server.service.samplers) + server.service.samplers.num_bytes
 
 
+@pytest.mark.slow
 def test_a_sampler_that_was_let_go_stays_so_after_a_restart(serve):
     with serve() as server:
         service = client_of(server)
@@ -115,22 +117,15 @@ def computing(server):
         go.set()
 
 
-def wait_until(condition):
-    limit = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.01)
-
-
 def test_two_runs_that_are_asked_for_at_once_are_two(serve):
     with serve(max_runs=1) as server, client_of(server) as service:
         with computing(server):
             asked = [service.create_lora_training_client("tiny", rank=2) for _ in range(2)]
-            wait_until(lambda: len(server.service.answers) == 2)
+            wait_until(lambda: len(server.service.requests) == 2)
         errors = [one.future().exception() for one in asked]
         assert sum(error is None for error in errors) == 1 == len(server.service.runs)
         assert any("raise server.max_runs" in str(error) for error in errors)
-        assert not server.service.making_runs
+        assert not server.service.loading_runs
 
 
 def test_requests_in_their_order_wait_within_the_bound_and_those_that_others_wait_for_come_in(serve):
@@ -139,18 +134,18 @@ def test_requests_in_their_order_wait_within_the_bound_and_those_that_others_wai
 
         def ask(number):
             body = json.dumps({"model_id": run_id, "seq_id": number, "adam_params": {"learning_rate": 0.0}}).encode()
-            server.service.answers.max_pending = 2 * len(body)
-            return server.call(lambda: requests.accept(server.service, requests.optim_step(server.service, body), body))
+            server.service.requests.max_pending = 2 * len(body)
+            return server.call(lambda: requests.accept(server.service, "optim_step", body))
 
         with computing(server):
             answers = [ask(1), ask(3)]
-            with pytest.raises(Refused, match="are pending; send it again later"):
+            with pytest.raises(Refused, match="are pending; retry later"):
                 ask(4)
             answers.append(ask(2))
-            with pytest.raises(Refused, match="are pending; send it again later"):
+            with pytest.raises(Refused, match="are pending; retry later"):
                 ask(4)  # it is the next now, and nothing waits for it
         wait_until(lambda: all(one.settled.is_set() for one in answers))
-        assert ask(4) and not server.service.runs[run_id].order.waiting
+        assert ask(4) and not server.service.runs[run_id].order.num_waiting
 
 
 def test_the_rest_of_an_announced_batch_comes_in(serve):
@@ -166,16 +161,23 @@ def test_the_rest_of_an_announced_batch_comes_in(serve):
                 "sampling_params": {"max_tokens": 1},
             }
             body = json.dumps(message).encode()
-            return server.call(lambda: sampling.sample(server.service, parsed(Sample, body), body))
+            return server.call(lambda: sampling.sample(server.service, parse(SampleBody, body), body))
 
-        server.service.answers.max_pending = 1
+        server.service.requests.max_pending = 1
         with computing(server):
-            batch = parsed(Batch, json.dumps({"sampling_session_id": sampler_id, "count": 2}).encode())
+            batch = parse(SampleBatch, json.dumps({"sampling_session_id": sampler_id, "count": 2}).encode())
             server.call(lambda: sampling.announce(server.service, batch))
             answers = [ask(1), ask(2)]
-            with pytest.raises(Refused, match="are pending; send it again later"):
+            with pytest.raises(Refused, match="are pending; retry later"):
                 ask(3)
         wait_until(lambda: all(one.settled.is_set() for one in answers))
+        # A batch that is not complete when the server ends does not start on the worker that has ended.
+        server.call(lambda: sampling.announce(server.service, batch))
+        left = ask(4)
+        announced = server.service.samplers[sampler_id].batch
+        server.call(lambda: drain(server.service, 0.0))
+        assert server.service.samplers[sampler_id].batch is None and announced._timer._handle.cancelled()
+        assert not left.settled.is_set()
 
 
 def test_a_client_that_leaves_before_its_sampler_is_there_leaves_nothing(serve):
@@ -184,7 +186,7 @@ def test_a_client_that_leaves_before_its_sampler_is_there_leaves_nothing(serve):
             training = service.create_lora_training_client("tiny", rank=2).result()
             with computing(server):
                 training.save_weights_and_get_sampling_client(kind="inflight")
-                wait_until(lambda: server.service.answers.pending == 1)
+                wait_until(lambda: len(server.service.requests.unsettled()) == 1)
                 run = server.service.runs[training.model_id]
                 server.call(lambda: server.service.end_session(run.session_id))
         server.service.host.worker.submit(lambda: None).result()

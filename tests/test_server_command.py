@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import servertools
-import tiny
 
-from cookbook import config, typed
 from cookbook.backends.local import LocalConfig
 from cookbook.cli import app
-from cookbook.cli.hydra_bridge import Request, show
+from cookbook.cli.hydra.bridge import ComposeRequest, show
+from cookbook.config import typed
+from cookbook.config.nodes import build
 from cookbook.engine.model import ModelConfig
 from cookbook.server.config import ServerConfig
 
@@ -26,17 +26,17 @@ ROOT = Path(__file__).resolve().parent.parent
 def test_serve_yaml_restates_the_defaults():
     from omegaconf import OmegaConf
 
-    cfg = OmegaConf.create(show(Request(config_name="serve"), "job", resolve=True))
-    assert config.build(cfg.server, "server") == ServerConfig()
-    assert config.build(cfg.backend, "backend") == LocalConfig()
-    assert isinstance(config.build(cfg.model, "model"), ModelConfig)
+    cfg = OmegaConf.create(show(ComposeRequest(config_name="serve"), "job", resolve=True))
+    assert build(cfg.server, "server") == ServerConfig()
+    assert build(cfg.backend, "backend") == LocalConfig()
+    assert isinstance(build(cfg.model, "model"), ModelConfig)
     assert set(cfg.server) - {typed.TARGET} == set(ServerConfig.__dataclass_fields__)
 
 
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("server.host=0.0.0.0", "can be reached from other machines, and there are no API keys"),
+        ("server.host=0.0.0.0", "is reachable from other machines, and no API keys are set"),
         ("server.port=70000", "server.port: expected 0 to 65535"),
         ("server.prot=1", "Did you mean 'server.port'?"),
         ("model.lora_rank=4", "clients choose the rank of each run"),
@@ -77,7 +77,7 @@ def test_a_server_in_a_process_of_its_own_is_killed_goes_on_and_ends_when_told(t
         server.send_signal(signal.SIGTERM)
     _, told = server.communicate(timeout=30)
     assert server.returncode == 0
-    assert "\nfinishing accepted work, saving runs; once more stops at once\n" in told
+    assert "\nfinishing accepted requests and saving runs; press Ctrl-C again to stop immediately\n" in told
 
 
 def _train(training):
@@ -88,4 +88,3 @@ def _train(training):
     training.optim_step(tinker.AdamParams()).result()
     sampler = training.save_weights_and_get_sampling_client().result()
     assert sampler.sample(datum.model_input, 2, tinker.SamplingParams(max_tokens=3)).result().sequences
-    assert len(training.get_tokenizer()) == tiny.VOCABULARY

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import time
 
 import httpx
@@ -13,10 +14,11 @@ import servertools
 import tiny
 import torch
 
-from cookbook import lock
+from cookbook.backends.local import LocalConfig
 from cookbook.cli.app import run as cookbook
-from cookbook.server import states
-from cookbook.server.records import MAGIC, Record, encoded, read
+from cookbook.server.journal.log import MAGIC, Record, encode, read
+from cookbook.server.state import snapshots
+from cookbook.utils import files
 
 tinker = pytest.importorskip("tinker")
 proto = pytest.importorskip("tinker.proto.request_conv")
@@ -105,7 +107,7 @@ def start(tiny_folder, tmp_path):
 
 def test_records_are_read_up_to_the_first_that_is_not_whole(tmp_path):
     whole = [Record({"what": "x", "number": number}, bytes(range(number))) for number in range(4)]
-    parts = [MAGIC, *map(encoded, whole)]
+    parts = [MAGIC, *map(encode, whole)]
     ends = np.cumsum([len(part) for part in parts])
     data, file = b"".join(parts), tmp_path / "log"
     for size in range(len(MAGIC), len(data) + 1):
@@ -161,6 +163,7 @@ def test_a_run_goes_on_in_the_middle_of_a_step(start, tmp_path, tiny_folder, ran
         assert server.service.runs[run].trainer.step == 3
 
 
+@pytest.mark.slow
 def test_failures_are_repeated_too(start):
     with start() as server:
         client = Client(server)
@@ -218,7 +221,7 @@ def test_what_a_client_has_read_outlives_the_server(start):
 
 @pytest.mark.slow
 def test_a_log_is_as_long_as_what_a_state_has_not_seen(start, monkeypatch, tmp_path):
-    monkeypatch.setattr(states, "RETRY_S", 0.0)
+    monkeypatch.setattr(snapshots, "RETRY_S", 0.0)
     with start(checkpoint_s=1e-9) as server:
         client = Client(server)
         run = client.run()
@@ -248,14 +251,15 @@ def test_a_log_is_as_long_as_what_a_state_has_not_seen(start, monkeypatch, tmp_p
         assert server.service.runs[run].trainer.step == 11
 
 
+@pytest.mark.slow
 def test_a_state_stays_where_nothing_came_after_it(start, monkeypatch):
-    monkeypatch.setattr(states, "RETRY_S", 0.0)
+    monkeypatch.setattr(snapshots, "RETRY_S", 0.0)
     with start(checkpoint_s=1e-9) as server:
         client = Client(server)
         run = client.run()
         client.result("forward_backward", passing(run, 1))
         client.result("optim_step", stepping(run, 2))
-        wait_for(lambda: server.service.states[run].newest == 2)
+        wait_for(lambda: server.service.snapshots[run].newest == 2)
         expected = weights(server, run)
     for _ in range(2):
         with start() as server:
@@ -276,14 +280,33 @@ def test_samplers_in_flight_follow_after_a_restart(start):
         before = client.sample(first, 0, seed=1)
         client.result("forward_backward", passing(run, 2))
         client.result("optim_step", stepping(run, 3))
-        wait_for(lambda: server.service.states[run].newest == 3)
+        wait_for(lambda: server.service.snapshots[run].newest == 3)
         second = publish(client, run, 4, 1)
         drawn = client.sample(first, 1, seed=1)
         assert drawn == client.sample(second, 0, seed=1) != before
+        assert client.post("join_sampling_session", {"sampling_session_id": second}) == {"client_counter": 1}
     with start(checkpoint_s=1e-9) as server:
         client = Client(server, client.session)
         third = publish(client, run, 5, 2)
         assert [client.sample(one, 9, seed=1) for one in (first, second, third)] == [drawn] * 3
+        assert client.post("join_sampling_session", {"sampling_session_id": second}) == {"client_counter": 2}
+
+
+@pytest.mark.slow
+def test_attempts_to_publish_weights_are_one_request(start):
+    """The tinker client counts sampling_session_seq_id up at each attempt, also if the server stopped before it answered."""
+    drawn = []
+    with start() as server:
+        for number, attempts in enumerate(([0], [5, 6])):
+            client = Client(server)
+            run = client.run()
+            bodies = [{"model_id": run, "seq_id": 1, "sampling_session_seq_id": attempt} for attempt in attempts]
+            results = {client.result("save_weights_for_sampler", body) for body in bodies}
+            assert len(results) == 1, number
+            drawn.append(client.sample(json.loads(results.pop())["sampling_session_id"], 0))
+        other = {"model_id": run, "seq_id": 1, "sampling_session_seq_id": 5, "kind": "inflight"}
+        assert client.send("save_weights_for_sampler", other).status_code == 400
+    assert drawn[0] == drawn[1]
 
 
 def wait_for(happened):
@@ -323,6 +346,7 @@ def test_what_was_loaded_may_be_deleted(start):
         assert httpx.get(f"{server.url}/{checkpoints}").json()["checkpoints"] == []
 
 
+@pytest.mark.slow
 def test_a_save_that_was_not_acknowledged_is_made_again_or_found(start, tmp_path):
     with start() as server:
         client = Client(server)
@@ -330,12 +354,12 @@ def test_a_save_that_was_not_acknowledged_is_made_again_or_found(start, tmp_path
         saving = {"model_id": run, "seq_id": 1, "path": "one"}
         saved = client.result("save_weights", saving)
     file = next((tmp_path / "out" / "sessions" / client.session / "run-0").glob("log-*"))
-    records = [record for record in read(file)[0] if record.facts.get("id") != f"{run}/1" or record.what == "request"]
-    file.write_bytes(MAGIC + b"".join(map(encoded, records)))  # as if killed before the result was noted
+    records = [record for record in read(file)[0] if record.header.get("id") != f"{run}/1" or record.kind == "request"]
+    file.write_bytes(MAGIC + b"".join(map(encode, records)))  # as if killed before the result was noted
     with start() as server:
         client = Client(server, client.session)
         assert client.result("save_weights", saving) == saved
-    file.write_bytes(MAGIC + b"".join(map(encoded, records)))
+    file.write_bytes(MAGIC + b"".join(map(encode, records)))
     for facts in (tmp_path / "out" / run.replace(":", ".") / "facts").glob("*"):
         facts.unlink()  # as if killed before it was known
     for later in file.parent.glob("log-*"):
@@ -347,26 +371,68 @@ def test_a_save_that_was_not_acknowledged_is_made_again_or_found(start, tmp_path
         assert b"exists already" in client.result("save_weights", {**saving, "seq_id": 2})
 
 
+@pytest.mark.slow
 def test_a_replay_that_finds_something_else_stops_the_run(start, tmp_path):
     with start() as server:
         client = Client(server)
         run = client.run()
         client.result("forward_backward", passing(run, 1))
+        message = {"model_id": run, "seq_id": 2, "sampling_session_seq_id": 0}
+        sampler = json.loads(client.result("save_weights_for_sampler", message))["sampling_session_id"]
+        pending = promised(client, sampler)
     file = next((tmp_path / "out" / "sessions" / client.session / "run-0").glob("log-*"))
     records = [
-        Record(one.facts, one.body[:-1] + b"?") if one.what == "result" and one.facts["id"].endswith("/1") else one
+        Record(one.header, one.body[:-1] + b"?") if one.kind == "result" and one.header["id"].endswith("/1") else one
         for one in read(file)[0]
     ]
-    file.write_bytes(MAGIC + b"".join(map(encoded, records)))
+    file.write_bytes(MAGIC + b"".join(map(encode, records)))
     with start() as server:
         client = Client(server, client.session)
-        assert b"was repeated after a restart and gave another result" in client.result("optim_step", stepping(run, 2))
+        assert b"was replayed after a restart and gave a different result" in client.result("optim_step", stepping(run, 3))
+        assert NOT_RECOVERED in client.fetch(pending).content
+
+
+@pytest.mark.slow
+def test_what_cannot_be_recovered_costs_no_more_than_itself(start, tmp_path, caplog):
+    sessions = tmp_path / "out" / "sessions"
+    with start() as server:
+        broken, client = Client(server), Client(server)
+        lost_run, run = broken.run(), client.run()
+        path = json.loads(client.result("save_weights_for_sampler", {"model_id": run, "seq_id": 1, "path": "x"}))["path"]
+        message = {"model_id": run, "seq_id": 2, "sampling_session_seq_id": 0}
+        published = json.loads(client.result("save_weights_for_sampler", message))["sampling_session_id"]
+        message = {"session_id": client.session, "sampling_session_seq_id": 1, "model_path": path}
+        loaded = client.post("create_sampling_session", message)["sampling_session_id"]
+        pending = [promised(client, sampler) for sampler in (published, loaded)]
+        (folder,) = server.service.catalog.folder.glob("*/sampler_weights.x")
+    # A log without what every request has, a request of a kind that this version does not know, and a checkpoint that is gone.
+    (sessions / broken.session / "run-1").mkdir()
+    lines = [Record({"what": "run", "kind": "create_model"}), Record({"what": "request"})]
+    (sessions / broken.session / "run-1" / "log-000001").write_bytes(MAGIC + b"".join(map(encode, lines)))
+    lines = [Record({"what": "run", "kind": "create_model"}), Record({"what": "request", "id": f"{run}/3", "kind": "dance"})]
+    (sessions / client.session / "run-0" / "log-000009").write_bytes(MAGIC + b"".join(map(encode, lines)))
+    for gone in (folder, sessions / client.session / "weights-1"):
+        shutil.rmtree(gone)
+    with start() as server:
+        service, client = server.service, Client(server, client.session)
+        assert f"{sessions / broken.session}: cannot recover the session" in caplog.text
+        assert f"{run} could not be recovered after the restart" in caplog.text
+        assert list(service.sessions) == [client.session]
+        assert not service.runs and not service.snapshots and not service.unfinished_batches
+        assert client.send("optim_step", stepping(lost_run, 1)).status_code == 404
+        assert f"cannot read request {run}/3 in the log" in client.send("optim_step", stepping(run, 4)).json()["detail"]
+        assert all(NOT_RECOVERED in client.fetch(one).content for one in pending)
 
 
 # ---- around them -----------------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_refuses_the_request_and_nothing_else(start, tmp_path):
+def broken_disk():
+    raise OSError("the disk cannot sync")
+
+
+@pytest.mark.slow
+def test_a_full_disk_refuses_the_request_and_nothing_else(start, tmp_path, monkeypatch):
     with start() as server:
         client = Client(server)
         run = client.run()
@@ -378,20 +444,29 @@ def test_a_full_disk_refuses_the_request_and_nothing_else(start, tmp_path):
             assert httpx.get(f"{server.url}/api/v1/healthz").status_code == 200
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        assert refused.status_code == 507 and "could not be logged: File too large; free some space" in refused.json()["detail"]
+        assert refused.status_code == 507 and "cannot write: File too large; free disk space" in refused.json()["detail"]
         passed = client.result("forward_backward", passing(run, 1))
+        # A disk that cannot sync costs a snapshot, and no request.
+        server.service.config.checkpoint_s = 1e-9
+        monkeypatch.setattr(server.service.runs[run].log, "rotate", broken_disk)
+        stepped = client.result("optim_step", stepping(run, 2))
     assert read(file)[1] == 0  # no half of the refused record is left
     with start() as server:
         assert Client(server, client.session).result("forward_backward", passing(run, 1)) == passed
+        assert Client(server, client.session).result("optim_step", stepping(run, 2)) == stepped
 
 
+@pytest.mark.slow
 def test_samples_that_were_promised_are_drawn(start, tmp_path):
     with start() as server:
         client = Client(server)
         message = {"session_id": client.session, "sampling_session_seq_id": 0, "base_model": "tiny"}
         sampler = client.post("create_sampling_session", message)["sampling_session_id"]
         client.post("join_sampling_session", {"sampling_session_id": sampler})
-        client.send("cookbook/batch", {"sampling_session_id": sampler, "count": 3})
+        log = server.service.sessions[client.session].log
+        assert log._synced_bytes == log._appended_bytes
+        for _ in range(2):  # the first acknowledgement may have been lost
+            client.send("cookbook/batch", {"sampling_session_id": sampler, "count": 3})
         drawn = [client.post("asample", asked(sampler, number))["request_id"] for number in range(2)]  # one is missing
     with start() as server:
         client = Client(server, client.session)
@@ -404,11 +479,21 @@ def test_samples_that_were_promised_are_drawn(start, tmp_path):
     with start() as server:
         client = Client(server, client.session)
         assert [client.fetch(one).content for one in drawn] == found
+        assert server.service.samplers[sampler].batch is None  # so that nothing waits for the first announcement
         again = client.post("retrieve_futures", {"target": {"sampling_session_id": sampler}, "prev_cursor": feed["cursor"]})
         assert {one["request_id"] for one in again["completions"]} == set(drawn) and again["cursor"] > feed["cursor"]
         for _ in range(2):  # the first answer may have been lost
             assert client.send(f"sessions/{client.session}/finish", {}).status_code == 204
     assert not list((tmp_path / "out" / "sessions").iterdir())
+
+
+NOT_RECOVERED = b"was not recovered after the restart; create a new sampling client"
+
+
+def promised(client, sampler):
+    """A sample that waits for the rest of its batch."""
+    client.send("cookbook/batch", {"sampling_session_id": sampler, "count": 2})
+    return client.post("asample", asked(sampler, 0))["request_id"]
 
 
 def asked(sampler, number):
@@ -423,7 +508,9 @@ def test_what_belongs_to_another_model_is_left_alone(start, tmp_path, caplog):
         run = client.run()
     other = tiny.save(tmp_path / "other", seed=1)
     with servertools.running(other, tmp_path / "out", names=["tiny"]) as server:
-        assert run not in server.service.runs and "was on another base model" in caplog.text
+        assert run not in server.service.runs and "used another base model" in caplog.text
+    with start(backend=LocalConfig(matmul_precision="medium")) as server:
+        assert run not in server.service.runs and "of 'highest', now they are 'medium'" in caplog.text
     with start() as server:
         assert run in server.service.runs
 
@@ -436,13 +523,13 @@ def test_switched_off_nothing_is_kept(start, tmp_path):
     assert not (tmp_path / "out" / "sessions").exists()
     with start() as server:
         found = httpx.post(f"{server.url}/api/v1/retrieve_future", json={"request_id": f"{run}/1"})
-        assert found.status_code == 404 and "the server may have started anew" in found.json()["detail"]
+        assert found.status_code == 404 and "restarted with server.durability=off" in found.json()["detail"]
 
 
 def test_one_server_a_folder(tiny_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out").mkdir()
-    with lock.held(tmp_path / "out"):
+    with files.locked(tmp_path / "out"):
         assert cookbook(["serve", f"model.name={tiny_folder}", "server.port=0", "out=out"]) == 2
     assert "is running in out; wait for it or choose another folder" in capsys.readouterr().err
     assert cookbook(["serve", f"model.name={tiny_folder}", "server.durability=maybe"]) == 2

@@ -11,8 +11,8 @@ import tiny
 import torch
 
 from cookbook.errors import ConfigError, DataError
-from cookbook.server.graph_loss import GraphLoss
-from cookbook.server.messages import CustomLoss
+from cookbook.server.wire.bodies import CustomLoss
+from cookbook.server.wire.loss_graph import GraphLoss
 
 tinker = pytest.importorskip("tinker")
 
@@ -111,9 +111,9 @@ def test_a_loss_of_nobody_and_wrong_data_fail_through_the_future(client, handle)
     del bad[1].loss_fn_inputs["old"]
     with pytest.raises(ValueError, match="old"):
         client.forward_backward_custom(bad, handle).result()
-    with pytest.raises(tinker.RequestFailedError, match="has made no custom loss 'nobody'"):
+    with pytest.raises(tinker.RequestFailedError, match="unknown custom loss 'nobody'"):
         client.forward_backward(rows(), "custom", {"loss_id": "nobody"}).result()
-    with pytest.raises(tinker.RequestFailedError, match="no custom loss"):
+    with pytest.raises(tinker.RequestFailedError, match="unknown custom loss"):
         client.optim_step(tinker.AdamParams()).result()
 
 

@@ -7,12 +7,12 @@ import servertools
 import tiny
 import torch
 
-from cookbook.backends.graphs import KeptGraphs
 from cookbook.backends.local import LocalConfig
+from cookbook.backends.local.kept_graphs import KeptGraphs
 from cookbook.engine import memory
 from cookbook.engine.model import ModelConfig
 from cookbook.losses import CrossEntropy
-from cookbook.server.host import Host
+from cookbook.server.state.host import Host
 
 tinker = pytest.importorskip("tinker")
 
@@ -82,7 +82,7 @@ def test_a_custom_step_costs_one_pass_from_the_second_on(server, service):
 
 def test_gradients_and_weights_are_the_embedded_trainers(server, service):
     client = service.create_lora_training_client("tiny:full", rank=0).result()
-    embedded = server.service.host.new_trainer(server.service.catalogue.folder, rank=0, seed=0)
+    embedded = server.service.host.new_trainer(server.service.catalog.folder, rank=0, seed=0)
     for _ in range(3):
         client.forward_backward_custom(wire(DATA), sharpness).result()
         embedded.forward_backward_custom(DATA, sharpness).result()

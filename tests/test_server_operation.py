@@ -13,8 +13,8 @@ import httpx
 import pytest
 import servertools
 
-from cookbook.server import observed, terminal
-from cookbook.server.running import drain
+from cookbook.server import metrics, serve
+from cookbook.server.serve import drain
 
 tinker = pytest.importorskip("tinker")
 testing = pytest.importorskip("click.testing")
@@ -73,14 +73,14 @@ def post(server):
 @pytest.mark.slow
 def test_five_hundred_samples_at_once_are_all_answered_and_told_of_in_few_requests(server, service):
     sampler = service.create_sampling_client(base_model="tiny").result()
-    counted = server.service.metrics.requests
+    counted = server.service.metrics.http_requests
     before = sum(counted.values())
     params = tinker.SamplingParams(max_tokens=2, stop=[])
     answers = [future.result() for future in [sampler.sample(PROMPT, 1, params) for _ in range(500)]]
     assert all(len(answer.sequences[0].tokens) == 2 for answer in answers)
     # One to ask, one to fetch; the rest are heartbeats and looks at what is new, far fewer than one for each.
     assert 1000 <= sum(counted.values()) - before < 1250
-    feed = server.service.answers.completions.after
+    feed = server.service.requests.completions.after
     told, _ = asyncio.run_coroutine_threadsafe(feed(sampler._sampling_session_id, 0, 10**6, 0.0), server.loop).result()
     assert told == []
 
@@ -185,8 +185,8 @@ def test_metrics_are_what_prometheus_reads_and_tell_what_happened(server, traini
 
 
 def test_every_request_and_call_is_in_the_log_under_its_id(server, training, tmp_path, monkeypatch):
-    monkeypatch.setattr(observed, "LOG", logging.Logger("of the test"))
-    observed.log_to(tmp_path / "log.jsonl")
+    monkeypatch.setattr(metrics, "LOG", logging.Logger("of the test"))
+    metrics.log_to(tmp_path / "log.jsonl")
     answer = httpx.get(f"{server.url}/api/v1/healthz", headers={"X-Request-ID": "mine-1"})
     assert answer.headers["x-request-id"] == "mine-1"
     assert httpx.get(f"{server.url}/api/v1/healthz", headers={"X-Request-ID": "a\tb"}).headers["x-request-id"] != "a\tb"
@@ -194,23 +194,24 @@ def test_every_request_and_call_is_in_the_log_under_its_id(server, training, tmp
         training.forward_backward([DATUM], "nonsense").result()
     with pytest.raises(tinker.RequestFailedError):
         training.optim_step(STEP).result()
-    events = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    mine = [one for one in events if one.get("id") == "mine-1"]  # the client has a heart that beats meanwhile
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    mine = [one for one in lines if one.get("id") == "mine-1"]  # the client has a heart that beats meanwhile
     assert [(one["path"], one["status"]) for one in mine] == [("/api/v1/healthz", 200)]
-    failed = [one for one in events if one["event"] == "call" and "error" in one]
+    failed = [one for one in lines if one["event"] == "call" and "error" in one]
     assert failed[0]["call"].startswith(training.model_id) and "unknown name" in failed[0]["error"]
 
 
 def test_the_line_on_the_terminal(server, training):
     assert re.search(
-        r"\d+ sessions, \d+ runs \(.*\d steps\), .* 0 calls waiting, 1,234 tokens/s",
-        server.call(lambda: terminal.line(server.service, 1234.4)),
+        r"\d+ sessions, \d+ runs \(.*\d steps\), .* 0 requests pending, 1,234 tokens/s",
+        server.call(lambda: serve.status_line(server.service, 1234.4)),
     )
 
 
 # ---- the end ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_server_that_ends_finishes_accepted_work_takes_no_new_and_saves_its_runs(tiny_folder, tmp_path):
     with (
         servertools.running(tiny_folder, tmp_path, names=["tiny"]) as server,
@@ -221,7 +222,7 @@ def test_a_server_that_ends_finishes_accepted_work_takes_no_new_and_saves_its_ru
         gate = threading.Event()
         server.service.host.worker.submit(gate.wait)
         saved = client.save_state("last")
-        while not server.service.answers.pending:
+        while not server.service.requests.unsettled():
             time.sleep(0.01)
         ending = asyncio.run_coroutine_threadsafe(drain(server.service, 30.0), server.loop)
         late = httpx.post(f"{server.url}/api/v1/save_weights", json={"model_id": client.model_id, "seq_id": 99})

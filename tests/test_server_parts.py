@@ -1,31 +1,87 @@
-"""The parts of the server that need no model: the wire, the order of requests, answers, checkpoints, keys."""
+"""The parts of the server that need no model: the wire, the order of requests, store, checkpoints, keys."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import re
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
 import pytest
+import uvicorn
 from fastapi import FastAPI
+from google.protobuf.descriptor import FieldDescriptor
 
+from cookbook.backends import worker
+from cookbook.backends.worker import Worker
 from cookbook.errors import CheckpointError, ConfigError, DataError
-from cookbook.server import calls, schema
-from cookbook.server.auth import Auth
-from cookbook.server.catalogue import Address, Catalogue, RunFacts
+from cookbook.server import app
+from cookbook.server.app import Auth
 from cookbook.server.config import ServerConfig
-from cookbook.server.downloads import Downloads
-from cookbook.server.errors import Refused
-from cookbook.server.futures import SAMPLE, Answers
-from cookbook.server.live import LiveSamplers
-from cookbook.server.log import NoLog
-from cookbook.server.order import Order
-from cookbook.server.results import Result, passed, wire_name
-from cookbook.server.samplers import SamplingSession
+from cookbook.server.journal.attempts import Attempts
+from cookbook.server.journal.log import NoLog
+from cookbook.server.keys import KeyRing
+from cookbook.server.serve import DrainingServer
+from cookbook.server.state.catalog import Address, Catalog, Downloads, RunInfo
+from cookbook.server.state.requests import SAMPLE, Request, RequestState, RequestStore
+from cookbook.server.state.run import RequestOrder
+from cookbook.server.state.samplers import SamplerCache, SamplingSession
+from cookbook.server.wire import decode
+from cookbook.server.wire import messages_pb2 as pb
+from cookbook.server.wire.bodies import Refused
+from cookbook.server.wire.encode import StoredResult, forward_backward_result, wire_name
 from cookbook.types import ForwardBackwardOutput, TensorData
 
 RUN = "s1:train:0"
+
+
+# ---- what a full or broken disk must not end -------------------------------------------------------------------------
+
+
+def test_a_request_is_computed_even_if_its_attempt_cannot_be_counted(tmp_path, caplog):
+    attempts, thread = Attempts(tmp_path), Worker(1)
+    thread.on_slice(attempts.computing)
+    (tmp_path / "read only").touch()
+    attempts._file = os.open(tmp_path / "read only", os.O_RDONLY)
+    with caplog.at_level("INFO", "cookbook.server"), contextlib.closing(thread):
+        for name in ("one", "two"):
+            with worker.purpose(name):
+                assert thread.submit(lambda name=name: name).result(timeout=60) == name
+    assert caplog.text.count("attempts not counted") == 1
+
+
+def test_a_cleanup_that_fails_is_repeated(monkeypatch, caplog):
+    calls = []
+
+    def unload(_):
+        calls.append(1)
+        if len(calls) == 1:
+            raise OSError("the disk is full")
+
+    monkeypatch.setattr(app, "CLEANUP_S", 0.0)
+    monkeypatch.setattr(app, "unload_silent_sessions", unload)
+
+    async def clean_up():
+        task = asyncio.create_task(app._clean_up_periodically(SimpleNamespace(excuse_silence=lambda: None)))
+        while len(calls) < 2 and not task.done():
+            await asyncio.sleep(0)
+        task.cancel()
+
+    asyncio.run(clean_up())
+    assert len(calls) == 2 and "the disk is full" in caplog.text
+
+
+def test_an_idle_server_ends_even_if_it_cannot_tell_why(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    config = ServerConfig(idle_h=1e-9, idle_file=str(tmp_path / "file" / "idle"))
+    server = DrainingServer(uvicorn.Config("none"), SimpleNamespace(config=config, last_request=-1.0))
+    asyncio.run(server._end_if_idle())
+    assert server.should_exit and "server.idle_file: cannot write" in capsys.readouterr().err
 
 
 # ---- the wire --------------------------------------------------------------------------------------------------------
@@ -33,18 +89,45 @@ RUN = "s1:train:0"
 
 def test_the_messages_are_those_of_the_client():
     theirs = pytest.importorskip("tinker.proto.tinker_public_pb2")
-    for name in schema.MESSAGES:
-        own = schema._pool.FindMessageTypeByName(f"cookbook_wire.{name}")
-        for field in own.fields:
-            other = theirs.DESCRIPTOR.message_types_by_name[name].fields_by_name[field.name]
-            kinds = {field.TYPE_ENUM: field.TYPE_INT32}  # both travel as a varint
-            assert (field.number, field.type) == (other.number, kinds.get(other.type, other.type)), f"{name}.{field.name}"
-            assert field.is_repeated == other.is_repeated
+    for name, own_message in pb.DESCRIPTOR.message_types_by_name.items():
+        for own in own_message.fields:
+            other = theirs.DESCRIPTOR.message_types_by_name[name].fields_by_name[own.name]
+            assert (own.number, own.type, own.is_repeated) == (other.number, other.type, other.is_repeated), (
+                f"{name}.{own.name}"
+            )
+    for name, own_enum in pb.DESCRIPTOR.enum_types_by_name.items():
+        values = {value.name: value.number for value in theirs.DESCRIPTOR.enum_types_by_name[name].values}
+        assert {value.name: value.number for value in own_enum.values} == values
+
+
+def test_the_compiled_messages_are_those_of_the_proto_file():
+    """Fields of ``messages.proto``, and of the code that protoc has written from it."""
+
+    def kind_of(field):
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            return f"map<string, {kind_of(field.message_type.fields_by_name['value'])}>"
+        named = field.message_type or field.enum_type
+        return named.name if named else scalars[field.type]
+
+    names = ("bytes", "string", "double", "bool", "int32", "int64", "uint32")
+    scalars = {getattr(FieldDescriptor, f"TYPE_{name.upper()}"): name for name in names}
+    compiled = {
+        (message.name, field.name, field.number, kind_of(field))
+        for message in pb.DESCRIPTOR.message_types_by_name.values()
+        for field in message.fields
+    }
+    text = Path(pb.__file__).with_name("messages.proto").read_text(encoding="utf-8")
+    written = {
+        (name, field, int(number), kind)
+        for name, body in re.findall(r"^message (\w+) {(.*?)^}", text, re.MULTILINE | re.DOTALL)
+        for kind, field, number in re.findall(r"^ +(?:optional |repeated )?(map<.+>|\w+) (\w+) = (\d+);", body, re.MULTILINE)
+    }
+    assert compiled == written
 
 
 def request(**tensor):
     """A message of one datum of two tokens, and a tensor ``x`` as described."""
-    message = schema.ForwardBackwardRequest(model_id=RUN, seq_id=1, loss_fn="cross_entropy")
+    message = pb.ForwardBackwardRequest(model_id=RUN, seq_id=1, loss_fn="cross_entropy")
     datum = message.data.add()
     datum.model_input.add().encoded_text.tokens = np.array([1, 2], "<i4").tobytes()
     found = datum.loss_fn_inputs["x"]
@@ -63,25 +146,25 @@ FLOATS = np.array([1, 2], "<f4").tobytes()
 @pytest.mark.parametrize(
     ("tensor", "problem"),
     [
-        ({"dense": FLOATS, "dtype": 1, "shape": [3]}, "2 values do not make the shape"),
-        ({"dense": FLOATS, "dtype": 1, "shape": [-1, -2]}, "its shape is"),
-        ({"dense": FLOATS, "dtype": 9}, "its dtype is 9"),
-        ({"dense": FLOATS[:5], "dtype": 1}, "5 bytes are not a whole number of float32"),
+        ({"dense": FLOATS, "dtype": 1, "shape": [3]}, "2 values do not fill the shape"),
+        ({"dense": FLOATS, "dtype": 1, "shape": [-1, -2]}, "negative size in the shape"),
+        ({"dense": FLOATS, "dtype": 9}, "unknown dtype 9"),
+        ({"dense": FLOATS[:5], "dtype": 1}, "expected a multiple of 4 bytes \\(float32\\), got 5"),
         ({"dense": FLOATS * 2, "dtype": 1}, "x has 4 values and model_input 2"),
-        ({"sparse": [([1], "f4"), ([0, 1, 1], "i8"), ([5], "i8")], "dtype": 1, "shape": [2, 3]}, "column index lies outside"),
-        ({"sparse": [([1], "f4"), ([0, 2, 1], "i8"), ([0], "i8")], "dtype": 1, "shape": [2, 3]}, "must rise from 0"),
-        ({"sparse": [([1], "f4"), ([0, 1], "i8"), ([0], "i8")], "dtype": 1, "shape": [2, 3]}, "do not make the shape"),
-        ({"sparse": [([1], "f4"), ([0, 1, 1], "i8"), ([0], "i8")], "dtype": 1, "shape": [2, 1 << 40]}, "unfold to more"),
+        ({"sparse": [([1], "f4"), ([0, 1, 1], "i8"), ([5], "i8")], "dtype": 1, "shape": [2, 3]}, "column index is outside"),
+        ({"sparse": [([1], "f4"), ([0, 2, 1], "i8"), ([0], "i8")], "dtype": 1, "shape": [2, 3]}, "must increase from 0"),
+        ({"sparse": [([1], "f4"), ([0, 1], "i8"), ([0], "i8")], "dtype": 1, "shape": [2, 3]}, "do not fill the shape"),
+        ({"sparse": [([1], "f4"), ([0, 1, 1], "i8"), ([0], "i8")], "dtype": 1, "shape": [2, 1 << 40]}, "expand to more"),
     ],
 )
 def test_a_tensor_that_contradicts_itself_is_named(tensor, problem):
     with pytest.raises(DataError, match=f"datum 0: .*{problem}|{problem}"):
-        calls.call_of(request(**tensor))
+        decode.forward_backward_input(request(**tensor))
 
 
 def test_a_sparse_tensor_has_zeros_where_it_names_nothing():
     sparse = [([7, 8], "f4"), ([0, 1, 2], "i8"), ([2, 0], "i8")]
-    datum = calls.call_of(request(sparse=sparse, dtype=1, shape=[2, 3])).data[0]
+    datum = decode.forward_backward_input(request(sparse=sparse, dtype=1, shape=[2, 3])).data[0]
     assert datum.loss_fn_inputs["x"].tolist() == [[0, 0, 7], [8, 0, 0]]
 
 
@@ -93,13 +176,15 @@ def test_options_of_a_loss_come_as_numbers_and_words():
         message.loss_fn_config_v2[key].number = value
     message.loss_fn_config_v2["variant"].text = "ipo"
     message.loss_fn_config_v2["normalization"].text = "null"
-    found = calls.call_of(message).loss_fn_config
+    found = decode.forward_backward_input(message).loss_fn_config
     assert found == {"beta": 0.2, "reference_free": True, "variant": "ipo", "normalization": None}
 
 
 def test_outputs_of_different_widths_make_records_in_order():
     rows = [{"logprobs": TensorData(np.full(shape, i, "f4"))} for i, shape in enumerate([(2,), (3,), (2, 2), (1,)])]
-    message = schema.ForwardBackwardOutput.FromString(passed(ForwardBackwardOutput(rows, {"loss": 1.0, "loss:sum": 1.0})).body)
+    message = pb.ForwardBackwardOutput.FromString(
+        forward_backward_result(ForwardBackwardOutput(rows, {"loss": 1.0, "loss:sum": 1.0})).body
+    )
     assert [record.num_datums for record in message.loss_fn_outputs] == [2, 1, 1]
     assert [list(record.fields["logprobs"].trailing_shape) for record in message.loss_fn_outputs] == [[], [2], []]
     assert np.frombuffer(message.loss_fn_outputs[0].fields["logprobs"].offsets, "<i8").tolist() == [0, 8, 20]
@@ -111,117 +196,134 @@ def test_every_metric_says_how_it_is_combined(name):
     assert wire_name(name).count(":") == 1
 
 
-# ---- order and answers -----------------------------------------------------------------------------------------------
-
-
-class Noted:
-    def __init__(self, number, into):
-        self.number, self.into = number, into
-
-    def start(self):
-        self.into.append(self.number)
+# ---- order and store -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arrival", [[1, 2, 3, 4], [4, 3, 2, 1], [2, 4, 1, 3]])
 def test_requests_run_in_the_order_of_their_numbers(arrival):
-    done: list[int] = []
-    order: Order[Noted] = Order()
-    for number in arrival:
-        order.put(number, Noted(number, done))
-    assert (done, order.waiting) == ([1, 2, 3, 4], 0)
+    order: RequestOrder[int] = RequestOrder()
+    done = [due for number in arrival for due in order.put(number, number)]
+    assert (done, order.num_waiting) == ([1, 2, 3, 4], 0)
 
 
 def test_a_gap_holds_back_what_follows_until_it_is_given_up():
-    done: list[int] = []
-    order: Order[Noted] = Order()
-    for number in (1, 4, 3):
-        order.put(number, Noted(number, done))
-    assert (done, order.waiting) == ([1], 2)
-    assert [one.number for one in order.give_up()] == [3, 4]
-    assert (order.following, order.waiting) == (2, 0)
+    order: RequestOrder[int] = RequestOrder()
+    done = [due for number in (1, 4, 3) for due in order.put(number, number)]
+    assert (done, order.num_waiting) == ([1], 2)
+    assert order.take_waiting() == [3, 4]
+    assert (order.next_number, order.num_waiting) == (2, 0)
+
+
+def accept(store, number, body=b"x", kind="optim_step", scope=RUN, log=None, **options):
+    return store.accept(log or NoLog(), Request(scope, number, kind, body), body, **options)
+
+
+class FullDisk(NoLog):
+    """A log that takes requests, and no results while ``full``."""
+
+    full = True
+
+    def append(self, record):
+        if self.full and record.kind == "result":
+            raise Refused(507, "the disk is full")
+
+
+def test_a_request_goes_through_its_states():
+    store, log = RequestStore(max_bytes=100), FullDisk()
+    request, _ = accept(store, 1, log=log)
+    states = [request.state]
+    request.start()
+    states.append(request.state)
+    store.settle(request, StoredResult(b"done"))
+    states.append(request.state)
+    log.full = False
+    store.log_results(RUN)
+    assert [*states, request.state] == list(RequestState)
+    request.start()  # a request that is drawn again with its batch
+    assert request.state is RequestState.logged and accept(store, 1)[0] is request
 
 
 def test_results_that_were_fetched_go_first_and_say_that_they_are_gone():
     async def scenario():
-        answers = Answers(max_bytes=25)
-        made = [answers.claim(NoLog(), RUN, number, b"x", "optim_step")[0] for number in range(4)]
-        for answer in made[:2]:
-            answers.settle(answer, Result(bytes(10)))
-        await answers.fetch(made[1].request_id, 1)
-        for answer in made[2:]:
-            answers.settle(answer, Result(bytes(10)))
+        store = RequestStore(max_bytes=25)
+        made = [accept(store, number, b"x")[0] for number in range(4)]
+        for request in made[:2]:
+            store.settle(request, StoredResult(bytes(10)))
+        await store.fetch(made[1].request_id, 1)
+        for request in made[2:]:
+            store.settle(request, StoredResult(bytes(10)))
         for dropped, why in ((1, "fetched before"), (0, "raise server.max_results_mb")):
             with pytest.raises(Refused, match=why) as gone:
-                await answers.fetch(made[dropped].request_id, 1)
+                await store.fetch(made[dropped].request_id, 1)
             assert gone.value.status == 410
         for kept in (2, 3):
-            assert await answers.fetch(made[kept].request_id, 1) is not None
-        answers.forget(RUN)
-        return len(answers), answers.kept_bytes
+            assert await store.fetch(made[kept].request_id, 1) is not None
+        store.remove_session(RUN)
+        return len(store), store.kept_bytes
 
     assert asyncio.run(scenario()) == (0, 0)
 
 
 def test_nothing_more_is_accepted_while_too_much_is_pending_but_what_others_wait_for():
-    answers = Answers(max_bytes=100, max_pending=10)
-    first, _ = answers.claim(NoLog(), RUN, 2, bytes(20), "optim_step")  # alone it may be larger than all
-    with pytest.raises(Refused, match="are pending; send it again later") as later:
-        answers.claim(NoLog(), RUN, 3, b"x", "optim_step")
+    store = RequestStore(max_bytes=100, max_pending=10)
+    first, _ = accept(store, 2, bytes(20))  # alone it may be larger than all
+    with pytest.raises(Refused, match="are pending; retry later") as later:
+        accept(store, 3, b"x")
     assert later.value.status == 429
-    due, _ = answers.claim(NoLog(), RUN, 1, b"x", "optim_step", is_due=True)
+    due, _ = accept(store, 1, b"x", is_due=True)
     for one in (first, due):
-        answers.settle(one, Result(b""))
-    assert answers.pending_bytes == 0 and answers.claim(NoLog(), RUN, 3, b"x", "optim_step")[1]
+        store.settle(one, StoredResult(b""))
+    assert store.pending_bytes == 0 and accept(store, 3, b"x")[1]
 
 
 @pytest.mark.parametrize("kind", ["optim_step", SAMPLE])
 def test_what_is_computed_for_a_client_that_left_is_nobodys(kind):
-    answers = Answers(max_bytes=10, max_pending=100)
-    left, _ = answers.claim(NoLog(), RUN, 1, bytes(30), kind)
-    answers.forget("s1")
-    answers.settle(left, Result(bytes(8)))
-    assert (answers.pending_bytes, answers.kept_bytes, len(answers)) == (0, 0, 0)
-    assert not answers.completions._feeds
+    store = RequestStore(max_bytes=10, max_pending=100)
+    left, _ = accept(store, 1, bytes(30), kind, RUN)
+    store.remove_session("s1")
+    store.settle(left, StoredResult(bytes(8)))
+    assert (store.pending_bytes, store.kept_bytes, len(store)) == (0, 0, 0)
+    assert not store.completions._feeds
     for number in (1, 2):  # more than is kept: the oldest goes, and that is one that is there
-        answers.settle(answers.claim(NoLog(), "s2:train:0", number, b"x", kind)[0], Result(bytes(8)))
-    assert (answers.pending_bytes, answers.kept_bytes, len(answers)) == (0, 8, 2)
+        store.settle(accept(store, number, b"x", kind, "s2:train:0")[0], StoredResult(bytes(8)))
+    assert (store.pending_bytes, store.kept_bytes, len(store)) == (0, 8, 2)
 
 
 def test_without_a_log_what_was_fetched_long_ago_is_forgotten_and_not_run_again():
     async def scenario():
-        answers = Answers(max_bytes=100)
-        made = [answers.claim(NoLog(), RUN, number, b"x", "optim_step")[0] for number in (1, 2, 3)]
-        for answer in made[:2]:
-            answers.settle(answer, Result(b"done"))
-        await answers.fetch(made[0].request_id, 1)
-        answers.forget_old(0.0)
-        assert len(answers) == 2 and not answers.claim(NoLog(), RUN, 1, b"x", "optim_step")[1]
+        store = RequestStore(max_bytes=100)
+        made = [accept(store, number, b"x")[0] for number in (1, 2, 3)]
+        for request in made[:2]:
+            store.settle(request, StoredResult(b"done"))
+        await store.fetch(made[0].request_id, 1)
+        store.remove_old(0.0)
+        assert len(store) == 2 and not accept(store, 1, b"x")[1]
         with pytest.raises(Refused, match="fetched before"):
-            await answers.fetch(made[0].request_id, 1)
-        assert (await answers.fetch(made[1].request_id, 1)).body == b"done"
+            await store.fetch(made[0].request_id, 1)
+        assert (await store.fetch(made[1].request_id, 1)).body == b"done"
 
     asyncio.run(scenario())
 
 
 def test_who_waits_for_a_result_of_a_session_that_ends_is_told():
     async def scenario():
-        answers = Answers(max_bytes=100)
-        answer, _ = answers.claim(NoLog(), RUN, 1, b"x", "optim_step")
-        asyncio.get_running_loop().call_later(0.01, answers.forget, "s1")
+        store = RequestStore(max_bytes=100)
+        request, _ = accept(store, 1, b"x")
+        asyncio.get_running_loop().call_later(0.01, store.remove_session, "s1")
         with pytest.raises(Refused, match="has ended"):
-            await answers.fetch(answer.request_id, 30)
+            await store.fetch(request.request_id, 30)
 
     asyncio.run(scenario())
 
 
 def test_who_waits_for_a_result_gets_it_when_it_is_there():
     async def scenario():
-        answers = Answers(max_bytes=100)
-        answer, _ = answers.claim(NoLog(), RUN, 1, b"x", "optim_step")
-        assert await answers.fetch(answer.request_id, 0.01) is None
-        asyncio.get_running_loop().call_later(0.05, answers.settle, answer, Result(b"done"))
+        store = RequestStore(max_bytes=100)
+        request, _ = accept(store, 1, b"x")
+        assert await store.fetch(request.request_id, 0.01) is None
+        asyncio.get_running_loop().call_later(0.05, store.settle, request, StoredResult(b"done"))
         began = time.monotonic()
-        found = await answers.fetch(answer.request_id, 30)
+        found = await store.fetch(request.request_id, 30)
         return found.body, time.monotonic() - began < 5
 
     assert asyncio.run(scenario()) == (b"done", True)
@@ -231,16 +333,16 @@ def test_who_waits_for_a_result_gets_it_when_it_is_there():
 
 
 def held(number, weights, num_bytes=10, waiting=0):
-    return SamplingSession(f"s1:sample:{number}", "s1", "tiny", None, weights, 0, num_bytes=num_bytes, waiting=waiting)
+    return SamplingSession(f"s1:sample:{number}", "s1", "tiny", None, weights, 0, num_bytes=num_bytes, num_pending=waiting)
 
 
 def numbers_after(max_bytes, samplers):
     """Of the samplers that are there when all have been added."""
     gone = []
-    live = LiveSamplers(max_bytes, gone.append, lambda _: None)
+    live = SamplerCache(max_bytes, gone.append, lambda _: None)
     for sampler in samplers:
         live.add(sampler)
-    assert len(live) + len(gone) == len(samplers) == len(live) + live.num_let_go
+    assert len(live) + len(gone) == len(samplers) == len(live) + live.num_evicted
     return [int(one.rpartition(":")[2]) for one in live]
 
 
@@ -255,7 +357,7 @@ def test_samplers_are_let_go_only_where_that_frees_memory():
 
 
 def test_samplers_without_weights_of_their_own_have_a_bound_too(monkeypatch):
-    monkeypatch.setattr("cookbook.server.live.MAX_SAMPLERS", 2)
+    monkeypatch.setattr("cookbook.server.state.samplers.MAX_SAMPLERS", 2)
     base = object()
     assert numbers_after(10, [held(number, base, 0) for number in range(4)]) == [2, 3]
 
@@ -264,38 +366,38 @@ def test_samplers_without_weights_of_their_own_have_a_bound_too(monkeypatch):
 
 
 @pytest.fixture
-def catalogue(tmp_path):
-    found = Catalogue(tmp_path)
-    found.add_run(RunFacts(RUN, "tiny", True, 4, 0, 1.0))
+def catalog(tmp_path):
+    found = Catalog(tmp_path)
+    found.add_run(RunInfo(RUN, "tiny", True, 4, 0, 1.0))
     return found
 
 
-def put(catalogue, name, kind="weights", ttl_s=None):
+def put(catalog, name, kind="weights", ttl_s=None):
     address = Address(RUN, kind, name)
-    catalogue.place(address).mkdir()
-    (catalogue.place(address) / "model").write_text("weights")
-    catalogue.add(address, ttl_s, {"k": "v"})
+    catalog.folder_of(address).mkdir()
+    (catalog.folder_of(address) / "model").write_text("weights")
+    catalog.add(address, ttl_s, {"k": "v"})
     return address
 
 
-def test_what_was_saved_is_found_again(catalogue, tmp_path):
-    addresses = [put(catalogue, name, kind) for kind in ("weights", "sampler_weights") for name in ("x", "x.json", "a.b")]
-    again = Catalogue(tmp_path)
+def test_what_was_saved_is_found_again(catalog, tmp_path):
+    addresses = [put(catalog, name, kind) for kind in ("weights", "sampler_weights") for name in ("x", "x.json", "a.b")]
+    again = Catalog(tmp_path)
     assert [saved.address for saved in again.of_run(RUN)] == addresses
     assert again.run(RUN).lora_rank == 4
     saved = again.find(addresses[0])
     assert (saved.size_bytes, saved.user_metadata, saved.expires) == (7, {"k": "v"}, None)
     again.delete(addresses[1])
-    assert [one.address for one in again.all()] == [one for one in addresses[::-1] if one != addresses[1]]
+    assert [one.address for one in again.of_runs(again.runs())] == [one for one in addresses[::-1] if one != addresses[1]]
 
 
-def test_what_has_expired_is_gone(catalogue):
-    address = put(catalogue, "x", ttl_s=100)
-    assert catalogue.find(address).expires > time.time()
-    catalogue.set_ttl(address, -1)
+def test_what_has_expired_is_gone(catalog):
+    address = put(catalog, "x", ttl_s=100)
+    assert catalog.find(address).expires > time.time()
+    catalog.set_ttl(address, -1)
     with pytest.raises(CheckpointError, match="has expired"):
-        catalogue.find(address)
-    assert catalogue.of_run(RUN) == [] and not catalogue.place(address).exists()
+        catalog.find(address)
+    assert catalog.of_run(RUN) == [] and not catalog.folder_of(address).exists()
 
 
 @pytest.mark.parametrize(
@@ -316,16 +418,16 @@ def test_an_address_is_no_path_elsewhere(path):
         Address.parse(path)
 
 
-def test_a_download_address_opens_one_file_for_a_while(catalogue, monkeypatch):
-    address, downloads = put(catalogue, "x"), Downloads(catalogue)
+def test_a_download_address_opens_one_file_for_a_while(catalog, monkeypatch):
+    address, downloads = put(catalog, "x"), Downloads(catalog)
     assert downloads.files(address) == ["model"]
     token = downloads.sign(address, "model", downloads.expiry())
     assert downloads.open(token, "model").read_text() == "weights"
     for bad, file in ((token, "other"), (token, "../run.json"), (token.replace("x", "y", 1), "model"), ("", "model")):
-        with pytest.raises(Refused, match="not given by this server"):
+        with pytest.raises(Refused, match="not issued by this server"):
             downloads.open(bad, file)
-    with pytest.raises(Refused, match="not given by this server"):
-        Downloads(catalogue).open(token, "model")
+    with pytest.raises(Refused, match="not issued by this server"):
+        Downloads(catalog).open(token, "model")
     later = time.time() + 4000
     monkeypatch.setattr(time, "time", lambda: later)
     with pytest.raises(Refused, match="expired"):
@@ -337,16 +439,17 @@ def test_a_download_address_opens_one_file_for_a_while(catalogue, monkeypatch):
 
 def test_without_keys_nobody_else_may_reach_the_server(monkeypatch, tmp_path):
     monkeypatch.delenv("COOKBOOK_API_KEYS", raising=False)
-    assert ServerConfig().api_keys() == []
+    assert ServerConfig().key_ring().keys == []
     for host in ("0.0.0.0", "::", "192.168.1.2", "example.org"):
-        with pytest.raises(ConfigError, match="can be reached from other machines"):
-            ServerConfig(host=host).api_keys()
+        with pytest.raises(ConfigError, match="is reachable from other machines"):
+            ServerConfig(host=host).key_ring()
     monkeypatch.setenv("COOKBOOK_API_KEYS", "tml-a, tml-b")
     file = tmp_path / "keys"
-    file.write_text("# ours\ntml-c\n\n")
-    assert ServerConfig(host="0.0.0.0", keys_file=str(file)).api_keys() == ["tml-a", "tml-b", "tml-c"]
+    file.write_text("# ours\ntml-c\n\n  # indented\n")
+    ring = ServerConfig(host="0.0.0.0", keys_file=str(file)).key_ring()
+    assert [ring.find(secret) for secret in (b"tml-a", b"tml-b", b"tml-c")] == ring.keys and ring.find(b"tml-d") is None
     with pytest.raises(ConfigError, match="cannot read"):
-        ServerConfig(keys_file=str(tmp_path / "none")).api_keys()
+        ServerConfig(keys_file=str(tmp_path / "none")).key_ring()
 
 
 @pytest.mark.parametrize(
@@ -363,7 +466,7 @@ def test_without_keys_nobody_else_may_reach_the_server(monkeypatch, tmp_path):
 )
 def test_a_key_opens_and_nothing_else_does(path, headers, status):
     async def ask():
-        transport = httpx.ASGITransport(Auth(FastAPI(docs_url=None), ["tml-a", "tml-b"]))
+        transport = httpx.ASGITransport(Auth(FastAPI(docs_url=None), KeyRing(secrets=["tml-a", "tml-b"])))
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
             return (await client.get(path, headers=headers)).status_code
 

@@ -7,6 +7,7 @@ import pytest
 import servertools
 import tiny
 import torch
+from marks import rest_slow
 
 from cookbook.losses import CrossEntropy
 from cookbook.types import AdamParams, Datum, ModelInput
@@ -266,7 +267,7 @@ def named(metrics):
     return {key.partition(":")[0]: value for key, value in metrics.items()}
 
 
-@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("rank", rest_slow([0, 4]))
 def test_every_number_is_the_embedded_trainers(server, service, make_trainer, rank):
     remote = service.create_lora_training_client("tiny", rank=rank, seed=5).result()
     local = make_trainer(seed=5, lora_rank=rank, all_logprobs=True)  # the protocol has no gaps in them

@@ -174,7 +174,7 @@ def steps(engine: Engine, *numbers: int) -> None:
             master.grad = gradient
         optimizer.inner.param_groups[0]["lr"] = 1e-2
         optimizer.inner.step()
-        optimizer.publish()
+        optimizer.copy_masters_to_weights()
         engine.step += 1
 
 

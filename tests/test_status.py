@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 from runtools import SMALL, here, resume_words, rows, start, train, write  # noqa: F401 - here is a fixture
 
-from cookbook import lock, status
 from cookbook.cli.app import run
+from cookbook.run import hooks
+from cookbook.utils import files
 
 pytestmark = pytest.mark.usefixtures("here")
 QUIET = ["eval.every=null", "out=run"]
 
 
 def told() -> dict:
-    found = status.read(Path("run"))
+    found = hooks.read_status(Path("run"))
     assert found is not None
     return found
 
@@ -29,6 +30,7 @@ def hook(body: str) -> list[str]:
     return ["+hook.mine._target_=noting.Mine"]
 
 
+@pytest.mark.slow
 def test_from_the_start_to_the_end():
     note = "print(step, open('run/status.json').read().replace(chr(10), ' '), file=open('seen.txt', 'a'))"
     assert train(*SMALL["orpo"], *QUIET, "checkpoint.every=2", *hook(note)) == 0
@@ -42,18 +44,19 @@ def test_from_the_start_to_the_end():
     assert last["pid"] and last["host"] and last["started"] <= last["updated"]
 
 
+@pytest.mark.slow
 def test_stopped_and_gone_on_with():
     stop = hook("if step == 2 and not run.first_step:\n    os.kill(os.getpid(), signal.SIGTERM)")
     assert train(*SMALL["orpo"], *QUIET, *stop) == 130
     last = told()
     assert (last["state"], last["step"], last["saved_step"]) == ("interrupted", 2, 2)
     assert last["error"] == "Interrupted: stopped after step 2"
-    assert run(resume_words("go on with: " + last["resume"])) == 0
+    assert run(resume_words("resume with: " + last["resume"])) == 0
     assert (told()["state"], told()["step"], told()["error"]) == ("finished", 3, None)
     assert "was interrupted after step 2\n" in Path("run/log.txt").read_text()
 
 
-@pytest.mark.parametrize("kind", ["bug", "mistake"])
+@pytest.mark.parametrize("kind", ["bug", pytest.param("mistake", marks=pytest.mark.slow)])
 def test_failed(kind, capsys):
     raised = "ZeroDivisionError" if kind == "bug" else "__import__('cookbook').errors.ConfigError"
     words = fork(update=f"run.optim_step(step) if step.index < 2 else (_ for _ in ()).throw({raised}('x: y'))")
@@ -81,13 +84,17 @@ def test_killed_it_says_running_and_nobody_holds_the_lock(capsys):
     process.communicate()
     assert (told()["state"], told()["pid"]) == ("running", process.pid)
     step = told()["step"]
-    with lock.held(Path("run")):
+    with files.locked(Path("run")):
         pass
     assert train(*SMALL["orpo"], *QUIET) == 0
-    assert f"the last sitting here (pid {process.pid}) was killed after step {step}\n" in Path("run/log.txt").read_text()
+    assert (
+        f"the previous process of this run (pid {process.pid}) was killed after step {step}\n"
+        in Path("run/log.txt").read_text()
+    )
     assert told()["state"] == "finished"
 
 
+@pytest.mark.slow
 def test_a_refused_resume_leaves_it_as_it_was():
     assert train(*SMALL["orpo"], *QUIET) == 0
     before = Path("run/status.json").read_bytes()
@@ -107,6 +114,7 @@ def fork(**changes: str) -> list[str]:
     return ["recipe=mine", *SMALL["sft"][1:]]
 
 
+@pytest.mark.slow
 def test_a_run_that_has_trained_nothing_has_failed(capsys):
     words = fork(turns="[]")
     assert train(*words, *QUIET) == 2
@@ -115,6 +123,7 @@ def test_a_run_that_has_trained_nothing_has_failed(capsys):
     assert not Path("run").exists()
 
 
+@pytest.mark.slow
 def test_a_recipe_whose_turns_are_no_steps_cannot_be_gone_on_with_and_fails(capsys):
     words = fork(turns="run.steps(cfg.steps)", update="run.optim_step(step) if step.index else {}")
     assert train(*words, *QUIET) == 2

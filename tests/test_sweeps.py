@@ -11,17 +11,17 @@ from hydra.core.plugins import Plugins
 from runtools import SMALL, here, rows  # noqa: F401 - here is a fixture
 
 from cookbook.cli.app import run
-from cookbook.cli.hydra_bridge import Request
-from cookbook.cli.hydra_bridge import run as run_job
+from cookbook.cli.hydra.bridge import ComposeRequest
+from cookbook.cli.hydra.bridge import run as run_job
 from cookbook.errors import ConfigError, CookbookError
-from cookbook.report import objective
+from cookbook.run.report import objective
 
 pytestmark = pytest.mark.usefixtures("here")
 
 
-def optuna(*words: str) -> Request:
+def optuna(*words: str) -> ComposeRequest:
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="hydra-optuna-sweeper is not installed")
-    return Request(["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", *words], multirun=True)
+    return ComposeRequest(["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", *words], multirun=True)
 
 
 def fail(cfg, overrides):
@@ -42,6 +42,7 @@ def test_the_objective_is_the_last_value_of_the_metric():
     assert objective(log, "eval/accuracy") is None and objective([{"step": 0, "eval/loss": 3.0}], None) is None
 
 
+@pytest.mark.slow
 def test_optuna_optimizes_real_runs(capsys):
     """Both directions: the best of the trials is found by the metric that the runs report."""
     words = [*SMALL["sft"], "recipe.steps=2", "checkpoint.final=false", "checkpoint.every=null"]
@@ -61,6 +62,7 @@ def test_optuna_optimizes_real_runs(capsys):
     assert "optimization_results.yaml" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_failed_run_fails_its_trial_alone(capsys):
     def job(cfg, overrides):
         if cfg.seed == 1:
@@ -78,6 +80,7 @@ def test_a_failed_run_fails_its_trial_alone(capsys):
     assert {"data: wrong", not_finite + "so the sweeper cannot use the run"} == set(failures)
 
 
+@pytest.mark.slow
 def test_an_objective_that_no_run_reports_is_named():
     with pytest.raises(CookbookError, match=r"eval\.objective: the run has not reported eval/typo; choose another metric"):
         run_job(optuna("seed=choice(1,2)", "hydra.sweeper.direction=maximize", "eval.objective=eval/typo"), lambda *_: None)
@@ -113,6 +116,7 @@ class Halving(Sweeper):
 """
 
 
+@pytest.mark.slow
 def test_a_sweeper_of_the_user_that_returns_nothing(monkeypatch):
     """Hydra's interface of plugins: a sweeper reads the jobs' numbers itself, and need not return them."""
     Path("hydra_plugins").mkdir()
@@ -121,7 +125,7 @@ def test_a_sweeper_of_the_user_that_returns_nothing(monkeypatch):
     halving = importlib.import_module("hydra_plugins.halving").Halving
     Plugins.instance().register(halving)
     ConfigStore.instance().store(group="hydra/sweeper", name="halving", node={"_target_": "hydra_plugins.halving.Halving"})
-    request = Request(["hydra/sweeper=halving"], multirun=True)
+    request = ComposeRequest(["hydra/sweeper=halving"], multirun=True)
     run_job(request, lambda cfg, overrides: cfg.seed / 2)
     assert halving.read == [2.0, 1.0, 0.5]
     with pytest.raises(CookbookError, match=r"^data: wrong$"):

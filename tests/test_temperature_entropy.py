@@ -7,11 +7,12 @@ import pytest
 import tiny
 import torch
 
-from cookbook.engine import head
-from cookbook.engine.sampler import Request, sample
+from cookbook.engine.decoding.decoder import sample
+from cookbook.engine.decoding.requests import SampleRequest
+from cookbook.engine.head import output_head
 from cookbook.errors import DataError
 from cookbook.losses import GRPO
-from cookbook.rollout import datum
+from cookbook.sampling.trajectory import Trajectory
 from cookbook.types import SamplingParams
 
 HEATS = [0.5, None, 2.0, 0.7, None, 1.3]  # None: the datum carries no temperature
@@ -38,7 +39,7 @@ def plain(network, data):
 @pytest.mark.parametrize("chunk_rows", [3, 10_000])
 @pytest.mark.parametrize("coefficient", [0.0, 0.3])
 def test_logprobs_and_gradients_are_those_of_scaled_logits(make_engine, monkeypatch, coefficient, chunk_rows):
-    monkeypatch.setattr(head, "CHUNK_BYTES", chunk_rows * 4 * tiny.VOCABULARY)
+    monkeypatch.setattr(output_head, "CHUNK_BYTES", chunk_rows * 4 * tiny.VOCABULARY)
     data, loss = heated(), GRPO(kl_beta=0.05, entropy_coef=coefficient)
     engine = make_engine(dtype="float64", micro_batch_tokens=40)
     logprobs, entropies = plain(engine.model.network, data)
@@ -79,8 +80,10 @@ def test_on_policy_rollouts_have_a_ratio_of_one_at_any_temperature(make_engine, 
     """Birth certificate: the sampler's own logprobs, computed with its cache, under its temperature."""
     engine = make_engine()
     prompt = list(range(65, 75))
-    requests = [Request(prompt, 4, SamplingParams(max_tokens=8, temperature=heat, stop=[]), seed=3)]
-    data = [datum(prompt, drawn, 1.0, heat) for drawn in sample(engine.model, requests, 0, 10_000)[0]]
+    requests = [SampleRequest(prompt, 4, SamplingParams(max_tokens=8, temperature=heat, stop=[]), seed=3)]
+    data = [
+        Trajectory.single(prompt, "", drawn, "").datums(1.0, heat)[0] for drawn in sample(engine.model, requests, 0, 10_000)[0]
+    ]
     metrics = engine.forward_backward(data, GRPO(kl_beta=0.0)).metrics
     assert metrics["loss/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
     assert abs(metrics["kl/sampler_trainer_k3"]) < 1e-9

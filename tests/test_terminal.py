@@ -9,7 +9,7 @@ from runtools import SMALL, here, run, train  # noqa: F401 - here is a fixture
 
 from cookbook import terminal
 from cookbook.data import DataConfig, load_rows
-from cookbook.trackers.console import Console
+from cookbook.terminal import Console
 
 
 class Terminal(io.StringIO):
@@ -85,6 +85,7 @@ def test_without_a_terminal_nothing_is_redrawn(variable, monkeypatch):
     assert streams["stderr"].getvalue() == ""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("here")
 def test_a_run_shows_what_it_does(monkeypatch, capsys):
     """Every activity, as if each tick came at its beginning."""
@@ -99,8 +100,8 @@ def test_a_run_shows_what_it_does(monkeypatch, capsys):
         f"reading {model}/arithmetic/prompts_eval.jsonl, 0 rows",
         f"loading the model {model}/tiny, 2.5 MB",
         "computing the digest of the weights",
-        "tokenizing, 0 of 24 examples",
-        "tokenizing, 0 of 4 examples",
+        "tokenizing, 0 of 24 rows",
+        "tokenizing, 0 of 4 rows",
         "starting the deployment",
         "copying the reference weights",
         "evaluating, 0 of 4 prompts",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from runtools import ROOT, here, rows, train  # noqa: F401 - here is a fixture
 
-from cookbook.paths import packaged
+from cookbook.utils.paths import packaged
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("here")]
 SAME_ACCURACY = 0.1  # between platforms: rounding differs, and 900 steps carry it on

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 
@@ -14,7 +15,7 @@ import tiny
 import torch
 
 from cookbook.backends.local import LocalConfig, LocalTrainer
-from cookbook.backends.worker import Worker, explained
+from cookbook.backends.worker import Account, Worker, with_remedy
 from cookbook.engine.model import ModelConfig
 from cookbook.errors import BackendError, CheckpointError, ConfigError, CookbookError, DataError
 from cookbook.losses import DPO, CrossEntropy
@@ -249,7 +250,7 @@ def test_a_call_that_fails_midway_takes_no_earlier_gradient_with_it_unseen(make_
     call[-1] = call[-1].with_inputs(weights=np.full(call[-1].model_input.length, 3e38))
     trainer = make_trainer(micro_batch_tokens=1)
     bad = trainer.forward_backward(call, "cross_entropy")  # the first of its step: nothing is lost with it
-    fails(bad, "loss of all datums together|not finite|returned", BackendError)
+    fails(bad, "loss of the whole batch|not finite|returned", BackendError)
     trainer.forward_backward(good, "cross_entropy")
     assert trainer.optim_step(ADAM).result()
     fresh = make_trainer(micro_batch_tokens=1)
@@ -258,10 +259,10 @@ def test_a_call_that_fails_midway_takes_no_earlier_gradient_with_it_unseen(make_
     assert all(torch.equal(a, b) for a, b in zip(tiny.weights(trainer.engine), tiny.weights(fresh.engine), strict=True))
 
     trainer.forward_backward(good, "cross_entropy").result()
-    fails(trainer.forward_backward(call, "cross_entropy"), "loss of all datums together|not finite|returned", BackendError)
+    fails(trainer.forward_backward(call, "cross_entropy"), "loss of the whole batch|not finite|returned", BackendError)
     trainer.forward_backward(good, "cross_entropy").result()
     assert not trainer.is_settled
-    fails(trainer.optim_step(ADAM), "failed midway, and the gradient of the calls before it went with it", BackendError)
+    fails(trainer.optim_step(ADAM), "gradient was dropped because a forward_backward failed", BackendError)
     trainer.forward_backward(good, "cross_entropy")
     trainer.optim_step(ADAM).result()
     fresh.forward_backward(good, "cross_entropy")
@@ -401,7 +402,7 @@ def test_a_frozen_copy_under_an_adapter_copies_the_adapter_only(make_trainer):
         trainer, data = make_trainer(**options), tiny.datums(2)
         trainer.forward_backward(data, "dpo")
         trainer.optim_step(AdamParams(learning_rate=1e-2)).result()
-        model, frozen = trainer.engine.model, trainer.snapshot_sampler().result()._engine().model
+        model, frozen = trainer.engine.model, trainer.snapshot_sampler().result().engine().model
         trained = {name for name, _ in model.trainable()}
         base = {name for name, _ in model.network.named_parameters()} - trained
         assert bool(base) == bool(options)
@@ -468,24 +469,26 @@ def test_what_is_public_of_the_engine(make_trainer):
     assert (trainer.step, trainer.max_length) == (1, tiny.CONTEXT)
 
 
-class SlowQueue:
+class SlowJobs(deque):
     """Jobs arrive late: another thread has all the time to come between."""
 
-    def __init__(self, jobs):
-        self.jobs, self.begun = jobs, threading.Event()
+    def __init__(self):
+        super().__init__()
+        self.begun = threading.Event()
 
-    def put(self, job):
+    def append(self, job):
         self.begun.set()
-        time.sleep(0.05 if job is not None else 0.0)
-        self.jobs.put(job)
+        time.sleep(0.05)
+        super().append(job)
 
 
 def test_a_job_that_was_accepted_while_another_thread_closes_is_done():
     worker = Worker(1)
-    worker._jobs = SlowQueue(worker._jobs)
+    lane = worker.lane(Account())
+    lane._queue.jobs = SlowJobs()
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(worker.submit, lambda: "done")
-        assert worker._jobs.begun.wait(10)
+        answer = pool.submit(lane.submit, lambda: "done")
+        assert lane._queue.jobs.begun.wait(10)
         worker.close()
         assert answer.result().result(timeout=5) == "done"
 
@@ -512,9 +515,9 @@ def test_the_worker_outlives_its_jobs():
 def test_running_out_of_memory_says_what_to_turn():
     message = r"out of memory: .*; lower backend.micro_batch_tokens"
     for error in (torch.OutOfMemoryError("CUDA out of memory\nmore"), RuntimeError("[enforce] can't allocate memory: 5 bytes")):
-        found = explained(error)
+        found = with_remedy(error)
         assert isinstance(found, BackendError)
         with pytest.raises(BackendError, match=message):
             raise found
     other = RuntimeError("something else")
-    assert explained(other) is other
+    assert with_remedy(other) is other

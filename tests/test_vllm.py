@@ -17,25 +17,30 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cookbook import paths
 from cookbook.backends.local import LocalConfig, LocalTrainer
 from cookbook.checkpoints import manifest
 from cookbook.cli.app import run
-from cookbook.deployments import control, server
-from cookbook.deployments.http import Client
-from cookbook.deployments.manager import DeploymentManager
-from cookbook.deployments.vllm import PRIVATE, VllmConfig, check_logprobs
+from cookbook.deployments.vllm import api, process
+from cookbook.deployments.vllm.deployment import PRIVATE, VllmConfig, check_logprobs
+from cookbook.deployments.vllm.http import Client
+from cookbook.deployments.vllm.registry import DeploymentManager
 from cookbook.engine.model import ModelConfig
 from cookbook.errors import ConfigError, RolloutError
 from cookbook.types import AdamParams, Datum, ModelInput, SamplingParams
+from cookbook.utils import paths
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = os.environ.get("COOKBOOK_VLLM_PYTHON", str(ROOT / ".venv-vllm" / "bin" / "python"))
 
 
+def kind_of(sampler) -> str:
+    """Kind of the checkpoint that the sampler's sync has sent."""
+    return manifest.read(sampler.checkpoint)["kind"]
+
+
 def has_vllm() -> bool:
     try:
-        server.check_python(PYTHON)
+        process.check_python(PYTHON)
     except ConfigError:
         return False
     return True
@@ -117,7 +122,7 @@ def test_samples_come_from_exactly_the_trainers_weights(trainer, deployment):
             assert np.abs(under(trainer.reference(), PROMPT, one, 0.8) - one.logprobs).max() < 1e-4
         before = sampler
         train(trainer)
-    assert deployment.syncer.last.kind == "delta"
+    assert kind_of(sampler) == "delta"
     deployment.load(trainer.step).result()
     with pytest.raises(RolloutError, match=r"asked for weights step-3-\w+, the server has sampled from \['step-4-\w+'\]"):
         before.sample(PROMPT, 1, LONG).result()
@@ -158,12 +163,11 @@ def test_a_damaged_file_leaves_what_is_served(trainer, deployment, monkeypatch):
         load(folder, step)
 
     monkeypatch.setattr(deployment.servers, "load", damaged)
-    with pytest.raises(RolloutError, match=r"weights\.delta is damaged .*; it goes on serving its earlier weights"):
+    with pytest.raises(RolloutError, match=r"weights\.delta is damaged .*; the server keeps its earlier weights"):
         deployment.load(train(trainer))
     assert sampler.sample(PROMPT, 1, LONG).result().sequences
     monkeypatch.undo()
-    deployment.load(1).result()
-    assert deployment.syncer.last.kind == "base"
+    assert kind_of(deployment.load(1).result()) == "base"
 
 
 def test_servers_that_are_there_are_used_again(trainer, deployment):
@@ -176,8 +180,7 @@ def test_servers_that_are_there_are_used_again(trainer, deployment):
     assert DeploymentManager().running()["tests"] == [one]
     by_url = VllmConfig(url=one.url).deploy(trainer, live=True)
     for found in (by_url, again):  # each begins with a base, whatever the server holds
-        found.load(0).result()
-        assert found.syncer.last.kind == "base"
+        assert kind_of(found.load(0).result()) == "base"
         found.close()
     assert one.alive
 
@@ -261,7 +264,7 @@ def test_served_in_bfloat16(trainer):
         assert 1e-4 < np.abs(np.concatenate(gaps)).mean() < 0.05
         assert all(len(one.tokens) == 300 for future in futures for one in future.result().sequences)
         train(trainer)
-    assert deployment.syncer.last.kind == "delta" and manifest.read(sampler.checkpoint)["dtype"] == "bfloat16"
+    assert kind_of(sampler) == "delta" and manifest.read(sampler.checkpoint)["dtype"] == "bfloat16"
     deployment.close()
 
 
@@ -311,10 +314,10 @@ def test_an_adapter_is_synced_beside_the_one_that_is_asked(adapted):
             said = np.array(reference.compute_logprobs(tokens).result()[len(PROMPT) :])
             assert np.abs(said - one.logprobs).max() < 1e-4 and one.step == sampler.step
     client = Client(DeploymentManager().running()["adapters"][0].url)
-    assert set(control.adapters(client)) == {one.adapter for one in samplers}
+    assert set(api.adapters(client)) == {one.adapter for one in samplers}
     del samplers, sampler
     newest = deployment.load(trainer.step).result()
-    assert control.adapters(client) == [newest.adapter]
+    assert api.adapters(client) == [newest.adapter]
     assert len(list(trainer.folder.iterdir())) == 1  # nothing of the weights under it, nor of older versions
     assert newest.sample(PROMPT, 1, LONG).result().sequences  # vLLM does not miss their folders
 
@@ -323,14 +326,14 @@ def test_an_adapter_that_is_not_what_was_read_is_an_error(adapted, monkeypatch):
     """vLLM reads the folder by itself, after the worker has verified it."""
     trainer, deployment = adapted
     deployment.load(trainer.step).result()
-    prepare = control.prepare
+    prepare = api.prepare
 
     def read_and_changed(clients, folder):
         prepare(clients, folder)
         path = folder / "adapter_model.safetensors"
         path.write_bytes(path.read_bytes()[:-1] + b"?")
 
-    monkeypatch.setattr(control, "prepare", read_and_changed)
+    monkeypatch.setattr(api, "prepare", read_and_changed)
     with pytest.raises(RolloutError, match="vLLM has loaded another adapter than the one that was read and verified"):
         deployment.load(train(trainer))
     monkeypatch.undo()
@@ -366,14 +369,14 @@ def test_older_weights_come_back_when_they_are_asked_again(trainer, lagging):
         samplers.append(lagging.load(trainer.step).result())
         drawn.append(samplers[-1].sample(PROMPT, 2, LONG).result().sequences)
         train(trainer)
-    assert lagging.syncer.last.kind == "delta"
+    assert kind_of(samplers[-1]) == "delta"
     for place in (1, 0, 2, 1):
         again = samplers[place].sample(PROMPT, 2, LONG).result().sequences
         assert [one.tokens for one in again] == [one.tokens for one in drawn[place]]
         assert [one.step for one in again] == [place] * 2
     kept = [sampler.checkpoint for sampler in samplers]
     newest = lagging.load(trainer.step).result()
-    assert lagging.syncer.last.kind == "base"  # for the last delta applies to other weights than are served
+    assert kind_of(newest) == "base"  # for the last delta applies to other weights than are served
     assert all(folder.is_dir() for folder in kept)
     del samplers, newest
     lagging.load(train(trainer)).result()
@@ -395,11 +398,14 @@ def test_a_resume_between_two_syncs_has_exactly_the_older_weights(trainer, laggi
     assert [one.tokens for one in again.sample(PROMPT, 2, LONG).result().sequences] == [one.tokens for one in drawn]
 
 
-def test_grpo_with_samples_that_lag_behind(tmp_path):
+@pytest.mark.parametrize("ranks", [[], ["backend.ranks=2", "backend.shard=all"]], ids=["one", "sharded"])
+def test_grpo_with_samples_that_lag_behind(tmp_path, ranks):
     """Stopped between two syncs, it goes on sampling from the older weights."""
+    if ranks:
+        pytest.importorskip("tinker", reason="needs the package tinker")
     words = ["recipe=grpo", "deployment=vllm", f"deployment.python={PYTHON}", "deployment.max_length=512", "recipe.steps=5"]
     words += ["weight_sync.every=3", "recipe.prompts_per_step=8", "eval.every=2", "eval.limit=8", "optim.lr=1e-3"]
-    words += ["deployment.name=tests", "deployment.on_exit=keep", f"out={tmp_path / 'run'}"]
+    words += ["deployment.name=tests", "deployment.on_exit=keep", f"out={tmp_path / 'run'}", *ranks]
     (tmp_path / "stopping.py").write_text(STOP)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "cookbook", "train", *words]
@@ -435,3 +441,28 @@ def test_grpo_learns_through_it(tmp_path):
     # The sampler's logprobs are the trainer's, to float32: were a sync left out, k3 would be 1e-3 and more.
     assert all(row["kl/sampler_trainer_k3"] < 1e-8 and row["sync/version_lag"] == 0 for row in rows[1:])
     assert not [name for name in DeploymentManager().running() if name.startswith(PRIVATE)]  # its own has ended with it
+
+
+RANKS = ["backend.ranks=2"]
+SHARDED = [*RANKS, "backend.shard=all"]
+KEPT = ["deployment.name=tests", "deployment.on_exit=keep"]
+
+
+@pytest.mark.parametrize(
+    ("words", "accuracy"),
+    [([*SHARDED, *KEPT], 0.6), ([*RANKS, *KEPT], 0.6), ([*SHARDED, "model.lora_rank=16", "optim.lr=2e-3"], 0.4)],
+    ids=["shards", "replicas", "shards of an adapted model"],
+)
+def test_grpo_on_two_ranks_learns_through_it(tmp_path, words, accuracy):
+    """As one process. Each sync is verified by the digests of the weights, and by logprobs that the ranks compute."""
+    pytest.importorskip("tinker", reason="needs the package tinker")
+    common = ["recipe=grpo", "deployment=vllm", f"deployment.python={PYTHON}", "deployment.max_length=512", "recipe.steps=12"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "cookbook", "train", *common, *words, f"out={tmp_path / 'run'}"]
+    subprocess.run(command, check=True, cwd=tmp_path, env=environment)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["eval/accuracy"] < 0.2 and rows[-1]["eval/accuracy"] > accuracy
+    assert all(row["kl/sampler_trainer_k3"] < 1e-8 and row["sync/version_lag"] == 0 for row in rows[1:])
+    kinds = [manifest.read(path)["kind"] for path in sorted((tmp_path / "run" / "checkpoints").glob("sync-*"))]
+    # Full weights are a base and a delta for each step; of an adapter the last versions remain.
+    assert set(kinds) == {"base"} if "model.lora_rank=16" in words else kinds == ["base", *["delta"] * 12]

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 import tiny
 
-from cookbook.checkpoints import chain, manifest
-from cookbook.checkpoints.weights import Weights
-from cookbook.deployments.holder import FAILED, READING, WeightHolder
+from cookbook.backends.local import LocalConfig
+from cookbook.checkpoints import manifest, sampler_checkpoints
+from cookbook.checkpoints.tensor_digests import Weights
+from cookbook.deployments.vllm.weight_store import FAILED, READING, WeightStore
+from cookbook.deployments.weight_sync import ChainSyncer, SyncTarget
+from cookbook.engine.model import ModelConfig
 from cookbook.errors import CheckpointError, CookbookError, RolloutError
 from cookbook.types import AdamParams
-from cookbook.weight_sync import ChainSyncer, Replica
 
 BASE, DELTA = "base", "delta"
 
@@ -21,14 +26,14 @@ class Served:
     """Replicas that hold weights as those of a server do, without a model behind them."""
 
     def __init__(self, count: int = 2) -> None:
-        self.holders = [WeightHolder() for _ in range(count)]
+        self.holders = [WeightStore() for _ in range(count)]
         self.got: list[str] = []  # kinds of the checkpoints
         self.fails: set[int] = set()  # replicas whose load fails
         self.used: list[Path] = []  # checkpoints that samplers may want again
         self.lies: set[int] = set()  # replicas that say they are ready and have done nothing
 
-    def report(self) -> list[Replica]:
-        return [Replica(str(i), one.incarnation, one.status()["digest"]) for i, one in enumerate(self.holders)]
+    def report(self) -> list[SyncTarget]:
+        return [SyncTarget(str(i), one.incarnation, one.status()["digest"]) for i, one in enumerate(self.holders)]
 
     def load(self, folder: Path, step: int) -> None:
         self.got.append(manifest.read(folder)["kind"])
@@ -68,8 +73,8 @@ def train(trainer, lr=1e-4):
 
 
 def serves_the_trainers(served, trainer) -> bool:
-    digest = Weights.of(chain.on_disk(trainer.engine.model.network)).digest
-    return all(one.status()["digest"] == digest == Weights.of(one._served.tensors).digest for one in served.holders)
+    digest = Weights.of(sampler_checkpoints.on_disk(trainer.engine.model.network)).digest
+    return all(one.status()["digest"] == digest == Weights.of(one._serving.tensors).digest for one in served.holders)
 
 
 def folders(trainer) -> list[str]:
@@ -83,12 +88,13 @@ def test_a_base_and_then_deltas(trainer, served):
         assert serves_the_trainers(served, trainer)
         train(trainer, lr=1e-6)
     assert served.got == [BASE, DELTA, DELTA, DELTA]
-    assert (syncer.last.kind, syncer.last.step) == (DELTA, 3)
-    assert 0 < syncer.last.num_bytes < 0.5 * tiny_bytes(trainer)
+    newest = max(trainer.folder.glob("sync-*"))
+    assert manifest.read(newest)["step"] == 3
+    assert 0 < sum(path.stat().st_size for path in newest.iterdir()) < 0.5 * tiny_bytes(trainer)
 
 
 def tiny_bytes(trainer) -> int:
-    return Weights.of(chain.on_disk(trainer.engine.model.network)).num_bytes
+    return sum(tensor.nbytes for tensor in sampler_checkpoints.on_disk(trainer.engine.model.network).values())
 
 
 def test_bases_now_and_then_and_old_chains_deleted(trainer, served):
@@ -130,12 +136,12 @@ def test_a_load_that_fails_on_one_replica(trainer, served, who):
 def test_a_deployment_that_lies_about_readiness(trainer, served):
     syncer = ChainSyncer(trainer, served)
     served.lies = {1}
-    with pytest.raises(RolloutError, match=r"1 should serve step 0 .* and serves weights that it does not know; nothing may"):
+    with pytest.raises(RolloutError, match=r"1 should serve step 0 .* and serves unknown weights; do not"):
         syncer.sync(0)
     served.lies = set()
     syncer.sync(0)
     served.lies = {0}
-    with pytest.raises(RolloutError, match=r"0 should serve step 1 \(\w{12}\.\.\.\) and serves \w{12}\.\.\.; nothing may"):
+    with pytest.raises(RolloutError, match=r"0 should serve step 1 \(\w{12}\.\.\.\) and serves \w{12}\.\.\.; do not"):
         syncer.sync(train(trainer))
     served.lies = set()
     syncer.sync(trainer.step)
@@ -146,13 +152,13 @@ def test_a_deployment_that_lies_about_readiness(trainer, served):
 def test_a_replica_that_has_started_anew(trainer, served):
     syncer = ChainSyncer(trainer, served)
     syncer.sync(0)
-    served.holders[1] = WeightHolder()
+    served.holders[1] = WeightStore()
     syncer.sync(train(trainer))
     # One that has started anew and was given the same weights by somebody else is still another.
-    old, served.holders[0] = served.holders[0], WeightHolder()
-    served.holders[0]._served = old._served
+    old, served.holders[0] = served.holders[0], WeightStore()
+    served.holders[0]._serving = old._serving
     syncer.sync(train(trainer))
-    served.holders.append(WeightHolder())  # scaled up
+    served.holders.append(WeightStore())  # scaled up
     syncer.sync(train(trainer))
     served.holders.pop()  # and down
     syncer.sync(train(trainer))
@@ -244,7 +250,7 @@ def test_a_flipped_bit_in_a_file(trainer, served, kind, monkeypatch):
 
 
 def test_weights_of_another_step_are_refused(trainer, served):
-    with pytest.raises(RolloutError, match="the trainer has seen 0 steps, not 3"):
+    with pytest.raises(RolloutError, match="the trainer is at step 0, expected step 3"):
         ChainSyncer(trainer, served).sync(3)
     assert served.got == []
 
@@ -261,19 +267,19 @@ def test_a_holder_refuses_what_does_not_fit(trainer, tmp_path):
     trainer.save_weights_for_sampler_ext("a").result()
     train(trainer)
     delta = Path(trainer.save_weights_for_sampler_ext("b", checkpoint_type=DELTA).result().path)
-    holder = WeightHolder()
-    for folder, reason in ((delta, "is a delta, and there are no weights"), (tmp_path / "none", "is not a checkpoint")):
+    holder = WeightStore()
+    for folder, reason in ((delta, "is a delta, but this replica has no weights"), (tmp_path / "none", "is not a checkpoint")):
         holder.prepare(folder)
         holder._thread.join(30)
         assert holder.status()["state"] == FAILED and reason in holder.status()["error"]
-        with pytest.raises(CheckpointError, match="none are ready to be served"):
+        with pytest.raises(CheckpointError, match="no weights are ready to be served"):
             holder.begin()
     assert holder.status()["digest"] is None
 
 
 def test_a_holder_knows_nothing_while_weights_are_put_in(trainer):
     base = Path(trainer.save_weights_for_sampler_ext("a").result().path)
-    holder = WeightHolder()
+    holder = WeightStore()
     holder.prepare(base)
     if holder.status()["state"] == READING:
         with pytest.raises(CookbookError, match="still being read"):
@@ -283,3 +289,59 @@ def test_a_holder_knows_nothing_while_weights_are_put_in(trainer):
     assert holder.status()["digest"] is None
     holder.finish()
     assert holder.status()["digest"] == manifest.read(base)["weights"]
+
+
+# ---- several ranks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def group(request, tiny_folder, tmp_path):
+    """A trainer on two ranks, which are replicas or shards."""
+    pytest.importorskip("tinker", reason="needs the package tinker")
+    model = ModelConfig(str(tiny_folder))
+    made = LocalConfig(ranks=2, shard=request.param).make_trainer(model, seed=0, folder=tmp_path / "ranks")
+    yield made
+    made.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", ["none", "all"], indirect=True)
+def test_a_group_of_ranks_sends_what_one_process_sends(group, served, make_trainer):
+    one, names = make_trainer(), []
+    assert (group.model_config, group.adapted_model) == (one.model_config, one.adapted_model)
+    for trainer in (group, one):
+        trainer.set_checkpoint_dtype("bfloat16")
+    with pytest.raises(CheckpointError, match="none: a delta needs a checkpoint before it; write a base first"):
+        group.save_weights_for_sampler_ext("none", checkpoint_type="delta").result()
+    syncer = ChainSyncer(group, served)
+
+    def sync() -> None:
+        syncer.sync(group.step)
+        names.append(manifest.read(syncer._chains[-1][-1])["weights"])
+        assert {holder.status()["digest"] for holder in served.holders} == {names[-1]}
+        # The server keeps the checkpoint that the next delta applies to, and no other.
+        assert len(list(group._group.state.glob("*/sampler_weights.*"))) == 1
+
+    for _ in range(3):
+        sync()
+        train(group)
+    assert served.got == [BASE, DELTA, DELTA] and len(set(names)) == 3
+    saved = manifest.verify(Path(one.save_weights_for_sampler_ext("base").result().path))
+    assert names[0] == saved["weights"] and saved["dtype"] == "bfloat16"
+    chain = syncer._chains[-1]
+    assert sampler_checkpoints.reconstruct(chain[-1]).digest == names[-1]
+    assert sampler_checkpoints.lineage(chain[-1]) == chain
+    killed = group._group.pids
+    os.kill(killed[1], signal.SIGKILL)
+    while set(killed) & set(group._group.pids):
+        time.sleep(0.05)
+    sync()  # asked for a delta; the new ranks do not know of what
+    train(group)
+    sync()
+    assert served.got[3:] == [BASE, DELTA]
+    state = group.save_state("state").result()
+    sync()
+    group.load_state(state).result()
+    assert group.delta_predecessor().result() is None
+    sync()
+    assert served.got[5:] == [DELTA, BASE] and names[-1] == names[-2] == names[-3]

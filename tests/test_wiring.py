@@ -12,17 +12,18 @@ import tiny
 import torch
 from runtools import SMALL, checkpoint, here, rows, train, write  # noqa: F401 - here is a fixture
 
-from cookbook import rollout
 from cookbook.backends.local import LocalTrainer
 from cookbook.checkpoints import manifest
 from cookbook.data import RenderedPrompt, Renderer, Row
-from cookbook.data.batches import Batches
-from cookbook.evaluation import EvalConfig, Evaluator
+from cookbook.data.datum_table import Batches
 from cookbook.futures import done
 from cookbook.losses import CrossEntropy
 from cookbook.losses.pairs import reward_metrics
-from cookbook.rewards import Judge
-from cookbook.rollout import Group, RolloutConfig
+from cookbook.sampling import rollouts
+from cookbook.sampling.evaluation import EvalConfig, Evaluator
+from cookbook.sampling.rewards import RewardRunner
+from cookbook.sampling.rollouts import RolloutConfig, RolloutGroup
+from cookbook.sampling.trajectory import Trajectory
 from cookbook.types import AdamParams, Sample, SampleResponse
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -102,15 +103,15 @@ def test_every_pass_of_every_step_drops_by_a_mask_of_its_own(make_engine):
 def test_metrics_of_rollouts_are_what_they_are_called():
     """One of four completions was cut off; lengths 1, 2, 3 and 6."""
 
-    def sample(length, reason):
-        return Sample([5] * length, [-1.0] * length, reason, 0)
+    def attempt(length, reason):
+        return Trajectory.single([1], "", Sample([5] * length, [-1.0] * length, reason, 0), "")
 
     prompt = RenderedPrompt([1], Row("here:1", {}), "", "")
     groups = [
-        Group(prompt, [sample(1, "stop"), sample(2, "stop")], ["", ""], [0.0, 1.0]),
-        Group(prompt, [sample(3, "stop"), sample(6, "length")], ["", ""], [1.0, 1.0]),
+        RolloutGroup(prompt, [attempt(1, "stop"), attempt(2, "stop")], [0.0, 1.0]),
+        RolloutGroup(prompt, [attempt(3, "stop"), attempt(6, "length")], [1.0, 1.0]),
     ]
-    found = rollout.metrics(groups)
+    found = rollouts.metrics(groups)
     assert found["rollout/truncated_frac"] == 0.25
     assert found["rollout/completion_tokens_mean"] == 3.0
     assert found["rollout/completion_tokens_max"] == 6.0
@@ -124,7 +125,7 @@ def test_metrics_of_rollouts_are_what_they_are_called():
 def test_a_rollout_becomes_a_datum_of_the_completion_alone():
     """A prompt of three tokens: its weights are 0, and a better completion than the group's is pushed up."""
     sample = Sample([8, 9], [-0.5, -0.25], "stop", 0)
-    found = rollout.datum([5, 6, 7], sample, 2.0)
+    [found] = Trajectory.single([5, 6, 7], "", sample, "").datums(2.0)
     assert found.model_input.to_ints() == [5, 6, 7, 8]
     values = {name: one.tolist() for name, one in found.loss_fn_inputs.items()}
     assert values == {
@@ -150,10 +151,10 @@ def test_a_reward_stays_with_its_completion():
     """The reward of a completion is its token's number."""
     renderer = Renderer(tiny.tokenizer())
     texts = {renderer.text([token]): float(token) for token in (40, 41, 42, 43)}
-    judge = Judge(lambda completion, row: texts[completion])
+    judge = RewardRunner(lambda completion, row: texts[completion])
     prompts = [RenderedPrompt([place], Row(f"here:{place}", {}), "", "") for place in (0, 1)]
     sampler = _Sampler([40, 41], [43, 42])
-    found = rollout.sample_groups(sampler, prompts, 2, RolloutConfig(), renderer, seed=0, judge=judge).groups
+    found = rollouts.sample_groups(sampler, prompts, 2, RolloutConfig(), renderer, seed=0, runner=judge).groups
     assert [group.rewards for group in found] == [[40.0, 41.0], [43.0, 42.0]]
 
 
@@ -161,8 +162,8 @@ def test_an_evaluation_counts_a_whole_reward_and_draws_each_prompt_by_a_seed_of_
     renderer = Renderer(tiny.tokenizer())
     config = EvalConfig(pass_at=[1])
     rewards = iter([1.0, 0.5, 1.0, 0.0])
-    judge = Judge(lambda completion, row: next(rewards))
-    evaluator = Evaluator(config, renderer, RolloutConfig().asker(), judge, (), seed=0)
+    judge = RewardRunner(lambda completion, row: next(rewards))
+    evaluator = Evaluator(config, renderer, RolloutConfig().retrier(), judge, (), seed=0)
     prompts = [RenderedPrompt([place], Row(f"here:{place}", {}), "", "") for place in (0, 1)]
     sampler = _Sampler([40], [41])
     metrics = evaluator.rewards(sampler, prompts).metrics
@@ -290,21 +291,21 @@ def test_weights_on_the_server_stay_while_a_sampler_holds_them(tiny_folder, tmp_
     from cookbook.backends.remote.config import RemoteConfig
     from cookbook.engine.model import ModelConfig
     from cookbook.errors import CheckpointError
-    from cookbook.server.catalogue import Address
+    from cookbook.server.state.catalog import Address
 
     with servertools.running(tiny_folder, tmp_path / "server") as server:
         config = RemoteConfig(server.url, patience_s=30.0)
         trainer = config.make_trainer(ModelConfig(str(tiny_folder), lora_rank=2), seed=0, folder=tmp_path / "checkpoints")
         try:
             sampler = trainer.lagging_sampler(0).result()
-            (saved,) = trainer._books._samplers
+            (saved,) = trainer._garbage._samplers
             trainer.save_state("one").result()
-            server.service.catalogue.find(Address.parse(saved))  # raises if it is gone
+            server.service.catalog.find(Address.parse(saved))  # raises if it is gone
             del sampler
             gc.collect()
             trainer.save_state("two").result()
             with pytest.raises(CheckpointError):
-                server.service.catalogue.find(Address.parse(saved))
+                server.service.catalog.find(Address.parse(saved))
         finally:
             trainer.close()
 
@@ -323,7 +324,7 @@ def test_a_published_sampler_outlives_the_states_saved_after_it(tiny_folder, tmp
         for number in (2, 4, 6):
             client.result("forward_backward", passing(run, number, number))
             client.result("optim_step", stepping(run, number + 1))
-        _wait_for(lambda: (server.service.states[run].newest or 0) > 2)
+        _wait_for(lambda: (server.service.snapshots[run].newest or 0) > 2)
         drawn = client.sample(published, 0, seed=3)
         newest = {"model_id": run, "seq_id": 8, "sampling_session_seq_id": 1}
         current = json.loads(client.result("save_weights_for_sampler", newest))["sampling_session_id"]

@@ -11,11 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cookbook.data.byte_tokenizer import byte_tokenizer
 from cookbook.types import Datum, ModelInput
+from cookbook.utils.paths import packaged
 
 CONTEXT = 96
 VOCABULARY = 259
+
+
+def byte_tokenizer(max_length: int = 1024) -> Any:
+    """The tokenizer of the shipped model, whose tokens are bytes."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(packaged("data") / "tiny", model_max_length=max_length)
 
 
 @functools.cache

@@ -22,14 +22,14 @@ from typing import Any
 import numpy as np
 import torch
 from shapes import CONTEXT, LR, PEAK_FLOPS, ROUNDS, SHAPES, SMALL, WARM_UP, Shape
-from transformers import Qwen3ForCausalLM
+from transformers import AutoTokenizer, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from cookbook.data.byte_tokenizer import byte_tokenizer
 from cookbook.engine.engine import Engine, EngineOptions
 from cookbook.engine.model import LanguageModel, ModelConfig
 from cookbook.losses import get_loss
 from cookbook.types import AdamParams, datum_from_tokens_weights
+from cookbook.utils.paths import packaged
 
 ADAM = AdamParams(learning_rate=LR)
 CUDA = torch.cuda.is_available()
@@ -99,7 +99,12 @@ def network(shape: Shape) -> LanguageModel:
     device = torch.device("cuda" if CUDA else "cpu")
     with device:
         made = Qwen3ForCausalLM(shape.config()).to(torch.bfloat16)
-    return LanguageModel(made, byte_tokenizer(CONTEXT), ModelConfig("random", dtype="bfloat16"), device)
+    return LanguageModel(
+        made,
+        AutoTokenizer.from_pretrained(packaged("data") / "tiny", model_max_length=CONTEXT),
+        ModelConfig("random", dtype="bfloat16"),
+        device,
+    )
 
 
 def timed(step: Callable[[], None]) -> tuple[float, float | None]:

@@ -27,9 +27,9 @@ import cookbook
 from cookbook.data import DataConfig, Renderer, conversation_datums, load_rows, preference_datums
 from cookbook.engine.engine import Engine, EngineOptions
 from cookbook.engine.model import LanguageModel, ModelConfig, load
-from cookbook.losses import GRPO, Batch, Loss, get_loss
+from cookbook.losses import GRPO, Loss, LossBatch, get_loss
 from cookbook.losses.base import Metrics, kept, weights_to_mean
-from cookbook.losses.policy import Rollouts, bounded_exp, k3
+from cookbook.losses.policy import RolloutArrays, bounded_exp, k3
 from cookbook.types import Datum, datum_from_tokens_weights
 
 ONE_ROW_AT_A_TIME = EngineOptions(micro_batch_tokens=1, packing="padded")
@@ -44,7 +44,7 @@ class BiasCorrectedKL(GRPO):
     Source: DeepSeek-AI 2025, "DeepSeek-V3.2", arXiv:2512.02556, section 3.1.
     """
 
-    def terms(self, batch: Batch, tokens: Rollouts) -> tuple[Tensor, Metrics]:
+    def terms(self, batch: LossBatch, tokens: RolloutArrays) -> tuple[Tensor, Metrics]:
         terms, metrics = super().terms(batch, tokens)  # has the k3 itself
         reference = kept(batch.read("reference_logprobs"), tokens.weights)
         ratio = bounded_exp(tokens.logprobs - tokens.sampling_logprobs)

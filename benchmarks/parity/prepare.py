@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from cases import BATCH_ROWS, CLIP, CLIP_CISPO, CLIP_SEQUENCE, CLIP_TWO_SIDED, RUNS, Folder
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from cookbook.data.byte_tokenizer import byte_tokenizer
+from cookbook.utils.paths import packaged
 
 SPREAD = 0.15  # standard deviation of fresh weights: enough that probabilities are far from uniform
 MOVED = 0.04  # of the noise between reference and policy: hinge pairs on both sides of the margin
@@ -30,7 +30,7 @@ def main(folder: Folder) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     folder.root.mkdir(parents=True, exist_ok=True)
-    tokenizer = byte_tokenizer()
+    tokenizer = AutoTokenizer.from_pretrained(packaged("data") / "tiny", model_max_length=1024)
     reference = Qwen3ForCausalLM(_architecture(tokenizer)).eval()
     policy = Qwen3ForCausalLM(reference.config).eval()
     policy.load_state_dict({name: w + MOVED * torch.randn_like(w) for name, w in reference.state_dict().items()})

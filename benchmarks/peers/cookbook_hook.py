@@ -7,7 +7,7 @@ from pathlib import Path
 
 from meter import Meter
 
-from cookbook.hooks import Hook
+from cookbook.run.hooks import Hook
 
 
 class MeterHook(Hook):

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from workloads import COMPLETION_TOKENS, SMALL, WIDE, WORKLOADS, Folder, Model, Workload
 
-from cookbook.data.byte_tokenizer import byte_tokenizer
+from cookbook.utils.paths import packaged
 
 CONTEXT = 1024  # tokens: TRL's default max_length, so that neither side cuts a row
 TEMPLATE_TOKENS = 64  # more than the chat template adds to a question and an answer
@@ -44,7 +44,7 @@ def main() -> None:
 
 def _make(model: Model, folder: Path) -> None:
     torch.manual_seed(0)
-    tokenizer = byte_tokenizer(CONTEXT)
+    tokenizer = AutoTokenizer.from_pretrained(packaged("data") / "tiny", model_max_length=CONTEXT)
     config = Qwen3Config(
         vocab_size=model.vocabulary,
         hidden_size=model.hidden,

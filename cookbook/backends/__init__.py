@@ -1,1 +1,1 @@
-"""Where training happens: ``local`` in this process."""
+"""Backends, which train a model: ``local`` computes in this process, ``remote`` is a client of a server."""

@@ -1,88 +1,497 @@
-"""One thread that does jobs in the order they were given, and answers through futures."""
+"""A worker thread, on which queues of jobs take turns, and the record of errors that the caller has not read yet.
+
+The jobs of one queue run in order. Long jobs pause between their steps, and the thread then continues with the queue whose
+owner has used it least. The measure is seconds and not tokens, because a token costs more in a small batch than in a large one.
+A pause changes no number: a job keeps its state.
+"""
 
 from __future__ import annotations
 
-import queue
+import contextlib
 import threading
+import time
 import weakref
-from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 
-from cookbook.engine.heap import keep_freed_memory
+from cookbook.engine.memory import keep_freed_memory
 from cookbook.errors import BackendError, CookbookError
 from cookbook.futures import Future
 
 T = TypeVar("T")
-Jobs: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
 
 TRAINING_REMEDY = "lower backend.micro_batch_tokens, then backend.retain_gb, or set backend.activation_checkpointing=true"
-SAMPLING_REMEDY = "lower deployment.max_batch_tokens, and backend.micro_batch_tokens where prompts are scored"
+SAMPLING_REMEDY = "lower deployment.max_batch_tokens, and backend.micro_batch_tokens if prompt logprobs are computed"
 
 
-class Worker:
-    """Runs jobs one after another, off the caller's thread. torch's thread count is per thread, so it is set here.
+# Seconds by which an owner must be behind before it interrupts another one; otherwise two owners would switch at every step.
+SLICE_S = 0.02
+# Seconds of head start of an owner without queued jobs, so that its next job runs first.
+HEAD_START_S = 0.2
 
-    The thread ends with :meth:`close`, or after its last job once nobody holds the worker any more.
+Steps = Generator[None, None, None]
+# The purpose of the jobs that this thread or task submits, for :attr:`JobSchedule.on_slice`.
+PURPOSE: ContextVar[str] = ContextVar("PURPOSE", default="")
+
+
+@contextlib.contextmanager
+def purpose(text: str) -> Iterator[None]:
+    """Context in which submitted jobs get the purpose ``text``."""
+    token = PURPOSE.set(text)
+    try:
+        yield
+    finally:
+        PURPOSE.reset(token)
+
+
+@dataclass(eq=False)
+class Account:
+    """The use of the thread by one owner, for example a client, in seconds. ``clock_s``: least use of its queues with jobs."""
+
+    used_s: float = 0.0
+    clock_s: float = 0.0
+    num_ready: int = 0
+
+
+@dataclass(eq=False)
+class Job:
+    """``steps`` is a generator that pauses between steps. ``future`` gets an error if the job is dropped before its end."""
+
+    steps: Steps
+    future: Future[Any]
+    purpose: str = field(default_factory=PURPOSE.get)
+
+
+@dataclass(eq=False)
+class JobQueue:
+    """Jobs of one owner that run in order.
+
+    Attributes:
+        share: part of the seconds that counts as use. A queue with 0.5 gets twice the seconds of a queue with 1.
+        is_closed: the jobs are dropped, the current one at its next pause.
+    """
+
+    account: Account
+    share: float = 1.0
+    used_s: float = 0.0
+    is_closed: bool = False
+    jobs: deque[Job] = field(default_factory=deque)
+
+    @property
+    def rank(self) -> tuple[bool, float, float]:
+        """Sort key: the queue with the lowest rank runs next. Closed queues come first, so that their memory is freed."""
+        return not self.is_closed, self.account.used_s, self.used_s
+
+
+class JobSchedule:
+    """The queues of one thread. It calls ``on_slice`` with the purpose of its next job, and with "" before it waits."""
+
+    def __init__(self) -> None:
+        self.on_slice: Callable[[str], None] = lambda purpose: None
+        self._purpose = ""
+        # Queues with jobs.
+        self._ready: list[JobQueue] = []
+        self._changed = threading.Condition()
+        self._closed = False
+        self._current: JobQueue | None = None
+        # Least use of the accounts with jobs. Accounts that were idle start close to this value: idle time is not saved up.
+        self._clock_s = 0.0
+
+    def put(self, queue: JobQueue, job: Job) -> None:
+        """Queue a job. Raises BackendError: the queue or the worker is closed."""
+        with self._changed:
+            if self._closed:
+                raise BackendError("the trainer is closed; create a new one")
+            if queue.is_closed:
+                raise BackendError("the session of this call has ended; create a new client")
+            if not queue.jobs:
+                self._add(queue)
+            queue.jobs.append(job)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Let :meth:`run` return once all queued jobs have run."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def drop(self, *queues: JobQueue) -> None:
+        """Close ``queues`` and drop their jobs: the current one at its next pause, the others without a start.
+
+        Without arguments, drop the jobs of all queues.
+        """
+        with self._changed:
+            for queue in queues or self._ready:
+                queue.is_closed = True
+
+    def clear(self, queue: JobQueue) -> None:
+        """Drop the jobs of ``queue`` that have not begun. The queue stays open."""
+        with self._changed:
+            count = 1 if queue is self._current else 0
+            dropped = list(queue.jobs)[count:]
+            if queue.jobs and not count:
+                self._remove(queue)
+            for _ in dropped:
+                queue.jobs.pop()
+        for job in dropped:
+            _fail(job)
+
+    def run(self) -> None:
+        """Run the jobs, until the schedule is closed and no jobs are left."""
+        while (queue := self._next()) is not None:
+            if queue.is_closed:
+                self._drop_jobs(queue)
+            else:
+                self._run_slice(queue)
+            # Drop the reference now: the queue holds the data of its jobs, and the next job may arrive much later.
+            del queue
+
+    def _next(self) -> JobQueue | None:
+        with self._changed:
+            self._current = None
+            if not self._ready:
+                self._announce("")
+            while not self._ready:
+                if self._closed:
+                    return None
+                self._changed.wait()
+            self._current = queue = min(self._ready, key=lambda one: one.rank)
+            return queue
+
+    def _run_slice(self, queue: JobQueue) -> None:
+        """Run the first job of the queue to its end, or until another queue is further behind."""
+        self._announce(queue.jobs[0].purpose)
+        steps, is_running = queue.jobs[0].steps, True
+        while is_running and not queue.is_closed:
+            started = time.perf_counter()
+            is_running = next(steps, True) is None
+            used_s = (time.perf_counter() - started) * queue.share
+            queue.used_s += used_s
+            queue.account.used_s += used_s
+            if self._is_ahead(queue):
+                break
+        if not is_running:
+            with self._changed:
+                queue.jobs.popleft()
+                if not queue.jobs:
+                    self._remove(queue)
+
+    def _announce(self, purpose: str) -> None:
+        if purpose != self._purpose:
+            self._purpose = purpose
+            self.on_slice(purpose)
+
+    def _is_ahead(self, queue: JobQueue) -> bool:
+        """Whether the use of ``queue`` exceeds that of another queue with jobs by more than ``SLICE_S``."""
+        if len(self._ready) == 1:
+            return False
+        with self._changed:
+            for other in self._ready:
+                if other.account is not queue.account:
+                    ahead = queue.account.used_s - other.account.used_s
+                else:
+                    ahead = queue.used_s - other.used_s
+                if ahead > SLICE_S or other.is_closed:
+                    return True
+        return False
+
+    def _drop_jobs(self, queue: JobQueue) -> None:
+        with self._changed:
+            jobs = list(queue.jobs)
+            queue.jobs.clear()
+            self._remove(queue)
+        for job in jobs:
+            _fail(job)
+
+    def _add(self, queue: JobQueue) -> None:
+        account = queue.account
+        self._update_clocks(account)
+        if not account.num_ready:
+            account.used_s = max(account.used_s, self._clock_s - HEAD_START_S)
+        queue.used_s = max(queue.used_s, account.clock_s - HEAD_START_S)
+        account.num_ready += 1
+        self._ready.append(queue)
+
+    def _remove(self, queue: JobQueue) -> None:
+        self._update_clocks(queue.account)
+        queue.account.num_ready -= 1
+        self._ready.remove(queue)
+
+    def _update_clocks(self, account: Account) -> None:
+        """Set the clocks to the least use of those that have jobs."""
+        self._clock_s = max(self._clock_s, min((one.account.used_s for one in self._ready), default=0.0))
+        own = [one.used_s for one in self._ready if one.account is account]
+        account.clock_s = max(account.clock_s, min(own, default=0.0))
+
+
+def _fail(job: Job) -> None:
+    job.steps.close()
+    if not job.future.done():
+        job.future.set_exception(BackendError("the call was dropped: its session has ended, or the server stops"))
+
+
+class Lane:
+    """A queue of jobs on the thread of a worker. Its jobs run in order; lanes of a worker take turns."""
+
+    def __init__(self, schedule: JobSchedule, thread: threading.Thread, queue: JobQueue) -> None:
+        self.thread = thread
+        self._schedule = schedule
+        self._queue = queue
+
+    def submit(self, job: Callable[[], T], future: Future[T] | None = None) -> Future[T]:
+        """Queue ``job``, and return the future (``future`` if given) that receives the job's result or exception.
+
+        Raises:
+            BackendError: the worker or the lane is closed.
+        """
+
+        def steps() -> Generator[None, None, T]:
+            # Makes this function a generator, without a pause.
+            yield from ()
+            return job()
+
+        return self.submit_steps(steps, future)
+
+    def submit_steps(self, job: Callable[[], Generator[None, None, T]], future: Future[T] | None = None) -> Future[T]:
+        """Queue a job that is a generator, which pauses at every ``yield``. Jobs of other lanes may run during a pause.
+
+        Raises:
+            BackendError: the worker or the lane is closed.
+        """
+        submitted: Future[T] = Future() if future is None else future
+        submitted.answered_by = self.thread
+        self._schedule.put(self._queue, Job(_run_job(job, submitted), submitted))
+        return submitted
+
+    def close(self) -> None:
+        """Wait for the queued jobs."""
+        # Jobs run in order, so when this one has run, all earlier ones have.
+        self.submit(lambda: None).result()
+
+    def drop(self) -> None:
+        """Close the lane and drop its jobs, the current one at its next pause. Their futures get a BackendError."""
+        self._schedule.drop(self._queue)
+
+    def clear(self) -> None:
+        """Drop the jobs that have not begun. Their futures get a BackendError. The lane stays open."""
+        self._schedule.clear(self._queue)
+
+
+class Worker(Lane):
+    """Runs jobs on its own thread. Torch uses ``threads`` threads for each job. The worker is the first of its lanes.
+
+    The thread ends when :meth:`close` is called, or once the worker is garbage-collected and its queued jobs have run.
     """
 
     def __init__(self, threads: int) -> None:
-        self._jobs: Jobs = queue.SimpleQueue()
-        self._lock = threading.Lock()  # no job may follow the one that ends the thread
-        self._closed = False
-        keep_freed_memory()  # first: a thread chooses its heap when it begins
-        # The thread knows the queue only: knowing the worker, it would keep it, and itself, alive.
-        self.thread = threading.Thread(target=_run, args=(self._jobs,), name="cookbook-trainer", daemon=True)
-        self.thread.start()
-        weakref.finalize(self, self._jobs.put, None).atexit = False
+        # Before the thread starts, because a thread chooses its malloc arena when it starts.
+        keep_freed_memory()
+        schedule = JobSchedule()
+        # The thread refers only to the schedule. A reference to the worker would keep it from being garbage-collected.
+        thread = threading.Thread(target=schedule.run, name="cookbook-trainer", daemon=True)
+        super().__init__(schedule, thread, JobQueue(Account()))
+        thread.start()
+        weakref.finalize(self, schedule.close).atexit = False
+        # Run this on the thread itself: torch's thread count is a setting of each thread.
         self.submit(lambda: torch.set_num_threads(threads))
 
-    def submit(self, job: Callable[[], T], future: Future[T] | None = None) -> Future[T]:
-        """Queues ``job``; its result or exception arrives in ``future``."""
-        answer: Future[T] = Future() if future is None else future
-        answer.answered_by = self.thread
-        with self._lock:
-            if self._closed:
-                raise BackendError("the trainer is closed; make a new one")
-            self._jobs.put(lambda: _answer(job, answer))
-        return answer
+    def on_slice(self, callback: Callable[[str], None]) -> None:
+        """Call ``callback`` on the thread with the purpose of the job that the thread computes next."""
+        self._schedule.on_slice = callback
+
+    def lane(self, account: Account, share: float = 1.0) -> Lane:
+        """Return a new lane. Lanes of one ``account`` share its part of the thread; see :class:`JobQueue` for ``share``."""
+        return Lane(self._schedule, self.thread, JobQueue(account, share))
 
     def close(self) -> None:
-        """Waits for the jobs under way.
+        """Wait for the queued jobs, and end the thread.
 
         Raises:
-            BackendError: one of them closes its own trainer.
+            BackendError: a job closes its own trainer.
         """
         if threading.current_thread() is self.thread:
             raise BackendError(
-                "close: called by a loss or a done-callback, which run inside the trainer; close it from outside"
+                "close: called by a loss or a done-callback, which run on the trainer's thread; close it on another thread"
             )
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._jobs.put(None)
+        self._schedule.close()
         self.thread.join()
 
-
-def _run(jobs: Jobs) -> None:
-    while (job := jobs.get()) is not None:
-        job()
-        del job  # and with it the data of the call, while the next one is waited for
+    def drop_all(self) -> None:
+        """Drop the jobs of all lanes, the current one at its next pause."""
+        self._schedule.drop()
 
 
-def _answer(job: Callable[[], Any], future: Future[Any]) -> None:
+def _run_job(job: Callable[[], Generator[None, None, T]], future: Future[T]) -> Steps:
     try:
-        result = job()
-    except BaseException as error:  # noqa: BLE001 - it is raised again where the future is read
-        future.set_exception(explained(error))
+        result = yield from job()
+    except GeneratorExit:
+        # The job is dropped; the schedule sets the error of the future.
+        raise
+    except BaseException as error:  # noqa: BLE001 - raised again when the caller reads the future
+        future.set_exception(with_remedy(error))
     else:
         future.set_result(result)
 
 
-def explained(error: BaseException, remedy: str = TRAINING_REMEDY) -> BaseException:
-    """``error``, or when memory ran out, one that says what to do about it."""
-    is_shortage = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-    if isinstance(error, CookbookError) or not is_shortage:
+def with_remedy(error: BaseException, remedy: str = TRAINING_REMEDY) -> BaseException:
+    """Return ``error`` unchanged, or if it reports a lack of memory, a BackendError with a remedy."""
+    # On the CPU torch raises a RuntimeError, which only a part of its message identifies.
+    out_of_memory = isinstance(error, torch.OutOfMemoryError) or "t allocate memory" in str(error)
+    if isinstance(error, CookbookError) or not out_of_memory:
         return error
     return BackendError(f"out of memory: {str(error).splitlines()[0]}; {remedy}")
+
+
+class Failures:
+    """The errors of failed calls that the caller has not read yet, oldest first.
+
+    An optimizer step reports the errors that were unread when the caller requested the step. This depends on the order of the
+    caller's actions only, not on how early a call failed, so the outcome does not depend on the speed of the trainer.
+
+    Args:
+        unread: set that several trainers may share. It contains this object while an error is unread, so that the error
+            survives the trainer.
+    """
+
+    def __init__(self, unread: set[Failures] | None = None) -> None:
+        # By identity: two errors of a user's class may compare equal.
+        self._errors: dict[int, BaseException] = {}
+        self._steps: list[PendingStep] = []
+        self._unread_trainers = set() if unread is None else unread
+        self._lock = threading.Lock()
+        # Whether the caller has read an error since it last requested a step.
+        self._read_since_step = False
+
+    @property
+    def errors(self) -> tuple[BaseException, ...]:
+        """The unread errors, oldest first."""
+        with self._lock:
+            return tuple(self._errors.values())
+
+    def record(self, error: BaseException) -> None:
+        """Record that a call has failed with ``error``. Recording the same error twice has no effect."""
+        with self._lock:
+            self._errors.setdefault(id(error), error)
+            self._unread_trainers.add(self)
+
+    def mark_read(self, error: BaseException) -> None:
+        """Mark ``error`` as read. Steps that were requested before this still report the error, later ones do not."""
+        with self._lock:
+            if self._errors.pop(id(error), None) is None:
+                return
+            self._read_since_step = True
+            for step in self._steps:
+                step.read_late.append(error)
+            if not self._errors:
+                self._unread_trainers.discard(self)
+
+    def mark_all_read(self) -> None:
+        """Mark all errors so far as read."""
+        for error in self.errors:
+            self.mark_read(error)
+
+    def step(self) -> PendingStep:
+        """Return a new optimizer step that the caller requests now."""
+        with self._lock:
+            step = PendingStep(self, after_read=self._read_since_step)
+            self._read_since_step = False
+            self._steps.append(step)
+        return step
+
+    def close_step(self, step: PendingStep) -> None:
+        """Stop tracking ``step``, whose turn it is. Errors that are read from now on do not affect the step."""
+        with self._lock:
+            self._steps = [one for one in self._steps if one is not step]
+
+    def raise_unread(self) -> None:
+        """Raise the first unread error if there is one, and mark all errors as read."""
+        with self._lock:
+            errors, self._errors = list(self._errors.values()), {}
+            self._unread_trainers.discard(self)
+        if errors:
+            raise errors[0]
+
+
+class PendingStep:
+    """An optimizer step that was requested and has not run yet.
+
+    Attributes:
+        after_read: the caller has read an error since it requested the previous step.
+        read_late: errors that the caller has read since it requested this step. The step still reports them.
+    """
+
+    def __init__(self, failures: Failures, *, after_read: bool) -> None:
+        self.after_read = after_read
+        self.read_late: list[BaseException] = []
+        self._failures = failures
+        self._reported: tuple[BaseException, ...] = ()
+
+    @property
+    def known(self) -> tuple[BaseException, ...]:
+        """The errors that the step must report, as far as calls have failed yet."""
+        return (*self._failures.errors, *self.read_late)
+
+    def error(self, later: Sequence[BaseException] = ()) -> BaseException | None:
+        """Return the first error that the step must report, or None. Call this when it is the step's turn.
+
+        Errors that are read from now on do not affect the step.
+
+        Args:
+            later: errors of calls that were made after the step and have already failed; the step does not report them.
+        """
+        self._failures.close_step(self)
+        self._reported = tuple(one for one in self.known if not any(one is other for other in later))
+        return self._reported[0] if self._reported else None
+
+    def record(self, error: BaseException) -> None:
+        """Record that the step has failed with ``error``. An error that the step only reports is recorded already."""
+        if not any(error is one for one in self._reported):
+            self._failures.record(error)
+
+    def mark_read(self, error: BaseException) -> None:
+        """Mark the step's error as read, and with it every error that the step had to report."""
+        for reported in (*self._reported, error):
+            self._failures.mark_read(reported)
+
+
+class ServedFailures(Failures):
+    """Failures of a run on a server. Errors become read only by :meth:`mark_all_read`, when the client reports it."""
+
+    def mark_read(self, error: BaseException) -> None:
+        """Do nothing: the server reads every error to encode it, whether or not the client has seen it."""
+
+    def mark_all_read(self) -> None:
+        with self._lock:
+            self._errors.clear()
+
+    def raise_unread(self) -> None:
+        """Do nothing: the client receives its errors as results of requests."""
+
+
+class CallFuture(Future[T]):
+    """Future that calls ``on_read`` when the caller reads its error."""
+
+    def __init__(self, on_read: Callable[[BaseException], None]) -> None:
+        super().__init__()
+        self._on_read = on_read
+
+    def result(self, timeout: float | None = None) -> T:
+        self._mark_read(timeout)
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._mark_read(timeout)
+        return super().exception(timeout)
+
+    def wait(self) -> T:
+        """Return the result to internal code, so that an error still counts as unread by the caller."""
+        return Future.result(self)
+
+    def _mark_read(self, timeout: float | None) -> None:
+        if (error := super().exception(timeout)) is not None:
+            self._on_read(error)

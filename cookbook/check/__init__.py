@@ -1,6 +1,6 @@
-"""A bench for objectives: what a loss declares, measured. ``check_loss(my_loss)`` works in a notebook too."""
+"""Measurements of a loss against its declarations. ``check_loss(my_loss)`` works in a notebook too."""
 
+from cookbook.check.bench import CheckResult, State
 from cookbook.check.loss import check_loss
-from cookbook.check.verdict import State, Verdict
 
-__all__ = ["State", "Verdict", "check_loss"]
+__all__ = ["State", "CheckResult", "check_loss"]

@@ -1,4 +1,4 @@
-"""Every check of a loss, in the order in which they make sense."""
+"""All checks of a loss, in order."""
 
 from __future__ import annotations
 
@@ -7,29 +7,27 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from cookbook.check import gradients, inputs, outputs, sums
-from cookbook.check.bench import Bench
-from cookbook.check.measure import LossFunction
-from cookbook.check.verdict import REFUSALS, State, Verdict, failed
+from cookbook.check import inputs, outputs, reduction
+from cookbook.check.bench import REFUSALS, Bench, CheckResult, LossFunction, State, failed
 
-Check = Callable[[Bench], Verdict]
+Check = Callable[[Bench], CheckResult]
 
 FIRST: dict[str, Check] = {
     "scalar and finite": outputs.scalar_and_finite,
-    "differentiable": gradients.differentiable,
+    "differentiable": outputs.differentiable,
     "repeatable": outputs.repeatable,
 }
-"""What the other checks build on: they are not made where one of these fails."""
+"""Checks that the others depend on. If one of them fails, the others are skipped."""
 
 THEN: dict[str, Check] = {
-    "gradient = slope": gradients.equals_slope,
-    "every token trained": gradients.every_token_trained,
-    "reduction": sums.reduction,
-    "normalization": sums.normalization,
+    "gradient = slope": outputs.equals_slope,
+    "every token trained": outputs.every_token_trained,
+    "reduction": reduction.reduction,
+    "normalization": reduction.normalization,
     "weight 0 is inert": inputs.masked_tokens_are_inert,
-    "order": sums.order,
-    "padding": sums.padding,
-    "micro-batches": sums.micro_batches,
+    "order": reduction.order,
+    "padding": reduction.padding,
+    "micro-batches": reduction.micro_batches,
     "keys": inputs.reads_what_it_declares,
     "missing inputs": inputs.missing_inputs_raise,
     "misaligned inputs": inputs.misaligned_inputs_raise,
@@ -39,8 +37,8 @@ THEN: dict[str, Check] = {
 }
 
 
-def check_loss(loss: LossFunction, seed: int = 0) -> list[Verdict]:
-    """Examines a loss on small random batches of the inputs it declares.
+def check_loss(loss: LossFunction, seed: int = 0) -> list[CheckResult]:
+    """Check a loss on small random batches of the inputs that it declares.
 
     Args:
         loss: a :class:`~cookbook.losses.Loss`, or any function ``loss(data, logprobs) -> (scalar, metrics)``. A function
@@ -49,36 +47,34 @@ def check_loss(loss: LossFunction, seed: int = 0) -> list[Verdict]:
         seed: of the batches.
 
     Returns:
-        A verdict per check, in a fixed order. Print them, or ask ``verdict.failed``.
+        One result per check, in a fixed order. Print the results, or read ``result.failed``.
     """
     bench = Bench(loss, seed)
-    verdicts: list[Verdict] = []
-    hurdle = ""  # the first of FIRST that failed
+    results: list[CheckResult] = []
+    # The first of FIRST that failed.
+    hurdle = ""
     for name, check in {**FIRST, **THEN}.items():
         if hurdle:
-            verdicts.append(Verdict(name, State.skipped, f"not examined: {hurdle!r} comes first"))
+            results.append(CheckResult(name, State.skipped, f"not examined: {hurdle!r} comes first"))
             continue
-        verdicts.append(_made(bench, name, check))
-        hurdle = name if verdicts[-1].failed and name in FIRST else ""
-    return verdicts
+        results.append(_made(bench, name, check))
+        hurdle = name if results[-1].failed and name in FIRST else ""
+    return results
 
 
-def _made(bench: Bench, name: str, check: Check) -> Verdict:
-    """The verdict, also where the loss raises on a batch that is in order."""
+def _made(bench: Bench, name: str, check: Check) -> CheckResult:
+    """Run one check. A loss that raises an error on a valid batch fails it."""
     try:
         return replace(check(bench), check=name)
     except REFUSALS as error:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        keys = ", ".join(sorted(bench.draws[0].data[0].loss_fn_inputs))
-        remedy = f"the datums carried {keys}"
-        if isinstance(error, KeyError):
-            remedy += "; a function declares further ones as my_loss.needs = {'key'}"
-        verdict = failed(f"raised {reason}{_place(error)}", "a batch that is in order stops the run", remedy)
-        return replace(verdict, check=name)
+        keys = ", ".join(sorted(bench.batches[0].data[0].loss_fn_inputs))
+        fault = "KeyError raised" if isinstance(error, KeyError) else "error raised"
+        return replace(failed(fault, f"raised {reason}{_place(error)}", keys=keys), check=name)
 
 
 def _place(error: BaseException) -> str:
-    """Where in the loss's file; nothing when the error was raised outside of it."""
+    """Return the place of the error in the loss's file, or an empty text if the error was raised elsewhere."""
     bench = Path(__file__).resolve().parent
     frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     last_own = max(index for index, (path, _) in enumerate(frames) if path.resolve().parent == bench)

@@ -7,70 +7,50 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+
+import jinja2
 
 from cookbook.checkpoints import manifest
 from cookbook.engine.model import LORA_FILE
+from cookbook.types import JsonObject
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-# Metrics of the machine, not of the weights; equal runs have equal cards.
+# Prefixes of metrics that depend on the machine; equal runs have equal cards.
 UNSHOWN = ("time/", "data/", "step", "eval/crc32")
-# Keys of the data that decide what is learnt; where the files are is private.
+# Keys of the data that decide what the model learns; the paths of files are private.
 DATA = ("subset", "split", "format", "system", "limit", "max_length", "on_long", "train_on")
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values that vLLM's --max-lora-rank takes
 
-LOAD_FULL = """```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("path/to/this/folder", dtype="auto")
-tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
-```
-
-With vLLM: `vllm serve path/to/this/folder`"""
-LOAD_ADAPTER = """With PEFT, which loads the base model too:
-
-```python
-from peft import AutoPeftModelForCausalLM
-from transformers import AutoTokenizer
-
-model = AutoPeftModelForCausalLM.from_pretrained("path/to/this/folder")
-tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
-```
-
-With transformers alone: `AutoModelForCausalLM.from_pretrained("path/to/this/folder")`, which needs PEFT installed.
-
-With vLLM: `vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules trained=path/to/this/folder`
-
-Full weights for any other program: `cookbook weights export path/to/this/folder OUT --merged`"""
+_TEMPLATE: jinja2.Template = jinja2.Template(
+    Path(__file__).with_name("card.jinja").read_text(encoding="utf-8"),
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
 
 
-def write(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Write the card of the weights in ``folder``. ``facts`` are those of the manifest; ``run`` is there if a run saves."""
-    (folder / manifest.CARD).write_text(text(folder, facts), encoding="utf-8")
+def write(folder: Path, facts: JsonObject) -> None:
+    """Write the card of the weights in ``folder``. ``facts`` are those of the manifest, with ``run`` if a run saves.
+
+    The card holds metadata, the origin, the configuration, the metrics at that step, and how to load the weights.
+    """
+    recipe, fresh = _group(facts, "recipe").get("name"), bool(_group(facts, "model").get("random"))
+    base, rank = _base(facts), _adapter(folder).get("r", 0)
+    text = _TEMPLATE.render(
+        facts,
+        metadata=_metadata(facts, recipe, fresh),
+        base=base,
+        recipe=recipe,
+        fresh=fresh,
+        settings=_settings(folder, facts),
+        metrics=list(_metrics((facts.get("run") or {}).get("metrics") or {})),
+        served=base if _is_hub_id(str(facts["base_model"])) else f"path/to/{base}",
+        rank=next((one for one in VLLM_RANKS if one >= rank), rank),
+    )
+    (folder / manifest.CARD).write_text(text, encoding="utf-8")
 
 
-def text(folder: Path, facts: Mapping[str, Any]) -> str:
-    """The card: metadata, origin, configuration, metrics at that step, and how to load the weights."""
-    run = facts.get("run") or {}
-    recipe = _group(facts, "recipe").get("name")
-    base, fresh = _base(facts), bool(_group(facts, "model").get("random"))
-    what = "LoRA adapter for" if facts["lora"] else "Full weights of"
-    start = f"{base}, trained from fresh weights" if fresh else base
-    how = f" with the recipe `{recipe}` of cookbook" if recipe else " with cookbook"
-    parts = [
-        f"---\n{_metadata(facts, recipe, fresh)}\n---\n\n# {base}, {recipe or 'trained'}, step {facts['step']}",
-        f"{what} {start}, after {facts['step']} optimizer steps{how}.",
-        "## Training\n\n" + _table(("setting", "value"), _settings(folder, facts)),
-    ]
-    if metrics := list(_metrics(run.get("metrics") or {})):
-        parts.append(f"## Metrics at step {facts['step']}\n\n" + _table(("metric", "value"), metrics))
-    parts.append("## How to load\n\n" + (_load_adapter(folder, facts) if facts["lora"] else LOAD_FULL))
-    if facts["kind"] == "state":
-        parts.append("The folder `trainer` holds the optimizer's state, to resume training; nothing but cookbook needs it.")
-    return "\n\n".join(parts) + "\n"
-
-
-def _metadata(facts: Mapping[str, Any], recipe: str | None, fresh: bool) -> str:
+def _metadata(facts: JsonObject, recipe: str | None, fresh: bool) -> str:
     from huggingface_hub import ModelCardData
 
     base, data = str(facts["base_model"]), _group(facts, "data")
@@ -88,20 +68,14 @@ def _metadata(facts: Mapping[str, Any], recipe: str | None, fresh: bool) -> str:
     return found
 
 
-def _load_adapter(folder: Path, facts: Mapping[str, Any]) -> str:
-    rank = dict(_adapter(folder)).get("lora.r", 0)
-    base = _base(facts) if _is_hub_id(str(facts["base_model"])) else f"path/to/{_base(facts)}"
-    return LOAD_ADAPTER.format(base=base, rank=next((one for one in VLLM_RANKS if one >= rank), rank))
-
-
-def _group(facts: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A group of the run's configuration; empty without a run."""
-    found: Mapping[str, Any] = (facts.get("run") or {}).get("identity", {}).get(name) or {}
+def _group(facts: JsonObject, name: str) -> JsonObject:
+    """Group of the run's configuration; empty without a run."""
+    found: JsonObject = (facts.get("run") or {}).get("identity", {}).get(name) or {}
     return found
 
 
-def _base(facts: Mapping[str, Any]) -> str:
-    """The base model's hub id, or the name of its folder; of a run's checkpoint with the run's name."""
+def _base(facts: JsonObject) -> str:
+    """Hub id of the base model, or the name of its folder. The checkpoint of a run also gets the run's name."""
     name = str(facts["base_model"])
     path = Path(name)
     if _is_hub_id(name):
@@ -109,7 +83,7 @@ def _base(facts: Mapping[str, Any]) -> str:
     return "/".join(path.parts[-3::2]) if path.parent.name == "checkpoints" else path.name
 
 
-def _settings(folder: Path, facts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _settings(folder: Path, facts: JsonObject) -> Iterator[tuple[str, object]]:
     run = facts.get("run") or {}
     yield "base model", _base(facts)
     yield "element type", facts["dtype"]
@@ -131,11 +105,14 @@ def _settings(folder: Path, facts: Mapping[str, Any]) -> Iterator[tuple[str, Any
         yield "schedule", schedule
     if (seed := (run.get("identity") or {}).get("seed")) is not None:
         yield "seed", seed
-    yield from _adapter(folder)
+    if adapter := _adapter(folder):
+        yield from ((f"lora.{name}", adapter[name]) for name in ("r", "lora_alpha", "lora_dropout"))
+        targets = adapter["target_modules"]
+        yield "lora.target_modules", targets if isinstance(targets, str) else ", ".join(sorted(targets))
 
 
-def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Dotted keys with their values; of a class its name."""
+def _flat(key: str, value: object) -> Iterator[tuple[str, object]]:
+    """Yield dotted keys with their values; a class is represented by its name."""
     if isinstance(value, Mapping):
         for name, part in value.items():
             if name == "_target_":
@@ -146,30 +123,17 @@ def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _adapter(folder: Path) -> Iterator[tuple[str, Any]]:
-    """The adapter's settings, as PEFT has written them."""
-    if (file := folder / LORA_FILE).is_file():
-        config = json.loads(file.read_text())
-        for name in ("r", "lora_alpha", "lora_dropout"):
-            yield f"lora.{name}", config[name]
-        targets = config["target_modules"]
-        yield "lora.target_modules", targets if isinstance(targets, str) else ", ".join(sorted(targets))
+def _adapter(folder: Path) -> JsonObject:
+    """PEFT's settings of the adapter in ``folder``; empty without an adapter."""
+    file = folder / LORA_FILE
+    settings: JsonObject = json.loads(file.read_text()) if file.is_file() else {}
+    return settings
 
 
-def _metrics(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _metrics(row: JsonObject) -> Iterator[tuple[str, str]]:
     for name, value in row.items():
         if isinstance(value, int | float) and not name.startswith(UNSHOWN):
             yield name, f"{value:.6g}"
-
-
-def _table(head: tuple[str, str], rows: Any) -> str:
-    lines = [head, ("---", "---"), *((name, _cell(value)) for name, value in rows)]
-    return "\n".join(f"| {name} | {value} |" for name, value in lines)
-
-
-def _cell(value: Any) -> str:
-    """A value on one line, in which a bar does not end the cell."""
-    return " ".join(str(value).split()).replace("|", "\\|")
 
 
 def _is_hub_id(name: str) -> bool:
@@ -177,14 +141,15 @@ def _is_hub_id(name: str) -> bool:
 
 
 def _license(base: str) -> str | None:
-    """The license that the base model's own card states, if that card is on this machine."""
+    """License in the base model's own card, if that card is on this machine."""
     from huggingface_hub import ModelCard, try_to_load_from_cache
 
-    card: Any = Path(base) / manifest.CARD
-    if not card.is_file():
-        card = try_to_load_from_cache(base, manifest.CARD) if _is_hub_id(base) else None
-    if isinstance(card, str | Path):
-        # The card of another author may hold anything: without a license, the line is left out.
+    own = Path(base) / manifest.CARD
+    cached = try_to_load_from_cache(base, manifest.CARD) if not own.is_file() and _is_hub_id(base) else None
+    card = str(own) if own.is_file() else cached
+    # The hub's cache answers with an object if it knows that the file does not exist.
+    if isinstance(card, str):
+        # A card of another author may hold anything; without a license the line is omitted.
         with contextlib.suppress(Exception):
             stated = ModelCard.load(card).data.license
             return stated if isinstance(stated, str) else None

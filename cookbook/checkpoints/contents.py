@@ -1,6 +1,6 @@
-"""What a checkpoint holds of a model in training: how it gets into a folder, and back into an engine.
+"""Contents of a training checkpoint: model and optimizer, from an engine to a folder and back.
 
-Where several ranks train one model, every one of them makes these calls.
+If several ranks train one model, every rank makes these calls.
 """
 
 from __future__ import annotations
@@ -9,22 +9,28 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from cookbook.checkpoints import ranks, sharded
+from cookbook.checkpoints.snapshots import saved_tensors
 from cookbook.engine.model import LORA_FILE, LanguageModel
 from cookbook.engine.optimizer import Optimizer
 from cookbook.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
 
 def write_model(model: LanguageModel, folder: Path, shard_bytes: int) -> None:
-    """The model or its adapter, in the files of transformers or PEFT, and the tokenizer; the first rank writes them."""
+    """Write the model or its adapter in the format of transformers or PEFT, and the tokenizer. The first rank writes."""
     parts = folder / "parts"
-    if ranks.several():  # nobody holds the whole; it comes together on the disk
-        sharded.save(_tensors(model), parts, shard_bytes)
+    # No rank holds the whole model, so the ranks write parts, which the first rank joins.
+    if ranks.several():
+        sharded.save(saved_tensors(model), parts, shard_bytes)
     # PEFT would otherwise ask the hub whether the embeddings were resized. They never are.
     options: dict[str, Any] = {"save_embedding_layers": False} if model.is_lora else {"max_shard_size": shard_bytes}
 
@@ -38,40 +44,25 @@ def write_model(model: LanguageModel, folder: Path, shard_bytes: int) -> None:
     ranks.on_first(write)
 
 
-def _tensors(model: LanguageModel) -> dict[str, Tensor]:
-    """What a checkpoint holds of a model, under its names in memory; tied ones once."""
-    if model.is_lora:
-        return {name: parameter.detach() for name, parameter in model.trainable()}
-    network = model.network
-    once, all_names = ({name for name, _ in network.named_parameters(remove_duplicate=only)} for only in (True, False))
-    left_out = {*(network._keys_to_ignore_on_save or ()), *(all_names - once)}
-    return {name: tensor for name, tensor in network.state_dict().items() if name not in left_out}
-
-
-def write_optimizer(state: Mapping[str, Tensor], folder: Path, shard_bytes: int) -> None:
-    """Moments, step counts and float32 masters, of every rank its own part."""
-    sharded.save(state, folder, shard_bytes)
-
-
 def load_model(model: LanguageModel, folder: Path) -> None:
-    """The inverse of :func:`write_model`, into the model's own memory.
+    """Load what :func:`write_model` wrote, into the model's own memory.
 
     Raises:
-        CheckpointError: it is of another model; nothing has changed.
+        CheckpointError: the checkpoint is of another model; nothing was changed.
     """
     if model.is_lora:
         _load_adapter(model.network, folder)
         return
-    own = _tensors(model)
-    if own.keys() == sharded.saved(folder).keys() and _written_as_they_are(model.network, own):
+    own = saved_tensors(model)
+    if own.keys() == sharded.saved(folder).keys() and _are_written_unchanged(model.network, own):
         _must_fit(folder, own, sharded.saved(folder))
         sharded.load(own, folder)
     else:
         _load_converted(model, folder)
 
 
-def _written_as_they_are(network: Any, own: Mapping[str, Tensor]) -> bool:
-    """Whether transformers writes this architecture's tensors neither under other names nor in other parts than it holds."""
+def _are_written_unchanged(network: PreTrainedModel, own: Mapping[str, Tensor]) -> bool:
+    """Whether transformers writes the tensors of this architecture without renaming or splitting."""
     from transformers.core_model_loading import revert_weight_conversion
 
     written = revert_weight_conversion(network, dict(own))
@@ -79,16 +70,22 @@ def _written_as_they_are(network: Any, own: Mapping[str, Tensor]) -> bool:
 
 
 def _load_converted(model: LanguageModel, folder: Path) -> None:
-    """Through transformers, which knows how to put together what it took apart."""
+    """Load with transformers, which reverses its renaming and splitting of tensors."""
     from transformers import AutoModelForCausalLM
 
     trust = model.config.trust_remote_code
     saved = AutoModelForCausalLM.from_pretrained(folder, dtype=model.network.dtype, trust_remote_code=trust).state_dict()
-    _must_fit(folder, model.network.state_dict(), saved)
-    model.network.load_state_dict(saved)
+    own = model.network.state_dict()
+    _must_fit(folder, own, saved)
+    if not model.ranks.shards:
+        model.network.load_state_dict(saved)
+        return
+    with torch.no_grad():
+        for name, tensor in own.items():
+            model.ranks.fill(tensor, saved[name])
 
 
-def _load_adapter(network: Any, folder: Path) -> None:
+def _load_adapter(network: PeftModel, folder: Path) -> None:
     from peft import get_peft_model_state_dict
 
     own = get_peft_model_state_dict(network, save_embedding_layers=False)
@@ -101,28 +98,29 @@ def _load_adapter(network: Any, folder: Path) -> None:
 
 
 def load_optimizer(optimizer: Optimizer, folder: Path) -> None:
-    """The inverse of :func:`write_optimizer`; what belongs to no parameter of this model is passed over."""
+    """Load moments, step counts and float32 masters. State of parameters that this model lacks is ignored."""
     masters = dict(zip(optimizer.names, optimizer.masters, strict=True))
-    found = {}
+    state = {}
     for name, saved in sharded.saved(folder).items():
         key, _, parameter = name.partition(".")
         if parameter in masters:
-            found[name] = _room(key, saved, masters[parameter].detach())
-    sharded.load(found, folder)
-    optimizer.load_state(found)
+            state[name] = _allocate(key, saved, masters[parameter].detach())
+    sharded.load(state, folder)
+    optimizer.load_state(state)
 
 
-def _room(key: str, saved: sharded.Saved, master: Tensor) -> Tensor:
-    """Memory for a tensor of the optimizer's: where the master is, and of a sharded one as much as this rank has of it."""
+def _allocate(key: str, saved: Tensor, master: Tensor) -> Tensor:
+    """Memory for a tensor of the optimizer's state: on the master's device, and sharded like the master."""
     if key == "master":
         return master
     if saved.shape == master.shape:
         return torch.empty_like(master, dtype=saved.dtype)
-    return torch.empty(saved.shape, dtype=saved.dtype)  # the count of its steps
+    # The number of steps of this parameter.
+    return torch.empty_like(saved, device="cpu")
 
 
-def _must_fit(folder: Path, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Before anything is overwritten: names and shapes are the same."""
+def _must_fit(folder: Path, own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Raises CheckpointError: names or shapes differ."""
     own_shapes, saved_shapes = ({(name, tuple(tensor.shape)) for name, tensor in one.items()} for one in (own, saved))
     if others := own_shapes ^ saved_shapes:
         name, shape = min(others)

@@ -1,45 +1,50 @@
-"""The list of a checkpoint's files with their digests: what makes a torn or damaged one recognizable."""
+"""Manifest of a checkpoint: its files with their digests, by which an incomplete or damaged checkpoint is recognized."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import stat
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
 
-from cookbook import atomic, terminal
+from cookbook import terminal
 from cookbook.errors import CheckpointError
+from cookbook.types import JsonObject
+from cookbook.utils import files
 
 NAME = "checkpoint.json"
 # The model card has no digest: users edit it, and nothing computes with it.
 CARD = "README.md"
 FORMAT = 2
-READ_BYTES = 1 << 20
 
 
-def write(folder: Path, facts: dict[str, Any]) -> None:
+def write(folder: Path, facts: JsonObject, known: Mapping[str, str] | None = None) -> None:
     """Digest every file of ``folder``, write the manifest last, and force all of it to the disk.
+
+    ``known``: digests of files that are not read again, by their names in ``folder``.
 
     All files get the manifest's mode, which the umask decides: safetensors makes files that only their owner can read.
     """
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != CARD]
-    files = {str(path.relative_to(folder)): _digest(path) for path in paths}
+    digests = {
+        name: (known or {}).get(name) or files.sha256(folder / name) for name in (str(one.relative_to(folder)) for one in paths)
+    }
     manifest = folder / NAME
-    stated = {"format": FORMAT, **facts, "files": files}
+    stated = {"format": FORMAT, **facts, "files": digests}
     manifest.write_text(json.dumps({**stated, "digest": _digest_of(stated)}, indent=2) + "\n")
     mode = stat.S_IMODE(manifest.stat().st_mode)
     for path in [*folder.rglob("*"), folder]:
         if path.is_file() and stat.S_IMODE(path.stat().st_mode) != mode:
             path.chmod(mode)
-        atomic.sync(path)
+        files.sync(path)
 
 
-def read(folder: Path) -> dict[str, Any]:
-    """The manifest, without looking at the files.
+def read(folder: Path) -> JsonObject:
+    """Read the manifest, without the files that it lists.
 
     Raises:
-        CheckpointError: there is none, it is not one of ours, or it is damaged.
+        CheckpointError: the manifest is missing, damaged, or of an unknown format.
     """
     try:
         manifest = json.loads((folder / NAME).read_text())
@@ -54,14 +59,15 @@ def read(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def verify(folder: Path) -> dict[str, Any]:
-    """The manifest, after comparing every file with it.
+def verify(folder: Path) -> JsonObject:
+    """Read the manifest, and compare every file with it.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or there are more tensors than it says; the file is named.
+        CheckpointError: a file is missing or damaged, or is not listed; the error names the file.
     """
     manifest = read(folder)
-    for path in sorted(folder.rglob("*.safetensors")):  # whoever loads the folder would take every such file for a part of it
+    # Programs that load the folder read every safetensors file in it.
+    for path in sorted(folder.rglob("*.safetensors")):
         if (name := str(path.relative_to(folder))) not in manifest["files"]:
             raise CheckpointError(f"{folder}: {name} does not belong to it; use another checkpoint")
     with terminal.doing(f"verifying {folder}"):
@@ -69,18 +75,24 @@ def verify(folder: Path) -> dict[str, Any]:
             path = folder / name
             if not path.is_file():
                 raise CheckpointError(f"{folder}: {name} is missing; use another checkpoint")
-            if _digest(path) != digest:
+            if files.sha256(path) != digest:
                 raise CheckpointError(f"{folder}: {name} is damaged (its digest differs); use another checkpoint")
     return manifest
 
 
-def _digest_of(stated: dict[str, Any]) -> str:
+def rewritten(folder: Path, change: Callable[[str], str], suffixes: Collection[str]) -> str:
+    """Return the manifest of a copy of the checkpoint: ``change`` is applied to the manifest and to files with the suffixes.
+
+    Raises:
+        CheckpointError: the manifest is missing, damaged, or of an unknown format.
+    """
+    stated = json.loads(change(json.dumps(read(folder))))
+    for name in stated["files"]:
+        if Path(name).suffix in suffixes:
+            content = change((folder / name).read_text(encoding="utf-8"))
+            stated["files"][name] = hashlib.sha256(content.encode()).hexdigest()
+    return json.dumps({**stated, "digest": _digest_of(stated)}, indent=2) + "\n"
+
+
+def _digest_of(stated: JsonObject) -> str:
     return hashlib.sha256(json.dumps(stated, sort_keys=True).encode()).hexdigest()
-
-
-def _digest(path: Path) -> str:
-    sha = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(READ_BYTES):
-            sha.update(block)
-    return sha.hexdigest()

@@ -1,31 +1,32 @@
-"""The processes that train one model together, as far as saving has to know of them; mostly there is a single one."""
+"""Ranks: the processes that train one model together. Without ``torch.distributed`` there is a single rank."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from cookbook.engine.ranks import processes
+
 T = TypeVar("T")
 
 
 def several() -> bool:
-    """Whether this process is one of several ranks."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    """Whether this process is one of several ranks that make the same calls now."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and processes.all_present()
 
 
 def own() -> int:
-    """The number of this rank, from 0."""
+    """Number of this rank, from 0."""
     return dist.get_rank() if several() else 0
 
 
 def on_first(job: Callable[[], T]) -> T:
-    """``job``'s result, or its error, on every rank; it runs on the first, and the others wait for it."""
+    """Run ``job`` on the first rank, and return its result or raise its error on every rank."""
     if not several():
         return job()
-    answer: list[Any] = [None, None]
+    answer: list[Any] = [None, None]  # result and error
     if own() == 0:
         try:
             answer[0] = job()
@@ -38,11 +39,6 @@ def on_first(job: Callable[[], T]) -> T:
     return result
 
 
-def group() -> Any:
-    """A process group for saving alone, on the CPU: the trainer's own collectives may be under way meanwhile."""
-    return _group_beside(dist.group.WORLD)
-
-
-@functools.lru_cache(maxsize=1)
-def _group_beside(world: Any) -> Any:
-    return dist.new_group(backend="gloo")
+def group() -> dist.ProcessGroup:
+    """Process group for saving, on the CPU: the trainer's own group may be in use at the same time."""
+    return processes.saving_group()

@@ -1,7 +1,8 @@
-"""Tensors on disk, written by any number of ranks and read by any other, through torch.distributed.checkpoint (DCP).
+"""Tensors on disk, written by any number of ranks and read by any other number, with torch.distributed.checkpoint (DCP).
 
-A folder holds safetensors files, of each rank its own, and in each of them DCP's note of where in the whole tensor a part
-belongs: the format of torch's ``HuggingFaceStorageWriter``, which needs no pickle on disk. Imports much: import it when needed.
+A folder holds safetensors files of each rank. Each file also holds DCP's metadata: the place of each part in its whole tensor.
+This is the format of torch's ``HuggingFaceStorageWriter``, which needs no pickle. The import of DCP is slow, so other modules
+import this one inside functions.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +24,29 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from cookbook import atomic
 from cookbook.checkpoints import ranks
+from cookbook.utils import files
 
-# What DCP says of every save and load in a single process.
+# DCP warns at every save and load in a single process.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 def save(tensors: Mapping[str, Tensor], folder: Path, max_bytes: int) -> None:
-    """Writes ``tensors`` to ``folder``, of a DTensor this rank's part, in files of ``max_bytes`` at most, or of one tensor.
+    """Write ``tensors`` to ``folder``; of a DTensor, only this rank's part. A file holds at most ``max_bytes``, or one tensor.
 
-    Every rank calls it, with the same names.
+    Every rank makes this call, with the same names.
 
     Raises:
-        OSError, SafetensorError: the disk refuses, on any rank.
+        OSError, SafetensorError: a file cannot be written, on any rank.
     """
     ranks.on_first(lambda: folder.mkdir(parents=True, exist_ok=True))
-    _told(lambda: dcp_save(dict(tensors), storage_writer=_Writer(folder, max_bytes), **_among()))
+    _unwrapped(lambda: dcp_save(dict(tensors), storage_writer=_Writer(folder, max_bytes), **_among()))
 
 
 def load(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Fills ``tensors``, of a DTensor this rank's part, with what ``folder`` has under their names, however it was cut up.
+    """Fill ``tensors`` with the tensors of those names in ``folder``; of a DTensor, only this rank's part.
 
-    Every rank calls it, with the same names. Any Hugging Face folder will do.
+    Every rank makes this call, with the same names. ``folder`` may be any Hugging Face folder.
 
     Raises:
         OSError, SafetensorError: a file cannot be read, on any rank.
@@ -55,30 +55,25 @@ def load(tensors: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def read(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of ``folder``, whole, in host memory. Asks nothing of other ranks."""
-    tensors = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in saved(folder).items()}
+    """Read every tensor of ``folder``, whole, into host memory. One rank alone may make this call."""
+    tensors = {name: torch.empty_like(one, device="cpu") for name, one in saved(folder).items()}
     _fill(tensors, folder, no_dist=True)
     return tensors
 
 
-@dataclass(frozen=True)
-class Saved:
-    """A tensor on disk, whole."""
+def saved(folder: Path) -> dict[str, Tensor]:
+    """Read shapes and types of all tensors of ``folder`` from the files' headers, as tensors without memory (``meta``).
 
-    shape: torch.Size
-    dtype: torch.dtype
-
-
-def saved(folder: Path) -> dict[str, Saved]:
-    """Every tensor of ``folder``, from the files' headers; none where there is no such folder."""
+    Empty if the folder does not exist.
+    """
     if not folder.is_dir():
         return {}
     found: dict[str, Any] = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    return {name: Saved(one.size, one.properties.dtype) for name, one in found.items()}
+    return {name: torch.empty(one.size, dtype=one.properties.dtype, device="meta") for name, one in found.items()}
 
 
 class _Writer(HuggingFaceStorageWriter):
-    """Fills one file after another. torch's own holds them in memory before it writes, three times over."""
+    """Writes one file after another. torch's writer holds three copies of all files in memory before it writes them."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         super().__init__(str(folder), save_distributed=True)
@@ -91,9 +86,10 @@ class _Writer(HuggingFaceStorageWriter):
             path = self._folder / f"shard-{ranks.own():05d}-{number:05d}.safetensors"
             tensors = {item.index.fqn: torch.as_tensor(planner.resolve_data(item)).cpu().contiguous() for item in items}
             places = {item.index.fqn: {"saved_offsets": list(_written(item).chunk.offsets)} for item in items}
-            # One key and no second, such as "format": safetensors writes those in any order, and equal states are equal files.
+            # A single key: safetensors writes several keys in any order, and equal states must give equal files.
             save_file(tensors, path, metadata={"DCP_SHARDING_INFO": json.dumps(places)})
-            atomic.sync(path)  # by the rank that wrote the file: another machine cannot force it to this disk
+            # By the rank that wrote the file: another machine cannot force the file to this disk.
+            files.sync(path)
             results += [WriteResult(item.index, tensors[item.index.fqn].nbytes, path.name) for item in items]
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
@@ -101,7 +97,7 @@ class _Writer(HuggingFaceStorageWriter):
 
 
 def _by_file(items: Sequence[WriteItem], max_bytes: int) -> Iterator[list[WriteItem]]:
-    """Cuts a rank's row of items. Where it holds two parts of one tensor, each goes to a file of its own."""
+    """Split the items of a rank by file. Two parts of one tensor go to two files."""
     file: dict[str, WriteItem] = {}
     size = 0
     for item in items:
@@ -116,18 +112,18 @@ def _by_file(items: Sequence[WriteItem], max_bytes: int) -> Iterator[list[WriteI
 
 
 def _written(item: WriteItem) -> TensorWriteData:
-    """What is to be written of a tensor; an item of another kind there is not, for whatever is saved is a tensor."""
+    """Data to write for one tensor; every saved item is a tensor."""
     assert item.tensor_data is not None
     return item.tensor_data
 
 
 def _fill(tensors: Mapping[str, Tensor], folder: Path, **among: Any) -> None:
     if tensors:
-        _told(lambda: dcp_load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), **among))
+        _unwrapped(lambda: dcp_load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), **among))
 
 
-def _told(job: Callable[[], object]) -> None:
-    """Raises what went wrong, in place of DCP's list of tracebacks."""
+def _unwrapped(job: Callable[[], object]) -> None:
+    """Run ``job``. An error of DCP, a list of tracebacks, is replaced by its first cause."""
     try:
         job()
     except CheckpointException as error:

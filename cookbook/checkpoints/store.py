@@ -1,12 +1,12 @@
-"""Writing, finding and loading checkpoints.
+"""Write, find and load checkpoints.
 
 A checkpoint is an ordinary Hugging Face folder (``model.safetensors``, or PEFT's ``adapter_model.safetensors``, with config and
-tokenizer), so transformers, PEFT and vLLM load it as it is. A resumable one also holds the optimizer, in a folder ``trainer``
-as :mod:`cookbook.checkpoints.sharded` writes it, and where a run was sampling from older weights than the trainer's, those in a
-folder ``sampler``, a checkpoint in itself. It is written aside, digested, forced to the disk and renamed: it appears whole or
-not at all.
+tokenizer), so transformers, PEFT and vLLM load it. A checkpoint to resume from also holds the optimizer, in a folder
+``trainer`` of :mod:`cookbook.checkpoints.sharded`. If the run was sampling from older weights than the trainer's, a folder
+``sampler`` holds a checkpoint of those. A checkpoint is written to a temporary folder, hashed, forced to the disk and renamed,
+so it appears whole or not at all.
 
-Where several ranks train one model, every one of them makes these calls; any other number of ranks can load the result.
+If several ranks train one model, every rank makes these calls. Any other number of ranks can load the result.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
 
 from safetensors import SafetensorError
-from torch import Tensor
 
-from cookbook import atomic
 from cookbook.checkpoints import manifest, ranks
-from cookbook.checkpoints.cadence import Cadence, Progress
-from cookbook.engine.engine import Engine, EngineOptions
-from cookbook.engine.model import LanguageModel
+from cookbook.checkpoints.schedule import Progress, SaveInterval
+from cookbook.checkpoints.snapshots import Snapshot
+from cookbook.engine.engine import Engine
+from cookbook.engine.parallel import led
 from cookbook.errors import CheckpointError
-from cookbook.types import Checkpoint
+from cookbook.types import Checkpoint, JsonObject
+from cookbook.utils import files
 
 log = logging.getLogger("cookbook")
 
@@ -41,30 +40,11 @@ _STEP = re.compile(r"step-(\d+)")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 
 
-class Remembering(Protocol):
-    """An optimizer, or a copy of what it remembers."""
-
-    def state(self) -> dict[str, Tensor]: ...
-
-
-class Trained(Protocol):
-    """What a checkpoint is written from: an engine, or a copy of what it holds."""
-
-    @property
-    def model(self) -> LanguageModel: ...
-    @property
-    def options(self) -> EngineOptions: ...
-    @property
-    def optimizer(self) -> Remembering: ...
-    @property
-    def step(self) -> int: ...
-
-
 def named(folder: Path, name: str) -> Path:
-    """``folder/name``, after making sure that ``name`` is a name and not a path.
+    """Return ``folder/name``.
 
     Raises:
-        CheckpointError: it is not.
+        CheckpointError: ``name`` is not a valid name, for example a path.
     """
     if not _NAME.fullmatch(name):
         raise CheckpointError(
@@ -77,47 +57,59 @@ def step_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
+@led
 def save(
-    engine: Trained,
+    engine: Engine | Snapshot,
     folder: Path,
     *,
     state: bool,
     overwrite: bool = False,
-    facts: Mapping[str, Any] | None = None,
+    facts: JsonObject | None = None,
     sampler: Callable[[Path], object] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Checkpoint:
-    """Writes the model, and with ``state`` the optimizer, to ``folder``.
+    """Write the model, and with ``state`` the optimizer, to ``folder``.
 
     Args:
-        facts: what else the manifest should say, as JSON has it.
-        sampler: writes older weights, which samples are still drawn from, as a checkpoint; it is given ``folder/sampler``.
-        shard_bytes: the most that a file of tensors holds, unless it is a single one that is larger. A save needs about as much
-            memory beside the tensors themselves.
+        facts: more entries of the manifest, JSON-compatible.
+        sampler: writes older weights, which are still sampled from, as a checkpoint to the path that it gets.
+        shard_bytes: largest size of a file with several tensors. A save needs about as much memory in addition to the tensors.
 
     Raises:
-        CheckpointError: the name is taken, or the disk refuses; nothing is left behind.
+        CheckpointError: the folder exists, or cannot be written; no file is left.
     """
+    from cookbook.checkpoints import card, contents, sharded
+
+    model, kind = engine.model, "state" if state else "base"
+    own = {"kind": kind, "step": engine.step, "base_model": model.config.name}
+    stated = {**(facts or {}), **own, "dtype": model.config.dtype, "lora": model.is_lora}
+    if state:
+        stated["optimizer"] = engine.options.optimizer
     with appearing(folder, overwrite=overwrite) as aside:
         if sampler is not None:
             sampler(aside / SAMPLER)
-        _write(engine, aside, state=state, facts=facts or {}, shard_bytes=shard_bytes)
-    return Checkpoint(str(folder), engine.step, "state" if state else "base")
+        contents.write_model(model, aside, shard_bytes)
+        if state:
+            sharded.save(engine.optimizer.state(), aside / TRAINER, shard_bytes)
+        ranks.on_first(lambda: card.write(aside, stated))
+        ranks.on_first(lambda: manifest.write(aside, stated))
+    return Checkpoint(str(folder), engine.step, kind)
 
 
 @contextlib.contextmanager
 def appearing(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A folder to fill. It becomes ``folder`` at the end of the block, whole; if the block fails there is nothing.
+    """Yield a temporary folder, which becomes ``folder`` at the end of the block. If the block fails, it is deleted.
 
     Raises:
-        CheckpointError: the name is taken, or the disk refuses.
+        CheckpointError: the folder exists, or cannot be written.
     """
     aside = ranks.on_first(lambda: folder.parent / f".{folder.name}.{os.getpid()}.tmp")
     try:
         ranks.on_first(lambda: _begin(aside, folder, overwrite))
         yield aside
         ranks.on_first(lambda: _publish(aside, folder))
-    except (OSError, SafetensorError) as error:  # on every rank the same
+    # The error is the same on every rank.
+    except (OSError, SafetensorError) as error:
         ranks.on_first(lambda: shutil.rmtree(aside, ignore_errors=True))
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise CheckpointError(f"{folder}: could not be saved: {reason}; earlier checkpoints are untouched") from None
@@ -127,27 +119,12 @@ def _begin(aside: Path, folder: Path, overwrite: bool) -> None:
     if folder.exists() and not overwrite:
         raise CheckpointError(f"{folder}: exists already; choose another name")
     shutil.rmtree(aside, ignore_errors=True)
-    atomic.make_folders(folder.parent)
+    files.make_folders(folder.parent)
     aside.mkdir()
 
 
-def _write(engine: Trained, folder: Path, *, state: bool, facts: Mapping[str, Any], shard_bytes: int) -> None:
-    from cookbook.checkpoints import card, contents
-
-    model = engine.model
-    contents.write_model(model, folder, shard_bytes)
-    if state:
-        contents.write_optimizer(engine.optimizer.state(), folder / TRAINER, shard_bytes)
-    own = {"kind": "state" if state else "base", "step": engine.step, "base_model": model.config.name}
-    stated = {**facts, **own, "dtype": model.config.dtype, "lora": model.is_lora}
-    if state:
-        stated["optimizer"] = engine.options.optimizer
-    ranks.on_first(lambda: card.write(folder, stated))
-    ranks.on_first(lambda: manifest.write(folder, stated))
-
-
 def _publish(aside: Path, folder: Path) -> None:
-    """Puts the finished folder in its place. One that stood there is moved away first, and deleted last."""
+    """Rename the finished folder. An earlier ``folder`` is renamed first, and deleted last."""
     old = folder.parent / f".{folder.name}.{os.getpid()}.old"
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -158,37 +135,39 @@ def _publish(aside: Path, folder: Path) -> None:
         if old.exists():
             old.rename(folder)
         raise
-    atomic.sync(folder.parent)
+    files.sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
+@led
 def load(engine: Engine, folder: Path, *, optimizer: bool) -> None:
-    """Puts a checkpoint's weights, and with ``optimizer`` its moments and step count, into the engine.
+    """Load a checkpoint's weights, and with ``optimizer`` its moments and step count, into the engine.
 
     Raises:
-        CheckpointError: it is missing, damaged, or of another model.
+        CheckpointError: the checkpoint is missing, damaged, or of another model.
     """
     from cookbook.checkpoints import contents
 
     facts = ranks.on_first(lambda: manifest.verify(folder))
     if facts["lora"] != engine.model.is_lora:
         kind = "a LoRA adapter" if facts["lora"] else "full weights"
-        raise CheckpointError(f"{folder}: holds {kind}, and the model is set up otherwise; set model.lora_rank to match")
+        raise CheckpointError(f"{folder}: holds {kind}, but the model is configured differently; set model.lora_rank to match")
     if optimizer and facts["kind"] != "state":
         raise CheckpointError(f"{folder}: holds weights only; pass optimizer=False, or a checkpoint made by save_state")
-    rule = facts.get("optimizer", "adamw")  # an older version's, which knew no other
+    # Manifests of older versions, which had AdamW only, do not name the optimizer.
+    rule = facts.get("optimizer", "adamw")
     if optimizer and rule != engine.options.optimizer:
         raise CheckpointError(
-            f"{folder}: was made with backend.optimizer={rule}, now it is {engine.options.optimizer}; set it back, or take the "
-            "weights alone"
+            f"{folder}: was made with backend.optimizer={rule}, now it is {engine.options.optimizer}; set it back, or load "
+            "the weights alone"
         )
     try:
         contents.load_model(engine.model, folder)
-    except CheckpointError:  # before anything was overwritten
-        raise
-    except BaseException:
-        engine.version += 1
-        engine.lose_gradient(bool(engine.accumulated))
+    except BaseException as error:
+        # A CheckpointError is raised before anything is overwritten.
+        if not isinstance(error, CheckpointError):
+            engine.version += 1
+            engine.lose_gradient(bool(engine.accumulated))
         raise
     engine.version += 1
     engine.discard_gradient()
@@ -199,7 +178,7 @@ def load(engine: Engine, folder: Path, *, optimizer: bool) -> None:
 
 
 def all_steps(folder: Path) -> list[Path]:
-    """The checkpoints ``step-NNNNNN`` of a run, oldest first; unchecked."""
+    """List the checkpoints ``step-NNNNNN`` of a run, oldest first, without verifying them."""
     found = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=_step)
 
@@ -222,7 +201,7 @@ def newest(folder: Path) -> Path | None:
             damaged.append(error)
         else:
             for problem in damaged:
-                log.warning("passed over a checkpoint: %s", problem)
+                log.warning("ignored a damaged checkpoint: %s", problem)
             return path
     if damaged:
         reason = str(damaged[0]).rpartition(";")[0]
@@ -248,30 +227,30 @@ def set_aside(resumed: Path) -> list[str]:
     return lines
 
 
-def prune(folder: Path, keep: int | None, saved: int | None = None, staying: Cadence | None = None) -> None:
-    """Deletes all but the newest ``keep`` checkpoints, and what killed saves left behind.
+def prune(folder: Path, keep: int | None, saved: int | None = None, staying: SaveInterval | None = None) -> None:
+    """Delete all but the newest ``keep`` checkpoints, and temporary folders of saves that were killed.
 
     Args:
-        saved: later steps count for nothing: the run passed them over as damaged, and they must not push out good ones.
-        staying: of the older ones, the first after each of its multiples stays all the same.
+        saved: the run's last good step. Later checkpoints are damaged; they are not counted, and not deleted.
+        staying: of the older checkpoints, the first one after each multiple of this interval is kept too.
     """
     for path in [*folder.glob(".*.tmp"), *folder.glob(".*.old")]:
         shutil.rmtree(path, ignore_errors=True)
     if keep is None:
         return
     counted = [path for path in all_steps(folder) if saved is None or _step(path) <= saved]
-    stays = set(_staying(counted, staying or Cadence()))
+    stays = set(_staying(counted, staying or SaveInterval()))
     for path in counted[:-keep]:
         if path not in stays:
             shutil.rmtree(path)
 
 
-def _staying(steps: list[Path], cadence: Cadence) -> Iterator[Path]:
-    """The first of ``steps`` behind each multiple; one that does not tell how far the run had come is not among them."""
+def _staying(steps: list[Path], interval: SaveInterval) -> Iterator[Path]:
+    """Yield the first of ``steps`` after each multiple of the interval. A checkpoint without a readable manifest is skipped."""
     last = Progress()
     for path in steps:
         with contextlib.suppress(CheckpointError):
             now = Progress.of(manifest.read(path))
-            if cadence.due(last, now):
+            if interval.due(last, now):
                 last = now
                 yield path

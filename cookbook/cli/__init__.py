@@ -1,1 +1,1 @@
-"""The door: what is typed at a shell, and nothing that trains."""
+"""The command line. Each module starts work that another package does."""

@@ -1,4 +1,4 @@
-"""The command ``cookbook``. Only typer and the standard library are imported up here: ``--help`` must be quick."""
+"""The command ``cookbook``. Only typer and the standard library are imported at the top, because ``--help`` must be fast."""
 
 from __future__ import annotations
 
@@ -8,55 +8,24 @@ import os
 import select
 import sys
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from cookbook import __version__, terminal
-from cookbook.cli import serving
+from cookbook import terminal
+from cookbook.cli import subcommands
 from cookbook.errors import CookbookError
-from cookbook.suggest import did_you_mean
+from cookbook.utils.suggest import did_you_mean
+from cookbook.utils.version import __version__
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-OVERRIDE_HELP = """
-An override sets any key of the configuration, or picks a file of a group:
-
-\b
-  cookbook train recipe=sft                          one of the recipes (cookbook list)
-  cookbook train recipe=sft model=owner/name data=chats.jsonl
-                                                     your model (hub id or folder), your data
-  cookbook train recipe=grpo optim.lr=1e-5           a value
-  cookbook train recipe=grpo model=qwen3_0p6b        a group's file, conf/model/qwen3_0p6b.yaml
-  cookbook train recipe=grpo optim.lr=1e-5,1e-6 -m   one run after the other
-  cookbook train recipe=grpo --cfg job               every key and its value
-  cookbook train --config runs/mine/config.yaml      an earlier run again
-"""
-
-LOSS_HELP = """
-\b
-  cookbook check loss dpo                       a loss of conf/loss, yours or ours
-  cookbook check loss dpo variant=ipo beta=0.2  with other options
-  cookbook check loss my_file.py                the one loss of a file: a class, or a function (data, logprobs)
-  cookbook check loss my_file.py:my_loss        one of several
-"""
-
-EVAL_HELP = """
-A run is evaluated as it was configured, a model as cookbook train is; an override changes either:
-
-\b
-  cookbook eval runs/mine                                  its newest checkpoint; the result goes into its folder
-  cookbook eval runs/mine 'eval.pass_at=[1,8]'             pass@k too, from drawn completions
-  cookbook eval qwen3_0p6b data=gsm8k reward=number        a model of conf/model, a folder or a hub id
-  cookbook eval tiny out=result.json                       the result as a file, every row's completion in it
-"""
-
 # As shells count: 128 and the signal's number.
 INTERRUPTED = 130
-OUTLIVE_READER = ("train", "serve")  # commands whose work is worth more than their output
+# Commands that continue if the reader of their output closes the pipe.
+OUTLIVE_READER = ("train", "serve")
 
 app = typer.Typer(
     name="cookbook",
@@ -67,90 +36,90 @@ app = typer.Typer(
 )
 
 
-class Part(StrEnum):
-    """What ``--cfg`` prints."""
-
-    job = "job"
-    hydra = "hydra"
-    all = "all"
-
-
-class Topic(StrEnum):
-    """What ``--info`` prints."""
-
-    all = "all"
-    config = "config"
-    defaults = "defaults"
-    defaults_tree = "defaults-tree"
-    plugins = "plugins"
-    searchpath = "searchpath"
-
-
-KINDS = ("all", "recipes", "losses", "models", "data", "rewards")  # what `cookbook list` lists
+# Parts of the configuration that --cfg prints, and topics that --info prints.
+Part = Literal["job", "hydra", "all"]
+Topic = Literal["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
+# Kinds that `cookbook list` prints.
+KINDS = ("all", "recipes", "losses", "models", "data", "rewards", "envs")
 
 
 def _complete_override(ctx: typer.Context, incomplete: str) -> list[str]:
-    from cookbook.cli.completion import complete_override
+    from cookbook.cli.hydra.bridge import complete_override
 
     return complete_override(ctx.params.get("overrides") or [], incomplete, ctx.params.get("config_dir") or [])
 
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="OVERRIDE", help="As of cookbook train.", autocompletion=_complete_override),
+    typer.Argument(
+        metavar="OVERRIDE", help="key=value or group=name, as for cookbook train.", autocompletion=_complete_override
+    ),
 ]
+ShowConfig = Annotated[Part | None, typer.Option("--cfg", "-c", help="Print the configuration, unchecked.")]
+Target = Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="Folder of a run, checkpoint, or model.")]
 
 
-def _complete_loss(incomplete: str) -> list[str]:
-    from cookbook.cli import conf_files
+# Typer offers only those of the returned names that begin with the typed word.
+def _complete_loss() -> list[str]:
+    from cookbook.cli.hydra import conf_files
 
-    return [file.name for file in conf_files.options("loss") if file.name.startswith(incomplete)]
-
-
-def _complete_kind(incomplete: str) -> list[str]:
-    return [kind for kind in KINDS if kind.startswith(incomplete)]
+    return [file.name for file in conf_files.options("loss")]
 
 
-def _complete_recipe(incomplete: str) -> list[str]:
-    from cookbook.recipe import available
+def _complete_kind() -> list[str]:
+    return list(KINDS)
 
-    return [found.name for found in available() if found.name.startswith(incomplete)]
+
+def _complete_recipe() -> list[str]:
+    from cookbook.config.recipe import available
+
+    return [recipe.name for recipe in available()]
 
 
 @app.callback(invoke_without_command=True)
 def _root(
-    ctx: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False
+    ctx: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False
 ) -> None:
+    _import_from_here()
     if version:
         print(f"cookbook {__version__}")
     elif ctx.invoked_subcommand is None:
         print(ctx.get_help())
 
 
-@app.command(epilog=OVERRIDE_HELP)
+@app.command()
 def train(
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="OVERRIDE", help="key=value or group=name; see below.", autocompletion=_complete_override),
-    ] = None,
+    overrides: Overrides = None,
     multirun: Annotated[bool, typer.Option("--multirun", "-m", help="Sweep: one run for each list of values.")] = False,
     config: Annotated[Path | None, typer.Option("--config", help="Start from an earlier run's config.yaml.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check every key, print the configuration, stop.")] = False,
-    cfg: Annotated[Part | None, typer.Option("--cfg", "-c", help="Print the configuration, unchecked.")] = None,
-    resolve: Annotated[bool, typer.Option("--resolve", help="With --cfg: fill ${...} in.")] = False,
-    package: Annotated[str | None, typer.Option("--package", "-p", help="With --cfg: one node of it.")] = None,
-    info: Annotated[Topic | None, typer.Option("--info", "-i", help="Print where the configuration is from.")] = None,
+    cfg: ShowConfig = None,
+    resolve: Annotated[bool, typer.Option("--resolve", help="With --cfg: resolve ${...}.")] = False,
+    package: Annotated[str | None, typer.Option("--package", "-p", help="With --cfg: print one node only.")] = None,
+    info: Annotated[Topic | None, typer.Option("--info", "-i", help="Print the sources of the configuration.")] = None,
     config_dir: Annotated[
-        list[Path] | None, typer.Option("--config-dir", "-cd", help="A folder that comes before ./conf.")
+        list[Path] | None, typer.Option("--config-dir", "-cd", help="A folder searched before ./conf.")
     ] = None,
-    config_name: Annotated[str, typer.Option("--config-name", "-cn", help="The top file of conf/.")] = "train",
+    config_name: Annotated[str, typer.Option("--config-name", "-cn", help="The top-level file of conf/.")] = "train",
 ) -> None:
-    """Run a recipe."""
-    with _importing():
-        from cookbook.cli import hydra_bridge as bridge
+    """Run a recipe.
 
-    _import_from_here()
-    request = bridge.Request(overrides or (), multirun, config_dir or (), config_name, config)
+    An override sets any key of the configuration, or picks a file of a group:
+
+    \b
+      cookbook train recipe=sft                          one of the recipes (cookbook list)
+      cookbook train recipe=sft model=owner/name data=chats.jsonl
+                                                         your model (hub id or folder), your data
+      cookbook train recipe=grpo optim.lr=1e-5           a value
+      cookbook train recipe=grpo model=qwen3_0p6b        a group's file, conf/model/qwen3_0p6b.yaml
+      cookbook train recipe=grpo optim.lr=1e-5,1e-6 -m   one run after the other
+      cookbook train recipe=grpo --cfg job               every key and its value
+      cookbook train --config runs/mine/config.yaml      an earlier run again
+    """
+    with _importing():
+        from cookbook.cli.hydra import bridge
+
+    request = bridge.ComposeRequest(overrides or (), multirun, config_dir or (), config_name, config)
     if cfg is not None:
         print(bridge.show(request, cfg, resolve=resolve, package=package), end="")
     elif info is not None:
@@ -160,12 +129,12 @@ def train(
 
 
 def _train(cfg: DictConfig, overrides: list[str]) -> float | None:
-    from cookbook.cli import conf_defaults
+    from cookbook.cli.hydra import conf_files
 
     with _importing():
-        from cookbook.session import train
+        from cookbook.run.builder import train
 
-    return train(cfg, overrides, lambda: conf_defaults.composed(cfg.recipe.name))
+    return train(cfg, overrides, lambda: conf_files.composed(cfg.recipe.name))
 
 
 def _dry_run(cfg: DictConfig, overrides: list[str]) -> None:
@@ -179,14 +148,16 @@ def serve(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="OVERRIDE", help="key=value or group=name, of conf/serve.yaml.")
     ] = None,
-    cfg: Annotated[Part | None, typer.Option("--cfg", "-c", help="Print the configuration, unchecked.")] = None,
+    cfg: ShowConfig = None,
+    config_dir: Annotated[
+        list[Path] | None, typer.Option("--config-dir", "-cd", help="A folder searched before ./conf.")
+    ] = None,
 ) -> None:
-    """Serve the trainer over HTTP, to Tinker's client and ours."""
-    from cookbook.cli import hydra_bridge as bridge
+    """Serve the trainer over HTTP, for Tinker's client and cookbook's."""
     from cookbook.cli import serve as serving
+    from cookbook.cli.hydra import bridge
 
-    _import_from_here()
-    request = bridge.Request(overrides or (), config_name="serve")
+    request = bridge.ComposeRequest(overrides or (), config_dirs=config_dir or (), config_name="serve")
     if cfg is not None:
         print(bridge.show(request, cfg), end="")
     else:
@@ -200,157 +171,211 @@ def fork(
         typer.Argument(metavar="NAME", help="NAME NEW_NAME, or loss NAME NEW_NAME.", autocompletion=_complete_recipe),
     ],
 ) -> None:
-    """Copy a recipe, or a loss, into the current folder under a new name, to change it."""
-    from cookbook.cli import fork as forking
+    """Copy a recipe or a loss into the current folder under a new name, for you to change."""
+    from cookbook.cli import catalogue
 
-    _import_from_here()
-    kind, name, new = _kind_and_names(names, 2, "cookbook fork grpo my_grpo")
-    print(forking.fork(kind, name, new))
+    kind, (name, new) = _kind_and_names(names, 2, "cookbook fork grpo my_grpo")
+    print(catalogue.fork(kind, name, new))
 
 
 @app.command()
 def diff(
     names: Annotated[list[str], typer.Argument(metavar="NAME", help="NAME, or loss NAME.", autocompletion=_complete_recipe)],
 ) -> None:
-    """Show what a fork changed."""
-    from cookbook.cli import fork as forking
+    """Show the differences between a fork and its origin."""
+    from cookbook.cli import catalogue
 
-    _import_from_here()
-    kind, name = _kind_and_names(names, 1, "cookbook diff my_grpo")
-    print(forking.diff(kind, name, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ), end="")
+    kind, (name,) = _kind_and_names(names, 1, "cookbook diff my_grpo")
+    print(catalogue.diff(kind, name, color=sys.stdout.isatty() and "NO_COLOR" not in os.environ), end="")
 
 
 @app.command("list")
 def list_(
     kind: Annotated[str, typer.Argument(help=f"One of {', '.join(KINDS)}.", autocompletion=_complete_kind)] = "all",
 ) -> None:
-    """List what can be chosen, with where it comes from."""
-    from cookbook.cli import listing
+    """List recipes, losses, models, data, rewards and environments, with their origin."""
+    from cookbook.cli import catalogue
 
     if kind not in KINDS:
         raise CookbookError(f"list: unknown kind {kind!r}.{did_you_mean(kind, KINDS)} (choices: {', '.join(KINDS)})")
-    _import_from_here()
-    listing.print_list(kind, table=sys.stdout.isatty())
+    catalogue.print_list(kind, table=sys.stdout.isatty())
 
 
 @app.command()
 def sample(
-    target: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="A run's folder, a checkpoint, or a model.")],
-    prompt: Annotated[str, typer.Argument(help="What the user says.")],
-    max_tokens: Annotated[int, typer.Option(help="Length of a completion, tokens.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
-    num_samples: Annotated[int, typer.Option(help="Completions.")] = 1,
+    target: Target,
+    prompt: Annotated[str, typer.Argument(help="The user's message.")],
+    max_tokens: Annotated[int, typer.Option(help="Tokens of a completion, at most.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
+    num_samples: Annotated[int, typer.Option(help="Number of completions.")] = 1,
     seed: Annotated[int, typer.Option(help="The same seed draws the same completions.")] = 0,
 ) -> None:
     """Sample completions of a prompt."""
-    from cookbook.cli import sample_target
+    from cookbook.cli import catalogue
 
-    found = sample_target.resolve(target)  # before anything slow
+    # An unknown name fails before the slow imports.
+    found = catalogue.resolve(target)
     with _importing():
-        from cookbook import session
+        from cookbook.run import builder
 
-    _import_from_here()
-    for completion in session.sample(
+    for completion in builder.sample(
         found, prompt, max_tokens=max_tokens, temperature=temperature, num_samples=num_samples, seed=seed
     ):
         print(completion)
 
 
-@app.command("eval", epilog=EVAL_HELP)
+@app.command("eval")
 def eval_(
-    target: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="A run's folder, a checkpoint, or a model.")],
+    target: Target,
     overrides: Overrides = None,
 ) -> None:
-    """Evaluate a run or a model on held-out rows."""
-    with _importing():
-        from cookbook.cli import evaluate as evaluating
+    """Evaluate a run or a model on held-out rows.
 
-    _import_from_here()
-    evaluating.run(target, overrides or ())
+    A run is evaluated with its own configuration, a model with that of cookbook train; overrides change both:
+
+    \b
+      cookbook eval runs/mine                                  its newest checkpoint; the result goes into its folder
+      cookbook eval runs/mine 'eval.pass_at=[1,8]'             pass@k too, from drawn completions
+      cookbook eval qwen3_0p6b data=gsm8k reward=number        a model of conf/model, a folder or a hub id
+      cookbook eval tiny out=result.json                       the result as a file, every row's completion in it
+    """
+    with _importing():
+        from cookbook.cli import evaluate
+
+    evaluate.evaluate(target, overrides or ())
 
 
 @app.command()
-def compare(runs: Annotated[list[str], typer.Argument(metavar="RUN", help="The folders of two runs or more.")]) -> None:
-    """Show in what runs differ, and how they came out."""
-    from cookbook.cli import compare as comparing
+def compare(runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Folders of two or more runs.")]) -> None:
+    """Compare the configuration and final metrics of runs."""
+    from cookbook.cli import evaluate
 
-    comparing.run(runs, table=sys.stdout.isatty())
+    evaluate.compare(runs, table=sys.stdout.isatty())
 
 
 @app.command()
-def plan(
-    overrides: Overrides = None,
+def view(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folder of a run, or of two runs.")],
+    out: Annotated[Path | None, typer.Option("--out", help="File to write. Default: view.html in the first run.")] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="Serve the page on this machine; it follows a live run.")] = False,
+    port: Annotated[
+        int | None, typer.Option("--port", min=0, max=65535, help="Port of --serve. Default, and 0: any free port.")
+    ] = None,
 ) -> None:
-    """Estimate the memory and arithmetic of a step, before any weight is loaded."""
+    """Show metrics and rollouts in a browser, with the tokens of every turn.
+
+    \b
+      cookbook view runs/mine                 writes runs/mine/view.html, which needs no other file and no network
+      cookbook view runs/mine runs/other      two runs side by side
+      cookbook view runs/mine --serve         a page that follows the run while it trains
+    """
+    from cookbook.cli.view import command
+
+    command.run(runs, out, serve, port)
+
+
+@app.command()
+def plan(overrides: Overrides = None) -> None:
+    """Estimate the memory and arithmetic of a step, without loading weights."""
     with _importing():
-        from cookbook.cli import hydra_bridge as bridge
         from cookbook.cli import plan as planning
+        from cookbook.cli.hydra import bridge
 
-    _import_from_here()
-    bridge.run(bridge.Request(overrides or ()), planning.run)
+    bridge.run(bridge.ComposeRequest(overrides or ()), planning.run)
 
 
-check = typer.Typer(name="check", help="Examine a loss, a dataset or a configuration, without training.", rich_markup_mode=None)
+check = typer.Typer(
+    name="check", help="Examine a loss, an environment, a dataset or a configuration, without training.", rich_markup_mode=None
+)
+check.callback(invoke_without_command=True)(subcommands.show_help)
 app.add_typer(check)
-app.add_typer(serving.weights)
-app.add_typer(serving.deployments)
+app.add_typer(subcommands.weights)
+app.add_typer(subcommands.deployments)
+app.add_typer(subcommands.jobs)
+app.add_typer(subcommands.cache)
 
 
-@check.callback(invoke_without_command=True)
-def _check(ctx: typer.Context) -> None:
-    if ctx.invoked_subcommand is None:
-        print(ctx.get_help())
-
-
-@check.command("loss", epilog=LOSS_HELP)
+@check.command("loss")
 def check_loss(
     target: Annotated[
-        str, typer.Argument(metavar="LOSS", help="A name, file.py, or file.py:name; see below.", autocompletion=_complete_loss)
+        str, typer.Argument(metavar="LOSS", help="A name, file.py, or file.py:name; see above.", autocompletion=_complete_loss)
     ],
     options: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Options of the loss.")] = None,
 ) -> None:
-    """Measure an objective against what it declares, on small random batches."""
+    """Measure a loss against its declarations, on small random batches.
+
+    \b
+      cookbook check loss dpo                       a loss of conf/loss, yours or packaged
+      cookbook check loss dpo variant=ipo beta=0.2  with other options
+      cookbook check loss my_file.py                the one loss of a file: a class, or a function (data, logprobs)
+      cookbook check loss my_file.py:my_loss        one of several
+    """
     with _importing():
         from cookbook.cli import check_loss as checking
 
-    _import_from_here()
     with terminal.doing("measuring the loss"):
+        checking.run(target, options or (), table=sys.stdout.isatty())
+
+
+@check.command("env")
+def check_env(
+    target: Annotated[str, typer.Argument(metavar="ENV", help="FILE.py:CLASS, or a name of cookbook list envs.")],
+    options: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Options of the environment, as in conf/env.")
+    ] = None,
+) -> None:
+    """Test an environment before a run: play three episodes with made-up answers. No model is needed.
+
+    \b
+    plays        no call raises or hangs
+    repeats      the same row and answers give the same observations and rewards, which resume relies on
+    independent  episodes that are played in turn do not change each other
+    tokens       the tokens of every turn begin with those of the turn before
+    rewards      the rewards of the episodes, or none if the run needs reward=
+    time         the slowest call, and the time limit
+
+    \b
+      cookbook check env my_env.py:MyClass                    your own class (docs/environments.md)
+      cookbook check env arithmetic limit=10                  an environment of conf/env, with an option
+      cookbook check env reasoning_gym task=chain_sum
+      cookbook check env textarena game=GuessTheNumber-v0
+    """
+    with _importing():
+        from cookbook.cli import check_env as checking
+
+    with terminal.doing("playing the environment"):
         checking.run(target, options or (), table=sys.stdout.isatty())
 
 
 @check.command("data")
 def check_data(
     overrides: Overrides = None,
-    rows: Annotated[int, typer.Option(min=0, help="Rows shown as tokens.")] = 3,
+    rows: Annotated[int, typer.Option(min=0, help="Number of rows shown as tokens.")] = 3,
 ) -> None:
-    """Show what of a dataset would be trained, and the rows that cannot be used."""
+    """Show which tokens of a dataset are trained on, and which rows are rejected."""
     with _importing():
         from cookbook.cli import check_data as checking
-        from cookbook.cli import hydra_bridge as bridge
+        from cookbook.cli.hydra import bridge
 
-    _import_from_here()
-    bridge.run(bridge.Request(overrides or ()), lambda cfg, _: checking.run(cfg, rows, table=sys.stdout.isatty()))
+    bridge.run(bridge.ComposeRequest(overrides or ()), lambda cfg, _: checking.run(cfg, rows, table=sys.stdout.isatty()))
 
 
 @check.command("config")
-def check_config(
-    overrides: Overrides = None,
-) -> None:
-    """Type every key, and say what the run would do."""
+def check_config(overrides: Overrides = None) -> None:
+    """Validate every key and describe the run."""
     with _importing():
         from cookbook.cli import check_config as checking
-        from cookbook.cli import hydra_bridge as bridge
+        from cookbook.cli.hydra import bridge
 
-    _import_from_here()
-    bridge.run(bridge.Request(overrides or ()), checking.run)
+    bridge.run(bridge.ComposeRequest(overrides or ()), checking.run)
 
 
-def _kind_and_names(words: Sequence[str], count: int, example: str) -> tuple[Any, ...]:
+def _kind_and_names(words: Sequence[str], count: int, example: str) -> tuple[str, Sequence[str]]:
     kind = "loss" if len(words) == count + 1 and words[0] == "loss" else "recipe"
     names = words[1:] if kind == "loss" else words
     if len(names) != count:
         raise CookbookError(f"expected {count} name{'s' * (count > 1)}, got {len(words)}; for example: {example}")
-    return kind, *names
+    return kind, names
 
 
 def _importing() -> contextlib.AbstractContextManager[object]:
@@ -359,7 +384,7 @@ def _importing() -> contextlib.AbstractContextManager[object]:
 
 
 def _import_from_here() -> None:
-    """Lets ``_target_: my_module.MyLoss`` find the user's file. Last, so that a file here hides nothing installed."""
+    """Append the current folder to the import path, for ``_target_: my_module.MyLoss``. It hides no installed module."""
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
@@ -377,11 +402,12 @@ def run(arguments: Sequence[str]) -> int:
     except CookbookError as error:
         return _refuse(str(error))
     except typer.TyperException as error:
-        # pydantic begins with "Value error", which tells a user nothing
+        # pydantic begins with "Value error", which does not help the user.
         return _refuse(_override_typed_as_option(error, arguments) or error.format_message().replace("Value error, ", ""))
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
-    except SystemExit as stop:  # typer's answer to any broken pipe, which need not be the terminal's
+    except SystemExit as stop:
+        # Typer exits at any broken pipe, which need not be that of the standard output.
         if not isinstance(stop.__context__, BrokenPipeError):
             raise
         if not _reader_has_left():
@@ -390,13 +416,14 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _override_typed_as_option(error: typer.TyperException, arguments: Sequence[str]) -> str | None:
-    """The line for ``--optim.lr 1e-4`` and for options of other libraries; None for any other error."""
+    """Return the message for ``--optim.lr 1e-4`` and for options of other libraries; None for any other error."""
     context: Any = getattr(error, "ctx", None)
     if type(error).__name__ != "NoSuchOption" or not any(param.name == "overrides" for param in context.command.params):
         return None
-    from cookbook.cli import hydra_bridge as bridge
+    from cookbook.cli.hydra import bridge
 
-    depth = len(context.command_path.split()) - 1  # words of the command's own name, such as `check config`
+    # Number of words of the command's own name, such as `check config`.
+    depth = len(context.command_path.split()) - 1
     options = [param for param in context.command.params if param.param_type_name == "option"]
     known = {name: not param.is_flag for param in options for name in param.opts}
     return bridge.explain_options(list(arguments[depth:]), known, "serve" if arguments[0] == "serve" else "train")
@@ -421,14 +448,16 @@ def main() -> None:
     """The entry point of the installed command."""
     if sys.platform == "win32":
         sys.exit(_refuse("cookbook runs on Linux and macOS; on Windows, install it in WSL (wsl --install)"))
-    if sys.argv[1:2] == ["train"]:
-        gc.disable()  # start-up makes a million objects that stay, and looking through them took a fifth of it
+    if sys.argv[1:2] in (["train"], ["sample"], ["eval"]):
+        # Start-up makes a million objects that stay; the garbage collector took a fifth of the time to look through them.
+        gc.disable()
     code = run(sys.argv[1:])
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         terminal.write_nowhere(1)
-    if code == INTERRUPTED:  # the trainer's thread may still compute, and would crash in an interpreter that takes itself down
+    if code == INTERRUPTED:
+        # The trainer's thread may still compute, and would crash while the interpreter shuts down.
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)

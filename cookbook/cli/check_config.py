@@ -1,41 +1,47 @@
-"""``cookbook check config``, and ``cookbook train --dry-run``: everything typed and put together, nothing trained."""
+"""``cookbook check config`` and ``cookbook train --dry-run``: build and check everything, train nothing."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from cookbook import advice, paths, preflight, runfolder
-from cookbook import recipe as recipes
-from cookbook.backends.local import LocalConfig
 from cookbook.check.bench import described
 from cookbook.checkpoints import manifest
-from cookbook.cli import conf_defaults, tables
+from cookbook.cli.hydra import conf_files
+from cookbook.config import recipe as recipes
 from cookbook.data import DataConfig
+from cookbook.data.source import source_text
 from cookbook.engine.model import AUTO, ModelConfig
-from cookbook.identity import Identity
-from cookbook.session import Settings, checked
+from cookbook.protocols import Backend, OptimizerBackend, PlannedBackend, PrecisionBackend
+from cookbook.run import folder as run_folder
+from cookbook.run import preflight
+from cookbook.run.data import SPLITS
+from cookbook.run.identity import Identity
+from cookbook.run.settings import Settings, checked
+from cookbook.terminal import warnings_shown
+from cookbook.types import JsonObject
+from cookbook.utils import paths, tables
 
 OPTIMIZERS = {"adamw": "AdamW", "adamw8bit": "AdamW with 8-bit moments", "adafactor": "Adafactor"}
+NEEDS_REFERENCE = "the weights the run starts from; one forward pass more per step"
 
 
 def dry_run(cfg: DictConfig, overrides: list[str]) -> None:
     """Check every key, and print the configuration as YAML.
 
     Raises:
-        CookbookError: as :func:`~cookbook.session.checked`.
+        CookbookError: as :func:`~cookbook.run.settings.checked`.
     """
     checked(cfg, overrides)
     print(OmegaConf.to_yaml(cfg, resolve=True), end="")
 
 
-@runfolder.warnings_shown()
+@warnings_shown()
 def run(cfg: DictConfig, overrides: list[str]) -> None:
-    """Check everything that a run checks before its first step, and print what the run would do.
+    """Check everything that a run checks before its first step, and describe the run.
 
     Raises:
         CookbookError: what the run would refuse, as far as that can be known without weights and without the hub.
@@ -44,49 +50,47 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
 
 
 def plan(cfg: DictConfig, overrides: list[str]) -> list[tuple[str, str]]:
-    """What the run would do: a subject and a sentence each. Warnings go to the log.
+    """Return a description of the run, as pairs of subject and sentence. Warnings go to the log.
 
     Raises:
         CookbookError: as :func:`run`.
     """
     typed = checked(cfg, overrides)
     identity = Identity(
-        runfolder.plain(cfg),
+        run_folder.plain(cfg),
         typed.module.Config,
-        lambda: conf_defaults.composed(cfg.recipe.name),
+        lambda: conf_files.composed(cfg.recipe.name),
         force=typed.resume == "force",
     )
-    folder, resume_from = runfolder.examine(typed.out, typed.resume, cfg, identity)
+    folder, resume_from = run_folder.examine(typed.out, typed.resume, cfg, identity)
     done = int(manifest.read(resume_from)["step"]) if resume_from is not None else 0
-    found = preflight.examine(typed, identity, folder, done)
-    advice.warn(typed, found.rows, found.renderer)
+    split_rows, renderer = preflight.examine(typed, identity, folder, done)
+    preflight.warn(typed, split_rows, renderer)
     name = cfg.recipe.name
-    kind = getattr(typed.module, "DATA", None)
-    rows, held_out = (found.rows.counts.get(which) for which in preflight.SPLITS)
-    place = "hub" if isinstance(typed.backend, LocalConfig) else "server"
+    kind = typed.data_kind
+    rows, held_out = (split_rows.counts.get(which) for which in SPLITS)
+    place = "hub" if isinstance(typed.backend, PlannedBackend) else "server"
+    resumed = f", resuming from {paths.shown(resume_from.absolute())}" if resume_from else ""
+    trained = _streamed(typed.data) if split_rows.is_stream("train") else _rows(rows)
+    counts = f"{trained}; held out: {_rows(held_out, typed.eval.limit)}"
     lines = [
         ("recipe", _recipe(name, kind)),
-        ("model", _model(typed.model) + ("" if found.renderer else f"; of the {place}, not read")),
-        ("data", f"{_source(typed.data)}, {_rows(rows)}; held out: {_rows(held_out, typed.eval.limit)}"),
+        ("model", _model(typed.model) + ("" if renderer else f"; of the {place}, not read")),
+        ("data", f"{source_text(typed.data)}, {counts}" if typed.numbered is None else ""),
+        ("environment", _environment(typed, counts)),
         ("loss", f"{typed.loss.name}, {type(typed.loss).__module__}.{type(typed.loss).__qualname__}: {described(typed.loss)}"),
-    ]
-    if typed.reward is not None:
-        lines.append(("reward", repr(typed.reward)))
-    if kind == "rollouts":
-        lines.append(("rollout", _rollout(typed)))
-    if typed.loss.needs_reference:
-        lines.append(("reference", "the weights the run starts from; one forward pass more per step"))
-    lines += [
+        ("reward", _reward(typed)),
+        ("rollout", _rollout(typed) if kind == "rollouts" else ""),
+        ("reference", NEEDS_REFERENCE if typed.loss.needs_reference else ""),
         ("optimizer", _optimizer(typed)),
+        ("precision", precision(typed.backend)),
         ("steps", _steps(asdict(typed.recipe), rows)),
         ("evaluation", _evaluation(typed, held_out)),
         ("checkpoints", _checkpoints(typed)),
+        ("trackers, hooks", ", ".join(type(one).__name__ for one in [*typed.trackers, *typed.hooks])),
+        ("writes to", f"{folder}{resumed}"),
     ]
-    if typed.trackers or typed.hooks:
-        lines.append(("tells", ", ".join(type(one).__name__ for one in [*typed.trackers, *typed.hooks])))
-    going_on = f", going on from {paths.shown(resume_from.absolute())}" if resume_from else ""
-    lines.append(("writes to", f"{folder}{going_on}"))
-    return lines
+    return [(subject, sentence) for subject, sentence in lines if sentence]
 
 
 def _recipe(name: str, kind: str | None) -> str:
@@ -102,10 +106,6 @@ def _model(model: ModelConfig) -> str:
     return f"{paths.shown(Path(model.name))}, {weights}, {dtype}; trains {trained}"
 
 
-def _source(data: DataConfig) -> str:
-    return paths.shown(Path(data.path)) if data.path else f"{data.name}[{data.split}]"
-
-
 def _rows(count: int | None, limit: int | None = None) -> str:
     if count is None:
         return "of the hub, not read"
@@ -113,9 +113,34 @@ def _rows(count: int | None, limit: int | None = None) -> str:
     return (f"{count:,} rows" if count else "no rows") + (f" (eval.limit={limit})" if count == limit else "") + sampled
 
 
+def _streamed(data: DataConfig) -> str:
+    order = f"shuffled in a buffer of {data.shuffle_buffer:,} rows" if data.shuffle else "in the order of the data"
+    return f"streamed, {order}; the first {preflight.RENDERED_ROWS:,} rows were checked"
+
+
 def _rollout(typed: Settings) -> str:
     rollout = typed.rollout
     return f"completions of up to {rollout.max_tokens} tokens at temperature {rollout.temperature:g}"
+
+
+def _environment(typed: Settings, counts: str) -> str:
+    """Describe the environment, by the keys that it has to be given, and its rows; empty without one."""
+    config = typed.env
+    if config is None:
+        return ""
+    asked = [one.name for one in fields(config) if one.default is MISSING and one.default_factory is MISSING]
+    name = ", ".join([type(config).__name__, *(f"{key}={getattr(config, key)}" for key in asked)])
+    tools = [str(tool["function"]["name"]) for tool in config.contract.tools]
+    answers = f"tools: {', '.join(tools)}" if tools else "answers text with text"
+    rows = "plays the rows of the data" if typed.numbered is None else f"numbered rows (env.rows): {counts}"
+    return f"{name}; {answers}; up to {config.max_turns} turns; {rows}"
+
+
+def _reward(typed: Settings) -> str:
+    own = repr(typed.reward) if typed.reward is not None else ""
+    if typed.env is None:
+        return own
+    return f"the environment's{f'; if it gives none, {own}' if own else ''}"
 
 
 def _optimizer(typed: Settings) -> str:
@@ -123,12 +148,17 @@ def _optimizer(typed: Settings) -> str:
     warmup = f"{schedule.warmup_steps} steps" if schedule.warmup_steps else f"{schedule.warmup_ratio or 0:.0%} of the steps"
     rise = f", after a warm-up of {warmup}" if schedule.warmup_steps or schedule.warmup_ratio else ""
     clip = f"; gradient clipped at norm {optim.grad_clip_norm:g}" if optim.grad_clip_norm else "; gradient not clipped"
-    rule = typed.backend.optimizer if isinstance(typed.backend, LocalConfig) else "adamw"
+    rule = typed.backend.optimizer if isinstance(typed.backend, OptimizerBackend) else "adamw"
     return f"{OPTIMIZERS.get(rule, rule)}, learning rate {optim.lr:g}, {type(schedule).__name__.lower()}{rise}{clip}"
 
 
-def _steps(recipe: dict[str, Any], rows: int | None) -> str:
-    """As far as the recipe's own keys tell, under the names that the shipped recipes give them."""
+def precision(backend: Backend) -> str:
+    """Describe the precision of products, and the gain of others on this machine; empty if another machine computes."""
+    return backend.precision.described(backend.torch_device()) if isinstance(backend, PrecisionBackend) else ""
+
+
+def _steps(recipe: JsonObject, rows: int | None) -> str:
+    """Describe the steps from the recipe's keys, under the names that the packaged recipes use."""
     size, epochs, steps = recipe.get("batch_size"), recipe.get("epochs"), recipe.get("steps")
     if prompts := recipe.get("prompts_per_step"):
         return f"{steps}, of {prompts} prompts with {recipe.get('group_size')} completions each"

@@ -1,33 +1,40 @@
-"""``cookbook check data``: what of a dataset a run would train, as counts and as text, and which rows it refuses."""
+"""``cookbook check data``: the trained tokens of a dataset as counts and as text, and the rejected rows."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Literal
 
 from omegaconf import DictConfig
 
-from cookbook import paths
-from cookbook.check.rows import Survey, Trained, lengths, pieces, survey
-from cookbook.cli import tables, token_text
-from cookbook.data import Refusals, Renderer, load_rows
+from cookbook.check.dataset import Survey, TextSpan, WeightedSequence, lengths, survey, text_spans
+from cookbook.data import RejectedRows, Renderer, load_rows
 from cookbook.engine.model import ModelConfig, context_length, load_tokenizer
 from cookbook.errors import ConfigError, CookbookError
-from cookbook.session import Settings, settings
+from cookbook.run.settings import Settings, settings
+from cookbook.utils import paths, tables
+
+if TYPE_CHECKING:
+    from rich.text import Text
+    from transformers import PreTrainedTokenizerBase
 
 REFUSED_SHOWN = 10  # reasons, of each split
+OPEN, CLOSE = "[[", "]]"  # marks around trained text
+HEAD, TAIL = 240, 120  # pieces shown of a long sequence
 
 
 def run(cfg: DictConfig, num_shown: int, *, table: bool) -> None:
-    """Prints counts of both splits, refused rows, and the first ``num_shown`` rows as tokens.
+    """Print counts of both splits, refused rows, and the first ``num_shown`` rows as tokens.
 
     Raises:
         CookbookError: the configuration is wrong, or a run would stop at one of the rows.
     """
     typed = settings(cfg)
-    kind = getattr(typed.module, "DATA", None)
+    kind = typed.data_kind
     if kind is None:
         raise ConfigError(f"recipes/{cfg.recipe.name}.py: no DATA, the kind of data it reads; add DATA = 'conversations'")
     tokenizer = load_tokenizer(typed.model)
@@ -42,7 +49,7 @@ def run(cfg: DictConfig, num_shown: int, *, table: bool) -> None:
     for split, one in found.items():
         _print_counts(split, one, kind)
     sampled = f"sampled, up to {typed.rollout.max_tokens} tokens" if kind == "rollouts" else ""
-    _show(found["training"], tokenizer, num_shown, sampled, colour=table)
+    _show(found["training"], tokenizer, num_shown, sampled, color=table)
     if not found["training"].sequences:
         raise CookbookError(f"check data: no row is left to train on; the first: {_near(found['training'].refused[0].reason)}")
     fatal = [refusal for one in found.values() for refusal in one.refused if refusal.fatal]
@@ -52,20 +59,21 @@ def run(cfg: DictConfig, num_shown: int, *, table: bool) -> None:
         )
 
 
-def context(config: ModelConfig, tokenizer: Any) -> int | None:
-    """The longest sequence of the model, tokens, from its configuration and tokenizer alone; None: no limit is known."""
+def context(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the model's longest sequence in tokens, from its configuration and tokenizer; None if no limit is known."""
     from transformers import AutoConfig
 
     architecture = None
-    with contextlib.suppress(OSError, ValueError):  # an adapter's folder has a tokenizer and no configuration of the model
+    # An adapter's folder has a tokenizer and no configuration of the model.
+    with contextlib.suppress(OSError, ValueError):
         architecture = AutoConfig.from_pretrained(
             config.name, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
     return context_length(architecture, tokenizer)
 
 
-def _survey(typed: Settings, kind: str, renderer: Renderer, which: Any, max_tokens: int) -> Survey:
-    refusals = Refusals(typed.data, collect=True)
+def _survey(typed: Settings, kind: str, renderer: Renderer, which: Literal["train", "eval"], max_tokens: int) -> Survey:
+    refusals = RejectedRows(typed.data, collect=True)
     rows = load_rows(typed.data, which, typed.seed, typed.eval.limit, refusals)
     return survey(kind, rows, renderer, typed.data, max_tokens, refusals)
 
@@ -94,15 +102,15 @@ def _print_counts(split: str, found: Survey, kind: str) -> None:
     print()
 
 
-def _length_rows(sequences: Sequence[Trained], kind: str) -> list[tuple[str, dict[str, int]]]:
-    """A line of numbers for each side, of all tokens and of those trained."""
+def _length_rows(sequences: Sequence[WeightedSequence], kind: str) -> list[tuple[str, dict[str, int]]]:
+    """Return a row of numbers for each side: all tokens, and trained tokens."""
 
-    def all_tokens(one: Trained) -> int:
+    def all_tokens(one: WeightedSequence) -> int:
         return len(one.tokens)
 
-    measures: dict[str, Callable[[Trained], int]] = {"all tokens": all_tokens, "trained tokens": lambda one: one.num_trained}
-    if kind == "rollouts":
-        measures = {"prompts": all_tokens}
+    measures: dict[str, Callable[[WeightedSequence], int]] = {"prompts": all_tokens}
+    if kind != "rollouts":
+        measures = {"all tokens": all_tokens, "trained tokens": attrgetter("num_trained")}
     sides = list(dict.fromkeys(one.side for one in sequences))
     return [
         (f"{side}, {name}" if side else name, lengths([one for one in sequences if one.side == side], length))
@@ -111,23 +119,69 @@ def _length_rows(sequences: Sequence[Trained], kind: str) -> list[tuple[str, dic
     ]
 
 
-def _show(found: Survey, tokenizer: Any, count: int, sampled: str, *, colour: bool) -> None:
-    """The first rows as text; behind a prompt, what is ``sampled`` there."""
+def _show(found: Survey, tokenizer: PreTrainedTokenizerBase, count: int, sampled: str, *, color: bool) -> None:
+    """Print the first rows as text; ``sampled`` follows a prompt."""
     wheres = list(dict.fromkeys(one.where for one in found.sequences))[:count]
-    if wheres and not colour:
-        print(f"what is trained stands in {token_text.OPEN} {token_text.CLOSE}\n")
+    if wheres and not color:
+        print(f"trained text is marked {OPEN} {CLOSE}\n")
     for one in found.sequences:
         if one.where in wheres:
             side = f", {one.side}" if one.side else ""
             trained = "tokens of a prompt" if sampled else f"tokens, {one.num_trained} trained"
             title = f"{_near(one.where)}{side}: {len(one.tokens)} {trained}"
-            token_text.show(title, pieces(tokenizer, one.tokens, one.weights), sampled, colour=colour)
+            show_tokens(title, text_spans(tokenizer, one.tokens, one.weights), sampled, color=color)
 
 
 def _near(where: str) -> str:
-    """A place as seen from the current folder."""
+    """Return a place relative to the current folder."""
     return where.removeprefix(f"{Path.cwd()}/")
 
 
 def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def show_tokens(title: str, spans: Sequence[TextSpan], sampled: str, *, color: bool) -> None:
+    """Print the text under its title, followed by ``sampled``, the note on the completion; "" for none."""
+    (_print_colored if color else _print_marked)(title, _elided(spans), sampled)
+
+
+def _elided(spans: Sequence[TextSpan]) -> Sequence[TextSpan]:
+    if len(spans) <= HEAD + TAIL:
+        return spans
+    gap = TextSpan(f" ... {len(spans) - HEAD - TAIL} tokens ... ", 0.0)
+    return [*spans[:HEAD], gap, *spans[-TAIL:]]
+
+
+def _print_marked(title: str, spans: Sequence[TextSpan], sampled: str) -> None:
+    text = ""
+    for weight, run in groupby(spans, key=lambda piece: piece.weight):
+        part = "".join(piece.text for piece in run)
+        times = "" if weight in (0, 1) else f"x{weight:g}"
+        text += f"{OPEN}{part}{CLOSE}{times}" if weight else part
+    text += f"{OPEN}{sampled}{CLOSE}" if sampled else ""
+    print(f"{title}\n{text.rstrip()}\n")
+
+
+def _print_colored(title: str, spans: Sequence[TextSpan], sampled: str) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    text = Text()
+    for index, piece in enumerate(spans):
+        text.append_text(_styled(piece, index))
+    text.append(f"<{sampled}>" if sampled else "", "green italic")
+    text.rstrip()
+    Console(highlight=False).print(Text(title, "bold"), text, "", sep="\n")
+
+
+def _styled(piece: TextSpan, index: int) -> Text:
+    """Return trained tokens in green, in two alternating shades; in yellow if their weight is below 1."""
+    from rich.text import Text
+
+    if not piece.weight:
+        return Text(piece.text, "dim")
+    shades = ("green", "rgb(120,220,120)") if piece.weight == 1 else ("yellow", "rgb(230,210,110)")
+    # The model has to predict a trained line break, so the break is shown.
+    visible = piece.text.replace("\n", "\u23ce\n")
+    return Text(visible, f"bold {shades[index % 2]}")

@@ -1,34 +1,35 @@
-"""``cookbook deployments``: vLLM servers that go on running between runs, by name."""
+"""``cookbook deployments``: named vLLM servers that keep running between runs."""
 
 from __future__ import annotations
 
 from omegaconf import DictConfig
 
-from cookbook.cli import tables
-from cookbook.config import build
-from cookbook.deployments.http import Client
-from cookbook.deployments.manager import DeploymentManager, Running
-from cookbook.deployments.vllm import VllmConfig
-from cookbook.engine.model import ModelConfig, context_length, load_tokenizer, resolved, with_dtype
+from cookbook.cli.check_data import context
+from cookbook.config.nodes import build
+from cookbook.deployments.vllm.deployment import VllmConfig
+from cookbook.deployments.vllm.http import Client
+from cookbook.deployments.vllm.registry import DeploymentManager, RunningServer
+from cookbook.engine.model import ModelConfig, load_tokenizer, with_dtype
 from cookbook.errors import BackendError, ConfigError, RolloutError
-from cookbook.suggest import did_you_mean
+from cookbook.utils import tables
+from cookbook.utils.suggest import did_you_mean
 
 HEALTH_S = 2.0
 
 
 def overrides(name: str, others: list[str]) -> list[str]:
-    """Of ``conf/train.yaml``, for a deployment called ``name``: the groups ``model`` and ``deployment`` are read."""
+    """Return the overrides of ``conf/train.yaml`` for a deployment; it reads the groups ``model`` and ``deployment``."""
     group = [] if any(other.startswith("deployment=") for other in others) else ["deployment=vllm"]
     return [*group, *others, f"deployment.name={name}", "deployment.on_exit=keep"]
 
 
-def create(cfg: DictConfig) -> None:
-    """Starts servers, or finds those that run already, and warms them up.
+def create(cfg: DictConfig, _: list[str]) -> None:
+    """Start servers, or find those that already run, and warm them up.
 
     Raises:
         ConfigError: a wrong value, or the name is in use.
-        BackendError: there is no such model.
-        RolloutError: a server does not come up.
+        BackendError: the model is unknown.
+        RolloutError: a server does not start.
     """
     model: ModelConfig = with_dtype(build(cfg.model, "model", ModelConfig))
     config = build(cfg.deployment, "deployment")
@@ -41,10 +42,10 @@ def create(cfg: DictConfig) -> None:
 
 
 def print_list(*, table: bool) -> None:
-    """One line a server that runs."""
+    """Print one line per server that runs."""
     manager = DeploymentManager()
     rows = [
-        (name, _health(one), one.url, str(one.pid), one.options.model, one.options.dtype, manager.user(name) or "nobody")
+        (name, _health(one), one.url, str(one.pid), one.options.model, one.options.dtype, manager.user(name) or "none")
         for name, running in manager.running().items()
         for one in running
     ]
@@ -53,11 +54,11 @@ def print_list(*, table: bool) -> None:
 
 
 def scale(name: str, replicas: int, startup_s: float) -> None:
-    """To so many servers, all made alike.
+    """Start or end servers until ``replicas`` of them run, all with the same options.
 
     Raises:
         ConfigError: no such deployment, or it is in use.
-        RolloutError: a server does not come up.
+        RolloutError: a server does not start.
     """
     manager = _manager_of(name)
     with manager.held(name):
@@ -65,18 +66,18 @@ def scale(name: str, replicas: int, startup_s: float) -> None:
 
 
 def warm_up(name: str) -> None:
-    """Lets every server sample a token.
+    """Let every server sample one token.
 
     Raises:
         ConfigError: no such deployment.
-        RolloutError: one cannot.
+        RolloutError: a server fails.
     """
     manager = _manager_of(name)
     _warmed(manager, name, manager.running()[name])
 
 
 def delete(name: str) -> None:
-    """Ends its servers.
+    """End the servers of a deployment.
 
     Raises:
         ConfigError: no such deployment, or it is in use.
@@ -91,18 +92,18 @@ def _manager_of(name: str) -> DeploymentManager:
     manager = DeploymentManager(say=print)
     known = list(manager.running())
     if name not in known:
-        there = f"there are {', '.join(known)}" if known else "there are none; make one with cookbook deployments create"
-        raise ConfigError(f"deployments: nothing called {name!r} runs.{did_you_mean(name, known)} ({there})")
+        running = f"choose one of {', '.join(known)}" if known else "no deployment is running; see cookbook deployments create"
+        raise ConfigError(f"deployments: not running, got {name!r}; {running}.{did_you_mean(name, known)}".removesuffix("."))
     return manager
 
 
-def _warmed(manager: DeploymentManager, name: str, running: list[Running]) -> None:
+def _warmed(manager: DeploymentManager, name: str, running: list[RunningServer]) -> None:
     for one in running:
         manager.warm_up(one)
         print(f"{name}: {one.url} answers")
 
 
-def _health(one: Running) -> str:
+def _health(one: RunningServer) -> str:
     try:
         Client(one.url, HEALTH_S).once("/health", method="GET")
     except RolloutError:
@@ -111,14 +112,8 @@ def _health(one: Running) -> str:
 
 
 def _context(model: ModelConfig) -> int:
-    """The longest sequence that training would take, tokens."""
-    from transformers import AutoConfig
-
-    tokenizer = load_tokenizer(model)
-    architecture = AutoConfig.from_pretrained(
-        resolved(model.name), revision=model.revision, trust_remote_code=model.trust_remote_code
-    )
-    found = context_length(architecture, tokenizer)
+    """Return the longest sequence of training, in tokens."""
+    found = context(model, load_tokenizer(model))
     if found is None:
-        raise BackendError(f"model.name: {model.name!r} does not say how long a sequence may be; set deployment.max_length")
+        raise BackendError(f"model.name: {model.name!r} does not state its maximum sequence length; set deployment.max_length")
     return found

@@ -1,57 +1,85 @@
-"""``cookbook eval``: how good a run or a model is on held-out rows."""
+"""``cookbook eval`` and ``cookbook compare``: the metrics of a run or model on held-out rows, and tables of several runs."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from omegaconf import DictConfig
-
-from cookbook import evaluate_alone, runfolder
-from cookbook.cli import conf_files, tables
-from cookbook.cli import hydra_bridge as bridge
-from cookbook.comparison import spelled
+from cookbook.cli.hydra import conf_files
 from cookbook.errors import ConfigError
-from cookbook.evaluate_alone import Result, Target
-from cookbook.evaluation import FINGERPRINT, SHOWN
-from cookbook.report import one_line
+from cookbook.run import folder as run_folder
+from cookbook.run import report
+from cookbook.sampling.evaluation import FINGERPRINT, SHOWN, Evaluation
+from cookbook.types import JsonObject
+from cookbook.utils import tables
+
+LONGEST = 40  # characters of a value in a table
 
 
-def run(name: str, overrides: Sequence[str]) -> None:
-    """Evaluates a run's newest checkpoint, a checkpoint or a model, and prints what was found.
+def evaluate(name: str, overrides: Sequence[str]) -> None:
+    """Evaluate a run's newest checkpoint, a checkpoint or a model, and print the result.
 
     Raises:
-        CookbookError: there is no such thing, or the configuration does not suit it.
+        CookbookError: no run or model has this name, or the configuration does not suit it.
     """
+    # Comparing runs needs neither.
+    from cookbook.cli.hydra import bridge
+    from cookbook.run import standalone_eval
+
     if "=" in name:
         raise ConfigError(f"eval: expected a run or a model before {name!r}, for example: cookbook eval tiny {name}")
     named_in_conf = name in {file.name for file in conf_files.options("model")} and not Path(name).exists()
-    target = Target(None) if named_in_conf else evaluate_alone.find(name)
-
-    def job(cfg: DictConfig, words: list[str]) -> None:
-        show(name, evaluate_alone.evaluate(cfg, target))
-
-    bridge.run(_request(name, target, overrides), job)
-
-
-def _request(name: str, target: Target, overrides: Sequence[str]) -> bridge.Request:
-    """A run is evaluated as it was configured; a model as ``cookbook train`` would be. Overrides change either."""
+    target = standalone_eval.Target(None) if named_in_conf else standalone_eval.find(name)
+    # A run is evaluated with its own configuration, a model with that of `cookbook train`.
     if target.run is not None:
-        return bridge.Request(overrides, config_file=target.run / runfolder.CONFIG)
-    own = [f"model={name}"] if target.model is None else ["model=hf", f"model.name={runfolder.quoted(name)}"]
-    return bridge.Request([*own, *overrides])
+        request = bridge.ComposeRequest(overrides, config_file=target.run / run_folder.CONFIG)
+    else:
+        own = [f"model={name}"] if named_in_conf else ["model=hf", f"model.name={run_folder.quoted(name)}"]
+        request = bridge.ComposeRequest([*own, *overrides])
+    bridge.run(request, lambda cfg, _: _show_result(name, *standalone_eval.evaluate(cfg, target)))
 
 
-def show(name: str, result: Result) -> None:
-    """Prints what was asked, the metrics, and a few completions."""
-    facts = result.facts
+def _show_result(name: str, facts: JsonObject, evaluation: Evaluation, file: Path | None) -> None:
+    """Print the evaluated model and rows, the metrics, and a few completions."""
     after = "" if facts["step"] is None else f" after {facts['step']} steps"
     first = facts["rows"]["first"].removeprefix(f"{Path.cwd()}/")
     judged = facts["reward"] or "comparison with the row's answer"
+    if facts["env"] is not None:
+        judged = f"the environment{f'; if it gives no reward, by {judged}' if facts['reward'] else ''}"
     print(f"{name}{after} on {facts['rows']['count']} rows from {first}, judged by {judged}\n")
-    metrics = [(key, spelled(key, value)) for key, value in result.found.metrics.items() if key != FINGERPRINT]
+    metrics = [(key, report.spelled(key, value)) for key, value in evaluation.metrics.items() if key != FINGERPRINT]
     print("\n".join(tables.aligned(metrics, right=[1])))
-    for example in result.found.examples[:SHOWN]:
-        print(f"  {one_line(example)}")
-    if result.file is not None:
-        print(f"written to {result.file}")
+    for example in evaluation.examples[:SHOWN]:
+        print(f"  {report.one_line(example)}")
+    if file is not None:
+        print(f"written to {file}")
+
+
+def compare(folders: Sequence[str], *, table: bool) -> None:
+    """Print the configuration keys that differ, the final metrics, and the results of ``cookbook eval``; warnings go to stderr.
+
+    Raises:
+        ConfigError: a folder is not a run, or there are fewer than two.
+    """
+    runs = report.read_runs(folders)
+    names = [one.name for one in runs]
+    if differing := report.differing(runs):
+        _show_table("configuration", "differs in", names, differing, table=table)
+    else:
+        print("the configurations are the same\n")
+    _show_table("while training", "metric", names, report.outcomes(runs), table=table)
+    for title, lines in report.evaluated(runs):
+        print(f"cookbook eval: {title}")
+        _show_table("", "metric", names, lines, table=table)
+    for warning in report.warnings(runs):
+        print(f"warning: {warning}", file=sys.stderr)
+
+
+def _show_table(title: str, subject: str, names: Sequence[str], lines: Sequence[report.Cells], *, table: bool) -> None:
+    tables.show(title, [subject, *names], [[about, *map(_short, cells)] for about, cells in lines], table=table)
+
+
+def _short(cell: str) -> str:
+    """Return the end of a long value, where paths differ."""
+    return cell if len(cell) <= LONGEST else f"...{cell[3 - LONGEST :]}"

@@ -1,68 +1,76 @@
-"""``cookbook plan``: what a step of a run will take, in memory and arithmetic, before any weight is loaded."""
+"""``cookbook plan``: estimate the memory and arithmetic of a step without loading weights."""
 
 from __future__ import annotations
 
 import functools
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from cookbook.backends.local import LocalConfig
-from cookbook.check.rows import survey
-from cookbook.cli import tables
+from cookbook.check.dataset import survey
+from cookbook.cli.check_config import precision
 from cookbook.cli.check_data import context
 from cookbook.data import Renderer, load_rows
+from cookbook.engine.batch.plan import CPU_PASS_TOKENS
 from cookbook.engine.estimate import Estimate, estimate
 from cookbook.engine.memory import free_bytes, shortage_of
 from cookbook.engine.model import load_tokenizer
-from cookbook.engine.planning import CPU_PASS_TOKENS
 from cookbook.errors import ConfigError
 from cookbook.losses.base import Scope
-from cookbook.session import Settings, settings
+from cookbook.protocols import PlannedBackend, RankBackend
+from cookbook.run.preflight import RENDERED_ROWS
+from cookbook.run.settings import Settings, settings
+from cookbook.sampling.environments import EnvironmentConfig, numbered_rows, prompts
+from cookbook.sampling.environments.check import turn_tokens
+from cookbook.utils import tables
 
 if TYPE_CHECKING:
     import torch
 
-# Resident besides the weights once a model stands in a process with the CPU build of torch, whatever its size: 383 to 399 MB in
+# Resident memory besides the weights, with the CPU build of torch and a model of any size: 383 to 399 MB in
 # eight cases of benchmarks/plan.py, of which 115 MB are pages of libraries.
 PYTHON = 0.39e9
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The sequences of one step: how many, the longest and all of them in tokens. Those of the longest rows of the data."""
+class StepShape:
+    """Sequences of the step with the longest rows: their number, the tokens of the longest, the tokens of all.
+
+    ``basis``: text for the rows that were looked at, if not all; begins with a space.
+    """
 
     sequences: int
     longest: int
     tokens: int
+    basis: str
 
 
 def run(cfg: DictConfig, overrides: list[str]) -> None:
-    """Prints the estimate.
+    """Print the estimate.
 
     Raises:
-        CookbookError: the configuration is wrong, the data cannot be read, or there is no such model.
+        CookbookError: the configuration is wrong, the data cannot be read, or the model is unknown.
     """
     typed = settings(cfg)
     backend = typed.backend
-    if not isinstance(backend, LocalConfig):
-        raise ConfigError("backend: plan estimates the embedded trainer's work; use backend=local")
+    if not isinstance(backend, PlannedBackend):
+        raise ConfigError("backend: plan estimates the embedded trainer's work; use backend=local and job=none")
     shape = _shape(typed, cfg.recipe.name)
     device = backend.torch_device()
     cpu = device.type == "cpu"
     budget = min(backend.micro_batch_tokens, CPU_PASS_TOKENS) if cpu else backend.micro_batch_tokens
     pass_tokens = min(max(budget, shape.longest), shape.tokens)
     rows = max(1, round(pass_tokens / shape.longest))
-    apart = typed.loss.scope in (Scope.token, Scope.sequence)
+    interleaved = typed.loss.scope in (Scope.token, Scope.sequence)
     of_step = functools.partial(
         estimate,
         typed.model,
         rows,
         round(pass_tokens / rows),
         step_tokens=shape.tokens,
-        apart=apart,
+        interleaved=interleaved,
         retain_bytes=int(backend.retain_gb * (1 << 30)),
         reference=typed.loss.needs_reference,
         cpu=cpu,
@@ -72,59 +80,101 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
     why = "as asked" if backend.recomputes else None
     if backend.recomputes is None and found.recomputable and (why := _shortage(found, budget, device)):
         found = of_step(checkpointing=True)
-    tables.facts(_lines(found, shape, backend.optimizer, why), table=sys.stdout.isatty())
+    tables.facts(
+        [*_lines(found, shape, backend.optimizer, why), ("precision", precision(backend)), *_ranks(found, typed)],
+        table=sys.stdout.isatty(),
+    )
 
 
 def _shortage(found: Estimate, pass_tokens: int, device: torch.device) -> str | None:
-    """Why the engine would not keep the activations of ``pass_tokens``, the most that a pass may have, on this machine as it is
-    now; None: it would."""
+    """Return why the engine would not keep the activations of ``pass_tokens``, the limit of a pass; None if it would keep them.
+
+    The answer depends on the memory that is free now.
+    """
     free = max(free_bytes(device) - found.weights, 0)
     return shortage_of(found.saved_per_token * pass_tokens, pass_tokens, found.gradients + found.moments, free)
 
 
-def _shape(typed: Settings, name: str) -> Shape:
-    """From the recipe's own keys, under the names that the shipped recipes give them, and the longest rows."""
-    kind = getattr(typed.module, "DATA", None)
+def _shape(typed: Settings, name: str) -> StepShape:
+    """Return the shape of a step, from the recipe's keys (under the names of the packaged recipes) and the longest rows."""
+    kind = typed.data_kind
     recipe = asdict(typed.recipe)
     count = recipe.get("batch_size") or recipe.get("prompts_per_step")
     if kind is None or count is None:
         raise ConfigError(f"recipes/{name}.py: plan needs DATA, and batch_size or prompts_per_step in its Config")
     tokenizer = load_tokenizer(typed.model)
     renderer = Renderer(tokenizer, context(typed.model, tokenizer))
-    rows = load_rows(typed.data, "train", typed.seed, typed.eval.limit)
-    found = survey(kind, rows, renderer, typed.data, typed.rollout.max_tokens)
-    completion = typed.rollout.max_tokens if kind == "rollouts" else 0
-    lengths = sorted((len(one.tokens) + completion for one in found.sequences), reverse=True)
+    data, basis = typed.data, ""
+    # A stream may have more rows than memory holds.
+    if data.streaming:
+        data = replace(data, limit=min(data.limit or RENDERED_ROWS, RENDERED_ROWS))
+    if typed.env is not None:
+        lengths = _episode_lengths(typed, typed.env, renderer)
+    else:
+        rows = load_rows(data, "train", typed.seed, typed.eval.limit)
+        found = survey(kind, rows, renderer, typed.data, typed.rollout.max_tokens)
+        completion = typed.rollout.max_tokens if kind == "rollouts" else 0
+        lengths = [len(one.tokens) + completion for one in found.sequences]
+        basis = f" of the first {len(rows):,} rows" if data.streaming else ""
+    lengths.sort(reverse=True)
     count *= 2 if kind == "preferences" else 1
     longest = [length for length in lengths[:count] for _ in range(recipe.get("group_size") or 1)]
-    return Shape(len(longest), longest[0], sum(longest))
+    return StepShape(len(longest), longest[0], sum(longest), basis)
 
 
-def _lines(found: Estimate, shape: Shape, optimizer: str, recomputed: str | None) -> list[tuple[str, str]]:
-    """``recomputed``: why activations are computed again in the backward pass; None: they are kept."""
+def _episode_lengths(typed: Settings, env: EnvironmentConfig, renderer: Renderer) -> list[int]:
+    """Return the tokens of the longest episode of each row: every turn has the longest completion and observation."""
+    if typed.numbered is None:
+        rows = load_rows(typed.data, "train", typed.seed, typed.eval.limit)
+    else:
+        rows = numbered_rows(env, "train", typed.seed, None)
+    found = prompts(env, rows, renderer, typed.data)
+    opening, later = turn_tokens(env, found, renderer)
+    turns = opening + env.max_turns * typed.rollout.max_tokens + (env.max_turns - 1) * later
+    lengths = [len(one.tokens) + turns for one in found]
+    return [length if renderer.max_length is None else min(length, renderer.max_length) for length in lengths]
+
+
+def _lines(found: Estimate, shape: StepShape, optimizer: str, recomputed: str | None) -> list[tuple[str, str]]:
+    """``recomputed``: why activations are recomputed in the backward pass; None: they are kept."""
+    most = f", at the most{shape.basis}"
+    kept = "no; backend.activation_checkpointing=true saves memory, and costs time"
     lines = [
         ("parameters", f"{found.parameters:,}, of which {found.trained:,} are trained"),
-        ("step", f"{shape.sequences:,} sequences of up to {shape.longest:,} tokens, {shape.tokens:,} in all, at the most"),
+        ("step", f"{shape.sequences:,} sequences of up to {shape.longest:,} tokens, {shape.tokens:,} in all{most}"),
         ("largest pass", f"{found.pass_tokens:,} tokens; backend.micro_batch_tokens lowers it"),
         ("weights", _size(found.weights)),
         ("gradients", _size(found.gradients)),
         ("optimizer", f"{_size(found.moments)}, {optimizer}"),
-    ]
-    if found.reference:
-        lines.append(("reference", f"{_size(found.reference)}, a frozen copy"))
-    lines += [
-        ("activations", f"{_size(found.passing)} at the worst moment of the backward pass"),
-        (
-            "recomputed",
-            f"yes: {recomputed}" if recomputed else "no; backend.activation_checkpointing=true saves memory, and costs time",
-        ),
+        ("reference", f"{_size(found.reference)}, a frozen copy" if found.reference else ""),
+        ("activations", f"{_size(found.temporary)} at the worst moment of the backward pass"),
+        ("recomputed", f"yes: {recomputed}" if recomputed else kept),
         ("allocator", f"{_size(found.allocator)} of freed blocks that the C library keeps"),
         ("memory", f"{_size(found.peak)} at the peak, besides {_size(PYTHON)} of Python and torch"),
         ("arithmetic", f"{found.flops_per_token * shape.tokens:.3g} floating-point operations a step, forward and backward"),
     ]
-    return lines
+    return [(subject, sentence) for subject, sentence in lines if sentence]
+
+
+def _ranks(found: Estimate, typed: Settings) -> list[tuple[str, str]]:
+    """Describe what a rank holds besides its activations, which are those of its own passes; nothing for a single process."""
+    backend = typed.backend
+    if not isinstance(backend, RankBackend) or backend.num_ranks == 1:
+        return []
+    is_sharded = backend.shard_of(typed.model) != "none"
+    # The server of the ranks keeps the base weights.
+    state = 2 * found.weights + found.gradients + found.moments + found.reference
+    held = (
+        f"each holds {_size(state / (backend.num_ranks if is_sharded else 1))} of weights, twice, gradients and optimizer state"
+    )
+    return [
+        (
+            "ranks",
+            f"{backend.num_ranks} shards; {held}, and one layer" if is_sharded else f"{backend.num_ranks} replicas; {held}",
+        )
+    ]
 
 
 def _size(count: float) -> str:
-    """Bytes for people."""
+    """Return a readable number of bytes."""
     return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

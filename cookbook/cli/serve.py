@@ -1,40 +1,78 @@
-"""``cookbook serve``: from a configuration to a listening server."""
+"""``cookbook serve``: build a server from its configuration and run it."""
 
 from __future__ import annotations
 
-import importlib.util
+import os
+import signal
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from cookbook.backends.local import LocalConfig
-from cookbook.config import build
+from cookbook.config.nodes import build
+from cookbook.config.typed import convert
 from cookbook.engine.model import ModelConfig
 from cookbook.errors import ConfigError
-from cookbook.typed import convert
+from cookbook.protocols import EngineBackend, RankBackend
 
-NEEDS = ("fastapi", "uvicorn", "pydantic", "google.protobuf", "zstandard")
+if TYPE_CHECKING:
+    from cookbook.server.config import ServerConfig
 
 
 def run(cfg: DictConfig, _: list[str]) -> None:
-    """Types the configuration, then serves until stopped.
+    """Build the model, backend and server from the configuration, and serve until stopped.
 
     Raises:
         ConfigError: a wrong value, or a package of the extra ``server`` is missing.
         BackendError: the model cannot be loaded.
     """
-    _check_installed()
-    from cookbook.server.config import ServerConfig
-    from cookbook.server.serve import serve
-
+    try:
+        from cookbook.server.config import ServerConfig
+        from cookbook.server.rank import choose_gpu, exit_now, serve_on_ranks
+        from cookbook.server.serve import serve
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"serve: the package {error.name!r} is not installed; install post-training-cookbook[server]"
+        ) from error
     model: ModelConfig = build(cfg.model, "model", ModelConfig)
-    backend: LocalConfig = build(cfg.backend, "backend", LocalConfig)
+    backend = build(cfg.backend, "backend")
+    if not isinstance(backend, EngineBackend):
+        raise ConfigError(
+            f"backend: serve needs a backend that computes in this process, got {type(backend).__name__}; use backend=local"
+        )
     server: ServerConfig = build(cfg.server, "server", ServerConfig)
-    serve(model, backend, server, seed=convert(cfg.seed, int, "seed"), out=Path(convert(cfg.out, str, "out")))
+    seed, out = convert(cfg.seed, int, "seed"), Path(convert(cfg.out, str, "out"))
+    if not isinstance(backend, RankBackend):
+        serve(model, backend, server, seed=seed, out=out)
+    elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        choose_gpu()
+        serve_on_ranks(model, backend, server, backend.shard_of(model), seed=seed, out=out)
+        exit_now(0)
+    elif backend.num_ranks > 1:
+        _supervise(model, backend, server, seed, out)
+    else:
+        serve(model, backend, server, seed=seed, out=out)
 
 
-def _check_installed() -> None:
-    for name in NEEDS:
-        parent = name.partition(".")[0]
-        if importlib.util.find_spec(parent) is None or importlib.util.find_spec(name) is None:
-            raise ConfigError(f"serve: the package {name!r} is not installed; install post-training-cookbook[server]")
+def _supervise(model: ModelConfig, backend: RankBackend, server: ServerConfig, seed: int, out: Path) -> None:
+    """Serve on several ranks of this machine until a signal ends them.
+
+    Raises:
+        CookbookError: as :func:`run`, or the ranks are lost again and again.
+    """
+    from cookbook.backends.group.start import check_model
+    from cookbook.backends.group.supervisor import RankSupervisor
+    from cookbook.server.serve import open_listener
+
+    backend.preflight(model, backend)
+    # Wrong settings and a wrong model are refused before the ranks start.
+    check_model(model)
+    server.key_ring()
+    server.check_tls()
+    config = {**backend.rank_config(model, seed), "server": asdict(server), "out": str(out), "key": None}
+    with open_listener(server) as listener:
+        supervisor = RankSupervisor(backend.num_ranks, config, listener)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: supervisor.signal(signal.SIGTERM))
+        supervisor.run()

@@ -1,4 +1,4 @@
-"""``cookbook weights``: the checkpoints of a run, looked at, put together and cleared away."""
+"""``cookbook weights``: list, verify, reconstruct, export and prune the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from cookbook import lock, runfolder
 from cookbook.backends.remote import pointers
-from cookbook.checkpoints import chain, inventory, manifest
-from cookbook.checkpoints.inventory import Entry
-from cookbook.cli import tables
+from cookbook.checkpoints import inventory, manifest, sampler_checkpoints
+from cookbook.checkpoints.inventory import CheckpointEntry
 from cookbook.errors import CheckpointError
+from cookbook.run import folder as run_folder
+from cookbook.utils import files, tables
 
 
 def print_list(folder: Path, *, table: bool) -> None:
-    """One line a checkpoint, the oldest first. Looks at no weights.
+    """Print one line per checkpoint, the oldest first, without reading weights.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: the folder has no checkpoint.
     """
     head = ("checkpoint", "kind", "step", "type", "MB", "weights", "differs from")
     tables.show("checkpoints", head, [_row(entry) for entry in inventory.entries(_named(folder))], table=table)
 
 
-def _row(entry: Entry) -> tuple[str, ...]:
+def _row(entry: CheckpointEntry) -> tuple[str, ...]:
     facts = entry.facts or {}
     own = (str(facts.get("step", "?")), str(facts.get("dtype", "?")), f"{entry.num_bytes / 1e6:.1f}")
     return (entry.folder.name, entry.kind, *own, str(facts.get("weights", ""))[:12], str(facts.get("predecessor", "")))
 
 
 def verify(folder: Path) -> None:
-    """Reads every file, and puts every delta together with what it goes back to. Prints a line a checkpoint.
+    """Read every file and reconstruct every delta. Print one line per checkpoint.
 
     Raises:
-        CheckpointError: there is none, or at least one is not whole; it says how many.
+        CheckpointError: the folder has no checkpoint, or at least one is damaged; the error counts them.
     """
     found, damaged = inventory.entries(_named(folder)), 0
     for entry, problem in inventory.verify(found):
@@ -45,45 +45,49 @@ def verify(folder: Path) -> None:
 
 
 def reconstruct(checkpoint: Path, out: Path) -> None:
-    """Puts a delta and what it goes back to together, as an ordinary Hugging Face folder ``out``.
+    """Rebuild the full weights of a delta, as the Hugging Face folder ``out``.
 
     Raises:
-        CheckpointError: it is no delta, something of it is missing or damaged, or ``out`` is taken.
+        CheckpointError: the checkpoint is not a delta, a file is missing or damaged, or ``out`` exists.
     """
     if (kind := manifest.read(checkpoint)["kind"]) != "delta":
-        raise CheckpointError(f"{checkpoint}: is no delta but a {kind}, whole by itself; use cookbook weights export")
+        raise CheckpointError(f"{checkpoint}: expected a delta, got a checkpoint of kind {kind}; use cookbook weights export")
     export(checkpoint, out, merged=False)
 
 
 def export(checkpoint: Path, out: Path, *, merged: bool) -> None:
-    """Writes an ordinary folder to load in transformers, PEFT or vLLM. ``merged`` adds an adapter to its model.
+    """Write a folder for transformers, PEFT or vLLM. ``merged`` merges an adapter into its model.
 
     Raises:
-        CheckpointError: as :func:`cookbook.checkpoints.chain.export`; it is no adapter; or the weights are on a server.
+        CheckpointError: as :func:`cookbook.checkpoints.sampler_checkpoints.export`; the checkpoint is not an adapter; or its
+            weights are on a server.
     """
     facts = manifest.read(checkpoint)
     if (elsewhere := facts.get(pointers.SERVER)) is not None:
+        if (found := pointers.on_disk(elsewhere)) is not None:
+            export(found, out, merged=merged)
+            return
         raise CheckpointError(
             f"{checkpoint}: its weights are on the server at {elsewhere['url']}; fetch them with "
             f"`tinker checkpoint download {elsewhere['path']}`"
         )
     if merged and not facts["lora"]:
         raise CheckpointError(f"{checkpoint}: holds full weights and no adapter that could be merged; leave out --merged")
-    made = chain.export(_named(checkpoint), out, merged=merged)
+    made = sampler_checkpoints.export(_named(checkpoint), out, merged=merged)
     digest = manifest.read(out).get("weights", "")
     print(f"{made.path}  step {made.step}{f', weights {digest[:12]}' if digest else ''}")
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Deletes the checkpoints to sample from that the newest ``keep`` do not need. Those to resume from stay.
+    """Delete the sampler checkpoints that the newest ``keep`` do not need. Training checkpoints stay.
 
     Raises:
-        CheckpointError: there is none.
-        ConfigError: the run is under way.
+        CheckpointError: the folder has no checkpoint.
+        ConfigError: the run is in progress.
     """
     found = inventory.entries(_named(folder))
     size = {entry.folder: entry.num_bytes for entry in found}
-    with _nobody_in(folder):
+    with _run_locked(folder):
         gone = inventory.prune(found, keep)
     for path in gone:
         print(f"deleted  {path}")
@@ -91,13 +95,13 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def _named(folder: Path) -> Path:
-    """With a name of its own, and so a parent where its predecessors are: ``.`` has none."""
+    """Resolve ``.`` and ``..``: predecessors are in the parent of the folder, and these paths have no parent."""
     return folder.resolve() if folder.name in ("", "..") else folder
 
 
 @contextlib.contextmanager
-def _nobody_in(folder: Path) -> Iterator[None]:
-    """A run that goes on must not lose what its next delta differs from."""
-    run = next((one for one in (folder, folder.parent) if (one / runfolder.CONFIG).is_file()), None)
-    with lock.held(run) if run is not None else contextlib.nullcontext():
+def _run_locked(folder: Path) -> Iterator[None]:
+    """Hold the run's lock, if there is a run: its next delta needs its predecessor."""
+    run = next((one for one in (folder, folder.parent) if (one / run_folder.CONFIG).is_file()), None)
+    with files.locked(run) if run is not None else contextlib.nullcontext():
         yield

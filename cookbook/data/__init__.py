@@ -1,18 +1,16 @@
-"""Rows in the formats people have, and tokens with weights out of them."""
+"""Rows of datasets in common formats, rendered to tokens with training weights."""
 
-from cookbook.data.config import Columns, DataConfig
 from cookbook.data.datums import RenderedPrompt, RowDatum, conversation_datums, preference_datums, prompts
-from cookbook.data.refusals import Refusal, Refusals
-from cookbook.data.render import Rendered, Renderer
-from cookbook.data.rows import Row
+from cookbook.data.render import Renderer
+from cookbook.data.rows import Columns, Curriculum, DataConfig, RejectedRow, RejectedRows, Row
 from cookbook.data.source import load_rows
 
 __all__ = [
     "Columns",
+    "Curriculum",
     "DataConfig",
-    "Refusal",
-    "Refusals",
-    "Rendered",
+    "RejectedRow",
+    "RejectedRows",
     "RenderedPrompt",
     "Renderer",
     "Row",

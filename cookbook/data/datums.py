@@ -1,122 +1,132 @@
-"""From rows to what a trainer takes. Every datum remembers its row."""
+"""Turn rows into datums and prompts that keep the name of their row, and draw batches in a seeded order."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+import functools
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Generic, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from cookbook import terminal
-from cookbook.data.answers import with_answer
-from cookbook.data.config import DataConfig
+from cookbook.data import cache, datum_table
+from cookbook.data.datum_table import EncodedRow, EncodedTable, RenderedPrompt, RowDatum
 from cookbook.data.formats import (
-    Chat,
     Example,
+    Preference,
     RowReader,
     conversation_reader,
     preference_reader,
     prompt_reader,
-    question,
     separate_answers,
 )
-from cookbook.data.refusals import Refusals
-from cookbook.data.render import BATCH, Rendered, Renderer
-from cookbook.data.rows import Row
+from cookbook.data.render import Rendered, Renderer
+from cookbook.data.row_table import RowTable
+from cookbook.data.rows import DataConfig, EmptyRowError, Policy, RejectedRows, Row
+from cookbook.data.source import first_rows
 from cookbook.errors import ConfigError, DataError
-from cookbook.types import Datum, ModelInput, datum_from_tokens_weights
+
+__all__ = ["RenderedPrompt", "RowDatum", "check_columns", "conversation_datums", "preference_datums", "prompts"]
 
 T = TypeVar("T")
+# Texts per call of the tokenizer: enough for its threads, with offsets that need little memory.
+BATCH = 256
 Reader = Callable[[Row, DataConfig], RowReader[T]]
-"""From a dataset's first row to the reader of all its rows."""
+"""Chooses the reader of a dataset from its first row."""
 
-
-@dataclass(frozen=True, eq=False, init=False)
-class RowDatum(Datum):
-    """A datum that names the row it came from, and what that row asks."""
-
-    where: str
-    question: str
-
-    def __init__(
-        self, model_input: ModelInput, loss_fn_inputs: Mapping[str, Any] | None = None, where: str = "", question: str = ""
-    ) -> None:
-        super().__init__(model_input, loss_fn_inputs)
-        object.__setattr__(self, "where", where)
-        object.__setattr__(self, "question", question)
-
-    def with_inputs(self, **inputs: Any) -> RowDatum:
-        return RowDatum(self.model_input, {**self.loss_fn_inputs, **inputs}, self.where, self.question)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RowDatum, (self.model_input, dict(self.loss_fn_inputs), self.where, self.question)
-
-
-@dataclass(frozen=True, eq=False)
-class RenderedPrompt:
-    """A prompt to sample from: its tokens, the row a reward reads, the text the tokens spell, and what it asks.
-
-    The row is as it was read; with its answer as text, in a column ``answer``, where it has one in another form.
-    """
-
-    tokens: list[int]
-    row: Row
-    text: str
-    question: str
+# Stages at which a row may be rejected. A run stops at the first row that fails the earliest stage.
+READ, RENDER, FIT = range(3)
+# Keys of `data` that change neither the tokens of a row nor whether it is used: those that say which rows are read, and others.
+# A key that is not named here changes the name of the cached table.
+WITHOUT_EFFECT = frozenset(
+    {
+        "name",
+        "path",
+        "subset",
+        "split",
+        "eval_name",
+        "eval_path",
+        "eval_split",
+        "eval_fraction",
+        "limit",
+        "shuffle",
+        "curriculum",
+        "streaming",
+        "shuffle_buffer",
+    }
+    | {"cache"}
+)
 
 
 def conversation_datums(
-    rows: Sequence[Row], renderer: Renderer, config: DataConfig, refusals: Refusals | None = None
-) -> list[RowDatum]:
-    """One datum per row, in the order of the rows; one per answer with ``train_on=each_assistant``.
+    rows: Sequence[Row],
+    renderer: Renderer,
+    config: DataConfig,
+    refusals: RejectedRows | None = None,
+    reader: RowReader[Example] | None = None,
+) -> Sequence[RowDatum]:
+    """Return one datum per row, in the order of the rows; with ``train_on=each_assistant``, one per answer.
 
-    Each knows ``num_bytes``, the bytes of the text its trained tokens spell.
+    Each has ``num_bytes``, the bytes of the text of its trained tokens. The datums of a :class:`RowTable` are cached on disk.
 
     Args:
-        refusals: gets the rows that are left out. Without it the log tells how many there are.
+        refusals: receives the rows that are left out; None: the log gets their number.
+        reader: reader of the dataset that ``rows`` are a part of; then all of them may be left out. None: they are the whole.
 
     Raises:
         DataError: a row that cannot be read or rendered, has nothing to train on, or is too long, as ``on_bad_row``,
             ``on_empty`` and ``on_long`` say; or no row is left.
     """
-    sieve = _Sieve(config, renderer, len(rows), refusals)
-    examples = [example for _, example in sieve.read(rows, conversation_reader)]
-    train_on = config.train_on
-    if train_on == "each_assistant":
-        train_on = "assistant"
-        examples = [part for example in examples for part in _parts(example)]
-    datums = []
-    for example, rendered in zip(examples, sieve.render(examples, train_on), strict=True):
-        if (kept := sieve.fit(rendered, example.where)) is not None:
-            datums.append(_datum(kept, example.where, question(example)))
-    sizes = renderer.num_bytes([_trained_tokens(datum) for datum in datums])
-    return sieve.kept([datum.with_inputs(num_bytes=size) for datum, size in zip(datums, sizes, strict=True)])
+    sieve = _RowFilter(config, renderer, len(rows), refusals, reader)
+    each = config.train_on == "each_assistant"
+    train_on = "assistant" if each else config.train_on
+
+    def keep(index: int, row: Row, _: Example, parts: Sequence[tuple[Example, Rendered | None]]) -> Iterator[EncodedRow]:
+        for example, rendered in parts:
+            if (kept := sieve.fit(rendered, row.where)) is not None:
+                yield EncodedRow(index, example.question, np.asarray(kept.tokens, np.int32), kept.weights)
+
+    steps = _Steps(
+        conversation_reader,
+        separate_answers if each else lambda example: [example],
+        lambda examples: renderer.render(examples, train_on),
+        keep,
+    )
+    return _datums("conversations", rows, sieve, steps, lambda encoded: _with_num_bytes(encoded, renderer))
 
 
 def preference_datums(
-    rows: Sequence[Row], renderer: Renderer, config: DataConfig, refusals: Refusals | None = None
-) -> list[RowDatum]:
-    """Two datums per row, chosen then rejected; the weights of each are 1 on its answer and 0 on the prompt.
+    rows: Sequence[Row],
+    renderer: Renderer,
+    config: DataConfig,
+    refusals: RejectedRows | None = None,
+    reader: RowReader[Preference] | None = None,
+) -> Sequence[RowDatum]:
+    """Return two datums per row, chosen then rejected; weights are 1 on the answer and 0 on the prompt.
 
     Args:
-        refusals: as of :func:`conversation_datums`.
+        refusals, reader: as of :func:`conversation_datums`.
 
     Raises:
-        DataError: as :func:`conversation_datums`. A row is left out whole: never half a pair.
+        DataError: as :func:`conversation_datums`. A pair is left out as a whole.
     """
-    sieve = _Sieve(config, renderer, len(rows), refusals)
-    pairs = sieve.read(rows, preference_reader)
-    rendered = iter(sieve.render([side for _, pair in pairs for side in (pair.chosen, pair.rejected)]))
-    datums = []
-    for row, pair in pairs:
-        chosen, rejected = next(rendered), next(rendered)
+    sieve = _RowFilter(config, renderer, len(rows), refusals, reader)
+
+    def keep(index: int, row: Row, pair: Any, parts: Sequence[tuple[Example, Rendered | None]]) -> Iterator[EncodedRow]:
+        (_, chosen), (_, rejected) = parts
         fit_chosen = sieve.fit(chosen, row.where, "chosen")
         fit_rejected = fit_chosen and sieve.fit(rejected, row.where, "rejected")
         if fit_chosen and fit_rejected:
-            datums += [_datum(side, row.where, question(pair.chosen)) for side in (fit_chosen, fit_rejected)]
-    return sieve.kept(datums)
+            for side in (fit_chosen, fit_rejected):
+                yield EncodedRow(index, pair.chosen.question, side.tokens, side.weights)
+
+    steps = _Steps(preference_reader, lambda pair: [pair.chosen, pair.rejected], renderer.render, keep)
+    return _datums("preferences", rows, sieve, steps)
 
 
 def prompts(
@@ -124,25 +134,70 @@ def prompts(
     renderer: Renderer,
     config: DataConfig,
     max_tokens: int = 0,
-    refusals: Refusals | None = None,
-) -> list[RenderedPrompt]:
-    """One prompt per row, in the order of the rows.
+    refusals: RejectedRows | None = None,
+    reader: RowReader[Example] | None = None,
+) -> Sequence[RenderedPrompt]:
+    """Return one prompt per row, in the order of the rows. The tokens of a :class:`RowTable` are cached on disk.
 
     Args:
-        max_tokens: of the completions, which have to fit behind the prompt.
-        refusals: as of :func:`conversation_datums`.
+        max_tokens: tokens of a completion, which must fit after the prompt.
+        refusals, reader: as of :func:`conversation_datums`.
 
     Raises:
-        DataError: as :func:`conversation_datums`. A prompt is never cut: ``on_long=truncate`` fails as ``fail`` does.
+        DataError: as :func:`conversation_datums`. A prompt is never truncated: ``on_long=truncate`` has the effect of ``fail``.
     """
-    sieve = _Sieve(config, renderer, len(rows), refusals)
-    examples = sieve.read(rows, prompt_reader)
-    found = []
-    for (row, example), rendered in zip(examples, sieve.prompts([example for _, example in examples]), strict=True):
-        if rendered is not None and sieve.leaves_room(rendered[0], max_tokens, row.where):
-            tokens, text = rendered
-            found.append(RenderedPrompt(tokens, with_answer(row, config), text, question(example)))
-    return sieve.kept(found)
+    sieve = _RowFilter(config, renderer, len(rows), refusals, reader)
+
+    def keep(
+        index: int, row: Row, example: Example, parts: Sequence[tuple[Example, tuple[list[int], str] | None]]
+    ) -> Iterator[EncodedRow]:
+        for _, rendered in parts:
+            if rendered is not None and sieve.leaves_room(rendered[0], max_tokens, row.where):
+                yield EncodedRow(index, example.question, rendered[0], text=rendered[1])
+
+    steps = _Steps(prompt_reader, lambda example: [example], renderer.prompts, keep)
+
+    @functools.cache
+    def read() -> RowReader[Example]:
+        return _reading(rows, prompt_reader, config, sieve.refusals) if reader is None else reader
+
+    def make(one: EncodedRow) -> RenderedPrompt:
+        row = rows[one.row]
+        # An example is not kept in the table.
+        return one.prompt(row, config, read()(row))
+
+    encoded = sieve.encode(rows, steps)
+    return sieve.kept(f"prompts {max_tokens}", rows, encoded, datum_table.PROMPTS, make)
+
+
+@dataclass(frozen=True)
+class _Steps(Generic[T]):
+    """The way from a row to datums or prompts: read it, take its examples, render them, and keep what fits."""
+
+    reader: Reader[Any]
+    examples: Callable[[Any], Sequence[Example]]
+    render: Callable[[Sequence[Example]], Sequence[T]]
+    keep: Callable[[int, Row, Any, Sequence[tuple[Example, T | None]]], Iterable[EncodedRow]]
+
+
+def _datums(
+    kind: str,
+    rows: Sequence[Row],
+    sieve: _RowFilter,
+    steps: _Steps[Rendered],
+    finish: Callable[[Iterator[EncodedRow]], Iterator[EncodedRow]] = iter,
+) -> Sequence[RowDatum]:
+    place = datum_table.places(rows)
+    encoded = finish(sieve.encode(rows, steps))
+    return sieve.kept(kind, rows, encoded, datum_table.DATUMS, lambda one: one.datum(place(one.row)))
+
+
+def _with_num_bytes(encoded: Iterator[EncodedRow], renderer: Renderer) -> Iterator[EncodedRow]:
+    while block := list(itertools.islice(encoded, BATCH)):
+        # Nothing predicts the first token.
+        trained = [np.asarray(one.tokens)[1:][np.asarray(one.weights)[1:] != 0].tolist() for one in block]
+        for one, size in zip(block, renderer.num_bytes(trained), strict=True):
+            yield EncodedRow(one.row, one.question, one.tokens, one.weights, size)
 
 
 _READERS: Mapping[str, Reader[Any]] = {
@@ -153,49 +208,54 @@ _READERS: Mapping[str, Reader[Any]] = {
 
 
 def check_columns(kind: str, rows: Sequence[Row], config: DataConfig) -> None:
-    """Whether the rows have the columns of what a recipe learns from: ``conversations``, ``preferences`` or ``rollouts``.
+    """Check that the rows have the columns of ``conversations``, ``preferences`` or ``rollouts``, a recipe's ``DATA``.
 
     Raises:
-        DataError: they have not.
+        DataError: a column is missing.
     """
     if rows:
-        _reading(rows, _READERS[kind], config, Refusals(config))
+        _reading(rows, _READERS[kind], config, RejectedRows(config))
 
 
-def _reading(rows: Sequence[Row], reader: Reader[T], config: DataConfig, refusals: Refusals) -> RowReader[T]:
-    """Return the reader that suits the first row; if bad rows are left out, the first row that a reader suits.
+def stream_reader(kind: str, config: DataConfig) -> RowReader[Any]:
+    """Return the reader of a stream of rows, which does not depend on the order in which the rows are used.
 
     Raises:
-        DataError: what is wrong with the first row.
+        DataError: a source has no rows, or its first row lacks a column.
     """
-    for row in rows if refusals.skips_bad_rows else rows[:1]:
+    # The run itself reports bad rows, when it meets them.
+    refusals = RejectedRows(config)
+    first, *others = (_reading(rows, _READERS[kind], config, refusals) for rows in first_rows(config, refusals))
+    for other in others:
+        first.add_formats(other)
+    return first
+
+
+def _reading(rows: Iterable[Row], reader: Reader[T], config: DataConfig, refusals: RejectedRows) -> RowReader[T]:
+    """Return the reader for the first row; if bad rows are skipped, for the first row that has a reader.
+
+    Raises:
+        DataError: the first row cannot be read; the error says why.
+    """
+    stream = iter(rows)
+    first = next(stream)
+    for row in itertools.chain([first], stream if refusals.skips_bad_rows else ()):
         with contextlib.suppress(DataError):
             return reader(row, config)
-    return reader(rows[0], config)
+    return reader(first, config)
 
 
-def _parts(example: Example) -> Sequence[Example]:
-    return separate_answers(example) if isinstance(example, Chat) else [example]
+class _RowFilter:
+    """Keep rows that can be trained on; record the others as rejected."""
 
-
-def _datum(rendered: Rendered, where: str, question: str) -> RowDatum:
-    try:
-        datum = datum_from_tokens_weights(rendered.tokens, rendered.weights)
-    except DataError as error:
-        raise DataError(f"{where}: {error}") from None
-    return RowDatum(datum.model_input, datum.loss_fn_inputs, where, question)
-
-
-def _trained_tokens(datum: Datum) -> list[int]:
-    inputs = datum.loss_fn_inputs
-    tokens: list[int] = inputs["target_tokens"].array[inputs["weights"].array != 0].tolist()
-    return tokens
-
-
-class _Sieve:
-    """Parts the rows that can be trained from those that cannot."""
-
-    def __init__(self, config: DataConfig, renderer: Renderer, num_rows: int, refusals: Refusals | None = None) -> None:
+    def __init__(
+        self,
+        config: DataConfig,
+        renderer: Renderer,
+        num_rows: int,
+        refusals: RejectedRows | None = None,
+        reader: RowReader[Any] | None = None,
+    ) -> None:
         context = renderer.max_length
         if config.max_length is not None and context is not None and config.max_length > context:
             raise ConfigError(f"data.max_length={config.max_length} is above the model's context of {context} tokens; lower it")
@@ -203,35 +263,87 @@ class _Sieve:
         self.renderer = renderer
         self.max_length = config.max_length or context
         self.num_rows = num_rows
+        self.reader = reader
         self.tells = refusals is None
-        self.refusals = Refusals(config) if refusals is None else refusals
+        self.refusals = RejectedRows(config) if refusals is None else refusals
         self.since = len(self.refusals.found)
         self.unused: dict[str, None] = {}  # columns
+        self._rejected: list[list[tuple[str, Policy, str]]] = [[], [], []]
+        # The last stage whose result is needed: after a row that stops the run, only earlier stages can name another row.
+        self._last_stage = FIT
 
-    def read(self, rows: Sequence[Row], reader: Reader[T]) -> list[tuple[Row, T]]:
-        """The rows that are not empty, each with what ``reader`` makes of it."""
+    def encode(self, rows: Sequence[Row], steps: _Steps[T]) -> Iterator[EncodedRow]:
+        """Yield the tokens of the rows that can be used, in the order of the rows. Few rows are in memory at a time.
+
+        Raises:
+            DataError: a row stops the run. It is the first of all rows that cannot be read; else the first that cannot be
+                rendered; else the first that does not fit. Rejected rows are recorded in the same order.
+        """
         if not rows:
-            return []
-        read = _reading(rows, reader, self.config, self.refusals)
-        found = []
-        for row in rows:
-            try:
-                found.append((row, read(row)))
-                self.unused.update(dict.fromkeys(read.unused(row)))
-            except DataError as error:
-                self.refusals.add_error(row.where, error)
-        return found
+            return
+        read = self.reader or _reading(rows, steps.reader, self.config, self.refusals)
+        waiting: deque[tuple[int, Row, Any, Sequence[Example]]] = deque()
+        examples: list[Example] = []
+        results: deque[T | None] = deque()
+        with terminal.doing("tokenizing", total=len(rows), noun="rows") as activity:
+            for index, row in enumerate(rows):
+                activity.count = index
+                try:
+                    value = read(row)
+                    self.unused.update(dict.fromkeys(read.unused(row)))
+                except DataError as error:
+                    self._reject_error(READ, row.where, error)
+                    continue
+                if self._last_stage >= RENDER:
+                    waiting.append((index, row, value, parts := steps.examples(value)))
+                    examples += parts
+                while len(examples) >= BATCH:
+                    results += self._batch(examples[:BATCH], steps.render)
+                    del examples[:BATCH]
+                    yield from self._complete(waiting, results, steps)
+            if examples and self._last_stage >= RENDER:
+                results += self._batch(examples, steps.render)
+            yield from self._complete(waiting, results, steps)
+        self._record()
 
-    def render(self, examples: Sequence[Example], train_on: str = "assistant") -> list[Rendered | None]:
-        """Each example with weights; None where it cannot be shown."""
-        return self._each(examples, lambda some: self.renderer.render(some, train_on))
+    def _complete(
+        self, waiting: deque[tuple[int, Row, Any, Sequence[Example]]], results: deque[T | None], steps: _Steps[T]
+    ) -> Iterator[EncodedRow]:
+        """Yield what fits of the rows whose examples have all been rendered."""
+        while waiting and len(waiting[0][3]) <= len(results):
+            index, row, value, parts = waiting.popleft()
+            rendered = [(part, results.popleft()) for part in parts]
+            if self._last_stage >= FIT:
+                yield from steps.keep(index, row, value, rendered)
 
-    def prompts(self, examples: Sequence[Example]) -> list[tuple[list[int], str] | None]:
-        """Each example's prompt, as tokens and text; None where it cannot be shown."""
-        return self._each(examples, self.renderer.prompts)
+    def _batch(self, examples: Sequence[Example], render: Callable[[Sequence[Example]], Sequence[T]]) -> Sequence[T | None]:
+        """Render the examples. If the call fails, render them one by one to find the faulty ones."""
+        try:
+            return render(examples)
+        except DataError as error:
+            if len(examples) > 1:
+                return [result for example in examples for result in self._batch([example], render)]
+            self._reject_error(RENDER, examples[0].where, error)
+            return [None]
+
+    def _reject_error(self, stage: int, where: str, error: DataError) -> None:
+        self._reject(stage, where, "on_empty" if isinstance(error, EmptyRowError) else "on_bad_row", str(error))
+
+    def _reject(self, stage: int, where: str, policy: Policy, reason: str) -> None:
+        self._rejected[stage].append((where, policy, reason))
+        if self.refusals.stops_at(policy):
+            self._last_stage = min(self._last_stage, stage - 1)
+            # No later row can be named instead.
+            if self._last_stage < READ:
+                self._record()
+
+    def _record(self) -> None:
+        """Record the rejected rows. Raise DataError for the first that stops the run."""
+        for where, policy, reason in itertools.chain(*self._rejected):
+            self.refusals.add(where, policy, reason)
 
     def fit(self, rendered: Rendered | None, where: str, side: str = "") -> Rendered | None:
-        """``rendered``, cut if that is asked for; None when it is left out. ``side`` of a pair it is."""
+        """Return ``rendered``, truncated if configured; None if the row is left out. ``side``: chosen or rejected."""
         if rendered is None:
             return None
         place = f"{where}: {side}" if side else where
@@ -239,21 +351,22 @@ class _Sieve:
         cut = limit is not None and length > limit
         if cut and self.config.on_long != "truncate":
             remedy = "shorten it, raise data.max_length if the model allows, or set data.on_long=skip or truncate"
-            self.refusals.add(where, "on_long", f"{place}: {length} tokens, and {limit} fit; {remedy}")
+            self._reject(FIT, where, "on_long", f"{place}: {length} tokens, and {limit} fit; {remedy}")
             return None
         if cut:
             rendered = Rendered(rendered.tokens[:limit], rendered.weights[:limit])
         if np.any(rendered.weights[1:]):  # nothing predicts the first token
             return rendered
         reason = f"nothing to train on in the first {limit} tokens" if cut else "nothing to train on, all weights are 0"
-        self.refusals.add(where, "on_empty", f"{place}: {reason}; remove the row or set data.on_empty=skip")
+        self._reject(FIT, where, "on_empty", f"{place}: {reason}; remove the row or set data.on_empty=skip")
         return None
 
     def leaves_room(self, tokens: list[int], max_tokens: int, where: str) -> bool:
-        """Whether prompt and completion fit; False when the prompt is left out."""
+        """Whether prompt and completion fit. If they do not, the prompt is left out."""
         if self.max_length is None or len(tokens) + max_tokens <= self.max_length:
             return True
-        self.refusals.add(
+        self._reject(
+            FIT,
             where,
             "on_long",
             f"{where}: a prompt of {len(tokens)} tokens and a completion of up to {max_tokens} do not fit in "
@@ -261,34 +374,51 @@ class _Sieve:
         )
         return False
 
-    def kept(self, items: list[T]) -> list[T]:
-        """``items``, all of them.
+    def kept(
+        self,
+        kind: str,
+        rows: Sequence[Row],
+        encoded: Iterator[EncodedRow],
+        columns: Mapping[str, str],
+        make: Callable[[EncodedRow], T],
+    ) -> Sequence[T]:
+        """Return the result of ``make`` for each of ``encoded``, after checking that rows are left and logging the others.
+
+        Many rows become a table of the cache, or come from there: then nothing is taken from ``encoded``.
 
         Raises:
-            DataError: there are none, because every row was left out.
+            DataError: a row stops the run, or every row was left out.
         """
+        items: Sequence[T]
+        if isinstance(rows, RowTable) and not self.refusals.collects:
+            items = EncodedTable(self._table(kind, rows, encoded, columns), make)
+        else:
+            items = [make(one) for one in encoded]
         self.refusals.note_unused(self.unused, self.renderer.unused_fields)
-        self.refusals.check_left(self.since, self.num_rows, len(items))
+        if self.reader is None:
+            self.refusals.check_left(self.since, self.num_rows, len(items))
         if self.tells:
             self.refusals.warn(self.num_rows)
         return items
 
-    def _each(self, examples: Sequence[Example], render: Callable[[Sequence[Example]], list[T]]) -> list[T | None]:
-        """A batch at a time; one by one, to find those that cannot be shown, where that fails."""
-        found: list[T | None] = []
-        with terminal.doing("tokenizing", total=len(examples), noun="examples") as activity:
-            for start in range(0, len(examples), BATCH):
-                batch = examples[start : start + BATCH]
-                try:
-                    found += render(batch)
-                except DataError:
-                    found += (self._one(example, render) for example in batch)
-                activity.count = len(found)
-        return found
-
-    def _one(self, example: Example, render: Callable[[Sequence[Example]], list[T]]) -> T | None:
-        try:
-            return render([example])[0]
-        except DataError as error:
-            self.refusals.add_error(example.where, error)
-            return None
+    def _table(
+        self, kind: str, rows: RowTable, encoded: Iterator[EncodedRow], columns: Mapping[str, str]
+    ) -> Mapping[str, npt.NDArray[Any]]:
+        """Return the columns of the encoded rows, from the cache if possible."""
+        root = cache.location(self.config.cache)
+        options = {name: value for name, value in asdict(self.config).items() if name not in WITHOUT_EFFECT}
+        renderer = self.renderer
+        key = cache.key_of("tokens", kind, rows.identity, options, renderer.max_length, renderer.identity())
+        if root is not None and (table := cache.find(root, key)) is not None:
+            self._rejected[READ] = [(where, policy, reason) for where, policy, reason in table.facts["rejected"]]
+            self._record()
+            self.unused.update(dict.fromkeys(table.facts["unused"]))
+            renderer.restore(**table.facts["renderer"])
+            return table.arrays
+        writer = cache.TableWriter(root, columns)
+        with renderer.recording() as effect:
+            datum_table.write(writer, encoded, columns)
+        arrays = writer.arrays()
+        facts = {"rows": len(arrays["row"]), "first": rows.place(0), "unused": list(self.unused), "renderer": effect}
+        writer.commit(key, {**facts, "rejected": list(itertools.chain(*self._rejected))})
+        return arrays

@@ -1,16 +1,16 @@
-"""From a row to what a recipe trains: TRL's column conventions, read strictly, and the same way in every row."""
+"""Readers of rows in TRL's column conventions, strict, with one format for all rows of a dataset."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from cookbook.data.cells import REMEDY, Cells
-from cookbook.data.config import Columns, DataConfig
-from cookbook.data.messages import Message, as_text
-from cookbook.data.rows import EmptyRowError, Row
+from cookbook.data.messages import ChatMessage, as_text
+from cookbook.data.row_view import REMEDY, RowView
+from cookbook.data.rows import Columns, DataConfig, EmptyRowError, Row
 from cookbook.errors import ConfigError, DataError
+from cookbook.types import JsonObject
 
 T = TypeVar("T")
 NEEDS = {
@@ -18,11 +18,19 @@ NEEDS = {
     "prompt_completion": ("prompt", "completion"),
     "preference": ("chosen", "rejected"),
     "text": ("text",),
+    "alpaca": ("instruction", "output"),
     "prompt": ("prompt",),
 }
+# Optional columns of a format.
+OPTIONAL = {"messages": ("label",), "prompt_completion": ("label",), "alpaca": ("input", "label")}
 
 # The shipped recipe that reads a format, for rows that the chosen one does not read.
-RECIPES = {"preference": "recipe=dpo or recipe=orpo", "messages": "recipe=sft", "prompt_completion": "recipe=sft"}
+RECIPES = {
+    "preference": "recipe=dpo or recipe=orpo",
+    "messages": "recipe=sft",
+    "prompt_completion": "recipe=sft",
+    "alpaca": "recipe=sft",
+}
 
 
 @dataclass(frozen=True)
@@ -30,9 +38,19 @@ class Chat:
     """A conversation. Messages before ``start`` are the prompt and never trained."""
 
     where: str
-    messages: tuple[Message, ...]
+    messages: tuple[ChatMessage, ...]
     start: int = 0
-    tools: tuple[Any, ...] | None = None
+    tools: tuple[object, ...] | None = None
+
+    @property
+    def question(self) -> str:
+        """The text of the last message that is not an answer."""
+        return next((message.content for message in reversed(self.messages) if message.role != "assistant"), "")
+
+    @property
+    def prompt_messages(self) -> list[JsonObject]:
+        """The messages as ``role`` and ``content``."""
+        return [{"role": message.role, "content": message.content} for message in self.messages]
 
 
 @dataclass(frozen=True)
@@ -42,6 +60,14 @@ class Plain:
     where: str
     prompt: str
     response: str = ""
+
+    @property
+    def question(self) -> str:
+        return self.prompt
+
+    @property
+    def prompt_messages(self) -> list[JsonObject]:
+        return [{"role": "user", "content": self.prompt}]
 
 
 Example = Chat | Plain
@@ -56,90 +82,152 @@ class Preference:
 
 
 @dataclass(frozen=True)
-class RowReader(Generic[T]):
-    """Reads every row of a dataset in one format. ``roles`` are the columns that it reads; None: rewards read them all."""
+class RowFormat(Generic[T]):
+    """A format of rows. ``roles`` are the columns that it reads; None: rewards read all columns."""
 
-    read: Callable[[Cells], T]
-    config: DataConfig
+    read: Callable[[RowView], T]
     roles: tuple[str, ...] | None
 
+
+class RowReader(Generic[T]):
+    """Reader of a dataset whose rows have one format; in a mixture, of one format for each source, that of its first row.
+
+    Args:
+        choose: returns the format that begins with a row.
+        first: the first row.
+    """
+
+    def __init__(self, choose: Callable[[Row, DataConfig], RowFormat[T]], first: Row, config: DataConfig) -> None:
+        self._choose = choose
+        self._config = config
+        self._formats: dict[str, RowFormat[T]] = {}
+        self._format(first)
+
     def __call__(self, row: Row) -> T:
-        cells = Cells(row, self.config)
+        chosen, cells = self._format(row), RowView(row, self._config)
         cells.check_columns()
-        if self.roles is not None:
-            cells.check_answer(self.roles)
-        return self.read(cells)
+        if chosen.roles is not None:
+            cells.check_answer(chosen.roles)
+        return chosen.read(cells)
 
     def unused(self, row: Row) -> Iterable[str]:
-        """The row's columns that hold something and are not read."""
-        return () if self.roles is None else Cells(row, self.config).unused(self.roles)
+        """Return the row's non-empty columns that are not read."""
+        roles = self._format(row).roles
+        return () if roles is None else RowView(row, self._config).unused(roles)
+
+    def add_formats(self, other: RowReader[T]) -> None:
+        """Add the formats of the sources that another reader of the same dataset has seen."""
+        self._formats |= other._formats
+
+    def _format(self, row: Row) -> RowFormat[T]:
+        key = "" if row.source is None else row.source.key
+        if key not in self._formats:
+            self._formats[key] = self._choose(row, self._config if row.source is None else row.source.config)
+        return self._formats[key]
 
 
 def conversation_reader(first: Row, config: DataConfig) -> RowReader[Example]:
     """Return the reader for a supervised dataset that begins with ``first``."""
-    name = detect(first, config, ("messages", "prompt_completion", "text"))
-    read = {"messages": _messages, "prompt_completion": _prompt_completion, "text": _text}[name]
-    return RowReader(read, config, NEEDS[name])
+    return RowReader(_conversation_format, first, config)
 
 
 def preference_reader(first: Row, config: DataConfig) -> RowReader[Preference]:
     """Return the reader for a preference dataset that begins with ``first``."""
-    detect(first, config, ("preference",))
-    return RowReader(_preference, config, ("prompt", *NEEDS["preference"]))
+    return RowReader(_preference_format, first, config)
 
 
 def prompt_reader(first: Row, config: DataConfig) -> RowReader[Example]:
     """Return the reader for the prompts of a dataset that begins with ``first``; answers in it are left out."""
+    return RowReader(_prompt_format, first, config)
+
+
+def _conversation_format(first: Row, config: DataConfig) -> RowFormat[Example]:
+    name = detect(first, config, ("messages", "prompt_completion", "text", "alpaca"))
+    read: Mapping[str, Callable[[RowView], Example]] = {
+        "messages": _messages,
+        "prompt_completion": lambda cells: _answered(cells, "completion"),
+        "text": _text,
+        "alpaca": lambda cells: _instructed(cells, "output"),
+    }
+    optional = OPTIONAL.get(name, ())
+    return RowFormat(_desirable(read[name]) if "label" in optional else read[name], NEEDS[name] + optional)
+
+
+def _preference_format(first: Row, config: DataConfig) -> RowFormat[Preference]:
+    name = detect(first, config, ("preference",))
+    cells = RowView(first, config)
+    has_instruction = cells.has("instruction") and not cells.has("prompt")
+    return RowFormat(_preference, (*NEEDS[name], *(("instruction", "input") if has_instruction else ("prompt",))))
+
+
+def _prompt_format(first: Row, config: DataConfig) -> RowFormat[Example]:
     if config.format == "prompt_completion":
         config = replace(config, format="prompt")
-    name = detect(first, config, ("prompt", "messages", "preference"))
-    read = {"prompt": _prompt, "messages": _prompt_of_messages, "preference": _prompt_of_preference}[name]
-    return RowReader(read, config, None)
+    # A row to sample from needs no answer.
+    name = detect(first, config, ("prompt", "messages", "preference", "alpaca"), {**NEEDS, "alpaca": ("instruction",)})
+    read: Mapping[str, Callable[[RowView], Example]] = {
+        "prompt": _prompt,
+        "messages": _prompt_of_messages,
+        "preference": lambda cells: _preference(cells).chosen,
+        "alpaca": _instructed,
+    }
+    return RowFormat(read[name], None)
 
 
-def detect(row: Row, config: DataConfig, accepted: Sequence[str]) -> str:
-    """The row's format: ``data.format``, or the first of ``accepted`` whose columns it has.
+def _desirable(read: Callable[[RowView], Example]) -> Callable[[RowView], Example]:
+    """Return a function that reads a row, unless the row is one of KTO with an undesirable answer."""
+
+    def checked(cells: RowView) -> Example:
+        cells.check_label()
+        return read(cells)
+
+    return checked
+
+
+def detect(row: Row, config: DataConfig, accepted: Sequence[str], needs: Mapping[str, tuple[str, ...]] = NEEDS) -> str:
+    """Return the row's format: ``data.format``, or the first of ``accepted`` whose columns, ``needs``, the row has.
 
     Raises:
-        DataError: it has none of them, or not a column that the configuration names.
+        DataError: the row has the columns of no accepted format, or lacks a column that the configuration names.
         ConfigError: ``data.format`` is not accepted here.
     """
-    cells = Cells(row, config)
-    for role in {role: None for name in accepted for role in NEEDS[name]}:
-        if getattr(config.columns, role) != getattr(Columns, role):
-            cells.value(role)  # named by the user, so it has to be there
+    cells = RowView(row, config)
+    for role in {role: None for name in accepted for role in (*needs[name], *OPTIONAL.get(name, ()))}:
+        named = getattr(config.columns, role) != getattr(Columns, role)
+        # The user named the column, so it must exist. An optional one may be empty.
+        if named and (any(role in needs[name] for name in accepted) or cells.column(role) not in row.values):
+            cells.value(role)
     if config.format != "auto":
         if config.format not in accepted:
-            raise ConfigError(f"data.format={config.format} does not suit this recipe; it reads {', '.join(accepted)}")
+            raise ConfigError(f"{cells.key}.format={config.format} does not suit this recipe; it reads {', '.join(accepted)}")
         return config.format
     for name in accepted:
-        if all(cells.has(role) for role in NEEDS[name]):
+        if all(cells.has(role) for role in needs[name]):
             return name
-    wanted = " or ".join("+".join(NEEDS[name]) for name in accepted)
+    wanted = " or ".join("+".join(needs[name]) for name in accepted)
     raise DataError(
         f"{row.where}: the columns are {', '.join(row.values) or 'none'}, and this recipe reads {wanted}; "
         f"{_remedy(row, cells, accepted)}"
     )
 
 
-def _remedy(row: Row, cells: Cells, accepted: Sequence[str]) -> str:
-    """The recipe that reads the row's columns, or the keys that name them."""
-    recipe = next((RECIPES[name] for name in RECIPES if name not in accepted and all(map(cells.has, NEEDS[name]))), None)
-    other = f"choose {recipe}, or " if recipe else ""
+def _remedy(row: Row, cells: RowView, accepted: Sequence[str]) -> str:
+    """Return the remedy: a recipe that reads the row's columns, or keys that name the columns."""
+    name = next((name for name in RECIPES if name not in accepted and all(map(cells.has, NEEDS[name]))), None)
+    if name and cells.has_label():
+        label = f'"{cells.column("label")}" is that of KTO, which cookbook does not train'
+        pairs = "write chosen and rejected answers of each prompt as one row"
+        return f"{label}; {pairs}, or train on the answers with true: {RECIPES[name]} data.on_empty=skip"
+    other = f"choose {RECIPES[name]}, or " if name else ""
     likely = "prompt_completion" if "prompt_completion" in accepted and len(row.values) > 1 else accepted[0]
-    keys = " ".join(f"data.columns.{role}=<column>" for role in NEEDS[likely] if not cells.has(role))
+    keys = " ".join(f"{cells.key}.columns.{role}=<column>" for role in NEEDS[likely] if not cells.has(role))
     return f"{other}name yours, e.g. {keys}"
 
 
-def question(example: Example) -> str:
-    """What is asked, for people to read: the last message that is not an answer, or the plain prompt."""
-    if isinstance(example, Plain):
-        return example.prompt
-    return next((message.content for message in reversed(example.messages) if message.role != "assistant"), "")
-
-
-def separate_answers(chat: Chat) -> list[Chat]:
-    """One conversation per answer, ended by it: each is then seen as it was when the model had to give it."""
+def separate_answers(chat: Example) -> list[Example]:
+    """Return one conversation per answer, cut off after that answer, so that each has the context it is sampled in."""
+    if isinstance(chat, Plain):
+        return [chat]
     return [
         replace(chat, messages=chat.messages[: index + 1], start=index)
         for index, message in enumerate(chat.messages)
@@ -147,84 +235,103 @@ def separate_answers(chat: Chat) -> list[Chat]:
     ]
 
 
-def _messages(cells: Cells) -> Chat:
+def _messages(cells: RowView) -> Chat:
     messages = cells.messages("messages")
     if cells.config.train_on != "all" and not any(message.role == "assistant" for message in messages):
         what = f'"{cells.column("messages")}" has no assistant turn'
         raise EmptyRowError(f"{cells.where}: {what}, so nothing would be trained on; {REMEDY}")
-    return _with_system(Chat(cells.where, messages, tools=cells.tools()), cells.config)
+    return _with_system(Chat(cells.where, messages, tools=cells.tools()), cells)
 
 
-def _prompt_completion(cells: Cells) -> Example:
-    return _answered(cells, "completion")
-
-
-def _text(cells: Cells) -> Plain:
+def _text(cells: RowView) -> Plain:
     if cells.config.chat:
-        raise ConfigError("data.chat: a text column has no prompt and answer to tell apart; set data.chat=false")
+        raise ConfigError(f"{cells.key}.chat: a text column has no separate prompt and answer; set {cells.key}.chat=false")
     return _plain(cells, "", cells.text("text"))
 
 
-def _prompt(cells: Cells) -> Example:
+def _instructed(cells: RowView, role: str | None = None) -> Example:
+    """Read the columns of Alpaca, and the answer in the column of ``role``; without one, the prompt alone.
+
+    A conversation has one question: the instruction, and the input below it. Plain text has the sentences of Alpaca.
+
+    Source: Taori et al. 2023, ``PROMPT_DICT`` in ``train.py`` of Stanford Alpaca, with a line end behind its last line.
+    """
+    if cells.row.values.get("history"):
+        raise DataError(f'{cells.where}: "history" is not read with an instruction; write the row as messages')
+    instruction = cells.text("instruction")
+    context = cells.text("input") if cells.row.values.get(cells.column("input")) not in (None, "") else ""
+    answer = cells.text(role) if role else ""
+    if cells.config.chat:
+        question = f"{instruction}\n\n{context}" if context else instruction
+        messages = (ChatMessage("user", question), *([ChatMessage("assistant", answer)] if role else []))
+        return _with_system(Chat(cells.where, messages, 1, cells.tools()), cells)
+    paired = ", paired with an input that provides further context" if context else ""
+    prompt = (
+        f"Below is an instruction that describes a task{paired}. Write a response that appropriately completes the request.\n\n"
+        f"### Instruction:\n{instruction}\n\n" + (f"### Input:\n{context}\n\n" if context else "") + "### Response:\n"
+    )
+    return _plain(cells, prompt, answer)
+
+
+def _prompt(cells: RowView) -> Example:
+    cells.check_context()
     if cells.is_text("prompt") and not cells.config.chat:
         return _plain(cells, cells.text("prompt"), "")
     messages = cells.messages("prompt")
-    return _with_system(Chat(cells.where, messages, len(messages), cells.tools()), cells.config)
+    return _with_system(Chat(cells.where, messages, len(messages), cells.tools()), cells)
 
 
-def _prompt_of_messages(cells: Cells) -> Chat:
+def _prompt_of_messages(cells: RowView) -> Chat:
     messages = cells.messages("messages")
     if messages[-1].role == "assistant":
         messages = messages[:-1]
     if not messages:
         raise EmptyRowError(f'{cells.where}: "{cells.column("messages")}" has no message before the answer; {REMEDY}')
-    return _with_system(Chat(cells.where, messages, len(messages), cells.tools()), cells.config)
+    return _with_system(Chat(cells.where, messages, len(messages), cells.tools()), cells)
 
 
-def _prompt_of_preference(cells: Cells) -> Example:
-    return _preference(cells).chosen
-
-
-def _preference(cells: Cells) -> Preference:
+def _preference(cells: RowView) -> Preference:
     chosen, rejected = cells.value("chosen"), cells.value("rejected")
     if chosen == rejected:
         raise EmptyRowError(f"{cells.where}: chosen and rejected are the same, so neither is preferred; {REMEDY}")
     if _holds_prompt(chosen) and _holds_prompt(rejected):
         return _implicit(cells)
+    if not cells.has("prompt") and cells.has("instruction"):
+        return Preference(_instructed(cells, "chosen"), _instructed(cells, "rejected"))
     if not cells.has("prompt"):
         raise DataError(
-            f"{cells.where}: chosen and rejected need a prompt; name its column with data.columns.prompt, "
+            f"{cells.where}: chosen and rejected need a prompt; name its column with {cells.key}.columns.prompt, "
             "or give both as whole conversations"
         )
     return Preference(_answered(cells, "chosen"), _answered(cells, "rejected"))
 
 
-def _holds_prompt(answer: Any) -> bool:
+def _holds_prompt(answer: object) -> bool:
     """Whether the column of an answer holds the whole conversation: messages that do not begin with the answer."""
     if not isinstance(answer, Sequence) or isinstance(answer, str) or not answer or not isinstance(answer[0], dict):
         return False
     return (answer[0].get("role") or answer[0].get("from")) not in ("assistant", "gpt")
 
 
-def _implicit(cells: Cells) -> Preference:
-    """The prompt is the messages both sides begin with; equal tokens at the start of two answers stay answers."""
+def _implicit(cells: RowView) -> Preference:
+    """Read a pair of whole conversations. The prompt is the messages that both begin with, never a part of an answer."""
     sides = [Chat(cells.where, cells.messages(role), tools=cells.tools()) for role in ("chosen", "rejected")]
     start = _shared(*(side.messages for side in sides))
     if start == 0:
         raise DataError(
             f"{cells.where}: chosen and rejected do not begin with the same messages; "
-            "give the prompt in a column of its own (data.columns.prompt)"
+            f"give the prompt in a column of its own ({cells.key}.columns.prompt)"
         )
     if cells.has("prompt") and not _is_prompt(cells, sides[0].messages[:start]):
         raise DataError(
             f'{cells.where}: "{cells.column("prompt")}" is not the prompt that chosen and rejected begin with; '
             "keep one of the two"
         )
-    chosen, rejected = (_with_system(replace(side, start=start), cells.config) for side in sides)
+    chosen, rejected = (_with_system(replace(side, start=start), cells) for side in sides)
     return Preference(chosen, rejected)
 
 
-def _is_prompt(cells: Cells, shared: tuple[Message, ...]) -> bool:
+def _is_prompt(cells: RowView, shared: tuple[ChatMessage, ...]) -> bool:
     """Whether the column ``prompt`` agrees with ``shared``: as the text of one message, or as the first messages."""
     if cells.is_text("prompt"):
         return cells.text("prompt") in [message.content for message in shared]
@@ -232,39 +339,45 @@ def _is_prompt(cells: Cells, shared: tuple[Message, ...]) -> bool:
     return prompt == shared[: len(prompt)]
 
 
-def _shared(chosen: tuple[Message, ...], rejected: tuple[Message, ...]) -> int:
-    """How many messages the prompt has: the equal ones, back to where both sides go on with an answer."""
-    equal = 0
-    while equal < min(len(chosen), len(rejected)) and chosen[equal] == rejected[equal]:
-        equal += 1
-    for start in range(equal, 0, -1):
-        if all(start < len(side) and side[start].role == "assistant" for side in (chosen, rejected)):
+def _shared(chosen: tuple[ChatMessage, ...], rejected: tuple[ChatMessage, ...]) -> int:
+    """Return the number of messages of the prompt: equal messages, up to where both sides continue with an answer."""
+    for start in range(min(len(chosen), len(rejected)) - 1, 0, -1):
+        if chosen[:start] == rejected[:start] and chosen[start].role == rejected[start].role == "assistant":
             return start
     return 0
 
 
-def _answered(cells: Cells, role: str) -> Example:
+def _answered(cells: RowView, role: str) -> Example:
     """The prompt and one answer to it, each text or messages."""
+    cells.check_context()
     if cells.is_text("prompt") and cells.is_text(role) and not cells.config.chat:
         return _plain(cells, as_text(cells.value("prompt"), f'{cells.where}: "{cells.column("prompt")}"'), cells.text(role))
     before, after = cells.messages("prompt"), cells.messages(role, speaker="assistant")
     if after[0].role != "assistant":
         what = f'"{cells.column(role)}" begins with a {after[0].role} message'
         raise DataError(f"{cells.where}: {what}; begin it with the assistant's")
-    return _with_system(Chat(cells.where, before + after, len(before), cells.tools()), cells.config)
+    return _with_system(Chat(cells.where, before + after, len(before), cells.tools()), cells)
 
 
-def _plain(cells: Cells, prompt: str, response: str) -> Plain:
+def _plain(cells: RowView, prompt: str, response: str) -> Plain:
     if cells.config.system is not None:
-        raise ConfigError(f"data.system needs a conversation, and {cells.where} is plain text; set data.chat=true")
-    if cells.has_tools():
-        raise DataError(f'{cells.where}: "tools" needs a conversation, and the row is plain text; set data.chat=true')
+        raise ConfigError(
+            f"{cells.key}.system needs a conversation, and {cells.where} is plain text; set {cells.key}.chat=true"
+        )
+    given = next((name for name, has in {"tools": cells.has_tools(), "system": cells.system()}.items() if has), None)
+    if given:
+        raise DataError(f'{cells.where}: "{given}" needs a conversation, and the row is plain text; set {cells.key}.chat=true')
     return Plain(cells.where, prompt, response)
 
 
-def _with_system(chat: Chat, config: DataConfig) -> Chat:
-    """A system message of the row's own stays."""
-    if config.system is None or chat.messages[0].role == "system":
+def _with_system(chat: Chat, cells: RowView) -> Chat:
+    """Add the text of the column ``system``, or ``data.system``, in front, unless the row has a system message."""
+    system = cells.system()
+    if chat.messages[0].role == "system":
+        if system != cells.config.system and system != chat.messages[0].content:
+            raise DataError(f'{cells.where}: "system" is not the system message of the conversation; keep one of the two')
+        return chat
+    if system is None:
         return chat
     start = chat.start + 1 if chat.start else 0
-    return replace(chat, messages=(Message("system", config.system), *chat.messages), start=start)
+    return replace(chat, messages=(ChatMessage("system", system), *chat.messages), start=start)

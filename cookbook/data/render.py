@@ -1,14 +1,19 @@
-"""From text to tokens: prompts as the model sees them when it samples, conversations with a weight for every token."""
+"""From text to tokens: prompts for sampling, and conversations with a weight for every token."""
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import hashlib
+import json
+import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import dropwhile, islice, takewhile
+from itertools import dropwhile, takewhile
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +22,14 @@ from cookbook.data.formats import Chat, Example, Plain
 from cookbook.data.messages import parse_messages
 from cookbook.data.template import ChatTemplate
 from cookbook.errors import DataError
+from cookbook.types import JsonObject
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
-BATCH = 256  # texts tokenized at once: enough for the tokenizer's threads, and the offsets of a batch are small
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,14 +41,14 @@ class Rendered:
 
 
 class Renderer:
-    """What turns rows into tokens for one model.
+    """Renderer of conversations and texts to the tokens of one model.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.
-        max_length: tokens the model's context holds; None when that is unknown.
+        max_length: tokens of the model's context; None: unknown.
 
     Raises:
-        DataError: the tokenizer cannot say which characters a token came from.
+        DataError: the tokenizer cannot map tokens to characters.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int | None = None) -> None:
@@ -53,78 +60,130 @@ class Renderer:
 
     @property
     def unused_fields(self) -> Sequence[str]:
-        """Fields of the messages rendered so far that the chat template does not print, and that say nothing to the model."""
+        """Fields of the messages rendered so far that the chat template does not print, and that the model does not need."""
         return self._template.unused_fields
 
-    def prompt_tokens(self, prompt: Sequence[Mapping[str, Any]] | str) -> list[int]:
-        """A prompt to sample from: text as it is, messages with the header of the answer to come."""
+    def identity(self) -> str:
+        """Return a digest of the tokenizer, its chat template, and the effect of earlier rows on the template.
+
+        Some templates print the date; then it is a part of the digest.
+        """
+        tokenizer = self.tokenizer
+        prints_date = "strftime_now" in str(tokenizer.chat_template)
+        parts = [
+            f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}",
+            tokenizer.backend_tokenizer.to_str(),
+            tokenizer.chat_template,
+            tokenizer.special_tokens_map,
+            tokenizer.all_special_ids,
+            tokenizer.split_special_tokens,
+            self._template.arguments_as_text,
+            datetime.date.today().isoformat() if prints_date else None,
+        ]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+    def state(self) -> JsonObject:
+        """Return the effect of all rows rendered so far, for :meth:`restore`."""
+        return {"unused_fields": list(self.unused_fields), "arguments_as_text": self._template.arguments_as_text}
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[JsonObject]:
+        """Collect the effect of the rows that are rendered inside the block, for :meth:`restore`; complete at its end."""
+        effect: dict[str, object] = {}
+        with self._template.recording() as unused:
+            yield effect
+        effect.update(unused_fields=list(unused), arguments_as_text=self._template.arguments_as_text)
+
+    def restore(self, unused_fields: Sequence[str], arguments_as_text: bool) -> None:
+        """Continue as after the rows that had this effect."""
+        self._template.restore(unused_fields, arguments_as_text)
+
+    def prompt_tokens(self, prompt: Sequence[JsonObject] | str) -> list[int]:
+        """Return the tokens of a prompt to sample from: of text, or of messages with the header of the answer to sample."""
         if isinstance(prompt, str):
             return self.prompts([Plain("prompt", prompt)])[0][0]
         messages = parse_messages(prompt, "prompt", "messages")
         return self.prompts([Chat("prompt", messages, len(messages))])[0][0]
 
     def prompts(self, examples: Sequence[Example]) -> list[tuple[list[int], str]]:
-        """Of each example's prompt, the tokens and the text they spell. A response in it is not read."""
+        """Return tokens and text of each example's prompt. A response in the example is ignored."""
         return _each_kind(examples, self._plain_prompts, self._chat_prompts)
 
-    def conversation(self, messages: Sequence[Mapping[str, Any]], train_on: str = "assistant") -> Rendered:
-        """One conversation, as :meth:`render` does many."""
+    def conversation(self, messages: Sequence[JsonObject], train_on: str = "assistant") -> Rendered:
+        """Render one conversation."""
         return self.render([Chat("conversation", parse_messages(messages, "conversation", "messages"))], train_on)[0]
 
     def render(self, examples: Sequence[Example], train_on: str = "assistant") -> list[Rendered]:
-        """Each example whole, with its prompt weighted 0 and its answers, their end of turn included, as they ask.
+        """Render whole examples. The prompt has weight 0; answers, with their end of turn, have the weights of their messages.
 
         Args:
-            train_on: ``assistant`` every answer, ``last_assistant`` the last, ``all`` every token. Text that has no
-                prompt is trained whole.
+            train_on: ``assistant`` every answer, ``last_assistant`` the last, ``all`` every token. Text without a
+                prompt is trained as a whole.
 
         Raises:
-            DataError: a conversation the chat template cannot show in one piece, naming its row.
+            DataError: the chat template cannot render a conversation in one piece; the error names its row.
         """
         return _each_kind(
             examples, lambda rows: self._render_plain(rows, train_on), lambda rows: self._render_chats(rows, train_on)
         )
 
     def text(self, tokens: Sequence[int]) -> str:
-        """A completion as text, without the end of the turn and other special tokens."""
+        """Return a completion as text, without the end of the turn and other special tokens."""
         end = len(tokens)
         while end and tokens[end - 1] in self.stop_token_ids:
             end -= 1
         return str(self.tokenizer.decode(tokens[:end], skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
+    def printed(self, tokens: Sequence[int]) -> str:
+        """Return tokens as text, with special tokens."""
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text that continues others: no special tokens are added."""
+        return self._encode([text], [Plain("text", text)])[0]
+
+    def chat_text(self, chat: Chat, *, header: bool) -> str:
+        """Return all messages as the chat template prints them, with the header of the next answer if ``header``."""
+        return self._template.printed(chat, header=header)
+
+    @property
+    def end_of_turn(self) -> str:
+        """The text that the chat template prints after an answer."""
+        return self._template.end_of_turn
+
     def num_bytes(self, rows: Sequence[Sequence[int]]) -> list[int]:
-        """How many UTF-8 bytes the text of each row of tokens has, special tokens left out."""
-        if not rows:  # of none, transformers would decode one
+        """Return the number of UTF-8 bytes of the text of each row of tokens, without special tokens."""
+        if not rows:  # transformers would decode no row as one row
             return []
         texts = self.tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return [len(text.encode()) for text in texts]
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end a completion: end of text, and what the chat template closes an answer with."""
+        """The tokens that end a completion: end of text, and the token with which the chat template closes an answer."""
         stops = [] if self.tokenizer.eos_token_id is None else [int(self.tokenizer.eos_token_id)]
         if self.tokenizer.chat_template:
             special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
-            closing = self._encode([self._template.end_of_turn], [""])[0]
+            closing = self._encode([self._template.end_of_turn], [Plain("", "")])[0]
             closing = list(takewhile(special.__contains__, dropwhile(lambda token: token not in special, closing)))
             stops += closing[:1] if not set(stops) & set(closing) else []
         return tuple(stops)
 
     def _plain_prompts(self, examples: list[Plain]) -> list[tuple[list[int], str]]:
-        encoded = self._encode([example.prompt for example in examples], _places(examples))
+        encoded = self._encode([example.prompt for example in examples], examples)
         return [(self._opening + tokens, example.prompt) for example, tokens in zip(examples, encoded, strict=True)]
 
     def _chat_prompts(self, chats: list[Chat]) -> list[tuple[list[int], str]]:
-        texts = [self._template.prompt(chat) for chat in chats]
-        return list(zip(self._encode(texts, _places(chats)), texts, strict=True))
+        texts = self._template.prompts(chats)
+        return list(zip(self._encode(texts, chats), texts, strict=True))
 
     def _render_plain(self, examples: list[Plain], train_on: str) -> list[Rendered]:
-        """Prompt and response are tokenized apart, so that training sees the very prompt that sampling sees."""
+        """Tokenize prompt and response separately, so that training and sampling see the same prompt tokens."""
         eos = self.tokenizer.eos_token_id
         if eos is None:
             raise DataError("model.name: the tokenizer has no end-of-text token, so a text could not end; give it one")
-        prompts = self._encode([example.prompt for example in examples], _places(examples))
-        responses = self._encode([example.response for example in examples], _places(examples))
+        prompts = self._encode([example.prompt for example in examples], examples)
+        responses = self._encode([example.response for example in examples], examples)
         rendered = []
         for prompt, response in zip(prompts, responses, strict=True):
             before = self._opening + prompt
@@ -136,10 +195,11 @@ class Renderer:
         return rendered
 
     def _render_chats(self, chats: list[Chat], train_on: str) -> list[Rendered]:
-        shown = [self._template.conversation(chat, train_on) for chat in chats]
-        encoded = self._tokenized([text for text, _ in shown], _places(chats), return_offsets_mapping=True)
+        shown = self._template.conversations(chats, train_on)
+        encodings = self._encodings([text for text, _ in shown], chats)
         rendered = []
-        for (_, spans), tokens, offsets in zip(shown, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        for (_, spans), encoding in zip(shown, encodings, strict=True):
+            tokens, offsets = encoding.ids, encoding.offsets if spans else []
             weights = np.full(len(tokens), 1.0 if train_on == "all" else 0.0, dtype=np.float32)
             for start, end, weight in spans:
                 first, behind = self._with_end_of_turn(tokens, *_tokens_of(start, end, offsets))
@@ -148,16 +208,16 @@ class Renderer:
         return rendered
 
     def _closed(self, tokens: list[int], weights: npt.NDArray[np.float32]) -> Rendered:
-        """With the end-of-text token behind an answer that the template leaves open: the model would never learn to stop."""
+        """Add the end-of-text token after an answer that the template leaves open: otherwise the model never learns to stop."""
         eos = self.tokenizer.eos_token_id
         if eos is None or not tokens or tokens[-1] in self.stop_token_ids or not weights[-1]:
             return Rendered(tokens, weights)
         return Rendered([*tokens, eos], np.append(weights, weights[-1]))
 
     def _with_end_of_turn(self, tokens: list[int], first: int, behind: int) -> tuple[int, int]:
-        """An answer's tokens up to its stop token, which may stand right behind the span, or before the end of it.
+        """Return an answer's tokens up to its stop token, which may follow the span or be inside it.
 
-        The model has to learn to stop, and never gets to write what the template puts after that.
+        The model must learn to stop, and never writes the text that the template puts after the stop token.
         """
         if behind < len(tokens) and tokens[behind] in self.stop_token_ids:
             return first, behind + 1
@@ -166,42 +226,57 @@ class Renderer:
 
     @cached_property
     def _opening(self) -> list[int]:
-        """What the tokenizer puts before every text: the beginning-of-text token, or nothing."""
+        """Tokens that the tokenizer puts before every text: the beginning-of-text token, or none."""
         tokens = list(self.tokenizer("")["input_ids"])
         return tokens[:-1] if tokens[-1:] == [self.tokenizer.eos_token_id] else tokens
 
-    def _encode(self, texts: list[str], places: Sequence[str]) -> list[list[int]]:
-        return list(self._tokenized(texts, places)["input_ids"])
+    def _encode(self, texts: list[str], examples: Sequence[Example]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._encodings(texts, examples)]
 
-    def _tokenized(self, texts: list[str], places: Sequence[str], **more: bool) -> Any:
-        """Raises DataError, naming the place of a text that is none: JSON can spell halves of characters."""
+    def _encodings(self, texts: list[str], examples: Sequence[Example]) -> Sequence[Encoding]:
+        """Raise DataError for text that is not valid Unicode, and name its row: JSON can contain half of a surrogate pair."""
         try:
-            return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False, **more)
+            # The model's tokenizer also makes lists that are not needed, which takes as long again.
+            if self._can_bypass:
+                return list(self.tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False))
+            return self._tokenized(texts)
         except TypeError:
-            for text, place in zip(texts, places, strict=True):
-                if not _is_unicode(text):
-                    message = "holds half of a surrogate pair (\\ud800 to \\udfff), which is no character; mend or remove it"
-                    raise DataError(f"{place}: {message}") from None
+            for text, example in zip(texts, examples, strict=True):
+                if SURROGATE.search(text):
+                    message = "holds half of a surrogate pair (\\ud800 to \\udfff), which is not a character; fix or remove it"
+                    raise DataError(f"{example.where}: {message}") from None
             raise
 
+    @property
+    def _can_bypass(self) -> bool:
+        """Whether the library's tokenizer returns the same tokens as the model's tokenizer, which calls it.
 
-def _places(examples: Sequence[Example]) -> list[str]:
-    return [example.where for example in examples]
+        Another caller may have left its padding or truncation switched on. A call of the model's tokenizer switches both off.
+        """
+        backend = self.tokenizer.backend_tokenizer
+        is_plain = backend.padding is None and backend.truncation is None
+        return self._is_standard and is_plain and backend.encode_special_tokens == self.tokenizer.split_special_tokens
 
+    @cached_property
+    def _is_standard(self) -> bool:
+        """Whether the class of the model's tokenizer encodes text as all fast tokenizers do."""
+        from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        own = type(self.tokenizer)
+        return own.__call__ is PreTrainedTokenizerBase.__call__ and own._encode_plus is PreTrainedTokenizerFast._encode_plus
+
+    def _tokenized(self, texts: list[str]) -> Sequence[Encoding]:
+        encoded = self.tokenizer(
+            texts, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=True, verbose=False
+        )
+        return encoded.encodings or []
 
 
 def _tokens_of(start: int, end: int, offsets: list[tuple[int, int]]) -> tuple[int, int]:
-    """The range of tokens that hold any of the characters ``[start, end)``.
+    """Return the range of tokens that hold any of the characters ``[start, end)``.
 
     ``offsets`` are each token's characters. Some tokenizers leave white space out of them, down to an empty range at
-    the token's end; comparing both sides keeps such a token with what it ends.
+    the token's end; comparing both ends keeps such a token with the text that it ends.
     """
     first = bisect_right(offsets, start, key=itemgetter(1))
     behind = max(bisect_left(offsets, end, key=itemgetter(0)), bisect_right(offsets, end, key=itemgetter(1)))
@@ -211,17 +286,8 @@ def _tokens_of(start: int, end: int, offsets: list[tuple[int, int]]) -> tuple[in
 def _each_kind(
     examples: Sequence[Example], plain: Callable[[list[Plain]], list[T]], chat: Callable[[list[Chat]], list[T]]
 ) -> list[T]:
-    """``plain`` and ``chat`` over the examples of their kind, a batch at a time; results in the examples' order."""
-    results: list[T] = []
-    for batch in _batches(examples):
-        texts = [example for example in batch if isinstance(example, Plain)]
-        chats = [example for example in batch if isinstance(example, Chat)]
-        done_texts, done_chats = iter(plain(texts) if texts else []), iter(chat(chats) if chats else [])
-        results += [next(done_texts if isinstance(example, Plain) else done_chats) for example in batch]
-    return results
-
-
-def _batches(examples: Sequence[Example]) -> Iterator[list[Example]]:
-    rest = iter(examples)
-    while batch := list(islice(rest, BATCH)):
-        yield batch
+    """Apply ``plain`` and ``chat`` to the examples of their kind; results are in the examples' order."""
+    texts = [example for example in examples if isinstance(example, Plain)]
+    chats = [example for example in examples if isinstance(example, Chat)]
+    done_texts, done_chats = iter(plain(texts) if texts else []), iter(chat(chats) if chats else [])
+    return [next(done_texts if isinstance(example, Plain) else done_chats) for example in examples]

@@ -1,1 +1,1 @@
-"""Where samples come from: ``embedded`` where the trainer is, ``vllm`` from servers of their own."""
+"""Deployments, which sample the rollouts: ``embedded`` is the trainer itself, ``vllm`` runs servers in other processes."""

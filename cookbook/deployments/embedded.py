@@ -1,24 +1,27 @@
-"""Samples from the trainer's own weights, where it is: weight sync moves nothing, and every replica is the trainer."""
+"""Deployment ``embedded``: the trainer samples from its own weights, so a weight sync transfers no data."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from cookbook.futures import Future
-from cookbook.protocols import Sampler, TrainingClient
+from cookbook.protocols import MAX_BATCH_TOKENS, Sampler, Trainer
 
 
 @dataclass
 class EmbeddedConfig:
-    """``max_batch_tokens``: prompt and completion tokens sampled at once."""
+    """``max_batch_tokens``: limit on the prompt and completion tokens that are sampled together."""
 
-    max_batch_tokens: int = 65536
+    max_batch_tokens: int = MAX_BATCH_TOKENS
 
-    def deploy(self, trainer: TrainingClient, *, live: bool) -> EmbeddedDeployment:
-        """``live`` samples from the trainer's own weights; otherwise every sync copies them, so that samplers may lag behind.
+    def deploy(self, trainer: Trainer, *, live: bool) -> EmbeddedDeployment:
+        """Return the deployment.
+
+        Args:
+            live: sample from the weights in training; otherwise each sync copies the weights, so that samplers may lag behind.
 
         Raises:
-            ConfigError: the trainer takes no such ``max_batch_tokens``.
+            ConfigError: the trainer does not allow this ``max_batch_tokens``.
         """
         trainer.max_batch_tokens = self.max_batch_tokens
         return EmbeddedDeployment(trainer, live)
@@ -27,7 +30,7 @@ class EmbeddedConfig:
 class EmbeddedDeployment:
     """A :class:`~cookbook.protocols.Deployment` of the trainer itself."""
 
-    def __init__(self, trainer: TrainingClient, live: bool) -> None:
+    def __init__(self, trainer: Trainer, live: bool) -> None:
         self._trainer = trainer
         self._live = live
 
@@ -35,4 +38,4 @@ class EmbeddedDeployment:
         return self._trainer.live_sampler(step) if self._live else self._trainer.lagging_sampler(step)
 
     def close(self) -> None:
-        """Nothing of its own to close."""
+        """Do nothing: the run closes the trainer."""

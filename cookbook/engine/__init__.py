@@ -1,1 +1,1 @@
-"""The single place where a model computes: synchronous, no threads, no HTTP, no config files, and no loss known by name."""
+"""The engine: the only package that runs a model. Synchronous; without threads, HTTP or config files; names no loss."""

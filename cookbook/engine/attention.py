@@ -1,11 +1,11 @@
-"""Attention inside rows that hold several sequences, and sequences that share their beginning.
+"""Attention for packed rows, with or without shared prefixes, and for decoding with shared prompts.
 
-A pass is one stream of tokens with a :class:`Layout` beside it. Every run of tokens reads keys of its own choosing, itself
-the last of them, so no mask of the size of the row exists. On the CPU runs of one shape are computed together by
-scaled-dot-product attention; on a GPU in half precision all runs by one variable-length kernel.
+A packed row consists of runs of consecutive tokens, described by an :class:`AttentionLayout`. Each run attends to its own list
+of keys, which ends with the run itself, so there is no attention mask over the whole row. On the CPU, runs of one shape are
+computed as one batch by scaled-dot-product attention. On a GPU in half precision, one variable-length kernel computes all runs.
 
-Installed in a Hugging Face model as an attention implementation of this name. Sampling brings the prompts that its rows go on
-from; other calls with a mask or a cache go on to transformers' own.
+:func:`install` registers :func:`attend` as an attention implementation of transformers. In decoding, :class:`SharedPrefixKV`
+holds the keys and values of the prompts. Calls with a mask or another cache go to the attention of transformers.
 """
 
 from __future__ import annotations
@@ -16,23 +16,129 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import dropout as drop
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-from cookbook.engine.attention_scores import Prompts, Rule, attend_by_scores
-from cookbook.engine.fast_path import GivenUpError
+from cookbook.engine.fast_path import FastPathError
+from cookbook.engine.precision import EXACT, attended
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class AttentionParams:
+    """Parameters of the attention weights. ``softcap``: soft cap of the scores. ``sinks``: one extra logit per head."""
+
+    scale: float
+    dropout: float
+    softcap: float | None
+    sinks: Tensor | None
+
+    @property
+    def is_plain(self) -> bool:
+        return self.softcap is None and self.sinks is None
+
+    def weights(self, scores: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the softmax of ``scores`` over the keys, in the same shape, ``(N, heads, queries, keys)``.
+
+        ``mask``: true where a query sees a key, of a shape that broadcasts. With sinks, the weights sum to less than 1.
+        """
+        keys = scores.shape[-1]
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        # Finite, because left padding of a prompt sees no key, and a softmax over -inf alone is NaN.
+        if mask is not None:
+            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        if self.sinks is not None:
+            sinks = self.sinks.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, sinks], -1)
+        return scores.softmax(-1)[..., :keys]
+
+
+def attend_by_scores(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, params: AttentionParams
+) -> Tensor:
+    """Attention with explicit scores, for soft caps and sinks.
+
+    ``query``: ``(N, heads, queries, D)``. ``key`` and ``value``: ``(N, key heads, keys, D)``. Returns the shape of ``query``.
+    """
+    count, heads, queries, _ = query.shape
+    # Query heads that share a key head are adjacent.
+    grouped = query.reshape(count, key.shape[1], -1, queries, query.shape[-1])
+    scores = (grouped @ key.transpose(-1, -2)[:, :, None] * params.scale).flatten(1, 2)
+    scores = scores.float() if scores.dtype in (torch.float16, torch.bfloat16) else scores
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    weights = params.weights(scores, mask).to(value.dtype)
+    weights = drop(weights, params.dropout) if params.dropout else weights
+    out: Tensor = weights.view(count, key.shape[1], -1, queries, key.shape[2]) @ value[:, :, None]
+    return out.view(count, heads, queries, -1)
+
+
+@dataclass(frozen=True)
+class SharedPrefixKV:
+    """Keys and values for a decoding step in which several rows share one copy of their prompt.
+
+    Each row attends to its prompt, its own earlier tokens, and a short tail with its newest tokens. Rows are arranged as
+    ``prompts * slots``, so that all rows of a prompt read it in one matrix product; ``slots`` is the largest number of rows of
+    a prompt, and unused slots repeat a row.
+
+    ``layers``: for each layer, keys and values of the prompts and of the rows' own tokens without the tail, ``(prompts or rows,
+    key heads, columns, D)`` each. ``written``: number of filled columns of the tail, including the new token. ``row_of_slot``:
+    ``(prompts * slots,)``, the row in each slot. ``slot_of_row``: ``(rows,)``, the slot of each row. Both are None if the rows
+    are already in slot order. ``mask``: ``(rows, 1, 1, columns)``, true where a column holds a token of the row; None:
+    everywhere.
+    """
+
+    layers: list[tuple[Tensor, Tensor, Tensor, Tensor]]
+    written: int
+    slots: int
+    row_of_slot: Tensor | None
+    slot_of_row: Tensor | None
+    mask: Tensor | None = None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: int, params: AttentionParams) -> Tensor:
+        """Attend from the new tokens, ``query`` ``(rows, heads, 1, D)``; return the same shape.
+
+        ``key`` and ``value``: the tail, ``(rows, key heads, columns, D)``, of which the first ``written`` columns hold tokens.
+        The products read the whole tail, because contiguous memory is faster; unfilled columns get no weight.
+        """
+        prompt_keys, prompt_values, keys, values = self.layers[layer]
+        grouped = query.reshape(len(query), key.shape[1], -1, query.shape[-1]) * params.scale
+        before = self._ungroup(self._group_by_prompt(grouped) @ prompt_keys.transpose(-1, -2))
+        own, newest = grouped @ keys.transpose(-1, -2), grouped @ key.transpose(-1, -2)
+        scores = torch.cat([before, own, newest[..., : self.written]], -1)
+        weights = params.weights(scores.flatten(1, 2).unsqueeze(2), self.mask).view_as(scores)
+        sizes = [before.shape[-1], own.shape[-1], self.written]
+        of_prompts, of_own, of_newest = torch.split(weights, sizes, -1)
+        of_newest = pad(of_newest, (0, key.shape[2] - self.written))
+        out: Tensor = self._ungroup(self._group_by_prompt(of_prompts) @ prompt_values) + of_own @ values + of_newest @ value
+        return out.reshape(*query.shape[:3], value.shape[-1])
+
+    def _group_by_prompt(self, x: Tensor) -> Tensor:
+        """Group rows by prompt: ``(rows, key heads, queries, N)`` -> ``(prompts, key heads, slots * queries, N)``."""
+        x = x if self.row_of_slot is None else x.index_select(0, self.row_of_slot)
+        return x.view(-1, self.slots, *x.shape[1:]).transpose(1, 2).flatten(2, 3)
+
+    def _ungroup(self, x: Tensor) -> Tensor:
+        """Ungroup: the inverse of :meth:`_group_by_prompt`."""
+        x = x.view(*x.shape[:2], self.slots, -1, x.shape[-1]).transpose(1, 2).flatten(0, 1)
+        return x if self.slot_of_row is None else x.index_select(0, self.slot_of_row)
+
 
 NAME = "cookbook"
 
 
 @dataclass(frozen=True)
-class Block:
-    """``count`` runs of tokens, one after the other in the stream, each of ``queries`` tokens that read ``keys`` tokens.
+class AttentionBlock:
+    """``count`` adjacent runs of one shape: each has ``queries`` tokens and attends to ``keys`` tokens.
 
-    The last ``queries`` keys are the run itself, which looks at itself causally.
+    The last ``queries`` keys are the run itself, with causal attention.
     """
 
     count: int
@@ -41,21 +147,21 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Which tokens of the stream see which. The blocks cover the stream, in order.
+class AttentionLayout:
+    """The keys of each run of a packed row. The blocks cover the row, in order.
 
-    ``key_index``, shape (keys of all runs,): the tokens every run reads; None when each reads itself alone. ``windows``, where
-    it is a list, is told the sliding window that every layer asked for.
+    ``key_index``: ``(keys of all runs,)``, indices in the row of each run's keys; None if each run attends to itself only.
+    ``windows``: records the sliding window that each layer has passed. ``masks``: cache of :meth:`mask`.
     """
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[AttentionBlock, ...]
     key_index: Tensor | None
     device: torch.device
-    windows: list[int | None] | None = None
+    windows: list[int | None] = field(default_factory=list, repr=False)
     masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict, repr=False)
 
-    def mask(self, block: Block, window: int | None) -> Tensor | None:
-        """``(queries, keys)``, true where a token is seen; None when that is plain causality. All layers share it."""
+    def mask(self, block: AttentionBlock, window: int | None) -> Tensor | None:
+        """Return the mask of a run, ``(queries, keys)``, true where a key is seen; None if plain causal attention is enough."""
         if window is not None and window >= block.keys:
             window = None
         if window is None and block.queries == block.keys:
@@ -69,8 +175,9 @@ class Layout:
 
     @functools.cached_property
     def offsets(self) -> tuple[Tensor, Tensor]:
-        """Where every run's queries and keys start and the last ends, ``(runs + 1,)`` int32 each."""
-        if len(self.blocks) == 1:  # made where it is used: to bring it there would wait for all that a GPU has to do before
+        """Cumulative lengths of the runs' queries and keys, ``(runs + 1,)`` int32 each, for the variable-length kernel."""
+        # Computed on the device, because a copy to a GPU waits for the kernels that are already queued.
+        if len(self.blocks) == 1:
             block = self.blocks[0]
             starts = torch.arange(block.count + 1, dtype=torch.int32, device=self.device)
             return starts * block.queries, starts * block.keys
@@ -80,20 +187,20 @@ class Layout:
         return ends[0], ends[1]
 
 
-_LAID_OUT: ContextVar[bool] = ContextVar("laid_out", default=False)
+_SKIP_MASKS: ContextVar[bool] = ContextVar("laid_out", default=False)
 
 
 @contextlib.contextmanager
-def by_layout(laid_out: bool) -> Iterator[None]:
-    """Around a call of the model that brings a layout, or prompts: what its tokens see then needs no mask."""
-    token = _LAID_OUT.set(laid_out)
+def skip_masks(enabled: bool) -> Iterator[None]:
+    """Context of a model call. With ``enabled``, transformers builds no mask: a layout or shared prompts determine the keys."""
+    token = _SKIP_MASKS.set(enabled)
     try:
         yield
     finally:
-        _LAID_OUT.reset(token)
+        _SKIP_MASKS.reset(token)
 
 
-def install(network: Any) -> None:
+def install(network: PreTrainedModel) -> None:
     """Make this module the attention of a Hugging Face model."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
@@ -103,27 +210,22 @@ def install(network: Any) -> None:
     network.set_attn_implementation(NAME)
 
 
-def uninstall(network: Any, before: str | None) -> None:
-    """Give the model the attention back that it had ``before``."""
-    network.set_attn_implementation(before)
-
-
-def is_installed(network: Any) -> bool:
+def is_installed(network: PreTrainedModel) -> bool:
     return bool(getattr(network.config, "_attn_implementation", None) == NAME)
 
 
 def _mask_unless_causal(
-    batch_size: int, q_length: int, kv_length: int, attention_mask: Tensor | None = None, use_vmap: bool = False, **rest: Any
+    batch_size: int, q_length: int, kv_length: int, attention_mask: Tensor | None = None, use_vmap: bool = False, **rest: object
 ) -> Tensor | None:
-    """transformers asks for the mask of a pass: None where ``attend`` knows by itself, with or without a window.
+    """Return the mask of a pass, for transformers; None if :func:`attend` needs no mask, with or without a window.
 
-    ``use_vmap`` marks masks a model made of something else, ``allow_is_causal_skip=False`` those of several sequences in a row,
-    which somebody else's call tells by positions alone.
+    transformers sets ``use_vmap`` for custom masks of a model, and ``allow_is_causal_skip=False`` if another caller has packed
+    several sequences into a row and marks them by their positions.
     """
     from transformers.masking_utils import sdpa_mask
 
     causal = q_length == kv_length and rest.get("allow_is_causal_skip", True)
-    if attention_mask is None and not use_vmap and (causal or _LAID_OUT.get()):
+    if attention_mask is None and not use_vmap and (causal or _SKIP_MASKS.get()):
         return None
     mask: Tensor | None = sdpa_mask(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, use_vmap=use_vmap, **rest
@@ -132,7 +234,7 @@ def _mask_unless_causal(
 
 
 def attend(
-    module: Any,
+    module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -142,107 +244,96 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    layout: Layout | None = None,
-    prompts: Prompts | None = None,
-    **rest: Any,
+    layout: AttentionLayout | None = None,
+    prompts: SharedPrefixKV | None = None,
+    **rest: object,
 ) -> tuple[Tensor, None]:
-    """The signature of transformers' attention functions: ``(B, heads, T, D)`` in, ``(B, T, heads, D)`` out.
+    """Attention function of transformers: ``query`` ``(B, heads, T, D)`` -> ``(B, T, heads, D)``, and None for the weights.
 
-    ``s_aux`` are attention sinks, one logit a head. Without a ``layout`` every row is one sequence, which goes on from one of
-    the ``prompts`` where there are any.
+    ``s_aux``: attention sinks, one logit per head. ``layout``: layout of a packed row; without it, each row is one sequence.
+    ``prompts``: keys and values of shared prompts, in decoding.
+
+    Raises:
+        FastPathError: the model passes a mask of its own together with a layout.
     """
-    rule = Rule(scaling if scaling is not None else query.shape[-1] ** -0.5, dropout, softcap, s_aux)
+    params = AttentionParams(scaling if scaling is not None else query.shape[-1] ** -0.5, dropout, softcap, s_aux)
     if prompts is not None:
-        return prompts.attend(query, key, value, module.layer_idx, rule).transpose(1, 2), None
+        return prompts.attend(query, key, value, cast("int", module.layer_idx), params).transpose(1, 2), None
     if layout is not None and attention_mask is not None:
-        raise GivenUpError("its attention has a mask of its own making, of which a layout knows nothing")
+        raise FastPathError("the model builds its own attention mask, which packed rows do not support")
     causal = rest.get("is_causal", getattr(module, "is_causal", True)) is not False and rest.get("position_bias") is None
     if attention_mask is None and query.shape[2] == key.shape[2] and causal:
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         count, _, width, _ = query.shape
-        layout = layout or Layout((Block(count, width, width),), None, query.device)
-        if layout.windows is not None:
-            layout.windows.append(sliding_window)
-        out = _attend(q, k, v, layout, sliding_window, rule)
+        layout = layout or AttentionLayout((AttentionBlock(count, width, width),), None, query.device)
+        layout.windows.append(sliding_window)
+        out = _attend(q, k, v, layout, sliding_window, params)
         return out.view(count, width, *out.shape[1:]), None
-    if rule.is_plain:
+    if params.is_plain:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **rest)
         return out, None
     causal = attention_mask is None and query.shape[2] > 1
-    if causal:  # the first keys of a cache that is not full yet
+    # A preallocated cache has unused columns after the keys of the tokens.
+    if causal:
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-    return attend_by_scores(query, key, value, attention_mask, causal, rule).transpose(1, 2), None
+    return attend_by_scores(query, key, value, attention_mask, causal, params).transpose(1, 2), None
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, window: int | None, rule: Rule) -> Tensor:
-    """``(tokens, heads, D)`` -> ``(tokens, heads, D)``."""
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, layout: AttentionLayout, window: int | None, params: AttentionParams
+) -> Tensor:
+    """Attention of a packed row by its layout. ``query``: ``(tokens, heads, D)``; returns the same shape."""
     if layout.key_index is not None:
         key, value = key.index_select(0, layout.key_index), value.index_select(0, layout.key_index)
-    varlen = _varlen_kernel() if _suits_varlen(query, value, rule) else None
+    if query.is_cuda and torch.is_autocast_enabled("cuda"):
+        query, key, value = (x.to(torch.get_autocast_dtype("cuda")) for x in (query, key, value))
+    varlen = _varlen_kernel() if _supports_varlen(query, value, params) else None
     if varlen is not None:
-        return _attend_varlen(varlen, query, key, value, layout, window, rule)
-    compute = _plain if rule.is_plain else attend_by_scores
+        longest = max(block.queries for block in layout.blocks), max(block.keys for block in layout.blocks)
+        # The kernel aligns the last query with the last key, which is right here: a run is the end of its keys.
+        size = (-1 if window is None else window - 1, 0)
+        grouped = query.shape[1] != key.shape[1]
+        return varlen(query, key, value, *layout.offsets, *longest, scale=params.scale, window_size=size, enable_gqa=grouped)
+    compute = _plain if params.is_plain else attend_by_scores
+    if params.is_plain and query.device.type == "cpu" and (query.element_size() < 4 or _is_reduced()):
+        compute = functools.partial(attended, _plain)
     queries = torch.split(query, [block.count * block.queries for block in layout.blocks])
     sizes = [block.count * block.keys for block in layout.blocks]
-    found = []
+    outputs = []
     for block, q, k, v in zip(layout.blocks, queries, torch.split(key, sizes), torch.split(value, sizes), strict=True):
         q, k, v = (x.view(block.count, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
         mask = layout.mask(block, window)
-        found.append(compute(q, k, v, mask, mask is None, rule).transpose(1, 2).flatten(0, 1))
-    return torch.cat(found) if len(found) > 1 else found[0]
+        outputs.append(compute(q, k, v, mask, mask is None, params).transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
-def _plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, rule: Rule) -> Tensor:
-    """``(N, heads, queries, D)``, ``(N, key heads, keys, D)`` twice -> ``(N, heads, queries, D)``."""
+def _plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, params: AttentionParams) -> Tensor:
+    """Scaled-dot-product attention. Shapes as in :func:`attend_by_scores`."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and query.is_cuda and (query.dtype == torch.float32 or mask is not None):
-        # The kernels of a GPU that take these share no keys among heads; without one, all scores would exist.
+        # Repeat the keys: the fused GPU kernels for these arguments do not support grouped heads, and the fallback would
+        # compute all scores in memory.
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    return scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        dropout_p=rule.dropout,
-        is_causal=causal,
-        scale=rule.scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    grouped = query.shape[1] != key.shape[1]
+    return scaled_dot_product_attention(query, key, value, mask, params.dropout, causal, scale=params.scale, enable_gqa=grouped)
 
 
-def _suits_varlen(query: Tensor, value: Tensor, rule: Rule) -> bool:
+def _is_reduced() -> bool:
+    return torch.get_float32_matmul_precision() != EXACT or torch.is_autocast_enabled("cpu")
+
+
+def _supports_varlen(query: Tensor, value: Tensor, params: AttentionParams) -> bool:
     half = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
     width = query.shape[-1]
-    return half and rule.is_plain and not rule.dropout and width == value.shape[-1] and width % 8 == 0 and width <= 256
+    return half and params.is_plain and not params.dropout and width == value.shape[-1] and width % 8 == 0 and width <= 256
 
 
 @functools.cache
 def _varlen_kernel() -> Callable[..., Tensor] | None:
-    """torch's, where it is new enough to know grouped heads and windows."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
+    """Return torch's variable-length kernel; None if this version of torch lacks its grouped heads or windows."""
+    from torch.nn.attention.varlen import varlen_attn
+
     known = inspect.signature(varlen_attn).parameters
     return cast("Callable[..., Tensor]", varlen_attn) if {"enable_gqa", "window_size"} <= set(known) else None
-
-
-def _attend_varlen(
-    kernel: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, layout: Layout, window: int | None, rule: Rule
-) -> Tensor:
-    """Its causality aligns the last query with the last key, as a run is the last of what it reads."""
-    starts, key_starts = layout.offsets
-    return kernel(
-        query,
-        key,
-        value,
-        starts,
-        key_starts,
-        max(block.queries for block in layout.blocks),
-        max(block.keys for block in layout.blocks),
-        scale=rule.scale,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )

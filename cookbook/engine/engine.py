@@ -1,165 +1,184 @@
-"""Gradients of any loss of log-probabilities, and the optimizer step.
+"""Forward, backward and optimizer step of a model, for any loss of log-probabilities.
 
-There is one gradient path: logprobs -> loss -> g = dL/dlogprob -> backward of sum(g * logprob). By the chain rule this is
-plain autograd; it lets the loss run apart from the model, on the whole batch, on the CPU, while the model computes
-micro-batch by micro-batch. Graphs are kept between the two halves, so a custom loss costs what a built-in one costs; graphs
-that exceed ``retain_bytes`` are computed a second time.
+There is one gradient path: logprobs -> loss -> g = dL/dlogprob -> backward of sum(g * logprob). By the chain rule the result
+is what plain autograd computes. The split lets the loss see the whole batch, on the CPU, while the model runs one micro-batch
+at a time. The graphs of the micro-batches are kept until the loss is known, so a custom loss costs as much as a built-in loss;
+graphs that exceed ``retain_bytes`` are dropped, and their forward passes run again.
+
+The data of a call flow through these modules: :mod:`batch.plan` and :mod:`batch.collate` (datums to micro-batches to tensors),
+:mod:`forward` with the output layer in :mod:`head` (tensors to logprobs), :mod:`loss_gradient` (logprobs to dL/dlogprob), and
+back to this module for the backward pass. :class:`~cookbook.engine.forward.TokenScores` builds the output.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from cookbook.engine import layers, probe
-from cookbook.engine.datum_check import check_datum
-from cookbook.engine.gradients import Gradients
-from cookbook.engine.linear_logprobs import HeadImpl
+from cookbook.engine import capabilities
+from cookbook.engine.batch.collate import check_data
+from cookbook.engine.batch.plan import CPU_PASS_TOKENS, MicroBatch, PackingSupport, plan
+from cookbook.engine.forward import FinishedPass, ForwardRunner, PassOutput, PassSpec, Retained, TokenScores, empty_output
 from cookbook.engine.loss_gradient import (
+    CallGradients,
     LossFunction,
     LossGradient,
-    OwnGradient,
     accumulate,
     loss_gradient,
     loss_name,
     no_gradient,
 )
-from cookbook.engine.memory import shortage
+from cookbook.engine.memory import must_recompute
 from cookbook.engine.model import LanguageModel, recompute_activations
-from cookbook.engine.optimizer import Optimizer
-from cookbook.engine.outputs import columns, empty_output, output, same_pass
-from cookbook.engine.passes import Found, Passes, Scores, Wanted
-from cookbook.engine.planning import CPU_PASS_TOKENS, PACKINGS, Layouts, MicroBatch, plan
+from cookbook.engine.optimizer import GradientBuffer, Optimizer, update_rule
+from cookbook.engine.options import EngineOptions
+from cookbook.engine.parallel import led
+from cookbook.engine.ranks.commands import PerRank
+from cookbook.engine.ranks.loading import HollowModel
 from cookbook.engine.router_loss import router_coefficient
-from cookbook.engine.update_rules import update_rule
-from cookbook.errors import BackendError, ConfigError, NonFiniteError
+from cookbook.errors import BackendError, NonFiniteError
 from cookbook.losses.base import Loss, Scope, named
-from cookbook.normalization import GradientCounts, Normalization, Reduction, check, check_accumulation, warn_undeclared
+from cookbook.losses.normalization import GradientCounts, Normalization, Reduction, check, check_accumulation, warn_undeclared
 from cookbook.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput
 
+__all__ = ["Engine", "EngineOptions"]
 log = logging.getLogger("cookbook")
 
-# Square root of the largest float32: optimizers square the gradient, and a moment that overflowed stays infinite.
+# Square root of the largest float32. Optimizers square the gradient, and a second moment that overflows stays infinite.
 LARGEST_NORM = 1.8e19
 
 
-@dataclass(frozen=True)
-class EngineOptions:
-    """Memory and speed; no field changes a result beyond float rounding."""
-
-    micro_batch_tokens: int = 8192
-    packing: str = "auto"  # auto | padded | packed
-    shared_prompts: bool = True
-    fused_layers: bool = True  # False: norms, gated MLPs and rotary embeddings by the model's own code
-    trim_last_layer: bool = True  # False: it also computes tokens that nobody reads
-    head_impl: HeadImpl = "auto"  # auto | pytorch | torch_compile | cce | file.py:name, or the function or class itself
-    head_options: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of head_impl
-    retain_bytes: int = 4 << 30
-    activation_checkpointing: bool | None = False  # None: where a pass would not fit into memory
-    activation_offloading: bool = False
-    optimizer: str = "adamw"  # a name of update_rules.RULES
-    token_metrics: bool = True  # tokens/accuracy and tokens/entropy with every pass
-    all_logprobs: bool = True  # False: not those of tokens of weight 0, where the loss ignores them; NaN stands for them
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.packing not in PACKINGS:
-            raise ConfigError(f"backend.packing: expected one of {', '.join(PACKINGS)}, got {self.packing!r}")
-
-
-@dataclass
-class _Pass:
-    """One micro-batch after its forward pass. ``found`` carries the graph, or is None when the graph was not kept."""
-
-    batch: MicroBatch
-    found: Found | None
-    seed: int
-
-
-@dataclass
-class Retained:
-    """A call's forward passes that wait for a gradient: good for one, and only of the weights they were computed with.
-
-    ``num_bytes``: about what the graphs hold in memory, until this object is dropped or used.
-    """
-
-    data: Sequence[Datum]
-    passes: list[_Pass]
-    scores: Scores
-    version: int
-    num_bytes: int
-    entropy: bool
-
-    def is_of(self, data: Sequence[Datum]) -> bool:
-        """Whether ``data`` has the same tokens, targets and temperatures; what a loss reads besides may differ."""
-        return len(data) == len(self.data) and all(same_pass(*pair) for pair in zip(data, self.data, strict=True))
-
-
-class Engine:
-    """A model in training. Synchronous; one caller at a time."""
+class Engine(PerRank):
+    """A model in training. All methods are synchronous; the engine is not thread-safe."""
 
     def __init__(self, model: LanguageModel, options: EngineOptions) -> None:
         self.model = model
-        self.options = options
-        probe.use_working_experts(model)
-        if options.fused_layers:
-            probe.fuse_layers(model)
+        self.ranks = model.ranks
+        # Fast paths are verified on unsharded weights. A hollow model gets its weights only after sharding, so a small twin of
+        # the same architecture is verified in its place, and the model uses the fast paths of the twin.
+        hollow = model if isinstance(model, HollowModel) and model.sources else None
+        twin: Engine | None = Engine(hollow.twin(), replace(options, activation_checkpointing=False)) if hollow else None
+        if twin is None:
+            capabilities.use_fast_layers(model, fused=options.fused_layers)
         else:
-            layers.uninstall(model.network)
-        self.passes = Passes(
-            model, offload=options.activation_offloading, head_impl=options.head_impl, head_options=options.head_options
+            capabilities.copy_capabilities(model.network, twin.model.network)
+        self.passes: ForwardRunner = ForwardRunner(
+            model,
+            offload=options.activation_offloading,
+            head_impl=options.head_impl,
+            head_options=options.head_options,
+            precision=options.precision,
+            like=twin.passes if twin else None,
         )
-        self.gradients = Gradients([parameter for _, parameter in model.trainable()])
-        self.router_coefficient = router_coefficient(model.network, model.config.router_aux_loss_coef)
-        self.step = 0  # finished optimizer steps
-        self.version = 0  # changes whenever the weights do
+        self.router_coefficient: float = (
+            twin.router_coefficient if twin else router_coefficient(model.network, model.config.router_aux_loss_coef)
+        )
+        # Number of finished optimizer steps, and of changes of the weights.
+        self.step = 0
+        self.version = 0
+        # Since the last optimizer step: counts of tokens and sequences with a gradient, reductions of the calls' losses, names
+        # of losses that declare no reduction, and the number of seeds drawn.
         self.counts = GradientCounts()
-        self.accumulated: list[Reduction | None] = []  # what each call since the last step returned
-        self.undeclared: list[str] = []  # losses of these calls that do not say what they return
-        self.seeds = 0  # drawn since the last step
-        self.lost_gradient = False  # a call failed midway, and the gradient of earlier calls went with it
-        self._flows = False  # the call under way has begun to add to the gradient
-        self._own_gradients: list[OwnGradient] = []  # of the loss of the call under way
-        self.layouts = self._layouts()
+        self.accumulated: list[Reduction | None] = []
+        self.undeclared: list[str] = []
+        self.seeds = 0
+        # Whether a call failed in the middle of its backward pass, so that the gradient of earlier calls was dropped with it.
+        self.lost_gradient = False
+        # Whether the current call has begun to add to the accumulated gradient.
+        self._is_accumulating = False
+        self._call_gradients = CallGradients(keeps_error=self.ranks.shards)
+        self._vocabulary = int(model.network.config.get_text_config().vocab_size)
+        # Token budget of a pass; a longer datum has a pass of its own.
+        budget = options.micro_batch_tokens
+        self._pass_tokens = min(budget, CPU_PASS_TOKENS) if model.device.type == "cpu" else budget
+        # With dropout, all members of a prefix group would get the same dropout mask for their common prefix.
+        shared = options.shared_prompts and not self.passes.has_dropout
+        self.packing: PackingSupport = (
+            twin.packing if twin else capabilities.usable_packing(model, options.packing, shared_prompts=shared)
+        )
+        del twin
+        self._spread(hollow)
+        self.gradients = GradientBuffer([parameter for _, parameter in model.trainable()], self.ranks)
         if options.activation_checkpointing is None:
-            self.options = replace(options, activation_checkpointing=self._must_recompute())  # decided for its copies too
-        recomputes = bool(self.options.activation_checkpointing)
-        recompute_activations(model.network, recomputes)
-        self.passes.trims_last_layer = options.trim_last_layer and not recomputes  # the second time it would miss the rows
+            # Stored in the options, so that copies of this engine do not decide again.
+            options = replace(options, activation_checkpointing=self._needs_checkpointing(options.optimizer))
+        self.options = options
+        self.passes.recomputes = bool(options.activation_checkpointing)
+        recompute_activations(model.network, self.passes.recomputes)
+        # Activation checkpointing recomputes the last layer outside the context that trims it, so the two exclude each other.
+        self.passes.trims_last_layer = options.trim_last_layer and not self.passes.recomputes
+
+    def _spread(self, hollow: HollowModel | None) -> None:
+        """Shard the weights over the ranks; a ``hollow`` network reads its weights now."""
+        if self.ranks.shards:
+            # Verify the trimmed last layer now: the verification needs unsharded weights.
+            _ = self.passes.last_layer
+        self.ranks.spread(self.model.network)
+        if hollow is not None:
+            # Modules are in reference cycles, so only a collection frees the memory of the twin.
+            gc.collect()
+            self.ranks.together(hollow.read)
+        self.ranks.try_pass(self.model.network)
+
+    def _needs_checkpointing(self, optimizer: str) -> bool:
+        per_token, share = self.passes.trial_bytes_per_token, self.ranks.held_share()
+        own = must_recompute(self.model, per_token, self._pass_tokens, optimizer, share)
+        return self.ranks.in_step([own])[0]
 
     @functools.cached_property
     def optimizer(self) -> Optimizer:
-        """Made when first used: a frozen model needs none."""
+        """The optimizer, created at first use, so that a model that is only evaluated has no optimizer state."""
         return Optimizer(self.model, self.gradients, update_rule(self.options.optimizer))
 
     # ---- the calls -----------------------------------------------------------------------------------------------
 
+    @led
     def forward(
         self, data: Sequence[Datum], loss: LossFunction | None = None, *, adapter: bool = True
     ) -> ForwardBackwardOutput:
-        """Logprobs of every target, and the loss's value and metrics when one is given. Touches no gradient.
+        """Return the logprobs of all targets and, if ``loss`` is given, its value and metrics. Changes no gradient.
 
-        ``adapter=False`` computes with the base model under a LoRA adapter.
+        ``adapter=False`` disables a LoRA adapter and computes with the base model.
         """
         if not data:
             return empty_output(loss is not None)
-        scores = Scores()
-        batches = self._plan(data)
-        _check_data(data, loss)
-        wanted = self._wanted(loss, training=False)
-        with torch.no_grad(), self._adapter(adapter):
-            for batch in batches:
-                self.passes.run(data, batch, scores, wanted, training=False, seed=0)
-        return self._scored_output(data, scores, loss, wanted)
+        batches, scores = self.ranks.together(lambda: self._plan_passes(data, loss)), TokenScores()
+        spec = self._spec(loss, training=False)
 
+        def compute() -> None:
+            for batch in batches:
+                self.passes.run(data, batch, scores, spec, training=False, seed=0)
+
+        with torch.no_grad(), contextlib.nullcontext() if adapter else self.model.network.disable_adapter():
+            self.ranks.together(compute)
+        return self._evaluated(data, scores, loss, spec)
+
+    @led
+    def forward_retained(
+        self, data: Sequence[Datum], loss: LossFunction | None = None
+    ) -> tuple[Retained, ForwardBackwardOutput]:
+        """Run the forward passes and keep their graphs for :meth:`forward_backward`, for a loss that the caller computes.
+
+        Graphs that exceed ``retain_bytes`` are dropped and recomputed. The passes run in training mode, so with dropout the
+        logprobs differ from those of :meth:`forward`.
+        """
+        batches, scores = self.ranks.together(lambda: self._plan_passes(data, loss)), TokenScores()
+        # The later loss may read any token. The router loss needs outputs of the pass that are not kept.
+        spec = replace(self._spec(loss, training=True), router=False, weighted_only=False)
+        passes = self._forward_all(data, batches, scores, spec)
+        kept = sum(one.output.num_bytes for one in passes if one.output)
+        retained = Retained(data, passes, scores, self.version, kept, spec.entropy)
+        return retained, self._evaluated(data, scores, loss, spec)
+
+    @led
     def forward_backward(
         self,
         data: Sequence[Datum],
@@ -168,122 +187,258 @@ class Engine:
         *,
         all_logprobs: bool | None = None,
     ) -> ForwardBackwardOutput:
-        """Adds the gradient of ``loss`` to what has accumulated since the last step; of no datums an empty sum, nothing.
+        """Accumulate the gradient of ``loss``; an empty ``data`` adds nothing.
 
-        ``retained``: a forward of the same tokens and targets to go on from; one that does not fit, or not any more, is
-        passed over, and the forward computed anew. ``all_logprobs`` takes the place of the option of that name.
+        ``retained``: earlier forward passes of the same tokens and targets, used if they are still valid. ``all_logprobs``
+        overrides the option of that name.
 
-        A call that fails leaves no partial gradient. The gradient of earlier calls stays, unless the call had begun to add its
-        own: the two cannot be told apart, and the next :meth:`optim_step` reports the loss.
+        A call that fails leaves no partial gradient. If it fails before its backward pass, the gradient of earlier calls stays.
+        If it fails later, the two cannot be separated, so both are dropped; if earlier calls had added a gradient, the next
+        :meth:`optim_step` raises.
 
         Raises:
-            DataError: a datum lacks what the model or the loss needs.
+            DataError: a datum lacks a field that the model or the loss needs.
             BackendError: the loss is not a finite scalar (NonFiniteError), or does not depend on the logprobs.
-            ConfigError: a second call with a mean before a step.
+            ConfigError: the loss is a mean, and another call has accumulated a gradient since the last optimizer step.
         """
         if not data:
             return empty_output()
-        earlier = replace(self.counts), list(self.accumulated), self.seeds
-        self._flows, self._own_gradients = False, []
+        earlier = replace(self.counts), list(self.accumulated), list(self.undeclared), self.seeds
+        self._is_accumulating, self._call_gradients = False, CallGradients(keeps_error=self.ranks.shards)
         try:
-            found = self._forward_backward(data, loss, retained, all_logprobs)
-            if not math.isfinite(found.metrics["loss"]):  # micro-batches whose own are finite can add up to that
+            output = self._forward_backward(data, loss, retained, all_logprobs)
+            # The sum of finite micro-batch losses can overflow.
+            if not math.isfinite(output.metrics["loss"]):
                 raise NonFiniteError(
-                    f"forward_backward: the loss of all datums together is {found.metrics['loss']} ({named(range(len(data)))})"
+                    f"forward_backward: the loss of the whole batch is {output.metrics['loss']} ({named(range(len(data)))})"
                 )
         except BaseException:
-            if self._flows:
+            if self._is_accumulating:
                 self.lose_gradient(bool(earlier[1]))
             else:
-                self.counts, self.accumulated, self.seeds = earlier
+                self.counts, self.accumulated, self.undeclared, self.seeds = earlier
             raise
-        accumulate(self._own_gradients)  # of a call that fails, the loss's own parameters get nothing
-        return found
+        # Last, so that a failed call adds nothing to the gradients of the loss's own parameters.
+        accumulate(self._call_gradients.parameter_gradients)
+        return output
+
+    # ---- the gradient path of one call ---------------------------------------------------------------------------
 
     def _forward_backward(
         self, data: Sequence[Datum], loss: LossFunction, retained: Retained | None, all_logprobs: bool | None
     ) -> ForwardBackwardOutput:
-        self._may_accumulate(loss)
-        batches = self._plan(data)
-        _check_data(data, loss)
-        wanted = self._wanted(loss, training=True, all_logprobs=all_logprobs)
-        if retained and self._goes_on(retained, data, wanted):
+        batches, scores = self.ranks.together(lambda: self._register_and_plan(data, loss)), TokenScores()
+        spec = self._spec(loss, training=True, all_logprobs=all_logprobs)
+        if retained and self._can_use(retained, data, spec):
             passes, retained.passes = retained.passes, []
-            return self._from_passes(data, passes, loss, retained.scores, wanted)
-        scores = Scores()
-        # Terms of one datum each need no other micro-batch: nothing is kept. Every other loss sees the whole batch at once.
-        if isinstance(loss, Loss) and loss.scope in (Scope.token, Scope.sequence) and not wanted.router:
-            before = self.counts.num_loss_tokens
-            for batch in batches:
-                self._forward_backward_apart(data, batch, loss, scores, wanted)
-            if not loss.may_be_flat and self.counts.num_loss_tokens == before:
-                raise no_gradient(loss, range(len(data)))
-            return self._scored_output(data, scores, loss, wanted)
-        return self._from_passes(data, self._forward_all(data, batches, scores, wanted), loss, scores, wanted)
+            return self._backward_of_batch(data, passes, loss, retained.scores, spec)
+        # A loss of independent terms runs per micro-batch, with one graph in memory. Others need all logprobs first.
+        if not (isinstance(loss, Loss) and loss.scope in (Scope.token, Scope.sequence)) or spec.router:
+            passes = self._forward_all(data, batches, scores, spec)
+            return self._backward_of_batch(data, passes, loss, scores, spec)
+        before = replace(self.counts)
+        self.gradients.add_up(lambda: self._micro_batch_gradients(data, batches, loss, scores, spec), len(batches))
+        own = self.counts.num_loss_tokens - before.num_loss_tokens, self.counts.num_sequences - before.num_sequences
+        added = [int(count) for count in self.ranks.totals(own)]
+        self.counts = before
+        self.counts.add(*added)
+        if not loss.may_be_flat and not added[0]:
+            raise no_gradient(loss, range(len(data)))
+        return self._evaluated(data, scores, loss, spec)
 
-    def forward_retained(
-        self, data: Sequence[Datum], loss: LossFunction | None = None
-    ) -> tuple[Retained, ForwardBackwardOutput]:
-        """As :meth:`forward`, with the graphs that :meth:`forward_backward` can go on from, for a loss computed elsewhere.
+    def _register_and_plan(self, data: Sequence[Datum], loss: LossFunction) -> list[MicroBatch]:
+        self._register(loss)
+        self.gradients.allocate()
+        return self._plan_passes(data, loss)
 
-        Graphs beyond ``retain_bytes`` are not kept, and computed again. In training mode: where a model drops out, a
-        forward that is to be compared with others is none of these.
+    def _register(self, loss: LossFunction) -> None:
+        """Record the reduction of ``loss`` for the next optimizer step. Raise ConfigError if a mean would be accumulated.
+
+        ``Loss.prepare`` turns a mean into a sum with scaled weights, which may be accumulated; a router loss stays a mean.
         """
-        batches = self._plan(data)
-        _check_data(data, loss)
-        # What the loss to come reads is not known: every token, but no router's loss.
-        scores, wanted = Scores(), replace(self._wanted(loss, training=True), router=False, weighted_only=False)
-        passes = self._forward_all(data, batches, scores, wanted)
-        kept = sum(self._num_bytes(one.batch, one.found) for one in passes if one.found)
-        retained = Retained(data, passes, scores, self.version, kept, wanted.entropy)
-        return retained, self._scored_output(data, scores, loss, wanted)
+        once = isinstance(loss, Loss) and (not loss.prepares or self.router_coefficient > 0)
+        reduction = loss.reduction if isinstance(loss, Loss) and once else None
+        check_accumulation(type(loss).__name__, reduction, self.accumulated)
+        self.accumulated.append(reduction)
+        if not isinstance(loss, Loss):
+            self.undeclared.append(loss_name(loss))
 
-    def _goes_on(self, retained: Retained, data: Sequence[Datum], wanted: Wanted) -> bool:
-        """Fused optimizers change weights behind autograd's back, so their version is compared here.
+    def _plan_passes(self, data: Sequence[Datum], loss: LossFunction | None) -> list[MicroBatch]:
+        """Check the datums, and return the micro-batches of this rank."""
+        check_data(data, self._vocabulary, self.model.max_length)
+        planned = plan(data, self._pass_tokens, self.packing, self.ranks.rank, self.ranks.size)
+        self.model.log_once(planned.layout, f"sequences are {planned.layout}: {planned.reason}")
+        if isinstance(loss, Loss):
+            loss.check_data(data)
+        if not self.ranks.shards:
+            return planned.batches
+        filler = MicroBatch([], None if self.packing.packed else 0, 0)
+        return planned.batches + [filler] * (planned.most - len(planned.batches))
 
-        A retained pass has all tokens. One with fewer tokens sums in another order, so it is computed anew: its bits then
-        depend on the call alone.
+    def _spec(self, loss: LossFunction | None, *, training: bool, all_logprobs: bool | None = None) -> PassSpec:
+        everything = self.options.all_logprobs if all_logprobs is None else all_logprobs
+        return PassSpec(
+            metrics=self.options.token_metrics and (loss is not None or training),
+            entropy=isinstance(loss, Loss) and loss.needs_entropy,
+            router=bool(self.router_coefficient) and loss is not None,
+            weighted_only=isinstance(loss, Loss) and loss.ignores_masked and training and not everything,
+        )
+
+    def _can_use(self, retained: Retained, data: Sequence[Datum], spec: PassSpec) -> bool:
+        """Whether retained forward passes can replace new ones.
+
+        Fused optimizers bypass autograd's version counter, so the engine's version is compared. Retained passes score all
+        tokens. A call that needs fewer runs new passes, so that its rounding does not depend on earlier calls.
         """
-        fresh = retained.version == self.version and bool(retained.passes)
-        fits = not (wanted.router or wanted.weighted_only)
-        return fresh and fits and retained.entropy >= wanted.entropy and retained.is_of(data)
+        # A rank without datums has no passes, so all ranks are asked.
+        fresh = retained.version == self.version and any(self.ranks.gathered(bool(retained.passes)))
+        complete = not (spec.router or spec.weighted_only) and retained.entropy >= spec.entropy
+        return fresh and complete and retained.matches(data)
 
-    def _from_passes(
-        self, data: Sequence[Datum], passes: list[_Pass], loss: LossFunction, scores: Scores, wanted: Wanted
-    ) -> ForwardBackwardOutput:
-        """The loss of the whole batch, and the way back through its passes."""
-        slopes = self._slopes(loss, data, *scores.part(range(len(data)), entropy=wanted.entropy))
-        self._backward_all(data, passes, slopes, wanted, self._router_slope(loss, slopes, scores))
-        return output(data, scores, slopes.value, slopes.metrics, self._router_weight(loss, slopes))
+    def _next_seed(self) -> int:
+        self.seeds += 1
+        return (self.options.seed * 1_000_003 + self.step * 10_007 + self.seeds + 1_000_033 * self.ranks.rank) % (1 << 62)
 
-    def _scored_output(
-        self, data: Sequence[Datum], scores: Scores, loss: LossFunction | None, wanted: Wanted
-    ) -> ForwardBackwardOutput:
-        """The loss's value and metrics, of logprobs that are there already."""
-        if loss is None:
-            return output(data, scores, None, {})
-        if scores.router is not None:  # its share goes by the tokens that have a gradient
+    def _forward_all(
+        self, data: Sequence[Datum], batches: Sequence[MicroBatch], scores: TokenScores, spec: PassSpec
+    ) -> list[FinishedPass]:
+        retain_bytes = self.options.retain_bytes
+        return self.ranks.together(lambda: self.passes.run_all(data, batches, scores, spec, self._next_seed, retain_bytes))
+
+    def _micro_batch_gradients(
+        self, data: Sequence[Datum], batches: Sequence[MicroBatch], loss: Loss, scores: TokenScores, spec: PassSpec
+    ) -> None:
+        # The other ranks accumulate their gradient even if the loss fails on this rank.
+        self._is_accumulating = self.ranks.size > 1
+        for batch in batches:
+            self._micro_batch_gradient(data, batch, loss, scores, spec)
+        self._call_gradients.raise_error()
+
+    def _micro_batch_gradient(
+        self, data: Sequence[Datum], batch: MicroBatch, loss: Loss, scores: TokenScores, spec: PassSpec
+    ) -> None:
+        """Forward, loss and backward of one micro-batch, for a loss with independent terms."""
+        per_sequence = loss.scope is Scope.sequence
+        if not self.passes.fuses_gradient(data, batch, spec, per_sequence=per_sequence):
+            # ``retain_bytes`` is 0: the graph of the first pass is kept in any case.
+            passes = self.passes.run_all(data, [batch], scores, spec, self._next_seed, 0)
+            indices = sorted(batch.indices)
+            columns = scores.part(indices, entropy=spec.entropy)
+            grads = self._call_gradients.of_micro_batch(loss, [data[index] for index in indices], *columns)
+            self._backward_all(data, passes, grads, spec, None)
+            return
+
+        active: dict[int, int] = {}
+
+        def gradient_of(indices: Sequence[int], parts: Sequence[Datum], logprobs: Sequence[Tensor]) -> list[Tensor]:
             with torch.enable_grad():
-                slopes = loss_gradient(loss, data, *scores.part(range(len(data)), entropy=wanted.entropy))
-            return output(data, scores, slopes.value, slopes.metrics, self._router_weight(loss, slopes))
+                grads = self._call_gradients.of_micro_batch(loss, parts, dict(zip(indices, logprobs, strict=True)))
+            for index, count in grads.num_active_by_datum().items():
+                active[index] = active.get(index, 0) + count
+            return list(grads.logprobs.values())
+
+        seed = self._next_seed()
+        root = self.passes.run_with_gradient(data, batch, scores, spec, gradient_of, seed=seed, per_sequence=per_sequence)
+        self._is_accumulating = True
+        self.gradients.next_pass()
+        with self.ranks.lockstep(), self.passes.backward_precision():
+            torch.autograd.backward(root)
+        self.counts.add(sum(active.values()), sum(count > 0 for count in active.values()))
+
+    def _backward_of_batch(
+        self, data: Sequence[Datum], passes: list[FinishedPass], loss: LossFunction, scores: TokenScores, spec: PassSpec
+    ) -> ForwardBackwardOutput:
+        """Compute the loss of the whole batch, and run the backward pass of every micro-batch."""
+        scores.gather(self.ranks)
+        grads = self.ranks.on_first(
+            lambda: self._call_gradients.of_batch(loss, data, *scores.part(range(len(data)), entropy=spec.entropy))
+        )
+        weight = self._router_weight(loss, grads)
+        router = None if scores.router is None else weight * scores.router.gradient()
+        self.gradients.add_up(lambda: self._backward_all(data, passes, grads, spec, router), len(passes))
+        return self.ranks.on_first(lambda: scores.output(data, grads.value, grads.metrics, weight), _without_outputs)
+
+    def _router_weight(self, loss: LossFunction, grads: LossGradient) -> float:
+        """Return the factor of the router loss. The router loss is a mean; for a summed loss, multiply by the count."""
+        tokens, sequences = grads.num_active()
+        times = {Reduction.token_sum: tokens, Reduction.sequence_sum: sequences}
+        return self.router_coefficient * (times.get(loss.reduction, 1) if isinstance(loss, Loss) else 1)
+
+    def _backward_all(
+        self, data: Sequence[Datum], passes: list[FinishedPass], grads: LossGradient, spec: PassSpec, router: Tensor | None
+    ) -> None:
+        """Run the backward pass of every micro-batch, given dL/dlogprob; skip those with a zero gradient.
+
+        ``router``: gradient of the router loss with respect to the summed routing probabilities, ``(E,)``.
+        """
+        self.counts.add(*grads.num_active())
+        self._is_accumulating = self._is_accumulating or self.ranks.size > 1
+        columns = [grads.logprobs] if grads.entropy is None else [grads.logprobs, grads.entropy]
+        # Training mode, so that recomputed layers apply the same dropout.
+        self.model.network.train(True)
+        has_gradient = [
+            router is not None or any(column[index].any() for column in columns for index in one.batch.indices)
+            for one in passes
+        ]
+        running = self.ranks.in_step(has_gradient)
+        self.gradients.skip_passes(running.count(False))
+        for one, runs in zip(passes, running, strict=True):
+            if runs:
+                self.gradients.next_pass()
+                output = one.output or self.passes.run(data, one.batch, TokenScores(), spec, training=True, seed=one.seed)
+                self._backward(output, columns, router)
+                del output
+            # Free the graph before the next pass.
+            one.output = None
+
+    def _backward(self, output: PassOutput, columns: Sequence[Mapping[int, Tensor]], router: Tensor | None) -> None:
+        self._is_accumulating = True
+        gradients = output.grad_outputs(columns)
+        roots = [root for root in (output.logprobs, output.entropy) if root is not None][: len(gradients)]
+        if output.router is not None and router is not None and output.router.probability.requires_grad:
+            roots, gradients = [*roots, output.router.probability], [*gradients, router]
+        with self.ranks.lockstep(), self.passes.backward_precision():
+            torch.autograd.backward(roots, [gradient.to(root) for root, gradient in zip(roots, gradients, strict=True)])
+
+    def _evaluated(
+        self, data: Sequence[Datum], scores: TokenScores, loss: LossFunction | None, spec: PassSpec
+    ) -> ForwardBackwardOutput:
+        """Return the output of the call with the value and metrics of the loss. Only the first rank gets logprobs."""
+        scores.gather(self.ranks)
+        return self.ranks.on_first(lambda: self._output(data, scores, loss, spec), _without_outputs)
+
+    def _output(
+        self, data: Sequence[Datum], scores: TokenScores, loss: LossFunction | None, spec: PassSpec
+    ) -> ForwardBackwardOutput:
+        if loss is None:
+            return scores.output(data, None, {})
+        if scores.router is not None:
+            # The weight of the router loss depends on the number of tokens with a gradient.
+            with torch.enable_grad():
+                grads = loss_gradient(loss, data, *scores.part(range(len(data)), entropy=spec.entropy))
+            return scores.output(data, grads.value, grads.metrics, self._router_weight(loss, grads))
         with torch.no_grad():
-            value, metrics = loss(data, *columns(scores, wanted))
-        return output(data, scores, value, metrics)
+            value, metrics = loss(data, *scores.columns(entropy=spec.entropy))
+        return scores.output(data, value, metrics)
 
+    # ---- the step ------------------------------------------------------------------------------------------------
+
+    @led
     def optim_step(self, adam: AdamParams, normalization: Normalization | None) -> OptimStepOutput:
-        """Divides what has accumulated, once; clips; steps; clears.
+        """Divide the accumulated gradient by the normalization, clip it, update the weights, and clear the gradient.
 
-        Where no token carries a gradient nothing moves, neither by momentum nor by weight decay; the step still counts.
+        If no token has a gradient, the weights do not change, not even by momentum or weight decay; the step still counts.
 
         Raises:
-            NonFiniteError: the gradient is not finite. The weights are untouched and the gradient is dropped.
-            ConfigError: a mean would be divided again.
+            NonFiniteError: the gradient is not finite. The weights are unchanged, and the gradient is dropped.
+            ConfigError: the accumulated loss is a mean, and ``normalization`` would divide it again.
+            BackendError: an earlier forward_backward failed and took the accumulated gradient with it.
         """
         if self.lost_gradient:
             self.discard_gradient()
             raise BackendError(
-                "optim_step: a forward_backward failed midway, and the gradient of the calls before it went with it; "
-                "repeat the calls of this step"
+                "optim_step: the accumulated gradient was dropped because a forward_backward failed during its backward pass; "
+                "repeat all forward_backward calls of this step"
             )
         for reduction in self.accumulated:
             if reduction is not None:
@@ -292,14 +447,16 @@ class Engine:
         divisor = self.counts.divisor(normalization)
         norm = self.gradients.norm() / divisor
         clip = min(1.0, adam.grad_clip_norm / (norm + 1e-6)) if adam.grad_clip_norm > 0 else 1.0
-        # Also false for NaN, and for infinity, which no clipping makes finite.
+        # ``not <``, because comparisons with NaN are false. Clipping makes neither NaN nor infinity finite.
         if not norm * clip < LARGEST_NORM:
             self.discard_gradient()
             raise NonFiniteError(
-                f"optim_step: the gradient norm is {norm} after {self.step} steps; lower optim.lr or look at the data"
+                f"optim_step: the gradient norm is {norm} after {self.step} steps; lower optim.lr, or inspect the batch"
             )
         counts = self.counts
         if counts.num_loss_tokens:
+            if "adapters" not in self.model.lineage.logged:
+                self.model.log_unused_adapters(self.gradients.all())
             self.optimizer.step(adam, clip / divisor)
         self.discard_gradient()
         self.step += 1
@@ -315,8 +472,9 @@ class Engine:
             }
         )
 
+    @led
     def discard_gradient(self) -> None:
-        """Forgets what has accumulated since the last step."""
+        """Drop the gradient accumulated since the last optimizer step."""
         self.gradients.clear()
         self.counts = GradientCounts()
         self.accumulated = []
@@ -324,174 +482,19 @@ class Engine:
         self.seeds = 0
         self.lost_gradient = False
 
+    @led
+    def adapter_is_idle(self) -> bool:
+        """Whether the model has a LoRA adapter whose output is still zero."""
+        return self.model.adapter_is_idle()
+
+    @led
     def lose_gradient(self, of_earlier_calls: bool) -> None:
-        """Forgets a gradient that is worth nothing any more. The next step fails if it held that ``of_earlier_calls``."""
+        """Drop an incomplete gradient. If it included a gradient ``of_earlier_calls``, the next optimizer step raises."""
         lost = self.lost_gradient or of_earlier_calls
         self.discard_gradient()
         self.lost_gradient = lost
 
-    # ---- the two halves ------------------------------------------------------------------------------------------
 
-    def _forward_backward_apart(
-        self, data: Sequence[Datum], batch: MicroBatch, loss: Loss, scores: Scores, wanted: Wanted
-    ) -> None:
-        """The gradient of one micro-batch's own terms."""
-        whole = loss.scope is Scope.sequence
-        if not self.passes.folds(data, batch, wanted, whole=whole):
-            passes = self._forward_all(data, [batch], scores, wanted)
-            indices = sorted(batch.indices)
-            rows = [data[index] for index in indices]
-            slopes = self._slopes(loss, rows, *scores.part(indices, entropy=wanted.entropy), whole=False)
-            self._backward_all(data, passes, slopes, wanted, None)
-            return
-
-        active: dict[int, int] = {}
-
-        def slopes_of(indices: Sequence[int], pieces: Sequence[Datum], logprobs: Sequence[Tensor]) -> list[Tensor]:
-            with torch.enable_grad():
-                found = self._slopes(loss, pieces, dict(zip(indices, logprobs, strict=True)), whole=False)
-            for index, count in found.active_by_datum().items():
-                active[index] = active.get(index, 0) + count
-            return list(found.logprobs.values())
-
-        seed = self._next_seed()
-        root = self.passes.run_folded(data, batch, scores, wanted, slopes_of, seed=seed, whole=whole)
-        self._flows = True
-        torch.autograd.backward(root)
-        self.counts.add(sum(active.values()), sum(count > 0 for count in active.values()))
-
-    def _slopes(self, loss: LossFunction, *of: Any, whole: bool = True) -> LossGradient:
-        """The loss's gradient; that of its own parameters waits for the end of the call."""
-        found = loss_gradient(loss, *of, whole=whole)
-        self._own_gradients += found.own
-        return found
-
-    def _forward_all(self, data: Sequence[Datum], batches: list[MicroBatch], scores: Scores, wanted: Wanted) -> list[_Pass]:
-        """Runs every pass; keeps the first graph and those that fit beside it, and of the rest only what they found."""
-        room = self.options.retain_bytes
-        per_token = 0.0  # the most that a token of a pass before has kept
-        passes = []
-        for batch in batches:
-            seed = self._next_seed()
-            keep = batch is batches[0] or batch.num_tokens * per_token <= room
-            with contextlib.nullcontext() if keep else torch.no_grad():
-                found = self.passes.run(data, batch, scores, wanted, training=True, seed=seed)
-            if keep:
-                kept = self._num_bytes(batch, found)
-                room -= kept
-                per_token = max(per_token, kept / batch.num_tokens)
-            passes.append(_Pass(batch, found if keep else None, seed))
-        if any(one.found is None for one in passes):
-            self.model.tell(
-                "retain", "graphs of a call's micro-batches do not all fit into retain_gb; the rest is computed twice"
-            )
-        return passes
-
-    def _backward_all(
-        self, data: Sequence[Datum], passes: list[_Pass], slopes: LossGradient, wanted: Wanted, router: Tensor | None
-    ) -> None:
-        """The second half of the chain rule, pass by pass; passes through which nothing flows are left out."""
-        self.counts.add(*slopes.active())
-        sides = [slopes.logprobs] if slopes.entropy is None else [slopes.logprobs, slopes.entropy]
-        self.model.network.train(True)  # layers that are computed again must drop as they did
-        for one in passes:
-            if router is not None or any(side[index].any() for side in sides for index in one.batch.indices):
-                found = one.found or self.passes.run(data, one.batch, Scores(), wanted, training=True, seed=one.seed)
-                self._backward(found, sides, router)
-                del found
-            one.found = None  # frees the graph before the next pass
-
-    def _backward(self, found: Found, sides: Sequence[Mapping[int, Tensor]], router: Tensor | None) -> None:
-        self._flows = True
-        gradients = [found.tokens.gathered(side) for side in sides]
-        roots = [root for root in (found.logprobs, found.entropy) if root is not None][: len(gradients)]
-        if found.router is not None and router is not None and found.router.probability.requires_grad:
-            roots, gradients = [*roots, found.router.probability], [*gradients, router]
-        torch.autograd.backward(roots, [gradient.to(root) for root, gradient in zip(roots, gradients, strict=True)])
-
-    def _router_weight(self, loss: LossFunction, slopes: LossGradient) -> float:
-        """What the router's loss is multiplied by, so that it is a mean or a sum just as the loss beside it."""
-        tokens, sequences = slopes.active()
-        times = {Reduction.token_sum: tokens, Reduction.sequence_sum: sequences}
-        return self.router_coefficient * (times.get(loss.reduction, 1) if isinstance(loss, Loss) else 1)
-
-    def _router_slope(self, loss: LossFunction, slopes: LossGradient, scores: Scores) -> Tensor | None:
-        """The slope of the router's loss with respect to each pass's sum of probabilities, ``(E,)``."""
-        return None if scores.router is None else self._router_weight(loss, slopes) * scores.router.gradient()
-
-    # ---- what surrounds a pass -----------------------------------------------------------------------------------
-
-    def _plan(self, data: Sequence[Datum]) -> list[MicroBatch]:
-        vocabulary = self.model.network.config.get_text_config().vocab_size
-        for index, datum in enumerate(data):
-            check_datum(datum, index, vocabulary, self.model.max_length)
-        made = plan(data, self._pass_tokens, self.layouts)
-        self.model.tell(made.layout, f"sequences are {made.layout}: {made.reason}")
-        return made.batches
-
-    def _must_recompute(self) -> bool:
-        """Whether activations are not to be kept, for want of memory."""
-        if not (self.gradients.parameters and self.model.network.supports_gradient_checkpointing):
-            return False
-        rule = update_rule(self.options.optimizer)
-        why = shortage(self.model, self.passes.head, self._pass_tokens, rule)
-        if why:
-            self.model.tell("checkpointing", f"activations are computed again in the backward pass: {why}")
-        return why is not None
-
-    @property
-    def _pass_tokens(self) -> int:
-        """The most tokens of a pass, but for a datum that is longer."""
-        budget = self.options.micro_batch_tokens
-        return min(budget, CPU_PASS_TOKENS) if self.model.device.type == "cpu" else budget
-
-    def _layouts(self) -> Layouts:
-        """What the options leave of what the architecture can do."""
-        if self.options.packing == "padded":
-            return Layouts(packed=False, shared=False)
-        can = self.model.layouts
-        if self.options.packing == "packed" and not can.packed:
-            name = type(self.model.network).__name__
-            raise ConfigError(f"backend.packing: {name} cannot be packed exactly: {can.reason}; set it to auto")
-        # A shared beginning would be dropped out of once for all.
-        shared = can.shared and self.options.shared_prompts and not self.passes.drops_out
-        return Layouts(can.packed, shared, can.reason)
-
-    def _num_bytes(self, batch: MicroBatch, found: Found) -> int:
-        """What a kept graph costs: as counted, and the layers' inputs where activations are recomputed or taken away."""
-        if not (self.options.activation_checkpointing or self.options.activation_offloading):
-            return found.num_bytes
-        config = self.model.network.config.get_text_config()
-        element: int = next(self.model.network.parameters()).element_size()
-        layers = 8 * int(config.hidden_size) * int(config.num_hidden_layers) * element
-        return found.num_bytes + layers * batch.num_tokens
-
-    def _may_accumulate(self, loss: LossFunction) -> None:
-        """A loss that is made a mean by ``prepare`` is a sum to the engine; the router's loss beside it is not."""
-        once = isinstance(loss, Loss) and (not loss.prepares or self.router_coefficient > 0)
-        reduction = loss.reduction if isinstance(loss, Loss) and once else None
-        check_accumulation(type(loss).__name__, reduction, self.accumulated)
-        self.accumulated.append(reduction)
-        if not isinstance(loss, Loss):
-            self.undeclared.append(loss_name(loss))
-
-    def _next_seed(self) -> int:
-        self.seeds += 1
-        return (self.options.seed * 1_000_003 + self.step * 10_007 + self.seeds) % (1 << 62)
-
-    def _wanted(self, loss: LossFunction | None, *, training: bool, all_logprobs: bool | None = None) -> Wanted:
-        everything = self.options.all_logprobs if all_logprobs is None else all_logprobs
-        return Wanted(
-            metrics=self.options.token_metrics and (loss is not None or training),
-            entropy=isinstance(loss, Loss) and loss.needs_entropy,
-            router=bool(self.router_coefficient) and loss is not None,
-            weighted_only=isinstance(loss, Loss) and loss.ignores_masked and training and not everything,
-        )
-
-    def _adapter(self, enabled: bool) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if enabled else self.model.network.disable_adapter()
-
-
-def _check_data(data: Sequence[Datum], loss: LossFunction | None) -> None:
-    if isinstance(loss, Loss):
-        loss.check_data(data)
+def _without_outputs(output: ForwardBackwardOutput) -> ForwardBackwardOutput:
+    """Return only the metrics, for the ranks that have no caller."""
+    return ForwardBackwardOutput([], output.metrics)

@@ -1,69 +1,64 @@
-"""What a step costs in memory and arithmetic, before any weight is loaded.
+"""Estimate of the memory and the floating-point operations of a step, before any weights are loaded.
 
-The model's own code runs on tensors that have shapes and no numbers, forward and backward, while what is alive and what is
-multiplied is counted. So nothing is assumed about an architecture. Only the output layer's code looks at numbers; what it
-allocates is stated here.
+The model's own code runs forward and backward on fake tensors, which have shapes but no data, while live bytes and operations
+are counted. So nothing is assumed about the architecture. Only the output head branches on values, so its allocations and
+operations are modeled by :class:`_Head`.
 """
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
 from transformers.integrations import moe
 
 from cookbook.engine import attention, layers
-from cookbook.engine.attention import Block, Layout, by_layout, is_installed
-from cookbook.engine.fast_path import GivenUpError
-from cookbook.engine.gradients import Gradients
-from cookbook.engine.head import CHUNK_BYTES
-from cookbook.engine.linear_logprobs.projection import TILE_BYTES
-from cookbook.engine.linear_logprobs.tokenwise import CHUNK_BYTES as FOLDED_BYTES
-from cookbook.engine.linear_logprobs.tokenwise import CHUNK_ROWS
+from cookbook.engine.attention import AttentionBlock, AttentionLayout, is_installed, skip_masks
+from cookbook.engine.capabilities import KNOWN_LAYERS
+from cookbook.engine.fast_path import FastPathError
+from cookbook.engine.head.linear_logprobs import scan, tokenwise
+from cookbook.engine.head.linear_logprobs.api import captured_input
+from cookbook.engine.head.output_head import CHUNK_BYTES
+from cookbook.engine.loss_gradient import SavedBytes
 from cookbook.engine.model import ModelConfig, fresh_network, recompute_activations
-from cookbook.engine.probe import KNOWN_LAYERS
-from cookbook.engine.saved import SavedBytes
-from cookbook.engine.update_rules import RULES, state_bytes
+from cookbook.engine.optimizer import RULES, GradientBuffer, state_bytes
 
-# What the C library loses in holes, of all that the forward half of a pass makes besides its graph, and the backward half.
-# glibc (2.36 here) looks for more than an aligned block takes, so the hole that a tensor leaves between two that stay does not
-# hold another of its size, and the heap grows past it. In the forward half tensors of the graph stay left and right of what
-# passes, so that much is lost; the backward half frees those too. From the peak resident memory of eight cases of
-# benchmarks/plan.py beyond that of the same steps with every tensor in pages of its own (MALLOC_MMAP_THRESHOLD_=131072, which
-# costs a quarter more CPU time). A heap that keeps what is freed, as :mod:`cookbook.engine.heap` has it, loses about the same.
-HOLES = 0.4, 0.06
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-
-def _attention(query: Any, key: Any, value: Any, *rest: Any, out_shape: Any = None, **options: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
+# Heap fragmentation: the share of the temporary bytes of the forward pass, and of all bytes of the backward pass, that glibc
+# cannot reuse. For an aligned block, glibc (2.36) searches a larger gap than the block needs. So the gap that a freed tensor
+# leaves between two live tensors does not fit another tensor of the same size, and the heap grows. In the forward pass, saved
+# activations surround the temporary tensors, so most gaps are lost; the backward pass frees the activations too. Fitted to the
+# peak resident memory of eight cases of benchmarks/plan.py, compared with the same steps without fragmentation
+# (MALLOC_MMAP_THRESHOLD_=131072, which takes a quarter more CPU time). A heap that keeps freed memory
+# (:mod:`cookbook.engine.memory`) loses about the same share.
+FRAGMENTATION = 0.4, 0.06
 
 
-def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *rest: Any, out_shape: Any = None, **options: Any) -> int:
-    return int(sdpa_backward_flop_count(grad, query, key, value))  # type: ignore[no-untyped-call]
-
-
-def _experts(rows: Sequence[int], weight: Sequence[int], *rest: Any, out_shape: Any = None, **options: Any) -> int:
-    """Of ``(S, H) -> (S, F)`` with one of the experts' weights ``(E, H, F)`` a row."""
+def _experts(rows: Sequence[int], weight: Sequence[int], *rest: object, **options: object) -> int:
+    """Return the operations of ``(S, H) -> (S, F)`` with experts' weights ``(E, H, F)``, one expert per row."""
     return 2 * rows[0] * weight[1] * weight[2]
 
 
-def _experts_backward(rows: Sequence[int], weight: Sequence[int], *rest: Any, out_shape: Any = None, **options: Any) -> int:
+def _experts_backward(rows: Sequence[int], weight: Sequence[int], *rest: object, **options: object) -> int:
     return 2 * _experts(rows, weight)
 
 
-# torch counts the attention of GPUs and leaves out that of CPUs; it does not know transformers' product of experts.
+# Operators that torch's counter lacks: attention on a CPU, and transformers' product of experts.
 COUNTED = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: inspect.unwrap(sdpa_flop),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: inspect.unwrap(sdpa_backward_flop),
     torch.ops.transformers.grouped_mm_fallback: _experts,
     torch.ops.transformers.grouped_mm_fallback_backward: _experts_backward,
 }
@@ -71,12 +66,12 @@ COUNTED = {
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of what is there at the worst moment of a step, and the arithmetic of a token, forward and backward.
+    """Bytes in memory at the peak of a step, and floating-point operations per token, forward and backward.
 
-    ``moments``: what the optimizer keeps, with float32 copies of half precision weights; ``passing``: activations and what the
-    backward pass makes of them, for a pass of ``pass_tokens``, or what an update needs besides, if that is more;
-    ``allocator``: what the C library adds. ``saved_per_token``: bytes of a graph that is kept. ``recomputable``: whether
-    activations could be computed again in the backward pass.
+    ``parameters`` and ``trained`` are counts. ``moments``: optimizer state, with float32 master weights. ``reference``: weights
+    of the reference model. ``temporary``: activations and temporary tensors of a pass of ``pass_tokens`` tokens, or temporary
+    tensors of the optimizer update if these are larger. ``allocator``: overhead of the C library. ``saved_per_token``: bytes of
+    saved activations. ``recomputable``: whether the model supports activation checkpointing.
     """
 
     parameters: int
@@ -85,7 +80,7 @@ class Estimate:
     gradients: int
     moments: int
     reference: int
-    passing: int
+    temporary: int
     allocator: int
     pass_tokens: int
     saved_per_token: float
@@ -94,7 +89,7 @@ class Estimate:
 
     @property
     def peak(self) -> int:
-        return self.weights + self.gradients + self.moments + self.reference + self.passing + self.allocator
+        return self.weights + self.gradients + self.moments + self.reference + self.temporary + self.allocator
 
 
 def estimate(
@@ -103,42 +98,44 @@ def estimate(
     width: int,
     *,
     step_tokens: int,
-    apart: bool,
+    interleaved: bool,
     retain_bytes: int,
     reference: bool,
     cpu: bool,
     optimizer: str = "adamw",
     checkpointing: bool = False,
 ) -> Estimate:
-    """Of a step of ``step_tokens`` whose largest pass has ``rows`` sequences of ``width`` tokens.
+    """Estimate a step of ``step_tokens`` tokens whose largest pass has ``rows`` sequences of ``width`` tokens.
 
-    ``apart``: every pass goes backward before the next goes forward; else a loss needs the graphs of all at once, as far as
-    ``retain_bytes`` go. ``reference``: with a frozen copy of the weights beside it. ``checkpointing``: activations are computed
-    again in the backward pass.
+    ``interleaved``: each micro-batch runs forward and backward before the next one; otherwise the loss needs the whole batch,
+    and the graphs of all micro-batches are kept, up to ``retain_bytes``. ``reference``: a frozen copy of the weights is in
+    memory. ``checkpointing``: activation checkpointing is on.
 
     Raises:
-        BackendError: no such model.
+        BackendError: the model's configuration cannot be loaded.
     """
     network = _network(config, checkpointing=checkpointing)
     tokens = rows * width
-    several = step_tokens > tokens
-    with FakeTensorMode(allow_non_fake_inputs=True), _experts_of_any_dtype(), _AliveBytes() as alive:
-        _give_tensors(network)
-        _keep_own_masks(network)
+    with FakeTensorMode(allow_non_fake_inputs=True), _fallback_experts(), _LiveBytes() as alive:
+        network.to_empty(device="cpu")
+        # to_empty has given tied parameters separate tensors.
+        network.tie_weights()
+        _restore_own_attention(network)
         trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
-        summed = Gradients(trained)
-        head = _Head(network.get_output_embeddings().weight, tokens, apart=apart, cpu=cpu)
+        summed = GradientBuffer(trained)
+        head = _Head(network.get_output_embeddings().weight, tokens, interleaved=interleaved, cpu=cpu)
         before = alive.now
-        for _ in range(2 if apart and several else 1):  # the second finds the gradients of the first
-            found = _pass(network, rows, width, head, alive)
+        # With several passes, the peak is in the second, when the gradients of the first exist.
+        for _ in range(2 if interleaved and step_tokens > tokens else 1):
+            saved, lost, flops = _pass(network, rows, width, head, alive)
         del summed
     weights = sum(parameter.nbytes for parameter in network.parameters())
     gradients = sum(parameter.numel() * max(parameter.element_size(), 4) for parameter in trained)
-    passing = max(alive.peak - before - gradients, 0)
-    if not apart:
-        passing += int(min(max(step_tokens - tokens, 0) * found.saved / tokens, retain_bytes))
+    temporary = max(alive.peak - before - gradients, 0)
+    if not interleaved:
+        temporary += int(min(max(step_tokens - tokens, 0) * saved / tokens, retain_bytes))
     rule = RULES[optimizer]
-    update = max((rule.passing_bytes(one.shape, max(4, one.element_size()), cpu=cpu) for one in trained), default=0)
+    update = max((rule.temporary_bytes(one.shape, max(4, one.element_size()), cpu=cpu) for one in trained), default=0)
     total = sum(parameter.numel() for parameter in network.parameters())
     count = sum(parameter.numel() for parameter in trained)
     return Estimate(
@@ -148,17 +145,17 @@ def estimate(
         gradients=gradients,
         moments=state_bytes(rule, trained),
         reference=weights if reference and count == total else 0,
-        passing=max(passing, update),
-        allocator=found.holes if cpu else 0,
+        temporary=max(temporary, update),
+        allocator=lost if cpu else 0,
         pass_tokens=tokens,
-        saved_per_token=found.saved / tokens,
-        flops_per_token=(found.flops + head.flops) / tokens,
+        saved_per_token=saved / tokens,
+        flops_per_token=(flops + head.flops) / tokens,
         recomputable=bool(trained and network.supports_gradient_checkpointing),
     )
 
 
-def _network(config: ModelConfig, *, checkpointing: bool) -> Any:
-    """As the engine would set it up, of shapes alone."""
+def _network(config: ModelConfig, *, checkpointing: bool) -> PreTrainedModel:
+    """Return the network on the meta device, configured as the engine configures it."""
     with torch.device("meta"):
         network = fresh_network(config)
     layers.install(network)
@@ -170,10 +167,10 @@ def _network(config: ModelConfig, *, checkpointing: bool) -> Any:
 
 
 @contextmanager
-def _experts_of_any_dtype() -> Iterator[None]:
-    """While it is entered, mixtures of experts multiply by transformers' own operator.
+def _fallback_experts() -> Iterator[None]:
+    """Context in which mixtures of experts use transformers' fallback operator.
 
-    torch's ``grouped_mm`` refuses tensors without numbers unless they are bfloat16. Shapes and arithmetic are the same.
+    torch's ``grouped_mm`` rejects fake tensors unless they are bfloat16. Shapes and operations are the same.
     """
     real = moe._can_use_grouped_mm
     moe._can_use_grouped_mm = lambda *_: False
@@ -183,161 +180,132 @@ def _experts_of_any_dtype() -> Iterator[None]:
         moe._can_use_grouped_mm = real
 
 
-def _give_tensors(network: Any) -> None:
-    """Tensors of this device in the place of those of no device, tied ones once."""
-    given: dict[int, Tensor] = {}
-    for module in network.modules():
-        for own in (module._parameters, module._buffers):
-            for name, tensor in own.items():
-                if tensor is not None and id(tensor) not in given:
-                    empty = torch.zeros(tensor.shape, dtype=tensor.dtype)
-                    trained = tensor.requires_grad
-                    given[id(tensor)] = torch.nn.Parameter(empty, trained) if own is module._parameters else empty
-                if tensor is not None:
-                    own[name] = given[id(tensor)]
-
-
-def _inputs(network: Any, rows: int, width: int) -> dict[str, Any]:
-    """All sequences in one row, as the engine lays them out, where the attention has cookbook's in its place."""
+def _inputs(network: PreTrainedModel, rows: int, width: int) -> dict[str, object]:
+    """Return the network's arguments: with cookbook's attention all sequences packed in one row, otherwise one per row."""
     ids = torch.zeros(rows, width, dtype=torch.long)
     if not is_installed(network):
         return {"input_ids": ids}
-    layout = Layout((Block(rows, width, width),), None, ids.device)
+    layout = AttentionLayout((AttentionBlock(rows, width, width),), None, ids.device)
     return {"input_ids": ids.view(1, -1), "position_ids": torch.arange(width).repeat(rows)[None], "layout": layout}
 
 
-def _packs(network: Any, config: ModelConfig) -> bool:
-    """Whether the engine would pack. It tries that out; here there are no numbers to try it on."""
+def _packs(network: PreTrainedModel, config: ModelConfig) -> bool:
+    """Whether the engine would pack sequences. The engine verifies the values of packed rows, which fake tensors lack."""
     kinds = set(getattr(network.config.get_text_config(), "layer_types", None) or ())
     asked = config.attn_implementation in ("auto", "sdpa")
     return asked and bool(getattr(network, "_supports_attention_backend", False)) and kinds <= KNOWN_LAYERS
 
 
-def _keep_own_masks(network: Any) -> None:
-    """Give a model that masks its attention by itself its own attention back, as the engine does."""
+def _restore_own_attention(network: PreTrainedModel) -> None:
+    """Restore the model's own attention if the model builds its own attention mask, as the engine does."""
     inputs = _inputs(network, 1, 2)
     try:
-        with torch.no_grad(), by_layout("layout" in inputs):
+        with torch.no_grad(), skip_masks("layout" in inputs):
             network(**inputs, use_cache=False)
-    except GivenUpError:
-        attention.uninstall(network, "sdpa")
+    except FastPathError:
+        network.set_attn_implementation("sdpa")
 
 
-@dataclass(frozen=True)
-class _PassFound:
-    """Of one pass: bytes that the graph keeps, bytes that a heap loses in holes, and its arithmetic."""
+def _pass(network: PreTrainedModel, rows: int, width: int, head: _Head, alive: _LiveBytes) -> tuple[int, int, int]:
+    """Run one pass forward and backward. The network's own output layer computes one position and gets no gradient.
 
-    saved: int
-    holes: int
-    flops: int
-
-
-def _pass(network: Any, rows: int, width: int, head: _Head, alive: _AliveBytes) -> _PassFound:
-    """Forward and backward. The network's own output layer sees one position, and no gradient comes from it."""
+    Returns:
+        Bytes of saved activations, bytes lost to heap fragmentation, and floating-point operations without the output layer.
+    """
     inputs = _inputs(network, rows, width)
-    kept: list[Tensor] = []
-
-    def keep(_: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        kept.append(args[0])
-        return (args[0][:, -1:], *args[1:])
-
     saved = SavedBytes(network.parameters())
-    born, now = alive.born, alive.now
+    allocated, now = alive.allocated, alive.now
     with FlopCounterMode(display=False, custom_mapping=COUNTED) as flops:
-        with network.get_output_embeddings().register_forward_pre_hook(keep), saved.counted(), by_layout("layout" in inputs):
+        with captured_input(network.get_output_embeddings()) as captured, saved.counted(), skip_masks("layout" in inputs):
             network(**inputs, use_cache=False)
-        turn = alive.born
-        passed = turn - born - (alive.now - now)
-        states = kept.pop()
-        with head.at_work(states) as slope:
-            torch.autograd.backward(states, slope)
-    holes = int(HOLES[0] * passed + HOLES[1] * (alive.born - turn))
-    return _PassFound(saved.total + states.nbytes, holes, flops.get_total_flops())
+        after_forward = alive.allocated
+        freed = after_forward - allocated - (alive.now - now)
+        states = captured.pop()
+        with head.allocations(states) as gradient:
+            torch.autograd.backward(states, gradient)
+    lost = int(FRAGMENTATION[0] * freed + FRAGMENTATION[1] * (alive.allocated - after_forward))
+    return saved.total + states.nbytes, lost, flops.get_total_flops()
 
 
-@dataclass
 class _Head:
-    """What :mod:`cookbook.engine.head` allocates and multiplies for ``tokens`` rows of an output layer."""
+    """Model of :mod:`cookbook.engine.head.output_head`: its allocations and matrix products for ``tokens`` tokens."""
 
-    weight: Tensor
-    tokens: int
-    apart: bool
-    cpu: bool
-    _held: list[Tensor] = field(default_factory=list)
+    def __init__(self, weight: Tensor, tokens: int, *, interleaved: bool, cpu: bool) -> None:
+        self.weight = weight
+        self.tokens = tokens
+        self.device = "cpu" if cpu else "cuda"
+        self.element = max(4, weight.element_size())
+        self.logits_bytes = tokens * len(weight) * self.element
+        large = self.logits_bytes > CHUNK_BYTES
+        # Whether the forward pass computes the gradients of the layer.
+        self.fuses_gradient = large and interleaved and weight.requires_grad
+        self.recomputes = large and not interleaved
 
     @property
     def flops(self) -> int:
-        """Products of the size of the logits: forward, and with respect to rows and weight; where recomputed, once more."""
-        products = 2 if not self.weight.requires_grad else 4 if self._recomputes else 3
+        """Operations of the matrix products: logits, gradient of the hidden states, gradient of the weight, recomputation."""
+        products = 2 if not self.weight.requires_grad else 4 if self.recomputes else 3
         return products * 2 * self.tokens * self.weight.numel()
 
-    @property
-    def _element(self) -> int:
-        return max(4, self.weight.element_size())
-
-    @property
-    def _logits(self) -> int:
-        return self.tokens * len(self.weight) * self._element
-
-    @property
-    def _folds(self) -> bool:
-        """Whether it has computed its gradients when the forward pass is over."""
-        return self.apart and self.weight.requires_grad and self._logits > CHUNK_BYTES
-
-    @property
-    def _recomputes(self) -> bool:
-        return not self.apart and self._logits > CHUNK_BYTES
-
     @contextmanager
-    def at_work(self, states: Tensor) -> Iterator[Tensor]:
-        """Around the backward pass: brings the slope of the hidden states; what the layer made is there for as long."""
+    def allocations(self, states: Tensor) -> Iterator[Tensor]:
+        """Context of the backward pass. Allocates what the layer allocates, and yields the gradient of the hidden states."""
         wide = torch.promote_types(self.weight.dtype, torch.float32)
-        made = [torch.empty_like(states, dtype=wide)]
+        gradients = [torch.empty_like(states, dtype=wide)]
         if self.weight.requires_grad:
-            made.append(torch.empty_like(self.weight, dtype=wide if self._folds else None))
-        passing = [states.new_empty(self._passing, dtype=torch.uint8)]
-        handed_over = [one.to(self.weight.dtype) for one in made]
-        del made, passing[:]
-        yield handed_over[0]
-        handed_over.clear()
+            gradients.append(torch.empty_like(self.weight, dtype=wide if self.fuses_gradient else None))
+        temporary = [states.new_empty(self._temporary, dtype=torch.uint8)]
+        # The gradients are converted while the temporary tensors still exist.
+        returned = [one.to(self.weight.dtype) for one in gradients]
+        del gradients, temporary[:]
+        yield returned[0]
+        returned.clear()
 
     @property
-    def _passing(self) -> int:
-        """Bytes of logits, or of what stands for them, and of tiles of them."""
-        device = "cpu" if self.cpu else "cuda"
-        tiles, row = 2 * min(TILE_BYTES[device], self._logits), self._element * len(self.weight)
-        if self._folds:
-            least, most = CHUNK_ROWS
-            return tiles + row * min(max(FOLDED_BYTES[device] // row, least), most, self.tokens)
+    def _temporary(self) -> int:
+        """Bytes of logits, or of the mixtures that replace them, and of tiles of logits."""
+        tiles, row = 2 * min(scan.TILE_BYTES[self.device], self.logits_bytes), len(self.weight) * self.element
+        if self.fuses_gradient:
+            least, most = tokenwise.CHUNK_ROWS
+            return tiles + row * min(max(tokenwise.CHUNK_BYTES[self.device] // row, least), most, self.tokens)
         if not self.weight.requires_grad:
-            return tiles + self.tokens * self.weight.shape[1] * self._element
-        return tiles if self._recomputes else tiles + self._logits
+            return tiles + self.tokens * self.weight.shape[1] * self.element
+        return tiles if self.recomputes else tiles + self.logits_bytes
 
 
-class _AliveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the memory of every tensor that operations make, from its birth to its death."""
+class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the live bytes of all storages that operations allocate.
+
+    ``now``: live bytes. ``peak``: largest ``now``. ``allocated``: bytes of all storages, including freed ones.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self.peak = 0
-        self.born = 0  # of all that there ever was
+        self.allocated = 0
         self._sizes: dict[int, int] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
-                self._born(tensor.untyped_storage())
+                self._record_allocation(tensor.untyped_storage())
         return out
 
-    def _born(self, storage: Any) -> None:
+    def _record_allocation(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata not in self._sizes:
             self._sizes[storage._cdata] = storage.nbytes()
             self.now += storage.nbytes()
-            self.born += storage.nbytes()
+            self.allocated += storage.nbytes()
             self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._died, storage._cdata)
+            weakref.finalize(storage, self._record_free, storage._cdata)
 
-    def _died(self, key: int) -> None:
+    def _record_free(self, key: int) -> None:
         self.now -= self._sizes.pop(key, 0)

@@ -1,46 +1,48 @@
-"""Loading a causal language model and its tokenizer, from the Hugging Face hub or a local folder."""
+"""Loading of causal language models, tokenizers and LoRA adapters, from the Hugging Face hub or a local folder."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import itertools
 import json
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
-from cookbook import hub, paths, terminal
-from cookbook.engine.planning import Layouts
-from cookbook.engine.shared import SharedBase
+from cookbook import terminal
+from cookbook.engine.parallel import Ranks
 from cookbook.errors import BackendError, ConfigError
+from cookbook.utils import hub, paths
 
 if TYPE_CHECKING:
-    from cookbook.engine.decoded_rows import Way
+    from peft import LoraConfig
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 log = logging.getLogger("cookbook")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-AUTO = "auto"  # dtype: as the model's files have it
+# Value of ``dtype``: the dtype of the stored weights.
+AUTO = "auto"
 LORA_FILE = "adapter_config.json"
 
-
-def _is_needed(record: logging.LogRecord) -> bool:
-    """Whether a message of bitsandbytes concerns more than its 4-bit product on CPUs, which cookbook never calls."""
-    return not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
-
-
-# peft imports bitsandbytes, which prints this warning on every use of LoRA.
-logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_needed)
+# PEFT imports bitsandbytes, which warns on every use of LoRA about a missing 4-bit CPU kernel. Cookbook does not use the
+# kernel.
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
+    lambda record: not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
+)
 
 
 @dataclass
 class ModelConfig:
-    """Which model, and which of its parameters are trained. ``conf/model/*.yaml`` says what each field means."""
+    """The model to load, and the parameters to train. The fields are documented in ``conf/model/*.yaml``."""
 
     name: str
     random: bool = False
@@ -66,59 +68,86 @@ class ModelConfig:
             raise ConfigError(f"model.lora_dropout must be at least 0 and below 1, got {self.lora_dropout}")
 
 
+class AdapterConfig(TypedDict):
+    """The keys of PEFT's ``adapter_config.json`` that cookbook reads."""
+
+    base_model_name_or_path: str
+    r: int
+    lora_alpha: int
+    lora_dropout: float
+
+
+@dataclass(eq=False)
+class Lineage:
+    """Identity that a model shares with its copies: the cache key of the capabilities that were verified for the model.
+
+    ``logged``: subjects of :meth:`LanguageModel.log_once` that have been logged.
+    """
+
+    logged: set[str] = field(default_factory=set)
+
+
 @dataclass
 class LanguageModel:
     """A model with its tokenizer. ``network`` is the Hugging Face module, PEFT-wrapped when ``lora_rank`` > 0."""
 
-    network: Any
-    tokenizer: Any
+    network: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
     config: ModelConfig
     device: torch.device
-    told: set[str] = field(default_factory=set)  # choices that the log has explained
-    ways: dict[bool, Way] = field(default_factory=dict)  # to decode, with and without shared prompts, as far as tried
-
-    @property
-    def max_length(self) -> int:
-        """The longest sequence the positions allow, tokens."""
-        return context_length(self.network.config, self.tokenizer) or 1 << 30
+    lineage: Lineage = field(default_factory=Lineage)
+    ranks: Ranks = field(default_factory=Ranks)
 
     @functools.cached_property
-    def layouts(self) -> Layouts:
-        """What a row may hold. Asking gives the model cookbook's attention, where that is exact."""
-        from cookbook.engine import probe  # it imports this module
-
-        return probe.layouts(self)
-
-    def way_to_decode(self, longest: int) -> Way:
-        """The fastest way to decode rows of up to ``longest`` tokens that gives a plain forward pass's logprobs."""
-        from cookbook.engine import probe
-
-        return probe.way_to_decode(self, longest)
+    def max_length(self) -> int:
+        """Context length, tokens; a large number if no limit is known."""
+        return context_length(self.network.config, self.tokenizer) or 1 << 30
 
     @property
     def class_name(self) -> str:
-        """Of the model under any adapter."""
+        """Class name of the base model, without adapters."""
         network = self.network.get_base_model() if self.is_lora else self.network
         return type(network).__name__
 
-    def tell(self, subject: str, line: str) -> None:
-        """Log ``line`` once for each ``subject`` and model, its copies included."""
-        if subject not in self.told:
-            self.told.add(subject)
-            log.info(line)
+    def log_once(self, subject: str, line: str, level: int = logging.INFO) -> None:
+        """Log ``line`` unless ``subject`` has been logged for this model or a copy of it."""
+        if subject not in self.lineage.logged:
+            self.lineage.logged.add(subject)
+            log.log(level, line)
+
+    def log_unused_adapters(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Log the layers whose LoRA adapters get no gradient.
+
+        Some models use the weight of a layer without calling the layer, and so bypass its adapter, such as Mamba with
+        ``dt_proj``. ``gradients``: in the order of :meth:`trainable`.
+        """
+        reached: dict[str, bool] = {}
+        for (name, _), gradient in zip(self.trainable(), gradients, strict=True):
+            layer, is_adapter, _ = name.partition(".lora_")
+            if is_adapter:
+                layer = layer.rpartition(".")[2]
+                reached[layer] = reached.get(layer, False) or gradient is not None
+        if unused := sorted(layer for layer in reached if not reached[layer]):
+            chosen = self.config.lora_target_modules != "all-linear"
+            self.log_once(
+                "adapters",
+                f"LoRA: {self.class_name} does not use its adapters on {', '.join(unused)}, so they get no gradient"
+                + ("; name other layers in model.lora_target_modules" if chosen else ""),
+                logging.WARNING if chosen else logging.INFO,
+            )
+        self.lineage.logged.add("adapters")
 
     @property
     def is_lora(self) -> bool:
         return hasattr(self.network, "peft_config")
 
-    @property
     def adapter_is_idle(self) -> bool:
-        """Whether there is a LoRA adapter that changes nothing yet: of its two factors one is all zeros, as it began."""
+        """Whether the model has a LoRA adapter whose output is still zero: its B factors have their initial value, zero."""
         factors = [p for name, p in self.trainable() if "lora_B" in name or "lora_embedding_A" in name]
-        return bool(factors) and not any(factor.any() for factor in factors)
+        return bool(factors) and not self.ranks.in_step([any(bool(self.ranks.local(one).any()) for one in factors)])[0]
 
     def trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """Names and parameters that get a gradient, in a fixed order; tied weights once."""
+        """Return names and parameters that require a gradient, in a fixed order; tied weights occur once."""
         return [(name, p) for name, p in self.network.named_parameters() if p.requires_grad]
 
     @property
@@ -127,29 +156,30 @@ class LanguageModel:
 
 
 def load(config: ModelConfig, device: torch.device, seed: int, shared: SharedBase | None = None) -> LanguageModel:
-    """Loads (or, with ``random``, initializes from ``seed``) a model and wraps it for LoRA when asked.
+    """Load a model, or with ``config.random`` initialize it from ``seed``; add a LoRA adapter if ``lora_rank`` > 0.
 
-    A folder that holds a PEFT adapter is loaded on top of the base model it names, and trained further. Where that base is
-    ``shared``, its weights are not read again, and stay one copy in memory under an adapter.
+    If the folder holds a PEFT adapter, load its base model and continue to train the adapter. ``shared``: a base model that is
+    already in memory; models with adapters use its weights without a copy.
 
     Raises:
-        BackendError: nothing to load there, or not a causal language model, in one line.
-        ConfigError: a ``lora_rank`` that is not the adapter's.
+        BackendError: the model is missing, incomplete, or not a causal language model.
+        ConfigError: ``lora_rank`` differs from the rank of the adapter in the folder.
     """
     adapter = _adapter_config(config.name)
-    # An adapter remembers the path of its base, and may be loaded from another working directory.
+    # Absolute, because an adapter stores the path of its base, and may be loaded from another working directory.
     base = resolved(adapter["base_model_name_or_path"] if adapter else config.name)
     with terminal.doing(f"loading the model {paths.shown(Path(base))}", detail=functools.partial(_size, base)):
         return _load(config, device, seed, shared, adapter, base)
 
 
 def _load(
-    config: ModelConfig, device: torch.device, seed: int, shared: SharedBase | None, adapter: dict[str, Any] | None, base: str
+    config: ModelConfig, device: torch.device, seed: int, shared: SharedBase | None, adapter: AdapterConfig | None, base: str
 ) -> LanguageModel:
     from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()  # the run has a display of its own
-    transformers_logging.set_verbosity_error()  # what its report of a load says, _network checks
+    # The run shows its own progress, and _network checks for missing weights.
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
     tokenizer = load_tokenizer(config)
     config = with_dtype(config)
     if shared is None or shared.name != base:
@@ -160,17 +190,17 @@ def _load(
         network = _load_adapter(network, config.name)
         config = _as_adapter(config, adapter)
     elif config.lora_rank:
-        network = _add_lora(network, config, seed)
+        network = add_lora(network, config, seed)
     network.eval()
     return LanguageModel(network, tokenizer, config, device)
 
 
-def fresh_network(config: ModelConfig) -> Any:
-    """The network that ``config`` describes, adapter included, with random weights: nothing but its shapes is read.
+def fresh_network(config: ModelConfig) -> PreTrainedModel:
+    """Return the network of ``config``, with its adapter and random weights. Reads the configuration only.
 
     Raises:
-        BackendError: no such model.
-        ConfigError: an adapter that the model cannot have.
+        BackendError: the model's configuration cannot be loaded.
+        ConfigError: the model does not support the adapter.
     """
     adapter = _adapter_config(config.name)
     base = adapter["base_model_name_or_path"] if adapter else config.name
@@ -178,14 +208,13 @@ def fresh_network(config: ModelConfig) -> Any:
         network = _network(replace(with_dtype(config), random=True), base, seed=0)
     if adapter:
         config = _as_adapter(config, adapter)
-    return _add_lora(network, config, seed=0) if config.lora_rank else network
+    return add_lora(network, config, seed=0) if config.lora_rank else network
 
 
 def with_dtype(config: ModelConfig) -> ModelConfig:
-    """``config`` with the type that ``dtype: auto`` stands for: bfloat16 if the model's files have 16 bits, else float32.
+    """Resolve ``dtype: auto``: bfloat16 if the weights are stored in 16 bits, else float32.
 
-    Raises:
-        BackendError: no such model.
+    Raises BackendError: the model's configuration cannot be loaded.
     """
     if config.dtype != AUTO:
         return config
@@ -199,35 +228,32 @@ def with_dtype(config: ModelConfig) -> ModelConfig:
             resolved(base), revision=config.revision, trust_remote_code=config.trust_remote_code
         )
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        raise BackendError(_cannot_load("configuration", base, error)) from None
+        remedy = f"; or write its folder into {config.name}/{LORA_FILE}, as base_model_name_or_path" if adapter else ""
+        raise BackendError(_cannot_load("configuration", base, error) + remedy) from None
     stored = architecture.dtype or architecture.get_text_config().dtype
     return replace(config, dtype="bfloat16" if stored in (torch.bfloat16, torch.float16) else "float32")
 
 
-def context_length(architecture: Any, tokenizer: Any) -> int | None:
-    """The longest sequence, tokens, that the positions and the tokenizer allow; None when neither knows a limit.
-
-    ``architecture`` is a Hugging Face config, or None.
-    """
-    limits = [getattr(tokenizer, "model_max_length", None)]
-    if architecture is not None:
-        limits.append(getattr(architecture.get_text_config(), "max_position_embeddings", None))
+def context_length(architecture: PreTrainedConfig | None, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the longest sequence that position embeddings and tokenizer allow, tokens; None if neither has a limit."""
+    text = None if architecture is None else architecture.get_text_config()
+    limits = [getattr(tokenizer, "model_max_length", None), getattr(text, "max_position_embeddings", None)]
     return min((int(limit) for limit in limits if limit and limit < 1 << 30), default=None)
 
 
 @contextlib.contextmanager
 def deprecations_hidden() -> Iterator[None]:
-    """Hides what transformers tells PEFT, or us, about names that older versions need: no user can act on it."""
+    """Context that hides deprecation warnings of transformers about calls by PEFT or cookbook, which no user can fix."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
         yield
 
 
-def recompute_activations(network: Any, on: bool) -> None:
-    """Has the backward pass compute again what the layers found, or keep it, whatever the network did before.
+def recompute_activations(network: PreTrainedModel, on: bool) -> None:
+    """Switch activation checkpointing on or off.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the model does not support activation checkpointing.
     """
     if on and not network.supports_gradient_checkpointing:
         name = type(network).__name__
@@ -239,8 +265,8 @@ def recompute_activations(network: Any, on: bool) -> None:
             network.gradient_checkpointing_disable()
 
 
-def load_tokenizer(config: ModelConfig) -> Any:
-    """The tokenizer of ``config.name``, with ``config.chat_template`` in place of its own when given."""
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of ``config.name``; ``config.chat_template``, if set, replaces its chat template."""
     from transformers import AutoTokenizer
 
     _must_exist(config.name)
@@ -259,14 +285,15 @@ def load_tokenizer(config: ModelConfig) -> Any:
 
 
 def resolved(name: str) -> str:
-    """A folder's whole path; a hub id as it is."""
+    """Return the absolute path of a folder; a hub id unchanged."""
     return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
-def _network(config: ModelConfig, base: str, seed: int) -> Any:
+def _network(config: ModelConfig, base: str, seed: int) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    attention = None if config.attn_implementation == "auto" else config.attn_implementation  # None: sdpa where it is exact
+    # None: transformers chooses, sdpa if the model supports it.
+    attention = None if config.attn_implementation == "auto" else config.attn_implementation
     common = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     try:
         if config.random:
@@ -274,7 +301,7 @@ def _network(config: ModelConfig, base: str, seed: int) -> Any:
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
                 return AutoModelForCausalLM.from_config(architecture, dtype=DTYPES[config.dtype], attn_implementation=attention)
-        network, found = AutoModelForCausalLM.from_pretrained(
+        network, info = AutoModelForCausalLM.from_pretrained(
             base,
             dtype=DTYPES[config.dtype],
             attn_implementation=attention,
@@ -285,18 +312,19 @@ def _network(config: ModelConfig, base: str, seed: int) -> Any:
         if attention and (isinstance(error, ImportError) or "attention" in str(error) or "attn_" in str(error)):
             raise ConfigError(
                 f"model.attn_implementation: {_first_line(error).rstrip(' .')}, got {attention}; set it to auto, or install "
-                "what it needs"
+                "the missing package"
             ) from None
         raise BackendError(_cannot_load("weights", base, error)) from None
-    if missing := sorted(found["missing_keys"]):  # they would be made up, and the run would train on noise
+    # transformers would initialize missing weights at random.
+    if missing := sorted(info["missing_keys"]):
         raise BackendError(
-            f"model.name: {base!r} lacks {len(missing)} of the model's weights, {missing[0]} the first; use a whole one"
+            f"model.name: {base!r} lacks {len(missing)} of the model's weights, the first is {missing[0]}; use a complete model"
         )
     return network
 
 
 def _size(base: str) -> str:
-    """Return the size of a folder's weights, or of what has been downloaded of a model of the hub, for the status line."""
+    """Return the size of a folder's weights, or the size downloaded so far from the hub, for the status line."""
     from huggingface_hub import constants
 
     blobs = Path(constants.HF_HUB_CACHE, f"models--{base.replace('/', '--')}", "blobs")
@@ -304,20 +332,22 @@ def _size(base: str) -> str:
     files = Path(base).glob("*.safetensors") if is_local else blobs.glob("*")
     try:
         size = sum(file.stat().st_size for file in files)
-    except OSError:  # a file is being renamed
+    # A file that is being downloaded may be renamed between glob and stat.
+    except OSError:
         return ""
     return (f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB") + ("" if is_local else " so far")
 
 
-def _add_lora(network: Any, config: ModelConfig, seed: int) -> Any:
+def add_lora(network: PreTrainedModel, config: ModelConfig, seed: int) -> PreTrainedModel:
+    """Add a new LoRA adapter to the network, initialized from ``seed``."""
     from peft import LoraConfig, get_peft_model
 
     modules = config.lora_target_modules
     width = network.config.get_text_config().hidden_size
     if config.lora_rank > width:
         raise ConfigError(
-            f"model.lora_rank: {config.lora_rank} is more than the model's hidden size of {width}, so an adapter would be "
-            "larger than what it adapts; lower it, or set it to 0 to train every parameter"
+            f"model.lora_rank: must be at most the model's hidden size of {width}, got {config.lora_rank}; lower it, or set it "
+            "to 0 to train every parameter"
         )
     lora = LoraConfig(
         r=config.lora_rank,
@@ -338,15 +368,15 @@ def _add_lora(network: Any, config: ModelConfig, seed: int) -> Any:
             raise ConfigError(f"model.lora_target_modules: {_first_line(error)}") from None
 
 
-def _not_adaptable(network: Any, lora: Any) -> list[str]:
-    """Names of linear layers that cannot have an adapter.
+def _not_adaptable(network: PreTrainedModel, lora: LoraConfig) -> list[str]:
+    """Return the names of linear layers that cannot have an adapter.
 
-    Some return more than a product, such as routers that return a tuple. Of others the model reads the weight past the layer,
-    and PEFT refuses them.
+    These are layers that return more than a product, such as routers that return a tuple, and layers whose weight the model
+    uses without calling the layer, which PEFT rejects.
     """
-    try:
+    try:  # a private function of PEFT, which may be renamed
         from peft.tuners.tuners_utils import _check_lora_target_modules_mamba as check
-    except ImportError:  # PEFT's own, of no promised name
+    except ImportError:
         check = None
     unfit = set()
     for path, module in network.named_modules():
@@ -367,12 +397,12 @@ def _not_adaptable(network: Any, lora: Any) -> list[str]:
 def _returns_a_tensor(layer: torch.nn.Linear) -> bool:
     try:
         out = layer(layer.weight.new_zeros(1, 2, layer.in_features))
-    except Exception:  # noqa: BLE001 - the layer is of any architecture and takes something else
+    except Exception:  # noqa: BLE001 - a layer of an unknown architecture may take other arguments and raise any error
         return False
     return isinstance(out, torch.Tensor)
 
 
-def _load_adapter(network: Any, folder: str) -> Any:
+def _load_adapter(network: PreTrainedModel, folder: str) -> PreTrainedModel:
     from peft import PeftModel
 
     try:
@@ -382,23 +412,22 @@ def _load_adapter(network: Any, folder: str) -> Any:
         raise BackendError(_cannot_load("adapter", folder, error)) from None
 
 
-def _as_adapter(config: ModelConfig, adapter: dict[str, Any]) -> ModelConfig:
-    """``config`` with the facts of the adapter that was loaded."""
+def _as_adapter(config: ModelConfig, adapter: AdapterConfig) -> ModelConfig:
+    """Return ``config`` with rank, alpha and dropout of the adapter that was loaded."""
     if config.lora_rank not in (0, adapter["r"]):
         raise ConfigError(
             f"model.lora_rank: {config.name} holds an adapter of rank {adapter['r']}, got {config.lora_rank}; set it to 0"
         )
-    found = {name: adapter[name] for name in ("lora_alpha", "lora_dropout")}
-    return replace(config, lora_rank=adapter["r"], **found)
+    return replace(config, lora_rank=adapter["r"], lora_alpha=adapter["lora_alpha"], lora_dropout=adapter["lora_dropout"])
 
 
-def _adapter_config(name: str) -> dict[str, Any] | None:
+def _adapter_config(name: str) -> AdapterConfig | None:
     path = Path(name) / LORA_FILE
     return json.loads(path.read_text()) if path.is_file() else None
 
 
 def refuse_missing_folder(name: str) -> None:
-    """Raises BackendError: there is no such folder. A name that is spelled like a path is never looked up on the hub."""
+    """Raise BackendError if ``name`` is written like a path and the folder does not exist. The hub is not asked for a path."""
     spelled_as_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if spelled_as_path and not Path(name).is_dir():
         raise BackendError(f"model.name: no such folder {name!r}; pass a local folder or a Hugging Face hub id")
@@ -408,8 +437,8 @@ def _must_exist(name: str) -> None:
     refuse_missing_folder(name)
     if not Path(name).is_dir() and not hub.answers():
         raise BackendError(
-            f"model.name: there is no folder {name!r} here, and the Hugging Face hub cannot be reached for it; pass a folder, "
-            "or set HF_HUB_OFFLINE=1 if it was downloaded before"
+            f"model.name: the folder {name!r} does not exist, and the Hugging Face hub is unreachable; "
+            "pass a local folder, or set HF_HUB_OFFLINE=1 if the model was downloaded before"
         )
 
 
@@ -417,14 +446,55 @@ def _cannot_load(what: str, name: str, error: BaseException) -> str:
     if Path(name).is_dir():
         described = any((Path(name) / file).is_file() for file in ("config.json", LORA_FILE))
         problem = _first_line(error).rstrip(" .:") if described else "no config.json"
-        whole = "a model folder has config, tokenizer and *.safetensors"
-        return f"model.name: cannot load the {what} in {name!r}: {problem}; {whole}"
+        remedy = "pass a folder with config.json, tokenizer files and *.safetensors"
+        return f"model.name: cannot load the {what} in {name!r}: {problem}; {remedy}"
     return (
-        f"model.name: cannot load {name!r}: there is no such local folder, and the Hugging Face hub did not provide it "
-        f"({_first_line(error)}); check the name, your network, or pass a local folder"
+        f"model.name: cannot load {name!r}: no local folder has this name, and the Hugging Face hub did not provide the model "
+        f"({_first_line(error)}); check the name and your network, or pass a local folder"
     )
 
 
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+CACHE_LINE = 64  # bytes
+
+
+class SharedBase:
+    """Frozen base network whose weights several models share. ``name``: the folder or hub id that it was loaded from."""
+
+    def __init__(self, name: str, network: PreTrainedModel) -> None:
+        self.name = name
+        self._network = network.requires_grad_(False)
+
+    def under_adapter(self) -> PreTrainedModel:
+        """Return a frozen network that shares the weights, for an adapter on top. Copies modules, but no tensors."""
+        tensors = itertools.chain(self._network.parameters(), self._network.buffers())
+        return copy.deepcopy(self._network, {id(tensor): tensor for tensor in tensors})
+
+    def copied(self) -> PreTrainedModel:
+        """Return a network with a copy of the weights, all trainable."""
+        return network_copy(self._network).requires_grad_(True)
+
+
+def network_copy(network: PreTrainedModel, shared: Mapping[int, Tensor] | None = None) -> PreTrainedModel:
+    """Return a copy of ``network`` that computes the same bits; tensors whose ids are keys of ``shared`` are not copied.
+
+    On a CPU, the summation order of a matrix product depends on the alignment of its operands to cache lines. Weights loaded
+    from a file begin after its header, while torch aligns new tensors, so gradients of a plain copy differ by rounding.
+    """
+    duplicate = copy.deepcopy(network, dict(shared or {}))
+    for one, other in zip(network.parameters(), duplicate.parameters(), strict=True):
+        if one is not other and one.data_ptr() % CACHE_LINE and one.device.type == "cpu" and one.is_contiguous():
+            other.data = _aligned_copy(one.detach())
+    return duplicate
+
+
+def _aligned_copy(tensor: Tensor) -> Tensor:
+    """Return a copy that begins at the same offset in a cache line."""
+    line = CACHE_LINE // tensor.element_size()
+    buffer = torch.empty(tensor.numel() + line, dtype=tensor.dtype)
+    start = (tensor.data_ptr() - buffer.data_ptr()) % CACHE_LINE // tensor.element_size()
+    return buffer[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)

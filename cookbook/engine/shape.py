@@ -1,11 +1,11 @@
-"""Facts of a model that need no weights and no network: its shape, its tokenizer, and whether it can be loaded at all."""
+"""Checks before any weights are loaded: tokenizer, context length, number of parameters, and whether a model can be loaded."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,76 +21,80 @@ from cookbook.engine.model import (
 )
 from cookbook.errors import BackendError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 @dataclass(frozen=True)
 class Shape:
-    """Facts of a model that need no weights. ``max_length`` is in tokens; None: no limit is known."""
+    """Properties of a model that are known without its weights. ``max_length``: context length in tokens; None: unknown."""
 
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     max_length: int | None
 
 
 def shape_of(config: ModelConfig, *, recompute: bool = False) -> Shape | None:
-    """Facts of the model that :func:`load` would load, or None if it is on the hub and not in the cache here.
+    """Return properties of the model that ``load`` would load; None if the model would have to be downloaded first.
 
-    Reads no weights and asks no network. ``recompute``: as :func:`recompute_activations`.
+    Reads no weights and makes no network request. ``recompute``: also check that the model supports activation checkpointing.
 
     Raises:
         BackendError: the folder is missing, has no weights, or is not a causal language model.
-        ConfigError: the adapter or the attention that ``config`` asks for is impossible.
+        ConfigError: the model does not support the adapter, the attention or the checkpointing that is configured.
     """
     refuse_missing_folder(config.name)
-    here = local_folder(config)
-    if here is None:
+    folder = local_folder(config)
+    if folder is None:
         return None
-    local = replace(config, name=str(here), revision=None)
+    local = replace(config, name=str(folder), revision=None)
     tokenizer = load_tokenizer(local)
-    base = _base(here)
+    base = _base(folder)
     if base is not None and local_folder(ModelConfig(base)) is None:
         return Shape(tokenizer, context_length(None, tokenizer))
     try:
         with torch.device("meta"):
             network = fresh_network(local)
     except BackendError as error:
-        # Some models' own code computes with numbers while it is built, which tensors without storage refuse.
+        # The constructors of some models read tensor values, which raises RuntimeError on the meta device.
         if isinstance(error.__context__, RuntimeError):
             return Shape(tokenizer, context_length(None, tokenizer))
         raise
     if not config.random and Path(config.name).is_dir() and base is None:
-        _refuse_missing_weights(here)
+        _refuse_missing_weights(folder)
     if recompute:
         recompute_activations(network, True)
     return Shape(tokenizer, context_length(network.config, tokenizer))
 
 
 def local_folder(config: ModelConfig) -> Path | None:
-    """The model's folder, or that of its copy in the hub's cache; None: it would have to be downloaded."""
+    """Return the model's folder, or its snapshot in the cache of the hub; None if the model would have to be downloaded."""
     from huggingface_hub import snapshot_download
 
     if Path(config.name).is_dir():
         return Path(config.name)
     try:
-        found = Path(snapshot_download(config.name, revision=config.revision, local_files_only=True))
+        folder = Path(snapshot_download(config.name, revision=config.revision, local_files_only=True))
     except (OSError, ValueError):
         return None
-    needed = ("config.json", "tokenizer_config.json")  # a download that was stopped, or of one file alone, lacks them
-    return found if all((found / name).is_file() for name in needed) else None
+    # Missing in an incomplete download, or if only a single file was downloaded.
+    needed = ("config.json", "tokenizer_config.json")
+    return folder if all((folder / name).is_file() for name in needed) else None
 
 
 def num_parameters(config: ModelConfig) -> int | None:
-    """Parameters of the model, roughly, by the numbers in its configuration; None if it is not here or does not say.
+    """Estimate the number of parameters from the model's configuration; None if that is not local or lacks the sizes.
 
-    Attention counts as four square matrices and each MLP as three, so the number is within a factor of two.
+    Attention counts as four ``(H, H)`` matrices and each MLP as three ``(H, F)``, so the estimate is within a factor of two.
     """
     from transformers import AutoConfig
 
-    here = local_folder(config)
-    if here is not None and (base := _base(here)) is not None:
-        here = local_folder(ModelConfig(base))
-    if here is None:
+    folder = local_folder(config)
+    if folder is not None and (base := _base(folder)) is not None:
+        folder = local_folder(ModelConfig(base))
+    if folder is None:
         return None
     try:
-        architecture = AutoConfig.from_pretrained(here, trust_remote_code=config.trust_remote_code).get_text_config()
+        architecture = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code).get_text_config()
         width, layers = int(architecture.hidden_size), int(architecture.num_hidden_layers)
         inner = int(getattr(architecture, "intermediate_size", None) or 4 * width)
         experts = int(getattr(architecture, "num_local_experts", None) or getattr(architecture, "num_experts", None) or 1)
@@ -100,18 +104,18 @@ def num_parameters(config: ModelConfig) -> int | None:
 
 
 def is_adapter(config: ModelConfig) -> bool:
-    """Whether a LoRA adapter is trained: a new one, or that of the folder."""
+    """Whether a LoRA adapter is trained: a new adapter, or one loaded from the model's folder."""
     return config.lora_rank > 0 or (Path(config.name) / LORA_FILE).is_file()
 
 
 def _base(folder: Path) -> str | None:
-    """Name of the model that an adapter's folder adapts; None: the folder holds no adapter."""
+    """Return the name of an adapter's base model; None if the folder holds no adapter."""
     file = folder / LORA_FILE
     return str(json.loads(file.read_text())["base_model_name_or_path"]) if file.is_file() else None
 
 
 def _refuse_missing_weights(folder: Path) -> None:
-    """Raises BackendError: a model's folder has no file of weights, or one whose beginning cannot be read."""
+    """Raise BackendError if a model's folder has no weights, or a safetensors file with an unreadable header."""
     files = [*folder.glob("*.safetensors")]
     if not files and not [*folder.glob("*.bin")]:
         raise BackendError(f"model.name: {str(folder)!r} has no weights; give a folder with *.safetensors files")
@@ -121,4 +125,4 @@ def _refuse_missing_weights(folder: Path) -> None:
                 pass
         except (OSError, SafetensorError) as error:
             reason = str(error).partition("\n")[0]
-            raise BackendError(f"model.name: cannot read {str(file)!r}: {reason}; save the model again") from None
+            raise BackendError(f"model.name: cannot read {str(file)!r}: {reason}; save or download the model again") from None

@@ -1,4 +1,4 @@
-"""What every loss is made of: a passport, and a flat view of the batch.
+"""Base of all losses: declarations, a flat view of the batch, and the built-in losses by name.
 
 A loss is a function of log-probabilities, ``loss(data, logprobs) -> (scalar, metrics)``. It sees no logits, no model,
 no device and no backend, so one loss serves in process and over HTTP.
@@ -6,26 +6,30 @@ no device and no backend, so one loss serves in process and over HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from cookbook.config.typed import construct
 from cookbook.errors import ConfigError, DataError
-from cookbook.normalization import Normalization, Reduction, as_normalization, check
+from cookbook.losses.normalization import Normalization, Reduction, as_normalization, check
 from cookbook.types import Array, Datum
+from cookbook.utils.suggest import did_you_mean
 
 Metrics = dict[str, float]
 Shape = tuple[int, ...]
 
 LOGPROBS = frozenset({"sampling_logprobs", "logprobs", "old_logprobs", "reference_logprobs"})
-"""Fields that hold natural logarithms of probabilities, so nothing above 0."""
+"""Inputs that hold natural logarithms of probabilities, none of which is above 0."""
 
-LARGEST_LOGPROB = 1e-6  # rounding of a sampler in single precision
+# A sampler in single precision may round a logprob of 0 up to this value.
+LARGEST_LOGPROB = 1e-6
 
 ALIASES = {"sampling_logprobs": "logprobs"}
 """Other names a field may arrive under: ``logprobs`` is what Tinker calls the logprobs a token was sampled with."""
@@ -34,27 +38,31 @@ ALIASES = {"sampling_logprobs": "logprobs"}
 class Scope(StrEnum):
     """How far one term of the loss reaches. Up to ``sequence``, the engine may compute a batch datum by datum."""
 
-    token = "token"  # a sum of terms of one token each
-    sequence = "sequence"  # a sum of terms of one datum each
-    pair = "pair"  # made of terms of two neighbouring datums each
-    batch = "batch"  # anything: the engine computes every logprob before it asks for the loss
+    # A sum of terms of one token each.
+    token = "token"
+    # A sum of terms of one datum each.
+    sequence = "sequence"
+    # A sum of terms of two adjacent datums each.
+    pair = "pair"
+    # Anything: the engine computes all logprobs before it calls the loss.
+    batch = "batch"
 
 
 class Loss:
-    """Base of the built-in losses, and of a user's own that wants the checks; implementations are frozen dataclasses.
+    """Base of the built-in losses, and of users' losses that need the checks; implementations are frozen dataclasses.
 
-    The passport, class attributes except where an option decides (then a property):
+    Declarations, as class attributes, or as properties if an option decides:
         name: how configs and ``forward_backward(data, name)`` call it.
         reduction: what one step returns, after :meth:`prepare`. Proven by a test, for forks too.
         scope: how far one term reaches.
         needs: the ``loss_fn_inputs`` it reads and cannot do without.
-        reads: those it reads when they are there.
+        reads: the optional ``loss_fn_inputs`` it reads.
         several_targets: whether ``target_tokens`` may be ``(T, K)``, K alternatives per position.
-        prepares: whether :meth:`prepare` is what makes the reduction true: ``__call__`` alone is then a weighted sum.
-        may_be_flat: whether a zero gradient for a whole batch is no mistake: all advantages may be 0, all ratios clipped.
-        without_reference: how to do without ``reference_logprobs``, for the error that misses them.
-        ignores_masked: whether tokens of weight 0 influence nothing, so that nobody need compute their logprobs.
-        stop_gradient: what is held constant on purpose, in words; ``cookbook check loss`` takes any other for a mistake.
+        prepares: whether only :meth:`prepare` makes the reduction true: ``__call__`` alone returns a weighted sum.
+        may_be_flat: whether a correct loss may have no gradient for a whole batch: all advantages are 0, all ratios clipped.
+        without_reference: the option that makes ``reference_logprobs`` unnecessary, for the error if they are missing.
+        ignores_masked: whether tokens of weight 0 have no influence, so that the engine may skip their logprobs.
+        stop_gradient: what is held constant on purpose, in words; ``cookbook check loss`` reports any other constant term.
     """
 
     name: ClassVar[str]
@@ -69,7 +77,7 @@ class Loss:
     normalization: Normalization | None = None
 
     def __post_init__(self) -> None:
-        """Checks the normalization; children check the ranges of their options after calling this.
+        """Check the normalization; subclasses call this first, then check the ranges of their options.
 
         Raises:
             ConfigError: no name or reduction, or a normalization that contradicts the reduction.
@@ -91,51 +99,52 @@ class Loss:
         return False
 
     @property
+    def required(self) -> frozenset[str]:
+        """The inputs that each datum must carry: :attr:`needs`, and ``reference_logprobs`` for a loss with a reference."""
+        return self.needs | {"reference_logprobs"} if self.needs_reference else self.needs
+
+    @property
     def needs_entropy(self) -> bool:
         """Whether it is called with a third argument: per datum the entropies of the policy, ``(T,)`` nats, with gradient."""
         return False
 
     @property
     def stop_gradient(self) -> str | None:
-        """What :meth:`__call__` holds constant although it depends on the logprobs; None: the gradient is the slope."""
+        """Term that :meth:`__call__` holds constant although it depends on the logprobs; None: the gradient is the slope."""
         return None
 
     def prepare(self, data: Sequence[Datum]) -> Sequence[Datum]:
-        """The datums of one whole optimizer step, made ready. The default changes nothing."""
+        """Return the datums of one whole optimizer step, with the inputs that depend on all of them."""
         return data
 
     def __call__(self, data: Sequence[Datum], logprobs: list[Tensor]) -> tuple[Tensor, Metrics]:
-        """The loss and its metrics. One that :attr:`needs_entropy` takes ``entropies`` as a third argument."""
+        """The loss and its metrics. If :attr:`needs_entropy` is true, ``entropies`` is a third argument."""
         raise NotImplementedError
 
-    def options(self) -> dict[str, Any]:
-        """The fields, by name."""
-        return {option.name: getattr(self, option.name) for option in fields(self)}  # type: ignore[arg-type]
-
-    def call_options(self) -> dict[str, Any]:
-        """The ``loss_fn_config`` of this loss: its options without the normalization, which ``optim_step`` takes."""
-        return {name: value for name, value in self.options().items() if name != "normalization"}
+    def call_options(self) -> dict[str, object]:
+        """The ``loss_fn_config`` of this loss: its fields without the normalization, which ``optim_step`` takes."""
+        names = [option.name for option in fields(self)]  # type: ignore[arg-type]
+        return {name: getattr(self, name) for name in names if name != "normalization"}
 
     def check_data(self, data: Sequence[Datum]) -> None:
-        """Everything the loss reads is there, finite, and shaped as the targets: askable before any model has run.
+        """Check that every input of the loss is present, finite, and shaped like the targets. Needs no model output.
 
         Raises:
             DataError: naming the datum and the field.
         """
-        required = self.needs | ({"reference_logprobs"} if self.needs_reference else frozenset())
         for index, datum in enumerate(data):
-            for key in sorted(required):
+            for key in sorted(self.required):
                 if not {key, ALIASES.get(key, key)} & datum.loss_fn_inputs.keys():
                     remedy = self.without_reference if key == "reference_logprobs" else ""
                     raise DataError(_missing(index, key, datum, remedy))
         shapes = [tuple(datum.loss_fn_inputs["target_tokens"].shape) for datum in data]
         _check_targets(shapes, self.several_targets)
-        for key in sorted((required | self.reads) - {"target_tokens"}):
+        for key in sorted((self.required | self.reads) - {"target_tokens"}):
             if (carried := _carried(data, key)) is not None:
                 _rows(data, carried, shapes, "target_tokens")
 
 
-class Batch:
+class LossBatch:
     """A batch laid flat: every per-token array as one tensor of shape ``(N,)``, ``N`` the targets of all ``B`` datums.
 
     ``row``, ``(N,)``, tells which datum each belongs to. Lengths are checked whenever a key is read. Nothing is padded,
@@ -177,7 +186,7 @@ class Batch:
         """Whether the datums carry ``key``, perhaps under its alias: all of them, or none.
 
         Raises:
-            DataError: some do and some do not.
+            DataError: only some datums have the key.
         """
         return _carried(self.data, key) is not None
 
@@ -199,7 +208,7 @@ class Batch:
         """The policy's entropy at every token, ``(N,)`` nats.
 
         Raises:
-            DataError: the caller gave none; a loss that reads them says so with ``needs_entropy``.
+            DataError: the caller passed no entropies; a loss that reads them declares ``needs_entropy``.
         """
         if self._entropies is None:
             raise DataError(
@@ -224,27 +233,27 @@ class Batch:
 
 
 def masked(values: Tensor, weights: Tensor) -> Tensor:
-    """``values * weights``, and an exact 0 with no gradient where the weight is 0, whatever stands there.
+    """``values * weights``, and an exact 0 with no gradient if the weight is 0, whatever the value.
 
-    Where ``values`` come out of a function whose slope may be infinite, mask what goes in as well (:func:`kept`): 0
-    times infinity is not a number, and the backward pass computes it.
+    If ``values`` are the result of a function whose slope may be infinite, mask the function's input as well
+    (:func:`kept`): the backward pass would compute 0 times infinity, which is NaN.
     """
     return kept(values, weights) * weights
 
 
 def kept(values: Tensor, weights: Tensor) -> Tensor:
-    """``values`` where the weight is not 0, an exact 0 elsewhere."""
+    """Return ``values`` if the weight is not 0, otherwise an exact 0."""
     return torch.where(weights != 0, values, 0.0)
 
 
 def weighted_mean(values: Tensor, weights: Tensor) -> float:
-    """For metrics: the mean over tokens of weight != 0; 0.0 when there are none."""
+    """For metrics: the mean over tokens of weight != 0; 0.0 without such tokens."""
     chosen = values.detach()[weights != 0].to(weights.dtype)
     return float(chosen.mean()) if chosen.numel() else 0.0
 
 
 def weights_to_mean(data: Sequence[Datum]) -> list[Datum]:
-    """The datums of one step with weights that sum to 1, so that a weighted sum of token terms is their weighted mean.
+    """Return the datums of one step with weights that sum to 1: a weighted sum of token terms is then their weighted mean.
 
     Weights are float64: their sum is 1 to 1e-12 however many tokens there are. Without ``weights`` every target weighs 1.
 
@@ -262,30 +271,30 @@ def weights_to_mean(data: Sequence[Datum]) -> list[Datum]:
     if not 0 < total < float("inf"):
         raise DataError(
             f"{named(range(len(data)))}: the weights of the step's {len(data)} datums sum to {total:g}, so there is nothing to "
-            "take a mean over; give the tokens to be learnt a weight above 0"
+            "take a mean over; give the tokens to learn a weight above 0"
         )
     return [datum.with_inputs(weights=row / total) for datum, row in zip(data, weights, strict=True)]
 
 
 def positive(where: str, **values: float | None) -> None:
-    """Raises ConfigError unless every value is finite and > 0, or None."""
+    """Raise ConfigError unless every value is finite and > 0, or None."""
     within(where, "> 0", lambda value: value > 0, **values)
 
 
 def non_negative(where: str, **values: float | None) -> None:
-    """Raises ConfigError unless every value is finite and >= 0, or None."""
+    """Raise ConfigError unless every value is finite and >= 0, or None."""
     within(where, ">= 0", lambda value: value >= 0, **values)
 
 
 def within(where: str, what: str, fits: Callable[[float], bool], **values: float | None) -> None:
-    """Raises ConfigError unless every value is finite and ``fits``, which ``what`` puts in words; None is no value."""
+    """Raise ConfigError unless every value is None, or is finite and satisfies ``fits``; ``what`` describes the condition."""
     for key, value in values.items():
         if value is not None and not (abs(value) < float("inf") and fits(value)):
             raise ConfigError(f"{where}.{key} must be {what}, got {value}")
 
 
 def choice(where: str, key: str, value: str, choices: Sequence[str]) -> None:
-    """Raises ConfigError unless ``value`` is one of ``choices``."""
+    """Raise ConfigError unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ConfigError(f"{where}.{key} must be one of {', '.join(choices)}, got {value!r}")
 
@@ -303,10 +312,10 @@ def _missing(index: int, key: str, datum: Datum, remedy: str = "") -> str:
 
 
 def _carried(data: Sequence[Datum], key: str) -> str | None:
-    """The name under which all datums carry ``key``; None when none does.
+    """Return the name under which all datums have ``key``; None if all datums lack ``key``.
 
     Raises:
-        DataError: some do and some do not.
+        DataError: only some datums have the key.
     """
     for name in dict.fromkeys((key, ALIASES.get(key, key))):
         having = [name in datum.loss_fn_inputs for datum in data]
@@ -340,7 +349,7 @@ def _rows(data: Sequence[Datum], key: str, shapes: Sequence[Shape], beside: str)
 
 
 def _check_logprobs(data: Sequence[Datum], key: str) -> None:
-    """Raises DataError: a value at a token that is not masked is above 0."""
+    """Raise DataError: a value at a token that is not masked is above 0."""
     for index, datum in enumerate(data):
         row, weights = datum.loss_fn_inputs[key].array, datum.loss_fn_inputs.get("weights")
         wrong = row > LARGEST_LOGPROB
@@ -367,3 +376,68 @@ def _size(shape: Shape) -> str:
     if len(shape) == 1:
         return f"{shape[0]} values"
     return f"shape {shape}" if shape else "one value for the whole sequence"
+
+
+LOSSES = {
+    "cross_entropy": "cookbook.losses.cross_entropy:CrossEntropy",
+    "dft": "cookbook.losses.dft:DFT",
+    "grpo": "cookbook.losses.grpo:GRPO",
+    "importance_sampling": "cookbook.losses.importance_sampling:ImportanceSampling",
+    "ppo": "cookbook.losses.ppo:PPO",
+    "gspo": "cookbook.losses.gspo:GSPO",
+    "cispo": "cookbook.losses.cispo:CISPO",
+    "dro": "cookbook.losses.dro:DRO",
+    "dpo": "cookbook.losses.dpo:DPO",
+    "orpo": "cookbook.losses.orpo:ORPO",
+}
+"""Every built-in loss: name -> ``module:Class``."""
+
+
+# Losses that :func:`get_loss` has made, by name and options; at most this many, as clients of a server choose the options.
+MADE_LOSSES = 64
+_made: dict[tuple[str, str], Loss] = {}
+
+
+def loss_class(name: str) -> type[Loss]:
+    """Return the class of the built-in loss ``name``.
+
+    Raises:
+        ConfigError: the name is unknown.
+    """
+    if name not in LOSSES:
+        raise ConfigError(f"loss: unknown name {name!r}.{did_you_mean(name, LOSSES)} (there are {', '.join(LOSSES)})")
+    module, _, attribute = LOSSES[name].partition(":")
+    cls: type[Loss] = getattr(importlib.import_module(module), attribute)
+    return cls
+
+
+def get_loss(name: str, config: Mapping[str, object] | None = None) -> Loss:
+    """Return the loss ``name`` with the options of ``config``; the others keep their defaults.
+
+    Raises:
+        ConfigError: an unknown name or option, or a value of the wrong type or out of range.
+    """
+    # Losses are immutable, and every step of a run asks for the same one.
+    key = name, repr(sorted((config or {}).items()))
+    if key not in _made:
+        cls = loss_class(name)
+        loss: Loss = construct(cls, config, "loss_fn_config") if config else cls()
+        if len(_made) >= MADE_LOSSES:
+            _made.clear()
+        _made[key] = loss
+    return _made[key]
+
+
+def loss_of_call(name: str, config: Mapping[str, object] | None) -> Loss:
+    """Return the loss of a call ``forward_backward(data, name, config)``.
+
+    Raises:
+        ConfigError: the conditions of :func:`get_loss`, or a normalization, which a single call cannot apply.
+    """
+    normalization = (config or {}).get("normalization")
+    if normalization is not None:
+        raise ConfigError(
+            f"loss_fn_config.normalization: forward_backward divides nothing, got {normalization!r}; pass it to "
+            "optim_step as grad_accumulation_normalization"
+        )
+    return get_loss(name, config)

@@ -8,18 +8,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from cookbook.losses.base import Batch, Metrics, weighted_mean
-from cookbook.losses.policy import Rollouts, bounded_exp
+from cookbook.losses.base import LossBatch, Metrics, weighted_mean
+from cookbook.losses.normalization import Normalization
+from cookbook.losses.policy import RolloutArrays, bounded_exp
 from cookbook.losses.ppo import ClippedLoss
-from cookbook.normalization import Normalization
 
 
 @dataclass(frozen=True)
 class CISPO(ClippedLoss):
     """``-sum w * stop_gradient(clip(r, low, high)) * p * A`` with ``r = exp(p - q)``.
 
-    The clip bounds how hard a token is pushed and never silences it, unlike PPO's. The value is no estimate of the
-    return; only its gradient means something.
+    Per token: p is the current logprob, q the logprob that the token was sampled with, A the advantage, w the weight.
+
+    The clip bounds the gradient of a token and never sets it to 0, unlike PPO's. Only the gradient of this loss has a
+    meaning; its value does not estimate the return.
 
     Options:
         clip_low_threshold: lower bound of the ratio, 0 <= low <= high. 0: none.
@@ -37,7 +39,7 @@ class CISPO(ClippedLoss):
     clip_high_threshold: float = 4.0
     normalization: Normalization | None = Normalization.num_loss_tokens
 
-    def terms(self, batch: Batch, tokens: Rollouts) -> tuple[Tensor, Metrics]:
+    def terms(self, batch: LossBatch, tokens: RolloutArrays) -> tuple[Tensor, Metrics]:
         low, high = self.bounds(batch)
         ratio = bounded_exp(tokens.logprobs - tokens.sampling_logprobs).detach()
         return -torch.clamp(ratio, low, high) * tokens.logprobs * tokens.advantages, {

@@ -1,4 +1,4 @@
-"""Dynamic fine-tuning: cross-entropy that lets go of the tokens the model finds unlikely."""
+"""Dynamic fine-tuning: cross-entropy that down-weights tokens the model finds unlikely."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from cookbook.losses.supervised import SupervisedLoss
-from cookbook.normalization import Normalization
+from cookbook.losses.cross_entropy import SupervisedLoss
+from cookbook.losses.normalization import Normalization
 
 
 @dataclass(frozen=True)

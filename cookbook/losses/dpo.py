@@ -12,8 +12,8 @@ from torch.nn.functional import logsigmoid
 
 from cookbook.errors import ConfigError
 from cookbook.losses.base import Loss, Metrics, Scope, choice, non_negative, positive, within
+from cookbook.losses.normalization import Normalization, Reduction
 from cookbook.losses.pairs import PairBatch, logprob_metrics, reward_metrics
-from cookbook.normalization import Normalization, Reduction
 from cookbook.types import Datum
 
 Variant = Literal["sigmoid", "robust", "hinge", "ipo", "ipo_sum", "simpo"]

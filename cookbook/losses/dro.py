@@ -7,18 +7,20 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from cookbook.losses.base import Batch, Metrics, non_negative, weighted_mean
-from cookbook.losses.policy import PolicyLoss, Rollouts, bounded_exp
-from cookbook.normalization import Normalization
+from cookbook.losses.base import LossBatch, Metrics, non_negative, weighted_mean
+from cookbook.losses.normalization import Normalization
+from cookbook.losses.policy import PolicyLoss, RolloutArrays, bounded_exp
 
 
 @dataclass(frozen=True)
 class DRO(PolicyLoss):
     """``-sum w * (p A - beta / 2 (p - q)^2)``: policy gradient, held near the sampler by a quadratic penalty.
 
-    The penalty holds every token of weight != 0, also those of advantage 0: they are the ones nothing else holds. Where
-    a datum has no ``weights``, the tokens with neither a sampling logprob nor an advantage are taken for the prompt and
-    left out; otherwise ``q = 0`` would pull the prompt's probability to 1.
+    Per token: p is the current logprob, q the logprob that the token was sampled with, A the advantage, w the weight.
+
+    The penalty applies to every token of weight != 0, also to tokens of advantage 0, which have no other term. If a datum
+    has no ``weights``, tokens with neither a sampling logprob nor an advantage count as the prompt and are left out;
+    otherwise ``q = 0`` would pull the prompt's probability to 1.
 
     Options:
         beta: strength of the penalty, >= 0.
@@ -39,7 +41,7 @@ class DRO(PolicyLoss):
         super().__post_init__()
         non_negative("loss", beta=self.beta)
 
-    def terms(self, batch: Batch, tokens: Rollouts) -> tuple[Tensor, Metrics]:
+    def terms(self, batch: LossBatch, tokens: RolloutArrays) -> tuple[Tensor, Metrics]:
         log_ratio = tokens.logprobs - tokens.sampling_logprobs
         penalty = 0.5 * self.beta * log_ratio.square()
         return penalty - tokens.logprobs * tokens.advantages, {

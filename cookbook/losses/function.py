@@ -1,23 +1,23 @@
-"""A plain function as a loss that declares what it returns."""
+"""Plain functions as losses with a declared reduction."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
 from cookbook.errors import ConfigError
 from cookbook.losses.base import Loss, Metrics, Scope
-from cookbook.normalization import Reduction
+from cookbook.losses.normalization import Reduction
 from cookbook.types import Datum
 
 Function = Callable[[Sequence[Datum], list[Tensor]], tuple[Tensor, Mapping[str, float]]]
 
 
 class FunctionLoss(Loss):
-    """A function with declarations, made by :func:`returns`; it is called as the function is."""
+    """A function with declarations, made by :func:`returns`; calling it calls the function."""
 
     reads: ClassVar[frozenset[str]] = frozenset()
     several_targets: ClassVar[bool] = True
@@ -38,11 +38,13 @@ class FunctionLoss(Loss):
         held: str | None = getattr(self._function, "stop_gradient", None)
         return held
 
-    def options(self) -> dict[str, Any]:
-        """A function has none."""
+    def call_options(self) -> dict[str, object]:
+        """Return no options, because a function has none."""
         return {}
 
-    def __call__(self, data: Sequence[Datum], logprobs: list[Tensor], entropies: Any = None) -> tuple[Tensor, Metrics]:
+    def __call__(
+        self, data: Sequence[Datum], logprobs: list[Tensor], entropies: list[Tensor] | None = None
+    ) -> tuple[Tensor, Metrics]:
         value, metrics = self._function(data, logprobs)
         return value, dict(metrics)
 
@@ -59,7 +61,7 @@ def returns(reduction: str, *, scope: str = "batch") -> Callable[[Function], Fun
             scope ``token`` or ``sequence`` for a part of the batch at a time, which saves memory.
 
     Raises:
-        ConfigError: an unknown reduction or scope, or a mean of a narrow scope, which parts of a batch cannot make.
+        ConfigError: the reduction or scope is unknown, or a mean has the scope token or sequence.
     """
     try:
         found, reach = Reduction(reduction), Scope(scope)

@@ -1,4 +1,4 @@
-"""Group-relative policy optimization and its kin: DAPO, Dr. GRPO and GSPO are other values of the same options."""
+"""Group-relative policy optimization. Its options also give DAPO, Dr. GRPO and GSPO."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import ClassVar, Literal, get_args
 from torch import Tensor
 
 from cookbook.errors import ConfigError
-from cookbook.losses.base import Batch, Metrics, Scope, choice, kept, non_negative, positive, weighted_mean, within
+from cookbook.losses.base import LossBatch, Metrics, Scope, choice, kept, non_negative, positive, weighted_mean, within
+from cookbook.losses.normalization import Normalization
 from cookbook.losses.policy import (
     SHARED_RATIO,
     PolicyLoss,
-    Rollouts,
+    RolloutArrays,
     bounded_exp,
     clipped_surrogate,
     importance_weights,
     k3,
     sequence_log_ratio,
 )
-from cookbook.normalization import Normalization
 
 Anchor = Literal["sampler", "trainer"]
 Level = Literal["token", "sequence"]
@@ -29,24 +29,26 @@ Level = Literal["token", "sequence"]
 class GRPO(PolicyLoss):
     """``sum w * ( v * max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A) + kl_beta * k3 - entropy_coef * H ) / divisor``.
 
-    ``r = exp(p - o)`` is how far the update has moved a token, ``v = min(exp(o - q), importance_cap)`` repairs that
-    trainer and sampler computed different probabilities for it, and ``k3 = exp(f - p) - (f - p) - 1`` estimates
-    KL(policy || reference), with gradient ``1 - exp(f - p)``. Three policies, so three logprobs beside the current one:
+    Per token: p is the current logprob, A the advantage, w the weight. ``r = exp(p - o)`` measures how far the update has
+    moved the token, ``v = min(exp(o - q), importance_cap)`` corrects the difference between the probabilities of trainer
+    and sampler, and ``k3 = exp(f - p) - (f - p) - 1`` estimates KL(policy || reference), with gradient ``1 - exp(f - p)``.
+    ``H`` is the policy's entropy, with its gradient: the bonus delays the collapse of the policy. Three other policies need
+    three logprobs:
 
-    * ``sampling_logprobs`` (or ``logprobs``): q, what the sampler reported.
+    * ``sampling_logprobs`` (or ``logprobs``): q, from the sampler.
     * ``old_logprobs``, optional: o, the trainer's own logprobs before the first update on these samples.
-    * ``reference_logprobs``, when ``kl_beta > 0``: f.
+    * ``reference_logprobs``, if ``kl_beta > 0``: f.
 
-    Further ``advantages`` and ``weights`` (default ones). A token of weight 0 influences nothing, not a sequence's
-    ratio either. ``H`` is the policy's entropy, with its gradient: the bonus keeps it from settling too early.
+    The loss also reads ``advantages`` and ``weights`` (default ones). A token of weight 0 influences neither the loss nor the
+    ratio of its sequence. ``optim_step`` divides the sum by ``normalization``, ``divisor`` is ``length_divisor``.
 
     Options:
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high]; 0 <= clip_low <= 1, clip_high >= 0.
         clip_max: dual clip, > 1: where A < 0 a term is at most ``clip_max * |A|``. null: no limit.
         kl_beta: weight of the KL to the reference, >= 0. 0: no reference is needed.
         entropy_coef: weight of the entropy bonus, >= 0, over the whole vocabulary at the sampling temperature.
-        anchor: what o is where the datums carry no ``old_logprobs``. ``sampler``: q; v is then 1, and the clip measures
-            from sampler to now. ``trainer``: the current logprobs as constants, exact for the first update after
+        anchor: value of o if the datums have no ``old_logprobs``. ``sampler``: q; v is then 1, and the clip measures from
+            the sampler to the current policy. ``trainer``: the current logprobs as constants, exact for the first update after
             sampling; r is then 1, and only v acts.
         importance_level: ``token``, or ``sequence``: v from the mean of ``o - q`` over the sequence.
         importance_cap: v's upper bound, > 0. null: none.
@@ -115,7 +117,7 @@ class GRPO(PolicyLoss):
         shared = SHARED_RATIO if self.ratio == "sequence" else ""
         return "; ".join(filter(None, (anchor, shared))) or None
 
-    def terms(self, batch: Batch, tokens: Rollouts) -> tuple[Tensor, Metrics]:
+    def terms(self, batch: LossBatch, tokens: RolloutArrays) -> tuple[Tensor, Metrics]:
         old = self._old_logprobs(batch, tokens)
         log_ratio = tokens.logprobs - old
         if self.ratio == "sequence":
@@ -139,13 +141,13 @@ class GRPO(PolicyLoss):
             terms = terms - self.entropy_coef * kept(batch.entropies, tokens.weights)
         return terms / self.length_divisor, metrics
 
-    def _old_logprobs(self, batch: Batch, tokens: Rollouts) -> Tensor:
+    def _old_logprobs(self, batch: LossBatch, tokens: RolloutArrays) -> Tensor:
         if batch.has("old_logprobs"):
             return kept(batch.read("old_logprobs"), tokens.weights)
         return tokens.sampling_logprobs if self.anchor == "sampler" else tokens.logprobs.detach()
 
-    def _importance(self, batch: Batch, log_ratio: Tensor, weights: Tensor) -> tuple[Tensor, Metrics]:
-        """v per token, ``(N,)``, from ``o - q``, and what the limits did to it."""
+    def _importance(self, batch: LossBatch, log_ratio: Tensor, weights: Tensor) -> tuple[Tensor, Metrics]:
+        """Return v, ``(N,)``, from ``o - q``, and metrics of its capped and dropped tokens."""
         if self.importance_level == "sequence":
             log_ratio = batch.spread(batch.mean_by_sequence(log_ratio, (weights != 0).to(log_ratio)))
         importance = importance_weights(log_ratio, self.importance_cap, self.icepop_threshold)

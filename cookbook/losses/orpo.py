@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from cookbook.losses.base import Loss, Metrics, Scope, non_negative
+from cookbook.losses.normalization import Normalization, Reduction
 from cookbook.losses.pairs import PairBatch, logprob_metrics, reward_metrics
-from cookbook.normalization import Normalization, Reduction
 from cookbook.types import Datum
 
 LARGEST_LOGPROB = -1e-6
-"""Above this mean logprob the log-odds, infinite at 0, go on as their tangent."""
+"""Above this mean logprob the log-odds, infinite at 0, continue as their tangent."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class ORPO(Loss):
 def log_odds(logprob: Tensor) -> Tensor:
     """``log(p / (1 - p))`` from ``log p <= 0``; the tangent at :data:`LARGEST_LOGPROB` above it.
 
-    A clamp there would leave a rejected answer of probability 1 without the gradient that is to push it down.
+    A clamp would give a rejected answer of probability 1 no gradient, so its probability would not fall.
     """
     inside = logprob.clamp(max=LARGEST_LOGPROB)
     return inside - log1mexp(inside) + torch.relu(logprob - LARGEST_LOGPROB) / -math.expm1(LARGEST_LOGPROB)
@@ -81,7 +81,7 @@ def log_odds(logprob: Tensor) -> Tensor:
 def log1mexp(value: Tensor) -> Tensor:
     """``log(1 - e^x)`` for x < 0, accurate at both ends: near 0 through expm1, far from it through log1p.
 
-    Each branch sees only what it can bear, because a gradient of 0 times infinity would be NaN.
+    Each branch gets only inputs in its domain, because a gradient of 0 times infinity would be NaN.
 
     Source: Maechler 2012, "Accurately Computing log(1 - exp(-|a|))".
     """

@@ -1,4 +1,4 @@
-"""What the preference losses share: datums in pairs, chosen before rejected."""
+"""Batches of the preference losses: datums in pairs, chosen before rejected."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from cookbook.errors import DataError
-from cookbook.losses.base import Batch, Metrics, masked
+from cookbook.losses.base import LossBatch, Metrics, masked
 from cookbook.types import Datum
 
 
-class PairBatch(Batch):
+class PairBatch(LossBatch):
     """A batch of ``P`` pairs: datums chosen, rejected, chosen, rejected, ... Responses are the tokens of ``weights``.
 
-    Only ``weights`` say what belongs to a response; answers that begin alike are trained from their first token on.
+    Only ``weights`` mark a response; answers with equal first tokens are trained from their first token on.
 
     Raises:
         DataError: an odd number of datums, or a response none of whose tokens has a weight.

@@ -1,4 +1,4 @@
-"""What the policy-gradient losses share: reading rollouts, and ratios of probabilities that stay finite.
+"""Shared parts of the policy-gradient losses: reading of rollouts, and ratios of probabilities that stay finite.
 
 Notation throughout: ``p`` current logprob, ``q`` logprob the token was sampled with, ``o`` logprob under the policy the
 update is measured from, ``f`` reference logprob, ``A`` advantage, ``w`` weight. All natural logarithms, all per token.
@@ -14,33 +14,34 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from cookbook.losses.base import Batch, Loss, Metrics, Scope, kept, masked, weighted_mean
-from cookbook.normalization import Normalization, Reduction
+from cookbook.losses.base import Loss, LossBatch, Metrics, Scope, kept, masked, weighted_mean
+from cookbook.losses.normalization import Normalization, Reduction
 from cookbook.types import Datum
 
 LOG_RATIO_LIMIT = 20.0
-"""Above this log-ratio the exponential goes on as its tangent."""
+"""Above this log-ratio the exponential continues as its tangent."""
 
 _SLOPE = math.exp(LOG_RATIO_LIMIT)
 _EDGE_ULPS = 8
-"""How many rounding errors a ratio may lie beyond a clip bound and still count as on it, that is, inside."""
+"""Number of rounding errors by which a ratio may exceed a clip bound and still count as inside."""
 
 
 @dataclass(frozen=True)
-class Rollouts:
+class RolloutArrays:
     """Sampled tokens laid flat, ``(N,)`` each; all but the weights are an exact 0 where the weight is 0.
 
-    Masked on the way in, so that what stands at a masked token, infinities included, reaches no value and no slope.
+    Masked before use, so that the values at masked tokens, infinities included, influence neither value nor slope.
     """
 
-    logprobs: Tensor  # with gradient
+    # With its graph.
+    logprobs: Tensor
     sampling_logprobs: Tensor
     advantages: Tensor
     weights: Tensor
 
 
 SHARED_RATIO = "how a sequence's ratio is shared among its tokens (GSPO-token)"
-"""What :func:`sequence_log_ratio` holds constant: exact for one advantage per sequence and weights of 0 and 1."""
+"""Term that :func:`sequence_log_ratio` holds constant: exact for one advantage per sequence and weights of 0 and 1."""
 
 
 class PolicyLoss(Loss):
@@ -61,14 +62,14 @@ class PolicyLoss(Loss):
     def scope(self) -> Scope:
         return Scope.token
 
-    def terms(self, batch: Batch, tokens: Rollouts) -> tuple[Tensor, Metrics]:
-        """What each token adds to the loss before its weight, ``(N,)``, and metrics over the tokens of weight != 0."""
+    def terms(self, batch: LossBatch, tokens: RolloutArrays) -> tuple[Tensor, Metrics]:
+        """Return the term of each token before its weight, ``(N,)``, and metrics over the tokens of weight != 0."""
         raise NotImplementedError
 
     def __call__(
         self, data: Sequence[Datum], logprobs: list[Tensor], entropies: list[Tensor] | None = None
     ) -> tuple[Tensor, Metrics]:
-        batch = Batch(data, logprobs, entropies)
+        batch = LossBatch(data, logprobs, entropies)
         tokens = read_rollouts(batch, sampled_only=self.sampled_only)
         terms, metrics = self.terms(batch, tokens)
         drift = (tokens.logprobs - tokens.sampling_logprobs).detach()
@@ -79,20 +80,20 @@ class PolicyLoss(Loss):
         return masked(terms, tokens.weights).sum(), metrics
 
 
-def read_rollouts(batch: Batch, *, sampled_only: bool) -> Rollouts:
+def read_rollouts(batch: LossBatch, *, sampled_only: bool) -> RolloutArrays:
     """The fields of :class:`PolicyLoss` from a batch."""
     sampling, advantages = batch.read("sampling_logprobs"), batch.read("advantages")
     weights = batch.read("weights", default=1.0)
     if sampled_only and not batch.has("weights"):
         weights = ((sampling != 0) | (advantages != 0)).to(weights)
-    return Rollouts(kept(batch.logprobs, weights), kept(sampling, weights), kept(advantages, weights), weights)
+    return RolloutArrays(kept(batch.logprobs, weights), kept(sampling, weights), kept(advantages, weights), weights)
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
     """``exp(x)`` up to x = 20, its tangent above: finite in float32, and the slope never vanishes.
 
-    A plain clamp would take the gradient from exactly the tokens that need it most: those that became e^20 times
-    likelier and should not have.
+    A plain clamp would remove the gradient of the tokens that need it most: those that wrongly became e^20 times
+    more likely.
     """
     return log_ratio.clamp(max=LOG_RATIO_LIMIT).exp() + torch.relu(log_ratio - LOG_RATIO_LIMIT) * _SLOPE
 
@@ -109,7 +110,7 @@ def k3(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(max=LOG_RATIO_LIMIT).expm1() + tangent - log_ratio
 
 
-def sequence_log_ratio(batch: Batch, log_ratio: Tensor, weights: Tensor) -> Tensor:
+def sequence_log_ratio(batch: LossBatch, log_ratio: Tensor, weights: Tensor) -> Tensor:
     """Every token gets its sequence's mean log-ratio over the tokens of weight != 0, and its own slope, ``(N,)``.
 
     The value is the sequence's, the slope with respect to each token's own logprob is 1 (straight-through). Summed over

@@ -8,9 +8,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from cookbook.errors import ConfigError, DataError
-from cookbook.losses.base import Batch, Metrics, non_negative, weighted_mean
-from cookbook.losses.policy import PolicyLoss, Rollouts, bounded_exp, clipped_surrogate
-from cookbook.normalization import Normalization
+from cookbook.losses.base import LossBatch, Metrics, non_negative, weighted_mean
+from cookbook.losses.normalization import Normalization
+from cookbook.losses.policy import PolicyLoss, RolloutArrays, bounded_exp, clipped_surrogate
 
 
 class ClippedLoss(PolicyLoss):
@@ -29,9 +29,9 @@ class ClippedLoss(PolicyLoss):
         low, high = self.clip_low_threshold, self.clip_high_threshold
         non_negative("loss", clip_low_threshold=low, clip_high_threshold=high)
         if low > high:
-            raise ConfigError(f"loss: clip_low_threshold={low} is above clip_high_threshold={high}; swap")
+            raise ConfigError(f"loss: clip_low_threshold={low} is above clip_high_threshold={high}; swap the two values")
 
-    def bounds(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def bounds(self, batch: LossBatch) -> tuple[Tensor, Tensor]:
         """Lower and upper bound of each token's ratio, ``(N,)``.
 
         Raises:
@@ -49,6 +49,8 @@ class ClippedLoss(PolicyLoss):
 class PPO(ClippedLoss):
     """``-sum w * min(r A, clip(r, low, high) A)`` with ``r = exp(p - q)``.
 
+    Per token: p is the current logprob, q the logprob that the token was sampled with, A the advantage, w the weight.
+
     Options:
         clip_low_threshold: lower bound of the ratio, 0 <= low <= high.
         clip_high_threshold: upper bound of the ratio.
@@ -64,7 +66,7 @@ class PPO(ClippedLoss):
     clip_high_threshold: float = 1.2
     normalization: Normalization | None = Normalization.num_loss_tokens
 
-    def terms(self, batch: Batch, tokens: Rollouts) -> tuple[Tensor, Metrics]:
+    def terms(self, batch: LossBatch, tokens: RolloutArrays) -> tuple[Tensor, Metrics]:
         ratio = bounded_exp(self.log_ratio(batch, tokens))
         terms, outside = clipped_surrogate(ratio, tokens.advantages, *self.bounds(batch))
         return terms, {
@@ -72,6 +74,6 @@ class PPO(ClippedLoss):
             "loss/clip_frac": weighted_mean(outside, tokens.weights),
         }
 
-    def log_ratio(self, batch: Batch, tokens: Rollouts) -> Tensor:
-        """What is clipped, as a logarithm, ``(N,)``."""
+    def log_ratio(self, batch: LossBatch, tokens: RolloutArrays) -> Tensor:
+        """The logarithm of the clipped ratio, ``(N,)``."""
         return tokens.logprobs - tokens.sampling_logprobs

@@ -1,1 +1,1 @@
-"""The trainer as a service: the embedded trainer behind HTTP, in the protocol that Tinker's client speaks."""
+"""Training and sampling over HTTP: serves the embedded trainer with the protocol of the Tinker client."""

@@ -1,65 +1,140 @@
-"""The application: state, routes, and what surrounds them."""
+"""The FastAPI application: routes, middleware, recovery at start and periodic cleanup."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import functools
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cookbook import __version__
-from cookbook.server.auth import Auth
-from cookbook.server.errors import Refused
-from cookbook.server.observed import Observed
-from cookbook.server.restoring import restore
-from cookbook.server.results import error_response
-from cookbook.server.routes import about, download, futures, metrics, runs, sampling, session, training
-from cookbook.server.service import Service
+from cookbook.backends.remote.connection import HUB_PATH
+from cookbook.errors import CheckpointError, ConfigError
+from cookbook.server.handlers.recovery import recover
+from cookbook.server.handlers.silence import restore, unload_silent_sessions
+from cookbook.server.keys import CALLER, ApiKey, KeyRing
+from cookbook.server.metrics import RequestObserver
+from cookbook.server.routes import endpoint, hub, requests, runs, session
+from cookbook.server.state.countdown import STOPPED_S
+from cookbook.server.state.service import Service
+from cookbook.server.wire import openai
+from cookbook.server.wire.bodies import Refused
+from cookbook.server.wire.encode import error_response
+from cookbook.utils.version import __version__
 
+log = logging.getLogger("cookbook")
 API = "/api/v1"
-HOUSEKEEPING_S = 30.0
+# Seconds between two searches for silent clients, and between two deletions of old log files.
+CLEANUP_S, PRUNE_S = 1.0, 30.0
+# Routes without authentication: health probes have no key, and download URLs are signed.
+WITHOUT_KEY = (f"{API}/healthz", f"{API}/download/")
 
 
 def create_app(service: Service) -> FastAPI:
-    """The server around ``service``. Raises ConfigError where its keys are not in order."""
+    """Build the application."""
     app = FastAPI(
         title="cookbook", version=__version__, lifespan=_lifespan, docs_url=f"{API}/docs", openapi_url=f"{API}/openapi.json"
     )
     app.state.service = service
-    for part in (session, training, sampling, futures, runs, download, about):
+    for part in (session, requests, runs):
         app.include_router(part.router, prefix=API)
-    app.include_router(metrics.router)
+    app.include_router(session.metrics_router)
+    app.include_router(endpoint.router)
+    app.include_router(hub.router, prefix=HUB_PATH)
     app.add_exception_handler(Refused, _refused)
-    app.add_exception_handler(ClientDisconnect, _unheard)
-    app.add_middleware(Auth, keys=service.config.api_keys())
-    app.add_middleware(Observed, metrics=service.metrics)
+    app.add_exception_handler(CheckpointError, _refused)
+    app.add_exception_handler(ClientDisconnect, _disconnected)
+    app.add_middleware(Auth, keys=service.tenants.keys, on_request=service.note_request)
+    app.add_middleware(RequestObserver, metrics=service.metrics)
     return app
 
 
-async def _refused(_: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)
-    return error_response(error.status, str(error))
+class Auth:
+    """ASGI middleware for API-key authentication, with ``X-API-Key`` or a bearer token. It sets ``CALLER`` for the request.
+
+    If the server has no keys, requests are not authenticated. ``on_request`` is called at every request of a client; health
+    probes and Prometheus are no clients.
+    """
+
+    def __init__(self, app: ASGIApp, keys: KeyRing, on_request: Callable[[], None] = lambda: None) -> None:
+        self.app = app
+        self._keys = keys
+        self._on_request = on_request
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_open = scope["type"] != "http" or scope["path"].startswith(WITHOUT_KEY)
+        key = None if is_open else self._key_of(scope)
+        if not is_open and key is None and self._keys.keys:
+            refused = Refused(401, "the API key is missing or wrong; set TINKER_API_KEY, or api_key of an OpenAI client")
+            await _error(scope["path"], refused, 401, str(refused))(scope, receive, send)
+            return
+        if not is_open and scope["path"].startswith((API, *openai.PATHS)):
+            self._on_request()
+        CALLER.set(key)
+        await self.app(scope, receive, send)
+
+    def _key_of(self, scope: Scope) -> ApiKey | None:
+        """Return the key of a request; None: it is missing or wrong. A changed file of keys is read again."""
+        try:
+            self._keys.refresh()
+        except ConfigError as error:
+            log.warning("%s; the former keys stay valid", error)
+        headers = dict(scope["headers"])
+        return self._keys.find(headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer "))
 
 
-async def _unheard(_: Request, __: Exception) -> Response:
-    """The client has gone in the middle of its request: no fault of ours, and nobody reads the answer."""
-    return error_response(400, "the request ended before it was whole")
+async def _refused(request: HttpRequest, error: Exception) -> Response:
+    """Respond to a refused request. A CheckpointError (invalid address, unknown checkpoint) becomes status 404."""
+    service: Service = request.app.state.service
+    status = error.status if isinstance(error, Refused) else 404
+    return _error(request.url.path, error, status, service.without_paths(str(error)))
+
+
+def _error(path: str, error: Exception, status: int, message: str) -> Response:
+    """Return an error in the format that the clients of the route know."""
+    if path.startswith(openai.PATHS):
+        return openai.openai_error(error, status, message)
+    return error_response(status, message)
+
+
+async def _disconnected(_: HttpRequest, __: Exception) -> Response:
+    """Handle a client that disconnected while it sent a request.
+
+    No client reads this response. Without the handler the disconnect would be logged as an error of the server.
+    """
+    return error_response(400, "the connection closed before the request was complete")
 
 
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    await restore(app.state.service)
-    keeping = asyncio.create_task(_keep_house(app.state.service))
+    service: Service = app.state.service
+    service.restore = functools.partial(restore, service)
+    await recover(service)
+    cleanup = asyncio.create_task(_clean_up_periodically(service))
     yield
-    keeping.cancel()
+    cleanup.cancel()
 
 
-async def _keep_house(service: Service) -> None:
-    """Frees what clients that have vanished held."""
+async def _clean_up_periodically(service: Service) -> None:
+    pruned = seen = time.monotonic()
     while True:
-        await asyncio.sleep(HOUSEKEEPING_S)
-        service.end_silent_sessions()
-        service.prune_logs()
+        await asyncio.sleep(CLEANUP_S)
+        # A late tick means that the server was stopped: what clients sent meanwhile has not been read yet.
+        if time.monotonic() - seen > CLEANUP_S + STOPPED_S:
+            service.excuse_silence()
+        seen = time.monotonic()
+        try:
+            unload_silent_sessions(service)
+            if seen - pruned >= PRUNE_S:
+                pruned = seen
+                service.prune_logs()
+        except Exception:
+            # For example a disk that cannot sync. The next cleanup may succeed.
+            log.exception("the periodic cleanup has failed; it is repeated")

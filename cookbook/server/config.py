@@ -1,46 +1,48 @@
-"""How the server listens, and what it keeps."""
+"""Configuration of the server: ``conf/serve.yaml``."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
+import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from cookbook.errors import ConfigError
-from cookbook.server.durability import LEVELS
+from cookbook.server.keys import KeyRing
 
-LIMITS = (
-    "max_request_mb",
-    "max_results_mb",
-    "max_pending_mb",
-    "max_runs",
-    "max_sessions",
-    "session_timeout_s",
-    "gap_timeout_s",
-    "drain_s",
-    "checkpoint_s",
-    "log_mb",
-)
+DURABILITY_LEVELS = ("synced", "written", "off")
+# All other numbers must be above 0.
+MAY_BE_ZERO = ("port", "samplers_gb", "graphs_gb")
 
 
 @dataclass
 class ServerConfig:
-    """``conf/serve.yaml`` says what each field means."""
+    """Options of the server. ``conf/serve.yaml`` documents each field."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     names: list[str] = field(default_factory=list)
     keys_file: str | None = None
     keys_env: str = "COOKBOOK_API_KEYS"
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    address_file: str | None = None
+    idle_h: float | None = None
+    idle_file: str | None = None
     max_request_mb: int = 256
     max_results_mb: int = 1024
     max_pending_mb: int = 1024
+    max_request_tokens: int = 33_554_432
+    max_session_tokens: int = 134_217_728
+    max_request_gb: float = 8.0
+    max_attempts: int = 2
     max_runs: int = 256
     max_sessions: int = 256
     samplers_gb: float = 8.0
     graphs_gb: float = 4.0
     session_timeout_s: float = 600.0
+    keep_silent_h: float = 168.0
     gap_timeout_s: float = 120.0
     drain_s: float = 30.0
     durability: str = "synced"
@@ -49,50 +51,49 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
-            raise ConfigError(f"server.port: expected 0 to 65535, got {self.port}; 0 takes any that is free")
-        for name in LIMITS:
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"server.{name} must be above 0, got {getattr(self, name)}")
-        if self.durability not in LEVELS:
-            raise ConfigError(f"server.durability: expected one of {', '.join(LEVELS)}, got {self.durability!r}")
-        for name in ("graphs_gb", "samplers_gb"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"server.{name}: expected 0 or more, got {getattr(self, name)}")
-
-    @property
-    def graph_bytes(self) -> int:
-        return int(self.graphs_gb * (1 << 30))
-
-    @property
-    def sampler_bytes(self) -> int:
-        return int(self.samplers_gb * (1 << 30))
+            raise ConfigError(f"server.port: expected 0 to 65535, got {self.port}; 0 chooses a free port")
+        for name, value in vars(self).items():
+            if name in MAY_BE_ZERO and not value >= 0:
+                raise ConfigError(f"server.{name}: expected 0 or more, got {value}")
+            if name not in MAY_BE_ZERO and isinstance(value, int | float) and not value > 0:
+                raise ConfigError(f"server.{name}: expected a number above 0, got {value}")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            missing = "tls_cert" if self.tls_cert is None else "tls_key"
+            raise ConfigError(f"server.{missing}: not set; set server.tls_cert and server.tls_key, or neither")
+        if self.durability not in DURABILITY_LEVELS:
+            raise ConfigError(f"server.durability: expected one of {', '.join(DURABILITY_LEVELS)}, got {self.durability!r}")
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach it."""
+        """Whether only this machine can reach the server."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return self.host == "localhost"
 
-    def api_keys(self) -> list[str]:
-        """The keys that open the server, from the file and the environment; none: it is open.
+    def check_tls(self) -> None:
+        """Raise ConfigError if the certificate or its key cannot be loaded."""
+        if self.tls_cert is None or self.tls_key is None:
+            return
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.tls_cert, self.tls_key, password="")
+        except OSError as error:
+            raise ConfigError(
+                f"server.tls_cert: cannot load {self.tls_cert!r} with the key {self.tls_key!r}: {error.strerror or error}; "
+                "pass PEM files of a certificate and its private key without a password"
+            ) from None
+
+    def key_ring(self) -> KeyRing:
+        """Return the API keys of the file and the environment; without any, requests are not authenticated.
 
         Raises:
-            ConfigError: the file cannot be read, or there is no key and others than this machine could reach the server.
+            ConfigError: the file is invalid or cannot be read, or other machines can reach the server and there are no keys.
         """
-        keys = os.environ.get(self.keys_env, "").replace(",", " ").split()
-        if self.keys_file is not None:
-            try:
-                lines = Path(self.keys_file).read_text(encoding="utf-8").splitlines()
-            except OSError as error:
-                raise ConfigError(f"server.keys_file: cannot read {self.keys_file!r}: {error.strerror}") from None
-            keys += [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-            if not keys:
-                raise ConfigError(f"server.keys_file: {self.keys_file} holds no key; write one a line")
-        if not keys and not self.is_local:
+        secrets = os.environ.get(self.keys_env, "").replace(",", " ").split()
+        ring = KeyRing(None if self.keys_file is None else Path(self.keys_file), secrets)
+        if not ring.keys and not self.is_local:
             raise ConfigError(
-                f"server.host: {self.host} can be reached from other machines, and there are no API keys; set server.keys_file "
-                f"or ${self.keys_env}, or stay on 127.0.0.1"
+                f"server.host: {self.host} is reachable from other machines, and no API keys are set; set server.keys_file "
+                f"or ${self.keys_env}, or use 127.0.0.1"
             )
-        return keys
+        return ring

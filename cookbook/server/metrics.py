@@ -1,76 +1,135 @@
-"""What the server does and holds, counted: for Prometheus, and for the line on the terminal."""
+"""Observability: Prometheus metrics, an event log of JSON lines, and the middleware that records HTTP requests in both."""
 
 from __future__ import annotations
 
+import json
+import logging
+import logging.handlers
+import os
+import re
 import resource
+import secrets
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from io import TextIOWrapper
+from pathlib import Path
 
-if TYPE_CHECKING:
-    from cookbook.server.futures import Answer
-    from cookbook.server.results import Result
-    from cookbook.server.service import Service
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+LOG = logging.getLogger("cookbook.server")
+# The event log is rotated at this size; three old files are kept.
+LOG_BYTES = 16 << 20
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-Samples = list[tuple[tuple[tuple[str, str], ...], float]]
-_KIB = 1 if sys.platform == "darwin" else 1024  # what ru_maxrss counts in
+_TOKEN = re.compile("/download/[^/]*/?")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+# Bytes per unit of ru_maxrss.
+_RSS_BYTES = 1 if sys.platform == "darwin" else 1024
+
+
+def log_event(event: str, **fields: object) -> None:
+    """Write one line to the event log; see :func:`log_to`."""
+    LOG.info(json.dumps({"time": round(time.time(), 3), "event": event, **fields}))
+
+
+class _EventFile(logging.handlers.RotatingFileHandler):
+    def _open(self) -> TextIOWrapper:
+        """Open the file for its owner only: it shows when which client did what."""
+        descriptor = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        # An earlier version of the server created the file with another mode.
+        os.fchmod(descriptor, 0o600)
+        return os.fdopen(descriptor, "a", encoding=self.encoding, errors=self.errors)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - a method of the base class
+        """Drop the event. The default would print a traceback for every event while the disk is full."""
+
+
+def log_to(file: Path) -> None:
+    """Write events to ``file``, one JSON object per line."""
+    LOG.addHandler(_EventFile(file, maxBytes=LOG_BYTES, backupCount=3, encoding="utf-8"))
+    LOG.setLevel(logging.INFO)
+    LOG.propagate = False
 
 
 class Metrics:
-    """Counters since the start. What is there at a moment is asked of the service then."""
+    """Counters since the start of the server."""
 
     def __init__(self) -> None:
         self.started = time.monotonic()
-        self.requests: Counter[tuple[str, str]] = Counter()  # by route and status
-        self.answers: Counter[tuple[str, str]] = Counter()  # by kind of work, and done or failed
-        self.seconds: defaultdict[str, float] = defaultdict(float)  # from acceptance to result, by kind of work
+        # HTTP requests by route and status.
+        self.http_requests: Counter[tuple[str, ...]] = Counter()
+        # Settled requests by kind and outcome ("done" or "failed").
+        self.settled: Counter[tuple[str, ...]] = Counter()
+        # Seconds from acceptance to result, summed by kind.
+        self.seconds: defaultdict[tuple[str, ...], float] = defaultdict(float)
         self.trained_tokens = 0
         self.sampled_tokens = 0
 
-    def settled(self, answer: Answer, result: Result) -> None:
-        self.answers[answer.kind, "failed" if result.is_failure else "done"] += 1
-        self.seconds[answer.kind] += time.monotonic() - answer.asked
+    def count_settled(self, kind: str, seconds: float, *, failed: bool) -> None:
+        self.settled[kind, "failed" if failed else "done"] += 1
+        self.seconds[kind,] += seconds
 
-    def exposition(self, service: Service) -> str:
-        """Everything in Prometheus' text format."""
-        lines: list[str] = []
-        for name, kind, help_text, samples in self._families(service):
-            lines += [f"# HELP cookbook_{name} {help_text}", f"# TYPE cookbook_{name} {kind}"]
-            for labels, value in samples:
-                shown = ",".join(f'{key}="{text}"' for key, text in labels)
-                lines.append(f"cookbook_{name}{{{shown}}} {value}" if shown else f"cookbook_{name} {value}")
+    def exposition(self, gauges: Iterable[tuple[str, str, float]]) -> str:
+        """Return all counters, and ``gauges`` (name, help text, value), in Prometheus' text format."""
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_BYTES
+        uptime = time.monotonic() - self.started
+        lines = [
+            *_family("http_requests_total", "HTTP requests.", self.http_requests, "route", "status"),
+            *_family("calls_total", "Settled requests.", self.settled, "kind", "outcome"),
+            *_family("call_seconds_total", "Seconds from the acceptance of requests to their results.", self.seconds, "kind"),
+            *_family("trained_tokens_total", "Tokens of forward and backward passes.", {(): self.trained_tokens}),
+            *_family("sampled_tokens_total", "Sampled tokens.", {(): self.sampled_tokens}),
+        ]
+        for name, help_text, value in gauges:
+            lines += _family(name, help_text, {(): value})
+        lines += _family("memory_peak_bytes", "Peak resident memory of the server process.", {(): memory})
+        lines += _family("uptime_seconds", "Seconds since the server started.", {(): uptime})
         return "\n".join(lines) + "\n"
 
-    def _families(self, service: Service) -> Iterator[tuple[str, str, str, Samples]]:
-        def one(value: float) -> Samples:
-            return [((), value)]
 
-        requests = _labelled(("route", "status"), self.requests)
-        answers = _labelled(("kind", "outcome"), self.answers)
-        seconds = _labelled(("kind",), {(kind,): total for kind, total in self.seconds.items()})
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
-        yield "http_requests_total", "counter", "HTTP requests answered.", requests
-        yield "calls_total", "counter", "Calls that have their result.", answers
-        yield "call_seconds_total", "counter", "Seconds from a call's acceptance to its result.", seconds
-        yield "trained_tokens_total", "counter", "Tokens of forward and backward passes.", one(self.trained_tokens)
-        yield "sampled_tokens_total", "counter", "Tokens drawn.", one(self.sampled_tokens)
-        yield "calls_pending", "gauge", "Calls accepted and not answered yet.", one(service.answers.pending)
-        yield "sessions", "gauge", "Clients connected.", one(len(service.sessions))
-        yield "training_runs", "gauge", "Training runs in memory.", one(len(service.runs))
-        yield "samplers", "gauge", "Sampling sessions in memory.", one(len(service.samplers))
-        yield "samplers_let_go_total", "counter", "Sampling sessions that lost their weights.", one(service.samplers.num_let_go)
-        yield "sampler_bytes", "gauge", "Weights of sampling sessions.", one(service.samplers.num_bytes)
-        yield "answers", "gauge", "Calls that may be asked for again.", one(len(service.answers))
-        yield "pending_bytes", "gauge", "Requests that wait for their results.", one(service.answers.pending_bytes)
-        yield "log_bytes", "gauge", "Logs on the disk, states aside.", one(service.log_bytes)
-        yield "result_bytes", "gauge", "Results kept for clients that ask again.", one(service.answers.kept_bytes)
-        yield "graph_bytes", "gauge", "Forward passes kept for a backward pass.", one(service.host.graphs.num_bytes)
-        yield "memory_peak_bytes", "gauge", "The most memory the process has held.", one(memory)
-        yield "uptime_seconds", "gauge", "Since the start.", one(time.monotonic() - self.started)
+def _family(name: str, help_text: str, samples: Mapping[tuple[str, ...], float], *labels: str) -> Iterator[str]:
+    """Yield the lines of one metric, a sample for each combination of label values."""
+    yield f"# HELP cookbook_{name} {help_text}"
+    yield f"# TYPE cookbook_{name} {'counter' if name.endswith('_total') else 'gauge'}"
+    for key, value in sorted(samples.items()):
+        label_text = ",".join(f'{label}="{text}"' for label, text in zip(labels, key, strict=True))
+        yield f"cookbook_{name}{{{label_text}}} {value}" if label_text else f"cookbook_{name} {value}"
 
 
-def _labelled(names: Sequence[str], counted: Mapping[Any, float]) -> Samples:
-    return [(tuple(zip(names, key, strict=True)), value) for key, value in sorted(counted.items())]
+class RequestObserver:
+    """ASGI middleware that counts and logs every HTTP request.
+
+    The id of a request is its ``X-Request-ID`` header if that is valid, else a new random id. The response carries it too.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app = app
+        self.metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        # 500 is the status of a request that fails before its response starts.
+        start, status = time.monotonic(), 500
+        client_id = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+        request_id = client_id if _REQUEST_ID.fullmatch(client_id) else secrets.token_hex(8)
+
+        async def observed_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, observed_send)
+        finally:
+            # Count by route pattern: paths contain ids, so their number, and that of the labels, would be unlimited.
+            route = getattr(scope.get("route"), "path", "other")
+            self.metrics.http_requests[route, str(status)] += 1
+            milliseconds = round(1000 * (time.monotonic() - start), 1)
+            # The address of a download is a credential.
+            path = _TOKEN.sub("/download/***/", scope["path"])
+            log_event("request", id=request_id, method=scope["method"], path=path, status=status, ms=milliseconds)

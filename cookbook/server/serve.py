@@ -1,56 +1,100 @@
-"""Starting and stopping the server."""
+"""Start and graceful shutdown of the server, and its status line on the terminal."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
 import signal
 import socket
+import sys
+import threading
+import time
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 import uvicorn
 
-from cookbook import atomic, lock
-from cookbook.backends.local import LocalConfig
+from cookbook.backends.group.supervisor import RankChannel
 from cookbook.engine.model import ModelConfig
 from cookbook.errors import ConfigError
+from cookbook.protocols import EngineBackend
 from cookbook.server.app import create_app
-from cookbook.server.catalogue import Catalogue
 from cookbook.server.config import ServerConfig
-from cookbook.server.host import Host
-from cookbook.server.observed import log_to
-from cookbook.server.running import Server
-from cookbook.server.service import Service
+from cookbook.server.metrics import log_event, log_to
+from cookbook.server.state.catalog import Catalog
+from cookbook.server.state.host import Host
+from cookbook.server.state.service import Service
+from cookbook.utils import files
 
 LOG_FILE = "requests.jsonl"
+# Name of the checkpoint of each run that is saved at shutdown.
+CHECKPOINT_NAME = "shutdown"
+STATUS_S = 1.0
+# Seconds after server.drain_s in which runs are saved and connections closed.
+END_S = 4.0
 
 
-def serve(model: ModelConfig, backend: LocalConfig, server: ServerConfig, *, seed: int, out: Path) -> None:
-    """Loads the model, listens, and answers until it is told to stop.
+def serve(
+    model: ModelConfig,
+    backend: EngineBackend,
+    server: ServerConfig,
+    *,
+    seed: int,
+    out: Path,
+    channel: RankChannel | None = None,
+) -> None:
+    """Load the model, listen, and serve until a signal stops the server.
+
+    Args:
+        channel: connection to the supervisor of a group of ranks, which owns the listening socket; None: open a socket here.
 
     Raises:
-        ConfigError: the address cannot be had, or needs keys that are not there; another server uses ``out``.
+        ConfigError: the address is in use or needs API keys that are missing; another server uses ``out``.
         BackendError: the model cannot be loaded.
     """
-    server.api_keys()  # before anything slow
-    atomic.make_folders(out)
-    alone = contextlib.nullcontext() if server.durability == "off" else lock.held(out)
-    with alone, listening(server) as listener:
-        host = Host(model, backend, seed=seed, names=tuple(server.names), graph_bytes=server.graph_bytes)
-        service = Service(host, Catalogue(out), server)
+    # Fail on missing keys now, before the model is loaded, which takes long.
+    server.key_ring()
+    server.check_tls()
+    files.make_folders(out)
+    exclusive = contextlib.nullcontext() if server.durability == "off" else files.locked(out)
+    with exclusive, open_listener(server) if channel is None else channel.listener() as listener:
+        host = Host(model, backend, seed=seed, names=tuple(server.names), graph_bytes=int(server.graphs_gb * (1 << 30)))
+        service = Service(host, Catalog(out, host.public, seed), server)
         log_to(out / LOG_FILE)
         address, port = listener.getsockname()[:2]
-        print(f"serving {model.name} on http://{address}:{port}  (checkpoints in {out})", flush=True)
-        config = uvicorn.Config(create_app(service), log_level="warning", access_log=False, timeout_graceful_shutdown=5)
-        signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn stops on it, then raises it again; what follows has to run
+        scheme = "http" if server.tls_cert is None else "https"
+        url = f"{scheme}://[{address}]:{port}" if ":" in address else f"{scheme}://{address}:{port}"
+        if server.address_file is not None:
+            try:
+                files.write_text(Path(server.address_file), f"{url}\n")
+            except OSError as error:
+                raise ConfigError(
+                    f"server.address_file: cannot write {server.address_file!r}: {error.strerror}; choose a file in a writable "
+                    "folder"
+                ) from None
+        print(f"serving {model.name} on {url}  (checkpoints in {out})", flush=True)
+        config = uvicorn.Config(
+            create_app(service),
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=2,
+            ssl_certfile=server.tls_cert,
+            ssl_keyfile=server.tls_key,
+        )
+        # Uvicorn stops on SIGTERM, and raises the signal again after its shutdown. Ignore it then, so that the code after run()
+        # runs.
+        signal.signal(signal.SIGTERM, lambda *_: None)
         try:
-            Server(config, service).run(sockets=[listener])
+            DrainingServer(config, service, channel).run(sockets=[listener])
         finally:
             host.close()
 
 
-def listening(server: ServerConfig) -> socket.socket:
-    """A socket that takes connections from now on; they wait until somebody answers. Raises ConfigError."""
-    # With its protocol named, asyncio sends at once (TCP_NODELAY). Else every answer waits 40 ms for the client's next packet.
+def open_listener(server: ServerConfig) -> socket.socket:
+    """Open a listening socket; connections wait until the server accepts them. Raises ConfigError."""
+    # asyncio sets TCP_NODELAY only on sockets with an explicit protocol. Without it every response is delayed by 40 ms.
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -60,6 +104,129 @@ def listening(server: ServerConfig) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"server.port: cannot listen on {server.host}:{server.port}: {error.strerror}; choose another"
+            f"server.port: cannot listen on {server.host}:{server.port}: {error.strerror}; choose another port"
         ) from None
     return listener
+
+
+class DrainingServer(uvicorn.Server):
+    """Uvicorn server with a graceful shutdown.
+
+    After a first signal it finishes accepted requests, for at most ``drain_s`` seconds. The process ends at the latest
+    ``END_S`` seconds later, even in the middle of a call, and immediately after a second signal.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service, channel: RankChannel | None = None) -> None:
+        super().__init__(config)
+        self.service = service
+        self._channel = channel
+        self._has_signal = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # An idle server may be shutting down before its first signal.
+        if self._has_signal:
+            _exit_now(self.service, "stopping immediately", 128 + sig)
+        self._has_signal = True
+        super().handle_exit(sig, frame)
+        drain_message = "finishing accepted requests and saving runs; press Ctrl-C again to stop immediately"
+        print(f"\n{drain_message}", file=sys.stderr, flush=True)
+        # On a thread of its own: the event loop and the worker may be in the middle of a long call.
+        late = f"stopping: a call has not ended within server.drain_s={self.service.config.drain_s:g} s and {END_S:g} s more"
+        timer = threading.Timer(self.service.config.drain_s + END_S, _exit_now, (self.service, late, 0))
+        timer.daemon = True
+        timer.start()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Recover, listen, and then report to the supervisor."""
+        await super().startup(sockets)
+        if self._channel is not None:
+            channel = self._channel
+            self.service.requests.watchers.append(lambda _: channel.progress())
+            channel.ready()
+
+    async def main_loop(self) -> None:
+        tasks = [asyncio.create_task(show_status(self.service)), asyncio.create_task(self._end_if_idle())]
+        try:
+            await super().main_loop()
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _end_if_idle(self) -> None:
+        """Begin a graceful shutdown once no client has sent a request for ``server.idle_h`` hours."""
+        server = self.service.config
+        if server.idle_h is None:
+            return
+        while (left_s := self.service.last_request + 3600 * server.idle_h - time.monotonic()) > 0:
+            await asyncio.sleep(left_s)
+        reason = f"no client has sent a request for {server.idle_h:g} h (server.idle_h)"
+        print(f"{reason}; saving runs and ending", file=sys.stderr, flush=True)
+        if server.idle_file is not None:
+            try:
+                files.write_text(Path(server.idle_file), f"{reason}\n")
+            except OSError as error:
+                # Without this the server would run forever.
+                print(
+                    f"server.idle_file: cannot write {server.idle_file!r}: {error.strerror}; make its folder writable",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Drain, then close. The listener stays open until then, so that clients can still fetch their results."""
+        await drain(self.service, self.service.config.drain_s)
+        await super().shutdown(sockets)
+
+
+def _exit_now(service: Service, message: str, code: int) -> NoReturn:
+    """End the process without waiting for its threads. As after a kill, the logs are whole, and a restart continues."""
+    print(f"\n{message}", file=sys.stderr, flush=True)
+    service.attempts.end()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+async def drain(service: Service, limit_s: float) -> None:
+    """Refuse new requests, wait up to ``limit_s`` seconds for accepted ones, and save every run that has trained.
+
+    Requests that take longer are stopped. With a log, a restart recomputes them.
+    """
+    service.requests.closing = True
+    pending = service.requests.unsettled()
+    log_event("shutdown", pending=len(pending), runs=len(service.runs))
+    with contextlib.suppress(TimeoutError):
+        accepted = [request.settled.wait() for request in pending]
+        await asyncio.wait_for(asyncio.gather(service.endpoint.idle.wait(), *accepted), limit_s)
+    service.abandon_work()
+    for run in service.runs.values():
+        if run.trainer.step:
+            await service.save_run(run, CHECKPOINT_NAME)
+
+
+async def show_status(service: Service) -> None:
+    """Update the status line every second until cancelled, if stderr is a terminal."""
+    if not sys.stderr.isatty():
+        return
+    last_tokens, last_time = 0, time.monotonic()
+    try:
+        while True:
+            await asyncio.sleep(STATUS_S)
+            now, tokens = time.monotonic(), service.metrics.trained_tokens + service.metrics.sampled_tokens
+            line = status_line(service, (tokens - last_tokens) / (now - last_time))
+            # Return to the start of the line and clear it.
+            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+            last_tokens, last_time = tokens, now
+    finally:
+        print(file=sys.stderr)
+
+
+def status_line(service: Service, tokens_per_s: float) -> str:
+    """Return a line like ``1 sessions, 2 runs (12, 3 steps), 0 samplers, 4 requests pending, 5,120 tokens/s``."""
+    steps = ", ".join(str(run.trainer.step) for run in service.runs.values())
+    runs = f"{len(service.runs)} runs" + (f" ({steps} steps)" if steps else "")
+    pending = len(service.requests.unsettled())
+    return (
+        f"{len(service.sessions)} sessions, {runs}, {len(service.samplers)} samplers, {pending} requests pending, "
+        f"{tokens_per_s:,.0f} tokens/s"
+    )

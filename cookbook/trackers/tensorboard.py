@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cookbook.errors import ConfigError
 
@@ -15,21 +14,19 @@ from cookbook.errors import ConfigError
 class TensorBoardTracker:
     """A :class:`~cookbook.protocols.Tracker`."""
 
-    _writer: Any = field(default=None, init=False, repr=False)
-
     def preflight(self, *_: object) -> None:
-        """Raises ConfigError: the package tensorboard is not installed."""
+        """Raise ConfigError: the package tensorboard is not installed."""
         if importlib.util.find_spec("tensorboard") is None:
             raise ConfigError(
                 "tracker: tensorboard is not installed; pip install 'post-training-cookbook[tensorboard]', or leave "
                 "tracker=tensorboard out"
             )
 
-    def start(self, config: Mapping[str, Any], out: str, name: str, step: int) -> None:
+    def start(self, config: Mapping[str, object], out: str, name: str, step: int) -> None:
         self.preflight()
         from torch.utils.tensorboard import SummaryWriter
 
-        # What an earlier sitting wrote of the steps to come is dropped by the reader.
+        # TensorBoard drops the values that an earlier process wrote for later steps.
         self._writer = SummaryWriter(str(Path(out) / "tensorboard"), purge_step=step + 1 if step else None)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

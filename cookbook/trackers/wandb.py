@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from cookbook import atomic
-from cookbook.environment import SWEEP
 from cookbook.errors import ConfigError
+from cookbook.types import JsonObject
+from cookbook.utils import files
+from cookbook.utils.paths import SWEEP
 
 log = logging.getLogger("cookbook")
 
@@ -35,8 +35,8 @@ class WandbTracker:
     notes: str | None = None
     tags: list[str] = field(default_factory=list)
     samples: int = 100
-    _run: Any = field(default=None, init=False, repr=False)
-    _rows: deque[list[Any]] = field(default_factory=deque, init=False, repr=False)  # not in a table yet
+    # Rows that are not in a table yet.
+    _rows: deque[list[object]] = field(default_factory=deque, init=False, repr=False)
     _step: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -45,13 +45,13 @@ class WandbTracker:
         self._rows = deque(maxlen=self.samples)
 
     def preflight(self, *_: object) -> None:
-        """Raises ConfigError: the package wandb is not installed."""
+        """Raise ConfigError: the package wandb is not installed."""
         if importlib.util.find_spec("wandb") is None:
             raise ConfigError(
                 "tracker: wandb is not installed; pip install 'post-training-cookbook[wandb]', or leave tracker=wandb out"
             )
 
-    def start(self, config: Mapping[str, Any], out: str, name: str, step: int) -> None:
+    def start(self, config: JsonObject, out: str, name: str, step: int) -> None:
         self.preflight()
         import wandb
 
@@ -76,10 +76,10 @@ class WandbTracker:
         except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
             raise ConfigError(f"tracker: wandb: {error}; log in with `wandb login`, or set WANDB_MODE=offline") from None
         if known is None:
-            atomic.write_text(id_file, f"{self._run.id}\n")
+            files.write_text(id_file, f"{self._run.id}\n")
         self._show_place()
 
-    def log_sample(self, step: int, sample: Mapping[str, Any]) -> None:
+    def log_sample(self, step: int, sample: Mapping[str, object]) -> None:
         values = {"step": step, "split": "train", **sample}
         self._rows.append([values.get(column) for column in COLUMNS])
 
@@ -94,7 +94,7 @@ class WandbTracker:
             self._run.log(self._table(), step=self._step)
         self._run.finish(exit_code=0 if state == "finished" else 1)
 
-    def _table(self) -> dict[str, Any]:
+    def _table(self) -> dict[str, object]:
         """Return the newest samples as a table, at most ``samples`` rows, and forget them."""
         import wandb
 
@@ -106,7 +106,8 @@ class WandbTracker:
             line = f"wandb: {self._run.url}"
         elif self._run.settings.mode == "offline":
             line = f"wandb: offline; upload this run with: wandb sync {Path(self._run.dir).parent}"
-        else:  # disabled
+        # W&B is disabled.
+        else:
             return
         print(line, flush=True)
         log.info("%s", line)

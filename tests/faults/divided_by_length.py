@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cookbook.losses.base import Batch, Loss, Scope
-from cookbook.normalization import Normalization, Reduction
+from cookbook.losses.base import Loss, LossBatch, Scope
+from cookbook.losses.normalization import Normalization, Reduction
 
 
 @dataclass(frozen=True)
@@ -15,5 +15,5 @@ class ByLength(Loss):
     normalization: Normalization | None = Normalization.num_loss_tokens
 
     def __call__(self, data, logprobs):
-        batch = Batch(data, logprobs)
+        batch = LossBatch(data, logprobs)
         return -batch.mean_by_sequence(batch.logprobs, batch.read("weights")).sum(), {}

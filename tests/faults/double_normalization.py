@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from cookbook.losses.importance_sampling import ImportanceSampling
-from cookbook.normalization import Normalization
+from cookbook.losses.normalization import Normalization
 
 
 @dataclass(frozen=True)

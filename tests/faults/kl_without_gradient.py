@@ -5,8 +5,8 @@ from typing import ClassVar
 
 from cookbook.losses.base import kept
 from cookbook.losses.grpo import GRPO
+from cookbook.losses.normalization import Normalization
 from cookbook.losses.policy import k3
-from cookbook.normalization import Normalization
 
 
 @dataclass(frozen=True)

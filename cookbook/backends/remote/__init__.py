@@ -1,5 +1,6 @@
-"""The trainer as a client of a server that speaks the Tinker protocol: ``cookbook serve``, or hosted Tinker.
+"""Backend ``remote``: training on a server that implements the Tinker protocol, ``cookbook serve`` or hosted Tinker.
 
-What a server can do is asked of it once, when the connection is made (``facts.py``). A loss it knows by name travels as its
-name; any other becomes slopes here, which travel as weights of a linear loss (``surrogate.py``).
+The connection requests the server's capabilities once (``connection.py``). A loss that the server knows is sent by name. Any
+other loss is computed on the client, from the server's logprobs, and sent as the weights of a linear loss
+(``linearized_loss.py``).
 """

@@ -1,25 +1,42 @@
-"""What a run folder holds of a checkpoint on a server: a manifest with where it is, and everything else a run asks of one.
+"""Pointers: local folders that represent checkpoints on a server.
 
-So finding the newest, comparing identities, pruning and resuming know no difference.
+A pointer contains only a manifest, with the address of the checkpoint and everything else that a run reads from a manifest. So
+the code that finds, compares, prunes and resumes checkpoints works with pointers too. When a pointer is deleted, the checkpoint
+on the server is deleted as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from cookbook.checkpoints import manifest, store
 from cookbook.engine.model import ModelConfig
 from cookbook.errors import CheckpointError
+from cookbook.types import JsonObject
 
-SERVER = "server"  # the key of the manifest that makes it a pointer
+if TYPE_CHECKING:
+    from cookbook.backends.remote.connection import Connection
+    from cookbook.backends.remote.sampler import RemoteSampler
+
+# Key that only the manifests of pointers have.
+SERVER = "server"
+# Prefix of Pointer.url if the server of a job wrote the checkpoint.
+ON_DISK = "file://"
 
 
 @dataclass(frozen=True)
 class Pointer:
-    """``path`` is what the server calls it; ``step`` how many optimizer steps it has seen."""
+    """A checkpoint on a server.
+
+    Attributes:
+        path: address of the checkpoint on the server.
+        url: address of the server. The server of a job has no permanent address; there it is ``file://`` and its state folder.
+        step: number of optimizer steps of the weights.
+    """
 
     path: str
     url: str
@@ -33,50 +50,67 @@ def write(
     model: ModelConfig,
     *,
     overwrite: bool,
-    facts: Mapping[str, Any] | None = None,
+    facts: JsonObject | None = None,
     sampler: Pointer | None = None,
 ) -> None:
-    """``facts`` and ``sampler`` as :func:`cookbook.checkpoints.store.save` has them.
+    """Write a pointer.
+
+    Args:
+        facts: additional entries of the manifest.
+        sampler: pointer to the weights of a lagging sampler, written inside the folder.
 
     Raises:
-        CheckpointError: the name is taken, or the disk refuses.
+        CheckpointError: the folder exists, or cannot be written.
     """
-    with store.appearing(folder, overwrite=overwrite) as aside:
+    with store.appearing(folder, overwrite=overwrite) as temporary:
         if sampler is not None:
-            (aside / store.SAMPLER).mkdir()
-            manifest.write(aside / store.SAMPLER, _facts(sampler, model))
-        manifest.write(aside, {**(facts or {}), **_facts(pointer, model)})
+            (temporary / store.SAMPLER).mkdir()
+            manifest.write(temporary / store.SAMPLER, _manifest(sampler, model))
+        manifest.write(temporary, {**(facts or {}), **_manifest(pointer, model)})
 
 
 def read(folder: Path) -> Pointer:
-    """Raises CheckpointError: it is missing or damaged, or holds its weights itself."""
-    facts = manifest.verify(folder)
-    if SERVER not in facts:
-        raise CheckpointError(f"{folder}: was saved by backend=local and is not on a server; go on with backend=local")
-    return Pointer(facts[SERVER]["path"], facts[SERVER]["url"], int(facts["step"]), facts["kind"])
+    """Read a pointer. Raises CheckpointError: it is missing or damaged, or is a checkpoint on disk."""
+    entries = manifest.verify(folder)
+    if SERVER not in entries:
+        raise CheckpointError(f"{folder}: was saved by backend=local and is not on a server; resume with backend=local")
+    return Pointer(entries[SERVER]["path"], entries[SERVER]["url"], int(entries["step"]), entries["kind"])
 
 
-def address(place: str) -> str:
-    """What the server calls the checkpoint: ``place`` itself (``tinker://...``), or what the pointer in that folder says.
+def address(path: str) -> str:
+    """Return the address of a checkpoint on the server. ``path``: the address itself (``tinker://...``), or a pointer's folder.
 
     Raises:
-        CheckpointError: as :func:`read`.
+        CheckpointError: the pointer is missing or damaged, or is a checkpoint on disk.
     """
-    return place if place.startswith("tinker://") else read(Path(place)).path
+    return path if path.startswith("tinker://") else read(Path(path)).path
 
 
-def below(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Every pointer in ``folder`` with its address. Damaged ones are none."""
+def on_disk(server: JsonObject) -> Path | None:
+    """Return the folder of a checkpoint if the server's state is on a disk that this machine can read, else None.
+
+    Args:
+        server: the entry ``SERVER`` of a pointer's manifest.
+    """
+    if not server["url"].startswith(ON_DISK):
+        return None
+    run, kind, name = server["path"].removeprefix("tinker://").split("/")
+    folder = Path(server["url"].removeprefix(ON_DISK)) / run.replace(":", ".") / f"{kind}.{name}"
+    return folder if folder.is_dir() else None
+
+
+def below(folder: Path) -> Iterator[str]:
+    """Yield the address of every pointer below ``folder``; damaged pointers are skipped."""
     for file in sorted(folder.glob(f"**/{manifest.NAME}")):
         try:
-            facts = manifest.read(file.parent)
+            entries = manifest.read(file.parent)
         except CheckpointError:
             continue
-        if SERVER in facts:
-            yield file.parent, facts[SERVER]["path"]
+        if SERVER in entries:
+            yield entries[SERVER]["path"]
 
 
-def _facts(pointer: Pointer, model: ModelConfig) -> dict[str, Any]:
+def _manifest(pointer: Pointer, model: ModelConfig) -> JsonObject:
     return {
         "kind": pointer.kind,
         "step": pointer.step,
@@ -85,3 +119,31 @@ def _facts(pointer: Pointer, model: ModelConfig) -> dict[str, Any]:
         "lora": bool(model.lora_rank),
         SERVER: {"url": pointer.url, "path": pointer.path},
     }
+
+
+class CheckpointGarbage:
+    """Garbage collector: deletes checkpoints on the server once no pointer below ``folder`` and no sampler refers to them.
+
+    It deletes only checkpoints to which it has seen a reference, so checkpoints of other runs are safe. References end when the
+    run prunes its pointers, and when a sampler is garbage-collected.
+    """
+
+    def __init__(self, connection: Connection, folder: Path) -> None:
+        self._connection = connection
+        self._folder = folder
+        self._known = set(below(folder))
+        self._samplers: dict[str, weakref.ref[RemoteSampler]] = {}
+
+    def keep_for(self, path: str, sampler: RemoteSampler) -> None:
+        """Keep the checkpoint ``path`` while ``sampler`` exists."""
+        self._samplers[path] = weakref.ref(sampler)
+        self._known.add(path)
+
+    def sweep(self, *, closing: bool = False) -> None:
+        """Delete unreferenced checkpoints, and wait for the server. ``closing``: ignore references of samplers."""
+        pointed = set(below(self._folder))
+        held = {path for path, sampler in self._samplers.items() if sampler() is not None and not closing}
+        for path in self._known - pointed - held:
+            self._samplers.pop(path, None)
+            self._connection.delete(path)
+        self._known = pointed | held

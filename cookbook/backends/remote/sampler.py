@@ -1,7 +1,8 @@
-"""Samples from one version of the weights, on a server.
+"""Sampler on a server.
 
-As in this process, requests are collected until somebody waits for one, and the server is told how many belong together: what
-it computes together is then a function of the program, and a run repeats bit by bit.
+Requests are queued until the caller waits for one of them, and then sent as one batch. The client announces the size of the
+batch, so that the server computes it as a whole. So the batches depend on the program only, not on timing, and a run is
+reproducible bit for bit.
 """
 
 from __future__ import annotations
@@ -10,114 +11,118 @@ import concurrent.futures
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from cookbook.backends.remote.server import Server
+from cookbook.backends.remote import convert
+from cookbook.backends.remote.connection import ClientCall, Connection
 from cookbook.errors import RolloutError
 from cookbook.futures import Future, LazyFuture
-from cookbook.types import Sample, SampleResponse, SamplingParams, as_model_input, as_sampling
+from cookbook.types import Prompt, Sample, SampleResponse, SamplingParams, as_model_input, as_sampling
 
-TOGETHER = 1000  # the client package has no more than 2000 under way
+if TYPE_CHECKING:
+    import tinker
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+# Limit on the requests of an announced batch. The client package allows 2000 pending requests; a larger batch would never be
+# complete.
+MAX_BATCH = 1000
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """``send`` makes the request; ``convert`` its answer into ours."""
+class _PendingRequest:
+    """A queued request. ``send`` sends it; ``started`` and ``settle`` update its future."""
 
-    send: Callable[[], Any]
-    convert: Callable[[Any], Any]
-    future: LazyFuture[Any]
+    send: Callable[[], ClientCall[Any]]
+    started: Callable[[], None]
+    settle: Callable[[concurrent.futures.Future[Any]], None]
 
 
+@dataclass(eq=False)
 class RemoteSampler:
-    """A :class:`~cookbook.protocols.Sampler` around a sampling client of the ``tinker`` package.
+    """A :class:`~cookbook.protocols.Sampler` on a sampling client of the package ``tinker``.
 
-    ``path`` is where its weights are saved, if they are. ``check`` raises when they are not those of ``step`` any more.
-    ``seeds`` numbers the requests that bring no seed, so that they repeat from run to run.
+    Args:
+        seeds: returns the seed of the next request without one, given the step.
+        path: address of the checkpoint with the weights; None if they are not saved.
+        check: raises RolloutError if the server now samples from newer weights than those of ``step``.
     """
 
-    def __init__(
-        self,
-        server: Server,
-        client: Any,
-        step: int,
-        *,
-        seeds: Callable[[int], int],
-        path: str | None = None,
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.step = step
-        self.path = path
-        self._server = server
-        self._client = client
-        self._seeds = seeds
-        self._check = check
-        self._lock = threading.RLock()
-        self._waiting: list[_Asked] = []
+    connection: Connection
+    client: tinker.SamplingClient
+    step: int
+    seeds: Callable[[int], int]
+    path: str | None = None
+    check: Callable[[], None] = lambda: None
+    _lock: AbstractContextManager[bool] = field(default_factory=threading.RLock, init=False)
+    _waiting: list[_PendingRequest] = field(default_factory=list, init=False)
 
     def sample(
         self,
-        prompt: Any,
+        prompt: Prompt,
         num_samples: int = 1,
         sampling_params: SamplingParams | None = None,
         *,
         include_prompt_logprobs: bool = False,
         topk_prompt_logprobs: int = 0,
     ) -> Future[SampleResponse]:
-        """``num_samples`` completions of ``prompt``."""
+        """Draw ``num_samples`` completions of ``prompt``."""
         if num_samples < 1:
             raise RolloutError(f"sample: num_samples must be at least 1, got {num_samples}")
-        self._check()
+        self.check()
         params = as_sampling(sampling_params or SamplingParams())
-        seed = self._seeds(self.step) if params.seed is None else params.seed
-        ask = functools.partial(
-            self._client.sample,
-            prompt=self._server.wire.prompt(as_model_input(prompt).to_ints()),
+        seed = self.seeds(self.step) if params.seed is None else params.seed
+        send = functools.partial(
+            self.client.sample,
+            prompt=convert.prompt(as_model_input(prompt).to_ints()),
             num_samples=num_samples,
-            sampling_params=self._server.wire.sampling(params, seed),
+            sampling_params=convert.sampling(params, seed),
             include_prompt_logprobs=include_prompt_logprobs,
             topk_prompt_logprobs=topk_prompt_logprobs,
         )
-        return self._add(ask, self._response)
+        return self._add(send, self._response)
 
-    def compute_logprobs(self, prompt: Any) -> Future[list[float | None]]:
-        """The logprob of every token given those before it, at temperature 1; the first is None."""
-        self._check()
-        wired = self._server.wire.prompt(as_model_input(prompt).to_ints())
-        return self._add(functools.partial(self._client.compute_logprobs, wired), list)
+    def compute_logprobs(self, prompt: Prompt) -> Future[list[float | None]]:
+        """Compute the logprob of every token given the tokens before it, at temperature 1; the first is None."""
+        self.check()
+        tokens = convert.prompt(as_model_input(prompt).to_ints())
+        return self._add(functools.partial(self.client.compute_logprobs, tokens), list)
 
-    def _response(self, found: Any) -> SampleResponse:
+    def _response(self, response: tinker.SampleResponse) -> SampleResponse:
         sequences = [
-            Sample(list(one.tokens), list(one.logprobs or []), str(one.stop_reason), self.step) for one in found.sequences
+            Sample(list(sequence.tokens), list(sequence.logprobs or []), str(sequence.stop_reason), self.step)
+            for sequence in response.sequences
         ]
-        return SampleResponse(sequences, found.prompt_logprobs, found.topk_prompt_logprobs)
+        return SampleResponse(sequences, response.prompt_logprobs, response.topk_prompt_logprobs)
 
     def flush(self) -> None:
-        """Sends everything that waits."""
-        with self._lock:  # until all is sent: another thread's batch must not mix with this one
-            waiting, self._waiting = self._waiting, []
-            for asked in waiting:
-                asked.future.started()
-            for place in range(0, len(waiting), TOGETHER):
-                self._send(waiting[place : place + TOGETHER])
-
-    def _send(self, batch: Sequence[_Asked]) -> None:
-        if len(batch) > 1:
-            self._server.announce(self._client, len(batch))
-        for asked in batch:
-            self._server.follow(asked.send(), RolloutError).add_done_callback(functools.partial(_tell, asked))
-
-    def _add(self, send: Callable[[], Any], convert: Callable[[Any], Any]) -> Future[Any]:
-        future: LazyFuture[Any] = LazyFuture(self.flush)
+        """Send all queued requests."""
+        # Hold the lock until all are sent, so that requests of another thread do not join the announced batch.
         with self._lock:
-            self._waiting.append(_Asked(send, convert, future))
+            waiting, self._waiting = self._waiting, []
+            for request in waiting:
+                request.started()
+            for start in range(0, len(waiting), MAX_BATCH):
+                self._send(waiting[start : start + MAX_BATCH])
+
+    def _send(self, batch: Sequence[_PendingRequest]) -> None:
+        if len(batch) > 1:
+            self.connection.announce(self.client, len(batch))
+        for request in batch:
+            self.connection.follow(request.send(), RolloutError).add_done_callback(request.settle)
+
+    def _add(self, send: Callable[[], ClientCall[R]], read: Callable[[R], T]) -> Future[T]:
+        future: LazyFuture[T] = LazyFuture(self.flush)
+
+        def settle(done: concurrent.futures.Future[R]) -> None:
+            if (error := done.exception()) is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(read(done.result()))
+
+        with self._lock:
+            self._waiting.append(_PendingRequest(send, future.started, settle))
         return future
-
-
-def _tell(asked: _Asked, done: concurrent.futures.Future[Any]) -> None:
-    error = done.exception()
-    if error is not None:
-        asked.future.set_exception(error)
-    else:
-        asked.future.set_result(asked.convert(done.result()))

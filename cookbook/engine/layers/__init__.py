@@ -1,5 +1,5 @@
-"""What the body of a model computes between its matrix products, in fewer passes over memory than the model's own code."""
+"""Fused norms, gated MLPs and rotary embeddings, and the trimmed last layer."""
 
-from cookbook.engine.layers.install import are_installed, install, uninstall
+from cookbook.engine.layers.install import are_installed, install, last_layer_parts, trimmable_parts, uninstall
 
-__all__ = ["are_installed", "install", "uninstall"]
+__all__ = ["are_installed", "install", "last_layer_parts", "trimmable_parts", "uninstall"]

@@ -1,176 +1,243 @@
-"""Putting this package's functions into a Hugging Face model, where they compute what its own code computes.
+"""Installation of the fused layers in a Hugging Face model, if they compute the same numbers as the model's own code.
 
-Only the ``forward`` of single module objects is replaced, in their ``__dict__``: classes, parameters, the names in a state
-dict and everything around a module (hooks, PEFT, checkpointing, copies) stay as they are. What a module computes is never
-guessed from its name: it runs on random input beside its replacement, and where the two part, it keeps its own.
+The ``forward`` of individual module objects is replaced, in their ``__dict__``. Classes, parameters, state dict names, and
+everything around a module (hooks, PEFT, checkpointing, copies) stay unchanged. A replacement is never chosen by name alone: the
+module and its replacement both run on random input, forward and backward, and the replacement is used only if they agree.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from cookbook.engine.layers.gated import ACTIVATIONS, gated
-from cookbook.engine.layers.norm import rms_norm
-from cookbook.engine.layers.rotary import rotary
+from cookbook.engine.fast_path import FastPathError, first_working, plain_logits, probe_tokens
+from cookbook.engine.layers import fused
+from cookbook.engine.layers.fused import ACTIVATIONS, LayerOutput, only_rows, rms_norm, rotary
+from cookbook.engine.model import LanguageModel
 
-ROTARY = "apply_rotary_pos_emb"  # what Hugging Face's modules call, each a function of its own file
-# Relative to the largest number. Roundings of two orders of computing part by less, other functions by much more. Most
-# models normalize in float32 whatever their dtype.
+# The function that attention modules of transformers call; each modeling file defines its own.
+ROTARY = "apply_rotary_pos_emb"
+# Relative to the largest value. The same operations in another order differ by less, other functions by much more. Most models
+# compute norms in float32 for any dtype.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
-class Ours(functools.partial):  # type: ignore[type-arg]
-    """A forward of this module's, with the object it belongs to as first argument, so that a copy's belongs to the copy."""
+Rotary = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class PatchedForward(functools.partial):  # type: ignore[type-arg]
+    """A replaced forward. The module is an argument of the partial, so that a deep copy refers to the copied module."""
 
 
 def install(network: nn.Module) -> None:
-    """Replaces every forward that has a faster equal; doing so again changes nothing."""
-    network.eval()  # an adapter that drops out never does the same twice
-    rotaries: dict[Callable[..., Any], Callable[..., Any]] = {}
+    """Replace the forward of every module that has a verified fused equivalent. Idempotent."""
+    # In training mode, dropout in an adapter would give two different results for the same input.
+    network.eval()
+    rotaries: dict[Rotary, Rotary] = {}
     for module in network.modules():
-        if "forward" not in vars(module):  # else it is ours, or somebody replaced it already
-            found = _norm(module) or _mlp(module) or _attention(module, rotaries)
-            if found is not None:
-                module.forward = found
+        # A forward in the module's __dict__ was set by cookbook or by another library.
+        if "forward" not in vars(module):
+            patched = _norm(module) or _mlp(module) or _attention(module, rotaries)
+            if patched is not None:
+                module.forward = patched
 
 
 def uninstall(network: nn.Module) -> None:
-    """Gives every module its own forward again."""
+    """Restore the original forward of every module."""
     for module in network.modules():
-        if isinstance(vars(module).get("forward"), Ours):
+        if isinstance(vars(module).get("forward"), PatchedForward):
             del module.forward
 
 
 def are_installed(network: nn.Module) -> bool:
-    """Whether a module of the network has a forward of this package's."""
-    return any(isinstance(vars(module).get("forward"), Ours) for module in network.modules())
+    """Whether any module of the network has a replaced forward."""
+    return any(isinstance(vars(module).get("forward"), PatchedForward) for module in network.modules())
 
 
 # ---- norms -----------------------------------------------------------------------------------------------------------
 
 
-def _norm(module: nn.Module) -> Ours | None:
-    """For a norm of one weight over the last dimension."""
-    weight: Any = getattr(module, "weight", None)
+def _norm(module: nn.Module) -> PatchedForward | None:
+    """Return the fused forward if the module is an RMS norm over the last dimension; None for any other module."""
+    parameters = dict(module.named_parameters())
+    weight = parameters.get("weight")
     eps = next((vars(module)[name] for name in ("variance_epsilon", "eps") if name in vars(module)), None)
-    if [name for name, _ in module.named_parameters()] != ["weight"] or weight.ndim != 1 or not isinstance(eps, float):
+    if weight is None or len(parameters) > 1 or weight.ndim != 1 or not isinstance(eps, float):
         return None
-    x, trial = _random((3, len(weight)), weight, scale=eps**0.5), _random((len(weight),), weight)  # so small that eps matters
+    # The input is small enough that a wrong eps changes the result.
+    x, trial = _random((3, len(weight)), weight, scale=eps**0.5), _random((len(weight),), weight)
 
-    def own(x: Tensor) -> Any:
-        return functional_call(module, {"weight": trial}, (x,))
+    def own(x: Tensor) -> Tensor:
+        out: Tensor = functional_call(module, {"weight": trial}, (x,))
+        return out
 
     for offset in (0.0, 1.0):
-        if _agree(own, functools.partial(rms_norm, weight=trial, eps=eps, offset=offset), x, trial):
-            return Ours(_normalize, module, eps, offset)
+        if _computes_same(own, functools.partial(rms_norm, weight=trial, eps=eps, offset=offset), x, trial):
+            return PatchedForward(fused.normalize, module, eps, offset)
     return None
-
-
-def _normalize(module: Any, eps: float, offset: float, x: Tensor, *rest: Any, **named: Any) -> Any:
-    # Models round the product of two dtypes differently, and a norm that is called with more than it was tried with, as the
-    # gated ones of Mamba2 are, computes something else.
-    if rest or named or x.dtype != module.weight.dtype:
-        return type(module).forward(module, x, *rest, **named)
-    return rms_norm(x, module.weight, eps, offset)
 
 
 # ---- gated MLPs ------------------------------------------------------------------------------------------------------
 
 
-def _mlp(module: nn.Module) -> Ours | None:
-    """For three projections with an activation between them. They are called as the modules they are, adapters and all."""
+def _mlp(module: nn.Module) -> PatchedForward | None:
+    """Return the fused forward if the module is a gated MLP. It calls the three projections, including their adapters."""
     children = dict(module.named_children())
     activation = _activation(getattr(module, "act_fn", None))
     if activation is None or not {"gate_proj", "up_proj", "down_proj"} <= set(children):
         return None
-    gate, ours = children["gate_proj"], Ours(_project, module, activation)
+    gate, patched = children["gate_proj"], PatchedForward(fused.project, module, activation)
     weight = next(gate.parameters())
-    if weight.is_meta:  # an estimate's: there is nothing to multiply by
-        return ours
-    return ours if _agree(module.forward, ours, _random((3, getattr(gate, "in_features", 1)), weight)) else None
+    # In an estimate, the weights are on the meta device and cannot be compared.
+    if weight.is_meta:
+        return patched
+    return patched if _computes_same(module.forward, patched, _random((3, getattr(gate, "in_features", 1)), weight)) else None
 
 
-def _activation(own: Any) -> str | None:
-    """By what name we know it. In float32: in half precision the two forms of GELU look alike."""
+def _activation(own: Callable[[Tensor], Tensor] | None) -> str | None:
+    """Return the name of an activation in ``ACTIVATIONS``, or None."""
+    # Compared in float32: in bfloat16 the exact GELU and its tanh approximation look the same.
     x = torch.linspace(-6, 6, 49, requires_grad=True)
-    return next((name for name, ours in ACTIVATIONS.items() if callable(own) and _agree(own, ours, x)), None)
-
-
-def _project(module: Any, activation: str, x: Tensor, *rest: Any, **named: Any) -> Any:
-    if rest or named:
-        return type(module).forward(module, x, *rest, **named)
-    projected: Tensor = module.down_proj(gated(module.gate_proj(x), module.up_proj(x), activation))
-    return projected
+    return next((name for name, known in ACTIVATIONS.items() if callable(own) and _computes_same(own, known, x)), None)
 
 
 # ---- rotary embeddings -----------------------------------------------------------------------------------------------
 
 
-def _attention(module: nn.Module, rotaries: dict[Callable[..., Any], Callable[..., Any]]) -> Ours | None:
-    """For a module whose forward turns queries and keys by a function of that name: the same forward, with another function.
+def _attention(module: nn.Module, rotaries: dict[Rotary, Rotary]) -> PatchedForward | None:
+    """Return the module's own forward with ``ROTARY`` replaced by the fused function; None if it does not call ``ROTARY``.
 
-    Its code runs with the global names of its file, of which one is exchanged; nobody else's are.
+    The new forward has the same code, and a copy of the globals of its file in which ``ROTARY`` is replaced. So other users of
+    the file are not affected.
     """
     forward = type(module).forward
     original = getattr(forward, "__globals__", {}).get(ROTARY)
     if original is None or ROTARY not in forward.__code__.co_names:
         return None
     if original not in rotaries:
-        rotaries[original] = functools.partial(_turn, original) if _turns(original, module) else original
+        rotaries[original] = functools.partial(fused.rotate, original) if _is_half_rotation(original, module) else original
     if rotaries[original] is original:
         return None
     names = {**forward.__globals__, ROTARY: rotaries[original]}
     changed = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     changed.__kwdefaults__ = forward.__kwdefaults__
-    return Ours(changed, module)
+    return PatchedForward(changed, module)
 
 
-def _turn(original: Callable[..., Any], q: Tensor, k: Tensor, *rest: Any, **named: Any) -> Any:
-    """Ours where it is called as everywhere: four tensors, of which ``cos`` covers whole heads."""
-    if len(rest) == 2 and not named and q.ndim == 4 and rest[0].ndim == 3:
-        cos, sin = rest
-        if q.shape[-1] == k.shape[-1] == cos.shape[-1] and q.dtype == k.dtype == cos.dtype:
-            return rotary(q, k, cos, sin)
-    return original(q, k, *rest, **named)
-
-
-def _turns(original: Callable[..., Any], module: nn.Module) -> bool:
-    """Whether it is the rotation of halves."""
+def _is_half_rotation(original: Rotary, module: nn.Module) -> bool:
+    """Whether ``original`` rotates the pairs ``(i, i + D/2)``, like :func:`rotary`."""
     like = next(module.parameters())
     q, k, cos, sin = (_random(shape, like) for shape in ((2, 4, 5, 8), (2, 2, 5, 8), (2, 5, 8), (2, 5, 8)))
 
-    def joined(function: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
+    def joined(function: Rotary) -> Callable[[Tensor], Tensor]:
         return lambda x: torch.cat(function(x, k, cos, sin), 1)
 
-    return _agree(joined(original), joined(rotary), q)
+    return _computes_same(joined(original), joined(rotary), q)
 
 
-# ---- the proof -------------------------------------------------------------------------------------------------------
+# ---- the last layer -----------------------------------------------------------------------------------------------------
+
+# Names in transformers of the MLP, of the attention, and of the attention's query and output projections.
+MLPS = ("mlp", "feed_forward", "block_sparse_moe", "mlp_block")
+ATTENTIONS = ("self_attn", "attention", "attn")
+PROJECTIONS = ("q_proj", "o_proj", "dense", "out_proj", "c_proj")
+TRIAL_TOKENS, ROWS = 10, [2, 3, 6, 9]
+
+
+def trimmable_parts(model: LanguageModel) -> list[nn.Module]:
+    """Return the modules of the last layer that may skip tokens whose outputs are not used; empty if verification fails.
+
+    After the last layer's attention, no token is read by another token. So a prompt token of weight 0 needs only its key and
+    value in that layer. Its query, output projection and MLP can be skipped, forward and backward.
+    """
+    before = model.network.training
+    candidates: list[tuple[str, Callable[[], list[nn.Module]]]] = [
+        ("is trimmed", lambda: _verified_parts(model)),
+        ("computes all tokens", list),
+    ]
+    try:
+        return first_working(model, "last layer", candidates)
+    finally:
+        model.network.train(before)
+
+
+def _verified_parts(model: LanguageModel) -> list[nn.Module]:
+    parts = last_layer_parts(model)
+    if not parts:
+        raise FastPathError("no module of the layer has a known name")
+    if not all(_is_exact(model, parts, training=training) for training in (False, True)):
+        raise FastPathError("the trimmed layer computes other numbers")
+    return parts
+
+
+def last_layer_parts(model: LanguageModel) -> list[nn.Module]:
+    """Return the modules of the last layer that have a known name, without verification."""
+    count = getattr(model.network.config.get_text_config(), "num_hidden_layers", 0)
+    stacks = [module for module in model.network.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    if len(stacks) != 1:
+        return []
+    last: nn.Module = stacks[0][-1]
+    attentions = [child for name, child in last.named_children() if name in ATTENTIONS]
+    projections = [child for attention in attentions for name, child in attention.named_children() if name in PROJECTIONS]
+    return [child for name, child in last.named_children() if name in MLPS] + projections
+
+
+@torch.no_grad()
+def _is_exact(model: LanguageModel, parts: list[nn.Module], *, training: bool) -> bool:
+    """Whether each part computes rows independently, and the model's logits at ``ROWS`` do not change if it is trimmed."""
+    model.network.train(training)
+    tokens = probe_tokens(model, 0, TRIAL_TOKENS)
+    seen: dict[nn.Module, Tensor] = {}
+    with contextlib.ExitStack() as hooks:
+        for part in parts:
+            hooks.enter_context(part.register_forward_hook(lambda part, args, _: seen.update({part: args[0]})))
+        expected = plain_logits(model, tokens)[ROWS]
+    if not all(_is_row_wise(part, seen[part]) for part in parts):
+        return False
+    with only_rows(parts, torch.tensor(ROWS, device=model.device)):
+        trimmed = plain_logits(model, tokens)[ROWS]
+    return bool((trimmed - expected).abs().max() <= TOLERANCE[trimmed.dtype] * expected.abs().max())
+
+
+def _is_row_wise(part: nn.Module, x: Tensor) -> bool:
+    """Whether the output at ``ROWS`` does not change if all other rows of the input change their sign."""
+    changed = -x
+    changed[:, ROWS] = x[:, ROWS]
+    out, expected = (_first(part(values))[:, ROWS] for values in (changed, x))
+    # Two units in the last place: in a mixture, experts get other numbers of rows, and their products round differently.
+    return bool((out - expected).abs().max() <= 2 * torch.finfo(x.dtype).eps * expected.abs().max())
+
+
+def _first(out: LayerOutput) -> Tensor:
+    states: Tensor = out[0] if isinstance(out, tuple) else out
+    return states
+
+
+# ---- comparison ------------------------------------------------------------------------------------------------------
 
 
 def _random(shape: Sequence[int], like: Tensor, scale: float = 1.0) -> Tensor:
-    """From a seed of its own, in the dtype and on the device of ``like`` (of none: the CPU), with a gradient."""
-    drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * scale
-    return drawn.to("cpu" if like.is_meta else like.device, like.dtype).requires_grad_()
+    """Return random values that require a gradient, from a fixed seed, with dtype and device of ``like`` (meta: the CPU)."""
+    values = torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * scale
+    return values.to("cpu" if like.is_meta else like.device, like.dtype).requires_grad_()
 
 
 @torch.enable_grad()
-def _agree(own: Callable[[Tensor], Any], ours: Callable[[Tensor], Tensor], *inputs: Tensor) -> bool:
-    """Whether both make the same of the first input, and the same gradients of all."""
+def _computes_same(own: Callable[[Tensor], Tensor], replacement: Callable[[Tensor], Tensor], *inputs: Tensor) -> bool:
+    """Whether both functions return the same value for the first input, and the same gradients for all ``inputs``."""
     try:
-        one, other = own(inputs[0]), ours(inputs[0])
-        slope = _random(one.shape, one).detach()
-        found = [(out, *torch.autograd.grad(out, inputs, slope)) for out in (one, other)]
-    except Exception:  # noqa: BLE001 - a module of any architecture, which takes, or returns, something else
+        one, other = own(inputs[0]), replacement(inputs[0])
+        upstream = _random(one.shape, one).detach()
+        results = [(out, *torch.autograd.grad(out, inputs, upstream)) for out in (one, other)]
+    except Exception:  # noqa: BLE001 - a module of an unknown architecture may take or return anything
         return False
-    return all(_close(*pair) for pair in zip(*found, strict=True))
+    return all(_close(*pair) for pair in zip(*results, strict=True))
 
 
 def _close(one: Tensor, other: Tensor) -> bool:

@@ -1,1 +1,1 @@
-"""What is answered under which address. A route reads the request and writes the answer; what happens is elsewhere."""
+"""HTTP routes: each reads a request and writes a response; the handlers do the work."""

@@ -1,56 +1,60 @@
-"""What the routes share."""
+"""Dependencies and helpers that the routes share."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
-from fastapi import Depends, Request, Response
+from fastapi import Depends
+from fastapi import Request as HttpRequest
 
-from cookbook.server.bodies import MIB, read_body
-from cookbook.server.futures import Answer
-from cookbook.server.messages import Message
-from cookbook.server.results import JSON, Result
-from cookbook.server.service import Service
+from cookbook.server.state.requests import Request
+from cookbook.server.state.service import Service
+from cookbook.server.wire.bodies import RequestBody
+from cookbook.server.wire.decode import MIB, read_body
+from cookbook.server.wire.encode import JSON
+from cookbook.types import JsonObject
 
 
-def service_of(request: Request) -> Service:
+def service_of(request: HttpRequest) -> Service:
     service: Service = request.app.state.service
     return service
 
 
-Here = Annotated[Service, Depends(service_of)]
+CurrentService = Annotated[Service, Depends(service_of)]
 
 
-async def body_of(request: Request, service: Here) -> bytes:
+async def body_of(request: HttpRequest, service: CurrentService) -> bytes:
     return await read_body(request, service.config.max_request_mb * MIB)
 
 
 Body = Annotated[bytes, Depends(body_of)]
 
 
-def takes(kind: type[Message]) -> dict[str, Any]:
-    """What the OpenAPI page says of a body that is read here, as bytes: they are logged, and compared with a repetition's."""
-    whole = kind.model_json_schema()
-    schema = _inlined(whole, whole.pop("$defs", {}))
+def json_body(kind: type[RequestBody]) -> dict[str, object]:
+    """Return the OpenAPI entry of a JSON body that the route reads as raw bytes.
+
+    Routes read bytes, not models, because requests are logged as received and compared with their retries.
+    """
+    model = kind.model_json_schema()
+    schema = _inline_definitions(model, model.pop("$defs", {}))
     return {"requestBody": {"required": True, "content": {JSON: {"schema": schema}}}}
 
 
-def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
-    """``schema`` with what it refers to in its place: a page has no room for definitions of a part."""
+def _inline_definitions(schema: object, definitions: JsonObject) -> object:
+    """Replace references by their definitions, because the OpenAPI entry of a route cannot contain definitions."""
     if isinstance(schema, list):
-        return [_inlined(one, definitions) for one in schema]
+        return [_inline_definitions(item, definitions) for item in schema]
     if not isinstance(schema, dict):
         return schema
     if "$ref" in schema:
-        return _inlined(definitions[schema["$ref"].rpartition("/")[2]], definitions)
-    return {key: _inlined(value, definitions) for key, value in schema.items()}
+        return _inline_definitions(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+    return {key: _inline_definitions(value, definitions) for key, value in schema.items()}
 
 
-async def promise(answer: Answer, **more: Any) -> dict[str, Any]:
-    """What a client gets for work that takes its time, as soon as the request is safe."""
-    await answer.log.synced()
-    return {"request_id": answer.request_id, **more}
+async def acknowledge(request: Request, **more: object) -> JsonObject:
+    """Wait until the request is durable, and return its id, with which the client fetches the result.
 
-
-def response(result: Result) -> Response:
-    return Response(result.body, media_type=result.content_type)
+    The order matters: a client never repeats an acknowledged request, so an acknowledged request must not be lost.
+    """
+    await request.log.synced()
+    return {"request_id": request.request_id, **more}

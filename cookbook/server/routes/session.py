@@ -1,15 +1,28 @@
-"""Before and around the work: configuration of the client, sessions, their heartbeat and end."""
+"""Sessions (creation, heartbeat, end), client configuration, and information about the server."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from dataclasses import asdict
+from typing import Annotated
 
 from fastapi import APIRouter, Header, Response
+from fastapi.responses import FileResponse
 
-from cookbook.server import messages
-from cookbook.server.routes.common import Body, Here, takes
+from cookbook.backends.remote.connection import WIRE
+from cookbook.checkpoints import manifest
+from cookbook.losses import LOSSES
+from cookbook.server.handlers import sampling
+from cookbook.server.metrics import CONTENT_TYPE
+from cookbook.server.routes.common import Body, CurrentService, json_body
+from cookbook.server.wire import bodies
+from cookbook.server.wire.encode import JSON
+from cookbook.types import JsonObject
+from cookbook.utils.version import __version__
 
 router = APIRouter()
+TEXT_FILES = (".json", ".md", ".jinja")
+# Without the prefix /api/v1: Prometheus expects /metrics.
+metrics_router = APIRouter()
 
 
 @router.get("/healthz")
@@ -17,12 +30,16 @@ async def healthz() -> dict[str, str]:
     return {"status": "ok"}
 
 
-@router.post("/client/config")
-async def client_config(service: Here) -> dict[str, Any]:
-    """One request a call: the whole batch is here at once, however large, so a loss may couple all of it."""
-    chunk_bytes = service.config.max_request_mb * (
-        1 << 19
-    )  # half of what a request may hold: the client's count is an estimate
+@router.post("/client/config", openapi_extra=json_body(bodies.ClientConfig))
+async def client_config(service: CurrentService, body: Body) -> JsonObject:
+    """Configure the client to send a batch as one request, because a loss may depend on all datums of a batch.
+
+    This is the first request of every client, so that a client that is too old learns it immediately.
+    """
+    if body:
+        bodies.check_version("client/config", bodies.parse(bodies.ClientConfig, body).sdk_version)
+    # Half the request limit: the client only estimates sizes.
+    chunk_bytes = service.config.max_request_mb * (1 << 19)
     return {
         "parallel_fwdbwd_chunks": False,
         "fwdbwd_max_chunk_len": 1 << 30,
@@ -35,56 +52,105 @@ async def client_config(service: Here) -> dict[str, Any]:
 
 
 @router.post("/client/dynamic_config")
-async def client_dynamic_config() -> dict[str, Any]:
+async def client_dynamic_config() -> JsonObject:
     return {"sample_cancel_enabled": True}
 
 
 @router.get("/get_server_capabilities")
-async def capabilities(service: Here) -> dict[str, Any]:
-    facts = {"max_context_length": service.host.max_length, "trainable": True, "sampleable": True}
-    return {"supported_models": [{"model_name": name, **facts} for name in sorted(service.host.names)]}
+async def capabilities(service: CurrentService) -> JsonObject:
+    features = {"max_context_length": service.host.info.max_context_length, "trainable": True, "sampleable": True}
+    return {"supported_models": [{"model_name": name, **features} for name in sorted(service.host.public_names)]}
 
 
-@router.post("/create_session", openapi_extra=takes(messages.CreateSession))
+@router.post("/create_session", openapi_extra=json_body(bodies.CreateSession))
 async def create_session(
-    service: Here, body: Body, x_idempotency_key: Annotated[str | None, Header()] = None
-) -> dict[str, Any]:
-    session = service.create_session(messages.parsed(messages.CreateSession, body), x_idempotency_key)
+    service: CurrentService, body: Body, x_idempotency_key: Annotated[str | None, Header()] = None
+) -> JsonObject:
+    fields = bodies.parse(bodies.CreateSession, body)
+    bodies.check_version("create_session", fields.sdk_version)
+    session = service.create_session(fields, x_idempotency_key)
     await session.log.synced()
     return {"type": "create_session", "session_id": session.session_id}
 
 
-@router.post("/session_heartbeat", openapi_extra=takes(messages.Heartbeat))
-async def heartbeat(service: Here, body: Body) -> dict[str, Any]:
-    service.session(messages.parsed(messages.Heartbeat, body).session_id)
+@router.post("/session_heartbeat", openapi_extra=json_body(bodies.SessionBody))
+async def heartbeat(service: CurrentService, body: Body) -> JsonObject:
+    service.session(bodies.parse(bodies.SessionBody, body).session_id)
     return {"type": "session_heartbeat"}
 
 
 @router.post("/telemetry")
-async def telemetry(body: Body) -> dict[str, Any]:
-    """Read and not kept: it holds traces of other people's programs."""
+async def telemetry(body: Body) -> JsonObject:
+    """Discard telemetry: it contains tracebacks of users' programs."""
     return {"status": "accepted"}
 
 
 @router.post("/sessions/{session_id}/finish", status_code=204)
-async def finish(service: Here, session_id: str) -> Response:
-    """A repetition, whose first answer was lost, finds it ended: that is what it asks for."""
+async def finish(service: CurrentService, session_id: str) -> None:
+    """End the session. An unknown session is no error, so that a retry after a lost response succeeds."""
+    if service.tenants.hides(session_id):
+        return
     if session_id in service.sessions:
         service.end_session(session_id)
-    return Response(status_code=204)
+    elif session_id in service.silent:
+        service.delete_silent(session_id)
 
 
 @router.get("/sessions")
-async def sessions(service: Here) -> dict[str, Any]:
-    return {"sessions": list(service.sessions)}
+async def sessions(service: CurrentService) -> JsonObject:
+    return {"sessions": [session_id for session_id in service.sessions if not service.tenants.hides(session_id)]}
 
 
 @router.get("/sessions/{session_id}")
-async def session(service: Here, session_id: str) -> dict[str, Any]:
-    found = service.session(session_id)
+async def session_info(service: CurrentService, session_id: str) -> JsonObject:
+    session = service.session(session_id)
     return {
-        "training_run_ids": found.run_ids,
-        "sampler_ids": found.sampler_ids,
-        "user_metadata": found.user_metadata,
-        "display_name": found.display_name,
+        "training_run_ids": session.run_ids,
+        "sampler_ids": session.sampler_ids,
+        "user_metadata": session.header["user_metadata"],
+        "display_name": session.header["display_name"],
     }
+
+
+@router.get("/cookbook")
+async def server_info(service: CurrentService) -> JsonObject:
+    """Return the losses that the server knows by name, and every setting that affects the results of a run."""
+    host, info = service.host, service.host.info
+    return {
+        "wire": WIRE,
+        "version": __version__,
+        "losses": list(LOSSES),
+        "model": {**asdict(host.model), "name": host.public},
+        "digests": host.digests,
+        "tokenizer": host.public,
+        "max_length": info.max_context_length,
+        "architecture": info.model_data.arch,
+        "num_parameters": info.num_parameters,
+    }
+
+
+@router.post("/cookbook/batch", status_code=204, openapi_extra=json_body(bodies.SampleBatch))
+async def announce_batch(service: CurrentService, body: Body) -> None:
+    """Announce a batch of samples; see :func:`sampling.announce`."""
+    await sampling.announce(service, bodies.parse(bodies.SampleBatch, body))
+
+
+@router.get("/download/{token}/{file:path}", name="download")
+async def download(service: CurrentService, token: str, file: str) -> Response:
+    """Return a file of a checkpoint.
+
+    If the server has keys, the public name of the base model replaces its folder in text files. A server without keys is for
+    one person, whose programs find the base model of an adapter by its folder.
+    """
+    path = service.downloads.open(token, file)
+    if path.suffix not in TEXT_FILES or not service.tenants.keys.keys:
+        return FileResponse(path)
+    change = service.without_paths
+    if file == manifest.NAME:
+        return Response(manifest.rewritten(path.parent, change, TEXT_FILES), media_type=JSON)
+    return Response(change(path.read_text(encoding="utf-8")), media_type=JSON)
+
+
+@metrics_router.get("/metrics")
+async def metrics(service: CurrentService) -> Response:
+    return Response(service.metrics.exposition(service.gauges()), media_type=CONTENT_TYPE)

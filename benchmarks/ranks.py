@@ -1,0 +1,153 @@
+"""What a step costs on two ranks: ``python benchmarks/ranks.py [--rounds N] [--small]``, or ``make bench-ranks``.
+
+One process, two replicas and two sharded ranks (FSDP2) train one model on the same rows, with one thread for each process. The
+groups run in turn, round after round; a step is timed between two barriers, after a first step that is not counted. The table
+has medians over the rounds, with the lowest and the highest, and how many times as fast as one process a step is. The figures
+are of use only if nothing else runs on the two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from cookbook.engine.engine import Engine, EngineOptions
+from cookbook.engine.model import ModelConfig
+from cookbook.engine.ranks.loading import load_on
+from cookbook.engine.ranks.processes import join
+from cookbook.losses import get_loss
+from cookbook.server.rank import exit_now
+from cookbook.types import AdamParams, datum_from_tokens_weights
+from cookbook.utils.paths import packaged
+
+# Name of a group: the number of its ranks, and how they hold the weights.
+GROUPS = {"one process": (1, "none"), "2 replicas": (2, "none"), "2 sharded ranks (FSDP2)": (2, "all")}
+STEPS = 3
+# Hidden size, layers, rows of a step.
+MEDIUM, SMALL = (512, 6, 8), (64, 2, 8)
+
+
+def make_model(folder: Path, hidden: int, layers: int) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(packaged("data") / "tiny", model_max_length=4096)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=hidden // 8,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+# ---- in a rank -------------------------------------------------------------------------------------------------------
+
+
+def rank_main(folder: Path, shard: str, num_rows: int) -> None:
+    """Train, and write the seconds of each counted step of this rank."""
+    torch.set_num_threads(1)
+    ranks = join(shard)
+    engine = Engine(load_on(ranks, ModelConfig(str(folder)), torch.device("cpu"), 0), EngineOptions(micro_batch_tokens=4096))
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(250, 1000, num_rows)
+    rows = [datum_from_tokens_weights(draw.integers(0, 256, length), np.ones(length)) for length in lengths]
+    loss = get_loss("cross_entropy")
+    data = loss.prepare(rows)
+    steps = []
+    for _ in range(1 + STEPS):
+        ranks.gathered(None)
+        wall, cpu = time.perf_counter(), time.process_time()
+        engine.forward_backward(data, loss)
+        engine.optim_step(AdamParams(learning_rate=1e-4), None)
+        cpu = time.process_time() - cpu
+        ranks.gathered(None)
+        steps.append((time.perf_counter() - wall, cpu))
+    result = {"steps": steps[1:], "tokens": int(lengths.sum()) - num_rows}
+    (folder / f"rank-{ranks.rank}.json").write_text(json.dumps(result))
+    exit_now(0)
+
+
+# ---- in the process of the command -----------------------------------------------------------------------------------
+
+
+def measured(folder: Path, size: int, shard: str, num_rows: int) -> dict[str, float]:
+    """Run one group. Return the median wall time of a step, and its CPU seconds summed over the ranks."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, "--rank", str(folder), shard, str(num_rows)]
+    processes = [
+        subprocess.Popen(command, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(size)
+    ]
+    codes = [process.wait() for process in processes]
+    if any(codes):
+        sys.exit("a rank failed; its error is above")
+    found = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(size)]
+    wall = statistics.median(step[0] for step in found[0]["steps"])
+    cpu = sum(statistics.median(step[1] for step in rank["steps"]) for rank in found)
+    return {"wall_s": wall, "cpu_s": cpu, "tokens": found[0]["tokens"]}
+
+
+def processor() -> str:
+    """Name of the CPU, and its flags for products in bfloat16."""
+    facts = Path("/proc/cpuinfo")
+    if not facts.exists():
+        return "an unknown CPU"
+    lines = facts.read_text().splitlines()
+    name = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "an unknown CPU")
+    flags = next((line.split() for line in lines if line.startswith("flags")), [])
+    return f"{name} ({', '.join(flag for flag in flags if 'bf16' in flag or 'amx' in flag) or 'no bfloat16 products'})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--small", action="store_true", help="a small model, to try the benchmark; its figures mean nothing")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    args = parser.parse_args()
+    hidden, layers, num_rows = SMALL if args.small else MEDIUM
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in GROUPS}
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder), hidden, layers)
+        for _ in range(args.rounds):
+            for name, (size, shard) in GROUPS.items():
+                found[name].append(measured(Path(folder), size, shard, num_rows))
+    rows: list[dict[str, Any]] = []
+    one = statistics.median(row["wall_s"] for row in found["one process"])
+    tokens = found["one process"][0]["tokens"]
+    print(f"\na step of {num_rows} rows, {tokens:,.0f} tokens, H={hidden}, {layers} layers; {processor()}")
+    print(f"  {'group':<26}{'wall s':>8}{'lowest':>8}{'highest':>9}{'CPU s':>8}{'times as fast':>15}")
+    for name, results in found.items():
+        walls, cpu = [row["wall_s"] for row in results], statistics.median(row["cpu_s"] for row in results)
+        wall = statistics.median(walls)
+        rows.append({"group": name, "wall_s": wall, "cpu_s": cpu, "speedup": one / wall})
+        print(f"  {name:<26}{wall:>8.3f}{min(walls):>8.3f}{max(walls):>9.3f}{cpu:>8.3f}{one / wall:>15.2f}")
+    if args.json is not None:
+        args.json.write_text(json.dumps(rows, indent=2))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        rank_main(Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    else:
+        main()

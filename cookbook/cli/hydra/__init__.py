@@ -1,0 +1,1 @@
+"""Configurations composed by Hydra: the only package that imports Hydra, and the files of ``conf/``."""

@@ -1,0 +1,184 @@
+"""Overrides that name a model, data, code or several rewards: ``model=owner/name``, ``env=file.py:Class``, ``reward=[a,b]``.
+
+The presets that ship with cookbook, and the values of ``conf/demo``, are for the shipped model and data. Naming another model
+or other data replaces such a preset by a neutral one: ``model=hf``, ``data=jsonl`` or ``data=hub``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+
+from cookbook.errors import ConfigError
+
+# Language models whose hub id has no owner; the hub has not given out such names for years.
+WITHOUT_OWNER = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2", "openai-gpt")
+SHIPPED = "${cookbook:data}"
+
+# Group -> the key that names the model or data -> preset for that key.
+NEUTRAL = {"model": {"name": "hf"}, "data": {"mix": "jsonl", "path": "jsonl", "name": "hub"}}
+# The same, for a class or function of the user's file.
+CODE = {"env": {"target": "python"}, "reward": {"target": "python"}}
+_TEXT_FILES = (".jsonl", ".json", ".csv", ".tsv")
+DATA_FILES = (*_TEXT_FILES, ".parquet", *(f"{suffix}{packed}" for suffix in _TEXT_FILES for packed in (".gz", ".zst")))
+# Values of a group besides presets, for error messages.
+FORMS = {
+    "model": ["model=owner/name or model=./folder"],
+    "data": ["data=FILE or data=owner/name"],
+    "env": ["env=FILE.py:CLASS"],
+    "reward": ["reward=FILE.py:FUNCTION"],
+}
+# Group -> the option that combines several others.
+COMBINED = {"reward": "weighted"}
+NO_DEMO = "demo=none"
+SHIPPED_WEIGHTS = "model=tiny"
+YOURS = "choose yours with model=owner/name or model=./folder"
+
+
+# A split with slices, such as train[:10%]+test, which Hydra reads only in quotes, and the keys that have splits.
+_SLICED = re.compile(r"(?<![\w.+'\"-])[\w.+-]+\[[-\d_%]*:[-\d_%]*\][\w.+\[\]:%-]*")
+_WITH_SPLITS = ("data.split=", "data.eval_split=", "data.mix=")
+
+
+def quoted(word: str) -> str:
+    """Return the override with quotes around slices of splits: ``data.split='train[:10%]'``."""
+    return _SLICED.sub(lambda match: f"'{match[0]}'", word) if word.lstrip("+").startswith(_WITH_SPLITS) else word
+
+
+def spelled_out(
+    words: Sequence[tuple[str, str, Sequence[str]]], is_preset: Callable[[str, str], bool]
+) -> tuple[list[str], list[str]]:
+    """Return the overrides with names and paths in their own keys, and what the user should read about those not obvious.
+
+    Args:
+        words: each override as typed, the group that it chooses (or ""), and its values: one, or those of a sweep.
+        is_preset: whether a group has a file of that name.
+
+    Raises:
+        ConfigError: the values of a sweep do not go into one key, or the key has a value already.
+    """
+    found: list[str] = []
+    notes: list[str] = []
+    for word, group, values in words:
+        presets = NEUTRAL.get(group) or CODE.get(group)
+        key = _key_of(group, values, is_preset) if presets else None
+        if presets is None or key is None:
+            found.append(word)
+            continue
+        preset, name, text = f"{group}={presets[key]}", f"{group}.{key}", word.partition("=")[2]
+        if any(other.partition("=")[0] == name for other, _, _ in words):
+            raise ConfigError(f"{group}: {word} and {name}=... both name one; drop one of them")
+        found += [preset, f"{name}={text}"]
+        # A word or a mistyped path may mean something else, so the user reads the interpretation.
+        if group not in CODE and ("/" not in text or preset == "data=hub"):
+            notes.append(f"{word} means {preset} {name}={text}")
+    return found, notes
+
+
+def combined(group: str, options: Sequence[object] | None, weighted: bool) -> list[str]:
+    """Return the overrides of ``reward=[number,format]``: the option that combines rewards, and each of them as a part of it.
+
+    Args:
+        options: as typed; None for a sweep over lists.
+        weighted: whether the command line gives the weights as one value. Otherwise each part gets a weight of 1, so that
+            ``reward.weights.format=0.2`` overrides it.
+
+    Raises:
+        ConfigError: a sweep, no options, an option that is not a name, or the same option twice.
+    """
+    if options is None:
+        raise ConfigError(f"{group}: a sweep takes names of conf/{group} alone; write ./conf/{group}/NAME.yaml for each list")
+    names = [str(option) for option in options]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"{group}: {', '.join(twice)} occurs twice; write ./conf/{group}/NAME.yaml for the second")
+    if not names or not all(isinstance(option, str) for option in options):
+        raise ConfigError(f"{group}: expected names of conf/{group}, such as '{group}=[number,format]'")
+    parts = [f"+{group}@{group}.parts.{name}={name}" for name in names]
+    return [f"{group}={COMBINED[group]}", *parts, *(f"+{group}.weights.{name}=1.0" for name in names if not weighted)]
+
+
+def _key_of(group: str, values: Sequence[str], is_preset: Callable[[str, str], bool]) -> str | None:
+    """Return ``name``, ``path`` or ``target``, the key that ``group=value`` stands for; None for presets and unknown words."""
+    found = {None if is_preset(group, value) else _key(group, value) for value in values}
+    if len(found) > 1:
+        raise ConfigError(
+            f"{group}: a sweep takes files of conf/{group}, or names, or paths, and no mixture, got {','.join(values)}; "
+            f"write a file ./conf/{group}/NAME.yaml for those that have none"
+        )
+    return next(iter(found), None)
+
+
+def _key(group: str, value: str) -> str | None:
+    path = Path(value)
+    if not value:
+        return None
+    if group in CODE:
+        return "target" if ".py:" in value else None
+    if group == "model":
+        return "name" if "/" in value or path.is_dir() or value in WITHOUT_OWNER else None
+    if (
+        path.exists()
+        or value.endswith(DATA_FILES)
+        or any(character in value for character in "*?")
+        or value.startswith((".", "/", "~"))
+    ):
+        return "path"
+    if "/" in value:
+        return "path" if path.parent.is_dir() else "name"  # a slip in a path, rather than a dataset of the hub
+    return None
+
+
+def named_here(group: str) -> list[str]:
+    """Return the names of the models or data files in the current folder."""
+    if group == "model":
+        return [path.parent.name for path in Path().glob("*/config.json")]
+    return [path.name for path in Path().iterdir() if path.name.endswith(DATA_FILES)] if group == "data" else []
+
+
+def replacements(
+    choices: Mapping[str, str], nodes: Mapping[str, Mapping[str, object]], typed: Collection[str], swept: Collection[str]
+) -> tuple[list[str], list[str]]:
+    """Return overrides that keep the values of the shipped model and data from any other model or data, and notes for the user.
+
+    Args:
+        choices: the preset of each group.
+        nodes: keys and values of ``model`` and ``data``, as far as they are in the configuration, interpolations not resolved.
+        typed: the groups that the command line chooses.
+        swept: the keys that the command line sweeps over.
+    """
+    overrides, notes = [], []
+    named = {group: _named(group, node, swept) for group, node in nodes.items()}
+    for group, presets in NEUTRAL.items():
+        key = named.get(group)
+        if key is None or not _shipped(group, choices.get(group)):
+            continue
+        if group not in typed:
+            overrides.append(f"{group}={presets[key]}")
+        elif "demo" not in typed:
+            overrides.append(NO_DEMO)
+    model = _shipped("model", choices.get("model"))
+    if model and "model" not in typed and named.get("data") and not named.get("model"):
+        # A recipe may start the demo from fresh weights, and only the demo.
+        if model.get("random"):
+            overrides.append(SHIPPED_WEIGHTS)
+        notes.append(f"model: uses {SHIPPED_WEIGHTS}, the shipped one of 0.6M parameters; {YOURS}")
+    return overrides, notes
+
+
+def _named(group: str, node: Mapping[str, object], swept: Collection[str]) -> str | None:
+    """Return the key that names another model or other data than the shipped ones; None if no key does."""
+    for key in NEUTRAL[group]:
+        value = node.get(key)
+        if f"{group}.{key}" in swept or (value is not None and not str(value).startswith(SHIPPED)):
+            return key
+    return None
+
+
+def _shipped(group: str, preset: str | None) -> Mapping[str, object]:
+    """Return the keys and values of ``conf/<group>/<preset>.yaml`` if it names the shipped model or data, else none."""
+    from cookbook.cli.hydra import conf_files
+
+    files = {file.name: file for file in conf_files.options(group)}
+    node = conf_files.values(files[preset]) if preset in files else {}
+    return node if any(str(node.get(key)).startswith(SHIPPED) for key in NEUTRAL[group]) else {}

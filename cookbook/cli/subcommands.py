@@ -1,0 +1,214 @@
+"""The commands of ``cookbook weights``, ``deployments``, ``jobs`` and ``cache``. Only typer is imported at the top."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+weights = typer.Typer(
+    name="weights", help="List, verify, reconstruct, export and prune the checkpoints of a run.", rich_markup_mode=None
+)
+deployments = typer.Typer(
+    name="deployments", help="Start, list, scale, warm up and end vLLM servers that outlive a run.", rich_markup_mode=None
+)
+jobs = typer.Typer(name="jobs", help="Start, list, attach to and end trainers that run as jobs.", rich_markup_mode=None)
+cache = typer.Typer(name="cache", help="List and clear the rows and tokens that runs keep on disk.", rich_markup_mode=None)
+
+Folder = Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Folder of a run, or a checkpoint.")]
+Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Folder of one checkpoint of a run.")]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; it must not exist.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the deployment, as in deployment.name.")]
+CacheFolder = Annotated[
+    Path | None,
+    typer.Option("--folder", help="As data.cache. Default: $COOKBOOK_CACHE, $HF_HOME/cookbook or ~/.cache/cookbook."),
+]
+JobName = Annotated[str, typer.Argument(metavar="JOB", help="Name of the job; cookbook jobs list prints it.")]
+
+
+@weights.callback(invoke_without_command=True)
+@deployments.callback(invoke_without_command=True)
+@jobs.callback(invoke_without_command=True)
+@cache.callback(invoke_without_command=True)
+def show_help(ctx: typer.Context) -> None:
+    """Print the help of a group of commands that was called without a command."""
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help())
+
+
+@weights.command("list")
+def list_weights(folder: Folder) -> None:
+    """List checkpoints with kind, step, size and the digest of their weights."""
+    from cookbook.cli import weights as work
+
+    work.print_list(folder, table=sys.stdout.isatty())
+
+
+@weights.command("verify")
+def verify_weights(folder: Folder) -> None:
+    """Read every file, and reconstruct the weights of every delta."""
+    from cookbook.cli import weights as work
+
+    work.verify(folder)
+
+
+@weights.command("reconstruct")
+def reconstruct_weights(checkpoint: Checkpoint, out: Out) -> None:
+    """Rebuild full weights from a chain of deltas, as a Hugging Face folder."""
+    from cookbook.cli import weights as work
+
+    work.reconstruct(checkpoint, out)
+
+
+@weights.command("export")
+def export_weights(
+    checkpoint: Checkpoint,
+    out: Out,
+    merged: Annotated[bool, typer.Option("--merged", help="Merge a LoRA adapter into its base model.")] = False,
+) -> None:
+    """Write a folder for transformers, PEFT or vLLM, without the optimizer."""
+    from cookbook.cli import weights as work
+
+    work.export(checkpoint, out, merged=merged)
+
+
+@weights.command("prune")
+def prune_weights(
+    folder: Folder, keep: Annotated[int, typer.Option(min=0, help="Number of newest checkpoints to keep.")]
+) -> None:
+    """Delete old sampler checkpoints. Training checkpoints stay; checkpoint.keep limits those."""
+    from cookbook.cli import weights as work
+
+    work.prune(folder, keep)
+
+
+@deployments.command("create")
+def create_deployment(
+    name: Name,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="OVERRIDE", help="As for cookbook train: model=..., deployment.replicas=2, ..."),
+    ] = None,
+) -> None:
+    """Start servers, for runs of the same model with deployment=vllm deployment.name=NAME."""
+    from cookbook.cli import deployments as work
+    from cookbook.cli.hydra import bridge
+
+    bridge.run(bridge.ComposeRequest(work.overrides(name, overrides or [])), work.create)
+
+
+@deployments.command("list")
+def list_deployments() -> None:
+    """List the servers that run, with their health."""
+    from cookbook.cli import deployments as work
+
+    work.print_list(table=sys.stdout.isatty())
+
+
+@deployments.command("scale")
+def scale_deployment(
+    name: Name,
+    replicas: Annotated[int, typer.Argument(min=1, help="Number of servers.")],
+    startup_s: Annotated[float, typer.Option(help="Seconds that a server may take to start.")] = 900.0,
+) -> None:
+    """Start more servers with the same options, or end some servers."""
+    from cookbook.cli import deployments as work
+
+    work.scale(name, replicas, startup_s)
+
+
+@deployments.command("warm-up")
+def warm_up_deployment(name: Name) -> None:
+    """Let every server sample one token: this shows that it works, and makes its next request fast."""
+    from cookbook.cli import deployments as work
+
+    work.warm_up(name)
+
+
+@deployments.command("delete")
+def delete_deployment(name: Name) -> None:
+    """End a deployment's servers."""
+    from cookbook.cli import deployments as work
+
+    work.delete(name)
+
+
+@jobs.command("create")
+def create_job(
+    name: JobName,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="OVERRIDE", help="As for cookbook train: model=..., backend....=..., job=slurm, ..."),
+    ] = None,
+) -> None:
+    """Start a trainer as a job that clients attach to. cookbook train job=... creates a job of its own."""
+    from cookbook.cli import jobs as work
+    from cookbook.cli.hydra import bridge
+
+    bridge.run(bridge.ComposeRequest(work.overrides(overrides or [])), lambda cfg, _: work.create(name, cfg))
+
+
+@jobs.command("list")
+def list_jobs() -> None:
+    """List the jobs with their state, and the state of their processes as the launcher reports it."""
+    from cookbook.cli import jobs as work
+
+    work.print_list(table=sys.stdout.isatty())
+
+
+@jobs.command("logs")
+def job_logs(
+    name: JobName,
+    attempt: Annotated[int | None, typer.Option(min=1, help="Number of the attempt. Default: the newest.")] = None,
+) -> None:
+    """Print the output of a job's trainer."""
+    from cookbook.cli import jobs as work
+
+    work.print_logs(name, attempt)
+
+
+@jobs.command("attach")
+def attach_job(
+    name: JobName, port: Annotated[int, typer.Option(min=0, max=65535, help="Local port. 0: any free port.")] = 0
+) -> None:
+    """Forward a local address to a job, and start its trainer again if it ends, until Ctrl-C."""
+    from cookbook.cli import jobs as work
+
+    work.attach(name, port)
+
+
+@jobs.command("stop")
+def stop_job(name: JobName) -> None:
+    """End a job's processes. Its run, and cookbook jobs attach, can resume it."""
+    from cookbook.cli import jobs as work
+
+    work.stop(name)
+
+
+@jobs.command("delete")
+def delete_job(name: JobName) -> None:
+    """End a job's processes, and remove the job from the list. Its checkpoints stay."""
+    from cookbook.cli import jobs as work
+
+    work.delete(name)
+
+
+@cache.command("list")
+def list_cache(folder: CacheFolder = None) -> None:
+    """List the tables of rows and tokens, with their size and last use."""
+    from cookbook.cli import cache as work
+
+    work.print_list(folder, table=sys.stdout.isatty())
+
+
+@cache.command("clear")
+def clear_cache(
+    folder: CacheFolder = None,
+    unused_days: Annotated[float, typer.Option(min=0, help="Remove only what no run has used for this number of days.")] = 0.0,
+) -> None:
+    """Remove rows and tokens from the disk. Later runs read and tokenize their data again."""
+    from cookbook.cli import cache as work
+
+    work.clear(folder, unused_days)

@@ -1,0 +1,1 @@
+"""``cookbook view``: the metrics and rollouts of runs as a web page."""

@@ -1,0 +1,208 @@
+"""Deployment ``vllm``: servers in other processes, which load the trainer's weights while they run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from cookbook import terminal
+from cookbook.deployments.vllm import api, process
+from cookbook.deployments.vllm.http import Client
+from cookbook.deployments.vllm.registry import DeploymentManager
+from cookbook.deployments.vllm.replicas import AdapterServers, Servers
+from cookbook.deployments.vllm.sampler import Pool
+from cookbook.deployments.weight_sync import ChainSyncer
+from cookbook.engine.model import AUTO, ModelConfig, resolved
+from cookbook.errors import ConfigError, RolloutError
+from cookbook.futures import Future, done
+from cookbook.protocols import Backend, CheckpointBackend, CheckpointTrainer, CheckpointWriter, Sampler, Trainer
+from cookbook.types import Datum, ModelInput
+
+log = logging.getLogger("cookbook")
+
+CHECKED_TOKENS = 24
+# Of logprobs. bfloat16 has 8 bits: the logprobs of two programs differ by 0.2 now and then.
+TOLERANCES = {"float32": 1e-3, "bfloat16": 0.3}
+NEEDS_LOCAL = "deployment=vllm needs backend=local and job=none: it serves checkpoints that a trainer writes on this machine"
+PRIVATE = "run-"  # prefix of the names of deployments that one run uses
+
+
+@dataclass
+class VllmConfig:
+    """Options of vLLM servers. ``conf/deployment/vllm.yaml`` documents each field.
+
+    A server at ``url`` must have been started with the command of :func:`cookbook.deployments.vllm.process.command` and the
+    variables of :func:`~cookbook.deployments.vllm.process.environment`, for its control routes and cookbook's worker extension.
+    """
+
+    has_own_weights: ClassVar[bool] = True
+
+    python: str = ".venv-vllm/bin/python"
+    name: str | None = None
+    url: str | None = None
+    replicas: int = 1
+    dtype: str | None = None
+    max_length: int | None = None
+    kv_cache_gb: float = 0.25
+    threads: int = 1
+    args: list[str] = field(default_factory=list)
+    startup_s: float = 900.0
+    timeout_s: float = 600.0
+    retries: int = 6
+    max_requests: int = 64
+    on_exit: str = "delete"
+    deltas: int = 50
+    keep_chains: int = 1
+    logprob_tolerance: float | Literal["auto"] | None = "auto"
+
+    def __post_init__(self) -> None:
+        if self.on_exit not in ("delete", "keep"):
+            raise ConfigError(f"deployment.on_exit: expected delete or keep, got {self.on_exit!r}")
+        if self.on_exit == "keep" and self.name is None and self.url is None:
+            raise ConfigError("deployment.on_exit=keep needs deployment.name, by which later runs find the servers")
+        for key in ("replicas", "threads", "max_requests", "keep_chains"):
+            if (value := getattr(self, key)) < 1:
+                raise ConfigError(f"deployment.{key} must be at least 1, got {value}")
+        if self.dtype not in (None, *TOLERANCES):
+            raise ConfigError(f"deployment.dtype: expected {' or '.join(TOLERANCES)}, got {self.dtype!r}")
+        if self.retries < 0 or self.deltas < 0:
+            raise ConfigError("deployment: retries and deltas must be at least 0")
+        if self.url is not None and self.replicas != 1:
+            raise ConfigError("deployment.url names one running server; leave deployment.replicas=1")
+
+    def preflight(self, model: ModelConfig, backend: Backend) -> None:
+        """Raises ConfigError: the backend writes no sampler checkpoints, vLLM cannot serve them, or Python has no vLLM."""
+        if not (isinstance(backend, CheckpointBackend) and backend.writes_checkpoints):
+            raise ConfigError(NEEDS_LOCAL)
+        self._refuse_dtype(self.dtype or model.dtype)
+        # The servers of a named deployment may run already.
+        if self.url is None and self.name is None:
+            process.check_python(str(Path(self.python).absolute()))
+
+    def deploy(self, trainer: Trainer, *, live: bool) -> VllmDeployment:
+        """Start the servers, or find those of ``name`` or ``url``.
+
+        Raises:
+            ConfigError: vLLM cannot serve the trainer's weights.
+            RolloutError: a server does not start.
+        """
+        if not isinstance(trainer, CheckpointWriter):
+            raise ConfigError(NEEDS_LOCAL)
+        self._refuse_dtype(self.options(trainer).dtype)
+        if self.dtype is not None:
+            trainer.set_checkpoint_dtype(self.dtype)
+        return VllmDeployment(self, trainer, live=live)
+
+    def _refuse_dtype(self, dtype: str) -> None:
+        # AUTO becomes one of them when the model is loaded.
+        if dtype not in (AUTO, *TOLERANCES):
+            raise ConfigError(f"deployment.dtype: vLLM serves {' or '.join(TOLERANCES)}, and the model is in {dtype}; set one")
+
+    def options(self, trainer: CheckpointTrainer) -> process.Options:
+        return self.options_for(trainer.model_config, trainer.max_length, trainer.adapted_model)
+
+    def options_for(self, model: ModelConfig, max_length: int, base: str | None = None) -> process.Options:
+        """Return the options of a server of ``model``.
+
+        Args:
+            max_length: the longest sequence of the model, tokens.
+            base: name of the weights under the adapter, if ``model`` names an adapter.
+        """
+        name = base or model.name
+        return process.Options(
+            # Not resolved: a virtual environment's Python is a link, which must be called by its own path.
+            python=str(Path(self.python).absolute()),
+            model=resolved(name),
+            dtype=self.dtype or model.dtype,
+            max_length=self.max_length or max_length,
+            kv_cache_bytes=int(self.kv_cache_gb * (1 << 30)),
+            threads=self.threads,
+            lora_rank=model.lora_rank,
+            args=tuple(self.args),
+        )
+
+
+class VllmDeployment:
+    """A :class:`~cookbook.protocols.Deployment` on vLLM servers, started for the run or before it."""
+
+    def __init__(self, config: VllmConfig, trainer: CheckpointTrainer, *, live: bool) -> None:
+        self._config = config
+        self._trainer = trainer
+        self._end = contextlib.ExitStack()
+        try:
+            self.servers = self._servers(live)
+            self._end.callback(self.servers.close)
+        except BaseException:
+            self._end.close()
+            raise
+        deltas = 0 if trainer.model_config.lora_rank else config.deltas  # an adapter has no deltas
+        self.syncer = ChainSyncer(trainer, self.servers, deltas=deltas, keep=config.keep_chains)
+
+    def load(self, step: int) -> Future[Sampler]:
+        """Load the weights into the servers, and compare a few logprobs with the trainer's."""
+        sampler = self.syncer.sync(step)
+        if self._tolerance is not None:
+            check_logprobs(self._trainer, sampler, self._tolerance)
+        return done(sampler)
+
+    @property
+    def _tolerance(self) -> float | None:
+        tolerance = self._config.logprob_tolerance
+        return TOLERANCES[self._config.options(self._trainer).dtype] if tolerance == "auto" else tolerance
+
+    def close(self) -> None:
+        self._end.close()
+
+    def _servers(self, live: bool) -> Servers:
+        trainer, config, clients = self._trainer, self._config, self._clients()
+        pool = Pool(clients, api.max_length(clients), config.max_requests)
+        if not trainer.model_config.lora_rank:
+            return Servers(clients, pool, trainer.seed, live=live)
+        # A name like those of syncs, so that a later run deletes the checkpoint of a killed run.
+        name = f"sync-{secrets.token_hex(4)}-000000"
+        return AdapterServers(clients, pool, trainer.seed, save_adapted=lambda: trainer.save_adapted_weights(name).result())
+
+    def _clients(self) -> list[Client]:
+        config = self._config
+        if config.url is not None:
+            client = Client(config.url.rstrip("/"), config.timeout_s, config.retries)
+            process.wait_until_healthy(client, None, config.startup_s, terminal.say)
+            return [client]
+        manager = DeploymentManager(say=terminal.say)
+        manager.reap(PRIVATE)
+        name = config.name or f"{PRIVATE}{secrets.token_hex(4)}"
+        self._end.enter_context(manager.held(name))
+        if config.on_exit == "delete":
+            self._end.callback(manager.delete, name)
+        started = time.monotonic()
+        running = manager.create(name, config.options(self._trainer), config.replicas, config.startup_s)
+        for one in running:
+            manager.warm_up(one)
+        terminal.say(f"deployment: {name} is ready after {time.monotonic() - started:.0f} s")
+        return [manager.client(one, config.timeout_s, config.retries) for one in running]
+
+
+def check_logprobs(trainer: Trainer, sampler: Sampler, tolerance: float) -> None:
+    """Compare logprobs of trainer and deployment: equal digests do not prove that a server computes with these weights.
+
+    Raises:
+        RolloutError: the logprobs differ by more than ``tolerance``.
+    """
+    tokens = np.random.default_rng(0).integers(0, len(trainer.tokenizer), CHECKED_TOKENS).tolist()
+    datum = Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:]})
+    own = trainer.forward([datum], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
+    served = np.array(sampler.compute_logprobs(tokens).result()[1:], dtype=np.float64)
+    gap = float(np.abs(own - served).max())
+    log.info("logprobs of the deployment differ from the trainer's by at most %.2g", gap)
+    if not gap <= tolerance:
+        raise RolloutError(
+            f"weight sync: the deployment's logprobs differ from the trainer's by {gap:.3g}, more than {tolerance:g}: it "
+            "does not compute with these weights, or has another precision; in that case raise deployment.logprob_tolerance"
+        )

@@ -1,0 +1,1 @@
+"""From the datums of a call to the tensors of its forward passes."""

@@ -1,0 +1,1 @@
+"""Sampling: batched autoregressive decoding."""

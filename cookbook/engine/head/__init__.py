@@ -1,0 +1,1 @@
+"""The output head: log-probabilities of target tokens from hidden states."""

@@ -1,0 +1,146 @@
+"""Precision of the products of a training pass: float32 products as torch rounds them, and mixed precision with bfloat16.
+
+Only passes of an engine run in a reduced precision. Trials at load, probes and sampling compute exactly: a rounding of 0.4%
+would look like a fast path that fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from cookbook.engine.fast_path import FastPathError, plain_logits, probe_tokens, trial
+from cookbook.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cookbook.engine.model import LanguageModel
+
+Half = Callable[[], AbstractContextManager[None]]
+EXACT = "highest"
+MATMULS = (EXACT, "high", "medium")
+AUTOCASTS = {"bfloat16": torch.bfloat16}
+# Instructions that multiply bfloat16, as torch.cpu.get_capabilities names them, and how many times faster than exact products
+# those at medium and those of bfloat16 are, on one thread: amx_bf16 on a Xeon, avx512_bf16 on an EPYC.
+INSTRUCTIONS = {"amx_bf16": (4, 7), "avx512_bf16": (2, 4)}
+# Caches of oneDNN and torch for products that are compiled for their shapes, 0.7 MB each, and the number that they keep: a step
+# has fewer than 30 shapes. torch's own number is 1,024. Both are read at the first such product of the process.
+CACHES, COMPILED = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), 128
+
+
+@dataclass(frozen=True)
+class Precision:
+    """``matmul``: precision of float32 products, in the words of ``torch.set_float32_matmul_precision``.
+
+    ``autocast``: dtype of products and of the activations between them; None: that of the weights.
+
+    Raises:
+        ConfigError: an unknown word.
+    """
+
+    matmul: str = EXACT
+    autocast: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.matmul not in MATMULS:
+            raise ConfigError(f"backend.matmul_precision: expected one of {', '.join(MATMULS)}, got {self.matmul!r}")
+        if self.autocast is not None and self.autocast not in AUTOCASTS:
+            raise ConfigError(f"backend.autocast: expected null or {', '.join(AUTOCASTS)}, got {self.autocast!r}")
+
+    def __str__(self) -> str:
+        return self.matmul if self.autocast is None else f"{self.matmul}, autocast {self.autocast}"
+
+    def refuse_half(self, dtype: str) -> None:
+        """Raise ConfigError: ``autocast`` is set for weights of a ``dtype`` other than float32."""
+        if self.autocast is not None and dtype != "float32":
+            raise ConfigError(
+                f"backend.autocast: {self.autocast} products need float32 weights, got model.dtype={dtype}; set "
+                "model.dtype=float32, or leave backend.autocast out"
+            )
+
+    def prepare(self, model: LanguageModel) -> None:
+        """Check the precision against the weights, and limit the memory of compiled products, before the first product.
+
+        Raises:
+            ConfigError: ``autocast`` is set for weights that are not float32.
+        """
+        self.refuse_half(model.config.dtype)
+        if model.device.type == "cpu" and (model.config.dtype == "bfloat16" or self != DEFAULT):
+            missing = [name for name in CACHES if name not in os.environ]
+            os.environ.update(dict.fromkeys(missing, str(COMPILED)))
+            torch.ones(64, 64, dtype=torch.bfloat16).mm(torch.ones(64, 64, dtype=torch.bfloat16))
+            for name in missing:
+                # Processes that this one starts have limits of their own.
+                del os.environ[name]
+
+    def on(self, device: torch.device) -> Precision:
+        """Return the precision that ``device`` has instructions for: exact on a CPU that multiplies float32 only."""
+        return self if device.type != "cpu" or instructions() else DEFAULT
+
+    def contexts(self, model: LanguageModel, *, untried: bool) -> tuple[Half, Half]:
+        """Return the contexts of the two halves of a pass, which change nothing if products are exact.
+
+        Raises:
+            ConfigError: the model is ``untried``, and its code cannot compute in mixed precision.
+        """
+        found = self.on(model.device)
+        if found != self:
+            model.log_once("precision", f"products are exact, not {self}: this CPU has no bfloat16 instructions")
+        if found == DEFAULT:
+            return contextlib.nullcontext, contextlib.nullcontext
+        if found.autocast and untried:
+            try:
+                with torch.no_grad(), trial(), found.forward(model.device):
+                    plain_logits(model, probe_tokens(model, 0, 8))
+            except FastPathError as error:
+                raise ConfigError(
+                    f"backend.autocast: {model.class_name} cannot compute in mixed precision: {error}; leave it out, or set "
+                    "model.dtype=bfloat16"
+                ) from None
+        return functools.partial(found.forward, model.device), found.backward
+
+    @contextlib.contextmanager
+    def forward(self, device: torch.device) -> Iterator[None]:
+        """Context of the forward half of a pass."""
+        mixed = torch.autocast(device.type, AUTOCASTS[self.autocast]) if self.autocast else contextlib.nullcontext()
+        with self.backward(), mixed:
+            yield
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """Context of the backward half. Mixed precision needs none: gradients have the dtypes of the forward half."""
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(self.matmul)
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    def described(self, device: torch.device) -> str:
+        """Describe the precision, and the gain of the others on ``device`` by its instructions."""
+        if device.type != "cpu":
+            return f"{self}; backend.matmul_precision=high multiplies float32 as TF32, backend.autocast=bfloat16 in bfloat16"
+        name = instructions()
+        if name is None:
+            return f"{EXACT}: this CPU has no bfloat16 instructions, so matmul_precision and autocast change nothing here"
+        medium, half = INSTRUCTIONS[name]
+        return (
+            f"{self}; with {name} of this CPU, exact products take about {medium} times as long as those of "
+            f"backend.matmul_precision=medium, and {half} times as long as those of backend.autocast=bfloat16"
+        )
+
+
+DEFAULT = Precision()
+
+
+@functools.cache
+def instructions() -> str | None:
+    """Return the name of the CPU's fastest instructions for products of bfloat16; None if the CPU has none."""
+    found = torch.cpu.get_capabilities()
+    return next((name for name in INSTRUCTIONS if found.get(name)), None)

@@ -1,0 +1,212 @@
+"""Interface of a launcher, which starts and ends the processes of a trainer job, and the options that all launchers share."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+from cookbook.errors import BackendError, ConfigError
+
+END_S = 60.0
+"""Seconds that a trainer gets to finish accepted requests and exit, after the signal to stop."""
+
+
+class LauncherUnavailableError(BackendError):
+    """Error of a launcher that cannot answer now. The same call may succeed later."""
+
+
+class JobPhase(enum.Enum):
+    """Phase of an attempt, as its launcher reports it.
+
+    ``preempted``: the launcher has ended it, and a new attempt may start. ``cancelled``: a user has ended it in the launcher.
+    """
+
+    queued = "queued"
+    running = "running"
+    ended = "ended"
+    preempted = "preempted"
+    cancelled = "cancelled"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no process of the attempt is left."""
+        return self not in (JobPhase.queued, JobPhase.running)
+
+
+@dataclass(frozen=True)
+class AttemptStatus:
+    """Phase of an attempt, and the launcher's own word for it."""
+
+    phase: JobPhase
+    word: str
+
+
+@dataclass(frozen=True)
+class AttemptFiles:
+    """Name of an attempt, unique for this user, and its files below ``folder``, which the node of the trainer can read."""
+
+    name: str
+    folder: Path
+
+    @property
+    def script(self) -> Path:
+        """Shell script that the launcher runs."""
+        return self.folder / "job.sh"
+
+    @property
+    def log(self) -> Path:
+        """Output of the script."""
+        return self.folder / "log.txt"
+
+    @property
+    def pid(self) -> Path:
+        """Number of the script's process, on its node."""
+        return self.folder / "pid"
+
+    @property
+    def url(self) -> Path:
+        """Address of the trainer's server on its node. The file exists once the server listens."""
+        return self.folder / "url"
+
+    @property
+    def idle(self) -> Path:
+        """File that exists once the trainer ends because no client has used it for ``job.idle_h`` hours."""
+        return self.folder / "idle"
+
+    @property
+    def exit_code(self) -> Path:
+        """Exit code of the trainer. The file exists once the trainer has ended, unless its node or script was killed."""
+        return self.folder / "exit"
+
+    def log_text(self) -> str:
+        """Return the log; without a log an empty text."""
+        try:
+            return self.log.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+
+
+@runtime_checkable
+class Launcher(Protocol):
+    """Starts the script of an attempt somewhere. An entry of the group ``job`` is a dataclass with these five verbs."""
+
+    def start(self, files: AttemptFiles) -> str:
+        """Start the script and return the launcher's handle of the attempt, or the handle of an attempt of that name.
+
+        Raises:
+            ConfigError: the launcher refuses the job.
+            LauncherUnavailableError: the launcher cannot answer now.
+        """
+        ...
+
+    def status(self, handle: str) -> AttemptStatus:
+        """Raises LauncherUnavailableError: the launcher cannot answer now."""
+        ...
+
+    def stop(self, handle: str) -> None:
+        """Ask the processes of an attempt to end, end those that do not, and return when none is left.
+
+        Raises:
+            BackendError: a process is left.
+        """
+        ...
+
+    def logs(self, files: AttemptFiles, handle: str) -> str:
+        """Return the output of an attempt."""
+        ...
+
+    def address(self, handle: str) -> str:
+        """Return the host of a running attempt, as this machine reaches it.
+
+        Raises:
+            BackendError: the launcher does not know it.
+        """
+        ...
+
+
+@dataclass(kw_only=True)
+class JobOptions:
+    """Options of every launcher. The files of ``conf/job`` explain them. ``host``: address on which the trainer listens."""
+
+    host: ClassVar[str] = "0.0.0.0"
+
+    folder: str | None = None
+    python: str | None = None
+    setup: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    server: dict[str, Any] = field(default_factory=dict)
+    port: int = 0
+    startup_s: float = 900.0
+    idle_h: float | None = 4.0
+    max_failures: int = 3
+
+    def __post_init__(self) -> None:
+        if self.idle_h is not None and not self.idle_h > 0:
+            raise ConfigError(f"job.idle_h: expected a number above 0, got {self.idle_h}; null sets no limit")
+        if not self.startup_s > 0:
+            raise ConfigError(f"job.startup_s: expected a number above 0, got {self.startup_s}")
+        if self.max_failures < 0:
+            raise ConfigError(f"job.max_failures: expected 0 or more, got {self.max_failures}")
+        if not 0 <= self.port < 1 << 16:
+            raise ConfigError(f"job.port: expected 0 to 65535, got {self.port}; 0 chooses a free port")
+        for name in self.environment:
+            if not name.isidentifier():
+                raise ConfigError(f"job.environment: expected the name of a variable, got {name!r}")
+
+    @property
+    def interpreter(self) -> str:
+        """Python on the node."""
+        return self.python or sys.executable
+
+
+class JobLauncher(Launcher, Protocol):
+    """A launcher with the options that :class:`JobOptions` has."""
+
+    host: ClassVar[str]
+    folder: str | None
+    setup: list[str]
+    environment: dict[str, str]
+    server: dict[str, Any]
+    port: int
+    startup_s: float
+    idle_h: float | None
+    max_failures: int
+
+    @property
+    def interpreter(self) -> str:
+        """Python on the node."""
+        ...
+
+
+@dataclass(frozen=True)
+class NodesScript:
+    """Parts of the script of an attempt on several nodes, in the words of its launcher.
+
+    ``directives`` and ``setup`` are lines in front of ``command``; ``stop`` passes SIGTERM on to the ranks on all nodes.
+    """
+
+    directives: list[str]
+    setup: list[str]
+    command: str
+    stop: str
+
+
+@runtime_checkable
+class NodesLauncher(Protocol):
+    """A launcher whose attempts may use several nodes, which train one model together."""
+
+    nodes: int
+
+    def on_nodes(self, command: str, ranks_per_node: int) -> NodesScript:
+        """Return a script that starts ``command`` as every rank, with the variables that torchrun sets."""
+        ...
+
+
+@runtime_checkable
+class QueuedLauncher(Protocol):
+    """A launcher whose attempts may wait in a queue, for at most ``pending_s`` seconds."""
+
+    pending_s: float

@@ -1,0 +1,244 @@
+"""Build a run from its configuration, train it, and report the result."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import ModuleType
+
+from omegaconf import DictConfig
+
+from cookbook import terminal
+from cookbook.backends.local import LocalConfig, LocalTrainer
+from cookbook.backends.remote import pointers
+from cookbook.checkpoints import manifest, store
+from cookbook.checkpoints.schedule import Progress
+from cookbook.data import Renderer
+from cookbook.engine.model import ModelConfig
+from cookbook.errors import CheckpointError, ConfigError, CookbookError, HookError
+from cookbook.protocols import Deployment, Reward, Sampler, StartedBackend, Trainer
+from cookbook.run import folder as run_folder
+from cookbook.run import preflight, report
+from cookbook.run.data import SplitRows
+from cookbook.run.diagnostics import Health
+from cookbook.run.hooks import Status
+from cookbook.run.identity import Identity
+from cookbook.run.run import Origin, Run
+from cookbook.run.settings import checked
+from cookbook.sampling.environments import EnvironmentConfig, EnvironmentRunner
+from cookbook.sampling.evaluation import Evaluator
+from cookbook.sampling.rewards import RewardRunner
+from cookbook.sampling.rollouts import PolicySampling
+from cookbook.terminal import warnings_shown
+from cookbook.types import JsonObject, SamplingParams
+from cookbook.utils.paths import packaged
+from cookbook.utils.signals import Interrupted
+
+
+@warnings_shown()
+def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], JsonObject] = dict) -> float | None:
+    """Run the recipe of ``cfg`` from its start, or from the newest checkpoint of an earlier run in the same folder.
+
+    Returns ``eval.objective``, for a sweeper that optimizes: see :func:`cookbook.run.report.objective`.
+
+    Args:
+        defaults: default of each top-level key, for keys that the configuration of the earlier run lacks.
+
+    Raises:
+        CookbookError: an error that the user can fix.
+        Interrupted: the first Ctrl-C; the run is saved.
+        KeyboardInterrupt: the second Ctrl-C; the run keeps its last checkpoint.
+    """
+    typed = checked(cfg, overrides)
+    plain = run_folder.plain(cfg)
+    identity = Identity(plain, typed.module.Config, defaults, force=typed.resume == "force")
+    with contextlib.ExitStack() as stack:
+        status, resume_from = stack.enter_context(run_folder.opened(typed.out, typed.resume, cfg, overrides, identity))
+        rows = SplitRows(typed, identity)
+        backend = typed.backend
+        if isinstance(backend, StartedBackend):
+            backend = stack.enter_context(backend.started(status.folder))
+        trainer = backend.make_trainer(typed.model, seed=typed.seed, folder=status.folder / "checkpoints")
+        stack.push(functools.partial(_close, trainer))
+        with terminal.doing("computing the digest of the weights"):
+            for subject, digest in trainer.digests().items():
+                identity.measured(subject, digest)
+        renderer = Renderer(trainer.tokenizer, trainer.max_length)
+        preflight.warn(typed, rows, renderer)
+        with terminal.doing("starting the deployment"):
+            deployment = typed.deployment.deploy(trainer, live=typed.weight_sync.every == 1)
+        stack.callback(deployment.close)
+        runner = stack.enter_context(reward_runner(typed.reward))
+        stop = tuple(typed.rollout.stop or ())
+        environment = stack.enter_context(environment_runner(typed.env))
+        retrier = typed.rollout.retrier()
+        evaluator = Evaluator(typed.eval, renderer, retrier, runner, stop, typed.seed, rows.refusals, environment)
+        # The reference is a copy of the weights that the run started from, before a checkpoint is loaded over them.
+        with terminal.doing("copying the reference weights"):
+            reference = trainer.reference() if typed.loss.needs_reference else None
+        origin, sampler = _resumed(status.folder, resume_from, rows, trainer, deployment)
+        sampling = PolicySampling(deployment, typed.weight_sync.every, typed.rollout, evaluator, sampler)
+        run = Run(cfg.recipe.name, rows, trainer, reference, sampling, status, origin)
+        run.recorder.keep_until(run.first_step if resume_from else -1)
+        # The previous process may have been killed between saving and deleting.
+        run.saver.prune(run.first_step)
+        stack.enter_context(_resume_named(status))
+        _start(run, plain, stack)
+        collect_garbage_from_here()
+        _call_recipe(typed.module, run, status)
+        report.summary(run, rows.first)
+        run.health.check()
+        return report.objective(run.recorder.metrics.read(), typed.eval.objective)
+
+
+def _call_recipe(recipe: ModuleType, run: Run, status: Status) -> None:
+    """Train, and complete a loop that the recipe has left early.
+
+    Raises:
+        CookbookError: an error that the user can fix; of several, the first.
+        Interrupted: the first Ctrl-C; the run is saved.
+    """
+    try:
+        recipe.train(run)
+        run.finish()
+    except Interrupted as stop:
+        print(f"stopped after step {stop.step}, saved; resume with: {status.resume}", flush=True)
+        raise
+    except HookError:
+        raise
+    except CookbookError as error:
+        cause = run.root_cause(error)
+        if cause is error:
+            raise
+        raise cause from error
+    if run.done == 0 or (run.done == run.first_step and not run.recorder.metrics.path.exists()):
+        raise ConfigError(f"recipe: {run.name} has ended without one step; train inside of `for step in run.steps(n)`")
+
+
+def reward_runner(reward: Reward | None) -> AbstractContextManager[RewardRunner | None]:
+    """Yield the object that calls the reward, and stop its worker processes at the end; None without a reward."""
+    return contextlib.nullcontext() if reward is None else contextlib.closing(RewardRunner(reward))
+
+
+def environment_runner(config: EnvironmentConfig | None) -> AbstractContextManager[EnvironmentRunner | None]:
+    """Yield the object that plays episodes, and stop its worker processes at the end; None without an environment."""
+    return contextlib.nullcontext() if config is None else contextlib.closing(EnvironmentRunner(config))
+
+
+def collect_garbage_from_here() -> None:
+    """Enable garbage collection, which the command disabled at start-up, and exempt all objects made until now."""
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
+
+
+def _close(trainer: Trainer, kind: object, error: BaseException | None, trace: object) -> None:
+    """Close the trainer at the end of a run, which raises an error that no future has reported."""
+    # After Ctrl-C, closing would wait for the current call.
+    if not isinstance(error, KeyboardInterrupt):
+        trainer.close()
+
+
+def _resumed(
+    folder: Path, checkpoint: Path | None, rows: SplitRows, trainer: Trainer, deployment: Deployment
+) -> tuple[Origin, Sampler | None]:
+    """Load the checkpoint to resume from, if there is one. Return the run's state at it, and its sampler if it has one."""
+    max_tokens = rows.settings.rollout.max_tokens
+    if checkpoint is None:
+        if (folder / run_folder.METRICS).exists():
+            terminal.say(f"{folder} has no checkpoint to resume from; starting it over")
+        return Origin(health=Health(max_tokens)), None
+    facts = manifest.read(checkpoint)
+    earlier = facts.get("run", {})
+    with terminal.doing(f"loading {checkpoint}"):
+        sampler = _load(trainer, deployment, checkpoint, earlier.get("sampler_step"))
+    terminal.say(f"resuming after step {trainer.step}, from {checkpoint}")
+    # A branch off another run's checkpoint is a new run, whose counts begin at 0.
+    is_branch = folder.resolve() not in checkpoint.resolve().parents
+    health = Health(max_tokens) if is_branch else Health.restored(earlier.get("health"), max_tokens)
+    origin = Origin(Progress.of(facts), earlier.get("total_steps"), health, earlier.get("streams", ()), earlier.get("prompts"))
+    return origin, sampler
+
+
+def _load(trainer: Trainer, deployment: Deployment, checkpoint: Path, sampler_step: int | None) -> Sampler | None:
+    """Load a checkpoint. Return the sampler that the run had then, if it was saved between two weight syncs."""
+    sampler = None
+    if sampler_step is not None:
+        trainer.load_state(str(checkpoint / store.SAMPLER), optimizer=False).result()
+        # The trainer counts no steps for weights without an optimizer.
+        sampler = deployment.load(0).result()
+        sampler.step = sampler_step
+    trainer.load_state(str(checkpoint)).result()
+    return sampler
+
+
+def _start(run: Run, cfg: JsonObject, stack: contextlib.ExitStack) -> None:
+    """Call trackers and hooks now and at the end of the stack, which also closes the run's files."""
+    stack.callback(run.recorder.close)
+    stack.push(functools.partial(_end, functools.partial(run.recorder.trackers.call, "end")))
+    run.recorder.trackers.start(cfg, str(run.out), run.out.name, run.first_step)
+    stack.push(functools.partial(_end, functools.partial(run.hook_calls.end, run)))
+    run.hook_calls.start(run)
+
+
+def _end(call: Callable[[str], None], kind: object, error: BaseException | None, trace: object) -> None:
+    """Call ``call`` with the state in which a run has ended."""
+    failed = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+    call("finished" if error is None else failed)
+
+
+@contextlib.contextmanager
+def _resume_named(status: Status) -> Iterator[None]:
+    """Add to a hook's error the step that is saved, and the command that resumes the run."""
+    try:
+        yield
+    except HookError as error:
+        saved = f"step {status.saved_step} is saved" if status.saved_step else "no step is saved yet"
+        raise HookError(f"{error}; {saved}; fix the hook, then resume with: {status.resume}") from None
+
+
+def sample(
+    target: str, prompt: str, *, max_tokens: int = 64, temperature: float = 0.0, num_samples: int = 1, seed: int = 0
+) -> list[str]:
+    """Return completions of ``prompt`` by a run's newest checkpoint, a checkpoint, a model folder or a hub id.
+
+    The prompt is one user message if the tokenizer has a chat template, else plain text.
+
+    Raises:
+        CookbookError: ``target`` has no weights, or the prompt does not fit the context.
+    """
+    with contextlib.closing(LocalTrainer(ModelConfig(sampling_target(target)), LocalConfig())) as trainer:
+        renderer = Renderer(trainer.tokenizer, trainer.max_length)
+        chat = getattr(trainer.tokenizer, "chat_template", None)
+        tokens = renderer.prompt_tokens([{"role": "user", "content": prompt}] if chat else prompt)
+        collect_garbage_from_here()
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+        with terminal.doing("sampling"):
+            response = trainer.live_sampler(0).result().sample(tokens, num_samples, params).result()
+        return [renderer.text(sequence.tokens) for sequence in response.sequences]
+
+
+def sampling_target(target: str) -> str:
+    """Return the folder or hub id to load; for a run, its newest checkpoint.
+
+    Raises:
+        CheckpointError: the run has no checkpoint, or its weights are on a server.
+    """
+    folder = Path(target)
+    if (folder / run_folder.CONFIG).is_file():
+        checkpoint = store.newest(folder / "checkpoints")
+        if checkpoint is None:
+            raise CheckpointError(f"{target}: this run has no checkpoint yet; wait for one, or lower checkpoint.every")
+        if (server := manifest.read(checkpoint).get(pointers.SERVER)) is not None:
+            if (found := pointers.on_disk(server)) is not None:
+                return str(found)
+            raise CheckpointError(
+                f"{target}: the weights of its checkpoints are on the server at {server['url']}; fetch them with "
+                f"`tinker checkpoint download {server['path']}`, and sample from that folder"
+            )
+        return str(checkpoint)
+    return str(packaged("data") / "tiny") if target == "tiny" and not folder.exists() else target

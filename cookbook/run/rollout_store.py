@@ -1,0 +1,366 @@
+"""``rollouts.jsonl.gz``: the rollouts or rows of the run's steps with their tokens, for ``cookbook view``.
+
+A file has one compressed text per step (:mod:`cookbook.run.stored_steps`). A text is JSON lines. The first has the step,
+``pieces`` (the text of every token id that occurs) and ``special`` (the ids that are no part of a text). Every other line is a
+group: a prompt with its trajectories, a row, or a pair of answers. A group has ``row``, ``question``, ``prompt`` (token ids)
+and ``trajectories``; a trajectory has ``branches`` of segments. A segment has ``author``, ``tokens`` (those of the prompt if
+they are left out), and ``text`` if it is not that of its tokens.
+
+Tokens of the model and of the data have lists of numbers, with 4 decimals; a list of one number holds for all tokens:
+
+- ``logprobs``: log-probabilities of the sampler, or of the trainer for tokens of the data;
+- ``shift``: the trainer's log-probability minus the sampler's, of datums that were trained;
+- ``advantage``, of datums that were trained.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+import os
+import struct
+import zlib
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from cookbook.data import Renderer, RowDatum
+from cookbook.futures import Future
+from cookbook.run.hooks import writing_to
+from cookbook.run.stored_steps import FIELDS, HEADER, ROLLOUTS, START, StoredSteps, blocks
+from cookbook.sampling.rollouts import RolloutGroup
+from cookbook.sampling.trajectory import Segment, Trajectory
+from cookbook.types import Array, Datum, ForwardBackwardOutput, TensorData
+from cookbook.utils import files
+
+log = logging.getLogger("cookbook")
+
+# Decimals of log-probabilities, their differences and advantages.
+DECIMALS = 4
+JSON = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":"))
+# Of zlib. Level 6 needs twice the time and saves 4% of the bytes.
+LEVEL = 4
+# Counts of a trajectory that are stored unless they are 0.
+COUNTS = ("calls", "malformed_calls", "failed_calls")
+
+Line: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TrainedDatum:
+    """A datum of the step, and the trainer's log-probabilities of its targets; None if the trainer did not return them."""
+
+    datum: Datum
+    logprobs: Array | None
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return (*self.datum.model_input.tokens, int(self.datum.loss_fn_inputs["target_tokens"].array[-1]))
+
+    def values(self, key: str) -> Array | None:
+        """Return an input of the loss that has one number per token."""
+        found = self.datum.loss_fn_inputs.get(key)
+        return found.array if found is not None and found.array.ndim == 1 else None
+
+
+class RolloutStore:
+    """Collects what a step samples and trains on, and writes it when the step is finished.
+
+    Args:
+        max_mb: megabytes of the file, see :class:`StepFile`; None: no further step is stored.
+        pairs: whether two consecutive datums are the chosen and the rejected answer of one row.
+    """
+
+    def __init__(self, out: Path, max_mb: float | None, renderer: Renderer, *, pairs: bool) -> None:
+        self._file = StepFile(out / ROLLOUTS, int((max_mb or 0) * 1e6))
+        self._pieces = TokenPieces(renderer)
+        self._pairs = pairs
+        self._groups: list[RolloutGroup] = []
+        self._passes: list[tuple[Sequence[Datum], Future[ForwardBackwardOutput]]] = []
+        self._numbers = RoundedNumbers()
+
+    def clear(self) -> None:
+        """Forget the groups and datums since the last finished step, which the recipe has not updated with."""
+        self._groups, self._passes, self._numbers = [], [], RoundedNumbers()
+
+    def sampled(self, groups: Sequence[RolloutGroup]) -> None:
+        self._groups += groups
+
+    def trained(self, data: Sequence[Datum], output: Future[ForwardBackwardOutput]) -> None:
+        self._passes.append((data, output))
+
+    def write(self, step: int) -> None:
+        """Write the finished step. Raise ConfigError if the disk refuses."""
+        if self._file.takes(step):
+            lines = self._lines()
+            self._numbers.round()
+            head = {"step": step, **self._pieces.head(lines)}
+            text = "".join(JSON.encode(line) + "\n" for line in (head, *lines))
+            with writing_to(self._file.path, "free disk space and run the same command to resume"):
+                self._file.append(step, text)
+        self.clear()
+
+    def keep_until(self, step: int) -> None:
+        """Drop later steps, which the resumed run repeats."""
+        with writing_to(self._file.path):
+            self._file.keep_until(step)
+
+    def _lines(self) -> list[Line]:
+        trained = [one for data, output in self._passes for one in _outputs(data, output)]
+        if not self._groups:
+            return self._rows(trained)
+        waiting: dict[tuple[int, ...], deque[TrainedDatum]] = defaultdict(deque)
+        for one in trained:
+            waiting[one.tokens].append(one)
+        lines = [self._group(group, waiting) for group in self._groups]
+        # Datums that the recipe has made of other data.
+        return lines + self._rows([one for queue in waiting.values() for one in queue])
+
+    def _group(self, group: RolloutGroup, waiting: Mapping[tuple[int, ...], deque[TrainedDatum]]) -> Line:
+        trajectories: list[Line] = []
+        for index, (trajectory, reward) in enumerate(zip(group.trajectories, group.rewards, strict=True)):
+            values: Line = {"reward": _finite(reward), "ended": trajectory.ended}
+            if parts := group.parts[index] if group.parts else {}:
+                values["parts"] = {name: _finite(part) for name, part in parts.items()}
+            counts = {name: getattr(trajectory, name) for name in COUNTS}
+            values |= {name: count for name, count in counts.items() if count}
+            trajectories.append({**values, "branches": self._branches(trajectory, group.prompt.tokens, waiting)})
+        prompt = group.prompt
+        text = {} if self._pieces.spell(prompt.tokens, prompt.text) else {"prompt_text": prompt.text}
+        own = {"row": prompt.row.where, "question": prompt.question, "prompt": prompt.tokens}
+        return own | text | {"trajectories": trajectories}
+
+    def _branches(
+        self, trajectory: Trajectory, prompt: Sequence[int], waiting: Mapping[tuple[int, ...], deque[TrainedDatum]]
+    ) -> list[list[Line]]:
+        branches = []
+        for branch in trajectory.branches:
+            queue = waiting.get(tuple(itertools.chain.from_iterable(segment.tokens for segment in branch)))
+            trained, start, lines = queue.popleft() if queue else None, 0, []
+            for segment in branch:
+                lines.append(self._segment(segment, prompt, trained, start))
+                start += len(segment.tokens)
+            branches.append(lines)
+        return branches
+
+    def _segment(self, segment: Segment, prompt: Sequence[int], trained: TrainedDatum | None, start: int) -> Line:
+        """Return the line of a segment whose first token has the index ``start`` in its branch."""
+        if segment.author == "prompt" and segment.tokens == prompt:
+            return {"author": "prompt"}
+        line: Line = {"author": segment.author, "tokens": segment.tokens}
+        if not self._pieces.spell(segment.tokens, segment.text):
+            line["text"] = segment.text
+        if segment.author == "model":
+            line |= {"stop": segment.stop_reason, "step": segment.step, "logprobs": self._numbers.add(segment.logprobs)}
+            if trained is not None:
+                # Position t of a datum predicts token t + 1.
+                span = slice(start - 1, start - 1 + len(segment.tokens))
+                line |= self._trained(trained, span, segment.logprobs)
+        return line
+
+    def _trained(self, trained: TrainedDatum, span: slice, sampled: Sequence[float]) -> Line:
+        """Return the entries of sampled tokens that were trained on; ``span`` is their place in the datum."""
+        line: Line = {}
+        if (advantages := trained.values("advantages")) is not None:
+            line["advantage"] = self._numbers.add(advantages[span].tolist())
+        if trained.logprobs is not None and trained.logprobs.ndim == 1:
+            # Float64, as the sampler's numbers.
+            own = trained.logprobs[span].tolist()
+            line["shift"] = self._numbers.add([one - other for one, other in zip(own, sampled, strict=True)])
+        return line
+
+    def _rows(self, trained: Sequence[TrainedDatum]) -> list[Line]:
+        """Return the lines of datums that were not sampled: one per row, or per pair of answers."""
+        names = ("chosen", "rejected") if self._pairs else ("",)
+        lines: list[Line] = []
+        for index in range(0, len(trained), len(names)):
+            first = trained[index].datum
+            where, question = (first.where, first.question) if isinstance(first, RowDatum) else ("", "")
+            sides = zip(trained[index : index + len(names)], names, strict=False)
+            trajectories = [({"side": name} if name else {}) | {"branches": [self._row(one)]} for one, name in sides]
+            lines.append({"row": where, "question": question, "prompt": [], "trajectories": trajectories})
+        return lines
+
+    def _row(self, trained: TrainedDatum) -> list[Line]:
+        """Return the segments of a datum: tokens with a weight, and tokens without."""
+        tokens, weights = trained.tokens, trained.values("weights")
+        # Nothing predicts the first token.
+        has_weight = [False, *([True] * (len(tokens) - 1) if weights is None else (weights != 0).tolist())]
+        segments: list[Line] = []
+        for is_data, indices in itertools.groupby(range(len(tokens)), has_weight.__getitem__):
+            start, *rest = indices
+            own = tokens[start : start + 1 + len(rest)]
+            segment: Line = {"author": "data" if is_data else "context", "tokens": own}
+            text = self._pieces.decode(own)
+            if not self._pieces.spell(own, text):
+                segment["text"] = text
+            if is_data and trained.logprobs is not None and trained.logprobs.ndim == 1:
+                segment["logprobs"] = self._numbers.add(trained.logprobs[start - 1 : start - 1 + len(own)].tolist())
+            segments.append(segment)
+        return segments
+
+
+class TokenPieces:
+    """Texts of single tokens. A token is decoded behind another: alone, some tokenizers drop the space that it begins with."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._tokenizer = renderer.tokenizer
+        self._special = set(self._tokenizer.all_special_ids)
+        # With and without the texts of special tokens.
+        self._texts: dict[int, str] = {}
+        self._visible: dict[int, str] = {}
+        self._anchor: list[int] = self._tokenizer("a", add_special_tokens=False)["input_ids"][:1]
+        self._before = len(self.decode(self._anchor))
+
+    def head(self, lines: Iterable[Line]) -> Line:
+        """Return the entries of a step's first line: the text of every token in ``lines``, and which tokens are special."""
+        used = sorted(set(_tokens(lines)))
+        pieces = {str(token): self.text(token) for token in used}
+        return {"pieces": pieces, "special": [token for token in used if token in self._special]}
+
+    def text(self, token: int) -> str:
+        if token not in self._texts:
+            self._texts[token] = self.decode([*self._anchor, token])[self._before :]
+            self._visible[token] = "" if token in self._special else self._texts[token]
+        return self._texts[token]
+
+    def spell(self, tokens: Sequence[int], text: str) -> bool:
+        """Whether the texts of the tokens, with or without special tokens, add up to ``text``.
+
+        They do not if several tokens spell a character, or if the tokenizer normalizes.
+        """
+        for token in set(tokens).difference(self._texts):
+            self.text(token)
+        return text in ("".join(map(texts.__getitem__, tokens)) for texts in (self._visible, self._texts))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
+
+
+def _tokens(lines: Iterable[Line]) -> Iterator[int]:
+    for line in lines:
+        yield from line["prompt"]
+        for trajectory in line["trajectories"]:
+            for branch in trajectory["branches"]:
+                for segment in branch:
+                    yield from segment.get("tokens", ())
+
+
+def _outputs(data: Sequence[Datum], output: Future[ForwardBackwardOutput]) -> Iterator[TrainedDatum]:
+    """Yield the datums of a pass with their results, if it has any. Never waits for the trainer."""
+    finished = output.done() and output.failure() is None
+    rows: Sequence[Mapping[str, TensorData]] = output.result().loss_fn_outputs if finished else []
+    for index, datum in enumerate(data):
+        logprobs = rows[index].get("logprobs") if len(rows) == len(data) else None
+        yield TrainedDatum(datum, None if logprobs is None else logprobs.to_numpy())
+
+
+def _finite(value: float) -> float | None:
+    """Return None for NaN and infinity, which JSON does not have."""
+    return float(value) if math.isfinite(value) else None
+
+
+class RoundedNumbers:
+    """Lists of numbers that are rounded together: one call of numpy costs less than one call of Python per number."""
+
+    def __init__(self) -> None:
+        self._lists: list[list[float | None]] = []
+
+    def add(self, values: Sequence[float]) -> list[float | None]:
+        """Return a copy of the values, which :meth:`round` will round."""
+        self._lists.append(list(values))
+        return self._lists[-1]
+
+    def round(self) -> None:
+        """Round all lists. NaN and infinity, which JSON does not have, become None. Equal numbers become one."""
+        exact = np.fromiter(itertools.chain.from_iterable(self._lists), dtype=np.float64)
+        # Adding 0 turns -0.0, which needs more space, into 0.0.
+        rounded: list[float | None] = (np.round(exact, DECIMALS) + 0.0).tolist()
+        for index in np.flatnonzero(~np.isfinite(exact)):
+            rounded[index] = None
+        start = 0
+        for values in self._lists:
+            end = start + len(values)
+            own = rounded[start:end]
+            values[:] = own[:1] if len(set(own)) == 1 else own
+            start = end
+
+
+class StepFile:
+    """Texts by step, at most ``max_bytes`` of them; 0: no further text.
+
+    A full file is thinned: every second stored step is deleted, and from then on every second step is stored. The steps of a
+    long run are thus evenly spaced. A step that does not fit into the thinned file is not stored, so that one huge step
+    deletes at most every second step.
+    """
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self.path, self.max_bytes = path, max_bytes
+        found = blocks(path)
+        self._every = found[-1].every if found else 1
+        self._has_warned = self._every > 1
+
+    def takes(self, step: int) -> bool:
+        """Whether this step would be stored."""
+        return self.max_bytes > 0 and step % self._every == 0
+
+    def append(self, step: int, text: str) -> None:
+        """Add the text of a step, which is later than all stored steps. Raises OSError."""
+        member = _member(step, text.encode(), self._every)
+        if len(member) > self.max_bytes:
+            self._warn(f"step {step} alone needs {len(member) / 1e6:.1f} MB, so steps of this size are not stored")
+            return
+        if self._size() + len(member) > self.max_bytes:
+            self._thin()
+            if not self.takes(step) or self._size() + len(member) > self.max_bytes:
+                return
+            member = _member(step, text.encode(), self._every)
+        with self.path.open("ab") as file:
+            file.write(member)
+
+    def keep_until(self, step: int) -> None:
+        """Remove later steps, and the bytes after the last whole step, which a kill has cut short. Raises OSError."""
+        if not self.path.exists():
+            return
+        found = blocks(self.path)
+        readable = found[-1].start + found[-1].size if found else 0
+        if readable < self._size():
+            log.info("%s: removed %d bytes after step %d", self.path, self._size() - readable, found[-1].step if found else 0)
+        kept = [block for block in found if block.step <= step]
+        end = kept[-1].start + kept[-1].size if kept else 0
+        if end < self._size():
+            os.truncate(self.path, end)
+        self._every = kept[-1].every if kept else 1
+
+    def _size(self) -> int:
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    def _thin(self) -> None:
+        """Double the spacing, and delete the steps between."""
+        self._every *= 2
+        self._warn(f"full; of the steps so far and to come, every {self._every}nd is kept, later fewer")
+        aside = self.path.with_name(f".{self.path.name}.tmp")
+        with StoredSteps(self.path) as old, aside.open("wb") as new:
+            for step in filter(self.takes, old.blocks):
+                new.write(old.member(step) or b"")
+        files.sync(aside)
+        aside.replace(self.path)
+
+    def _warn(self, problem: str) -> None:
+        """Log the first loss of a run."""
+        if not self._has_warned:
+            log.warning("%s: %s; raise rollout.store_mb (now %g)", self.path, problem, self.max_bytes / 1e6)
+            self._has_warned = True
+
+
+def _member(step: int, content: bytes, every: int) -> bytes:
+    deflate = zlib.compressobj(LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS)
+    body = deflate.compress(content) + deflate.flush()
+    end = struct.pack("<II", zlib.crc32(content), len(content) & 0xFFFFFFFF)
+    return START + FIELDS.pack(step, HEADER + len(body) + len(end), every) + body + end

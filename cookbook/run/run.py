@@ -1,0 +1,468 @@
+"""``Run``: the object that a recipe and its hooks receive, and the loop around a recipe's steps."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import torch
+
+from cookbook import terminal
+from cookbook.checkpoints.schedule import Progress
+from cookbook.config.moved import moved_names
+from cookbook.data import RenderedPrompt, Row, datums
+from cookbook.data.datum_table import Batches, Pairs
+from cookbook.data.stream import RowStream, StreamedBatches, StreamPosition, StreamResume
+from cookbook.errors import ConfigError, CookbookError, MovedAttributeError
+from cookbook.futures import Future, done
+from cookbook.losses import LOSSES
+from cookbook.losses.base import Scope
+from cookbook.protocols import Reference, Sampler, Trainer
+from cookbook.run import diagnostics
+from cookbook.run.data import CachedReference, Split, SplitRows
+from cookbook.run.diagnostics import Health, TrackedCall, TrackedCalls
+from cookbook.run.folder import check_steps
+from cookbook.run.hooks import Hook, HookCalls, Status
+from cookbook.run.recorder import Recorder, Saver
+from cookbook.run.rollout_store import RolloutStore
+from cookbook.sampling import environments, rollouts
+from cookbook.sampling.evaluation import FINGERPRINT, Evaluation
+from cookbook.sampling.prompt_queue import PromptQueue
+from cookbook.sampling.rollouts import PolicySampling, RolloutGroup
+from cookbook.types import Datum, ForwardBackwardOutput, JsonObject, OptimStepOutput
+from cookbook.utils.signals import Interrupted, InterruptGuard
+
+log = logging.getLogger("cookbook")
+
+T = TypeVar("T")
+Evaluate = Callable[[int], Evaluation]
+
+
+@dataclass
+class Step:
+    """One turn of the loop: ``index`` of ``total`` optimizer steps are finished before it.
+
+    ``updated``: the turn's own optimizer step has been requested.
+    """
+
+    index: int
+    total: int
+    updated: bool = False
+    started: float = field(default_factory=time.monotonic)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def log(self, *results: Future[ForwardBackwardOutput] | Future[OptimStepOutput] | Mapping[str, float]) -> None:
+        """Add metrics to the step's row. Futures are waited for, and raise their errors here."""
+        for result in results:
+            metrics = result if isinstance(result, Mapping) else result.result().metrics
+            self.metrics.update({key: value for key, value in metrics.items() if key != "loss:sum"})
+
+
+@dataclass(frozen=True)
+class Origin:
+    """State of the run at the checkpoint that it resumes from; the defaults are those of a new run."""
+
+    progress: Progress = field(default_factory=Progress)
+    planned_steps: int | None = None
+    health: Health = field(default_factory=Health)
+    # Positions of streams, in the order in which the recipe makes their batches.
+    streams: Sequence[JsonObject] = ()
+    # State of the queue of prompts.
+    queue: JsonObject | None = None
+
+
+class Run:
+    """A run of a recipe.
+
+    ``cfg`` is the recipe's own ``Config``; ``trainer`` the model in training; ``loss`` its loss; ``out`` the run folder. A
+    recipe calls the methods up to :meth:`steps`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rows: SplitRows,
+        trainer: Trainer,
+        reference: Reference | None,
+        sampling: PolicySampling,
+        status: Status,
+        origin: Origin,
+    ) -> None:
+        settings, out = rows.settings, status.folder
+        self.cfg = settings.recipe
+        self.name, self.seed, self.out = name, settings.seed, out
+        self.trainer, self.reference, self.renderer = trainer, reference, sampling.evaluator.renderer
+        self.loss, self.reward = settings.loss, settings.reward
+        self.data, self.rollout, self.eval = settings.data, settings.rollout, settings.eval
+        self.checkpoint, self.optim, self.schedule = settings.checkpoint, settings.optim, settings.schedule
+        # Finished steps: when this process began, and now.
+        self.first_step = self.done = origin.progress.steps
+        store = RolloutStore(out, settings.rollout.store_mb, self.renderer, pairs=self.loss.scope is Scope.pair)
+        self.recorder = Recorder(out, settings.trackers, rows.refusals, store)
+        self.saver = Saver(settings.checkpoint, trainer, out / "checkpoints", origin.progress)
+        self.hooks: list[Hook] = [status, *settings.hooks]
+        self.hook_calls = HookCalls(self.hooks)
+        self.health = origin.health
+        self._rows, self._sampling, self._origin = rows, sampling, origin
+        sampling.on_sync = lambda sampler: self.hook_calls.call("on_weight_sync", self, sampler)
+        self._began = time.monotonic()
+        # Tokens of the current step, and of this process's earlier steps.
+        self._tokens = self._earlier_tokens = 0
+        # Checksum of the rows of the current step; None if the step has used no rows of the data.
+        self._rows_checksum: int | None = None
+        # The held-out prompts, if the recipe itself reads conversations or pairs.
+        self._prompts: Sequence[RenderedPrompt] = ()
+        self._queue: PromptQueue | None = None
+        self._calls = TrackedCalls()
+        self._streams: list[StreamedBatches[Any]] = []
+        # Datums since the last optimizer step.
+        self._accumulated: list[Datum] = []
+        # The step that the recipe is in.
+        self._open: tuple[Step, Evaluate | None] | None = None
+
+    @property
+    def progress(self) -> Progress:
+        """Steps, tokens and minutes of the run, including its earlier processes."""
+        before = self._origin.progress
+        minutes = before.minutes + (time.monotonic() - self._began) / 60
+        return Progress(self.done, before.tokens + self._earlier_tokens, minutes)
+
+    @property
+    def sampler(self) -> Sampler | None:
+        """The sampler of the last weight sync that was due; None before the first."""
+        return self._sampling.sampler
+
+    # Hidden from type checkers, which would otherwise accept every attribute.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if (new := moved_names().get(f"run.{name}")) is not None:
+                raise MovedAttributeError(f"run.{name} has moved; use {new}")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    # ---- data ----------------------------------------------------------------------------------------------------
+
+    def conversations(self, which: Split) -> Sequence[Datum]:
+        """Return the ``train`` or ``eval`` rows, rendered, with weight on the tokens to learn."""
+        return self._made(which, "conversations", datums.conversation_datums)
+
+    def preferences(self, which: Split) -> Sequence[Sequence[Datum]]:
+        """Return the ``train`` or ``eval`` rows as ``[chosen, rejected]``, with weight on the answers' tokens."""
+
+        def pairs(rows: Sequence[Row], **rest: Any) -> Sequence[Sequence[Datum]]:
+            return Pairs(datums.preference_datums(rows, **rest))
+
+        return self._made(which, "preferences", pairs)
+
+    def prompts(self, which: Split) -> Sequence[RenderedPrompt]:
+        """Return the ``train`` or ``eval`` rows as prompts that leave space for a completion in the context."""
+        if (environment := self._rows.settings.env) is not None:
+            return environments.prompts(environment, self._rows(which), self.renderer, self.data, self._rows.refusals)
+        max_tokens = (self.rollout if which == "train" else self.eval).max_tokens
+        return self._made(which, "rollouts", functools.partial(datums.prompts, max_tokens=max_tokens))
+
+    def _made(self, which: Split, kind: str, make: Callable[..., Sequence[T]]) -> Sequence[T]:
+        """Return the datums or prompts of a split; of a stream, they are made when they are used."""
+        rest = {"renderer": self.renderer, "config": self.data, "refusals": self._rows.refusals}
+        if self._rows.is_stream(which):
+            return self._rows.stream(kind, lambda rows, reader: make(rows, **rest, reader=reader), self.renderer)
+        return make(self._rows(which), **rest)
+
+    def batches(self, rows: Sequence[T], size: int, epochs: int = 1) -> Batches[T]:
+        """Return ``rows`` in the order of the run's seed, ``size`` at a time. A stream repeats as the steps need it."""
+        if not isinstance(rows, RowStream):
+            return Batches(rows, size, epochs, self.seed, self.data.shuffle)
+        found = self._origin.streams[len(self._streams) :][:1]
+        resume = StreamResume(StreamPosition(**found[0]), self._rows.identity.compare_stream) if found else None
+        batches = StreamedBatches(rows, size, self.seed, resume)
+        self._streams.append(batches)
+        return batches
+
+    def prompt_batches(self, prompts: Sequence[RenderedPrompt], size: int) -> Batches[RenderedPrompt]:
+        """Return the prompts of the steps: those of :meth:`batches`, or with refill or a curriculum those of a queue.
+
+        The queue continues where the checkpoint left it; :meth:`sample_groups` takes further prompts from the queue.
+
+        Raises:
+            ConfigError: a second queue.
+        """
+        if self._queue is not None:
+            raise ConfigError("recipe: run.prompt_batches was called twice, and a checkpoint has one queue; join the prompts")
+        if not self._needs_queue:
+            return self.batches(prompts, size)
+        # Refuse empty data before the size of a step depends on their number.
+        self.batches(prompts, size)
+        self._queue = PromptQueue(prompts, size, self.seed, self.data)
+        self._queue.restore(self._origin.queue, self.first_step)
+        return self._queue
+
+    @property
+    def _needs_queue(self) -> bool:
+        return self.rollout.refill > 1 or self.data.curriculum is not None
+
+    # ---- training ------------------------------------------------------------------------------------------------
+
+    def forward_backward(self, data: Sequence[Datum]) -> Future[ForwardBackwardOutput]:
+        """Add the gradient of the run's loss on one whole optimizer step's data. Without data the gradient is zero."""
+        if not data:
+            return done(ForwardBackwardOutput([], {"loss": 0.0, "tokens/trained": 0.0}))
+        prepared = self.loss.prepare(self.with_reference(data))
+        self._tokens += sum(datum.model_input.length for datum in prepared)
+        # Rows of rollouts were noted when they were sampled, together with the prompts that have no gradient.
+        if "sampling_logprobs" not in data[0].loss_fn_inputs:
+            self._note_rows(datum.where for datum in data if isinstance(datum, datums.RowDatum))
+        if LOSSES.get(self.loss.name) == f"{type(self.loss).__module__}:{type(self.loss).__qualname__}":
+            gradient = self.trainer.forward_backward(prepared, self.loss.name, self.loss.call_options())
+        else:
+            gradient = self.trainer.forward_backward_custom(prepared, self.loss)
+        self._calls.add(TrackedCall(self.done + 1, prepared, gradient))
+        self.recorder.rollouts.trained(prepared, gradient)
+        self._accumulated += prepared
+        return gradient
+
+    def optim_step(self, step: Step) -> Future[OptimStepOutput]:
+        """Update the weights, with this step's learning rate and the division that the loss asks for."""
+        step.updated = True
+        adam = self.optim.adam(self.schedule.factor(step.index + 1, step.total))
+        update = self.trainer.optim_step(adam, self.loss.normalization)
+        self._calls.add(TrackedCall(step.index + 1, self._accumulated, update, update=True))
+        self._accumulated = []
+        return update
+
+    def with_reference(self, data: Sequence[Datum]) -> Sequence[Datum]:
+        """Return ``data`` with ``reference_logprobs``, if the loss reads them and ``data`` lacks them."""
+        if not data or self.reference is None or "reference_logprobs" in data[0].loss_fn_inputs:
+            return data
+        with terminal.doing("computing reference logprobs"):
+            logprobs = self.reference.logprobs(data).result()
+        return [datum.with_inputs(reference_logprobs=row) for datum, row in zip(data, logprobs, strict=True)]
+
+    def remember_reference(self, data: Sequence[Datum]) -> None:
+        """Cache the reference logprobs of ``data``, which the recipe uses more than once: compute each datum's only once."""
+        if self.reference is not None:
+            self.reference = CachedReference(self.reference, data)
+
+    # ---- sampling and evaluation ---------------------------------------------------------------------------------
+
+    def sync(self, step: int) -> Sampler:
+        """Return a sampler of the trainer's weights after ``step`` optimizer steps, or of the last sync if none is due."""
+        return self._sampling.sync(step)
+
+    def sample_groups(
+        self, sampler: Sampler, prompts: Sequence[RenderedPrompt], group_size: int, step: Step
+    ) -> list[RolloutGroup]:
+        """Sample ``group_size`` completions of every prompt, with their rewards.
+
+        A prompt whose completions cannot be sampled is left out; ``rollout/failed`` counts these prompts. With
+        ``rollout.refill`` there are further groups, in place of those without spread, which stay in the list.
+
+        Raises:
+            ConfigError: the configuration asks for further prompts or pass rates, and the recipe has no queue.
+        """
+        queue = self._queue
+        if self._needs_queue and queue is None:
+            key = "rollout.refill" if self.rollout.refill > 1 else "data.curriculum"
+            raise ConfigError(
+                f"{key}: the recipe {self.name} has no queue of prompts; call run.prompt_batches(prompts, size) in place of "
+                f"run.batches, or remove {key}"
+            )
+
+        def further(count: int) -> Sequence[RenderedPrompt]:
+            assert queue is not None
+            more = queue.further(count)
+            self._note_rows(prompt.row.where for prompt in more)
+            return more
+
+        self._note_rows(prompt.row.where for prompt in prompts)
+        refill = further if self.rollout.refill > 1 else None
+        sampled = self._sampling.groups(sampler, prompts, group_size, step.index, refill)
+        if queue is not None:
+            queue.observe(sampled.groups)
+            step.log(queue.metrics())
+        for row in rollouts.log_rows(sampled.groups, self.rollout.log_samples):
+            self.recorder.write_sample(step.index + 1, row)
+        self.recorder.rollouts.sampled(sampled.groups)
+        # Optimizer steps between the weights in training and the weights that sampled.
+        step.log(sampled.metrics(), {"sync/version_lag": float(step.index - sampler.step)})
+        return sampled.groups
+
+    def evaluate_loss(self, data: Sequence[Datum]) -> Evaluation:
+        """Return the run's loss and its metrics on held-out ``data``, each named ``eval/...``."""
+        if not data:
+            return Evaluation({})
+        prepared = self.loss.prepare(self.with_reference(data))
+        with terminal.doing("evaluating", detail=f"{len(data):,} datums"):
+            output = self.trainer.forward(prepared, "cross_entropy").result()
+        logprobs = [row["logprobs"].to_torch() for row in output.loss_fn_outputs]
+        with torch.no_grad():
+            value, metrics = self.loss(prepared, logprobs)
+        tokens = {key: number for key, number in output.metrics.items() if key.startswith("tokens/")}
+        numbers = {"loss": float(value), **{key: float(number) for key, number in metrics.items()}, **tokens}
+        numbers.pop("tokens/trained", None)
+        return Evaluation({f"eval/{key}": number for key, number in self._meaningful(numbers).items()})
+
+    def evaluate_answers(self, data: Sequence[Datum], step: int) -> Evaluation:
+        """Return how many held-out answers are right: by the reward if one is chosen, else by equality with ``data``.
+
+        With ``eval.answers=false`` the result is empty, and no weights are loaded into a sampler.
+        """
+        if not self.eval.answers:
+            return Evaluation({})
+        evaluator = self._sampling.evaluator
+        if evaluator.runner is None:
+            return evaluator.answers(self._sampling.newest(step), data).abridged()
+        self._prompts = self._prompts or self.prompts("eval")
+        return self.evaluate_rewards(self._prompts, step)
+
+    def evaluate_rewards(self, prompts: Sequence[RenderedPrompt], step: int) -> Evaluation:
+        """Return the rewards of completions of held-out prompts."""
+        # Without prompts, no weights need to be loaded.
+        if not prompts:
+            return Evaluation({})
+        return self._sampling.evaluator.rewards(self._sampling.newest(step), prompts).abridged()
+
+    # ---- the loop ------------------------------------------------------------------------------------------------
+
+    def steps(self, total: int, evaluate: Evaluate | None = None) -> Iterator[Step]:
+        """Yield the turns of the loop from the first unfinished step to ``total``.
+
+        Each turn is timed, written to ``metrics.jsonl``, and passed to trackers and hooks. ``evaluate`` is called before the
+        first step and every ``eval.every`` steps, and checkpoints are saved. Ctrl-C finishes the turn, saves and raises
+        :class:`Interrupted`; a second Ctrl-C stops immediately. After a recipe has left the loop early, :meth:`finish`
+        completes the step.
+        """
+        check_steps(self.out, self.done, total)
+        # A recipe may have several loops: complete the last step of the previous one.
+        self.finish()
+        diagnostics.warn_of_other_rates(self.schedule, self.first_step, self._origin.planned_steps or total, total)
+        with self.recorder.shown(total, self.done), InterruptGuard() as guard:
+            if self.done >= total:
+                seen = f"{self.done} of {total} steps"
+                self.recorder.note(f"nothing to do: {self.out} is finished, with {seen}; raise recipe.steps to resume")
+            self.recorder.bad_rows.note(self.done)
+            if self.done == 0 and evaluate:
+                self.recorder.write(0, {**self._evaluate(evaluate, 0), **self.recorder.bad_rows.metrics(0)})
+            self.hook_calls.check()
+            for index in range(self.done, total):
+                step = Step(index, total)
+                self._tokens, self._rows_checksum, self._sampling.sync_s = 0, None, 0.0
+                self._open = step, evaluate
+                self.recorder.rollouts.clear()
+                with terminal.doing(f"step {index + 1} of {total}", plain_after_s=terminal.LONG_S):
+                    yield step
+                self._open = None
+                self._finish(step, evaluate)
+                if self.saver.has_written:
+                    self._await_checkpoint()
+                # Read once: a signal may arrive at any moment.
+                stop = guard.asked and index + 1 < total
+                self._checkpoint(total, stop=stop or self.hook_calls.failure is not None)
+                self.hook_calls.check()
+                if stop:
+                    raise Interrupted(index + 1)
+
+    def finish(self) -> None:
+        """Complete a loop that the recipe left with ``break`` or ``return``: write its last step, evaluate and save.
+
+        The loop cannot do this itself: Python closes an abandoned generator later, and ignores its errors.
+        """
+        if self._open is None:
+            self._await_checkpoint()
+            self.hook_calls.check()
+            return
+        step, evaluate = self._open
+        self._open = None
+        if step.updated:
+            self._finish(step, evaluate, last=True)
+        if self.done > self.saver.saved.steps:
+            self._checkpoint(step.total, stop=True)
+        self._await_checkpoint()
+        self.hook_calls.check()
+        line = f"the recipe left its loop after step {self.done} of {step.total}; all of it is saved"
+        log.info(line)
+        self.recorder.note(line)
+
+    def root_cause(self, error: CookbookError) -> BaseException:
+        """Return the error that caused ``error``; for a non-finite value, with the rows and the path of their batch."""
+        return diagnostics.root_cause(error, self._calls, self.out, self.trainer, self.renderer)
+
+    def _finish(self, step: Step, evaluate: Evaluate | None, *, last: bool = False) -> None:
+        number = step.index + 1
+        seconds = time.monotonic() - step.started
+        row = {
+            **self._meaningful(step.metrics),
+            "time/step_s": seconds,
+            # Tokens of prompts and completions that were trained on, over the whole step with sampling and rewards.
+            "time/tokens_per_s": self._tokens / seconds,
+        }
+        # The loss as the update used it: a sum over tokens, divided like its gradient.
+        if "loss" in row:
+            row["loss"] = step.metrics["loss"] / step.metrics.get("optim/divisor", 1.0)
+        # Equal if two runs used the same rows in the same order.
+        if self._rows_checksum is not None:
+            row["data/rows_crc32"] = self._rows_checksum
+        if evaluate and (last or number == step.total or (self.eval.every and number % self.eval.every == 0)):
+            row.update(self._evaluate(evaluate, number))
+        if self.sampler is not None:
+            row["time/sync_s"] = self._sampling.sync_s
+        row.update(self.recorder.bad_rows.metrics(number))
+        self.recorder.write(number, row)
+        self.recorder.rollouts.write(number)
+        self.health.observe(number, row)
+        self.done = number
+        if self._queue is not None:
+            self._queue.finish_step()
+        self._earlier_tokens += self._tokens
+        self.hook_calls.call("on_step", self, number, row)
+
+    def _note_rows(self, places: Iterable[str]) -> None:
+        """Add rows to the step's checksum, by file name and line. The folder is left out: it differs between machines."""
+        for place in places:
+            self._rows_checksum = zlib.crc32(place.rpartition("/")[2].encode(), self._rows_checksum or 0)
+
+    def _meaningful(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Drop misleading metrics: over pairs, accuracy would count as hits the tokens that the loss makes less likely."""
+        misleading = "tokens/accuracy" if self.loss.scope is Scope.pair else None
+        return {key: value for key, value in metrics.items() if key != misleading}
+
+    def _evaluate(self, evaluate: Evaluate, step: int) -> dict[str, float]:
+        result = evaluate(step)
+        metrics = dict(result.metrics)
+        if metrics and self._rows.evaluated:
+            metrics[FINGERPRINT] = float(self._sampling.evaluator.fingerprint(self._rows.evaluated))
+        self.recorder.write_examples(step, result.examples)
+        self.hook_calls.call("on_eval", self, step, metrics)
+        return metrics
+
+    def _checkpoint(self, total: int, *, stop: bool) -> None:
+        """Save if a checkpoint is due, and always if the run stops early, so that no step is lost."""
+        now = self.progress
+        if not (stop or self.saver.due(now, total)):
+            return
+        self._await_checkpoint()
+        older = self._sampling.older_sampler(now.steps)
+        facts = {
+            "identity": self._rows.identity.facts,
+            "total_steps": total,
+            "progress": {"tokens": now.tokens, "minutes": now.minutes},
+            "health": self.health.state(),
+            "optim": asdict(self.optim),
+            "schedule": repr(self.schedule),
+            "metrics": self.recorder.metrics.last,
+            **({} if older is None else {"sampler_step": older.step}),
+            **({"streams": [asdict(one.position) for one in self._streams]} if self._streams else {}),
+            **({} if self._queue is None else {"prompts": self._queue.state()}),
+        }
+        last = stop or now.steps == total
+        self.saver.start(now, facts, older, last=last)
+        if last or not self.checkpoint.asynchronous:
+            self._await_checkpoint()
+
+    def _await_checkpoint(self) -> None:
+        if (checkpoint := self.saver.wait()) is not None:
+            self.hook_calls.call("on_checkpoint", self, checkpoint)

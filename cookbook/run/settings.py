@@ -1,0 +1,224 @@
+"""Typed settings of a run, and the checks that need neither data nor a model."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from types import ModuleType
+from typing import Any
+
+from omegaconf import DictConfig
+
+from cookbook.checkpoints import CheckpointConfig
+from cookbook.config import OptimConfig
+from cookbook.config import recipe as recipes
+from cookbook.config.nodes import build, plain_node
+from cookbook.config.optim import Schedule
+from cookbook.config.typed import convert
+from cookbook.data import DataConfig
+from cookbook.data.stream import NOT_COUNTED
+from cookbook.deployments.weight_sync import WeightSyncConfig
+from cookbook.engine.model import ModelConfig
+from cookbook.engine.optimizer import Adafactor, AdamW, update_rule
+from cookbook.errors import ConfigError
+from cookbook.jobs.backend import JobBackend
+from cookbook.losses import Loss
+from cookbook.losses.base import Scope
+from cookbook.protocols import (
+    Backend,
+    DeploymentConfig,
+    OptimizerBackend,
+    Preflight,
+    RankBackend,
+    Reward,
+    SeparateDeployment,
+    Tracker,
+)
+from cookbook.run.hooks import Hook
+from cookbook.sampling.environments import EnvironmentConfig
+from cookbook.sampling.evaluation import EvalConfig
+from cookbook.sampling.rollouts import RolloutConfig
+
+
+@dataclass
+class Settings:
+    """A typed configuration: one field per group of ``conf/``, and the recipe's module."""
+
+    seed: int
+    out: str | None
+    resume: str
+    module: ModuleType
+    recipe: Any
+    model: ModelConfig
+    backend: Backend
+    data: DataConfig
+    loss: Loss
+    reward: Reward | None
+    env: EnvironmentConfig | None
+    rollout: RolloutConfig
+    deployment: DeploymentConfig
+    weight_sync: WeightSyncConfig
+    optim: OptimConfig
+    schedule: Schedule
+    checkpoint: CheckpointConfig
+    eval: EvalConfig
+    trackers: list[Tracker]
+    hooks: list[Hook]
+
+    @property
+    def numbered(self) -> EnvironmentConfig | None:
+        """The environment, if its rows are numbers and the run reads no data."""
+        return self.env if self.env is not None and not self.env.contract.reads_rows else None
+
+    @property
+    def data_kind(self) -> str | None:
+        """The kind of data that the recipe learns from, a key of ``PROVIDES``; None if the recipe does not say."""
+        return getattr(self.module, "DATA", None)
+
+
+def settings(cfg: DictConfig) -> Settings:
+    """Return every part of a composed configuration, typed. No model and no data are loaded.
+
+    Raises:
+        ConfigError: an unknown or missing key, a wrong type or value, or parts that do not suit each other.
+    """
+    module = recipes.load(cfg.recipe.name)
+    if isinstance(cfg.seed, bool) or not isinstance(cfg.seed, int) or cfg.seed < 0:
+        raise ConfigError(f"seed: expected an integer >= 0, got {cfg.seed!r}")
+    typed = Settings(
+        seed=cfg.seed,
+        out=convert(cfg.out, str | None, "out"),
+        resume=convert(cfg.resume, str, "resume"),
+        module=module,
+        recipe=build(cfg.recipe, "recipe", module.Config),
+        backend=job_backend(cfg, cfg.seed) or build(cfg.backend, "backend"),
+        reward=build(cfg.reward, "reward") if cfg.reward else None,
+        env=build(cfg.env, "env") if cfg.get("env") else None,
+        trackers=[build(node, f"tracker.{name}") for name, node in (cfg.tracker or {}).items()],
+        hooks=[build(node, f"hook.{name}") for name, node in (cfg.hook or {}).items()],
+        **{name: build(cfg[name], name) for name in ("model", "data", "loss", "rollout", "deployment", "weight_sync")},
+        **{name: build(cfg[name], name) for name in ("optim", "schedule", "checkpoint", "eval")},
+    )
+    _check_recipe(cfg.recipe.name, typed)
+    _check_streaming(typed)
+    _check_optimizer(typed.backend, typed.optim)
+    return typed
+
+
+def job_backend(cfg: DictConfig, seed: int) -> JobBackend | None:
+    """Return the backend of a job whose trainer computes with the configured backend; None with ``job=none``.
+
+    Raises:
+        ConfigError: a wrong key or value.
+    """
+    if not cfg.get("job"):
+        return None
+    backend, model = (plain_node(cfg[name], name) for name in ("backend", "model"))
+    return JobBackend(build(cfg.job, "job"), build(cfg.backend, "backend"), backend, model, seed)
+
+
+def checked(cfg: DictConfig, overrides: list[str]) -> Settings:
+    """Return :func:`settings` after all checks that need neither data nor a model.
+
+    Raises:
+        CookbookError: the first problem.
+    """
+    typed = settings(cfg)
+    _check_random_weights(typed.model, overrides)
+    # A class that does not keep the contract is refused before a model is loaded.
+    _ = typed.env and typed.env.contract
+    for part in (typed.backend, typed.deployment, *typed.trackers, *typed.hooks):
+        # A package is missing, a device is absent, or a backend does not suit the part.
+        if isinstance(part, Preflight):
+            part.preflight(typed.model, typed.backend)
+    _check_ranks(typed)
+    return typed
+
+
+# Inputs that the datums of a recipe have, by the kind of data that the recipe names in DATA.
+PROVIDES = {
+    "conversations": {"target_tokens", "weights"},
+    "preferences": {"target_tokens", "weights", "reference_logprobs"},
+    "rollouts": {"target_tokens", "weights", "advantages", "sampling_logprobs", "reference_logprobs"},
+}
+
+
+def _check_recipe(name: str, typed: Settings) -> None:
+    """Reject a loss or a reward that does not suit the recipe's data."""
+    kind, loss = typed.data_kind, typed.loss
+    if kind is None:
+        return
+    if kind not in PROVIDES:
+        raise ConfigError(f"recipes/{name}.py: DATA must be one of {', '.join(PROVIDES)}, got {kind!r}")
+    if typed.env is not None and kind != "rollouts":
+        raise ConfigError(f"env: recipe={name} trains on {kind}, which no environment gives; choose recipe=grpo, or env=none")
+    if kind == "rollouts" and typed.reward is None and typed.env is None:
+        raise ConfigError(f"reward: recipe={name} learns from rewards; choose one, for example reward=number")
+    if kind != "rollouts" and typed.data.curriculum is not None:
+        raise ConfigError(f"data.curriculum: recipe={name} samples no prompts, so that they have no pass rate; remove the key")
+    what = f"recipe={name} trains on {kind}, and {type(loss).__name__}"
+    if missing := sorted(loss.needs - PROVIDES[kind]):
+        raise ConfigError(f"loss: {what} needs {', '.join(missing)}; choose another loss (cookbook list losses)")
+    if (loss.scope is Scope.pair) != (kind == "preferences"):
+        pairs = "compares pairs" if loss.scope is Scope.pair else "does not compare pairs"
+        raise ConfigError(f"loss: {what} {pairs}; choose another loss (cookbook list losses)")
+
+
+def _check_streaming(typed: Settings) -> None:
+    """Raises ConfigError: the run needs the number of the rows of a stream."""
+    if not typed.data.streaming or typed.numbered is not None:
+        return
+    if typed.env is not None:
+        raise ConfigError("data.streaming: the rows of an environment are read at the start; set data.streaming=false")
+    if typed.rollout.refill > 1 or typed.data.curriculum is not None:
+        key = "rollout.refill" if typed.rollout.refill > 1 else "data.curriculum"
+        raise ConfigError(f"data.streaming: {key} chooses among all prompts, which a stream does not hold; remove {key}")
+    recipe = asdict(typed.recipe)
+    # By the keys of the shipped recipes.
+    if "epochs" in recipe and recipe.get("steps", 0) is None:
+        raise ConfigError(f"recipe.steps: missing, and {NOT_COUNTED}; set recipe.steps to the number of optimizer steps")
+
+
+def _check_optimizer(backend: Backend, optim: OptimConfig) -> None:
+    """Reject options that the optimizer does not have, or that make sense with another optimizer only."""
+    adam, name = optim.adam(), backend.optimizer if isinstance(backend, OptimizerBackend) else AdamW.name
+    update_rule(name).options(adam)
+    if name != Adafactor.name and adam.beta1 == adam.beta2 == 0.0:
+        raise ConfigError(
+            f"optim: beta1=0 and beta2=0 are for backend.optimizer=adafactor; with {name} every step would be the gradient's "
+            "sign. Set backend.optimizer=adafactor, or optim=adamw"
+        )
+
+
+def _check_ranks(typed: Settings) -> None:
+    """Raises ConfigError: the run would sample from weights in training that are sharded over ranks."""
+    backend = typed.backend
+    if not (isinstance(backend, RankBackend | JobBackend) and backend.num_ranks > 1):
+        return
+    if (shard := backend.shard_of(typed.model)) == "none":
+        return
+    if isinstance(typed.deployment, SeparateDeployment) and typed.deployment.has_own_weights:
+        return
+    if typed.data_kind == "rollouts":
+        raise ConfigError(
+            f"backend.shard: a recipe with rollouts does not sample from sharded weights, got {shard}; set deployment=vllm, or "
+            "backend.shard=none if the model fits on every rank"
+        )
+    if typed.eval.answers:
+        raise ConfigError(
+            f"backend.shard: evaluation does not sample answers from sharded weights, got {shard}; set eval.answers=false to "
+            "evaluate the loss only, deployment=vllm, or backend.shard=none"
+        )
+
+
+def _check_random_weights(model: ModelConfig, overrides: list[str]) -> None:
+    """Reject random weights if the command names a model but does not say ``random``, which a recipe's default sets.
+
+    Raises:
+        ConfigError: the weights of ``model.name`` would be ignored.
+    """
+    keys = {override.partition("=")[0] for override in overrides}
+    if model.random and "model.name" in keys and not {"model", "model.random"} & keys:
+        raise ConfigError(
+            f"model.name: this recipe initializes random weights by default and would ignore those of {model.name!r}; set "
+            "model.random=false to load them, or model.random=true to keep random weights"
+        )

@@ -1,0 +1,159 @@
+"""Evaluation of a run, a checkpoint or a model without training: ``cookbook eval``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from cookbook import terminal
+from cookbook.checkpoints import manifest, store
+from cookbook.data import RejectedRows, Renderer, Row, datums, load_rows
+from cookbook.data.row_table import rows_digest
+from cookbook.engine.model import ModelConfig
+from cookbook.errors import ConfigError
+from cookbook.protocols import Sampler
+from cookbook.run import folder as run_folder
+from cookbook.run.builder import collect_garbage_from_here, environment_runner, reward_runner, sampling_target
+from cookbook.run.hooks import writing_to
+from cookbook.run.settings import Settings, settings
+from cookbook.sampling.environments import numbered_rows, prompts
+from cookbook.sampling.evaluation import FINGERPRINT, Evaluation, Evaluator
+from cookbook.terminal import warnings_shown
+from cookbook.types import JsonObject
+from cookbook.utils import files
+
+
+@dataclass(frozen=True)
+class Target:
+    """Weights to evaluate: ``model`` is a folder or hub id; None: the configuration's own.
+
+    ``run`` is the folder of the run that saved the weights after ``step`` optimizer steps; both are None for other weights.
+    """
+
+    model: str | None
+    run: Path | None = None
+    step: int | None = None
+
+
+def find(name: str) -> Target:
+    """Return the newest checkpoint of the run ``name``, or the checkpoint or model ``name``.
+
+    Raises:
+        CheckpointError: the run has no checkpoint, or its weights are on a server.
+    """
+    folder = Path(name)
+    if (folder / run_folder.CONFIG).is_file():
+        checkpoint = Path(sampling_target(name))
+        return Target(str(checkpoint), folder, int(manifest.read(checkpoint)["step"]))
+    run = folder.absolute().parent.parent
+    if (folder / manifest.NAME).is_file() and (run / run_folder.CONFIG).is_file():
+        return Target(name, folder.parent.parent, int(manifest.read(folder)["step"]))
+    return Target(sampling_target(name))
+
+
+@warnings_shown()
+def evaluate(cfg: DictConfig, target: Target) -> tuple[JsonObject, Evaluation, Path | None]:
+    """Evaluate ``target`` as a run of ``cfg`` evaluates itself, and write the result to the folder of the run, or to ``out``.
+
+    Returns:
+        The weights (``model``, and ``step``, None for a model that no run has saved), the rows (their number, a digest, and
+        the location of the first), the reward and the options; the evaluation; and the file with all of these, or None.
+
+    Raises:
+        CookbookError: an error that the user can fix.
+    """
+    typed = settings(cfg)
+    refusals = RejectedRows(typed.data)
+    rows: Sequence[Row]
+    if typed.numbered is not None:
+        rows = numbered_rows(typed.numbered, "eval", typed.seed, typed.eval.limit)
+    else:
+        rows = load_rows(typed.data, "eval", typed.seed, typed.eval.limit, refusals)
+    if not rows:
+        raise ConfigError(
+            "data: there are no held-out rows to evaluate on; set data.eval_path=<file>, data.eval_split or data.eval_fraction"
+        )
+    digest = rows_digest(rows)
+    with contextlib.ExitStack() as stack:
+        runner = stack.enter_context(reward_runner(typed.reward))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        trainer = typed.backend.make_trainer(_model(typed, target), seed=typed.seed, folder=folder)
+        stack.callback(trainer.close)
+        renderer, stop = Renderer(trainer.tokenizer, trainer.max_length), tuple(typed.rollout.stop or ())
+        environment = stack.enter_context(environment_runner(typed.env))
+        evaluator = Evaluator(typed.eval, renderer, typed.rollout.retrier(), runner, stop, typed.seed, refusals, environment)
+        collect_garbage_from_here()
+        with terminal.doing("starting the deployment"):
+            deployment = typed.deployment.deploy(trainer, live=True)
+        stack.callback(deployment.close)
+        evaluation = _evaluation(typed, evaluator, deployment.load(0).result(), rows)
+        fingerprint = evaluator.fingerprint(digest)
+    refusals.warn(len(rows))
+    facts = {
+        "model": target.model or typed.model.name,
+        "step": target.step,
+        "rows": {"digest": digest, "count": len(rows), "first": rows[0].where},
+        "reward": None if typed.reward is None else repr(typed.reward),
+        "env": None if typed.env is None else repr(typed.env),
+        "eval": {key: value for key, value in asdict(typed.eval).items() if key != "every"},
+        "stop": typed.rollout.stop,
+        "seed": typed.seed,
+    }
+    evaluation = replace(evaluation, metrics={**evaluation.metrics, FINGERPRINT: float(fingerprint)})
+    return facts, evaluation, _written(typed.out, target, facts, evaluation)
+
+
+def _model(typed: Settings, target: Target) -> ModelConfig:
+    # The checkpoint of an adapter has the adapter's rank.
+    model = replace(typed.model, lora_rank=0)
+    if target.model is not None:
+        model = replace(model, name=target.model, random=False)
+    return model if target.run is None else replace(model, revision=None)
+
+
+def _evaluation(typed: Settings, evaluator: Evaluator, sampler: Sampler, rows: Sequence[Row]) -> Evaluation:
+    renderer, refusals = evaluator.renderer, evaluator.refusals
+    if typed.env is not None:
+        return evaluator.rewards(sampler, prompts(typed.env, rows, renderer, typed.data, refusals))
+    if evaluator.runner is not None:
+        return evaluator.rewards(sampler, datums.prompts(rows, renderer, typed.data, typed.eval.max_tokens, refusals))
+    if typed.data_kind == "preferences":
+        data = datums.preference_datums(rows, renderer, typed.data, refusals)[::2]
+    else:
+        data = datums.conversation_datums(rows, renderer, typed.data, refusals)
+    evaluation = evaluator.answers(sampler, data)
+    if not evaluation.metrics:
+        raise ConfigError(
+            f"eval: no row has a question and an answer of up to eval.max_tokens={typed.eval.max_tokens} tokens; raise "
+            "eval.max_tokens, or choose a reward, for example reward=number"
+        )
+    return evaluation
+
+
+def _written(out: str | None, target: Target, facts: JsonObject, evaluation: Evaluation) -> Path | None:
+    """Write the result to ``out``, or to a file in the run's folder. Return the file; None if there is neither."""
+    if out is not None:
+        file = Path(out)
+    elif target.run is not None and target.step is not None:
+        checksum = zlib.crc32(json.dumps({**facts, "model": None, "rows": facts["rows"]["digest"]}).encode())
+        file = target.run / run_folder.EVALS / f"{store.step_name(target.step)}-{checksum:08x}.json"
+    else:
+        return None
+    content = {
+        "evaluated": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        **facts,
+        "metrics": evaluation.metrics,
+        "completions": [asdict(example) for example in evaluation.examples],
+    }
+    with writing_to(file, "give a file, for example out=result.json"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        files.write_text(file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    return file

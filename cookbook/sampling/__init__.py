@@ -1,0 +1,1 @@
+"""Completions of the policy: rollouts and their rewards, evaluation, retries, reference logprobs."""

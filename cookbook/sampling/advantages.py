@@ -1,0 +1,75 @@
+"""Advantages: rewards relative to those of the same group, the completions of one prompt."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from cookbook.errors import ConfigError, RolloutError
+
+Kind = Literal["zscore", "centered"]
+Float = npt.NDArray[np.float64]
+
+# Rewards that differ by at most this many rounding errors count as equal, for example 0.1 + 0.2 and 0.3.
+_NOISE_ULPS = 4
+
+
+def group_advantages(rewards: npt.ArrayLike, kind: Kind = "zscore", eps: float = 1e-6) -> Float:
+    """Return each reward minus its group's mean, and by default divided by the group's standard deviation.
+
+    Args:
+        rewards: ``(G,)``, one group, or ``(P, G)``, P groups of G completions each; any finite numbers.
+        kind: ``zscore``: ``(r - mean) / (std + eps)`` with the sample standard deviation (divisor G - 1), so that all groups
+            have equal weight, however small their spread. ``centered``: ``r - mean``, in units of the reward.
+        eps: added to the standard deviation, >= 0, in units of the reward.
+
+    Returns:
+        float64, in the shape of ``rewards``. A group without spread gets exact zeros: rounding in its mean is not a signal.
+
+    Raises:
+        ConfigError: an unknown ``kind``, a negative ``eps``, or ``zscore`` with groups of one, which have no deviation.
+        RolloutError: rewards of another shape, or not finite.
+
+    Source: Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, section 4.1.2; centered: Liu et al. 2025, "Understanding
+    R1-Zero-Like Training", arXiv:2503.20783.
+    """
+    if kind not in get_args(Kind):
+        raise ConfigError(f"recipe.advantage must be one of {', '.join(get_args(Kind))}, got {kind!r}")
+    if not 0 <= eps < float("inf"):
+        raise ConfigError(f"advantages: eps must be >= 0, got {eps}")
+    array = _rewards(rewards)
+    flat = groups_without_spread(array)[..., None]
+    if kind == "zscore" and array.shape[-1] == 1:
+        raise ConfigError(
+            "recipe.group_size is 1, and one reward has no standard deviation; use at least 2, or recipe.advantage=centered"
+        )
+    centered = array - array.mean(axis=-1, keepdims=True)
+    if kind == "zscore":
+        centered /= np.where(flat, 1.0, array.std(axis=-1, ddof=1, keepdims=True) + eps)
+    return np.where(flat, 0.0, centered)
+
+
+def groups_without_spread(rewards: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+    """Whether all rewards of a group are equal, so that it has no gradient: ``(P, G)`` -> ``(P,)``, ``(G,)`` -> ``()``.
+
+    Raises:
+        RolloutError: rewards of another shape, or not finite.
+    """
+    array = _rewards(rewards)
+    spread = array.max(axis=-1) - array.min(axis=-1)
+    return np.asarray(spread <= _NOISE_ULPS * np.spacing(np.abs(array).max(axis=-1)))
+
+
+def _rewards(rewards: npt.ArrayLike) -> Float:
+    try:
+        array = np.asarray(rewards, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise RolloutError(f"rewards: not an array of numbers, {error}; give every group the same size") from None
+    if array.ndim not in (1, 2) or not array.size:
+        raise RolloutError(f"rewards: expected shape (G,) or (P, G), got {array.shape}; pass one row per group")
+    if not np.isfinite(array).all():
+        index = tuple(int(number) for number in np.argwhere(~np.isfinite(array))[0])
+        raise RolloutError(f"rewards: {array[index]} at {index}; every reward must be finite")
+    return array

@@ -1,0 +1,17 @@
+"""Environments: what the model acts in over several turns, with tools or with text."""
+
+from cookbook.sampling.environments.config import EnvironmentConfig, PythonEnvironment
+from cookbook.sampling.environments.games import TextArena
+from cookbook.sampling.environments.ready import Arithmetic, ReasoningGym
+from cookbook.sampling.environments.runner import EnvironmentRunner, numbered_rows, prompts
+
+__all__ = [
+    "Arithmetic",
+    "EnvironmentConfig",
+    "EnvironmentRunner",
+    "PythonEnvironment",
+    "ReasoningGym",
+    "TextArena",
+    "numbered_rows",
+    "prompts",
+]

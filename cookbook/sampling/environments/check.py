@@ -1,0 +1,187 @@
+"""Checks of an environment: what exact resume and a fair reward rely on, measured on episodes with made-up answers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cookbook.check.bench import CheckResult, State
+from cookbook.data import RenderedPrompt, Renderer, Row
+from cookbook.data.formats import Chat
+from cookbook.errors import ConfigError
+from cookbook.sampling.environments.config import EnvironmentConfig
+from cookbook.sampling.environments.conversation import Conversation
+from cookbook.sampling.environments.instance import Reply
+from cookbook.sampling.environments.runner import EnvironmentRunner, Failure, numbered_rows
+from cookbook.types import JsonObject, Sample
+from cookbook.utils.paths import packaged
+
+# Rows that are played.
+ROWS = 3
+# Answers of every episode, in turn; a call of each tool precedes them.
+TEXTS = ("1", "yes", "", "a longer answer\nof two lines", "<tool_call>{broken</tool_call>")
+
+
+@dataclass
+class PlayedEpisode:
+    """Result of an episode: the observations, why it ended, and the reward; ``slowest_s`` is its slowest call."""
+
+    observations: list[object] = field(default_factory=list)
+    ended: str = ""
+    reward: float | None = None
+    failure: str = ""
+    slowest_s: float = 0.0
+
+    def facts(self) -> str:
+        """All but the times."""
+        return json.dumps([self.observations, self.ended, self.reward, self.failure], default=str)
+
+
+def check_environment(config: EnvironmentConfig) -> list[CheckResult]:
+    """Return the results of all checks. A failing environment gives failed checks, and no exception.
+
+    Raises:
+        ConfigError: the environment lacks a method of the contract.
+    """
+    # Every failure is shown here, and none ends the command.
+    config = dataclasses.replace(config, on_error="end")
+    rows = numbered_rows(config, "train", 0, None)[:ROWS]
+    with contextlib.closing(EnvironmentRunner(config)) as environment:
+        alone = [play(environment, row) for row in rows]
+        again = [play(environment, row) for row in rows]
+        together = _interleaved(environment, rows)
+    failures = [one.failure for one in alone if one.failure]
+    if failures:
+        remedy = "fix it; an environment that reads the data is played here without the data's columns"
+        failed = CheckResult("plays", State.failed, failures[0], "such episodes end with env.error_reward", remedy)
+        return [failed]
+    # The first call of a worker process waits for its start, which is not part of any time limit.
+    slowest = max(min(one.slowest_s, other.slowest_s) for one, other in zip(alone, again, strict=True))
+    rewards = [one.reward for one in alone]
+    given = "none, so the run needs reward=" if None in rewards else f"{rewards}"
+    return [
+        CheckResult("plays", State.passed, f"{len(rows)} episodes, ended by {', '.join(sorted({one.ended for one in alone}))}"),
+        _same("repeats", alone, again, "the same row, played twice", "an interrupted run would not continue as it was"),
+        _same("independent", alone, together, "episodes played in turn", "episodes of one process would disturb each other"),
+        _exact_tokens(config, alone),
+        CheckResult("rewards", State.noted if None in rewards else State.passed, given),
+        CheckResult("time", State.noted, f"the slowest call took {slowest:.3f} s; the limit is {_limit(config)}"),
+    ]
+
+
+def _limit(config: EnvironmentConfig) -> str:
+    return "off (env.timeout_s=null)" if config.timeout_s is None else f"env.timeout_s={config.timeout_s:g}"
+
+
+def answers(environment: EnvironmentRunner) -> list[str]:
+    """Return the made-up answers of an episode: for tools, a call of each without arguments first."""
+    calls = [json.dumps({"name": tool["function"]["name"], "arguments": {}}) for tool in environment.contract.tools]
+    return [*(f"<tool_call>{call}</tool_call>" for call in calls), *TEXTS][: environment.config.max_turns]
+
+
+def play(environment: EnvironmentRunner, row: Row) -> PlayedEpisode:
+    """Play one episode to its end."""
+    return _interleaved(environment, [row])[0]
+
+
+def _interleaved(environment: EnvironmentRunner, rows: Sequence[Row]) -> list[PlayedEpisode]:
+    """Play the episodes of all rows in turn, an answer of each at a time."""
+    found = [PlayedEpisode() for _ in rows]
+    begun = []
+    for one, row in zip(found, rows, strict=True):
+        started = time.monotonic()
+        state, pending = environment.begin(row)
+        _read(one, pending.result(), started)
+        begun.append(state)
+    for text in answers(environment):
+        for one, state in zip(found, begun, strict=True):
+            if not one.ended:
+                started = time.monotonic()
+                _read(one, environment.act(state, text).result(), started)
+    for one, state in zip(found, begun, strict=True):
+        one.ended = one.ended or "max_turns"
+        if not one.failure:
+            reward = environment.reward(state).result()
+            one.reward, one.failure = (None, reward.message) if isinstance(reward, Failure) else (reward, "")
+        environment.end(state)
+    return found
+
+
+def _read(one: PlayedEpisode, reply: Reply | Failure, started: float) -> None:
+    one.slowest_s = max(one.slowest_s, time.monotonic() - started)
+    if isinstance(reply, Failure):
+        one.ended, one.failure = reply.ended, reply.message
+        return
+    one.observations.append(reply.observation)
+    one.ended = "done" if reply.done else ""
+
+
+def _same(check: str, first: Sequence[PlayedEpisode], second: Sequence[PlayedEpisode], how: str, harm: str) -> CheckResult:
+    for number, (one, other) in enumerate(zip(first, second, strict=True)):
+        if one.facts() != other.facts():
+            found = f"{how}: episode {number} differs: {one.facts()} and {other.facts()}"
+            return CheckResult(
+                check, State.failed, found, harm, "draw from random.Random(seed), and keep no state outside of self"
+            )
+    return CheckResult(check, State.passed, f"{how}: the same observations and rewards")
+
+
+def turn_tokens(config: EnvironmentConfig, prompts: Sequence[RenderedPrompt], renderer: Renderer) -> tuple[int, int]:
+    """Return the tokens of the longest first observation and of the longest later one, played on the first prompts.
+
+    The answers are made up. Tokens of the chat template around an observation count as its own.
+
+    Raises:
+        ConfigError: the environment fails.
+    """
+    config = dataclasses.replace(config, workers=0, timeout_s=None, on_error="end")
+    first, later = 0, 0
+    with contextlib.closing(EnvironmentRunner(config)) as environment:
+        for prompt in prompts[:ROWS]:
+            episode = play(environment, prompt.row)
+            if episode.failure:
+                raise ConfigError(f"env: {episode.failure}; fix the environment (cookbook check env)")
+            opening, *observations = episode.observations
+            conversation = Conversation(renderer, prompt, _observed(opening), config.contract.tools)
+            first = max(first, len(conversation.tokens) - len(prompt.tokens))
+            for observation in filter(None, observations):
+                answered = _continued(conversation, renderer, observation)
+                later = max(later, len(conversation.tokens) - len(answered))
+    return first, later
+
+
+def _continued(conversation: Conversation, renderer: Renderer, observation: object) -> list[int]:
+    """Add a made-up answer and an observation. Return the tokens that the next turn has to begin with."""
+    tokens = [*renderer.encode("answer"), renderer.stop_token_ids[0]]
+    begun = conversation.tokens + tokens
+    conversation.add(Sample(tokens, [0.0] * len(tokens), "stop"))
+    conversation.observe(_observed(observation) or "")
+    return begun
+
+
+def _exact_tokens(config: EnvironmentConfig, played: Sequence[PlayedEpisode]) -> CheckResult:
+    """Check, with the tokenizer of the shipped model, that the tokens of each turn begin with those of the turn before."""
+    from transformers import AutoTokenizer
+
+    renderer = Renderer(AutoTokenizer.from_pretrained(packaged("data") / "tiny"))
+    if config.contract.tools:
+        return CheckResult("tokens", State.skipped, "the shipped model's chat template prints no tools")
+    for episode in played:
+        opening, *later = episode.observations
+        conversation = Conversation(renderer, RenderedPrompt([], Row("", {}), "", "", Chat("", ())), _observed(opening), [])
+        for observation in later:
+            if observation is None:
+                break
+            begun = _continued(conversation, renderer, observation)
+            if conversation.tokens[: len(begun)] != begun:
+                found = f"the turn after {observation!r} does not begin with the tokens of the turn before it"
+                return CheckResult("tokens", State.failed, found, "the episode becomes several sequences", "return plain text")
+    return CheckResult("tokens", State.passed, "every turn begins with the tokens of the turn before it")
+
+
+def _observed(value: object) -> str | list[JsonObject] | None:
+    return value if isinstance(value, str | list) else None

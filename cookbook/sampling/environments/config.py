@@ -1,0 +1,166 @@
+"""Configuration of environments: the options that all have, and the user's own class."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from cookbook.config import python_file
+from cookbook.errors import ConfigError
+from cookbook.types import JsonObject
+
+# Methods that belong to the contract. All other public methods are tools, unless the class has `step`.
+CONTRACT = frozenset({"reset", "step", "get_reward", "close"})
+# Parameters of `reset` that are no columns of the data.
+NUMBERED = frozenset({"seed", "index"})
+
+
+@dataclass(frozen=True)
+class Contract:
+    """Methods that a class offers.
+
+    ``tools`` are schemas for chat templates; ``columns`` are the parameters that ``reset`` names, ``required`` those without a
+    default. ``takes_all``: it takes all columns of a row.
+    """
+
+    tools: list[JsonObject]
+    columns: frozenset[str]
+    required: frozenset[str]
+    takes_all: bool
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether ``reset`` asks for columns of the data; otherwise the rows are numbers."""
+        return self.takes_all or bool(self.columns - NUMBERED)
+
+    @classmethod
+    def of(cls, environment: object) -> Contract:
+        """Return the contract of an environment.
+
+        Raises:
+            ConfigError: it has no ``reset``, nothing to answer the model with, or a tool without a description.
+        """
+        name = type(environment).__name__
+        reset = getattr(environment, "reset", None)
+        if not callable(reset):
+            raise ConfigError(
+                f"env: {name} has no method reset; define reset(self, **row), which returns the first observation"
+            )
+        tools = tools_of(environment)
+        if not tools and not callable(getattr(environment, "step", None)):
+            raise ConfigError(f"env: {name} has neither step(text) nor a public method as a tool; define one of them")
+        parameters = inspect.signature(reset).parameters.values()
+        named = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+        return cls(
+            [_schema(name, tool) for tool in tools.values()],
+            columns=frozenset(one.name for one in named),
+            required=frozenset(one.name for one in named if one.default is one.empty),
+            takes_all=any(one.kind is one.VAR_KEYWORD for one in parameters),
+        )
+
+
+def tools_of(environment: object) -> dict[str, Callable[..., object]]:
+    """Return the public methods by name; none if the environment has ``step``."""
+    if callable(getattr(environment, "step", None)):
+        return {}
+    kind = type(environment)
+    names = [name for name in dir(kind) if not name.startswith("_") and name not in CONTRACT]
+    return {name: getattr(environment, name) for name in names if inspect.isroutine(getattr(kind, name))}
+
+
+def _schema(name: str, tool: Callable[..., object]) -> JsonObject:
+    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+
+    try:
+        schema: JsonObject = get_json_schema(tool)
+    except (DocstringParsingException, TypeHintParsingException, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"env: the tool {name}.{getattr(tool, '__name__', tool)} cannot be described to the model ({reason}); give it a "
+            "docstring with a line for each argument and type hints, or begin its name with _"
+        ) from None
+    return schema
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentConfig:
+    """Base class of the entries of the group ``env``. ``conf/env/python.yaml`` explains each field.
+
+    Raises:
+        ConfigError: a number out of its bounds, or a time limit without workers.
+    """
+
+    max_turns: int = 8
+    rows: int = 1000
+    chat: bool = True
+    lockstep: bool = True
+    on_error: Literal["end", "fail"] = "end"
+    error_reward: float = 0.0
+    workers: int = field(default=1, repr=False)
+    timeout_s: float | None = field(default=60.0, repr=False)
+
+    def __post_init__(self) -> None:
+        for key, least in {"max_turns": 1, "rows": 1, "workers": 0}.items():
+            if (number := getattr(self, key)) < least:
+                raise ConfigError(f"env.{key} must be at least {least}, got {number}")
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ConfigError(f"env.timeout_s must be above 0, got {self.timeout_s}; null sets no limit")
+        if self.timeout_s is not None and not self.workers:
+            limit = f"env.timeout_s={self.timeout_s:g}"
+            raise ConfigError(
+                f"{limit} needs env.workers of at least 1: no call can be stopped in this process; add env.timeout_s=null"
+            )
+
+    def make(self) -> object:
+        """Return a new environment, which plays one episode."""
+        raise NotImplementedError
+
+    @cached_property
+    def contract(self) -> Contract:
+        """The methods that it offers. Raises ConfigError: it lacks a method, or a tool cannot be described."""
+        return Contract.of(self.make())
+
+    def fingerprint(self) -> str:
+        """Text that differs between environments that differ, and is the same in every process."""
+        return repr(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PythonEnvironment(EnvironmentConfig):
+    """The user's own environment: ``target`` is ``file.py:Class``, with a path relative to the current folder.
+
+    The class needs no arguments; a function without arguments that returns an environment will do. A class written for TRL's
+    ``environment_factory`` runs unchanged. docs/environments.md explains its methods.
+
+    Raises:
+        ConfigError: the file or class does not exist, or the file cannot be imported. Other errors of the file pass through.
+    """
+
+    target: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # A mistake in the file shows before a model is loaded.
+        _ = self._factory
+
+    def make(self) -> object:
+        return self._factory()
+
+    @cached_property
+    def _factory(self) -> Callable[[], object]:
+        factory: Callable[[], object] = python_file.named(self.target, "env.target", signature=" as a class without arguments")
+        return factory
+
+    def fingerprint(self) -> str:
+        return f"{self!r} {digest_of(self.target)}"
+
+
+def digest_of(target: str) -> str:
+    """Return the SHA-256 of the file that ``file.py:name`` names, in hexadecimal."""
+    return hashlib.sha256(Path(target.rpartition(":")[0]).expanduser().read_bytes()).hexdigest()

@@ -1,0 +1,128 @@
+"""The tokens of an episode: a later turn begins with exactly the tokens that were sampled, and is never tokenized again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cookbook.data import RenderedPrompt, Renderer
+from cookbook.data.formats import Chat, Example, Plain
+from cookbook.data.messages import ChatMessage, parse_messages
+from cookbook.sampling.trajectory import Branch, Segment
+from cookbook.types import JsonObject, Sample
+
+Observation = str | list[JsonObject] | None
+
+# A conversation that shows how the chat template continues after an answer.
+QUESTION, ANSWER = ChatMessage("user", "question"), ChatMessage("assistant", "answer")
+# Some templates print the result of a tool only after the call of one.
+CALL = {"tool_calls": [{"id": "call00000", "type": "function", "function": {"name": "tool", "arguments": {}}}]}
+
+
+class Conversation:
+    """One episode's text and tokens so far.
+
+    The next turn's prompt is the tokens so far, the completion, and what the chat template prints between the completion and
+    the header of the next answer. Where the template prints earlier turns differently from how they were sampled, the
+    conversation is rendered as a whole and begins a new branch.
+    """
+
+    def __init__(self, renderer: Renderer, prompt: RenderedPrompt, observation: Observation, tools: list[JsonObject]) -> None:
+        self._renderer = renderer
+        self._example = _opening(prompt, observation, tools)
+        [(tokens, text)] = renderer.prompts([self._example])
+        self.tokens = list(tokens)
+        # Messages so far, of a chat; and the text that they were sampled after, with its special tokens.
+        self._messages = list(self._example.messages) if isinstance(self._example, Chat) else []
+        self._text = text
+        shown = "\n".join(message.content for message in self._messages) if self._messages else text
+        self._segments = [Segment("prompt", self.tokens.copy(), shown)]
+        self._earlier: list[Branch] = []
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        return (*self._earlier, tuple(self._segments))
+
+    def add(self, sample: Sample) -> str:
+        """Add a completion to the last turn, and return its text."""
+        text = self._renderer.text(sample.tokens)
+        self._segments.append(Segment.sampled(sample, text))
+        self.tokens += sample.tokens
+        self._messages.append(ChatMessage("assistant", text))
+        self._text += self._renderer.printed(sample.tokens)
+        return text
+
+    def observe(self, observation: str | list[JsonObject]) -> None:
+        """Add what the environment says, and the header of the next answer."""
+        if isinstance(self._example, Plain):
+            text = observation if isinstance(observation, str) else "".join(f"\n{one['content']}\n" for one in observation)
+            self._continue(text, text)
+            return
+        said = _messages(observation, self._example.where)
+        shown = "\n".join(message.content for message in said)
+        self._messages += said
+        between = self._between(said)
+        text = self._renderer.chat_text(replace(self._example, messages=tuple(self._messages)), header=True)
+        if between is not None and _squeezed(text) == _squeezed(self._text + between):
+            self._continue(between, shown)
+            return
+        self._earlier.append(tuple(self._segments))
+        self.tokens = self._renderer.encode(text)
+        self._text = text
+        self._segments = [Segment("prompt", self.tokens.copy(), shown)]
+
+    def _continue(self, text: str, shown: str) -> None:
+        tokens = self._renderer.encode(text)
+        self._segments.append(Segment("environment", tokens, shown))
+        self.tokens += tokens
+        self._text += text
+
+    def _between(self, said: Sequence[ChatMessage]) -> str | None:
+        """Return what the chat template prints between a completion and the next; None if it prints no such text."""
+        last = self._segments[-1]
+        closing = _after_answer(self._renderer, isinstance(self._example, Chat) and self._example.tools, tuple(said))
+        if closing is None:
+            return None
+        stop = self._renderer.printed(last.tokens[-1:]) if last.stop_reason == "stop" else ""
+        head, found, tail = closing.partition(stop) if stop else ("", "", closing)
+        # A completion that was cut off, or ended by a text, has not closed its turn.
+        return tail if found and not head.strip() else closing
+
+
+def _after_answer(renderer: Renderer, tools: object, said: tuple[ChatMessage, ...]) -> str | None:
+    """Return the text from the end of an answer to the header of the next answer, with ``said`` between."""
+    answer = replace(ANSWER, extra=CALL) if said and said[0].role == "tool" else ANSWER
+    before = Chat("", (QUESTION, answer), tools=tools or None)  # type: ignore[arg-type]
+    text = renderer.chat_text(replace(before, messages=(*before.messages, *said)), header=True)
+    ended = renderer.chat_text(before, header=False)
+    if not text.startswith(ended):
+        return None
+    # The end of an answer with a call follows the call.
+    closed = renderer.end_of_turn
+    return closed + text[len(ended) :] if ended.endswith(closed) else None
+
+
+def _opening(prompt: RenderedPrompt, observation: Observation, tools: list[JsonObject]) -> Example:
+    """Return the row's prompt with the first observation at its end."""
+    example = prompt.example
+    if isinstance(example, Plain):
+        text = observation if isinstance(observation, str) else "".join(str(one["content"]) for one in observation or ())
+        return replace(example, prompt=example.prompt + text)
+    assert isinstance(example, Chat)
+    messages = list(example.messages)
+    if isinstance(observation, str) and messages and messages[-1].role == "user":
+        messages[-1] = replace(messages[-1], content=f"{messages[-1].content}\n{observation}")
+    else:
+        messages += _messages(observation, example.where)
+    return replace(example, messages=tuple(messages), start=len(messages), tools=example.tools or tuple(tools) or None)
+
+
+def _messages(observation: Observation, where: str) -> tuple[ChatMessage, ...]:
+    if isinstance(observation, str):
+        return (ChatMessage("user", observation),)
+    return parse_messages(observation, where, "observation") if observation else ()
+
+
+def _squeezed(text: str) -> str:
+    """The text without white space, which templates may trim."""
+    return "".join(text.split())

@@ -1,0 +1,274 @@
+"""One environment during one episode: the user's object, its tools, and the answers to what the model says."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+import inspect
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, SupportsFloat
+
+from cookbook.config.typed import construct_target
+from cookbook.errors import described
+from cookbook.sampling.environments.config import Contract, EnvironmentConfig, tools_of
+from cookbook.sampling.workers import Handler, trace_of
+from cookbook.types import JsonObject
+
+# Names for the user of the calls of :class:`Instances`.
+NAMES = {"act": "step or a tool", "reward": "get_reward"}
+
+TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
+MISTRAL = re.compile(r"\[TOOL_CALLS\]\s*(.*)", re.DOTALL)
+FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)</function>", re.DOTALL)
+PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+# Llama 3 puts this mark before a call.
+PYTHON_TAG = "<|python_tag|>"
+CALL_BEGINS = re.compile(r"<tool_call>|\[TOOL_CALLS\]|<function=")
+
+
+class EnvironmentFailedError(Exception):
+    """A method of an environment has returned something that the contract does not allow."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    name: str
+    arguments: Mapping[str, object]
+
+
+@dataclass
+class Reply:
+    """Answer of an environment. Lists of messages go through the chat template; None ends the episode.
+
+    ``calls``, ``malformed_calls`` and ``failed_calls`` count calls of tools in the turn.
+    """
+
+    observation: str | list[JsonObject] | None
+    done: bool = False
+    calls: int = 0
+    malformed_calls: int = 0
+    failed_calls: int = 0
+
+
+def parse_calls(text: str) -> list[ToolCall | str]:
+    """Return the calls of tools in a completion, in order; a text instead of a call says why it cannot be read.
+
+    Read are the forms of Qwen and Hermes (``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``), of Qwen3-Coder
+    (``<function=name><parameter=x>...``), of Mistral (``[TOOL_CALLS][...]``), and of Llama (a JSON object alone).
+    """
+    if tagged := TAGGED.findall(text):
+        return [call for inner in tagged for call in (_functions(inner) or _of_json(inner))]
+    if functions := _functions(text):
+        return functions
+    if match := MISTRAL.search(text):
+        return _of_json(match[1])
+    bare = text.strip().removeprefix(PYTHON_TAG).strip()
+    return _of_json(bare) if re.match(r'\[?\s*\{\s*"(name|type|function)"', bare) else []
+
+
+def text_before_calls(text: str) -> str:
+    """Return the text before the first call of a completion for which :func:`parse_calls` returns calls."""
+    begins = CALL_BEGINS.search(text)
+    return text[: begins.start()].strip() if begins else ""
+
+
+def _functions(text: str) -> list[ToolCall | str]:
+    return [
+        ToolCall(name, {key: _value(value) for key, value in PARAMETER.findall(body)}) for name, body in FUNCTION.findall(text)
+    ]
+
+
+def _value(text: str) -> object:
+    try:
+        return json.loads(text)
+    # Deeply nested text raises RecursionError.
+    except (ValueError, RecursionError):
+        return text
+
+
+def _of_json(text: str) -> list[ToolCall | str]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return [f"not valid JSON: {error}"]
+    return [_call(one) for one in (found if isinstance(found, list) else [found])]
+
+
+def _call(value: object) -> ToolCall | str:
+    if not isinstance(value, dict):
+        return f"expected an object with name and arguments, got {type(value).__name__}"
+    inner = value.get("function", value)
+    inner = inner if isinstance(inner, dict) else value
+    arguments = inner.get("arguments", inner.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = _value(arguments)
+    if not isinstance(inner.get("name"), str) or not isinstance(arguments, dict):
+        return "expected an object with a name and an object of arguments"
+    return ToolCall(inner["name"], arguments)
+
+
+class Instance:
+    """The user's object, called as its contract says. ``rewards`` are those that ``step`` has returned."""
+
+    def __init__(self, environment: object, contract: Contract) -> None:
+        self._environment: Any = environment
+        self._contract = contract
+        self._tools = tools_of(environment)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._rewards: list[float] = []
+
+    def reset(self, values: JsonObject, seed: int) -> Reply:
+        """Begin the episode of a row. The seed is for a ``reset`` that names it, if the row has no column of that name."""
+        contract = self._contract
+        available = {"seed": seed, **values} if "seed" in contract.columns else values
+        given = {key: value for key, value in available.items() if contract.takes_all or key in contract.columns}
+        # The environment may change its arguments, and the row is used again.
+        given = copy.deepcopy(given)
+        observation = self._run(self._environment.reset(**given))
+        return Reply(_observation(observation, "reset"))
+
+    def act(self, text: str) -> Reply:
+        """Answer a completion: by ``step``, or by the results of the tools that it calls. Without a call, it is the last."""
+        if not self._tools:
+            return self._step(self._run(self._environment.step(text)))
+        calls = parse_calls(text)
+        reply = Reply([], done=not calls)
+        assert isinstance(reply.observation, list)
+        for call in calls:
+            content, name = self._called(call, reply)
+            reply.observation.append({"role": "tool", "name": name, "content": content})
+        return reply
+
+    def reward(self) -> float | None:
+        """Return the reward of the episode: of ``get_reward``, else the sum of the rewards of ``step``; None without any."""
+        get_reward = getattr(self._environment, "get_reward", None)
+        if get_reward is not None:
+            return _number(self._run(get_reward()), "get_reward")
+        return sum(self._rewards) if self._rewards else None
+
+    def close(self) -> None:
+        """Call the environment's ``close``, if it has one."""
+        try:
+            if callable(close := getattr(self._environment, "close", None)):
+                self._run(close())
+        finally:
+            if self._loop is not None:
+                self._loop.close()
+
+    def _called(self, call: ToolCall | str, reply: Reply) -> tuple[str, str]:
+        """Return the text of a tool's result, or of its failure, and the name of the tool."""
+        if isinstance(call, str):
+            reply.malformed_calls += 1
+            return f"error: the call could not be read: {call}", ""
+        tool = self._tools.get(call.name)
+        if tool is None:
+            reply.malformed_calls += 1
+            return f"error: no tool is called {call.name!r}; there are {', '.join(sorted(self._tools))}", call.name
+        reply.calls += 1
+        try:
+            result = self._run(tool(**call.arguments))
+            return (result if isinstance(result, str) else json.dumps(result, default=str)), call.name
+        # The model gets the error as an answer, as in TRL.
+        except Exception as error:  # noqa: BLE001 - the tool is the user's code
+            reply.failed_calls += 1
+            return f"error: {error}", call.name
+
+    def _step(self, result: object) -> Reply:
+        """Read what ``step`` returned: an observation, or a tuple of observation, reward and whether it is done."""
+        done = None
+        if isinstance(result, tuple):
+            if len(result) not in (2, 3):
+                raise EnvironmentFailedError(f"step returned {len(result)} values; return observation, reward and done")
+            observation, reward = result[:2]
+            done = bool(result[2]) if len(result) == 3 else None
+            if reward is not None:
+                self._rewards.append(_number(reward, "step"))
+            result = observation
+        said = _observation(result, "step")
+        if said is None and done is False:
+            raise EnvironmentFailedError("step returned no observation with done=False; return text, or done=True")
+        return Reply(said, done=said is None if done is None else done)
+
+    def _run(self, result: Any) -> Any:
+        """Wait for a coroutine, in an event loop that lives as long as the episode."""
+        if not inspect.isawaitable(result):
+            return result
+        self._loop = self._loop or asyncio.new_event_loop()
+        return self._loop.run_until_complete(_awaited(result))
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def _observation(value: object, method: str) -> str | list[JsonObject] | None:
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise EnvironmentFailedError(f"{method} returned {type(value).__name__}; return text, a list of messages, or None")
+    for one in value:
+        if not (isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)):
+            raise EnvironmentFailedError(f"{method} returned a message without the texts role and content, got {one!r}")
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise EnvironmentFailedError(f"{method} returned messages that are not JSON ({error}); return plain values") from None
+    return value or None
+
+
+def _number(value: object, method: str) -> float:
+    try:
+        number = float(value) if isinstance(value, SupportsFloat) else float("nan")
+    except (TypeError, ValueError):
+        number = float("nan")
+    if not abs(number) < float("inf"):
+        raise EnvironmentFailedError(f"{method} returned {value!r} as the reward; return a finite number")
+    return number
+
+
+class Instances:
+    """The environments of the episodes of one process. A call is ``(episode, method, arguments)``; the answer is JSON."""
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self._config = config
+        self._instances: dict[int, Instance] = {}
+
+    def __call__(self, request: tuple[int, str, list[Any]]) -> JsonObject:
+        """Make the call. An exception of the user's code becomes ``{"failure": message, "trace": text}``."""
+        episode, method, arguments = request
+        try:
+            return {"result": self._result(episode, method, arguments)}
+        except EnvironmentFailedError as error:
+            return {"failure": str(error), "trace": None}
+        except Exception as error:  # noqa: BLE001 - the environment is the user's code
+            return {"failure": f"{NAMES.get(method, method)} raised {described(error)}", "trace": trace_of(error)}
+
+    def close(self) -> None:
+        """End all episodes."""
+        for episode in list(self._instances):
+            self(_end(episode))
+
+    def _result(self, episode: int, method: str, arguments: list[Any]) -> object:
+        if method == "reset":
+            self._instances[episode] = Instance(self._config.make(), self._config.contract)
+            return dataclasses.asdict(self._instances[episode].reset(*arguments))
+        if method == "act":
+            return dataclasses.asdict(self._instances[episode].act(*arguments))
+        if method == "reward":
+            return self._instances[episode].reward()
+        if (instance := self._instances.pop(episode, None)) is not None:
+            instance.close()
+        return None
+
+
+def _end(episode: int) -> tuple[int, str, list[Any]]:
+    return episode, "close", []
+
+
+def handler(configuration: JsonObject) -> Handler:
+    """Construct the environments of a worker process."""
+    return Instances(construct_target(configuration, "env"))

@@ -1,0 +1,127 @@
+"""Ready-made environments: sums with a second try, and the tasks of reasoning-gym."""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from cookbook.errors import ConfigError
+from cookbook.sampling.environments.config import EnvironmentConfig
+
+AGAIN = "That is not right. Try again."
+# One pair of numbers in this many is held out.
+HELD_OUT = 5
+LEAST_LIMIT = 4
+TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+# Held-out questions of a task, after those of training: the largest eval.limit. Some tasks make all questions at the start, and
+# word_ladder has no 100,000.
+MORE_ROWS = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arithmetic(EnvironmentConfig):
+    """Sums of two numbers below ``limit``. After a wrong answer the model hears so and may try again, for half the reward."""
+
+    max_turns: int = 2
+    limit: int = 50
+    workers: int = field(default=0, repr=False)
+    timeout_s: float | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.limit < LEAST_LIMIT:
+            raise ConfigError(f"env.limit must be at least {LEAST_LIMIT}, got {self.limit}")
+
+    def make(self) -> object:
+        return Sum(self.limit, self.rows)
+
+
+class Sum:
+    """One sum. Every fifth pair of numbers is held out: no sum of an evaluation occurs in training."""
+
+    def __init__(self, limit: int, rows: int) -> None:
+        self._limit = limit
+        self._rows = rows
+        self._tries = 0
+
+    def reset(self, seed: int, index: int) -> str:
+        numbers = random.Random(seed)
+        held_out, drawn = index >= self._rows, None
+        while drawn is not held_out:
+            first, second = numbers.randrange(1, self._limit), numbers.randrange(1, self._limit)
+            drawn = (first * self._limit + second) % HELD_OUT == 0
+        self._answer = str(first + second)
+        return f"{first}+{second}="
+
+    def step(self, text: str) -> tuple[str | None, float]:
+        self._tries += 1
+        if text.strip() == self._answer:
+            return None, 1.0 / self._tries
+        return AGAIN, 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReasoningGym(EnvironmentConfig):
+    """A task of the package reasoning-gym, by its name, with its own options.
+
+    The answer is the text in ``<answer>`` tags if there are any, else the last line. The reward is the task's own score, from 0
+    to 1, of the last answer; after an answer below 1 the model may try again, up to ``max_turns`` answers.
+
+    Raises:
+        ConfigError: the package is not installed, or the task or one of its options is unknown.
+
+    Source: Stojanovski et al. 2025, "REASONING GYM", arXiv:2505.24760.
+    """
+
+    task: str
+    options: dict[str, Any] = field(default_factory=dict)
+    max_turns: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self._tasks
+
+    def make(self) -> object:
+        return Puzzle(self._tasks)
+
+    @functools.cached_property
+    def _tasks(self) -> Any:
+        try:
+            import reasoning_gym
+            from reasoning_gym.factory import DATASETS
+        except ImportError as error:
+            raise ConfigError(
+                f"env: reasoning-gym cannot be imported ({error}); pip install 'post-training-cookbook[reasoning-gym]'"
+            ) from None
+        if self.task not in DATASETS:
+            raise ConfigError(f"env.task: reasoning-gym has no task {self.task!r}; it has {', '.join(sorted(DATASETS))}")
+        # Row i is a function of this seed and i. Small tasks repeat questions, in the held-out rows too.
+        options = {"seed": 0, "size": self.rows + MORE_ROWS, **self.options}
+        try:
+            return reasoning_gym.create_dataset(self.task, **options)
+        except (TypeError, ValueError, AssertionError) as error:
+            raise ConfigError(f"env.options: reasoning-gym refuses the options of {self.task}: {error}") from None
+
+
+class Puzzle:
+    """One question of a reasoning-gym task."""
+
+    def __init__(self, tasks: Any) -> None:
+        self._tasks = tasks
+        self._score = 0.0
+
+    def reset(self, index: int) -> str:
+        self._entry = self._tasks[index]
+        return str(self._entry["question"])
+
+    def step(self, text: str) -> str | None:
+        tagged = TAGGED.findall(text)
+        answer = tagged[-1] if tagged else (text.strip().splitlines() or [""])[-1]
+        self._score = float(self._tasks.score_answer(answer.strip(), self._entry))
+        return None if self._score >= 1.0 else AGAIN
+
+    def get_reward(self) -> float:
+        return self._score

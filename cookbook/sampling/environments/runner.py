@@ -1,0 +1,242 @@
+"""Calls of environments, in this process or in workers. One that raises or hangs ends its own episode only."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from cookbook.data import DataConfig, RejectedRows, RenderedPrompt, Renderer, Row, datums
+from cookbook.data.formats import Chat, Plain
+from cookbook.errors import ConfigError, RolloutError
+from cookbook.futures import done
+from cookbook.sampling import workers
+from cookbook.sampling.environments.config import EnvironmentConfig
+from cookbook.sampling.environments.instance import NAMES, Instances, Reply
+from cookbook.sampling.trajectory import Trajectory
+from cookbook.sampling.workers import WorkerEndedError, WorkerProcess, WorkerStartError, WorkerTimeoutError
+from cookbook.types import JsonObject
+
+log = logging.getLogger("cookbook")
+
+T = TypeVar("T")
+# Parameters of ``reset`` that every episode has.
+NAMED = frozenset({"seed"})
+# Seconds that the environments of the last episodes have to close.
+CLOSE_S = 5.0
+# Held-out rows of an environment that reads no data, with eval.limit=null.
+NUM_EVAL = 200
+HANDLER = "cookbook.sampling.environments.instance:handler"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an environment gave no answer. ``ended`` is ``error`` or ``timeout``."""
+
+    message: str
+    ended: str = "error"
+
+
+@dataclass(frozen=True)
+class Pending(Generic[T]):
+    """An answer of an environment that may not have arrived yet."""
+
+    future: Future[JsonObject]
+    read: Callable[[JsonObject], T | Failure]
+
+    def done(self) -> bool:
+        return self.future.done()
+
+    def result(self) -> T | Failure:
+        """Wait for the answer and return it."""
+        return self.read(self.future.result())
+
+
+@dataclass(eq=False)
+class Episode:
+    """One attempt at a row in an environment.
+
+    A worker process that is stopped takes the state of all its episodes with it. ``acted`` are the calls so far, which replay
+    an episode in the next process; ``process`` is the start of the process that has the state.
+    """
+
+    number: int
+    row: Row
+    acted: list[tuple[str, list[Any]]] = field(default_factory=list)
+    process: int = 0
+
+
+class EnvironmentRunner:
+    """Plays episodes of the configured environment.
+
+    Raises:
+        ConfigError: an environment cannot be constructed, or lacks a method.
+    """
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self.config = config
+        self.contract = config.contract
+        self._numbers = itertools.count()
+        self._here = Instances(config)
+        configuration = workers.configuration(config, "env") if config.workers else b""
+        # Calls of one episode go to one process, and each process has a thread that waits for it.
+        self._processes = [WorkerProcess(HANDLER, configuration, config.timeout_s) for _ in range(config.workers)]
+        self._threads = [ThreadPoolExecutor(1, thread_name_prefix="env") for _ in self._processes]
+        self._said: set[str] = set()
+        self._closing: list[tuple[Episode, Future[JsonObject]]] = []
+        # Whether completed episodes have had a reward.
+        self._rewarded: set[bool] = set()
+
+    def begin(self, row: Row) -> tuple[Episode, Pending[Reply]]:
+        """Begin an episode, and return it with the first observation. All episodes of a row have the same seed."""
+        episode = Episode(next(self._numbers), row)
+        # Without the folder: a run that has moved to another folder resumes with the same seeds.
+        seed = zlib.crc32(row.where.rpartition("/")[2].encode())
+        return episode, self._pending(episode, "reset", [row.values, seed], _reply)
+
+    def act(self, episode: Episode, text: str) -> Pending[Reply]:
+        """Return the answer to a completion."""
+        return self._pending(episode, "act", [text], _reply)
+
+    def reward(self, episode: Episode) -> Pending[float | None]:
+        """Return the reward of the episode, None if the environment gives none."""
+        return self._pending(episode, "reward", [], lambda result: result)
+
+    def end(self, episode: Episode) -> None:
+        """Drop the state of an episode."""
+        self._closing = [(one, future) for one, future in self._closing if not self._is_closed(one, future)]
+        self._closing.append((episode, self._submit(episode, "close", [])))
+
+    def check_rewards(self, trajectories: Sequence[Trajectory]) -> None:
+        """Raise ConfigError if the environment gives a reward in some of its episodes only: they would not be comparable."""
+        self._rewarded |= {
+            one.reward is not None for one in trajectories if one.ended not in ("error", "timeout") and one.turns
+        }
+        if len(self._rewarded) == 2:
+            raise ConfigError(
+                "env: some episodes had a reward of the environment, and others none; return (observation, reward) from every "
+                "step, with 0.0 where nothing is earned, or define get_reward"
+            )
+
+    def close(self) -> None:
+        """Close the last episodes, if that takes no longer than ``CLOSE_S``, and stop the processes and their current calls."""
+        wait([future for _, future in self._closing], CLOSE_S)
+        for episode, future in self._closing:
+            self._is_closed(episode, future)
+        self._here.close()
+        for thread, process in zip(self._threads, self._processes, strict=True):
+            thread.shutdown(wait=False, cancel_futures=True)
+            process.retire()
+            thread.shutdown()
+
+    def _is_closed(self, episode: Episode, future: Future[JsonObject]) -> bool:
+        """Whether the episode is closed; a failure is logged once."""
+        if not future.done():
+            return False
+        answer = future.result()
+        if "failure" in answer and answer["failure"] not in self._said:
+            self._said.add(answer["failure"])
+            log.warning("%s: env: %s", episode.row.where, answer["failure"])
+        return True
+
+    def _pending(self, episode: Episode, method: str, arguments: list[Any], read: Callable[[Any], T]) -> Pending[T]:
+        def checked(answer: JsonObject) -> T | Failure:
+            return self._failure(episode, answer) if "failure" in answer else read(answer["result"])
+
+        return Pending(self._submit(episode, method, arguments), checked)
+
+    def _submit(self, episode: Episode, method: str, arguments: list[Any]) -> Future[JsonObject]:
+        """Start a call. Without workers it is made immediately."""
+        if not self._processes:
+            return done(self._here((episode.number, method, arguments)))
+        worker = episode.number % len(self._processes)
+        return self._threads[worker].submit(self._call, self._processes[worker], episode, method, arguments)
+
+    def _call(self, process: WorkerProcess, episode: Episode, method: str, arguments: list[Any]) -> JsonObject:
+        name = NAMES.get(method, method)
+        timeout = f"{self.config.timeout_s:g} s" if self.config.timeout_s else ""
+        try:
+            process.start()
+            if method == "close" and episode.process != process.starts:
+                return {"result": None}
+            if episode.acted and episode.process != process.starts:
+                for call in episode.acted:
+                    process.call([episode.number, *call])
+            answer: JsonObject = process.call([episode.number, method, arguments])
+            episode.process = process.starts
+            if method in ("reset", "act"):
+                episode.acted.append((method, arguments))
+            return answer
+        except TypeError as error:
+            remedy = "set env.workers=0 and env.timeout_s=null"
+            return {"failure": f"the row cannot be sent to a worker ({error}); {remedy}", "fatal": True}
+        except WorkerStartError as error:
+            remedy = "its output is above; fix env.target, or set env.workers=0 and env.timeout_s=null"
+            return {"failure": f"a worker process cannot start ({error}); {remedy}", "fatal": True}
+        except WorkerTimeoutError:
+            remedy = "fix the environment, or raise env.timeout_s"
+            return {"failure": f"{name} has not returned after {timeout}; {remedy}", "ended": "timeout"}
+        except WorkerEndedError as error:
+            return {"failure": f"{name} ended its process ({error}); fix the environment"}
+
+    def _failure(self, episode: Episode, answer: JsonObject) -> Failure:
+        """Return the failure, and say it once.
+
+        Raises:
+            RolloutError: every episode would fail, or ``env.on_error=fail``.
+        """
+        message = f"{episode.row.where}: env: {answer['failure']}"
+        if answer.get("trace"):
+            # The terminal shows one line.
+            log.info("%s: the environment's own trace\n%s", episode.row.where, answer["trace"])
+        if answer.get("fatal"):
+            raise RolloutError(message)
+        if self.config.on_error == "fail":
+            raise RolloutError(f"{message}; fix the environment, or set env.on_error=end")
+        if answer["failure"] not in self._said:
+            self._said.add(answer["failure"])
+            remedy = "rollout/env_errors counts such episodes, and env.on_error=fail stops the run"
+            log.warning("%s; the episode ends with reward %g; %s", message, self.config.error_reward, remedy)
+        return Failure(answer["failure"], answer.get("ended", "error"))
+
+
+def _reply(result: JsonObject) -> Reply:
+    return Reply(**result)
+
+
+def numbered_rows(config: EnvironmentConfig, which: str, seed: int, num_eval: int | None) -> list[Row]:
+    """Return the rows of an environment that reads no data: an index and a seed each. Held-out rows follow the others."""
+    first, count = (0, config.rows) if which == "train" else (config.rows, NUM_EVAL if num_eval is None else num_eval)
+    return [Row(f"env[{which}]:{i}", {"index": i, "seed": seed * 1_000_003 + i}) for i in range(first, first + count)]
+
+
+def prompts(
+    config: EnvironmentConfig, rows: Sequence[Row], renderer: Renderer, data: DataConfig, refusals: RejectedRows | None = None
+) -> Sequence[RenderedPrompt]:
+    """Return what the episodes of each row begin with, before the first observation; empty for rows without a prompt.
+
+    Raises:
+        DataError: as :func:`cookbook.data.datums.prompts`.
+        ConfigError: the rows lack a column that ``reset`` needs, or tools have no chat template to describe them.
+    """
+    if rows and (missing := config.contract.required - NAMED - rows[0].values.keys()):
+        raise ConfigError(
+            f"env: reset needs the column {', '.join(sorted(missing))}, and {rows[0].where} has "
+            f"{', '.join(map(str, rows[0].values))}; rename the parameter of reset, or add the column to the data"
+        )
+    columns = {data.columns.prompt, data.columns.messages, data.columns.chosen}
+    if any(columns & row.values.keys() for row in rows):
+        found = datums.prompts(rows, renderer, data, 0, refusals)
+        if config.contract.tools and found and isinstance(found[0].example, Plain):
+            raise ConfigError(
+                "env: its tools are described by the chat template, and the prompts are plain text; set data.chat=true"
+            )
+        return found
+    if config.contract.tools and not config.chat:
+        raise ConfigError("env.chat=false: the environment has tools, which only a chat template describes; set env.chat=true")
+    examples = (Chat(row.where, ()) if config.chat else Plain(row.where, "") for row in rows)
+    return [RenderedPrompt([], row, "", "", example) for row, example in zip(rows, examples, strict=True)]

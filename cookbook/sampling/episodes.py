@@ -1,0 +1,383 @@
+"""Episodes: attempts at prompts, of one turn, or of several in an environment.
+
+Without an environment an episode is one completion, and all completions of a prompt are one request. With one, all episodes
+advance in rounds: the completions of a round are sampled together, then the environment answers each of them.
+
+    round 0   prompt + first observation -> completion -> answer of the environment
+    round 1   ... the same tokens + answer -> completion -> answer
+    ...       until the environment is done, or max_turns, or the context is full
+
+A request that fails is retried, dropped with all episodes of its prompt, or ends the run.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from cookbook.data import RenderedPrompt, Renderer
+from cookbook.errors import ConfigError, DataError, RolloutError, SampleRefusedError, SamplerUnavailableError
+from cookbook.futures import Future
+from cookbook.protocols import Sampler
+from cookbook.sampling.environments.conversation import Conversation
+from cookbook.sampling.environments.instance import Reply
+from cookbook.sampling.environments.runner import EnvironmentRunner, Episode, Failure, Pending
+from cookbook.sampling.rewards import PendingScores, RewardRunner, Score
+from cookbook.sampling.trajectory import Trajectory
+from cookbook.types import ModelInput, Sample, SampleResponse, SamplingParams
+
+Request = Callable[[], Future[SampleResponse]]
+Arrived = Callable[[int, list[Sample]], None]
+Ended = Callable[[int, list[Trajectory]], None]
+
+# The same request may succeed later.
+TRANSIENT = (SamplerUnavailableError, ConnectionError, TimeoutError)
+# The same request fails again; other requests may succeed.
+PERMANENT = (SampleRefusedError,)
+# Waits before retries, seconds.
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 30.0
+
+
+@dataclass(frozen=True)
+class FailedRequests:
+    """The errors of a batch's dropped requests, by index, and the number of retries of the whole batch."""
+
+    failed: Mapping[int, Exception]
+    num_retries: int
+
+
+class Retrier:
+    """Makes sampling requests and retries those whose failure may be transient.
+
+    A request has its own seed, so every attempt gives the same samples. Consecutive failures are counted in the order of the
+    requests, across batches: what a run does depends on which requests fail, and not on when they fail.
+
+    Args:
+        retries: of one request, before it is dropped.
+        max_consecutive_failures: this many failures in a row end the run.
+    """
+
+    def __init__(self, retries: int, max_consecutive_failures: int) -> None:
+        self._retries = retries
+        self._max_consecutive_failures = max_consecutive_failures
+        self._in_a_row = 0
+
+    def sample(self, requests: Sequence[Request], arrived: Arrived, *, has_samples: bool = False) -> FailedRequests:
+        """Make all ``requests``, then wait; ``arrived`` gets each request's index and samples as soon as they arrive.
+
+        If no request of the batch has succeeded, retries do not count: a batch without samples is of no use. ``has_samples``:
+        earlier requests of the same batch have succeeded.
+
+        Raises:
+            RolloutError: too many consecutive failures, or the sampler refused every request.
+            Exception: an error of another kind than ``TRANSIENT`` and ``PERMANENT``.
+        """
+        dropped: dict[int, Exception] = {}
+        waiting, num_retries = list(range(len(requests))), 0
+        for attempt in itertools.count():
+            failed = self._round({index: requests[index] for index in waiting}, arrived)
+            dropped |= {index: error for index, error in failed.items() if isinstance(error, PERMANENT)}
+            waiting = [index for index in failed if index not in dropped]
+            none_succeeded = not has_samples and len(waiting) + len(dropped) == len(requests)
+            if not waiting or (attempt >= self._retries and not none_succeeded):
+                break
+            num_retries += len(waiting)
+            time.sleep(min(FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S))
+        dropped |= {index: failed[index] for index in waiting}
+        if requests and not has_samples and len(dropped) == len(requests):
+            raise RolloutError(f"sampling: all {len(requests)} requests were refused; the first: {dropped[min(dropped)]}")
+        return FailedRequests(dict(sorted(dropped.items())), num_retries)
+
+    def _round(self, requests: Mapping[int, Request], arrived: Arrived) -> dict[int, Exception]:
+        """Make each request once. Return the errors of the failed ones, in the order of the requests."""
+        indices = {_submitted(request): index for index, request in requests.items()}
+        in_order = deque(indices)
+        failed = {}
+        for future in concurrent.futures.as_completed(indices):
+            if future.exception() is None:
+                arrived(indices[future], future.result().sequences)
+            while in_order and in_order[0].done():
+                first = in_order.popleft()
+                if (error := self._count(first.exception())) is not None:
+                    failed[indices[first]] = error
+        return failed
+
+    def _count(self, error: BaseException | None) -> Exception | None:
+        """Count one finished request; None means success. Return the error.
+
+        Raises:
+            BaseException: ``error`` itself, if its kind is neither ``TRANSIENT`` nor ``PERMANENT``.
+            RolloutError: too many consecutive failures.
+        """
+        if error is None:
+            self._in_a_row = 0
+            return None
+        if not isinstance(error, (*TRANSIENT, *PERMANENT)):
+            raise error
+        self._in_a_row += 1
+        if self._in_a_row >= self._max_consecutive_failures:
+            raise RolloutError(
+                f"sampling: {self._in_a_row} consecutive requests failed, the last with: {error}; fix the deployment and run "
+                "the same command to resume, or raise rollout.max_consecutive_failures"
+            )
+        return error
+
+
+def _submitted(request: Request) -> concurrent.futures.Future[SampleResponse]:
+    """Make a request and return its future; a request that raises gives a failed future."""
+    try:
+        return request()
+    except (*TRANSIENT, *PERMANENT) as error:
+        future: Future[SampleResponse] = Future()
+        future.set_exception(error)
+        return future
+
+
+@dataclass(frozen=True)
+class Draw:
+    """``num_samples`` attempts at one prompt. ``params`` are those of the first turn; later turns have seeds of their own."""
+
+    prompt: RenderedPrompt
+    num_samples: int
+    params: SamplingParams
+
+
+@dataclass(eq=False)
+class _Attempt:
+    """An episode under way. ``waiting`` is the environment's answer to its last completion; ``ended`` says why it ended."""
+
+    draw: int
+    number: int
+    params: SamplingParams
+    episode: Episode
+    waiting: Pending[Reply]
+    conversation: Conversation | None = None
+    ended: str = ""
+    num_turns: int = 0
+    calls: list[int] = field(default_factory=lambda: [0, 0, 0])
+    reward: Pending[float | None] | None = None
+
+    def turn_params(self, context: int | None, *, own_seed: bool) -> SamplingParams:
+        """Return the parameters of the next turn, with as many tokens as the context has left."""
+        assert self.conversation is not None
+        params = self.params
+        if own_seed and params.seed is not None:
+            state = np.random.SeedSequence((params.seed, self.number, self.num_turns)).generate_state(1, np.uint64)
+            params = replace(params, seed=int(state[0]) >> 16)
+        if context is not None:
+            left = context - len(self.conversation.tokens)
+            params = replace(params, max_tokens=left if params.max_tokens is None else min(left, params.max_tokens))
+        return params
+
+    def trajectory(self, error_reward: float) -> Trajectory:
+        """Return the ended episode. One that the environment has ended by an error has ``error_reward``."""
+        found = self.reward.result() if self.reward is not None else Failure("")
+        failed = isinstance(found, Failure)
+        if isinstance(found, Failure):
+            found = error_reward
+        branches = self.conversation.branches if self.conversation is not None else ()
+        # Without a completion, a reward has nothing to score.
+        found = error_reward if found is None and not self.num_turns else found
+        ended = "error" if failed and self.ended not in ("error", "timeout") else self.ended
+        return Trajectory(branches, ended, found, *self.calls)
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """Plays and scores episodes. ``runner`` calls the reward; None: the environment gives it."""
+
+    renderer: Renderer
+    retrier: Retrier
+    runner: RewardRunner | None = None
+    environment: EnvironmentRunner | None = None
+
+    def play(self, sampler: Sampler, draws: Sequence[Draw], ended: Ended, *, has_samples: bool = False) -> FailedRequests:
+        """Play all episodes of ``draws``; ``ended`` gets each draw's index and trajectories as soon as all of its episodes end.
+
+        Returns the errors of the dropped draws. ``has_samples``: earlier draws of the same step have succeeded.
+
+        Raises:
+            RolloutError: see :class:`Retrier`; or the environment has failed, with ``env.on_error=fail``.
+        """
+        if self.environment is not None:
+            return _Rounds(self, self.environment, sampler, draws, ended, has_samples=has_samples).play()
+
+        def arrived(index: int, samples: list[Sample]) -> None:
+            prompt = draws[index].prompt
+            texts = [self.renderer.text(sample.tokens) for sample in samples]
+            pairs = zip(samples, texts, strict=True)
+            ended(index, [Trajectory.single(prompt.tokens, prompt.text, sample, text) for sample, text in pairs])
+
+        requests = [_request(sampler, one.prompt.tokens, one.num_samples, one.params) for one in draws]
+        return self.retrier.sample(requests, arrived, has_samples=has_samples)
+
+    def scores(self, prompt: RenderedPrompt, trajectories: Sequence[Trajectory]) -> PendingScores:
+        """Start the calls of the reward for the trajectories that the environment gave none.
+
+        Raises:
+            ConfigError: there is no reward.
+        """
+        scored = [None if one.reward is None else Score(one.reward) for one in trajectories]
+        rest = [one for one in trajectories if one.reward is None]
+        if self.environment is not None:
+            self.environment.check_rewards(trajectories)
+        if not rest:
+            return lambda: [score for score in scored if score is not None]
+        if self.runner is None:
+            raise ConfigError(
+                "reward: the environment gives no reward and none is chosen; define get_reward, return (observation, reward) "
+                "from every step, or choose one, for example reward=number"
+            )
+        pending = self.runner.submit_attempts(prompt, rest)
+
+        def result() -> list[Score]:
+            called = iter(pending())
+            return [next(called) if score is None else score for score in scored]
+
+        return result
+
+
+class _Rounds:
+    """The rounds of one call of :meth:`Episodes.play` with an environment."""
+
+    def __init__(
+        self,
+        episodes: Episodes,
+        environment: EnvironmentRunner,
+        sampler: Sampler,
+        draws: Sequence[Draw],
+        ended: Ended,
+        *,
+        has_samples: bool,
+    ) -> None:
+        self._renderer, self._retrier, self._environment = episodes.renderer, episodes.retrier, environment
+        self._sampler, self._draws, self._ended = sampler, draws, ended
+        self._attempts = [
+            _Attempt(index, number, draw.params, *environment.begin(draw.prompt.row))
+            for index, draw in enumerate(draws)
+            for number in range(draw.num_samples)
+        ]
+        self._has_samples = has_samples
+        self._failed: dict[int, Exception] = {}
+        self._num_retries = 0
+
+    def play(self) -> FailedRequests:
+        waiting = self._attempts
+        told: set[int] = set()
+        while waiting:
+            answered = self._answered(waiting)
+            for attempt in answered:
+                self._read(attempt)
+            self._sample([attempt for attempt in answered if not attempt.ended])
+            waiting = [one for one in self._attempts if not one.ended and one.draw not in self._failed]
+            told |= self._tell(told, {attempt.draw for attempt in waiting})
+        if self._draws and not self._has_samples and len(self._failed) == len(self._draws):
+            first = self._failed[min(self._failed)]
+            raise RolloutError(f"sampling: requests of all {len(self._draws)} prompts were refused; the first: {first}")
+        return FailedRequests(dict(sorted(self._failed.items())), self._num_retries)
+
+    def _answered(self, waiting: Sequence[_Attempt]) -> Sequence[_Attempt]:
+        """Return the attempts to continue: all of them, or with ``env.lockstep=false`` those whose answers have arrived."""
+        if self._environment.config.lockstep:
+            return waiting
+        concurrent.futures.wait([one.waiting.future for one in waiting], return_when=concurrent.futures.FIRST_COMPLETED)
+        return [one for one in waiting if one.waiting.done()]
+
+    def _read(self, attempt: _Attempt) -> None:
+        """Take the environment's answer: the attempt ends, or its next turn has a prompt."""
+        reply = attempt.waiting.result()
+        if isinstance(reply, Failure):
+            attempt.ended = reply.ended
+            self._environment.end(attempt.episode)
+            return
+        counts = (reply.calls, reply.malformed_calls, reply.failed_calls)
+        attempt.calls = [total + one for total, one in zip(attempt.calls, counts, strict=True)]
+        try:
+            attempt.ended = self._continued(attempt, reply)
+        except DataError as error:
+            raise RolloutError(f"env: {error}") from error
+        if attempt.ended:
+            attempt.reward = self._environment.reward(attempt.episode)
+            self._environment.end(attempt.episode)
+
+    def _continued(self, attempt: _Attempt, reply: Reply) -> str:
+        """Add the answer to the conversation. Return why the episode ends, or nothing."""
+        environment, prompt = self._environment, self._draws[attempt.draw].prompt
+        if attempt.conversation is None:
+            tools = environment.contract.tools
+            attempt.conversation = Conversation(self._renderer, prompt, reply.observation, tools)
+        elif reply.done:
+            return "done"
+        elif attempt.num_turns >= environment.config.max_turns:
+            return "max_turns"
+        else:
+            attempt.conversation.observe(reply.observation or "")
+        context = self._renderer.max_length
+        return "context" if context is not None and len(attempt.conversation.tokens) >= context else ""
+
+    def _sample(self, attempts: Sequence[_Attempt]) -> None:
+        """Sample the next turn of the attempts, and pass the completions to the environment in the order of the attempts.
+
+        Attempts of a draw that begin with the same prompt are one request, as without an environment.
+        """
+        turns: list[list[_Attempt]] = []
+        for _, group in itertools.groupby(attempts, lambda one: (one.draw, one.num_turns)):
+            same = list(group)
+            first = same[0].conversation
+            # Which attempts are ready together depends on the time, unless a round waits for all.
+            together = (
+                self._environment.config.lockstep
+                and same[0].num_turns == 0
+                and all(one.conversation and first and one.conversation.tokens == first.tokens for one in same)
+            )
+            turns += [same] if together else [[one] for one in same]
+        if not turns:
+            return
+        requests = [self._turn(members) for members in turns]
+        texts: dict[_Attempt, str] = {}
+
+        def arrived(index: int, samples: list[Sample]) -> None:
+            for attempt, sample in zip(turns[index], samples, strict=True):
+                assert attempt.conversation is not None
+                texts[attempt] = attempt.conversation.add(sample)
+                attempt.num_turns += 1
+
+        has_samples = self._has_samples or any(one.num_turns for one in self._attempts)
+        result = self._retrier.sample(requests, arrived, has_samples=has_samples)
+        self._num_retries += result.num_retries
+        self._failed |= {turns[index][0].draw: error for index, error in result.failed.items()}
+        for attempt in attempts:
+            if attempt.draw in self._failed:
+                continue
+            attempt.waiting = self._environment.act(attempt.episode, texts[attempt])
+
+    def _turn(self, members: Sequence[_Attempt]) -> Request:
+        conversation = members[0].conversation
+        assert conversation is not None
+        # Requests of one draw need seeds of their own, unless the draw is one request.
+        own_seed = len(members) < self._draws[members[0].draw].num_samples or members[0].num_turns > 0
+        params = members[0].turn_params(self._renderer.max_length, own_seed=own_seed)
+        return _request(self._sampler, conversation.tokens, len(members), params)
+
+    def _tell(self, told: set[int], open_draws: set[int]) -> set[int]:
+        """Hand over the draws whose episodes have all ended, and drop those that failed. Return their indices."""
+        over = [index for index in range(len(self._draws)) if index not in told and index not in open_draws]
+        for index in over:
+            members = [attempt for attempt in self._attempts if attempt.draw == index]
+            if index in self._failed:
+                for attempt in members:
+                    self._environment.end(attempt.episode)
+            else:
+                self._ended(index, [one.trajectory(self._environment.config.error_reward) for one in members])
+        return set(over)
+
+
+def _request(sampler: Sampler, tokens: Sequence[int], num_samples: int, params: SamplingParams) -> Request:
+    return functools.partial(sampler.sample, ModelInput.from_ints(list(tokens)), num_samples, params)

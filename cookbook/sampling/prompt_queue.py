@@ -1,0 +1,161 @@
+"""The prompts of a run's steps, if their number or choice depends on rewards: ``rollout.refill``, ``data.curriculum``."""
+
+from __future__ import annotations
+
+import base64
+import logging
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from cookbook.data import DataConfig, RenderedPrompt
+from cookbook.data.datum_table import Batches
+from cookbook.sampling.rollouts import RolloutGroup
+from cookbook.types import JsonObject
+
+log = logging.getLogger("cookbook")
+
+# Separates these draws from other draws of the same seed.
+DRAWS = 1_668_641_397
+CLASSES = ("new", "easy", "medium", "hard")
+NEW, EASY, MEDIUM, HARD = range(len(CLASSES))
+# By prompt: attempts and solved attempts of its last group, its last groups that were all solved, and the number of its last
+# draw, counted from 1; 0: never drawn.
+ROW = np.dtype([("attempts", "<u4"), ("solved", "<u4"), ("streak", "<u4"), ("drawn", "<u8")])
+
+
+class PromptQueue(Batches[RenderedPrompt]):
+    """Prompts in the order in which steps take them: ``queue[i]`` are the first of step i, :meth:`further` the next ones.
+
+    Without ``data.curriculum`` the order is that of :class:`Batches`, epoch after epoch; what a step takes beyond its batch is
+    not repeated in the next step. With ``data.curriculum`` every prompt is drawn: first its class, by the shares, then the
+    prompt of the class that was drawn longest ago. A step draws no prompt twice, unless there are too few.
+
+    The state is that of the last finished step, so that a checkpoint never has half of a step.
+    """
+
+    def __init__(self, prompts: Sequence[RenderedPrompt], size: int, seed: int, config: DataConfig) -> None:
+        super().__init__(prompts, min(size, len(prompts)), 1, seed, config.shuffle)
+        self._curriculum = config.curriculum
+        self._table = np.zeros(len(prompts), ROW)
+        # Prompts taken since the run began: now, at the start of the step, and at the end of the last finished step.
+        self._taken = self._step_start = self._finished = 0
+        self._finished_table = self._table.copy()
+        # The step whose batch was taken last, the batch, and the index of every prompt of the step by its identity.
+        self._step, self._batch = -1, list[RenderedPrompt]()
+        self._indices: dict[int, tuple[RenderedPrompt, int]] = {}
+        self._has_warned = False
+
+    def __getitem__(self, index: int) -> list[RenderedPrompt]:
+        if index != self._step:
+            self._step, self._step_start, self._indices = index, self._taken, {}
+            self._batch = self.further(self._size)
+        return self._batch
+
+    def further(self, count: int) -> list[RenderedPrompt]:
+        """Take the next ``count`` prompts."""
+        indices = self._in_order(count) if self._curriculum is None else self._drawn(count)
+        self._taken += count
+        found = [self._rows[index] for index in indices]
+        # The prompt is kept with its index: the identity of a freed object may be that of another.
+        self._indices |= {id(prompt): (prompt, index) for prompt, index in zip(found, indices, strict=True)}
+        return found
+
+    def observe(self, groups: Sequence[RolloutGroup]) -> None:
+        """Note the pass rates of the step's groups, and the end of the step's draws."""
+        if self._curriculum is not None:
+            for group in groups:
+                row = self._table[self._indices[id(group.prompt)][1]]
+                solved = sum(reward >= self._curriculum.solved_reward for reward in group.rewards)
+                row["attempts"], row["solved"] = len(group.rewards), solved
+                row["streak"] = row["streak"] + 1 if solved == len(group.rewards) else 0
+
+    def finish_step(self) -> None:
+        """Make the present state the one that a checkpoint stores."""
+        self._finished, self._finished_table = self._taken, self._table.copy()
+
+    def metrics(self) -> dict[str, float]:
+        """Return the number of prompts by class, and of the retired ones; nothing without ``data.curriculum``."""
+        if self._curriculum is None:
+            return {}
+        retired = self._retired()
+        counts = np.bincount(self._classes()[~retired], minlength=len(CLASSES))
+        named = {f"curriculum/{name}": float(count) for name, count in zip(CLASSES, counts, strict=True)}
+        return {**named, "curriculum/retired": float(retired.sum())}
+
+    def state(self) -> JsonObject:
+        """Return the state of the last finished step, JSON-compatible."""
+        table = base64.b64encode(zlib.compress(self._finished_table.tobytes())).decode()
+        return {"taken": self._finished, **({} if self._curriculum is None else {"pass_rates": table})}
+
+    def restore(self, state: JsonObject | None, steps: int) -> None:
+        """Continue from a checkpoint after ``steps`` steps; without a state, as if each had taken one batch."""
+        stated = state or {}
+        self._taken = int(stated.get("taken", steps * self._size))
+        if self._curriculum is not None and "pass_rates" in stated:
+            table = np.frombuffer(zlib.decompress(base64.b64decode(stated["pass_rates"])), ROW)
+            if len(table) == len(self._table):
+                self._table = table.copy()
+            else:
+                log.warning(
+                    "data.curriculum: the checkpoint has pass rates of %d prompts, and the data now have %d; all prompts "
+                    "start as new",
+                    len(table),
+                    len(self._table),
+                )
+        self.finish_step()
+
+    def _in_order(self, count: int) -> list[int]:
+        places = (divmod(place, len(self._rows)) for place in range(self._taken, self._taken + count))
+        return [int(self.order(epoch)[place]) for epoch, place in places]
+
+    def _drawn(self, count: int) -> list[int]:
+        """Draw prompts one by one; the draw numbers continue after ``self._taken``."""
+        assert self._curriculum is not None
+        random = np.random.Generator(np.random.PCG64([self._seed, DRAWS, self._taken]))
+        drawn: list[int] = []
+        while len(drawn) < count:
+            waiting = self._waiting()
+            while len(drawn) < count and any(waiting):
+                shares = np.array([share if one else 0.0 for share, one in zip(self._curriculum.shares, waiting, strict=True)])
+                # Of the classes that are left, none may have a share.
+                shares = shares if shares.any() else np.array([float(bool(one)) for one in waiting])
+                bounds = np.cumsum(shares)
+                of_class = int(np.searchsorted(bounds / bounds[-1], random.random(), side="right"))
+                index = waiting[of_class].pop()
+                drawn.append(index)
+                self._table["drawn"][index] = self._taken + len(drawn)
+        return drawn
+
+    def _waiting(self) -> list[list[int]]:
+        """Return the prompts that can be drawn, by class; the last of each is the next."""
+        if (retired := self._retired()).all():
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "data.curriculum: every attempt at all %d prompts is solved, so none is left to train on and all are drawn "
+                    "again; add harder prompts, or lower recipe.steps",
+                    len(retired),
+                )
+            self._table["streak"] = 0
+            retired = self._retired()
+        left = ~retired & (self._table["drawn"] <= self._step_start)
+        candidates = np.flatnonzero(left if left.any() else ~retired)
+        rank = np.empty(len(self._table), np.int64)
+        rank[np.asarray(self.order(0))] = np.arange(len(rank))
+        candidates = candidates[np.lexsort((rank[candidates], self._table["drawn"][candidates]))[::-1]]
+        classes = self._classes()[candidates]
+        return [candidates[classes == number].tolist() for number in range(len(CLASSES))]
+
+    def _retired(self) -> npt.NDArray[np.bool_]:
+        after = self._curriculum.retire_after if self._curriculum is not None else None
+        return np.zeros(len(self._table), np.bool_) if after is None else self._table["streak"] >= after
+
+    def _classes(self) -> npt.NDArray[np.int64]:
+        """Return the class of every prompt. A prompt that was drawn and has no group, because its requests failed, is hard."""
+        assert self._curriculum is not None
+        rates = self._table["solved"] / np.maximum(self._table["attempts"], 1)
+        others = np.select([rates > self._curriculum.easy_above, rates < self._curriculum.hard_below], [EASY, HARD], MEDIUM)
+        return np.where(self._table["drawn"] == 0, NEW, others)

@@ -1,0 +1,380 @@
+"""Rollouts: a group of completions per prompt with their rewards, and the datums that a policy-gradient loss reads."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from cookbook import terminal
+from cookbook.data import RejectedRows, RenderedPrompt, Renderer, RowDatum
+from cookbook.errors import BadRowError, ConfigError
+from cookbook.protocols import Deployment, Sampler
+from cookbook.sampling.advantages import groups_without_spread
+from cookbook.sampling.environments import EnvironmentRunner
+from cookbook.sampling.episodes import Draw, Episodes, FailedRequests, Retrier
+from cookbook.sampling.evaluation import Evaluator
+from cookbook.sampling.rewards import PendingScores, RewardRunner, part_means
+from cookbook.sampling.trajectory import Trajectory
+from cookbook.types import Datum, JsonObject, SamplingParams, as_sampling
+
+log = logging.getLogger("cookbook")
+
+Further = Callable[[int], Sequence[RenderedPrompt]]
+"""Returns at most that many further prompts."""
+
+
+@dataclass
+class RolloutConfig:
+    """Options of sampling. ``conf/rollout/default.yaml`` explains each field."""
+
+    max_tokens: int = 512
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    stop: list[str] | None = None
+    refill: float = 1.0
+    retries: int = 2
+    max_consecutive_failures: int = 16
+    log_samples: int = 8
+    store_mb: float | None = 64
+
+    def __post_init__(self) -> None:
+        if self.retries < 0:
+            raise ConfigError(f"rollout.retries must be at least 0, got {self.retries}")
+        if not 1 <= self.refill < float("inf"):
+            raise ConfigError(f"rollout.refill must be a number >= 1, got {self.refill}; 1.0 replaces no group")
+        if self.max_consecutive_failures < 1:
+            raise ConfigError(f"rollout.max_consecutive_failures must be at least 1, got {self.max_consecutive_failures}")
+        if self.store_mb is not None and self.store_mb <= 0:
+            raise ConfigError(f"rollout.store_mb must be > 0, got {self.store_mb}; null stores nothing")
+        if self.temperature <= 0:
+            raise ConfigError(
+                f"rollout.temperature must be > 0, got {self.temperature}: all greedy completions of a prompt are equal"
+            )
+        self.sampling([])
+
+    def sampling(self, stop_token_ids: Sequence[int]) -> SamplingParams:
+        """Return the parameters of a request: the fields of the same names, and all texts and tokens that end a completion."""
+        return replace(as_sampling(self), stop=[*stop_token_ids, *(self.stop or [])])
+
+    def retrier(self) -> Retrier:
+        """Return the object that makes the sampling requests of one run."""
+        return Retrier(self.retries, self.max_consecutive_failures)
+
+
+@dataclass(frozen=True)
+class RolloutGroup:
+    """A prompt, ``G`` attempts at it, and their rewards (empty until they are known), with named parts if they have any.
+
+    ``temperature`` is the divisor of the logits that the completions were drawn with.
+    """
+
+    prompt: RenderedPrompt
+    trajectories: list[Trajectory]
+    rewards: list[float]
+    temperature: float = 1.0
+    parts: list[Mapping[str, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class StepRollouts:
+    """Rollouts of one step: a group per prompt, without the prompts whose requests failed.
+
+    ``sampling_s``: seconds until the last completion arrived; ``reward_s``: seconds from then until the last reward arrived;
+    ``has_turns``: there is an environment; ``refills``: rounds of further prompts, None if ``rollout.refill`` is off.
+    """
+
+    groups: list[RolloutGroup]
+    requests: FailedRequests
+    sampling_s: float
+    reward_s: float
+    has_turns: bool = False
+    refills: int | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the groups, and ``rollout/failed``, the number of dropped prompts, and ``rollout/retries``, of retries."""
+        of_groups = metrics(self.groups)
+        return {
+            **of_groups,
+            **(turn_metrics(self.groups) if self.has_turns else {}),
+            **({} if self.refills is None else self._refill_metrics(self.refills)),
+            "rollout/failed": float(len(self.requests.failed)),
+            "rollout/retries": float(self.requests.num_retries),
+            "time/sampled_tokens_per_s": of_groups["rollout/tokens"] / self.sampling_s,
+            "time/reward_s": self.reward_s,
+        }
+
+    def _refill_metrics(self, refills: int) -> dict[str, float]:
+        dropped = sum(bool(groups_without_spread(group.rewards)) for group in self.groups)
+        return {
+            "refill/groups": float(len(self.groups)),
+            "refill/groups_dropped": float(dropped),
+            "refill/rounds": float(refills),
+        }
+
+
+def sample_groups(
+    sampler: Sampler,
+    prompts: Sequence[RenderedPrompt],
+    group_size: int,
+    config: RolloutConfig,
+    renderer: Renderer,
+    seed: int,
+    retrier: Retrier | None = None,
+    runner: RewardRunner | None = None,
+    refusals: RejectedRows | None = None,
+    environment: EnvironmentRunner | None = None,
+    further: Further | None = None,
+) -> StepRollouts:
+    """Sample ``group_size`` completions of every prompt. All requests are made before the first result is awaited.
+
+    The draws depend only on ``seed``, the prompt's index and the sample's index. If there is a ``runner``, it computes the
+    rewards of a prompt's completions while other prompts are still being sampled. With an ``environment`` an attempt may have
+    several turns (see :mod:`cookbook.sampling.episodes`), and the environment may give the reward. A prompt whose row the
+    reward rejects is added to ``refusals``, and its group is dropped.
+
+    With ``further``, as many further prompts are sampled as groups lack spread, in rounds, until as many groups have spread as
+    there are ``prompts``, or ``config.refill`` times the prompts are sampled. Groups without spread stay in the result: they
+    are part of the metrics, and :func:`datums` leaves them out.
+
+    Raises:
+        BadRowError: the reward rejects a row, and ``refusals`` is None, ``data.on_bad_row`` is ``fail``, or no row is left.
+        RolloutError: sampling failed (see :class:`~cookbook.sampling.episodes.Retrier`), or a reward failed.
+    """
+    episodes = Episodes(renderer, retrier or config.retrier(), runner, environment)
+    params = replace(config.sampling(renderer.stop_token_ids), seed=seed * 100_003)
+    step = _StepSampling(episodes, sampler, group_size, params, config.temperature, refusals)
+    step.sample(prompts)
+    refills = 0
+    # A product such as 1.1 * 10 is rounded up to the next float.
+    limit = math.floor(config.refill * len(prompts) + 1e-9)
+    while further is not None and (count := min(len(prompts) - step.num_with_spread(), limit - step.num_prompts)) > 0:
+        step.sample(further(count))
+        refills += 1
+    return StepRollouts(
+        [step.groups[index] for index in sorted(step.groups)],
+        FailedRequests(step.failed, step.num_retries),
+        step.sampling_s,
+        step.reward_s,
+        environment is not None,
+        None if further is None else refills,
+    )
+
+
+@dataclass(eq=False)
+class _StepSampling:
+    """The groups of a step by the index of their prompt. ``params`` are those of the first prompt; the seeds count up."""
+
+    episodes: Episodes
+    sampler: Sampler
+    group_size: int
+    params: SamplingParams
+    temperature: float
+    refusals: RejectedRows | None
+    groups: dict[int, RolloutGroup] = field(default_factory=dict)
+    failed: dict[int, Exception] = field(default_factory=dict)
+    num_prompts: int = 0
+    num_retries: int = 0
+    sampling_s: float = 0.0
+    reward_s: float = 0.0
+
+    def num_with_spread(self) -> int:
+        """Return the number of groups whose rewards differ."""
+        return int(sum(not groups_without_spread(group.rewards) for group in self.groups.values()))
+
+    def sample(self, prompts: Sequence[RenderedPrompt]) -> None:
+        """Add the groups of further prompts, with their rewards."""
+        first = self.num_prompts
+        self.num_prompts += len(prompts)
+        seed = (self.params.seed or 0) + first
+        draws = [Draw(one, self.group_size, replace(self.params, seed=seed + index)) for index, one in enumerate(prompts)]
+        pending: dict[int, PendingScores] = {}
+
+        def ended(index: int, attempts: list[Trajectory]) -> None:
+            activity.count += 1
+            self.groups[first + index] = RolloutGroup(prompts[index], attempts, [], self.temperature)
+            if self.episodes.runner or self.episodes.environment:
+                pending[first + index] = self.episodes.scores(prompts[index], attempts)
+
+        started = time.monotonic()
+        with terminal.doing("sampling", total=len(prompts), noun="prompts") as activity:
+            result = self.episodes.play(self.sampler, draws, ended, has_samples=first > 0)
+        sampled = time.monotonic()
+        self.sampling_s += sampled - started
+        self.num_retries += result.num_retries
+        for index, error in result.failed.items():
+            self.failed[first + index] = error
+            log.info("%s: left out, its completions could not be sampled: %s", prompts[index].row.where, error)
+        for index in sorted(pending):
+            self._score(index, pending[index])
+        self.reward_s += time.monotonic() - sampled
+
+    def _score(self, index: int, pending: PendingScores) -> None:
+        """Wait for the rewards of a group, or drop the group if the reward rejects its row."""
+        group = self.groups[index]
+        try:
+            for score in pending():
+                group.rewards.append(score.value)
+                group.parts.append(score.parts)
+        except BadRowError as error:
+            if self.refusals is None or not self.refusals.skips_bad_rows or len(self.groups) == 1:
+                raise
+            self.refusals.add(group.prompt.row.where, "on_bad_row", str(error))
+            del self.groups[index]
+
+
+def datums(groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float]]) -> list[Datum]:
+    """Return the datums of every group whose completions differ in reward. The others have zero advantages and no gradient."""
+    data: list[Datum] = []
+    for group, row in zip(groups, advantages, strict=True):
+        if any(row):
+            for trajectory, advantage in zip(group.trajectories, row, strict=True):
+                data.extend(
+                    RowDatum(one.model_input, one.loss_fn_inputs, group.prompt.row.where, group.prompt.question)
+                    for one in trajectory.datums(advantage, group.temperature)
+                )
+    return data
+
+
+def metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Return the metrics of a step's rewards and completions.
+
+    ``reward/std`` is over all completions. ``reward/group_std`` is the mean over groups of the standard deviation within a
+    group (divisor G - 1, as in z-scored advantages), which TRL logs as ``reward_std``. ``reward/frac_groups_without_spread``
+    is the share of groups without a gradient, ``reward/part/NAME`` the mean of a named part. Lengths are in tokens;
+    ``rollout/truncated_frac`` is the share of completions that reached ``max_tokens``.
+    """
+    rewards = np.array([group.rewards for group in groups])
+    attempts = [trajectory for group in groups for trajectory in group.trajectories]
+    lengths = np.array([attempt.num_sampled_tokens for attempt in attempts])
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/group_std": float(rewards.std(axis=1, ddof=1).mean()) if rewards.shape[1] > 1 else 0.0,
+        "reward/frac_groups_without_spread": float(groups_without_spread(rewards).mean()),
+        **part_means([parts for group in groups for parts in group.parts], "reward/part/"),
+        "rollout/completion_tokens_mean": float(lengths.mean()),
+        "rollout/completion_tokens_max": float(lengths.max()),
+        "rollout/truncated_frac": float(np.mean([attempt.is_truncated for attempt in attempts])),
+        "rollout/tokens": float(lengths.sum()),
+    }
+
+
+def turn_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Return the metrics of episodes in an environment.
+
+    ``rollout/branches`` is the number of episodes whose earlier turns the chat template rewrites, ``rollout/env_errors`` of
+    those that have ended by an error or a time limit, ``rollout/max_turns`` of those cut off by ``env.max_turns``. Calls of
+    tools are counted: all that were made, those that could not be read, and those that raised.
+    """
+    attempts = [trajectory for group in groups for trajectory in group.trajectories]
+    turns = [len(attempt.turns) for attempt in attempts]
+    return {
+        "rollout/turns_mean": float(np.mean(turns)),
+        "rollout/turns_max": float(max(turns)),
+        "rollout/branches": float(sum(len(attempt.branches) > 1 for attempt in attempts)),
+        "rollout/max_turns": float(sum(attempt.ended == "max_turns" for attempt in attempts)),
+        "rollout/env_errors": float(sum(attempt.ended in ("error", "timeout") for attempt in attempts)),
+        "rollout/tool_calls": float(sum(attempt.calls for attempt in attempts)),
+        "rollout/malformed_calls": float(sum(attempt.malformed_calls for attempt in attempts)),
+        "rollout/failed_calls": float(sum(attempt.failed_calls for attempt in attempts)),
+    }
+
+
+def log_rows(groups: Sequence[RolloutGroup], count: int) -> list[JsonObject]:
+    """Return the first ``count`` rollouts as rows of ``samples.jsonl``: the first completion of each group, then the second."""
+    order = [(group, i) for i in range(max(len(group.trajectories) for group in groups)) for group in groups]
+    return [
+        {
+            "row": group.prompt.row.where,
+            "prompt": group.prompt.question or group.trajectories[i].opening,
+            "completion": group.trajectories[i].text,
+            "reward": group.rewards[i],
+            **({"parts": dict(group.parts[i])} if group.parts and group.parts[i] else {}),
+            "stop_reason": group.trajectories[i].ended,
+            **({"turns": group.trajectories[i].messages()} if len(group.trajectories[i].turns) > 1 else {}),
+        }
+        for group, i in order[:count]
+    ]
+
+
+@dataclass(eq=False)
+class PolicySampling:
+    """Samples completions from the weights in training.
+
+    ``sampler`` has the weights of the last sync that was due; None before the first. ``sync_s`` are the seconds spent on syncs
+    since it was last set to 0. ``on_sync`` is called with every new sampler.
+
+    Args:
+        sync_every: optimizer steps between two weight syncs.
+        evaluator: evaluates the same weights. Training shares its renderer, reward, seed and count of consecutive failures.
+        sampler: of a resumed run, if the run was saved between two weight syncs.
+    """
+
+    deployment: Deployment
+    sync_every: int
+    config: RolloutConfig
+    evaluator: Evaluator
+    sampler: Sampler | None = None
+    on_sync: Callable[[Sampler], None] = lambda sampler: None
+    sync_s: float = 0.0
+
+    def sync(self, step: int) -> Sampler:
+        """Return a sampler of the weights after ``step`` optimizer steps, or of the last sync if no sync is due."""
+        if self.sampler is None or (step % self.sync_every == 0 and self.sampler.step != step):
+            self.sampler = self._load(step)
+        return self.sampler
+
+    def older_sampler(self, step: int) -> Sampler | None:
+        """Return the current sampler if a checkpoint after ``step`` steps must also hold its older weights."""
+        return self.sampler if step % self.sync_every else None
+
+    def groups(
+        self,
+        sampler: Sampler,
+        prompts: Sequence[RenderedPrompt],
+        group_size: int,
+        index: int,
+        further: Further | None = None,
+    ) -> StepRollouts:
+        """Sample ``group_size`` completions of every prompt, with their rewards, for the step after ``index`` steps.
+
+        Raises:
+            ConfigError: the run has no reward.
+        """
+        one = self.evaluator
+        if one.runner is None and one.environment is None:
+            raise ConfigError("reward: this recipe learns from rewards; choose one, for example reward=number")
+        seed = one.seed * 1_000_003 + index
+        return sample_groups(
+            sampler,
+            prompts,
+            group_size,
+            self.config,
+            one.renderer,
+            seed,
+            retrier=one.retrier,
+            runner=one.runner,
+            refusals=one.refusals,
+            environment=one.environment,
+            further=further,
+        )
+
+    def newest(self, step: int) -> Sampler:
+        """Return a sampler of exactly the weights after ``step`` steps. The training loop keeps its own between two syncs."""
+        if step % self.sync_every == 0:
+            return self.sync(step)
+        return self.sampler if self.sampler is not None and self.sampler.step == step else self._load(step)
+
+    def _load(self, step: int) -> Sampler:
+        started = time.monotonic()
+        sampler = self.deployment.load(step).result()
+        self.sync_s += time.monotonic() - started
+        self.on_sync(sampler)
+        return sampler

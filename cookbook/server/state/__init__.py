@@ -1,0 +1,1 @@
+"""State of the server in memory: requests, runs, samplers, sessions, checkpoints."""

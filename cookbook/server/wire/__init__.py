@@ -1,0 +1,1 @@
+"""Wire formats: JSON and protobuf bodies of requests, results, errors and traced losses."""

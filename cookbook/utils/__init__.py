@@ -1,0 +1,1 @@
+"""Files, locks, paths and signals: helpers that know nothing of training."""

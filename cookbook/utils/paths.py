@@ -1,0 +1,39 @@
+"""Paths of the packaged folders and of the user's folders, which take precedence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent.parent
+# Environment variable with the name of the folder of a sweep, for its runs; processes of a launcher inherit it.
+SWEEP = "COOKBOOK_SWEEP"
+
+
+def packaged(kind: str) -> Path:
+    """The folder ``recipes``, ``conf`` or ``data`` that ships with cookbook.
+
+    In an installed wheel the folder is ``cookbook/_<kind>``; in a checkout it is next to the package.
+    """
+    inside = PACKAGE / f"_{kind}"
+    return inside if inside.is_dir() else PACKAGE.parent / kind
+
+
+def user(kind: str) -> Path:
+    """The user's folder of that kind, in the current directory. It may not exist."""
+    return Path.cwd() / kind
+
+
+def overlays(kind: str) -> list[Path]:
+    """Return the folders of that kind, the user's first. In a checkout of cookbook both are the same folder."""
+    folders = [user(kind), packaged(kind)]
+    return folders[1:] if folders[0].resolve() == folders[1].resolve() else folders
+
+
+def find(kind: str, name: str) -> Path | None:
+    """The first ``<folder>/<name>`` that is a file, the user's before the packaged one."""
+    return next((path for folder in overlays(kind) if (path := folder / name).is_file()), None)
+
+
+def shown(path: Path) -> str:
+    """Return the path for messages: relative to the current directory, if it is inside."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,0 +1,3 @@
+"""Version of cookbook, in a module that imports nothing."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,198 @@
+"""``backend.ranks=2`` trains as one process does; lost ranks are started again, and mistakes start none."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import kill_ranks
+import psutil
+import pytest
+from kill_ranks import gone
+from marks import rest_slow
+from runtools import LITTLE, SMALL, bits, checkpoint, here, rows, start, train  # noqa: F401 - here is a fixture
+
+from cookbook import Hook
+from cookbook.backends.group import supervisor
+from cookbook.backends.group.supervisor import RankSupervisor
+from cookbook.cli.app import run
+from cookbook.errors import BackendError
+
+pytest.importorskip("tinker", reason="needs the package tinker")
+pytestmark = pytest.mark.usefixtures("here")
+
+SFT = ["recipe=sft", "recipe.steps=3", "recipe.batch_size=6", *LITTLE]
+RANKS = "backend.ranks=2"
+
+
+def assert_close(one: str, other: str) -> None:
+    """Compare metrics. The absolute tolerance is for differences of float32 log-probabilities, which are kl/... in GRPO."""
+    for row, row_too in zip(rows(one), rows(other), strict=True):
+        assert row.keys() == row_too.keys()
+        values = {key: value for key, value in row.items() if isinstance(value, float) and not key.startswith("time/")}
+        assert {key: row_too[key] for key in values} == pytest.approx(values, rel=1e-5, abs=1e-6), row["step"]
+
+
+# GRPO does everything that the other recipes do but for their losses, which test_ranks.py compares.
+@pytest.mark.parametrize("recipe", ["grpo", "sft", "dpo", "orpo"])
+@pytest.mark.slow
+def test_two_ranks_train_as_one_process(recipe):
+    assert train(*SMALL[recipe], "out=one") == 0
+    assert train(*SMALL[recipe], RANKS, "out=two") == 0
+    assert_close("one", "two")
+    names = {str(path.relative_to("one")) for path in Path("one").rglob("*") if path.is_file()}
+    names_too = {str(path.relative_to("two")) for path in Path("two").rglob("*") if path.is_file()}
+    # Each rank writes a part of the optimizer's state.
+    assert names_too - names == {"checkpoints/step-000003/trainer/shard-00001-00000.safetensors"}
+    assert names <= names_too
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    rest_slow(
+        [
+            (["backend.rank=2"], "unknown key 'backend.rank'"),
+            (["model.name=./nowhere"], "no such folder './nowhere'"),
+            (["model.name=nobody/nothing"], "model.name: "),
+            (["model.lora_rank=4", "model.lora_target_modules=[q_proj]"], "model.lora_target_modules"),
+            (["backend.shard=every"], "backend.shard: expected one of auto, none, node, all, got 'every'"),
+            (["backend.shard=all"], "set eval.answers=false to evaluate the loss only, deployment=vllm, or backend.shard=none"),
+            (["backend.shard=all", "job=local"], "got all; set eval.answers=false to evaluate the loss only"),
+            (
+                ["backend.shard=all", "eval.answers=false", "backend.optimizer=adafactor", "optim=adafactor"],
+                "adafactor cannot update",
+            ),
+            (["deployment=vllm", "job=local"], "deployment=vllm needs backend=local and job=none"),
+            (["deployment=vllm", "backend.shard=all", "deployment.python=none"], "deployment.python: "),
+            (["backend.gpus=2"], "gpus and ranks both set the number of processes"),
+            (
+                ["backend.ranks=null", "backend.shard=all", "eval.answers=false"],
+                "backend.shard: a single process holds the whole model",
+            ),
+            (["backend.ranks=null", "backend.gpus=1000"], "backend.gpus: this machine has"),
+            (["backend.ranks=null", "backend.gpus=2", "backend.device=foo"], "requires backend.device=auto or cuda, got 'foo'"),
+        ],
+        fast=2,
+    ),
+)
+def test_a_mistake_starts_no_rank(words, error, monkeypatch, capsys):
+    monkeypatch.setattr(RankSupervisor, "_start", lambda _: pytest.fail("ranks were started"))
+    assert train(*SFT, RANKS, *words, "out=bad") == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert error in lines[-1]
+    assert [line for line in lines if line.startswith("error:")] == lines[-1:]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        # 624,384 parameters in float32: the run's weights, the server's, gradients and two moments.
+        ([], "2 replicas; each holds 12.5 MB of weights, twice, gradients and optimizer state"),
+        (["backend.shard=all", "eval.answers=false"], "2 shards; each holds 6.2 MB of weights, twice, gradients"),
+    ],
+)
+@pytest.mark.slow
+def test_plan_names_what_a_rank_holds(words, line, capsys):
+    assert run(["plan", *SFT, "model=tiny", RANKS, *words]) == 0
+    assert line in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_recipe_with_rollouts_is_not_sharded(capsys):
+    assert train("recipe=grpo", RANKS, "backend.shard=node", "eval.answers=false", "out=bad") == 2
+    error = "a recipe with rollouts does not sample from sharded weights, got node; set deployment=vllm, or backend.shard=none"
+    assert error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("import os; os._exit(75)", "failed 5 times without finishing a request, the last time because rank 0 has ended"),
+        ("import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL, as if memory had run out"),
+        (
+            "from cookbook.backends.group.supervisor import RankChannel; RankChannel().error('model: too large'); exit(2)",
+            "model: too large",
+        ),
+    ],
+)
+def test_ranks_that_cannot_run_end_in_one_line(code, error, monkeypatch):
+    monkeypatch.setattr(supervisor, "MAIN", "import sys; sys.path[:] = {path!r}; " + code)
+    monkeypatch.setattr(supervisor, "BACK_OFF_S", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(BackendError, match=error):
+        RankSupervisor(1, {}, listener).run()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [SMALL["sft"], SMALL["dpo"], [*SMALL["sft"], "model.lora_rank=4"]])
+def test_sharded_ranks_train_as_one_process(words):
+    assert train(*words, "eval.answers=false", "out=one") == 0
+    assert train(*words, "eval.answers=false", RANKS, "backend.shard=all", "out=two") == 0
+    assert_close("one", "two")
+    assert train("recipe=sft", "eval.limit=4", "recipe.steps=1", "model.name=two/checkpoints/step-000003", "out=three") == 0
+
+
+@pytest.mark.slow
+def test_another_number_of_ranks_resumes():
+    longer = [word.replace("steps=3", "steps=6") for word in SFT]
+    assert train(*longer, "out=whole", "checkpoint.every=3", "checkpoint.keep=null") == 0
+    assert train(*SFT, "out=up", "schedule=constant") == 0
+    assert train(*longer, RANKS, "out=up", "schedule=constant") == 0
+    assert train(*SFT, RANKS, "out=down", "schedule=constant") == 0
+    assert train(*longer, "out=down", "schedule=constant") == 0
+    assert_close("up", "down")
+    assert len(bits(checkpoint("down"))) == 2
+
+
+@pytest.mark.slow
+def test_a_diverged_run_ends_in_one_line(capsys):
+    assert train(*SFT, RANKS, "optim.lr=1e30", "optim.grad_clip_norm=0", "out=diverged") == 2
+    assert "optim_step: the gradient norm is nan" in capsys.readouterr().err.splitlines()[-1]
+    assert not kill_ranks.ranks_of(psutil.Process())
+
+
+@pytest.mark.slow
+# `python tests/kill_ranks.py` has the other recipes and more kills.
+@pytest.mark.parametrize("recipe", ["grpo", "sharded"])
+def test_killed_ranks_change_nothing(recipe, tmp_path):
+    calm, killed = tmp_path / "calm", tmp_path / "killed"
+    kill_ranks.played(calm, recipe, 12, 0, kill_ranks.VICTIMS)
+    campaign = kill_ranks.played(killed, recipe, 12, 3, kill_ranks.VICTIMS)
+    assert kill_ranks.differences(calm, killed) == []
+    assert len(campaign.killed) >= 2
+
+
+class Idle(Hook):
+    """Is idle for longer than the time-out of the ranks' collective operations."""
+
+    def on_step(self, run: object, step: int, metrics: Mapping[str, float]) -> None:
+        time.sleep(8.0 if step == 1 else 0.0)
+
+
+@pytest.mark.slow
+def test_ranks_that_were_idle_for_longer_than_their_time_out_take_the_next_step(monkeypatch, capsys):
+    shorter = "from cookbook.engine.ranks.processes import join; join.__kwdefaults__['timeout_s'] = 4.0; from cookbook.server"
+    monkeypatch.setattr(supervisor, "MAIN", supervisor.MAIN.replace("from cookbook.server", shorter))
+    assert train(*SFT, RANKS, f"+hook.idle._target_={__name__}.Idle", "out=idle") == 0
+    assert "again" not in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_command_that_is_stopped_saves_and_leaves_no_rank(number):
+    words = [*SFT, RANKS, "out=stopped", "recipe.steps=1000", "recipe.epochs=1000"]
+    with start(words) as command:
+        metrics = Path("stopped/metrics.jsonl")
+        while not (metrics.exists() and metrics.read_bytes().count(b"\n") > 3):
+            assert command.poll() is None
+            time.sleep(0.1)
+        ranks = kill_ranks.ranks_of(psutil.Process(command.pid))
+        assert len(ranks) == 2
+        sockets = [one for rank in ranks for one in rank.net_connections("inet") if one.status == psutil.CONN_LISTEN]
+        assert sockets and {one.laddr.ip for one in sockets} == {"127.0.0.1"}
+        command.send_signal(number)
+        output, _ = command.communicate()
+    assert command.returncode == 130
+    assert "saved; resume with" in output
+    gone(ranks)

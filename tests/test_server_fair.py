@@ -1,0 +1,361 @@
+"""Clients that share a server: turns on its worker, stopped work, limits of a request, requests that end the process."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+import servertools
+from servertools import wait_until
+
+from cookbook.backends import worker as backend_worker
+from cookbook.backends.worker import HEAD_START_S, SLICE_S, Account, Worker
+from cookbook.errors import BackendError
+from cookbook.server.journal.attempts import Attempts
+
+ROOT = Path(__file__).resolve().parent.parent
+LARGE = {"max_tokens": 90, "stop": [], "seed": 1}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that the jobs move."""
+
+    class Clock:
+        now = 0.0
+
+        def perf_counter(self):
+            return self.now
+
+    monkeypatch.setattr(backend_worker, "time", clock := Clock())
+    return clock
+
+
+@pytest.fixture
+def turns(clock):
+    """``turns(lane, name, steps, seconds)`` queues a job of several steps, and the names of all steps in their order."""
+    order = []
+
+    def queue(lane, name, steps, seconds):
+        def job():
+            for _ in range(steps):
+                order.append(name)
+                clock.now += seconds
+                yield
+
+        return lane.submit_steps(job)
+
+    return queue, order
+
+
+def held(worker):
+    """Nothing is computed until the event is set."""
+    go = threading.Event()
+    worker.submit(go.wait)
+    return go
+
+
+# ---- turns -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_short_job_does_not_wait_for_the_end_of_a_long_one(turns):
+    queue, order = turns
+    worker = Worker(1)
+    go = held(worker)
+    long = queue(worker.lane(Account()), "long", 1000, 0.01)
+    short = queue(worker.lane(Account()), "short", 3, 0.01)
+    go.set()
+    short.result(10), long.result(10)
+    worker.close()
+    assert order.index("short") <= 4 and len(order) - 1 - order[::-1].index("short") < 20
+
+
+def test_owners_get_equal_seconds_whatever_their_queues_and_steps_are(turns):
+    """One owner has two queues and short steps, the other one queue and long steps."""
+    queue, order = turns
+    worker, many = Worker(1), Account()
+    go = held(worker)
+    lanes = [worker.lane(many), worker.lane(many), worker.lane(Account())]
+    jobs = [queue(lanes[0], "a", 400, 0.01), queue(lanes[1], "b", 400, 0.01), queue(lanes[2], "c", 200, 0.04)]
+    go.set()
+    for job in jobs:
+        job.result(10)
+    worker.close()
+    seconds = {"a": 0.01, "b": 0.01, "c": 0.04}
+    used = {name: sum(seconds[one] for one in order[:300] if one == name) for name in "abc"}
+    # A turn is at most SLICE_S and a step; the first turns also spend the head start.
+    slack = 2 * (SLICE_S + 0.04)
+    assert abs(used["a"] + used["b"] - used["c"]) <= slack and abs(used["a"] - used["b"]) <= slack
+
+
+def test_a_queue_with_half_the_charge_gets_twice_the_seconds(turns):
+    queue, order = turns
+    worker = Worker(1)
+    go = held(worker)
+    jobs = [queue(worker.lane(Account(), share), str(share), 400, 0.01) for share in (1.0, 0.5)]
+    go.set()
+    for job in jobs:
+        job.result(10)
+    worker.close()
+    assert order[:300].count("0.5") == pytest.approx(200, abs=10)
+
+
+def test_idle_time_is_not_saved_up(turns, clock):
+    """An owner that comes late gets its head start, not all the seconds that it did not use before."""
+    queue, order = turns
+    worker = Worker(1)
+    first, late = worker.lane(Account()), worker.lane(Account())
+    queue(first, "first", 500, 0.1).result(10)
+    go = held(worker)
+    jobs = [queue(first, "again", 60, 0.1), queue(late, "late", 60, 0.1)]
+    go.set()
+    for job in jobs:
+        job.result(10)
+    worker.close()
+    assert order[500:560].count("late") <= 30 + HEAD_START_S / 0.1 + 2
+
+
+def test_dropped_jobs_end_at_their_next_step_and_say_so(turns):
+    order = turns[1]
+    worker = Worker(1)
+    lane, other = worker.lane(Account()), worker.lane(Account())
+    endless = itertools.repeat(None)
+    running = lane.submit_steps(lambda: (yield from endless))
+    waiting = lane.submit(lambda: order.append("never"))
+    lane.drop()
+    for job in (running, waiting):
+        with pytest.raises(BackendError, match="was dropped"):
+            job.result(10)
+    assert other.submit(lambda: "goes on").result(10) == "goes on" and order == []
+    with pytest.raises(BackendError, match="has ended"):
+        lane.submit(lambda: None)
+    worker.close()
+
+
+def test_jobs_that_have_not_begun_can_be_dropped_alone():
+    worker = Worker(1)
+    lane, begun, go = worker.lane(Account()), threading.Event(), threading.Event()
+    running = lane.submit(lambda: (begun.set(), go.wait(10), "done")[-1])
+    waiting = lane.submit(lambda: None)
+    assert begun.wait(10)
+    lane.clear()
+    go.set()
+    assert running.result(10) == "done" and isinstance(waiting.exception(10), BackendError)
+    assert lane.submit(lambda: "open").result(10) == "open"
+    worker.close()
+
+
+# ---- the server ------------------------------------------------------------------------------------------------------
+
+
+class Client:
+    """A session with a sampler of the base model."""
+
+    def __init__(self, url):
+        self.url = url
+        self.session = self.post("create_session", {}).json()["session_id"]
+        asked = {"session_id": self.session, "sampling_session_seq_id": 0, "base_model": "tiny"}
+        self.sampler = self.post("create_sampling_session", asked).json()["sampling_session_id"]
+        self.count = itertools.count()
+
+    def post(self, path, body):
+        return httpx.post(f"{self.url}/api/v1/{path}", json=body, timeout=60)
+
+    def sample(self, num_samples=1, **params):
+        prompt = {"chunks": [{"tokens": [5, 6, 7]}]}
+        body = {"sampling_session_id": self.sampler, "seq_id": next(self.count), "num_samples": num_samples}
+        return self.post("asample", {**body, "prompt": prompt, "sampling_params": {"max_tokens": 4, "seed": 7, **params}})
+
+    def result(self, answer):
+        return self.post("retrieve_future", answer.json())
+
+
+@pytest.fixture
+def server(tiny_folder, tmp_path):
+    with servertools.running(tiny_folder, tmp_path, names=["tiny"], max_session_tokens=500_000) as running:
+        yield running
+
+
+def is_idle(server):
+    return not server.service.host.worker._schedule._ready
+
+
+def test_another_client_is_answered_while_a_large_request_is_computed(server, endless):
+    large, small = Client(server.url), Client(server.url)
+    alone = small.result(small.sample()).content
+    asked = large.sample(500, **LARGE)
+    wait_until(lambda: not is_idle(server))
+    assert small.result(small.sample()).content == alone
+    unsettled = [one.request_id for one in server.service.requests.unsettled()]
+    assert unsettled == [asked.json()["request_id"]]
+    endless.set()
+    assert large.result(asked).headers["content-type"] == "application/x-protobuf"
+
+
+@pytest.mark.slow
+def test_samples_that_pause_are_those_of_an_undisturbed_server(server):
+    large, small = Client(server.url), Client(server.url)
+    undisturbed = large.result(large.sample(64, **LARGE)).content
+    asked = large.sample(64, **LARGE)
+    for _ in range(5):
+        small.result(small.sample())
+    assert large.result(asked).content == undisturbed
+
+
+@pytest.mark.parametrize("end", ["cancel", "close", "silence"])
+def test_work_that_nobody_waits_for_stops(server, endless, end):
+    client = Client(server.url)
+    asked = client.sample(500, **LARGE)
+    wait_until(lambda: not is_idle(server))
+    if end == "cancel":
+        assert client.post("cancel_future", asked.json()).status_code == 204
+        assert "cancelled by the client" in client.result(asked).json()["error"]
+        assert server.service.sessions[client.session].pending_tokens == 0
+    elif end == "close":
+        assert client.post(f"sessions/{client.session}/finish", {}).status_code == 204
+    else:
+        server.service.config.session_timeout_s = 0.1
+    wait_until(lambda: is_idle(server))
+
+
+def test_a_request_of_a_batch_is_cancelled_and_the_others_go_on(server, monkeypatch):
+    """The cancelled one waits for its batch, or has begun."""
+    client = Client(server.url)
+    for number, begins in ((0, False), (2, True)):
+        client.post("cookbook/batch", {"sampling_session_id": client.sampler, "count": 2})
+        go = held(server.service.host.worker)
+        first = client.sample(8, **LARGE)
+        if not begins:
+            client.post("cancel_future", first.json())
+        other = client.sample(2)
+        if begins:
+            client.post("cancel_future", first.json())
+        go.set()
+        assert "cancelled" in client.result(first).json()["error"]
+        assert client.result(other).headers["content-type"] == "application/x-protobuf", number
+        wait_until(lambda: is_idle(server))
+        assert server.service.sessions[client.session].pending_tokens == 0
+
+
+def test_limits_are_refused_by_their_names(server, endless):
+    client, config = Client(server.url), server.service.config
+    config.max_request_tokens = 89 * 500
+    assert "server.max_request_tokens=44,500" in client.sample(500, **LARGE).text
+    config.max_request_tokens, config.max_request_gb = 10**9, 0.001
+    refused = client.sample(500, **LARGE)
+    assert refused.status_code == 400 and "server.max_request_gb=0.001" in refused.text
+    config.max_request_gb = 8.0
+    asked = client.sample(4096, **LARGE)
+    again = client.sample(4096, **LARGE)
+    assert again.status_code == 429 and "server.max_session_tokens=500,000" in again.text
+    client.post("cancel_future", asked.json())
+    assert client.sample(4096, **LARGE).status_code == 200
+
+
+# ---- requests that end the process -----------------------------------------------------------------------------------
+
+
+def test_the_requests_that_were_computed_at_the_end_of_a_process_are_counted(tmp_path):
+    for count in range(3):
+        attempts = Attempts(tmp_path)
+        assert (attempts.count("s:sample:0/1"), attempts.count("s:sample:0/2")) == (count, count)
+        attempts.computing("s:sample:0/1\ns:sample:0/2\ns:sample:0/3")
+        attempts.computing("s:sample:0/1\ns:sample:0/2")
+    attempts = Attempts(tmp_path)
+    attempts.forget("s:sample:0/1")
+    attempts.computing("s:sample:0/2")
+    attempts.end()
+    attempts.computing("s:sample:0/2")
+    later = Attempts(tmp_path)
+    assert (later.count("s:sample:0/1"), later.count("s:sample:0/2"), later.count("s:sample:0/3")) == (0, 3, 0)
+
+
+FATAL = """
+import os, sys, time
+from pathlib import Path
+from cookbook.backends.local import LocalConfig
+from cookbook.engine.decoding.decoder import Decoder
+from cookbook.engine.engine import Engine
+from cookbook.engine.model import ModelConfig
+from cookbook.server.config import ServerConfig
+from cookbook.server.serve import serve
+model, out, port = sys.argv[1:]
+
+def end():
+    time.sleep(2)  # the client gets its answer first
+    os._exit(9)
+
+admit = Decoder._admit
+Decoder._admit = lambda self: end() if len(self.waiting) == 13 else admit(self)
+step = Engine.optim_step
+Engine.optim_step = lambda self, adam, *rest: end() if adam.learning_rate == 13 else step(self, adam, *rest)
+serve(ModelConfig(model), LocalConfig(), ServerConfig(port=int(port), names=["tiny"]), seed=0, out=Path(out))
+"""
+
+
+@pytest.mark.slow
+def test_a_request_that_ends_the_process_fails_after_two_attempts(tiny_folder, tmp_path):
+    port = servertools.free_port()
+    command = [sys.executable, "-c", FATAL, str(tiny_folder), str(tmp_path / "out"), str(port)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+    def start():
+        server = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        assert "serving" in server.stdout.readline()
+        return server
+
+    server = start()
+    client = Client(f"http://127.0.0.1:{port}")
+    lora = {"rank": 2, "seed": 1}
+    asked = {"session_id": client.session, "model_seq_id": 0, "base_model": "tiny", "lora_config": lora}
+    run = client.result(client.post("create_model", asked)).json()["model_id"]
+    fatal = [
+        lambda: client.sample(13),
+        lambda: client.post("optim_step", {"model_id": run, "seq_id": 1, "adam_params": {"learning_rate": 13}}),
+    ]
+    for send in fatal:
+        answer = send()
+        assert server.wait(60) == 9
+        server = start()
+        assert server.wait(60) == 9
+        server = start()
+        assert "2 processes of the server ended while they computed this request" in client.result(answer).json()["error"]
+    assert client.result(client.sample()).status_code == 200
+    step = client.post("optim_step", {"model_id": run, "seq_id": 2, "adam_params": {"learning_rate": 0.1}})
+    assert "error" not in client.result(step).json()
+    server.kill()
+    server.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_busy_server_ends_when_told(tiny_folder, tmp_path, signals):
+    """The worker is in the middle of a call without pauses; a second signal ends the process at once."""
+    code = FATAL.replace("end() if len(self.waiting) == 13", "__import__('time').sleep(600) if len(self.waiting) == 13")
+    code = code.replace("names=", f"drain_s={0.5 if signals == 1 else 500}, names=")
+    port = servertools.free_port()
+    server = subprocess.Popen(
+        [sys.executable, "-c", code, str(tiny_folder), str(tmp_path / "out"), str(port)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert "serving" in server.stdout.readline()
+    client = Client(f"http://127.0.0.1:{port}")
+    assert client.sample(13).status_code == 200
+    server.send_signal(signal.SIGTERM)
+    assert "finishing accepted requests" in server.stderr.readline() + server.stderr.readline()
+    if signals == 2:
+        server.send_signal(signal.SIGTERM)
+    assert server.wait(60) == (0 if signals == 1 else 128 + signal.SIGTERM)
+    # The signal ended the process, not the request.
+    counts = Attempts(tmp_path / "out")
+    assert counts.count(f"{client.sampler}/0") == 0

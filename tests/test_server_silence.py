@@ -1,0 +1,200 @@
+"""Clients that were silent: their sessions leave memory, and they find them again, bit for bit."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import pytest
+import servertools
+from servertools import wait_until
+from test_server_durability import Client, equal, passing, stepping, weights
+
+from cookbook.server import app
+from cookbook.server.handlers import recovery, silence
+from cookbook.server.state import countdown, endpoint
+from cookbook.server.state.countdown import Countdown
+
+
+class Returning(Client):
+    """Repeats what is refused for now, as the client package does, and sends no heartbeat."""
+
+    def send(self, path, body):
+        while (response := super().send(path, body)).status_code == 429:
+            time.sleep(0.02)
+        return response
+
+
+@pytest.fixture
+def start(tiny_folder, tmp_path):
+    def start(name="out", **options):
+        return servertools.running(tiny_folder, tmp_path / name, names=["tiny"], **options)
+
+    return start
+
+
+def be_silent(server, session):
+    """Returns when the session has left memory."""
+    service = server.service
+    service.sessions[session].last_seen -= service.config.session_timeout_s
+    server.call(lambda: silence.unload_silent_sessions(service))
+    wait_until(lambda: session not in service.moving)
+    samplers = [one for one in service.samplers.values() if one.session_id != endpoint.OWNER]
+    assert not service.sessions and not service.runs and not samplers and not service.snapshots
+    assert len(service.requests) == 0 and service.requests.pending_bytes == 0 and service.requests.kept_bytes == 0
+
+
+def played(server, silences):
+    """Results of a run and a sampler, with a silence after each request whose number is in ``silences``."""
+    client, seen = Returning(server), []
+    run = client.run()
+    body = {"model_id": run, "seq_id": 3, "sampling_session_seq_id": 1}
+    for number, (path, asked) in enumerate(
+        [
+            ("forward_backward", passing(run, 1, 1)),
+            ("optim_step", stepping(run, 2)),
+            ("save_weights_for_sampler", body),
+            ("forward_backward", passing(run, 4, 4)),
+            ("forward_backward", passing(run, 5, 5)),
+            ("optim_step", stepping(run, 6)),
+        ],
+        1,
+    ):
+        promise = client.post(path, asked)
+        # Every second silence begins before the result is fetched, and while it may still be computed.
+        if number in silences and number % 2:
+            be_silent(server, client.session)
+        seen.append(client.fetch(promise["request_id"]).content)
+        if number in silences and not number % 2:
+            be_silent(server, client.session)
+        if number >= 3:
+            seen.append(client.sample(json.loads(seen[2])["sampling_session_id"], number))
+    return [one.replace(client.session.encode(), b"session") for one in seen], weights(server, run)
+
+
+@pytest.mark.slow
+def test_a_silent_run_is_unloaded_and_continues_bit_for_bit(start):
+    with start("calm") as server:
+        expected, state = played(server, ())
+    with start("silent") as server:
+        seen, after = played(server, (1, 2, 4, 5, 6))
+    assert seen == expected and equal(state, after)
+
+
+@pytest.mark.slow
+def test_samples_under_way_are_computed_when_the_client_returns(start):
+    with start() as server:
+        client = Returning(server)
+        asked = {"session_id": client.session, "sampling_session_seq_id": 0, "base_model": "tiny"}
+        sampler = client.post("create_sampling_session", asked)["sampling_session_id"]
+        params = {"max_tokens": 80, "stop": [], "seed": 1}
+        body = {"sampling_session_id": sampler, "num_samples": 200, "sampling_params": params}
+        body["prompt"] = {"chunks": [{"tokens": [5, 6, 7]}]}
+        promise = client.post("asample", {**body, "seq_id": 1})
+        be_silent(server, client.session)
+        result = client.fetch(promise["request_id"]).content
+        assert result == client.result("asample", {**body, "seq_id": 2})
+
+
+def test_a_silent_session_is_kept_for_its_time_and_then_named(start):
+    with start(session_timeout_s=40) as server:
+        client = Returning(server)
+        run, service = client.run(), server.service
+        be_silent(server, client.session)
+        folder = service.durability.session_folder(client.session)
+        service.silent[client.session] -= 3600 * (service.config.keep_silent_h - 1)
+        server.call(lambda: silence.unload_silent_sessions(service))
+        assert folder.exists()
+        service.silent[client.session] -= 3601
+        server.call(lambda: silence.unload_silent_sessions(service))
+        assert not folder.exists()
+        for path, body in (("optim_step", stepping(run, 1)), ("session_heartbeat", {"session_id": client.session})):
+            refused = client.send(path, body)
+            assert refused.status_code == 404 and "silent for server.keep_silent_h=168 hours" in refused.text
+
+
+def test_a_silent_session_can_be_ended(start):
+    with start() as server:
+        client = Returning(server)
+        client.run()
+        be_silent(server, client.session)
+        assert client.send(f"sessions/{client.session}/finish", {}).status_code == 204
+        assert not server.service.silent and not server.service.durability.session_folder(client.session).exists()
+
+
+def test_an_error_of_a_session_that_moves_is_logged_and_its_client_does_not_retry_forever(start, monkeypatch, caplog):
+    def rotate():
+        raise OSError("the disk cannot sync")
+
+    def fail(*_):
+        raise RuntimeError("a bug")
+
+    with start() as server:
+        client, service = Returning(server), server.service
+        run = client.run()
+        monkeypatch.setattr(service.sessions[client.session].log, "rotate", rotate)
+        be_silent(server, client.session)
+        assert "a task of the server has failed" in caplog.text and "the disk cannot sync" in caplog.text
+        client.post("session_heartbeat", {"session_id": client.session})
+        be_silent(server, client.session)
+        monkeypatch.setattr(recovery, "_replay", fail)
+        wait_until(lambda: Client.send(client, "optim_step", stepping(run, 1)).status_code == 404)
+        assert "a bug" in service.ended[client.session]
+        assert not service.sessions and not service.runs and not service.snapshots
+
+
+@pytest.mark.slow
+def test_without_a_log_silent_runs_are_saved_and_the_client_is_told_where(start):
+    with start(durability="off") as server:
+        client = Returning(server)
+        run, service = client.run(), server.service
+        client.result("forward_backward", passing(run, 1))
+        client.result("optim_step", stepping(run, 2))
+        state = weights(server, run)
+        service.sessions[client.session].last_seen -= service.config.session_timeout_s
+        server.call(lambda: silence.unload_silent_sessions(service))
+        wait_until(lambda: not service.sessions)
+        refused = client.send("optim_step", stepping(run, 3)).json()["detail"]
+        assert "server.session_timeout_s=600 seconds" in refused and f"tinker://{run}/weights/silent" in refused
+        other = Returning(server)
+        asked = {"session_id": other.session, "model_seq_id": 0, "path": f"tinker://{run}/weights/silent", "optimizer": True}
+        again = json.loads(other.result("load_weights", asked))["model_id"]
+        assert equal(state, weights(server, again))
+
+
+# ---- a server that was stopped itself --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_clients_get_their_full_time_again_after_a_stop_of_the_server(start, monkeypatch):
+    """The stop is a blocked event loop: the server reads nothing and its clock goes on, as after SIGSTOP."""
+    monkeypatch.setattr(app, "CLEANUP_S", 0.02)
+    monkeypatch.setattr(app, "STOPPED_S", 0.5)
+    with start() as server:
+        client, service = Returning(server), server.service
+        service.sessions[client.session].last_seen -= service.config.session_timeout_s - 0.8
+        server.call(lambda: time.sleep(1.5))
+        server.call(lambda: asyncio.sleep(0.2))
+        assert client.session in service.sessions
+        assert service.sessions[client.session].last_seen > time.monotonic() - 60
+
+
+def test_a_countdown_starts_again_after_a_stop_of_the_server(monkeypatch):
+    monkeypatch.setattr(countdown, "TICK_S", 0.1)
+    monkeypatch.setattr(countdown, "STOPPED_S", 0.3)
+    fired = []
+
+    async def play():
+        Countdown(0.3, lambda: fired.append("late"))
+        Countdown(0.3, lambda: fired.append("never")).cancel()
+        time.sleep(1.0)
+        await asyncio.sleep(0)
+        assert fired == []
+        await asyncio.sleep(0.05)
+        assert fired == []
+        while not fired:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(play(), 60))
+    assert fired == ["late"]
