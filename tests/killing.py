@@ -71,9 +71,9 @@ def squares(data, logprobs):
 
 
 class Turns:
-    """The order in which the clients of one session create their samplers.
+    """The order in which the clients of one session create their runs.
 
-    A server numbers the samplers of a session, and the seeds of requests without a seed follow from the numbers.
+    A client numbers the runs of a session, and the seeds of requests without a seed follow from the numbers.
     """
 
     def __init__(self, clients: int) -> None:
@@ -87,7 +87,7 @@ class Turns:
         with self._changed:
             while (self._turn - client) % self._clients:
                 if not self._changed.wait(TURN_S):
-                    raise TimeoutError(f"the client before client {client} has not created its sampler in {TURN_S} s")
+                    raise TimeoutError(f"the client before client {client} has not created its run in {TURN_S} s")
             yield
             self._turn += 1
             self._changed.notify_all()
@@ -105,7 +105,8 @@ def asked(sampler, step):
 def trained(service, client, rank, steps, progress, turns):
     """What a client sees of a run: losses, logprobs, gradient norms, sampled tokens; and where its last state is saved."""
     seen, waiting = [], []
-    training = service.create_lora_training_client("tiny", rank=rank, seed=client).result()
+    with turns.turn(client):
+        training = service.create_lora_training_client("tiny", rank=rank, seed=client).result()
 
     def receive():
         seen.extend([one.tokens for one in future.result().sequences] for future in waiting)
@@ -125,8 +126,7 @@ def trained(service, client, rank, steps, progress, turns):
         seen.append((output.metrics["loss:sum"], logprobs, stepped.result().metrics))
         if step % 5 == 4:
             receive()
-            with turns.turn(client):
-                sampler = training.save_weights_and_get_sampling_client().result()
+            sampler = training.save_weights_and_get_sampling_client().result()
             waiting += asked(sampler, step)
         if step % 7 == 6:
             training.save_state(f"after-{step}").result()

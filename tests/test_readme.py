@@ -6,7 +6,7 @@ import re
 import shlex
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import typer
@@ -152,16 +152,23 @@ COMPOSED: dict[str, dict[str, object] | str] = {
 }  # fmt: skip
 
 
-def commands() -> dict[str, str]:
-    """Each command of the pages as its words, and the line below it."""
+class Printed(NamedTuple):
+    """A command of the pages, without its first word, and the line below it."""
+
+    words: list[str]
+    below: str
+
+
+def commands() -> dict[str, Printed]:
     found = {}
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         # A command that another machine runs has the machine's name before its prompt.
-        for line, below in re.findall(r"^(?:\w+)?\$ (?:ssh .*login )?cookbook (.*)\n(?=(.*))", text, re.MULTILINE):
-            found[" ".join(shlex.split(line, comments=True))] = below
-        for line in re.findall(r"`cookbook ((?:train|eval|plan|serve|check \w+|deployments \w+|jobs \w+) [^`]+)`", text):
-            found[" ".join(shlex.split(line))] = ""
+        lines = re.findall(r"^(?:\w+)?\$ (?:ssh .*login )?cookbook (.*)\n(?=(.*))", text, re.MULTILINE)
+        inline = re.findall(r"`cookbook ((?:train|eval|plan|serve|check \w+|deployments \w+|jobs \w+) [^`]+)`", text)
+        for line, below in [*lines, *((line, "") for line in inline)]:
+            words = shlex.split(line, comments=True)
+            found[" ".join(words)] = Printed(words, below)
     return found
 
 
@@ -170,7 +177,7 @@ FOUND = commands()
 
 def parsed(command: str) -> dict[str, Any]:
     """The arguments as the command line takes them; it raises for one that is missing."""
-    words, place = command.split(), typer.main.get_command(app)
+    words, place = FOUND[command].words, typer.main.get_command(app)
     context = place.make_context("cookbook", words[:1], resilient_parsing=True)
     while hasattr(place, "resolve_command"):
         _, place, words = place.resolve_command(context, words)
@@ -228,9 +235,10 @@ def test_every_command_that_composes_is_in_the_table() -> None:
 def test_a_command_means_what_the_table_says(command: str, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = COMPOSED[command]
     if isinstance(expected, str):
-        assert run(command.split()) == 2
-        assert capsys.readouterr().err == FOUND[command] + "\n"
-        assert FOUND[command].startswith(expected)
+        printed = FOUND[command]
+        assert run(printed.words) == 2
+        assert capsys.readouterr().err == printed.below + "\n"
+        assert printed.below.startswith(expected)
         return
     if "my_grpo" in command:
         assert run(["fork", "grpo", "my_grpo"]) == 0
