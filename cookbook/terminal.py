@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import math
 import shutil
 import sys
 import threading
@@ -127,7 +128,7 @@ class _Display:
         self._stream = stream
         self._lock = threading.RLock()
         self._drawn = False
-        self._last_draw = 0.0
+        self._last_draw = -math.inf
         self._said: set[str] = set()
         self._end = threading.Event()
         self._thread: threading.Thread | None = None

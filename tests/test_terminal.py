@@ -1,6 +1,7 @@
 """What the terminal shows while a command works, and what a file or a pipe gets of it."""
 
 import io
+import math
 import sys
 from pathlib import Path
 
@@ -67,7 +68,7 @@ def test_a_terminal_has_one_line_that_prints_and_the_end_clear(monkeypatch):
         with terminal.doing("loading a model of a long name", detail=lambda: "2 GB"):
             print("a line")
         with terminal.doing("saving"):
-            terminal._display._last_draw = 0.0
+            terminal._display._last_draw = -math.inf
             terminal._display.tick()
         assert screen.getvalue().endswith("\rsaving\x1b[K")
     assert screen.getvalue() == "\rloading a model of \x1b[K\r\x1b[Ka line\n\rsaving\x1b[K\r\x1b[K"
