@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import math
+import os
 import shutil
 import sys
 import threading
