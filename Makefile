@@ -44,7 +44,7 @@ test: $(VENV)/tools ## The fast tests: some five minutes on two free cores
 	$(BIN)/python -m pytest -n 2 --dist worksteal --max-worker-restart 0
 
 test-slow: $(VENV)/tools ## Learning runs over seeds, the installed wheel, the shipped model rebuilt: some 40 minutes
-	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal --max-worker-restart 0 -o faulthandler_timeout=1200
+	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal --max-worker-restart 0 -o faulthandler_timeout=1200 $(ARGS)
 
 kills: $(VENV)/tools ## Kill runs of all recipes 120 times and compare the results: some five minutes
 	$(BIN)/python tests/kills.py --kills 120
