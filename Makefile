@@ -125,7 +125,7 @@ bench: $(VENV)/installed ## What a step, packing, the sampler, the output head a
 	$(BIN)/python benchmarks/head.py --small
 	$(BIN)/python benchmarks/plan.py
 
-bench-ranks: $(VENV)/installed ## A step on two replicas and on two sharded ranks beside one process: some five minutes, two free cores
+bench-ranks: $(VENV)/installed ## A step on two replicas and on two sharded ranks beside one process: some three minutes, two free cores
 	$(BIN)/python benchmarks/ranks.py
 
 # Beside TRL's step where its environment is there: `make .venv-trl/installed` first.

@@ -1,14 +1,15 @@
 """What a step costs on two ranks: ``python benchmarks/ranks.py [--rounds N] [--small]``, or ``make bench-ranks``.
 
 One process, two replicas and two sharded ranks (FSDP2) train one model on the same rows, with one thread for each process. The
-groups run in turn, round after round; a step is timed between two barriers, after a first step that is not counted. The table
-has medians over the rounds, with the lowest and the highest, and how many times as fast as one process a step is. The figures
-are of use only if nothing else runs on the two cores.
+groups start once, then train in turn, round after round, while the others wait without computing. A step is timed between two
+barriers, after a first step that is not counted. The table has medians over the rounds, with the lowest and the highest, and
+how many times as fast as one process a step is. The figures are of use only if nothing else runs on the two cores.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import socket
@@ -35,7 +36,8 @@ from cookbook.utils.paths import packaged
 
 # Name of a group: the number of its ranks, and how they hold the weights.
 GROUPS = {"one process": (1, "none"), "2 replicas": (2, "none"), "2 sharded ranks (FSDP2)": (2, "all")}
-STEPS = 3
+# Of a round.
+STEPS = 2
 # Hidden size, layers, rows of a step.
 MEDIUM, SMALL = (512, 6, 8), (64, 2, 8)
 
@@ -62,7 +64,7 @@ def make_model(folder: Path, hidden: int, layers: int) -> None:
 
 
 def rank_main(folder: Path, shard: str, num_rows: int) -> None:
-    """Train, and write the seconds of each counted step of this rank."""
+    """Train a round for every line of the standard input, and print the seconds of each step of this rank."""
     torch.set_num_threads(1)
     ranks = join(shard)
     engine = Engine(load_on(ranks, ModelConfig(str(folder)), torch.device("cpu"), 0), EngineOptions(micro_batch_tokens=4096))
@@ -71,41 +73,74 @@ def rank_main(folder: Path, shard: str, num_rows: int) -> None:
     rows = [datum_from_tokens_weights(draw.integers(0, 256, length), np.ones(length)) for length in lengths]
     loss = get_loss("cross_entropy")
     data = loss.prepare(rows)
-    steps = []
-    for _ in range(1 + STEPS):
+
+    def step() -> tuple[float, float]:
         ranks.gathered(None)
         wall, cpu = time.perf_counter(), time.process_time()
         engine.forward_backward(data, loss)
         engine.optim_step(AdamParams(learning_rate=1e-4), None)
         cpu = time.process_time() - cpu
         ranks.gathered(None)
-        steps.append((time.perf_counter() - wall, cpu))
-    result = {"steps": steps[1:], "tokens": int(lengths.sum()) - num_rows}
-    (folder / f"rank-{ranks.rank}.json").write_text(json.dumps(result))
+        return time.perf_counter() - wall, cpu
+
+    step()
+    report({"tokens": int(lengths.sum()) - num_rows})
+    for _ in sys.stdin:
+        report([step() for _ in range(STEPS)])
     exit_now(0)
+
+
+def report(result: object) -> None:
+    """Print a result as one line, for the process of the command."""
+    print(json.dumps(result), flush=True)
 
 
 # ---- in the process of the command -----------------------------------------------------------------------------------
 
 
-def measured(folder: Path, size: int, shard: str, num_rows: int) -> dict[str, float]:
-    """Run one group. Return the median wall time of a step, and its CPU seconds summed over the ranks."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, "--rank", str(folder), shard, str(num_rows)]
-    processes = [
-        subprocess.Popen(command, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(size)
-    ]
-    codes = [process.wait() for process in processes]
-    if any(codes):
-        sys.exit("a rank failed; its error is above")
-    found = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(size)]
-    wall = statistics.median(step[0] for step in found[0]["steps"])
-    cpu = sum(statistics.median(step[1] for step in rank["steps"]) for rank in found)
-    return {"wall_s": wall, "cpu_s": cpu, "tokens": found[0]["tokens"]}
+class Group:
+    """The processes of one group. A context manager, which ends them."""
+
+    def __init__(self, folder: Path, size: int, shard: str, num_rows: int) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, __file__, "--rank", str(folder), shard, str(num_rows)]
+        self._processes = [
+            subprocess.Popen(
+                command,
+                env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(size)
+        ]
+
+    def __enter__(self) -> Group:
+        self.tokens: int = self._reports()[0]["tokens"]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+    def measured(self) -> dict[str, float]:
+        """Train one round. Return the median wall time of a step, and its CPU seconds summed over the ranks."""
+        for process in self._processes:
+            assert process.stdin is not None
+            print(file=process.stdin, flush=True)
+        found = self._reports()
+        wall = statistics.median(wall for wall, _ in found[0])
+        return {"wall_s": wall, "cpu_s": sum(statistics.median(cpu for _, cpu in steps) for steps in found)}
+
+    def _reports(self) -> list[Any]:
+        lines = [process.stdout.readline() for process in self._processes if process.stdout is not None]
+        if not all(lines):
+            sys.exit("a rank failed; its error is above")
+        return [json.loads(line) for line in lines]
 
 
 def processor() -> str:
@@ -127,14 +162,17 @@ def main() -> None:
     args = parser.parse_args()
     hidden, layers, num_rows = SMALL if args.small else MEDIUM
     found: dict[str, list[dict[str, float]]] = {name: [] for name in GROUPS}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         make_model(Path(folder), hidden, layers)
+        groups = {
+            name: stack.enter_context(Group(Path(folder), size, shard, num_rows)) for name, (size, shard) in GROUPS.items()
+        }
+        tokens = groups["one process"].tokens
         for _ in range(args.rounds):
-            for name, (size, shard) in GROUPS.items():
-                found[name].append(measured(Path(folder), size, shard, num_rows))
+            for name, group in groups.items():
+                found[name].append(group.measured())
     rows: list[dict[str, Any]] = []
     one = statistics.median(row["wall_s"] for row in found["one process"])
-    tokens = found["one process"][0]["tokens"]
     print(f"\na step of {num_rows} rows, {tokens:,.0f} tokens, H={hidden}, {layers} layers; {processor()}")
     print(f"  {'group':<26}{'wall s':>8}{'lowest':>8}{'highest':>9}{'CPU s':>8}{'times as fast':>15}")
     for name, results in found.items():

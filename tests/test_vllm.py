@@ -398,14 +398,16 @@ def test_a_resume_between_two_syncs_has_exactly_the_older_weights(trainer, laggi
     assert [one.tokens for one in again.sample(PROMPT, 2, LONG).result().sequences] == [one.tokens for one in drawn]
 
 
-@pytest.mark.parametrize("ranks", [[], ["backend.ranks=2", "backend.shard=all"]], ids=["one", "sharded"])
-def test_grpo_with_samples_that_lag_behind(tmp_path, ranks):
+@pytest.mark.parametrize(
+    "where", [[], ["backend.ranks=2", "backend.shard=all"], ["job=local"]], ids=["one process", "shards", "a job"]
+)
+def test_grpo_with_samples_that_lag_behind(tmp_path, where):
     """Stopped between two syncs, it goes on sampling from the older weights."""
-    if ranks:
+    if where:
         pytest.importorskip("tinker", reason="needs the package tinker")
     words = ["recipe=grpo", "deployment=vllm", f"deployment.python={PYTHON}", "deployment.max_length=512", "recipe.steps=5"]
     words += ["weight_sync.every=3", "recipe.prompts_per_step=8", "eval.every=2", "eval.limit=8", "optim.lr=1e-3"]
-    words += ["deployment.name=tests", "deployment.on_exit=keep", f"out={tmp_path / 'run'}", *ranks]
+    words += ["deployment.name=tests", "deployment.on_exit=keep", f"out={tmp_path / 'run'}", *where]
     (tmp_path / "stopping.py").write_text(STOP)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "cookbook", "train", *words]
