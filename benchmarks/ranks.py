@@ -1,9 +1,11 @@
-"""What a step costs on two ranks: ``python benchmarks/ranks.py [--rounds N] [--small]``, or ``make bench-ranks``.
+"""What a step costs on two ranks: ``python benchmarks/ranks.py [--rounds N] [--small] [--gpus]``, or ``make bench-ranks``.
 
 One process, two replicas and two sharded ranks (FSDP2) train one model on the same rows, with one thread for each process. The
 groups start once, then train in turn, round after round, while the others wait without computing. A step is timed between two
 barriers, after a first step that is not counted. The table has medians over the rounds, with the lowest and the highest, and
 how many times as fast as one process a step is. The figures are of use only if nothing else runs on the two cores.
+
+``--gpus``: on every GPU of this machine instead, a larger model in bfloat16. This was not run on GPUs yet.
 """
 
 from __future__ import annotations
@@ -30,16 +32,15 @@ from cookbook.engine.model import ModelConfig
 from cookbook.engine.ranks.loading import load_on
 from cookbook.engine.ranks.processes import join
 from cookbook.losses import get_loss
-from cookbook.server.rank import exit_now
+from cookbook.server.rank import choose_gpu, exit_now
 from cookbook.types import AdamParams, datum_from_tokens_weights
 from cookbook.utils.paths import packaged
 
-# Name of a group: the number of its ranks, and how they hold the weights.
-GROUPS = {"one process": (1, "none"), "2 replicas": (2, "none"), "2 sharded ranks (FSDP2)": (2, "all")}
+ONE = "one process"
 # Of a round.
 STEPS = 2
 # Hidden size, layers, rows of a step.
-MEDIUM, SMALL = (512, 6, 8), (64, 2, 8)
+MEDIUM, SMALL, LARGE = (512, 6, 8), (64, 2, 8), (2048, 16, 128)
 
 
 def make_model(folder: Path, hidden: int, layers: int) -> None:
@@ -63,11 +64,15 @@ def make_model(folder: Path, hidden: int, layers: int) -> None:
 # ---- in a rank -------------------------------------------------------------------------------------------------------
 
 
-def rank_main(folder: Path, shard: str, num_rows: int) -> None:
+def rank_main(folder: Path, shard: str, num_rows: int, device: torch.device) -> None:
     """Train a round for every line of the standard input, and print the seconds of each step of this rank."""
     torch.set_num_threads(1)
-    ranks = join(shard)
-    engine = Engine(load_on(ranks, ModelConfig(str(folder)), torch.device("cpu"), 0), EngineOptions(micro_batch_tokens=4096))
+    is_cuda = device.type == "cuda"
+    if is_cuda:
+        choose_gpu()
+    ranks = join(shard, device)
+    model = ModelConfig(str(folder), dtype="bfloat16" if is_cuda else "float32")
+    engine = Engine(load_on(ranks, model, ranks.device or device, 0), EngineOptions(micro_batch_tokens=4096))
     draw = np.random.default_rng(0)
     lengths = draw.integers(250, 1000, num_rows)
     rows = [datum_from_tokens_weights(draw.integers(0, 256, length), np.ones(length)) for length in lengths]
@@ -79,6 +84,8 @@ def rank_main(folder: Path, shard: str, num_rows: int) -> None:
         wall, cpu = time.perf_counter(), time.process_time()
         engine.forward_backward(data, loss)
         engine.optim_step(AdamParams(learning_rate=1e-4), None)
+        if is_cuda:
+            torch.cuda.synchronize()
         cpu = time.process_time() - cpu
         ranks.gathered(None)
         return time.perf_counter() - wall, cpu
@@ -101,12 +108,12 @@ def report(result: object) -> None:
 class Group:
     """The processes of one group. A context manager, which ends them."""
 
-    def __init__(self, folder: Path, size: int, shard: str, num_rows: int) -> None:
+    def __init__(self, folder: Path, size: int, shard: str, num_rows: int, device: str) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, __file__, "--rank", str(folder), shard, str(num_rows)]
+        command = [sys.executable, __file__, "--rank", str(folder), shard, str(num_rows), device]
         self._processes = [
             subprocess.Popen(
                 command,
@@ -158,21 +165,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--small", action="store_true", help="a small model, to try the benchmark; its figures mean nothing")
+    parser.add_argument("--gpus", action="store_true", help="every GPU of this machine instead of two CPU cores")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
-    hidden, layers, num_rows = SMALL if args.small else MEDIUM
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in GROUPS}
+    size, device = (torch.cuda.device_count(), "cuda") if args.gpus else (2, "cpu")
+    if size < 2:
+        print(f"several ranks: not measured, because this machine has {size} GPUs")
+        return
+    hidden, layers, num_rows = SMALL if args.small else LARGE if args.gpus else MEDIUM
+    shapes = {ONE: (1, "none"), f"{size} replicas": (size, "none"), f"{size} sharded ranks (FSDP2)": (size, "all")}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in shapes}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         make_model(Path(folder), hidden, layers)
         groups = {
-            name: stack.enter_context(Group(Path(folder), size, shard, num_rows)) for name, (size, shard) in GROUPS.items()
+            name: stack.enter_context(Group(Path(folder), count, shard, num_rows, device))
+            for name, (count, shard) in shapes.items()
         }
-        tokens = groups["one process"].tokens
+        tokens = groups[ONE].tokens
         for _ in range(args.rounds):
             for name, group in groups.items():
                 found[name].append(group.measured())
     rows: list[dict[str, Any]] = []
-    one = statistics.median(row["wall_s"] for row in found["one process"])
+    one = statistics.median(row["wall_s"] for row in found[ONE])
     print(f"\na step of {num_rows} rows, {tokens:,.0f} tokens, H={hidden}, {layers} layers; {processor()}")
     print(f"  {'group':<26}{'wall s':>8}{'lowest':>8}{'highest':>9}{'CPU s':>8}{'times as fast':>15}")
     for name, results in found.items():
@@ -186,6 +200,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
-        rank_main(Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+        rank_main(Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), torch.device(sys.argv[5]))
     else:
         main()
