@@ -196,7 +196,7 @@ def compared(model: str, case: dict[str, Any], ranks: ProcessRanks) -> dict[str,
     """Run a case on all ranks, and on the first rank alone."""
     engine = engine_of(model, case, ranks)
     early = during_passes(engine.gradients)
-    with mock.patch("torch.distributed.reduce_scatter_tensor", counted_scatter(early)):
+    with mock.patch("torch.distributed.reduce_scatter_single", counted_scatter(early)):
         steps, final = train(engine, case), weights(engine)
     tokens, overlap = ranks.gathered(engine.passes.num_tokens), ranks.gathered(sum(early) / max(len(early), 1))
     copies = ranks.gathered(final.numpy().tobytes())
@@ -238,7 +238,7 @@ def during_passes(gradients: optimizer.GradientBuffer) -> list[bool]:
 
 def counted_scatter(found: list[bool]) -> Callable[..., Any]:
     """Return the operation with which FSDP2 adds gradients up. It reports whether autograd still computes gradients."""
-    scatter = torch.distributed.reduce_scatter_tensor
+    scatter = torch.distributed.reduce_scatter_single
 
     def counted(*args: Any, **options: Any) -> Any:
         # After the last gradient of a pass, FSDP2 runs outside of any node of the graph.

@@ -30,7 +30,7 @@ class Options:
     """Options of a server. Two servers with equal options are interchangeable.
 
     ``kv_cache_bytes``: memory for keys and values; ``lora_rank``: rank of the adapters, 0 for none; ``args``: more arguments of
-    vLLM's command line; ``gpus``: numbers of the GPUs of each server, beginning again after the last; empty: vLLM chooses;
+    vLLM's command line; ``gpus``: numbers of the GPUs of each server, used in turn; empty: vLLM chooses;
     ``shares_gpus``: another process computes on the same GPUs.
     """
 
