@@ -125,13 +125,14 @@ bench: $(VENV)/installed ## What a step, packing, the sampler, the output head a
 	$(BIN)/python benchmarks/head.py --small
 	$(BIN)/python benchmarks/plan.py
 
-bench-ranks: $(VENV)/installed ## A step on two replicas and on two sharded ranks beside one process: some five minutes, two free cores
+bench-ranks: $(VENV)/installed ## A step on two replicas and on two sharded ranks beside one process: some three minutes, two free cores
 	$(BIN)/python benchmarks/ranks.py
 
 # Beside TRL's step where its environment is there: `make .venv-trl/installed` first.
-bench-gpu: $(VENV)/installed ## Training and the output head on a GPU: tokens per second, model FLOPs utilization (GPU=--small: anywhere)
+bench-gpu: $(VENV)/installed ## Training, the output head, several GPUs: tokens per second, model FLOPs utilization (GPU=--small: anywhere)
 	$(BIN)/python benchmarks/gpu/run.py $(GPU) $(if $(wildcard .venv-trl/installed),--trl .venv-trl/bin/python)
 	$(BIN)/python benchmarks/head.py $(if $(GPU),$(GPU),--device cuda)
+	$(BIN)/python benchmarks/ranks.py --gpus
 
 # Real rows where GSM8K lies beside the checkout, random ones of its lengths elsewhere. PEERS="--rounds 1 --only sft-small".
 bench-peers: $(VENV)/installed .venv-trl/installed ## Speed and memory beside TRL's, as a table and JSON: the better part of an hour

@@ -151,6 +151,11 @@ class CheckpointWriter(Protocol):
     seed: int
 
     @property
+    def gpus(self) -> tuple[int, ...]:
+        """Numbers of the GPUs of this machine with which the trainer computes; empty: none of this machine."""
+        ...
+
+    @property
     def model_config(self) -> ModelConfig:
         """The model as it was loaded: ``dtype`` is not ``auto``."""
         ...
@@ -274,6 +279,14 @@ class RankBackend(EngineBackend, Backend, Protocol):
 
     def shard_of(self, model: ModelConfig) -> str:
         """Return how the ranks hold the model: ``none`` (each holds all of it), ``node`` or ``all``."""
+        ...
+
+    def gpu_numbers(self) -> tuple[int, ...]:
+        """Return the numbers of the GPUs of this machine on which the ranks compute; empty: on CPUs.
+
+        Raises:
+            ConfigError: a GPU is absent.
+        """
         ...
 
     def rank_config(self, model: ModelConfig, seed: int) -> JsonObject:

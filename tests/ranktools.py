@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import tiny
@@ -195,7 +196,8 @@ def compared(model: str, case: dict[str, Any], ranks: ProcessRanks) -> dict[str,
     """Run a case on all ranks, and on the first rank alone."""
     engine = engine_of(model, case, ranks)
     early = during_passes(engine.gradients)
-    steps, final = train(engine, case), weights(engine)
+    with mock.patch("torch.distributed.reduce_scatter_single", counted_scatter(early)):
+        steps, final = train(engine, case), weights(engine)
     tokens, overlap = ranks.gathered(engine.passes.num_tokens), ranks.gathered(sum(early) / max(len(early), 1))
     copies = ranks.gathered(final.numpy().tobytes())
     again = None
@@ -232,6 +234,18 @@ def during_passes(gradients: optimizer.GradientBuffer) -> list[bool]:
 
     gradients._start_sum = counted  # type: ignore[method-assign]
     return found
+
+
+def counted_scatter(found: list[bool]) -> Callable[..., Any]:
+    """Return the operation with which FSDP2 adds gradients up. It reports whether autograd still computes gradients."""
+    scatter = torch.distributed.reduce_scatter_single
+
+    def counted(*args: Any, **options: Any) -> Any:
+        # After the last gradient of a pass, FSDP2 runs outside of any node of the graph.
+        found.append(torch._C._current_autograd_node() is not None)
+        return scatter(*args, **options)
+
+    return counted
 
 
 def sampled(model: str, ranks: ProcessRanks) -> dict[str, Any]:

@@ -111,6 +111,6 @@ def test_misuse_is_one_line(python, capsys, tmp_path):
 
 def test_an_option_that_create_does_not_have_is_one_line(capsys):
     assert run(["deployments", "create", "mine", "--num_gpus", "2"]) == 2
-    assert capsys.readouterr().err.startswith("error: unknown option '--num_gpus'; one device is supported today")
+    assert capsys.readouterr().err.startswith("error: unknown option '--num_gpus'; write backend.gpus=2")
     assert run(["deployments", "create", "mine", "--sooner"]) == 2
     assert capsys.readouterr().err == "error: No such option: --sooner\n"

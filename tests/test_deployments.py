@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -12,13 +13,17 @@ from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import torch
 
-from cookbook.deployments.vllm import http, process
+from cookbook.backends.local import LocalConfig
+from cookbook.deployments.vllm import http, process, registry
 from cookbook.deployments.vllm.deployment import VllmConfig, VllmDeployment
 from cookbook.deployments.vllm.http import Client, RequestRefusedError, ServerUnavailableError
 from cookbook.deployments.vllm.registry import DeploymentManager, RunningServer
 from cookbook.deployments.vllm.sampler import AdaptiveLimit, DeploymentSampler, Pool
+from cookbook.engine.model import ModelConfig
 from cookbook.errors import ConfigError, RolloutError
+from cookbook.server.rank import choose_gpu
 from cookbook.types import SamplingParams
 
 VERSION = "step-3-abc"
@@ -447,6 +452,45 @@ def test_trainers_that_it_cannot_serve(make_trainer):
         VllmConfig().deploy(object(), live=True)
     with pytest.raises(ConfigError, match=r"dtype: vLLM serves float32 or bfloat16, and the model is in float64; set one"):
         VllmConfig().deploy(make_trainer(dtype="float64"), live=True)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "config", "servers", "arguments"),
+    [
+        (2, {"replicas": 1}, ["6"], ""),
+        (2, {"replicas": 2}, ["6", "7"], ""),
+        (2, {"replicas": 3}, ["6", "7", "6"], "--gpu-memory-utilization 0.01"),
+        (2, {"gpus": [3, 2]}, ["7,6"], "--tensor-parallel-size 2"),
+        (1, {"replicas": 2, "gpus": [3, 1]}, ["7", "5"], ""),
+        (4, {"replicas": 2}, ["4", "5"], "--gpu-memory-utilization 0.01"),
+        (2, {"gpus": [1]}, ["5"], "--gpu-memory-utilization 0.01"),
+    ],
+)
+def test_ranks_and_servers_see_their_gpus_only(trainer, config, servers, arguments, monkeypatch, tmp_path):
+    """The environment of each process, if the command sees the GPUs 4 to 7 of a machine."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    trainer_gpus = LocalConfig(gpus=trainer).gpu_numbers()
+    given = VllmConfig(**config)
+    options = given.options_for(ModelConfig(str(tmp_path), dtype="float32"), 512, None, trainer_gpus)
+    seen = [process.environment(options, tmp_path / "python", place)["CUDA_VISIBLE_DEVICES"] for place in range(given.replicas)]
+    assert seen == servers
+    command = " ".join(process.command(options, 1))
+    assert arguments in command and ("--gpu-memory" in command) == ("--gpu-memory" in arguments)
+    # A record of the registry keeps them.
+    one = RunningServer(1, "2", "http://127.0.0.1:3", options, "log")
+    assert registry._running(json.loads(json.dumps(asdict(one)))) == one
+
+    for rank in trainer_gpus:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        choose_gpu()
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == str(4 + rank)
+    # In the rank, torch counts one GPU. The number of GPUs of the group is not refused there.
+    monkeypatch.setenv("WORLD_SIZE", str(trainer))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert LocalConfig(gpus=trainer).torch_device().type == "cuda"
 
 
 def test_what_a_server_is_started_with(make_trainer, tiny_folder):

@@ -180,9 +180,11 @@ def test_the_answer_composes(capsys):
         ),
         (["--cfg", "job", "--max_steps", "-1"], "unknown option '--max_steps'; write recipe.steps=null"),
         (["--optim", "adamw_8bit"], "unknown option '--optim'; write backend.optimizer=adamw8bit"),
+        (["--num_gpus", "8"], "unknown option '--num_gpus'; write backend.gpus=8"),
         (
-            ["--num_gpus", "8"],
-            "unknown option '--num_gpus'; one device is supported today, chosen by backend.device; leave it out",
+            ["--fsdp", "full_shard"],
+            "unknown option '--fsdp'; cookbook's key is backend.shard: all divides the weights among the GPUs of backend.gpus, "
+            "none gives each GPU all of them",
         ),
         (["--nonsense_of_mine", "8"], "No such option: --nonsense_of_mine"),
     ],
@@ -196,7 +198,7 @@ def test_an_override_typed_as_an_option(capsys, words, message):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["num_gpus=8"], "unknown key 'num_gpus'; one device is supported today, chosen by backend.device; leave it out"),
+        (["num_gpus=8"], "unknown key 'num_gpus'; write backend.gpus=8"),
         (
             ["recipe=sft", "num_generations=8"],
             "unknown key 'num_generations'; cookbook's key is recipe.group_size, "

@@ -65,7 +65,9 @@ def test_two_ranks_train_as_one_process(recipe):
                 ["backend.shard=all", "eval.answers=false", "backend.optimizer=adafactor", "optim=adafactor"],
                 "adafactor cannot update",
             ),
-            (["deployment=vllm", "job=local"], "deployment=vllm needs backend=local and job=none"),
+            (["deployment=vllm", "deployment.gpus=[1000]"], "deployment.gpus: this machine has "),
+            (["deployment=vllm", "deployment.gpus=[0,0]"], "deployment.gpus: expected different numbers of GPUs, got [0, 0]"),
+            (["deployment=vllm", "deployment.gpus=[0,1,2]", "deployment.replicas=2"], "deployment.gpus: every server needs as"),
             (["deployment=vllm", "backend.shard=all", "deployment.python=none"], "deployment.python: "),
             (["backend.gpus=2"], "gpus and ranks both set the number of processes"),
             (

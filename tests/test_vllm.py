@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import slurmtools
 
 from cookbook.backends.local import LocalConfig, LocalTrainer
 from cookbook.checkpoints import manifest
@@ -63,6 +64,15 @@ def state(tmp_path_factory):
         for name in ("tests", "adapters", "bfloat16"):
             DeploymentManager().delete(name)
         assert DeploymentManager().running() == {}
+
+
+@pytest.fixture
+def slurm():
+    """The configuration of Slurm on this machine."""
+    if (absent := slurmtools.missing()) is not None:
+        pytest.skip(f"{absent} is not installed: apt-get install slurm-wlm munge")
+    with slurmtools.cluster() as conf:
+        yield str(conf)
 
 
 @pytest.fixture
@@ -398,16 +408,22 @@ def test_a_resume_between_two_syncs_has_exactly_the_older_weights(trainer, laggi
     assert [one.tokens for one in again.sample(PROMPT, 2, LONG).result().sequences] == [one.tokens for one in drawn]
 
 
-@pytest.mark.parametrize("ranks", [[], ["backend.ranks=2", "backend.shard=all"]], ids=["one", "sharded"])
-def test_grpo_with_samples_that_lag_behind(tmp_path, ranks):
+@pytest.mark.parametrize(
+    "where",
+    [[], ["backend.ranks=2", "backend.shard=all"], ["job=local"], ["job=slurm"]],
+    ids=["one process", "shards", "a job", "a job of Slurm"],
+)
+def test_grpo_with_samples_that_lag_behind(tmp_path, where, request):
     """Stopped between two syncs, it goes on sampling from the older weights."""
-    if ranks:
+    if where:
         pytest.importorskip("tinker", reason="needs the package tinker")
     words = ["recipe=grpo", "deployment=vllm", f"deployment.python={PYTHON}", "deployment.max_length=512", "recipe.steps=5"]
     words += ["weight_sync.every=3", "recipe.prompts_per_step=8", "eval.every=2", "eval.limit=8", "optim.lr=1e-3"]
-    words += ["deployment.name=tests", "deployment.on_exit=keep", f"out={tmp_path / 'run'}", *ranks]
+    words += ["deployment.name=tests", "deployment.on_exit=keep", f"out={tmp_path / 'run'}", *where]
     (tmp_path / "stopping.py").write_text(STOP)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    if where == ["job=slurm"]:
+        environment["SLURM_CONF"] = request.getfixturevalue("slurm")
     command = [sys.executable, "-m", "cookbook", "train", *words]
     stopped = subprocess.run([*command, "+hook.stop._target_=stopping.Stop"], cwd=tmp_path, env=environment, check=False)
     assert stopped.returncode == 130

@@ -14,11 +14,19 @@ from cookbook import terminal
 from cookbook.backends.remote.connection import refuse_adapter, require_tinker
 from cookbook.engine.model import AUTO, ModelConfig
 from cookbook.errors import ConfigError
-from cookbook.jobs.endpoint import JobEndpoint
+from cookbook.jobs.endpoint import LOOPBACK, JobEndpoint
 from cookbook.jobs.launcher import JobLauncher, NodesLauncher
 from cookbook.jobs.manager import TrainerJobConfig, TrainerJobManager
 from cookbook.jobs.store import JobState
-from cookbook.protocols import Backend, EngineBackend, OptimizerBackend, Preflight, RankBackend, Trainer
+from cookbook.protocols import (
+    Backend,
+    CheckpointBackend,
+    EngineBackend,
+    OptimizerBackend,
+    Preflight,
+    RankBackend,
+    Trainer,
+)
 from cookbook.types import JsonObject
 
 
@@ -46,6 +54,18 @@ class JobBackend:
     def optimizer(self) -> str:
         """The optimizer of the trainer."""
         return self.engine.optimizer if isinstance(self.engine, OptimizerBackend) else "adamw"
+
+    @property
+    def writes_checkpoints(self) -> bool:
+        """See :class:`~cookbook.protocols.CheckpointBackend`. This process copies what the trainer writes to its folder."""
+        return isinstance(self.engine, CheckpointBackend) and self.engine.writes_checkpoints
+
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        """Numbers of the GPUs of this machine with which the trainer computes, if it is a process of this machine."""
+        if self.launcher.host != LOOPBACK or not isinstance(self.engine, RankBackend):
+            return ()
+        return self.engine.gpu_numbers()
 
     @property
     def num_ranks(self) -> int:
@@ -98,14 +118,15 @@ class JobBackend:
             ConfigError: the launcher refuses the job.
             BackendError: no attempt of the job becomes ready.
         """
-        manager = TrainerJobManager(say=terminal.say)
+        manager, gpus = TrainerJobManager(say=terminal.say), self.gpus
         job_id = _job_id(manager, folder)
         try:
             manager.create(self.config(job_id, None if self.launcher.folder else folder / "trainer"))
             with contextlib.ExitStack() as stack:
                 with terminal.doing("waiting for the trainer job"):
                     all_logprobs = bool(self.backend_node.get("all_logprobs", False))
-                    endpoint = stack.enter_context(JobEndpoint(manager, job_id, all_logprobs=all_logprobs))
+                    endpoint = JobEndpoint(manager, job_id, all_logprobs=all_logprobs, gpus=gpus)
+                    stack.enter_context(endpoint)
                 yield endpoint
         except BaseException:
             if manager.try_get(job_id) is not None:

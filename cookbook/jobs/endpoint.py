@@ -15,7 +15,7 @@ from typing import Self
 from cookbook.backends.remote import pointers
 from cookbook.backends.remote.config import RemoteClients, read_key
 from cookbook.backends.remote.connection import Connection
-from cookbook.backends.remote.trainer import RemoteTrainer
+from cookbook.backends.remote.disk_trainer import DiskTrainer
 from cookbook.engine.model import ModelConfig
 from cookbook.errors import BackendError, ConfigError, CookbookError
 from cookbook.jobs.command import STATE
@@ -112,12 +112,22 @@ class JobEndpoint:
     Args:
         port: of the local address; 0: any free port.
         all_logprobs: ask for logprobs also of tokens that the loss ignores.
+        gpus: numbers of the GPUs of this machine with which the trainer computes.
     """
 
-    def __init__(self, manager: TrainerJobManager, job_id: str, port: int = 0, *, all_logprobs: bool = True) -> None:
+    def __init__(
+        self,
+        manager: TrainerJobManager,
+        job_id: str,
+        port: int = 0,
+        *,
+        all_logprobs: bool = True,
+        gpus: tuple[int, ...] = (),
+    ) -> None:
         self._manager = manager
         self._job_id = job_id
         self._all_logprobs = all_logprobs
+        self._gpus = gpus
         self._relay = Relay(port)
         self.base_url = f"http://{LOOPBACK}:{self._relay.port}"
         self._lost: str | None = None
@@ -147,14 +157,15 @@ class JobEndpoint:
         """Return why the job will get no other trainer; None while its trainer may answer again."""
         return self._lost
 
-    def make_trainer(self, model: ModelConfig, *, seed: int, folder: Path) -> RemoteTrainer:
+    def make_trainer(self, model: ModelConfig, *, seed: int, folder: Path) -> DiskTrainer:
         """Return a run on the trainer of the job.
 
         Raises:
             ConfigError: the package ``tinker`` is missing, or the model's settings differ from those of the trainer.
             BackendError: the trainer does not answer.
         """
-        return RemoteTrainer(model, self._connection(), seed=seed, folder=folder)
+        state = self._manager.get(self._job_id).folder / STATE
+        return DiskTrainer(model, self._connection(), state=state, seed=seed, folder=folder, gpus=self._gpus)
 
     def clients(self, folder: Path) -> RemoteClients:
         """Return the factory of a :class:`~cookbook.service.ServiceClient`.

@@ -6,6 +6,7 @@ torchrun, ``cookbook serve`` calls :func:`serve_on_ranks` directly.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from cookbook.engine.model import ModelConfig
 from cookbook.errors import CookbookError
 from cookbook.protocols import RankBackend
 from cookbook.server.config import ServerConfig
+from cookbook.utils import gpus
 
 
 def main() -> None:
@@ -92,12 +94,9 @@ def serve_on_ranks(
 def choose_gpu() -> None:
     """Restrict this process to the GPU of its local rank. Call this before CUDA is initialized."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = visible.split(",") if visible else []
-    if not devices:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(local_rank)
-    elif local_rank < len(devices):
-        os.environ["CUDA_VISIBLE_DEVICES"] = devices[local_rank]
+    # A launcher may have restricted the process to one GPU already.
+    with contextlib.suppress(IndexError):
+        os.environ[gpus.VARIABLE] = gpus.visible([local_rank])
 
 
 def exit_now(code: int) -> NoReturn:

@@ -40,12 +40,20 @@ def check_model(model: ModelConfig) -> None:
 
 
 def trainer_of(
-    size: int, config: JsonObject, model: ModelConfig, *, seed: int, folder: Path, all_logprobs: bool
+    size: int,
+    config: JsonObject,
+    model: ModelConfig,
+    *,
+    seed: int,
+    folder: Path,
+    all_logprobs: bool,
+    gpus: tuple[int, ...],
 ) -> GroupTrainer:
     """Start ``size`` ranks and return their trainer. The ranks end when the trainer is closed.
 
     Args:
         config: configuration of each rank; see :func:`cookbook.server.rank.main`.
+        gpus: numbers of the GPUs of the ranks; empty: CPUs.
 
     Raises:
         BackendError: the ranks cannot load the model, or end early.
@@ -59,4 +67,5 @@ def trainer_of(
         raise ConfigError(
             f"backend.ranks: the ranks need a configuration of plain values ({error}); name a file.py:name"
         ) from None
-    return GroupTrainer(model, PrivateGroup(size, config, folder), seed=seed, folder=folder, all_logprobs=all_logprobs)
+    group = PrivateGroup(size, config, folder)
+    return GroupTrainer(model, group, seed=seed, folder=folder, all_logprobs=all_logprobs, gpus=gpus)

@@ -137,7 +137,13 @@ class LocalConfig:
         config = self.rank_config(model, seed)
         # The ranks serve the base model; the adapter belongs to the run that the trainer creates on their server.
         config["model"]["lora_rank"] = 0
-        return start.trainer_of(self.num_ranks, config, model, seed=seed, folder=folder, all_logprobs=self.all_logprobs)
+        return start.trainer_of(
+            *(self.num_ranks, config, model),
+            seed=seed,
+            folder=folder,
+            all_logprobs=self.all_logprobs,
+            gpus=self.gpu_numbers(),
+        )
 
     def clients(self, folder: Path) -> LocalClients:
         """Return the factory of a :class:`~cookbook.service.ServiceClient`. Raises ConfigError: there are several ranks."""
@@ -167,6 +173,13 @@ class LocalConfig:
         if model_bytes < REPLICA_FRACTION * torch.cuda.get_device_properties(0).total_memory:
             return NO_SHARD
         return "all" if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE") else "node"
+
+    def gpu_numbers(self) -> tuple[int, ...]:
+        """Return the numbers of the GPUs on which the ranks compute; empty: on CPUs. Rank N has GPU N."""
+        device = self.torch_device()
+        if device.type != "cuda":
+            return ()
+        return (device.index or 0,) if self.num_ranks == 1 else tuple(range(self.num_ranks))
 
     def rank_config(self, model: ModelConfig, seed: int) -> JsonObject:
         """Return the configuration that every rank of a group on this machine gets."""
@@ -228,7 +241,9 @@ class LocalConfig:
 
     def torch_device(self) -> torch.device:
         """Return the device. Raises ConfigError: the device is unknown or missing."""
-        if self.gpus is not None and (count := torch.cuda.device_count()) < self.gpus:
+        # A rank sees only its own GPU.
+        is_rank = "WORLD_SIZE" in os.environ
+        if self.gpus is not None and not is_rank and (count := torch.cuda.device_count()) < self.gpus:
             raise ConfigError(
                 f"backend.gpus: this machine has {count} GPUs, got {self.gpus}; lower backend.gpus, or without GPUs set "
                 "backend.ranks"

@@ -189,6 +189,12 @@ class LocalTrainer:
         if self._sampler_checkpoints.dtype != dtype:
             self._sampler_checkpoints = sampler_checkpoints.SamplerCheckpoints(dtype)
 
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        """Number of the GPU on which the model is; empty: the model is on a CPU."""
+        device = self.engine.model.device
+        return (device.index or 0,) if device.type == "cuda" else ()
+
     def delta_predecessor(self) -> Future[str | None]:
         """Return the folder of the checkpoint to which the next delta would apply; None if a base must be saved next."""
         return self._submit(lambda: self._sampler_checkpoints.predecessor)

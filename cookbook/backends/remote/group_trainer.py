@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
 import math
-import os
 import secrets
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cookbook import terminal
-from cookbook.backends.client_factory import checkpoint_path
 from cookbook.backends.group.supervisor import LOOPBACK, RankSupervisor
-from cookbook.backends.remote.connection import ADAPTED_WEIGHTS, DTYPE, KIND, PREDECESSOR, Connection
-from cookbook.backends.remote.linearized_loss import PendingGradient
-from cookbook.backends.remote.passes import CreateRun
+from cookbook.backends.remote.connection import Connection
+from cookbook.backends.remote.disk_trainer import DiskTrainer, link
 from cookbook.backends.remote.sampler import RemoteSampler
-from cookbook.backends.remote.trainer import RemoteReference, RemoteTrainer
-from cookbook.checkpoints import card, manifest, sampler_checkpoints, store
-from cookbook.engine.model import ModelConfig, with_dtype
-from cookbook.errors import BackendError, CheckpointError, ConfigError
+from cookbook.engine.model import ModelConfig
+from cookbook.errors import BackendError
 from cookbook.futures import Future
-from cookbook.protocols import LaggingSampler, Sampler
+from cookbook.protocols import Sampler
 from cookbook.types import Checkpoint, JsonObject
 
 if TYPE_CHECKING:
@@ -35,8 +28,6 @@ if TYPE_CHECKING:
 
 # Folder of the ranks' files. It is inside the folder of the checkpoints, so that hard links between both are possible.
 RANKS = ".ranks"
-# Address of a checkpoint that this process has linked into the folder of the server.
-IMPORTED = "tinker://imported-{}:train:0/weights/state"
 # The only client is this process, so there are practically no limits.
 SERVER = {
     "durability": "written",
@@ -117,28 +108,29 @@ class PrivateGroup:
             self._error = BackendError(f"backend.ranks: {type(error).__name__}: {error}")
 
 
-class GroupTrainer(RemoteTrainer):
+class GroupTrainer(DiskTrainer):
     """A :class:`~cookbook.protocols.Trainer` on several ranks of this machine.
 
     Its checkpoints below ``folder`` have the format of :class:`~cookbook.backends.local.LocalTrainer`, so each of the two
     trainers can resume from a checkpoint of the other.
     """
 
-    def __init__(self, model: ModelConfig, group: PrivateGroup, *, seed: int, folder: Path, all_logprobs: bool) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        group: PrivateGroup,
+        *,
+        seed: int,
+        folder: Path,
+        all_logprobs: bool,
+        gpus: tuple[int, ...] = (),
+    ) -> None:
         self._group = group
-        self._imports = itertools.count()
-        # Element type of sampler checkpoints of full weights; None: that of the model.
-        self._checkpoint_dtype: str | None = None
-        # Name of the last sampler checkpoint that was requested.
-        self._last_sent: str | None = None
-        # The last sampler checkpoint of full weights: its address on the server, which makes the next delta of it, and its
-        # folder.
-        self._predecessor: tuple[str, Path] | None = None
         try:
             connection = Connection(
                 group.url, group.key, "the key of the ranks", math.inf, all_logprobs=all_logprobs, lost=group.lost
             )
-            super().__init__(model, connection, seed=seed, folder=folder)
+            super().__init__(model, connection, state=group.state, seed=seed, folder=folder, gpus=gpus)
         except BaseException:
             group.close()
             raise
@@ -162,73 +154,6 @@ class GroupTrainer(RemoteTrainer):
 
         return self._calls.call(lambda client: self.connection.follow(client.save_state(name, overwrite=overwrite)), receive)
 
-    def load_state(self, checkpoint: Checkpoint | str, *, optimizer: bool = True) -> Future[None]:
-        path = Path(checkpoint_path(checkpoint))
-        facts = manifest.read(path)
-        if optimizer and facts["kind"] != "state":
-            raise CheckpointError(f"{path}: holds weights only; pass optimizer=False, or a checkpoint made by save_state")
-        address = IMPORTED.format(next(self._imports))
-        imported = self._on_disk(address)
-
-        def send(_: tinker.TrainingClient) -> None:
-            self._last_sent = None
-            # Keep the link: a restarted server creates the run from this checkpoint again.
-            _link(path, imported)
-            self._calls.start_over(functools.partial(self._create_run, address, optimizer=optimizer))
-            self._gradient = PendingGradient()
-
-        def receive(_: None) -> None:
-            self._keep_as_predecessor(None)
-            self.step = int(facts["step"]) if optimizer else 0
-
-        self._weights_changed = True
-        return self._calls.call(send, receive, needs_client=False)
-
-    def save_weights_for_sampler_ext(
-        self, name: str, *, checkpoint_type: str = "base", merged: bool = False
-    ) -> Future[Checkpoint]:
-        """Save weights to sample from. A delta becomes a base if the ranks have restarted since the last checkpoint."""
-        sampler_checkpoints.check_kind(checkpoint_type)
-        if merged and self.model.lora_rank:
-            raise ConfigError(
-                "save_weights_for_sampler_ext: several ranks save the adapter only, got merged=True; save the adapter, and "
-                "merge it with `cookbook weights export`"
-            )
-        return self._save_to_sample(name, checkpoint_type)
-
-    # ---- checkpoints for a deployment, see CheckpointWriter ------------------------------------------------------
-
-    @functools.cached_property
-    def model_config(self) -> ModelConfig:
-        """The model as the ranks have loaded it: ``dtype`` is not ``auto``."""
-        return with_dtype(self.model)
-
-    @property
-    def adapted_model(self) -> str | None:
-        """Name of the weights under the LoRA adapter; None if every parameter is trained."""
-        return self.model.name if self.model.lora_rank else None
-
-    def set_checkpoint_dtype(self, dtype: str) -> None:
-        self._checkpoint_dtype = dtype
-
-    def save_adapted_weights(self, name: str) -> Future[Checkpoint]:
-        return self._save_to_sample(name, ADAPTED_WEIGHTS)
-
-    def delta_predecessor(self) -> Future[str | None]:
-        def receive(_: None) -> str | None:
-            folder = self._predecessor and self._predecessor[1]
-            return str(folder) if folder is not None and folder.is_dir() else None
-
-        return self._calls.call(lambda _: None, receive, needs_client=False)
-
-    def reference(self) -> RemoteReference:
-        create_run: CreateRun = self._create_run
-        if self._weights_changed:
-            name = f"reference-{next(self._numbers)}"
-            saved = self._calls.call(lambda client: self._saved(client, name), str).result()
-            create_run = functools.partial(self._create_run, saved)
-        return RemoteReference(self._calls, create_run, self)
-
     def close(self) -> None:
         try:
             super().close()
@@ -237,102 +162,7 @@ class GroupTrainer(RemoteTrainer):
 
     # ---- inside --------------------------------------------------------------------------------------------------
 
-    def _saved(self, client: tinker.TrainingClient, name: str) -> str:
-        """Save the weights on the server, wait until they are saved, and return the address."""
-        saved: str = self.connection.follow(client.save_weights_for_sampler(name)).result().path
-        return saved
-
-    def _on_disk(self, path: str) -> Path:
-        """Return the folder of a checkpoint on the server."""
-        run, kind, name = path.removeprefix("tinker://").split("/")
-        return self._group.state / run.replace(":", ".") / f"{kind}.{name}"
-
-    def _save_to_sample(self, name: str, kind: str) -> Future[Checkpoint]:
-        """Save a base, a delta, or the weights under the adapter."""
-        folder, dtype = self._new_folder(name, overwrite=False), self._checkpoint_dtype
-        is_chained = kind != ADAPTED_WEIGHTS and not self.model.lora_rank
-
-        def send(client: tinker.TrainingClient) -> Future[tinker.types.SaveWeightsForSamplerResponse]:
-            metadata = {KIND: kind} | ({DTYPE: dtype} if dtype is not None else {})
-            if is_chained:
-                if kind == "delta" and self._last_sent is None:
-                    raise CheckpointError(f"{folder}: a delta needs a checkpoint before it; write a base first")
-                metadata |= {PREDECESSOR: self._last_sent} if self._last_sent is not None else {}
-                self._last_sent = name
-            return self.connection.follow(client.save_weights_for_sampler(name, user_metadata=metadata))
-
-        def receive(saved: tinker.types.SaveWeightsForSamplerResponse) -> Checkpoint:
-            kind = self._adopt(saved.path, folder)["kind"]
-            if is_chained:
-                self._keep_as_predecessor((saved.path, folder))
-            else:
-                self.connection.delete(saved.path)
-            return Checkpoint(str(folder), self.step, kind)
-
-        return self._calls.call(send, receive)
-
-    def _keep_as_predecessor(self, saved: tuple[str, Path] | None) -> None:
-        """Keep this checkpoint on the server for the next delta, and delete the one before."""
-        if self._predecessor is not None:
-            self.connection.delete(self._predecessor[0])
-        self._predecessor = saved
-
     def _writer_of(self, sampler: object) -> Callable[[Path], object] | None:
-        """Return a function that writes the weights of a sampler to a new folder; None without a sampler."""
-        if isinstance(sampler, LaggingSampler):
-            return sampler.saving()
         if isinstance(sampler, RemoteSampler) and sampler.path is not None:
-            return functools.partial(_link, self._on_disk(sampler.path))
-        if sampler is not None:
-            raise CheckpointError("save_state: the sampler's weights are not saved; pass a sampler of this trainer")
-        return None
-
-    def _adopt(
-        self,
-        path: str,
-        folder: Path,
-        *,
-        overwrite: bool = False,
-        facts: JsonObject | None = None,
-        write_sampler: Callable[[Path], object] | None = None,
-    ) -> JsonObject:
-        """Turn a checkpoint on the server into a checkpoint ``folder`` of the run, by hard links. See :func:`store.save`.
-
-        Return the server's manifest.
-        """
-        saved = self._on_disk(path)
-        server_manifest = manifest.read(saved)
-        digests: Mapping[str, str] = server_manifest["files"]
-        entries = {key: value for key, value in server_manifest.items() if key not in ("files", "format")}
-        entries = {**(facts or {}), **entries, "base_model": self.model.name}
-        if "predecessor" in entries:
-            entries["predecessor"] = _name(entries["predecessor"])
-        with store.appearing(folder, overwrite=overwrite) as temporary:
-            _link(saved, temporary)
-            has_card = (temporary / manifest.CARD).exists()
-            # Remove the links before writing: through them the files of the server would be changed.
-            for name in (manifest.CARD, manifest.NAME):
-                (temporary / name).unlink(missing_ok=True)
-            if write_sampler is not None:
-                write_sampler(temporary / store.SAMPLER)
-            if has_card:
-                card.write(temporary, entries)
-            manifest.write(temporary, entries, digests)
-        return server_manifest
-
-
-def _name(folder: str) -> str:
-    """Return the name of a checkpoint from the name of its folder on the server, ``KIND.NAME``."""
-    return folder.partition(".")[2]
-
-
-def _link(source: Path, folder: Path) -> None:
-    """Create hard links to the files of ``source`` in ``folder``, or copies if the file system does not support links."""
-
-    def link(file: str, target: str) -> str:
-        with contextlib.suppress(OSError):
-            os.link(file, target)
-            return target
-        return str(shutil.copy2(file, target))
-
-    shutil.copytree(source, folder, copy_function=link, dirs_exist_ok=True)
+            return functools.partial(link, self._on_disk(sampler.path))
+        return super()._writer_of(sampler)

@@ -8,7 +8,7 @@ on the server is deleted as well.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,21 +51,20 @@ def write(
     *,
     overwrite: bool,
     facts: JsonObject | None = None,
-    sampler: Pointer | None = None,
+    write_sampler: Callable[[Path], object] | None = None,
 ) -> None:
     """Write a pointer.
 
     Args:
         facts: additional entries of the manifest.
-        sampler: pointer to the weights of a lagging sampler, written inside the folder.
+        write_sampler: writes the weights of a lagging sampler, or a pointer to them, to a new folder inside ``folder``.
 
     Raises:
         CheckpointError: the folder exists, or cannot be written.
     """
     with store.appearing(folder, overwrite=overwrite) as temporary:
-        if sampler is not None:
-            (temporary / store.SAMPLER).mkdir()
-            manifest.write(temporary / store.SAMPLER, _manifest(sampler, model))
+        if write_sampler is not None:
+            write_sampler(temporary / store.SAMPLER)
         manifest.write(temporary, {**(facts or {}), **_manifest(pointer, model)})
 
 
@@ -94,9 +93,14 @@ def on_disk(server: JsonObject) -> Path | None:
     """
     if not server["url"].startswith(ON_DISK):
         return None
-    run, kind, name = server["path"].removeprefix("tinker://").split("/")
-    folder = Path(server["url"].removeprefix(ON_DISK)) / run.replace(":", ".") / f"{kind}.{name}"
+    folder = folder_of(Path(server["url"].removeprefix(ON_DISK)), server["path"])
     return folder if folder.is_dir() else None
+
+
+def folder_of(state: Path, path: str) -> Path:
+    """Return the folder of the checkpoint with the address ``path`` in the folder of the server, ``state``."""
+    run, kind, name = path.removeprefix("tinker://").split("/")
+    return state / run.replace(":", ".") / f"{kind}.{name}"
 
 
 def below(folder: Path) -> Iterator[str]:

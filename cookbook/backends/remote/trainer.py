@@ -7,7 +7,7 @@ import itertools
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -85,16 +85,11 @@ class RemoteTrainer(RemotePasses):
     ) -> Future[Checkpoint]:
         """Save weights, optimizer and step. ``asynchronous`` has no effect, because the server never blocks later calls."""
         folder = self._new_folder(name, overwrite)
-        older = sampler if isinstance(sampler, RemoteSampler) else None
-        if older is not None and older.path is None:
-            raise CheckpointError("save_state: the sampler's weights are not on the server; pass a sampler of this trainer")
+        write_sampler = self._writer_of(sampler)
 
         def receive(saved: tinker.types.SaveWeightsResponse) -> Checkpoint:
             pointer = Pointer(saved.path, self.connection.checkpoint_location, self.step, "state")
-            lagging = (
-                Pointer(older.path, self.connection.checkpoint_location, older.step, "base") if older and older.path else None
-            )
-            pointers.write(folder, pointer, self.model, overwrite=overwrite, facts=facts, sampler=lagging)
+            pointers.write(folder, pointer, self.model, overwrite=overwrite, facts=facts, write_sampler=write_sampler)
             self._garbage.sweep()
             return Checkpoint(str(folder), self.step, "state")
 
@@ -268,6 +263,15 @@ class RemoteTrainer(RemotePasses):
 
     def _send_sampler(self, kind: str) -> Send:
         return lambda client: self.connection.follow(client.save_weights_and_get_sampling_client(kind=kind))
+
+    def _writer_of(self, sampler: object) -> Callable[[Path], object] | None:
+        """Return a function that writes the weights of a sampler to a new folder; None without a sampler."""
+        if sampler is None:
+            return None
+        if not isinstance(sampler, RemoteSampler) or sampler.path is None:
+            raise CheckpointError("save_state: the sampler's weights are not saved; pass a sampler of this trainer")
+        pointer = Pointer(sampler.path, self.connection.checkpoint_location, sampler.step, "base")
+        return functools.partial(pointers.write, pointer=pointer, model=self.model, overwrite=False)
 
     def _new_folder(self, name: str, overwrite: bool) -> Path:
         """Return the folder for a new checkpoint. Raises CheckpointError: the folder exists."""

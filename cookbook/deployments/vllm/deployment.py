@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 import numpy as np
+import torch
 
 from cookbook import terminal
 from cookbook.deployments.vllm import api, process
@@ -30,7 +31,7 @@ log = logging.getLogger("cookbook")
 CHECKED_TOKENS = 24
 # Of logprobs. bfloat16 has 8 bits: the logprobs of two programs differ by 0.2 now and then.
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.3}
-NEEDS_LOCAL = "deployment=vllm needs backend=local and job=none: it serves checkpoints that a trainer writes on this machine"
+NEEDS_LOCAL = "deployment=vllm needs backend=local: it serves checkpoints that a trainer writes to a disk of this machine"
 PRIVATE = "run-"  # prefix of the names of deployments that one run uses
 
 
@@ -50,6 +51,7 @@ class VllmConfig:
     replicas: int = 1
     dtype: str | None = None
     max_length: int | None = None
+    gpus: list[int] | None = None
     kv_cache_gb: float = 0.25
     threads: int = 1
     args: list[str] = field(default_factory=list)
@@ -76,12 +78,23 @@ class VllmConfig:
             raise ConfigError("deployment: retries and deltas must be at least 0")
         if self.url is not None and self.replicas != 1:
             raise ConfigError("deployment.url names one running server; leave deployment.replicas=1")
+        if self.gpus is not None and (len(set(self.gpus)) != len(self.gpus) or not self.gpus or min(self.gpus) < 0):
+            raise ConfigError(f"deployment.gpus: expected different numbers of GPUs, got {self.gpus}; the first GPU is 0")
+        if self.gpus is not None and len(self.gpus) % self.replicas:
+            raise ConfigError(
+                f"deployment.gpus: every server needs as many GPUs as the others, got {len(self.gpus)} for {self.replicas} "
+                "servers; change deployment.gpus or deployment.replicas"
+            )
 
     def preflight(self, model: ModelConfig, backend: Backend) -> None:
         """Raises ConfigError: the backend writes no sampler checkpoints, vLLM cannot serve them, or Python has no vLLM."""
         if not (isinstance(backend, CheckpointBackend) and backend.writes_checkpoints):
             raise ConfigError(NEEDS_LOCAL)
         self._refuse_dtype(self.dtype or model.dtype)
+        if self.gpus is not None and max(self.gpus) >= (count := torch.cuda.device_count()):
+            raise ConfigError(
+                f"deployment.gpus: this machine has {count} GPUs, got {self.gpus}; the first GPU is 0, null chooses by itself"
+            )
         # The servers of a named deployment may run already.
         if self.url is None and self.name is None:
             process.check_python(str(Path(self.python).absolute()))
@@ -106,15 +119,20 @@ class VllmConfig:
             raise ConfigError(f"deployment.dtype: vLLM serves {' or '.join(TOLERANCES)}, and the model is in {dtype}; set one")
 
     def options(self, trainer: CheckpointTrainer) -> process.Options:
-        return self.options_for(trainer.model_config, trainer.max_length, trainer.adapted_model)
+        return self.options_for(trainer.model_config, trainer.max_length, trainer.adapted_model, trainer.gpus)
 
-    def options_for(self, model: ModelConfig, max_length: int, base: str | None = None) -> process.Options:
-        """Return the options of a server of ``model``.
+    def options_for(
+        self, model: ModelConfig, max_length: int, base: str | None = None, trainer_gpus: tuple[int, ...] = ()
+    ) -> process.Options:
+        """Return the options of the servers of ``model``.
 
         Args:
             max_length: the longest sequence of the model, tokens.
             base: name of the weights under the adapter, if ``model`` names an adapter.
+            trainer_gpus: numbers of the GPUs with which the trainer computes.
         """
+        gpus = self._gpus(trainer_gpus)
+        is_shared = len(gpus) < self.replicas or any(number in trainer_gpus for numbers in gpus for number in numbers)
         name = base or model.name
         return process.Options(
             # Not resolved: a virtual environment's Python is a link, which must be called by its own path.
@@ -126,7 +144,22 @@ class VllmConfig:
             threads=self.threads,
             lora_rank=model.lora_rank,
             args=tuple(self.args),
+            gpus=gpus,
+            shares_gpus=bool(gpus) and is_shared,
         )
+
+    def _gpus(self, trainer_gpus: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the numbers of the GPUs of each server; fewer entries than servers: the servers share them; none: CPUs.
+
+        By default each server gets a GPU that the trainer does not use. Only if the trainer uses all of them, the servers
+        share its GPUs.
+        """
+        if self.gpus is not None:
+            size = len(self.gpus) // self.replicas
+            return tuple(tuple(self.gpus[start : start + size]) for start in range(0, len(self.gpus), size))
+        every = range(torch.cuda.device_count())
+        free = [number for number in every if number not in trainer_gpus] or every
+        return tuple((number,) for number in free[: self.replicas])
 
 
 class VllmDeployment:

@@ -17,7 +17,7 @@ from cookbook import terminal
 from cookbook.deployments.vllm import worker
 from cookbook.deployments.vllm.http import Client, ServerUnavailableError
 from cookbook.errors import ConfigError, RolloutError
-from cookbook.utils import paths
+from cookbook.utils import gpus, paths
 
 MODEL = "policy"  # name of the model in the server's API
 PROGRESS_S, POLL_S, END_S = 10.0, 0.5, 15.0
@@ -30,7 +30,8 @@ class Options:
     """Options of a server. Two servers with equal options are interchangeable.
 
     ``kv_cache_bytes``: memory for keys and values; ``lora_rank``: rank of the adapters, 0 for none; ``args``: more arguments of
-    vLLM's command line.
+    vLLM's command line; ``gpus``: numbers of the GPUs of each server, used in turn; empty: vLLM chooses;
+    ``shares_gpus``: another process computes on the same GPUs.
     """
 
     python: str
@@ -41,10 +42,16 @@ class Options:
     threads: int
     lora_rank: int
     args: tuple[str, ...]
+    gpus: tuple[tuple[int, ...], ...] = ()
+    shares_gpus: bool = False
+
+    def gpus_of(self, place: int) -> tuple[int, ...]:
+        """Return the numbers of the GPUs of the server number ``place``; empty: vLLM chooses."""
+        return self.gpus[place % len(self.gpus)] if self.gpus else ()
 
 
-def command(options: Options, port: int) -> list[str]:
-    """Command line of a server."""
+def command(options: Options, port: int, place: int = 0) -> list[str]:
+    """Command line of the server number ``place``."""
     # With chunked prefill, requests with seeds end vLLM's CPU engine, also at a resume. Without it, a prompt must fit into one
     # batch.
     batch = max(8192, options.max_length)
@@ -60,6 +67,7 @@ def command(options: Options, port: int) -> list[str]:
         *("--logprobs-mode", "processed_logprobs"),
         *("--worker-extension-cls", worker.NAME),
         *_lora(options.lora_rank),
+        *_on_gpus(options, place),
         *options.args,
     ]
 
@@ -74,8 +82,17 @@ def _lora(rank: int) -> list[str]:
     return ["--enable-lora", "--max-lora-rank", str(max_rank), "--max-loras", "2", "--max-cpu-loras", "4"]
 
 
-def environment(options: Options, packages: Path) -> Mapping[str, str]:
-    """Environment of the vLLM process; PYTHONPATH holds a symlink to the package ``cookbook`` and nothing else."""
+def _on_gpus(options: Options, place: int) -> list[str]:
+    """Arguments for a server whose GPUs are given. A server with several GPUs divides every layer among them."""
+    several = len(options.gpus_of(place))
+    found = ["--tensor-parallel-size", str(several)] if several > 1 else []
+    # vLLM refuses to start unless this part of the GPU's memory is free, 0.92 by default, although kv_cache_bytes limits its
+    # memory.
+    return [*found, "--gpu-memory-utilization", "0.01"] if options.shares_gpus else found
+
+
+def environment(options: Options, packages: Path, place: int = 0) -> Mapping[str, str]:
+    """Environment of the server number ``place``; PYTHONPATH holds a symlink to the package ``cookbook`` and nothing else."""
     packages.mkdir(parents=True, exist_ok=True)
     link = packages / "cookbook"
     with contextlib.suppress(FileExistsError):
@@ -88,6 +105,8 @@ def environment(options: Options, packages: Path) -> Mapping[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise vLLM binds its threads to cores that other processes use
         "OMP_NUM_THREADS": str(options.threads),
     }
+    if own_gpus := options.gpus_of(place):
+        own[gpus.VARIABLE] = gpus.visible(own_gpus)
     return {**{key: value for key, value in os.environ.items() if key not in ("PYTHONHOME", "VIRTUAL_ENV")}, **own}
 
 
@@ -117,12 +136,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start(options: Options, port: int, folder: Path, log: Path) -> int:
-    """Start a server in a new process group, and return the number of the group."""
+def start(options: Options, port: int, folder: Path, log: Path, place: int = 0) -> int:
+    """Start the server number ``place`` in a new process group, and return the number of the group."""
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command(options, port),
-            env=dict(environment(options, folder / "python")),
+            command(options, port, place),
+            env=dict(environment(options, folder / "python", place)),
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=output,

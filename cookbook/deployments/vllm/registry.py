@@ -181,10 +181,12 @@ class DeploymentManager:
         folder.mkdir(parents=True, exist_ok=True)
         port = process.free_port()
         output = folder / LOG
-        pid = process.start(options, port, folder, output)
+        pid = process.start(options, port, folder, output, place)
         running = RunningServer(pid, process.birth(pid) or "", f"http://127.0.0.1:{port}", options, str(output))
         files.write_text(folder / RECORD, json.dumps(asdict(running)) + "\n")
-        self._say(f"deployment: starting vLLM at {running.url} (process {pid}, log {output})")
+        numbers = ", ".join(map(str, options.gpus_of(place)))
+        where = f" on GPU {numbers}" if numbers else ""
+        self._say(f"deployment: starting vLLM at {running.url}{where} (process {pid}, log {output})")
         return running
 
     def _end(self, name: str, place: int, one: RunningServer) -> None:
@@ -195,4 +197,5 @@ class DeploymentManager:
 def _running(record: JsonObject) -> RunningServer:
     """Inverse of ``asdict``. Raises KeyError or TypeError: the record is invalid."""
     options = record["options"]
-    return RunningServer(**{**record, "options": Options(**{**options, "args": tuple(options["args"])})})
+    lists = {"args": tuple(options["args"]), "gpus": tuple(map(tuple, options["gpus"]))}
+    return RunningServer(**{**record, "options": Options(**{**options, **lists})})

@@ -58,7 +58,8 @@ def join(shard: str = "none", device: torch.device | None = None, *, timeout_s: 
 
     device = device or torch.device("cpu")
     if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        # A rank that sees only its own GPU counts that GPU as 0.
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
