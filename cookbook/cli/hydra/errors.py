@@ -297,7 +297,7 @@ def split_options(arguments: Sequence[str], known: Mapping[str, bool]) -> tuple[
     """Return the options that the command does not have, with their values, and the other words of the command line.
 
     Args:
-        arguments: the words behind the command's name.
+        arguments: the words after the command's name.
         known: the command's options; whether each is followed by a value.
     """
     options: dict[str, str | None] = {}
@@ -320,7 +320,7 @@ def split_options(arguments: Sequence[str], known: Mapping[str, bool]) -> tuple[
 
 
 def _is_value(word: str) -> bool:
-    """Whether a word behind an option is its value: neither an option nor an override."""
+    """Whether a word after an option is its value: neither an option nor an override."""
     return "=" not in word and (not word.startswith("-") or word[1:2].isdigit())
 
 
