@@ -82,7 +82,7 @@ RULES = {
     r"at once\b": "immediately, or: at the same time",
     r"one after (the other|another)\b": "sequentially, in order",
     r"by the way\b": "(name the order)",
-    r"(words?|rows|key=value|continues?|decoded|none|two|the one|position|before and) behind\b": "after, past",
+    r"(words?|rows|key=value|continues?|decoded|two|the one|position|before and) behind\b": "after, past",
     r"on the way\b": "(name the step)",
     # Words of language models and of tensors.
     r"beginnings?\b(?!-of)": "prefix, start",
