@@ -123,7 +123,7 @@ class EnvironmentConfig:
 
     @cached_property
     def contract(self) -> Contract:
-        """Return the methods that the environment offers. Raises ConfigError: it lacks a method, or a tool cannot be described."""
+        """The methods that the environment offers. Raises ConfigError: it lacks a method, or a tool cannot be described."""
         return Contract.of(self.make())
 
     def fingerprint(self) -> str:
