@@ -145,6 +145,7 @@ TYPED = [
     ),
     (["~optim"], "optim: no _target_, the class these keys belong to; choose a file of conf/optim/"),
     (["~model"], "model: expected keys and values, got nothing; choose a file of conf/model/"),
+    (["resume=true"], "resume: expected auto, never, force or a checkpoint, got true; write resume=auto"),
 ]
 
 

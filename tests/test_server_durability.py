@@ -198,6 +198,7 @@ def test_what_a_client_has_read_outlives_the_server(start):
         client.result("forward_backward", passing(run, 1))
         client.result("optim_step", telling(run, 2, "false"))
         expected = weights(server, run)
+    with start() as server:
         client = Client(server)
         run = client.run()
         client.result("forward_backward", passing(run, 1))
