@@ -21,6 +21,7 @@ from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.defaults_list import DefaultsList, Overrides
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from cookbook.cli.hydra import conf_files
 from cookbook.cli.hydra.composer import RERUN
 from cookbook.utils.paths import packaged
 
@@ -62,7 +63,13 @@ def reuse() -> None:
         # Hydra copies the sources too, in 5 ms. None of them changes: a search path of the user replaces the list.
         self.delegate, self.cache = copy.copy(delegate), {}
 
+    load_file, loaded = conf_files._loaded, functools.cache(conf_files._loaded)
+
+    def values(path: Path) -> conf_files.Node:
+        return copy.deepcopy(loaded(path)) if path.is_relative_to(packaged("conf")) else load_file(path)
+
     CachingConfigRepository.__init__ = cached
+    conf_files._loaded = values
     config_loader_impl.create_defaults_list = chosen
     loader._compose_config_from_defaults_list = merged
     OverridesParser.parse_rule = parsed

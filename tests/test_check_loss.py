@@ -345,7 +345,7 @@ def test_a_fork_is_examined_under_its_name(capsys):
             (["dpo", "beta=-1"], "loss.beta must be > 0, got -1.0"),
             (
                 ["dpo", "ipo"],
-                "check loss: expected key=value behind the loss, got 'ipo'; for example: cookbook check loss dpo beta=0.2",
+                "check loss: expected key=value after the loss, got 'ipo'; for example: cookbook check loss dpo beta=0.2",
             ),
             (["nope.py"], "check loss: file not found, got nope.py; for example: "),
             (["two.py"], "check loss: two.py has several losses or none (one, two); name it: two.py:name"),

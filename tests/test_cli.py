@@ -103,7 +103,8 @@ COMPOSED = [
     ),
     (["seed=range(1,3)"], "'seed=range(1,3)' stands for several values: add -m to sweep over them"),
     (["optim=null"], "a group takes an option name, not null: write ~group to drop it"),
-    (["optim=3"], "a group takes an option name, not a number: write group=name"),
+    (["optim=3"], "optim: a group takes an option name, not a number or true: write optim=NAME (choices: adafactor, adamw)"),
+    (["checkpoint=./x"], "unknown checkpoint './x'. (choices: default)"),
     (["~optm"], "~optm: 'optm' is not in the configuration. Did you mean 'optim'?"),
     (["+optim.lr=3"], "optim.lr is already in the configuration; write optim.lr=... without the +"),
     (["+optim=adamw"], "optim is already in the configuration; write optim=... without the +"),
@@ -144,6 +145,7 @@ TYPED = [
     ),
     (["~optim"], "optim: no _target_, the class these keys belong to; choose a file of conf/optim/"),
     (["~model"], "model: expected keys and values, got nothing; choose a file of conf/model/"),
+    (["resume=true"], "resume: expected auto, never, force or a checkpoint, got true; write resume=auto"),
 ]
 
 

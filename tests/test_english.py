@@ -82,6 +82,7 @@ RULES = {
     r"at once\b": "immediately, or: at the same time",
     r"one after (the other|another)\b": "sequentially, in order",
     r"by the way\b": "(name the order)",
+    r"(words?|rows|key=value|continues?|decoded|two|the one|position|before and) behind\b": "after, past",
     r"on the way\b": "(name the step)",
     # Words of language models and of tensors.
     r"beginnings?\b(?!-of)": "prefix, start",
@@ -111,8 +112,9 @@ RULES = {
     r"(do|does|did|is|are|was|were|has|have|had|ca|wo|would|could|should)n't\b": "not (no contractions)",
     r"(colour|behaviour|honour|favour|neighbour|labour|learnt|spelt|whilst|amongst|grey)\w*": "American spelling",
 }
-GROUPS = (re.sub(r"\((?!\?)", "(?:", rule) for rule in RULES)
-PHRASES = re.compile(r"\b(?:" + "|".join(f"({rule})" for rule in GROUPS) + ")", re.MULTILINE)
+# Without groups that capture: re then skips a rule by its first letter, which halves the time.
+PLAIN = [re.sub(r"\((?!\?)", "(?:", rule) for rule in RULES]
+PHRASES = re.compile(r"\b(?:" + "|".join(PLAIN) + ")", re.MULTILINE)
 FIRST_LINE = re.compile(r'"""(what|which|who|whose)\b')
 MARKS = re.compile(r"^\s*(#+:? |[-*|>] )?\s*")
 
@@ -123,7 +125,10 @@ def findings(text: str) -> Iterator[tuple[int, str, str]]:
     lines = [line + ("\n" if not line or line.endswith(('"""', ".", ":")) else " ") for line in lines]
     starts, joined = list(accumulate(map(len, lines), initial=0)), "".join(lines)
     for hit in PHRASES.finditer(joined):
-        yield bisect_right(starts, hit.start()), hit.group(), list(RULES.values())[(hit.lastindex or 1) - 1]
+        advice = (
+            text for rule, text in zip(PLAIN, RULES.values(), strict=True) if re.compile(rule, re.M).match(joined, hit.start())
+        )
+        yield bisect_right(starts, hit.start()), hit.group(), next(advice)
     for hit in FIRST_LINE.finditer(joined):
         yield bisect_right(starts, hit.start()), hit.group(), "an imperative or a noun phrase"
 

@@ -28,8 +28,10 @@ def keys_of(*overrides):
 
 @pytest.fixture(scope="module")
 def compositions():
-    """The keys of each recipe's configuration, and of one with a loss that bounds the ratio itself."""
-    return {recipe: keys_of(f"recipe={recipe}") for recipe in RECIPES} | {"grpo loss=ppo": keys_of("loss=ppo")}
+    """The keys of each recipe's configuration, and of one with a loss that bounds the ratio itself and an environment."""
+    return {recipe: keys_of(f"recipe={recipe}") for recipe in RECIPES} | {
+        "grpo loss=ppo": keys_of("loss=ppo", "env=arithmetic")
+    }
 
 
 def converted(entry, *others):
@@ -103,7 +105,7 @@ def test_a_note_names_keys_and_options_that_exist(compositions):
     known = set.union(*compositions.values()) | keys_of("schedule=cosine")
     for name, entry in ENTRIES:
         mentioned = re.findall(
-            r"\b(?:recipe|model|data|backend|loss|optim|rollout|eval|checkpoint|reward)\.[a-z_]+", entry.note
+            r"\b(?:recipe|model|data|backend|loss|optim|rollout|eval|checkpoint|reward)\.[a-z_0-9]+", entry.note
         )
         assert set(mentioned) <= known | {"reward.target", "reward.weights"}, f"{name}: {entry.note}"
 
@@ -116,6 +118,8 @@ ANSWERS = [
     ("sft", "recipe.num_train_epochs=3", "recipe.epochs=3"),
     ("sft", "r=8", "model.lora_rank=8"),
     ("sft", "backend.rank=2", "backend.ranks=2"),
+    ("sft", "num_nodes=2", "job=slurm job.nodes=2"),
+    ("sft", "mixed_precision=bf16", "backend.autocast=bfloat16"),
     ("sft", "bf16=True", "model.dtype=bfloat16"),
     ("sft", "gradient_checkpointing=true", "backend.activation_checkpointing=true"),
     ("sft", "per_device_train_batch_size=8", f"recipe.batch_size=8 ({ROWS})"),
@@ -183,8 +187,8 @@ def test_the_answer_composes(capsys):
         (["--num_gpus", "8"], "unknown option '--num_gpus'; write backend.gpus=8"),
         (
             ["--fsdp", "full_shard"],
-            "unknown option '--fsdp'; cookbook's key is backend.shard: all divides the weights among the GPUs of backend.gpus, "
-            "none gives each GPU all of them",
+            "unknown option '--fsdp'; cookbook's key is backend.shard: all shards weights, gradients and optimizer state over the "
+            "processes of backend.gpus",
         ),
         (["--nonsense_of_mine", "8"], "No such option: --nonsense_of_mine"),
     ],
@@ -199,6 +203,7 @@ def test_an_override_typed_as_an_option(capsys, words, message):
     ("words", "message"),
     [
         (["num_gpus=8"], "unknown key 'num_gpus'; write backend.gpus=8"),
+        (["pad_token=x"], "unknown key 'pad_token'; the tokenizer is always the one of model.name; leave it out"),
         (
             ["recipe=sft", "num_generations=8"],
             "unknown key 'num_generations'; cookbook's key is recipe.group_size, "

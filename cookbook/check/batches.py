@@ -119,7 +119,7 @@ def stretched(batch: RandomBatch) -> RandomBatch:
 
 
 def padded(batch: RandomBatch, rng: np.random.Generator) -> RandomBatch:
-    """One more token of weight 0 in front of every sequence and two behind it."""
+    """One more token of weight 0 in front of every sequence and two after it."""
 
     def wider(values: Array) -> Array:
         around = values[rng.integers(0, len(values), 3)]

@@ -114,7 +114,7 @@ class TextSpan:
 def text_spans(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], weights: Array) -> list[TextSpan]:
     """The text token by token. Tokens that spell a character only together are one piece, as far as their weight is the same.
 
-    A token is decoded behind the piece before it: alone, some tokenizers drop the space it begins with.
+    A token is decoded after the piece before it: alone, some tokenizers drop the space it begins with.
     """
     found: list[TextSpan] = []
     before, start = 0, 0

@@ -114,7 +114,7 @@ def order(bench: Bench) -> CheckResult:
 
 
 def padding(bench: Bench) -> CheckResult:
-    """Further tokens of weight 0 before and behind every sequence."""
+    """Further tokens of weight 0 before and after every sequence."""
     worst = 0.0
     for index, batch in enumerate(bench.batches):
         before, wide = bench.outcome(batch), bench.outcome(padded(batch, bench.rng(index, 4)))

@@ -51,7 +51,7 @@ def find(target: str, options: Sequence[str]) -> tuple[LossFunction, str]:
     """
     for option in options:
         if "=" not in option:
-            raise ConfigError(f"check loss: expected key=value behind the loss, got {option!r}; {EXAMPLE}")
+            raise ConfigError(f"check loss: expected key=value after the loss, got {option!r}; {EXAMPLE}")
     path, _, name = target.partition(":")
     if path.endswith(".py") or name:
         return _from_file(Path(path).expanduser(), name, options)

@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import inspect
 import pkgutil
+import sys
 import types
 import typing
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
@@ -90,7 +91,8 @@ def with_new_names(node: object) -> Any:
 
 def _import(name: str, where: str) -> types.ModuleType:
     # A fork may be newer than the cached directory listing.
-    importlib.invalidate_caches()
+    if name not in sys.modules:
+        importlib.invalidate_caches()
     try:
         return importlib.import_module(name)
     except ImportError as error:

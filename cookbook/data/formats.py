@@ -254,7 +254,7 @@ def _instructed(cells: RowView, role: str | None = None) -> Example:
 
     A conversation has one question: the instruction, and the input below it. Plain text has the sentences of Alpaca.
 
-    Source: Taori et al. 2023, ``PROMPT_DICT`` in ``train.py`` of Stanford Alpaca, with a line end behind its last line.
+    Source: Taori et al. 2023, ``PROMPT_DICT`` in ``train.py`` of Stanford Alpaca, with a line end after its last line.
     """
     if cells.row.values.get("history"):
         raise DataError(f'{cells.where}: "history" is not read with an instruction; write the row as messages')

@@ -70,7 +70,7 @@ class SplitPart:
         return self.start is None and self.stop is None
 
     def bounds(self, count: Callable[[], int]) -> tuple[int, int | None]:
-        """Return the first row and the one behind the last. ``count`` is called only if a bound depends on it.
+        """Return the first row and the one after the last. ``count`` is called only if a bound depends on it.
 
         Source: ``datasets.ReadInstruction``. One bound with ``%`` makes both percentages, rounded to the closest row.
         """

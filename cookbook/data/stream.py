@@ -82,7 +82,7 @@ class StreamResume:
 
 @dataclass(frozen=True, eq=False)
 class RowStream(Sequence[T], Generic[T]):
-    """The datums or prompts of a stream. Only ``run.batches`` takes them: they have no number, and are used in their order.
+    """The datums or prompts of a stream. Only ``run.batches`` takes them: their number is unknown, and they are used in order.
 
     Args:
         read: opens the data, and returns its rows in their order.
@@ -150,7 +150,7 @@ class StreamedBatches(Batches[T]):
             return self._next()
 
     def _next(self) -> list[T]:
-        """Return the batch at the position, and move the position behind it.
+        """Return the batch at the position, and move the position past it.
 
         Raises:
             DataError: a row stops the run, or every row of the epoch was left out.
@@ -168,7 +168,7 @@ class StreamedBatches(Batches[T]):
         return batch
 
     def _filled(self) -> list[T]:
-        """Return the next datums; fewer than a batch at the end of the epoch, and none behind it."""
+        """Return the next datums; fewer than a batch at the end of the epoch, and none after it."""
         now = self._position
         batch, self._left = self._left[: self._size], self._left[self._size :]
         used = now.used + len(batch)

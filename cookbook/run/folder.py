@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
@@ -329,6 +330,11 @@ def check_steps(out: Path, done: int, total: int) -> None:
         raise ConfigError(f"recipe.steps: {out} starts after {seen}, so no step is left to train; raise recipe.steps")
 
 
+@functools.cache
+def _versions() -> dict[str, str]:
+    return {name: metadata.version(name) for name in PACKAGES}
+
+
 def environment(overrides: list[str]) -> JsonObject:
     """Return facts besides the configuration that a result may depend on, JSON-compatible."""
     return {
@@ -337,7 +343,7 @@ def environment(overrides: list[str]) -> JsonObject:
         "sweep": os.environ.get(SWEEP),
         "python": sys.version.split()[0],
         "platform": platform.platform(),
-        "packages": {"cookbook": __version__, **{name: metadata.version(name) for name in PACKAGES}},
+        "packages": {"cookbook": __version__, **_versions()},
         "git": _git_state(),
         "threads": os.environ.get("OMP_NUM_THREADS"),
     }

@@ -207,7 +207,7 @@ class RolloutStore:
 
 
 class TokenPieces:
-    """Texts of single tokens. A token is decoded behind another: alone, some tokenizers drop the space that it begins with."""
+    """Texts of single tokens. A token is decoded after another: alone, some tokenizers drop the space that it begins with."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._tokenizer = renderer.tokenizer

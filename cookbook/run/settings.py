@@ -84,6 +84,9 @@ def settings(cfg: DictConfig) -> Settings:
     module = recipes.load(cfg.recipe.name)
     if isinstance(cfg.seed, bool) or not isinstance(cfg.seed, int) or cfg.seed < 0:
         raise ConfigError(f"seed: expected an integer >= 0, got {cfg.seed!r}")
+    if isinstance(cfg.resume, bool):
+        remedy = "resume=auto" if cfg.resume else "resume=never"
+        raise ConfigError(f"resume: expected auto, never, force or a checkpoint, got {str(cfg.resume).lower()}; write {remedy}")
     typed = Settings(
         seed=cfg.seed,
         out=convert(cfg.out, str | None, "out"),

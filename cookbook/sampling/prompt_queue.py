@@ -73,7 +73,7 @@ class PromptQueue(Batches[RenderedPrompt]):
                 row["streak"] = row["streak"] + 1 if solved == len(group.rewards) else 0
 
     def finish_step(self) -> None:
-        """Make the present state the one that a checkpoint stores."""
+        """Make the current state the one that a checkpoint stores."""
         self._finished, self._finished_table = self._taken, self._table.copy()
 
     def metrics(self) -> dict[str, float]:
@@ -120,7 +120,7 @@ class PromptQueue(Batches[RenderedPrompt]):
             waiting = self._waiting()
             while len(drawn) < count and any(waiting):
                 shares = np.array([share if one else 0.0 for share, one in zip(self._curriculum.shares, waiting, strict=True)])
-                # Of the classes that are left, none may have a share.
+                # Possibly none of the remaining classes has a share.
                 shares = shares if shares.any() else np.array([float(bool(one)) for one in waiting])
                 bounds = np.cumsum(shares)
                 of_class = int(np.searchsorted(bounds / bounds[-1], random.random(), side="right"))

@@ -110,7 +110,7 @@ class KeyRing:
         self.keys = _checked([*self._unnamed, *keys], self._file)
 
     def find(self, secret: bytes) -> ApiKey | None:
-        """Return the key with this secret; None: it is wrong.
+        """Return the key with this secret; None: the secret is unknown.
 
         Every key is compared, in constant time, so that the response time reveals nothing about the keys.
         """
@@ -119,7 +119,7 @@ class KeyRing:
         return matches[0] if matches else None
 
     def named(self, name: str | None) -> ApiKey | None:
-        """Return a key with this name; None: no key has it (any more)."""
+        """Return a key with this name; None: no key has this name."""
         return next((key for key in self.keys if key.name == name), None)
 
     def may_use(self, name: str | None, owner: str | None) -> bool:

@@ -215,7 +215,7 @@ def explain_options(arguments: Sequence[str], known: Mapping[str, bool], config_
     """Return one line for overrides that were typed as options, such as ``--optim.lr 1e-4``; None if no key fits any of them.
 
     Args:
-        arguments: the words behind the command's name.
+        arguments: the words after the command's name.
         known: the command's own options; whether each is followed by a value.
     """
     options, plain = errors.split_options(arguments, known)

@@ -121,6 +121,13 @@ def _sweep(match: re.Match[str], keys: Keys) -> str:
 def _group_value(match: re.Match[str], keys: Keys) -> str:
     if match["type"] == "NoneType":
         return "a group takes an option name, not null: write ~group to drop it"
+    # The text has neither group nor value: the word is the one of a group whose value is not text.
+    words = [word for word in keys.typed if re.fullmatch(r"\+*[\w/]+=(true|false|[-+.\d][-+.\de]*)", word, re.IGNORECASE)]
+    for group in (word.lstrip("+").partition("=")[0] for word in words):
+        if names := [file.name for file in conf_files.options(group)]:
+            return (
+                f"{group}: a group takes an option name, not a number or true: write {group}=NAME (choices: {', '.join(names)})"
+            )
     return "a group takes an option name, not a number: write group=name"
 
 
@@ -156,7 +163,7 @@ ADDED_TWICE = "{key} is already in the configuration; write {key}=... without th
 # Pattern of a text, and the line for it: a format of the pattern's groups, or a function.
 _TABLE: tuple[tuple[str, str | Callable[[re.Match[str], Keys], str]], ...] = (
     (
-        r"Could not find '(?P<group>.+)/(?P<option>[^/']*)'\n\nAvailable options in '[^']*':"
+        r"Could not find '(?P<group>\w+)/(?P<option>[^']*)'\n\nAvailable options in '[^']*':"
         r"\n(?P<options>.*?)(?:\nConfig search path:|\Z)",
         _unknown_option,
     ),
@@ -290,7 +297,7 @@ def split_options(arguments: Sequence[str], known: Mapping[str, bool]) -> tuple[
     """Return the options that the command does not have, with their values, and the other words of the command line.
 
     Args:
-        arguments: the words behind the command's name.
+        arguments: the words after the command's name.
         known: the command's options; whether each is followed by a value.
     """
     options: dict[str, str | None] = {}
@@ -313,7 +320,7 @@ def split_options(arguments: Sequence[str], known: Mapping[str, bool]) -> tuple[
 
 
 def _is_value(word: str) -> bool:
-    """Whether a word behind an option is its value: neither an option nor an override."""
+    """Whether a word after an option is its value: neither an option nor an override."""
     return "=" not in word and (not word.startswith("-") or word[1:2].isdigit())
 
 

@@ -26,8 +26,10 @@ DATA_FILES = (*_TEXT_FILES, ".parquet", *(f"{suffix}{packed}" for suffix in _TEX
 FORMS = {
     "model": ["model=owner/name or model=./folder"],
     "data": ["data=FILE or data=owner/name"],
+    "backend": ["backend=remote backend.base_url=URL"],
+    "deployment": ["deployment=vllm deployment.url=URL"],
     "env": ["env=FILE.py:CLASS"],
-    "reward": ["reward=FILE.py:FUNCTION"],
+    "reward": ["reward=FILE.py:FUNCTION", "'reward=[number,format]'"],
 }
 # Group -> the option that combines several others.
 COMBINED = {"reward": "weighted"}

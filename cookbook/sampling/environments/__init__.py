@@ -1,4 +1,4 @@
-"""Environments: what the model acts in over several turns, with tools or with text."""
+"""Environments: games and tasks in which the model acts over several turns, with tools or with text."""
 
 from cookbook.sampling.environments.config import EnvironmentConfig, PythonEnvironment
 from cookbook.sampling.environments.games import TextArena

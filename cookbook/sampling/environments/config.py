@@ -16,7 +16,7 @@ from cookbook.types import JsonObject
 
 # Methods that belong to the contract. All other public methods are tools, unless the class has `step`.
 CONTRACT = frozenset({"reset", "step", "get_reward", "close"})
-# Parameters of `reset` that are no columns of the data.
+# Parameters of `reset` that are not columns of the data.
 NUMBERED = frozenset({"seed", "index"})
 
 
@@ -123,11 +123,11 @@ class EnvironmentConfig:
 
     @cached_property
     def contract(self) -> Contract:
-        """The methods that it offers. Raises ConfigError: it lacks a method, or a tool cannot be described."""
+        """The methods that the environment offers. Raises ConfigError: it lacks a method, or a tool cannot be described."""
         return Contract.of(self.make())
 
     def fingerprint(self) -> str:
-        """Text that differs between environments that differ, and is the same in every process."""
+        """Fingerprint: the same in every process, and different for different environments."""
         return repr(self)
 
 

@@ -1,4 +1,4 @@
-"""Games of the package textarena: for one player, or for two against an opponent of the user's."""
+"""Games of the package textarena: for one player, or for two against the user's own opponent."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class TextArena(EnvironmentConfig):
                 with _Draws(0).used():
                     if isinstance(start(num_players, 0).state, state):
                         return num_players
-            except Exception as error:  # noqa: BLE001 - the game is other people's code
+            except Exception as error:  # noqa: BLE001 - the game is third-party code
                 reasons.append(textwrap.shorten(described(error), LONGEST_REASON))
         # The wrong number of players is a reason only if there is no other.
         reasons.sort(key=lambda reason: "player" in reason)
@@ -128,7 +128,7 @@ class _Draws:
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """Use this state inside, and the process's own again after it."""
+        """Use this state inside the block, and restore the process's own state after it."""
         shared = random.getstate()
         random.setstate(self._state)
         try:

@@ -18,7 +18,7 @@ from cookbook.sampling.environments.config import Contract, EnvironmentConfig, t
 from cookbook.sampling.workers import Handler, trace_of
 from cookbook.types import JsonObject
 
-# Names for the user of the calls of :class:`Instances`.
+# Names of the calls of :class:`Instances`, for error messages.
 NAMES = {"act": "step or a tool", "reward": "get_reward"}
 
 TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)

@@ -57,7 +57,7 @@ class StateSnapshots:
             try:
                 self.run.log.rotate()
             except OSError as error:
-                # The request and those behind it must still run. Retry when the next snapshot is due.
+                # The request and those after it must still run. Retry when the next snapshot is due.
                 self._postpone(error)
                 return
             job = self.run.lane.submit(lambda: self._write(request.number))

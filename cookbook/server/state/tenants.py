@@ -1,4 +1,4 @@
-"""Owners of sessions: which objects the current request may know."""
+"""Owners of sessions: which objects the current request may use."""
 
 from __future__ import annotations
 
