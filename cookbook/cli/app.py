@@ -16,6 +16,7 @@ import typer
 from cookbook import terminal
 from cookbook.cli import subcommands
 from cookbook.errors import CookbookError
+from cookbook.utils.paths import import_from_here
 from cookbook.utils.suggest import did_you_mean
 from cookbook.utils.version import __version__
 
@@ -80,7 +81,7 @@ def _complete_recipe() -> list[str]:
 def _root(
     ctx: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False
 ) -> None:
-    _import_from_here()
+    import_from_here()
     if version:
         print(f"cookbook {__version__}")
     elif ctx.invoked_subcommand is None:
@@ -134,7 +135,7 @@ def _train(cfg: DictConfig, overrides: list[str]) -> float | None:
     with _importing():
         from cookbook.run.builder import train
 
-    return train(cfg, overrides, lambda: conf_files.composed(cfg.recipe.name))
+    return train(cfg, overrides, lambda: conf_files.composed(cfg.recipe.name)).objective
 
 
 def _dry_run(cfg: DictConfig, overrides: list[str]) -> None:
@@ -381,13 +382,6 @@ def _kind_and_names(words: Sequence[str], count: int, example: str) -> tuple[str
 def _importing() -> contextlib.AbstractContextManager[object]:
     """Show on a terminal that the command starts; a file or a pipe gets no line."""
     return terminal.doing("starting", plain_after_s=terminal.NEVER)
-
-
-def _import_from_here() -> None:
-    """Append the current folder to the import path, for ``_target_: my_module.MyLoss``. It hides no installed module."""
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
 
 
 def run(arguments: Sequence[str]) -> int:
