@@ -225,6 +225,25 @@ def sample(
         print(completion)
 
 
+@app.command()
+def chat(
+    target: Target,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    base: Annotated[bool, typer.Option("--base", help="Let the base model answer too.")] = False,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 512,
+    temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="The same seed draws the same answers.")] = 0,
+) -> None:
+    """Talk with a run or a model. Without a terminal: one answer for each line of the input."""
+    from cookbook.cli import catalogue
+
+    found = catalogue.resolve(target)
+    with _importing():
+        from cookbook.cli import chat as chatting
+
+    chatting.run(found, chatting.ChatOptions(system, base, max_tokens, temperature, seed))
+
+
 @app.command("eval")
 def eval_(
     target: Target,
@@ -442,7 +461,7 @@ def main() -> None:
     """The entry point of the installed command."""
     if sys.platform == "win32":
         sys.exit(_refuse("cookbook runs on Linux and macOS; on Windows, install it in WSL (wsl --install)"))
-    if sys.argv[1:2] in (["train"], ["sample"], ["eval"]):
+    if sys.argv[1:2] in (["train"], ["sample"], ["chat"], ["eval"]):
         # Start-up makes a million objects that stay; the garbage collector took a fifth of the time to look through them.
         gc.disable()
     code = run(sys.argv[1:])
