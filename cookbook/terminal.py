@@ -343,7 +343,8 @@ class _NotebookDisplay:
     """One output of a notebook's cell that changes in place: a bar, the steps done, the metrics. No escape codes."""
 
     def __init__(self, total: int, first: int) -> None:
-        from IPython.display import display
+        # Every kernel has imported the module, and cookbook does not depend on the package.
+        display = sys.modules["IPython.display"].display
 
         self._total = total
         self._shown = (first, "")
