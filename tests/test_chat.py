@@ -109,8 +109,8 @@ def test_ctrl_c_stops_the_answer_and_an_error_does_not_end_the_conversation(monk
     screen = Terminal()
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setattr(sys, "stdin", Terminal())
-    talk = chat.Conversation(TINY, chat.ChatOptions())
-    monkeypatch.setattr(chat, "Conversation", lambda target, options: talk)
+    talk = chat.ChatSession(TINY, chat.ChatOptions())
+    monkeypatch.setattr(chat, "ChatSession", lambda target, options: talk)
 
     def typed(prompt: str) -> str:
         # The first part of the first answer.

@@ -97,7 +97,7 @@ class ChatModel:
 
 
 @dataclass
-class Conversation:
+class ChatSession:
     """The models that answer, and the commands that change them."""
 
     target: str
@@ -185,7 +185,7 @@ def run(target: str, options: ChatOptions) -> None:
         CookbookError: the model cannot be loaded; without a terminal also: a line is invalid.
     """
     is_terminal = all(one is not None and one.isatty() for one in (sys.stdin, sys.stdout))
-    with contextlib.closing(Conversation(target, options)) as conversation:
+    with contextlib.closing(ChatSession(target, options)) as conversation:
         collect_garbage_from_here()
         if is_terminal:
             print(f"{' and '.join(model.label for model in conversation.models)}. /help: commands; {KEYS}")
@@ -224,7 +224,7 @@ def _lines(is_terminal: bool) -> Iterator[str]:
             yield line
 
 
-def _reply(conversation: Conversation, line: str) -> None:
+def _reply(conversation: ChatSession, line: str) -> None:
     if line.startswith("/"):
         for text in conversation.command(line):
             print(text, flush=True)
