@@ -28,6 +28,8 @@ _NAMES = {
     "cookbook.jobs.slurm": "SlurmJob",
     "cookbook.jobs.ray": "RayJob",
     "cookbook.run.hooks": "Hook",
+    "cookbook.run.result": "RunResult",
+    "cookbook.cli.hydra.python_api": "train",
     "cookbook.losses": "Loss CrossEntropy DFT GRPO GSPO ImportanceSampling PPO CISPO DRO DPO ORPO",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
@@ -44,6 +46,7 @@ __all__ = ["__version__", *_HOMES, *sorted(_MODULES)]
 
 if TYPE_CHECKING:
     from cookbook import errors, losses, types
+    from cookbook.cli.hydra.python_api import train
     from cookbook.config import optim as schedules
     from cookbook.deployments.vllm.registry import DeploymentManager
     from cookbook.deployments.vllm.sampler import DeploymentSampler
@@ -59,6 +62,7 @@ if TYPE_CHECKING:
     from cookbook.losses import CISPO, DFT, DPO, DRO, GRPO, GSPO, ORPO, PPO, CrossEntropy, ImportanceSampling, Loss
     from cookbook.protocols import WeightSyncer
     from cookbook.run.hooks import Hook
+    from cookbook.run.result import RunResult
     from cookbook.service import SamplingClient, ServiceClient, TrainingClient
     from cookbook.types import (
         AdamParams,

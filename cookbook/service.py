@@ -100,6 +100,9 @@ class SamplingClient(_Ready):
         self._base_model = base_model
         self.step = sampler.step
 
+    def __repr__(self) -> str:
+        return f"<SamplingClient: {self._base_model}{f', {self.step} steps' if self.step else ''}>"
+
     def sample(
         self,
         prompt: Prompt,
@@ -149,6 +152,11 @@ class TrainingClient(_Ready, _AsyncTwins):
     def __init__(self, trainer: ClientTrainer, service: ServiceClient) -> None:
         self._trainer = trainer
         self._service = service
+
+    def __repr__(self) -> str:
+        info = self._trainer.info()
+        trained = f"a LoRA adapter of rank {info.lora_rank}" if info.is_lora else "every parameter"
+        return f"<TrainingClient: {info.model_name}, trains {trained}, {self._trainer.step} steps>"
 
     def forward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: JsonObject | None = None
@@ -266,11 +274,15 @@ class ServiceClient(_AsyncTwins):
             if not isinstance(config, HeadBackend):
                 raise ConfigError("head_impl: is for the embedded trainer; set backend.head_impl where the server is started")
             config = replace(config, head_impl=head_impl)  # type: ignore[type-var]
+        self._where = f"the server at {config.base_url}" if isinstance(config, RemoteConfig) else "this process"
         self._clients = config.clients(Path(checkpoint_dir))
         self._trainers: weakref.WeakValueDictionary[int, ClientTrainer] = weakref.WeakValueDictionary()
         # Numbers of the trainers, in the order of their creation.
         self._numbers = itertools.count()
         self._unread: set[Failures] = set()
+
+    def __repr__(self) -> str:
+        return f"<ServiceClient: trains in {self._where}, {len(self._trainers)} models in use>"
 
     def create_training_client(
         self, base_model: str, lora_rank: int = 0, *, seed: int = 0, **model_options: Any

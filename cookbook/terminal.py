@@ -124,7 +124,7 @@ class _Display:
     def __init__(self, stream: TextIO | None) -> None:
         self.paused = False
         terminals = all(one is not None and one.isatty() for one in (stream, sys.stdout))
-        self.is_live = terminals and os.environ.get("TERM") != "dumb"
+        self.is_live = terminals and os.environ.get("TERM") != "dumb" and not in_notebook()
         self._stream = stream
         self._lock = threading.RLock()
         self._drawn = False
@@ -259,7 +259,11 @@ class Console:
         self._first = first
         self._started = time.monotonic()
         self._last_line = self._started
-        self._display = _StepDisplay(total, first) if sys.stdout is not None and sys.stdout.isatty() else None
+        self._display: _StepDisplay | _NotebookDisplay | None = None
+        if in_notebook():
+            self._display = _NotebookDisplay(total, first)
+        elif sys.stdout is not None and sys.stdout.isatty():
+            self._display = _StepDisplay(total, first)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         self._latest.update(metrics)
@@ -333,6 +337,46 @@ class _StepDisplay:
     def stop(self) -> None:
         self._live.stop()
         resume()
+
+
+class _NotebookDisplay:
+    """One output of a notebook's cell that changes in place: a bar, the steps done, the metrics. No escape codes."""
+
+    def __init__(self, total: int, first: int) -> None:
+        # Every kernel has imported the module, and cookbook does not depend on the package.
+        display = sys.modules["IPython.display"].display
+
+        self._total = total
+        self._shown = (first, "")
+        self._last_draw = -math.inf
+        self._handle = display(self._content(), raw=True, display_id=True)
+
+    def update(self, step: int, status: str) -> None:
+        self._shown = (step, status)
+        if time.monotonic() - self._last_draw > TICK_S:
+            self._draw()
+
+    def note(self, line: str) -> None:
+        print(line, flush=True)
+
+    def stop(self) -> None:
+        self._draw()
+
+    def _draw(self) -> None:
+        self._last_draw = time.monotonic()
+        self._handle.update(self._content(), raw=True)
+
+    def _content(self) -> dict[str, str]:
+        step, status = self._shown
+        text = f"step {step}/{self._total}  {status}".rstrip()
+        bar = f'<progress value="{step}" max="{self._total}"></progress>'
+        return {"text/plain": text, "text/html": f"<div>{bar} {text}</div>"}
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook, whose output is no terminal."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return shell is not None and type(shell).__module__.startswith("ipykernel")
 
 
 # ---- warnings ------------------------------------------------------------------------------------------------------

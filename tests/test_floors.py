@@ -34,6 +34,7 @@ ORDER = {
     "run": [
         "standalone_eval",
         "builder",
+        "result",
         "report",
         "run",
         "preflight recorder",

@@ -44,7 +44,7 @@ def write(folder: Path, facts: JsonObject) -> None:
         fresh=fresh,
         settings=_settings(folder, facts),
         metrics=list(_metrics((facts.get("run") or {}).get("metrics") or {})),
-        served=base if _is_hub_id(str(facts["base_model"])) else f"path/to/{base}",
+        served=base if is_hub_id(str(facts["base_model"])) else f"path/to/{base}",
         rank=next((one for one in VLLM_RANKS if one >= rank), rank),
     )
     (folder / manifest.CARD).write_text(text, encoding="utf-8")
@@ -54,7 +54,7 @@ def _metadata(facts: JsonObject, recipe: str | None, fresh: bool) -> str:
     from huggingface_hub import ModelCardData
 
     base, data = str(facts["base_model"]), _group(facts, "data")
-    derived = _is_hub_id(base) and not fresh
+    derived = is_hub_id(base) and not fresh
     dataset = None if data.get("path") else data.get("name")
     found: str = ModelCardData(
         base_model=base if derived else None,
@@ -62,7 +62,7 @@ def _metadata(facts: JsonObject, recipe: str | None, fresh: bool) -> str:
         library_name="peft" if facts["lora"] else "transformers",
         pipeline_tag="text-generation",
         tags=["cookbook", *([recipe] if recipe else []), *(["lora"] if facts["lora"] else [])],
-        datasets=[dataset] if dataset and _is_hub_id(dataset) else None,
+        datasets=[dataset] if dataset and is_hub_id(dataset) else None,
         license=None if fresh else _license(base),
     ).to_yaml()
     return found
@@ -78,7 +78,7 @@ def _base(facts: JsonObject) -> str:
     """Hub id of the base model, or the name of its folder. The checkpoint of a run also gets the run's name."""
     name = str(facts["base_model"])
     path = Path(name)
-    if _is_hub_id(name):
+    if is_hub_id(name):
         return name
     return "/".join(path.parts[-3::2]) if path.parent.name == "checkpoints" else path.name
 
@@ -136,7 +136,7 @@ def _metrics(row: JsonObject) -> Iterator[tuple[str, str]]:
             yield name, f"{value:.6g}"
 
 
-def _is_hub_id(name: str) -> bool:
+def is_hub_id(name: str) -> bool:
     return HUB_ID.fullmatch(name) is not None and not Path(name).exists()
 
 
@@ -145,7 +145,7 @@ def _license(base: str) -> str | None:
     from huggingface_hub import ModelCard, try_to_load_from_cache
 
     own = Path(base) / manifest.CARD
-    cached = try_to_load_from_cache(base, manifest.CARD) if not own.is_file() and _is_hub_id(base) else None
+    cached = try_to_load_from_cache(base, manifest.CARD) if not own.is_file() and is_hub_id(base) else None
     card = str(own) if own.is_file() else cached
     # The hub's cache answers with an object if it knows that the file does not exist.
     if isinstance(card, str):

@@ -16,6 +16,7 @@ import typer
 from cookbook import terminal
 from cookbook.cli import subcommands
 from cookbook.errors import CookbookError
+from cookbook.utils.paths import import_from_here
 from cookbook.utils.suggest import did_you_mean
 from cookbook.utils.version import __version__
 
@@ -80,7 +81,7 @@ def _complete_recipe() -> list[str]:
 def _root(
     ctx: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False
 ) -> None:
-    _import_from_here()
+    import_from_here()
     if version:
         print(f"cookbook {__version__}")
     elif ctx.invoked_subcommand is None:
@@ -134,7 +135,7 @@ def _train(cfg: DictConfig, overrides: list[str]) -> float | None:
     with _importing():
         from cookbook.run.builder import train
 
-    return train(cfg, overrides, lambda: conf_files.composed(cfg.recipe.name))
+    return train(cfg, overrides, lambda: conf_files.composed(cfg.recipe.name)).objective
 
 
 def _dry_run(cfg: DictConfig, overrides: list[str]) -> None:
@@ -222,6 +223,25 @@ def sample(
         found, prompt, max_tokens=max_tokens, temperature=temperature, num_samples=num_samples, seed=seed
     ):
         print(completion)
+
+
+@app.command()
+def chat(
+    target: Target,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    base: Annotated[bool, typer.Option("--base", help="Let the base model answer too.")] = False,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 512,
+    temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="The same seed draws the same answers.")] = 0,
+) -> None:
+    """Talk with a run or a model. Without a terminal: one answer for each line of the input."""
+    from cookbook.cli import catalogue
+
+    found = catalogue.resolve(target)
+    with _importing():
+        from cookbook.cli import chat as chatting
+
+    chatting.run(found, chatting.ChatOptions(system, base, max_tokens, temperature, seed))
 
 
 @app.command("eval")
@@ -383,13 +403,6 @@ def _importing() -> contextlib.AbstractContextManager[object]:
     return terminal.doing("starting", plain_after_s=terminal.NEVER)
 
 
-def _import_from_here() -> None:
-    """Append the current folder to the import path, for ``_target_: my_module.MyLoss``. It hides no installed module."""
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
-
-
 def run(arguments: Sequence[str]) -> int:
     """Return the exit code of one command line: 0 done, 2 the user's input (one line on stderr), 130 interrupted.
 
@@ -448,7 +461,7 @@ def main() -> None:
     """The entry point of the installed command."""
     if sys.platform == "win32":
         sys.exit(_refuse("cookbook runs on Linux and macOS; on Windows, install it in WSL (wsl --install)"))
-    if sys.argv[1:2] in (["train"], ["sample"], ["eval"]):
+    if sys.argv[1:2] in (["train"], ["sample"], ["chat"], ["eval"]):
         # Start-up makes a million objects that stay; the garbage collector took a fifth of the time to look through them.
         gc.disable()
     code = run(sys.argv[1:])

@@ -8,8 +8,10 @@ from typing import Annotated
 
 import typer
 
+from cookbook.errors import CookbookError
+
 weights = typer.Typer(
-    name="weights", help="List, verify, reconstruct, export and prune the checkpoints of a run.", rich_markup_mode=None
+    name="weights", help="List, verify, reconstruct, export, push and prune the checkpoints of a run.", rich_markup_mode=None
 )
 deployments = typer.Typer(
     name="deployments", help="Start, list, scale, warm up and end vLLM servers that outlive a run.", rich_markup_mode=None
@@ -67,11 +69,33 @@ def export_weights(
     checkpoint: Checkpoint,
     out: Out,
     merged: Annotated[bool, typer.Option("--merged", help="Merge a LoRA adapter into its base model.")] = False,
+    gguf: Annotated[bool, typer.Option("--gguf", hidden=True)] = False,
 ) -> None:
     """Write a folder for transformers, PEFT or vLLM, without the optimizer."""
     from cookbook.cli import weights as work
 
+    if gguf:
+        # Users of other libraries expect the option.
+        raise CookbookError(
+            "weights export: --gguf is not supported; export a folder (with --merged if it is an adapter), and convert the "
+            "folder with llama.cpp: python convert_hf_to_gguf.py OUT"
+        )
+
     work.export(checkpoint, out, merged=merged)
+
+
+@weights.command("push")
+def push_weights(
+    folder: Folder,
+    repository: Annotated[str, typer.Argument(metavar="USER/NAME", help="Repository on the hub; it is created if needed.")],
+    merged: Annotated[bool, typer.Option("--merged", help="Merge a LoRA adapter into its base model.")] = False,
+    private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the files, list them, and upload nothing.")] = False,
+) -> None:
+    """Upload the weights and a model card to the Hugging Face hub. A run: its newest checkpoint."""
+    from cookbook.cli import weights as work
+
+    work.push(folder, repository, merged=merged, private=private, dry_run=dry_run)
 
 
 @weights.command("prune")

@@ -1,17 +1,26 @@
-"""``cookbook weights``: list, verify, reconstruct, export and prune the checkpoints of a run."""
+"""``cookbook weights``: list, verify, reconstruct, export, push and prune the checkpoints of a run."""
 
 from __future__ import annotations
 
 import contextlib
+import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
+
+from cookbook import terminal
 from cookbook.backends.remote import pointers
-from cookbook.checkpoints import inventory, manifest, sampler_checkpoints
+from cookbook.checkpoints import card, inventory, manifest, sampler_checkpoints
 from cookbook.checkpoints.inventory import CheckpointEntry
-from cookbook.errors import CheckpointError
+from cookbook.errors import CheckpointError, ConfigError
 from cookbook.run import folder as run_folder
-from cookbook.utils import files, tables
+from cookbook.run.builder import sampling_target
+from cookbook.types import Checkpoint
+from cookbook.utils import files, hub, tables
+
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def print_list(folder: Path, *, table: bool) -> None:
@@ -62,20 +71,77 @@ def export(checkpoint: Path, out: Path, *, merged: bool) -> None:
         CheckpointError: as :func:`cookbook.checkpoints.sampler_checkpoints.export`; the checkpoint is not an adapter; or its
             weights are on a server.
     """
+    made = _exported(checkpoint, out, merged=merged)
+    digest = manifest.read(out).get("weights", "")
+    print(f"{made.path}  step {made.step}{f', weights {digest[:12]}' if digest else ''}")
+
+
+def _exported(checkpoint: Path, out: Path, *, merged: bool) -> Checkpoint:
     facts = manifest.read(checkpoint)
     if (elsewhere := facts.get(pointers.SERVER)) is not None:
         if (found := pointers.on_disk(elsewhere)) is not None:
-            export(found, out, merged=merged)
-            return
+            return _exported(found, out, merged=merged)
         raise CheckpointError(
             f"{checkpoint}: its weights are on the server at {elsewhere['url']}; fetch them with "
             f"`tinker checkpoint download {elsewhere['path']}`"
         )
     if merged and not facts["lora"]:
         raise CheckpointError(f"{checkpoint}: holds full weights and no adapter that could be merged; leave out --merged")
-    made = sampler_checkpoints.export(_named(checkpoint), out, merged=merged)
-    digest = manifest.read(out).get("weights", "")
-    print(f"{made.path}  step {made.step}{f', weights {digest[:12]}' if digest else ''}")
+    return sampler_checkpoints.export(_named(checkpoint), out, merged=merged)
+
+
+def push(source: Path, repository: str, *, merged: bool, private: bool, dry_run: bool) -> None:
+    """Upload the weights of a run's newest checkpoint, or of a checkpoint, with a model card to the Hugging Face hub.
+
+    Raises:
+        CheckpointError: as :func:`export`; or the adapter's base model is a local folder.
+        ConfigError: the name of the repository is invalid; the repository is public and ``private`` is set; or the hub
+            refuses the upload.
+    """
+    if not REPOSITORY.fullmatch(repository):
+        raise ConfigError(f"weights push: expected the name of a repository, user/name, got {repository!r}")
+    checkpoint = Path(sampling_target(str(source)))
+    facts = manifest.read(checkpoint)
+    if facts["lora"] and not merged and not card.is_hub_id(str(facts["base_model"])):
+        raise CheckpointError(
+            f"{checkpoint}: its adapter belongs to {facts['base_model']}, which is not on the hub, so the adapter would be "
+            "useless there; add --merged"
+        )
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "weights"
+        _exported(checkpoint, folder, merged=merged)
+        found = sorted(path for path in folder.rglob("*") if path.is_file())
+        for path in found:
+            print(f"{path.stat().st_size / 1e6:10.3f} MB  {path.relative_to(folder)}")
+        visibility = "private" if private else "public, unless the repository exists and is private"
+        if dry_run:
+            print(f"dry run: {checkpoint} would be uploaded to {repository} ({visibility})")
+            return
+        url = _upload(folder, repository, f"Weights after {facts['step']} steps", private)
+        print(f"{checkpoint} is at {url}")
+
+
+def _upload(folder: Path, repository: str, message: str, private: bool) -> str:
+    """Upload a folder as one commit, and return the address of the repository."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
+
+    api = HfApi()
+    if not hub.answers():
+        raise ConfigError(f"weights push: {api.endpoint} does not answer; check the network, or set HF_ENDPOINT")
+    try:
+        with terminal.doing(f"uploading to {repository}"):
+            url = api.create_repo(repository, private=private or None, exist_ok=True)
+            # The option has no effect on a repository that exists.
+            if private and not api.repo_info(repository).private:
+                raise ConfigError(f"weights push: {repository} exists and is public; make it private, or leave out --private")
+            api.upload_folder(repo_id=repository, folder_path=folder, commit_message=message)
+    except OfflineModeIsEnabled:
+        raise ConfigError("weights push: HF_HUB_OFFLINE is set; unset it") from None
+    except (HfHubHTTPError, LocalTokenNotFoundError, httpx.HTTPError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"weights push: {repository}: {reason}; log in with `hf auth login`, or set HF_TOKEN") from None
+    return str(url)
 
 
 def prune(folder: Path, keep: int) -> None:

@@ -27,6 +27,7 @@ from cookbook.run.data import SplitRows
 from cookbook.run.diagnostics import Health
 from cookbook.run.hooks import Status
 from cookbook.run.identity import Identity
+from cookbook.run.result import RunResult
 from cookbook.run.run import Origin, Run
 from cookbook.run.settings import checked
 from cookbook.sampling.environments import EnvironmentConfig, EnvironmentRunner
@@ -40,10 +41,8 @@ from cookbook.utils.signals import Interrupted
 
 
 @warnings_shown()
-def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], JsonObject] = dict) -> float | None:
+def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], JsonObject] = dict) -> RunResult:
     """Run the recipe of ``cfg`` from its start, or from the newest checkpoint of an earlier run in the same folder.
-
-    Returns ``eval.objective``, for a sweeper that optimizes: see :func:`cookbook.run.report.objective`.
 
     Args:
         defaults: default of each top-level key, for keys that the configuration of the earlier run lacks.
@@ -92,7 +91,7 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], JsonObje
         _call_recipe(typed.module, run, status)
         report.summary(run, rows.first)
         run.health.check()
-        return report.objective(run.recorder.metrics.read(), typed.eval.objective)
+        return RunResult(status.folder)
 
 
 def _call_recipe(recipe: ModuleType, run: Run, status: Status) -> None:

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cookbook.data import Renderer
+from cookbook.data.render import PART_OF_A_CHARACTER, TextStream, completed_text
 from cookbook.engine.decoding.requests import TokenChunk
 from cookbook.sampling.environments.instance import ToolCall, parse_calls, text_before_calls
 from cookbook.server.wire.openai import ChatBody, CompletionBody
 from cookbook.types import JsonObject, Sample
 
-# A tokenizer prints this character for the bytes of a character that is not complete.
-PART_OF_A_CHARACTER = "\ufffd"
 # Bytes of the longest character, and so the largest number of tokens that share one character.
 CHARACTER_TOKENS = 4
 # The most likely tokens at one position, by id, most likely first; None at the first token of a prompt.
@@ -64,41 +63,6 @@ def usage(answers: Sequence[Answer]) -> JsonObject:
 
 
 # ---- texts -----------------------------------------------------------------------------------------------------------
-
-
-def completed_text(renderer: Renderer, tokens: Sequence[int], stops: Sequence[str]) -> str:
-    """Return the text of a completion before its stop string."""
-    text = renderer.text(tokens)
-    found = [place for stop in stops if (place := text.find(stop)) >= 0]
-    return text[: min(found)] if found else text
-
-
-class TextStream:
-    """The text of a completion that is sent in parts. Parts of a character, or of a stop string, are kept back."""
-
-    def __init__(self, renderer: Renderer, stops: Sequence[str]) -> None:
-        self._renderer = renderer
-        self._stops = stops
-        self._tokens: list[int] = []
-        # Characters that were sent.
-        self.num_sent = 0
-
-    def add(self, tokens: Sequence[int], *, is_last: bool) -> str:
-        """Add tokens, and return the text that can be sent now."""
-        self._tokens += tokens
-        text = completed_text(self._renderer, self._tokens, self._stops)
-        if not is_last:
-            text = text.rstrip(PART_OF_A_CHARACTER)
-            text = text[: len(text) - _kept_back(text, self._stops)]
-        part = text[self.num_sent :]
-        self.num_sent = max(self.num_sent, len(text))
-        return part
-
-
-def _kept_back(text: str, stops: Sequence[str]) -> int:
-    """Return the length of the longest end of ``text`` with which a stop string begins."""
-    lengths = (size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
-    return max(lengths, default=0)
 
 
 def message(text: str, *, may_call: bool) -> JsonObject:
