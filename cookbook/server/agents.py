@@ -200,7 +200,7 @@ class AgentRunner(EpisodeRunner):
         with self._changed:
             exchange, session.current = session.current, None
         if exchange is not None:
-            num_prompt_tokens = len(session.capture.tokens) - len(turn.tokens)
+            num_prompt_tokens = max(0, len(session.capture.tokens) - len(turn.tokens))
             session.capture.answered(exchange.answer(self._renderer, turn, num_prompt_tokens))
         with self._changed:
             session.waiting = Future()

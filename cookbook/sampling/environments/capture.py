@@ -64,8 +64,8 @@ class Capture:
 
     @property
     def tokens(self) -> list[int]:
-        assert self._current is not None
-        return self._current.tokens
+        """The prompt of the current call, and later its answer. A check that records no calls has none."""
+        return [] if self._current is None else self._current.tokens
 
     @property
     def branches(self) -> tuple[Branch, ...]:
@@ -93,7 +93,8 @@ class Capture:
 
     def answered(self, answer: JsonObject) -> None:
         """Record the message that the program got, which later calls may begin with."""
-        assert self._call is not None and self._current is not None
+        if self._call is None or self._current is None:
+            return
         self._answered.append(_Answered(self._call, answer, self._current, self._current.fork()))
 
     def _extended(self, call: AgentCall) -> Conversation | None:
