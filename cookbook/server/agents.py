@@ -102,7 +102,7 @@ def _stream(renderer: Renderer, fields: ChatBody | CompletionBody, answer: Answe
 
 
 @dataclass(eq=False)
-class Session:
+class ProgramSession:
     """The calls of one program. All fields but ``episode``, ``capture`` and ``call`` belong to the lock of the runner.
 
     Attributes:
@@ -155,8 +155,8 @@ class AgentRunner(EpisodeRunner):
         self.limit = config.workers
         self._changed = threading.Condition()
         # By the key of the URL, those whose program runs.
-        self._running: dict[str, Session] = {}
-        self._sessions: dict[int, Session] = {}
+        self._running: dict[str, ProgramSession] = {}
+        self._sessions: dict[int, ProgramSession] = {}
         self._is_closed = False
         self._keeper = Keeper()
         self._http = _Server(self)
@@ -169,7 +169,7 @@ class AgentRunner(EpisodeRunner):
     def begin(self, row: Row) -> tuple[Episode, Pending[Reply]]:
         """Start the program of an episode, as soon as fewer than ``env.workers`` run."""
         episode = Episode(next(self._numbers), row)
-        session = self._sessions[episode.number] = Session(episode, Capture(self._renderer))
+        session = self._sessions[episode.number] = ProgramSession(episode, Capture(self._renderer))
         try:
             words = self._config.words_for(row.values)
         except (TypeError, ValueError) as error:
@@ -265,7 +265,7 @@ class AgentRunner(EpisodeRunner):
         self._note_decided(exchange.fields)
         return exchange.response.result()
 
-    def session(self, key: str) -> Session:
+    def session(self, key: str) -> ProgramSession:
         """Return the session of a URL. Raises Refused (404): none has this key."""
         session = self._running.get(key)
         if session is None:
@@ -286,7 +286,7 @@ class AgentRunner(EpisodeRunner):
                     self._stop(session, {"failure": message, "ended": "timeout"})
             time.sleep(POLL_S)
 
-    def _outcome(self, session: Session, program: Program, code: int) -> JsonObject:
+    def _outcome(self, session: ProgramSession, program: Program, code: int) -> JsonObject:
         """Return the end of a program that has ended by itself."""
         if code:
             said = program.last_error()
@@ -300,7 +300,7 @@ class AgentRunner(EpisodeRunner):
             return {"failure": f"the program has printed no reward, but {printed[:100]!r}; {expected}"}
         return {"printed": printed}
 
-    def _stop(self, session: Session, ended: JsonObject) -> None:
+    def _stop(self, session: ProgramSession, ended: JsonObject) -> None:
         """End a session. Of several ends, the first counts."""
         with self._changed:
             if self._running.pop(session.key, None) is None:
@@ -314,20 +314,20 @@ class AgentRunner(EpisodeRunner):
 
     # ---- details ----------------------------------------------------------------------------------------------------
 
-    def _expect(self, session: Session) -> None:
+    def _expect(self, session: ProgramSession) -> None:
         limit = self._config.timeout_s
         session.deadline = None if limit is None else time.monotonic() + limit
 
-    def _pending(self, session: Session) -> Pending[Reply]:
+    def _pending(self, session: ProgramSession) -> Pending[Reply]:
         return Pending(session.waiting, lambda answer: self._reply(session, answer))
 
-    def _reply(self, session: Session, answer: JsonObject) -> Reply | Failure:
+    def _reply(self, session: ProgramSession, answer: JsonObject) -> Reply | Failure:
         if "failure" in answer:
             return self._failure(session.episode, answer)
         session.call = answer.get("call")
         return Reply(None if session.call is None else session.call.prompt, done=session.call is None)
 
-    def _variables(self, session: Session) -> Mapping[str, str]:
+    def _variables(self, session: ProgramSession) -> Mapping[str, str]:
         """Return the variables of the environment of a program."""
         row = session.episode.row
         direct = ",".join(filter(None, [os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), LOOPBACK]))
