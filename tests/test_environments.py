@@ -23,7 +23,7 @@ from cookbook.sampling.environments import EnvironmentRunner, PythonEnvironment,
 from cookbook.sampling.environments.conversation import Conversation
 from cookbook.sampling.environments.instance import Instance, ToolCall, parse_calls
 from cookbook.sampling.episodes import Draw, Episodes, Retrier
-from cookbook.sampling.trajectory import Trajectory
+from cookbook.sampling.trajectory import Segment, Trajectory
 from cookbook.types import Sample, SampleResponse, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -377,10 +377,10 @@ def test_a_worker_that_ended_between_two_calls_is_replayed():
     with contextlib.closing(EnvironmentRunner(guess(workers=1, timeout_s=30.0))) as environment:
         episode, first = environment.begin(Row("here:1", {"letter": "a"}))
         assert first.result().observation == "guess 1"
-        environment.act(episode, "b").result()
+        environment.act(episode, Segment("model", [], "b")).result()
         environment._processes[0]._running[0].kill()
         environment._processes[0]._running[0].wait()
-        assert environment.act(episode, "b").result().observation == "not b, try 2"
+        assert environment.act(episode, Segment("model", [], "b")).result().observation == "not b, try 2"
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -43,7 +43,7 @@ ORDER = {
         "diagnostics hooks identity stored_steps",
     ],
     "server": [
-        "rank",
+        "agents rank",
         "serve",
         "app",
         "routes",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from cookbook.cli.check_loss import report
 from cookbook.cli.hydra import bridge
 from cookbook.config.nodes import build
+from cookbook.run.builder import episode_runner
 from cookbook.sampling.environments import EnvironmentConfig
 from cookbook.sampling.environments.check import check_environment
 
@@ -28,4 +29,4 @@ def run(target: str, options: Sequence[str], *, table: bool) -> None:
     tools = [str(tool["function"]["name"]) for tool in config.contract.tools]
     declared = f"tools: {', '.join(tools)}" if tools else "answers text with text"
     rows = "the data" if config.contract.reads_rows else f"{config.rows:,} numbered rows"
-    report("check env", target, f"{target}, played on {rows}", declared, check_environment(config), table=table)
+    report("check env", target, f"{target}, played on {rows}", declared, check_environment(config, episode_runner), table=table)

@@ -22,7 +22,7 @@ from cookbook.losses.base import Scope
 from cookbook.protocols import PlannedBackend, RankBackend
 from cookbook.run.preflight import RENDERED_ROWS
 from cookbook.run.settings import Settings, settings
-from cookbook.sampling.environments import EnvironmentConfig, numbered_rows, prompts
+from cookbook.sampling.environments import AgentEnvironment, EnvironmentConfig, numbered_rows, prompts
 from cookbook.sampling.environments.check import turn_tokens
 from cookbook.utils import tables
 
@@ -123,7 +123,15 @@ def _shape(typed: Settings, name: str) -> StepShape:
 
 
 def _episode_lengths(typed: Settings, env: EnvironmentConfig, renderer: Renderer) -> list[int]:
-    """Return the tokens of the longest episode of each row: every turn has the longest completion and observation."""
+    """Return the tokens of the longest episode of each row: every turn has the longest completion and observation.
+
+    Raises:
+        ConfigError: the episodes are those of a program.
+    """
+    if isinstance(env, AgentEnvironment):
+        raise ConfigError(
+            "env: plan cannot know the calls of a program; train with recipe.steps=1 and read time/step_s and rollout/tokens"
+        )
     if typed.numbered is None:
         rows = load_rows(typed.data, "train", typed.seed, typed.eval.limit)
     else:

@@ -30,7 +30,7 @@ from cookbook.run.identity import Identity
 from cookbook.run.result import RunResult
 from cookbook.run.run import Origin, Run
 from cookbook.run.settings import checked
-from cookbook.sampling.environments import EnvironmentConfig, EnvironmentRunner
+from cookbook.sampling.environments import AgentEnvironment, EnvironmentConfig, EnvironmentRunner, EpisodeRunner
 from cookbook.sampling.evaluation import Evaluator
 from cookbook.sampling.rewards import RewardRunner
 from cookbook.sampling.rollouts import PolicySampling
@@ -73,7 +73,7 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], JsonObje
         stack.callback(deployment.close)
         runner = stack.enter_context(reward_runner(typed.reward))
         stop = tuple(typed.rollout.stop or ())
-        environment = stack.enter_context(environment_runner(typed.env))
+        environment = stack.enter_context(environment_runner(typed.env, renderer))
         retrier = typed.rollout.retrier()
         evaluator = Evaluator(typed.eval, renderer, retrier, runner, stop, typed.seed, rows.refusals, environment)
         # The reference is a copy of the weights that the run started from, before a checkpoint is loaded over them.
@@ -123,9 +123,26 @@ def reward_runner(reward: Reward | None) -> AbstractContextManager[RewardRunner 
     return contextlib.nullcontext() if reward is None else contextlib.closing(RewardRunner(reward))
 
 
-def environment_runner(config: EnvironmentConfig | None) -> AbstractContextManager[EnvironmentRunner | None]:
-    """Yield the object that plays episodes, and stop its worker processes at the end; None without an environment."""
-    return contextlib.nullcontext() if config is None else contextlib.closing(EnvironmentRunner(config))
+def environment_runner(config: EnvironmentConfig | None, renderer: Renderer) -> AbstractContextManager[EpisodeRunner | None]:
+    """Yield the object that plays episodes, and stop its processes at the end; None without an environment.
+
+    Raises:
+        ConfigError: a package that programs need is not installed.
+    """
+    return contextlib.nullcontext() if config is None else contextlib.closing(episode_runner(config, renderer))
+
+
+def episode_runner(config: EnvironmentConfig, renderer: Renderer) -> EpisodeRunner:
+    """Return the object that plays episodes. Raises ConfigError: as :func:`environment_runner`."""
+    if not isinstance(config, AgentEnvironment):
+        return EnvironmentRunner(config)
+    try:
+        from cookbook.server.agents import AgentRunner
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"env: the package {error.name!r} is not installed; install post-training-cookbook[server]"
+        ) from error
+    return AgentRunner(config, renderer)
 
 
 def collect_garbage_from_here() -> None:

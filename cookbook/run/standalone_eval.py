@@ -88,7 +88,7 @@ def evaluate(cfg: DictConfig, target: Target) -> tuple[JsonObject, Evaluation, P
         trainer = typed.backend.make_trainer(_model(typed, target), seed=typed.seed, folder=folder)
         stack.callback(trainer.close)
         renderer, stop = Renderer(trainer.tokenizer, trainer.max_length), tuple(typed.rollout.stop or ())
-        environment = stack.enter_context(environment_runner(typed.env))
+        environment = stack.enter_context(environment_runner(typed.env, renderer))
         evaluator = Evaluator(typed.eval, renderer, typed.rollout.retrier(), runner, stop, typed.seed, refusals, environment)
         collect_garbage_from_here()
         with terminal.doing("starting the deployment"):

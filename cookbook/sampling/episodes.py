@@ -18,7 +18,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,11 +26,11 @@ from cookbook.data import RenderedPrompt, Renderer
 from cookbook.errors import ConfigError, DataError, RolloutError, SampleRefusedError, SamplerUnavailableError
 from cookbook.futures import Future
 from cookbook.protocols import Sampler
-from cookbook.sampling.environments.conversation import Conversation
+from cookbook.sampling.environments.conversation import Transcript
 from cookbook.sampling.environments.instance import Reply
-from cookbook.sampling.environments.runner import EnvironmentRunner, Episode, Failure, Pending
+from cookbook.sampling.environments.runner import EarnedReward, Episode, EpisodeRunner, Failure, Pending
 from cookbook.sampling.rewards import PendingScores, RewardRunner, Score
-from cookbook.sampling.trajectory import Trajectory
+from cookbook.sampling.trajectory import Segment, Trajectory
 from cookbook.types import ModelInput, Sample, SampleResponse, SamplingParams
 
 Request = Callable[[], Future[SampleResponse]]
@@ -158,16 +158,16 @@ class _Attempt:
     params: SamplingParams
     episode: Episode
     waiting: Pending[Reply]
-    conversation: Conversation | None = None
+    conversation: Transcript | None = None
     ended: str = ""
     num_turns: int = 0
-    calls: list[int] = field(default_factory=lambda: [0, 0, 0])
-    reward: Pending[float | None] | None = None
+    calls: tuple[int, int, int] = (0, 0, 0)
+    reward: Pending[EarnedReward | None] | None = None
 
     def turn_params(self, context: int | None, *, own_seed: bool) -> SamplingParams:
         """Return the parameters of the next turn, with as many tokens as the context has left."""
         assert self.conversation is not None
-        params = self.params
+        params = self.conversation.limited(self.params)
         if own_seed and params.seed is not None:
             state = np.random.SeedSequence((params.seed, self.number, self.num_turns)).generate_state(1, np.uint64)
             params = replace(params, seed=int(state[0]) >> 16)
@@ -180,13 +180,13 @@ class _Attempt:
         """Return the ended episode. One that the environment has ended by an error has ``error_reward``."""
         found = self.reward.result() if self.reward is not None else Failure("")
         failed = isinstance(found, Failure)
-        if isinstance(found, Failure):
-            found = error_reward
-        branches = self.conversation.branches if self.conversation is not None else ()
         # Without a completion, a reward has nothing to score.
-        found = error_reward if found is None and not self.num_turns else found
+        if isinstance(found, Failure) or (found is None and not self.num_turns):
+            found = EarnedReward(error_reward)
+        branches = self.conversation.branches if self.conversation is not None else ()
         ended = "error" if failed and self.ended not in ("error", "timeout") else self.ended
-        return Trajectory(branches, ended, found, *self.calls)
+        reward, parts = (None, {}) if found is None else (found.value, found.parts)
+        return Trajectory(branches, ended, reward, *self.calls, parts=parts)
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class Episodes:
     renderer: Renderer
     retrier: Retrier
     runner: RewardRunner | None = None
-    environment: EnvironmentRunner | None = None
+    environment: EpisodeRunner | None = None
 
     def play(self, sampler: Sampler, draws: Sequence[Draw], ended: Ended, *, has_samples: bool = False) -> FailedRequests:
         """Play all episodes of ``draws``; ``ended`` gets each draw's index and trajectories as soon as all of its episodes end.
@@ -224,7 +224,7 @@ class Episodes:
         Raises:
             ConfigError: there is no reward.
         """
-        scored = [None if one.reward is None else Score(one.reward) for one in trajectories]
+        scored = [None if one.reward is None else Score(one.reward, one.parts) for one in trajectories]
         rest = [one for one in trajectories if one.reward is None]
         if self.environment is not None:
             self.environment.check_rewards(trajectories)
@@ -250,7 +250,7 @@ class _Rounds:
     def __init__(
         self,
         episodes: Episodes,
-        environment: EnvironmentRunner,
+        environment: EpisodeRunner,
         sampler: Sampler,
         draws: Sequence[Draw],
         ended: Ended,
@@ -259,29 +259,37 @@ class _Rounds:
     ) -> None:
         self._renderer, self._retrier, self._environment = episodes.renderer, episodes.retrier, environment
         self._sampler, self._draws, self._ended = sampler, draws, ended
-        self._attempts = [
-            _Attempt(index, number, draw.params, *environment.begin(draw.prompt.row))
-            for index, draw in enumerate(draws)
-            for number in range(draw.num_samples)
-        ]
+        self._attempts: list[_Attempt] = []
+        # Draw and number of the attempts that have not begun.
+        self._queued = deque((index, number) for index, draw in enumerate(draws) for number in range(draw.num_samples))
         self._has_samples = has_samples
         self._failed: dict[int, Exception] = {}
         self._num_retries = 0
 
     def play(self) -> FailedRequests:
-        waiting = self._attempts
         told: set[int] = set()
-        while waiting:
+        while waiting := self._begin([one for one in self._attempts if not one.ended and one.draw not in self._failed]):
             answered = self._answered(waiting)
             for attempt in answered:
                 self._read(attempt)
             self._sample([attempt for attempt in answered if not attempt.ended])
-            waiting = [one for one in self._attempts if not one.ended and one.draw not in self._failed]
-            told |= self._tell(told, {attempt.draw for attempt in waiting})
+            unfinished = {one.draw for one in self._attempts if not one.ended} | {index for index, _ in self._queued}
+            told |= self._tell(told, unfinished - self._failed.keys())
         if self._draws and not self._has_samples and len(self._failed) == len(self._draws):
             first = self._failed[min(self._failed)]
             raise RolloutError(f"sampling: requests of all {len(self._draws)} prompts were refused; the first: {first}")
         return FailedRequests(dict(sorted(self._failed.items())), self._num_retries)
+
+    def _begin(self, waiting: list[_Attempt]) -> list[_Attempt]:
+        """Begin as many attempts as the environment plays at a time. Return them with those that wait for an answer."""
+        limit = self._environment.limit
+        while self._queued and (limit is None or len(waiting) < limit):
+            index, number = self._queued.popleft()
+            if index not in self._failed:
+                draw = self._draws[index]
+                waiting.append(_Attempt(index, number, draw.params, *self._environment.begin(draw.prompt.row)))
+                self._attempts.append(waiting[-1])
+        return waiting
 
     def _answered(self, waiting: Sequence[_Attempt]) -> Sequence[_Attempt]:
         """Return the attempts to continue: all of them, or with ``env.lockstep=false`` those whose answers have arrived."""
@@ -297,12 +305,15 @@ class _Rounds:
             attempt.ended = reply.ended
             self._environment.end(attempt.episode)
             return
-        counts = (reply.calls, reply.malformed_calls, reply.failed_calls)
-        attempt.calls = [total + one for total, one in zip(attempt.calls, counts, strict=True)]
+        calls, malformed, failed = attempt.calls
+        attempt.calls = calls + reply.calls, malformed + reply.malformed_calls, failed + reply.failed_calls
         try:
             attempt.ended = self._continued(attempt, reply)
         except DataError as error:
-            raise RolloutError(f"env: {error}") from error
+            self._environment.unreadable(attempt.episode, error)
+            attempt.ended = "error"
+            self._environment.end(attempt.episode)
+            return
         if attempt.ended:
             attempt.reward = self._environment.reward(attempt.episode)
             self._environment.end(attempt.episode)
@@ -310,15 +321,11 @@ class _Rounds:
     def _continued(self, attempt: _Attempt, reply: Reply) -> str:
         """Add the answer to the conversation. Return why the episode ends, or nothing."""
         environment, prompt = self._environment, self._draws[attempt.draw].prompt
-        if attempt.conversation is None:
-            tools = environment.contract.tools
-            attempt.conversation = Conversation(self._renderer, prompt, reply.observation, tools)
-        elif reply.done:
+        if attempt.conversation is not None and reply.done:
             return "done"
-        elif attempt.num_turns >= environment.config.max_turns:
+        if attempt.num_turns >= environment.config.max_turns:
             return "max_turns"
-        else:
-            attempt.conversation.observe(reply.observation or "")
+        attempt.conversation = environment.observe(attempt.episode, prompt, self._renderer, reply)
         context = self._renderer.max_length
         return "context" if context is not None and len(attempt.conversation.tokens) >= context else ""
 
@@ -336,17 +343,18 @@ class _Rounds:
                 self._environment.config.lockstep
                 and same[0].num_turns == 0
                 and all(one.conversation and first and one.conversation.tokens == first.tokens for one in same)
+                and all(one.turn_params(None, own_seed=False) == same[0].turn_params(None, own_seed=False) for one in same)
             )
             turns += [same] if together else [[one] for one in same]
         if not turns:
             return
         requests = [self._turn(members) for members in turns]
-        texts: dict[_Attempt, str] = {}
+        completions: dict[_Attempt, Segment] = {}
 
         def arrived(index: int, samples: list[Sample]) -> None:
             for attempt, sample in zip(turns[index], samples, strict=True):
                 assert attempt.conversation is not None
-                texts[attempt] = attempt.conversation.add(sample)
+                completions[attempt] = attempt.conversation.add(sample)
                 attempt.num_turns += 1
 
         has_samples = self._has_samples or any(one.num_turns for one in self._attempts)
@@ -356,7 +364,7 @@ class _Rounds:
         for attempt in attempts:
             if attempt.draw in self._failed:
                 continue
-            attempt.waiting = self._environment.act(attempt.episode, texts[attempt])
+            attempt.waiting = self._environment.act(attempt.episode, completions[attempt])
 
     def _turn(self, members: Sequence[_Attempt]) -> Request:
         conversation = members[0].conversation

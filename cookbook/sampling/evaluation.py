@@ -15,7 +15,7 @@ from cookbook import terminal
 from cookbook.data import RejectedRows, RenderedPrompt, Renderer, Row
 from cookbook.errors import BadRowError, ConfigError
 from cookbook.protocols import Sampler
-from cookbook.sampling.environments import EnvironmentRunner
+from cookbook.sampling.environments import EpisodeRunner
 from cookbook.sampling.episodes import Draw, Episodes, Retrier
 from cookbook.sampling.rewards import PendingScores, RewardRunner, Score, part_means
 from cookbook.sampling.trajectory import Trajectory
@@ -128,7 +128,7 @@ class Evaluator:
     stop: Sequence[str]
     seed: int
     refusals: RejectedRows | None = None
-    environment: EnvironmentRunner | None = None
+    environment: EpisodeRunner | None = None
 
     def rewards(self, sampler: Sampler, prompts: Sequence[RenderedPrompt]) -> Evaluation:
         """Return ``eval/reward``, the mean reward, ``eval/accuracy``, the share of at least ``CORRECT``, and pass@k.

@@ -15,7 +15,7 @@ from cookbook.data import RejectedRows, RenderedPrompt, Renderer, RowDatum
 from cookbook.errors import BadRowError, ConfigError
 from cookbook.protocols import Deployment, Sampler
 from cookbook.sampling.advantages import groups_without_spread
-from cookbook.sampling.environments import EnvironmentRunner
+from cookbook.sampling.environments import EpisodeRunner
 from cookbook.sampling.episodes import Draw, Episodes, FailedRequests, Retrier
 from cookbook.sampling.evaluation import Evaluator
 from cookbook.sampling.rewards import PendingScores, RewardRunner, part_means
@@ -129,7 +129,7 @@ def sample_groups(
     retrier: Retrier | None = None,
     runner: RewardRunner | None = None,
     refusals: RejectedRows | None = None,
-    environment: EnvironmentRunner | None = None,
+    environment: EpisodeRunner | None = None,
     further: Further | None = None,
 ) -> StepRollouts:
     """Sample ``group_size`` completions of every prompt. All requests are made before the first result is awaited.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -47,8 +47,8 @@ class Trajectory:
     a later branch has the tokens of the whole rewritten conversation; its text is that of the last observation.
 
     ``ended``: the stop reason of the only turn; with an environment ``done``, ``max_turns``, ``context`` (no token is left),
-    ``error`` or ``timeout``. ``reward`` is the environment's; None if it gives none. ``calls`` counts calls of tools,
-    ``malformed_calls`` those that could not be read, and ``failed_calls`` those that raised.
+    ``error`` or ``timeout``. ``reward`` is the environment's, with its named ``parts``; None if it gives none. ``calls`` counts
+    calls of tools, ``malformed_calls`` those that could not be read, and ``failed_calls`` those that raised.
     """
 
     branches: tuple[Branch, ...]
@@ -57,6 +57,7 @@ class Trajectory:
     calls: int = 0
     malformed_calls: int = 0
     failed_calls: int = 0
+    parts: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def single(cls, prompt: Sequence[int], prompt_text: str, sample: Sample, text: str) -> Trajectory:

@@ -44,7 +44,11 @@ _WITH_SPLITS = ("data.split=", "data.eval_split=", "data.mix=")
 
 
 def quoted(word: str) -> str:
-    """Return the override with quotes around slices of splits: ``data.split='train[:10%]'``."""
+    """Return the override with quotes around slices of splits, ``data.split='train[:10%]'``, and around a command."""
+    key, _, value = word.partition("=")
+    if key.lstrip("+") == "env.command" and value not in ("", "???") and not (value[0] in "'\"" and value[-1] == value[0]):
+        escaped = value.replace("'", "\\'")
+        return f"{key}='{escaped}'"
     return _SLICED.sub(lambda match: f"'{match[0]}'", word) if word.lstrip("+").startswith(_WITH_SPLITS) else word
 
 

@@ -6,17 +6,19 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cookbook.check.bench import CheckResult, State
 from cookbook.data import RenderedPrompt, Renderer, Row
 from cookbook.data.formats import Chat
 from cookbook.errors import ConfigError
+from cookbook.sampling.environments.agent import AgentEnvironment
 from cookbook.sampling.environments.config import EnvironmentConfig
 from cookbook.sampling.environments.conversation import Conversation
 from cookbook.sampling.environments.instance import Reply
-from cookbook.sampling.environments.runner import EnvironmentRunner, Failure, numbered_rows
+from cookbook.sampling.environments.runner import EnvironmentRunner, EpisodeRunner, Failure, numbered_rows
+from cookbook.sampling.trajectory import Segment
 from cookbook.types import JsonObject, Sample
 from cookbook.utils.paths import packaged
 
@@ -41,7 +43,10 @@ class PlayedEpisode:
         return json.dumps([self.observations, self.ended, self.reward, self.failure], default=str)
 
 
-def check_environment(config: EnvironmentConfig) -> list[CheckResult]:
+RunnerFactory = Callable[[EnvironmentConfig, Renderer], EpisodeRunner]
+
+
+def check_environment(config: EnvironmentConfig, runner: RunnerFactory) -> list[CheckResult]:
     """Return the results of all checks. A failing environment gives failed checks, and no exception.
 
     Raises:
@@ -50,10 +55,11 @@ def check_environment(config: EnvironmentConfig) -> list[CheckResult]:
     # Every failure is shown here, and none ends the command.
     config = dataclasses.replace(config, on_error="end")
     rows = numbered_rows(config, "train", 0, None)[:ROWS]
-    with contextlib.closing(EnvironmentRunner(config)) as environment:
-        alone = [play(environment, row) for row in rows]
-        again = [play(environment, row) for row in rows]
-        together = _interleaved(environment, rows)
+    renderer = _tiny_renderer()
+    with contextlib.closing(runner(config, renderer)) as environment:
+        alone = [play(environment, renderer, row) for row in rows]
+        again = [play(environment, renderer, row) for row in rows]
+        together = _interleaved(environment, renderer, rows)
     failures = [one.failure for one in alone if one.failure]
     if failures:
         remedy = "fix it; an environment that reads the data is played here without the data's columns"
@@ -77,18 +83,18 @@ def _limit(config: EnvironmentConfig) -> str:
     return "off (env.timeout_s=null)" if config.timeout_s is None else f"env.timeout_s={config.timeout_s:g}"
 
 
-def answers(environment: EnvironmentRunner) -> list[str]:
+def answers(environment: EpisodeRunner) -> list[str]:
     """Return the made-up answers of an episode: for tools, a call of each without arguments first."""
     calls = [json.dumps({"name": tool["function"]["name"], "arguments": {}}) for tool in environment.contract.tools]
     return [*(f"<tool_call>{call}</tool_call>" for call in calls), *TEXTS][: environment.config.max_turns]
 
 
-def play(environment: EnvironmentRunner, row: Row) -> PlayedEpisode:
+def play(environment: EpisodeRunner, renderer: Renderer, row: Row) -> PlayedEpisode:
     """Play one episode to its end."""
-    return _interleaved(environment, [row])[0]
+    return _interleaved(environment, renderer, [row])[0]
 
 
-def _interleaved(environment: EnvironmentRunner, rows: Sequence[Row]) -> list[PlayedEpisode]:
+def _interleaved(environment: EpisodeRunner, renderer: Renderer, rows: Sequence[Row]) -> list[PlayedEpisode]:
     """Play the episodes of all rows in turn, an answer of each at a time."""
     found = [PlayedEpisode() for _ in rows]
     begun = []
@@ -101,14 +107,19 @@ def _interleaved(environment: EnvironmentRunner, rows: Sequence[Row]) -> list[Pl
         for one, state in zip(found, begun, strict=True):
             if not one.ended:
                 started = time.monotonic()
-                _read(one, environment.act(state, text).result(), started)
+                _read(one, environment.act(state, _made_up(renderer, text)).result(), started)
     for one, state in zip(found, begun, strict=True):
         one.ended = one.ended or "max_turns"
         if not one.failure:
             reward = environment.reward(state).result()
-            one.reward, one.failure = (None, reward.message) if isinstance(reward, Failure) else (reward, "")
+            one.reward, one.failure = (None, reward.message) if isinstance(reward, Failure) else (reward and reward.value, "")
         environment.end(state)
     return found
+
+
+def _made_up(renderer: Renderer, text: str) -> Segment:
+    tokens = [*renderer.encode(text), renderer.stop_token_ids[0]]
+    return Segment("model", tokens, text, [0.0] * len(tokens), "stop")
 
 
 def _read(one: PlayedEpisode, reply: Reply | Failure, started: float) -> None:
@@ -142,7 +153,7 @@ def turn_tokens(config: EnvironmentConfig, prompts: Sequence[RenderedPrompt], re
     first, later = 0, 0
     with contextlib.closing(EnvironmentRunner(config)) as environment:
         for prompt in prompts[:ROWS]:
-            episode = play(environment, prompt.row)
+            episode = play(environment, renderer, prompt.row)
             if episode.failure:
                 raise ConfigError(f"env: {episode.failure}; fix the environment (cookbook check env)")
             opening, *observations = episode.observations
@@ -163,11 +174,18 @@ def _continued(conversation: Conversation, renderer: Renderer, observation: obje
     return begun
 
 
-def _exact_tokens(config: EnvironmentConfig, played: Sequence[PlayedEpisode]) -> CheckResult:
-    """Check, with the tokenizer of the shipped model, that the tokens of each turn begin with those of the turn before."""
+def _tiny_renderer() -> Renderer:
+    """Return the renderer of the shipped model."""
     from transformers import AutoTokenizer
 
-    renderer = Renderer(AutoTokenizer.from_pretrained(packaged("data") / "tiny"))
+    return Renderer(AutoTokenizer.from_pretrained(packaged("data") / "tiny"))
+
+
+def _exact_tokens(config: EnvironmentConfig, played: Sequence[PlayedEpisode]) -> CheckResult:
+    """Check, with the tokenizer of the shipped model, that the tokens of each turn begin with those of the turn before."""
+    if isinstance(config, AgentEnvironment):
+        return CheckResult("tokens", State.skipped, "every call of a program is rendered as a whole; rollout/branches counts")
+    renderer = _tiny_renderer()
     if config.contract.tools:
         return CheckResult("tokens", State.skipped, "the shipped model's chat template prints no tools")
     for episode in played:

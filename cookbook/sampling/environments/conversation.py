@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from cookbook.data import RenderedPrompt, Renderer
 from cookbook.data.formats import Chat, Example, Plain
 from cookbook.data.messages import ChatMessage, parse_messages
 from cookbook.sampling.trajectory import Branch, Segment
-from cookbook.types import JsonObject, Sample
+from cookbook.types import JsonObject, Sample, SamplingParams
 
 Observation = str | list[JsonObject] | None
 
@@ -17,6 +19,22 @@ Observation = str | list[JsonObject] | None
 QUESTION, ANSWER = ChatMessage("user", "question"), ChatMessage("assistant", "answer")
 # Some templates print the result of a tool only after the call of one.
 CALL = {"tool_calls": [{"id": "call00000", "type": "function", "function": {"name": "tool", "arguments": {}}}]}
+
+
+class Transcript(Protocol):
+    """Tokens of an episode: ``tokens`` are the prompt of the next turn."""
+
+    @property
+    def tokens(self) -> list[int]: ...
+
+    @property
+    def branches(self) -> tuple[Branch, ...]: ...
+
+    def limited(self, params: SamplingParams) -> SamplingParams:
+        """Return the parameters of the next turn."""
+
+    def add(self, sample: Sample) -> Segment:
+        """Add a completion to the last turn, and return it with its text."""
 
 
 class Conversation:
@@ -38,19 +56,32 @@ class Conversation:
         shown = "\n".join(message.content for message in self._messages) if self._messages else text
         self._segments = [Segment("prompt", self.tokens.copy(), shown)]
         self._earlier: list[Branch] = []
+        self._answer: Segment | None = None
 
     @property
     def branches(self) -> tuple[Branch, ...]:
         return (*self._earlier, tuple(self._segments))
 
-    def add(self, sample: Sample) -> str:
-        """Add a completion to the last turn, and return its text."""
+    def limited(self, params: SamplingParams) -> SamplingParams:
+        """Return the parameters of the next turn."""
+        return params
+
+    def add(self, sample: Sample) -> Segment:
+        """Add a completion to the last turn, and return it with its text."""
         text = self._renderer.text(sample.tokens)
-        self._segments.append(Segment.sampled(sample, text))
+        self._answer = Segment.sampled(sample, text)
+        self._segments.append(self._answer)
         self.tokens += sample.tokens
         self._messages.append(ChatMessage("assistant", text))
         self._text += self._renderer.printed(sample.tokens)
-        return text
+        return self._answer
+
+    def fork(self) -> Conversation:
+        """Return a conversation with the same tokens, all of which are its prompt."""
+        other = copy.copy(self)
+        other.tokens, other._messages, other._earlier = self.tokens.copy(), self._messages.copy(), []
+        other._segments = [Segment("prompt", self.tokens.copy(), "\n".join(segment.text for segment in self._segments))]
+        return other
 
     def observe(self, observation: str | list[JsonObject]) -> None:
         """Add what the environment says, and the header of the next answer."""
@@ -79,7 +110,8 @@ class Conversation:
 
     def _between(self, said: Sequence[ChatMessage]) -> str | None:
         """Return what the chat template prints between a completion and the next; None if it prints no such text."""
-        last = self._segments[-1]
+        last = self._answer
+        assert last is not None
         closing = _after_answer(self._renderer, isinstance(self._example, Chat) and self._example.tools, tuple(said))
         if closing is None:
             return None

@@ -5,19 +5,20 @@ from __future__ import annotations
 import itertools
 import logging
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from cookbook.data import DataConfig, RejectedRows, RenderedPrompt, Renderer, Row, datums
 from cookbook.data.formats import Chat, Plain
-from cookbook.errors import ConfigError, RolloutError
+from cookbook.errors import ConfigError, DataError, RolloutError
 from cookbook.futures import done
 from cookbook.sampling import workers
 from cookbook.sampling.environments.config import EnvironmentConfig
+from cookbook.sampling.environments.conversation import Conversation, Transcript
 from cookbook.sampling.environments.instance import NAMES, Instances, Reply
-from cookbook.sampling.trajectory import Trajectory
+from cookbook.sampling.trajectory import Segment, Trajectory
 from cookbook.sampling.workers import WorkerEndedError, WorkerProcess, WorkerStartError, WorkerTimeoutError
 from cookbook.types import JsonObject
 
@@ -39,6 +40,14 @@ class Failure:
 
     message: str
     ended: str = "error"
+
+
+@dataclass(frozen=True)
+class EarnedReward:
+    """Reward of an episode, with its named parts if it has any."""
+
+    value: float
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -68,48 +77,55 @@ class Episode:
     row: Row
     acted: list[tuple[str, list[Any]]] = field(default_factory=list)
     process: int = 0
+    conversation: Conversation | None = None
 
 
-class EnvironmentRunner:
-    """Plays episodes of the configured environment.
+class EpisodeRunner:
+    """Plays episodes.
+
+    ``limit``: the largest number of episodes at a time; None: no limit.
 
     Raises:
-        ConfigError: an environment cannot be constructed, or lacks a method.
+        ConfigError: the environment lacks a method.
     """
+
+    limit: int | None = None
 
     def __init__(self, config: EnvironmentConfig) -> None:
         self.config = config
         self.contract = config.contract
         self._numbers = itertools.count()
-        self._here = Instances(config)
-        configuration = workers.configuration(config, "env") if config.workers else b""
-        # Calls of one episode go to one process, and each process has a thread that waits for it.
-        self._processes = [WorkerProcess(HANDLER, configuration, config.timeout_s) for _ in range(config.workers)]
-        self._threads = [ThreadPoolExecutor(1, thread_name_prefix="env") for _ in self._processes]
         self._said: set[str] = set()
-        self._closing: list[tuple[Episode, Future[JsonObject]]] = []
         # Whether completed episodes have had a reward.
         self._rewarded: set[bool] = set()
 
     def begin(self, row: Row) -> tuple[Episode, Pending[Reply]]:
         """Begin an episode, and return it with the first observation. All episodes of a row have the same seed."""
-        episode = Episode(next(self._numbers), row)
-        # Without the folder: a run that has moved to another folder resumes with the same seeds.
-        seed = zlib.crc32(row.where.rpartition("/")[2].encode())
-        return episode, self._pending(episode, "reset", [row.values, seed], _reply)
+        raise NotImplementedError
 
-    def act(self, episode: Episode, text: str) -> Pending[Reply]:
+    def observe(self, episode: Episode, prompt: RenderedPrompt, renderer: Renderer, reply: Reply) -> Transcript:
+        """Add an observation to the tokens of the episode, and return them. Raises DataError: it cannot be rendered."""
+        raise NotImplementedError
+
+    def act(self, episode: Episode, turn: Segment) -> Pending[Reply]:
         """Return the answer to a completion."""
-        return self._pending(episode, "act", [text], _reply)
+        raise NotImplementedError
 
-    def reward(self, episode: Episode) -> Pending[float | None]:
+    def unreadable(self, episode: Episode, error: DataError) -> None:
+        """Record an observation that cannot be rendered. Raises RolloutError: it ends the run."""
+        raise RolloutError(f"env: {error}") from error
+
+    def reward(self, episode: Episode) -> Pending[EarnedReward | None]:
         """Return the reward of the episode, None if the environment gives none."""
-        return self._pending(episode, "reward", [], lambda result: result)
+        raise NotImplementedError
 
     def end(self, episode: Episode) -> None:
         """Drop the state of an episode."""
-        self._closing = [(one, future) for one, future in self._closing if not self._is_closed(one, future)]
-        self._closing.append((episode, self._submit(episode, "close", [])))
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End all episodes."""
+        raise NotImplementedError
 
     def check_rewards(self, trajectories: Sequence[Trajectory]) -> None:
         """Raise ConfigError if the environment gives a reward in some of its episodes only: they would not be comparable."""
@@ -121,6 +137,69 @@ class EnvironmentRunner:
                 "env: some episodes had a reward of the environment, and others none; return (observation, reward) from every "
                 "step, with 0.0 where nothing is earned, or define get_reward"
             )
+
+    def _failure(self, episode: Episode, answer: JsonObject) -> Failure:
+        """Return the failure, and say it once.
+
+        Raises:
+            RolloutError: every episode would fail, or ``env.on_error=fail``.
+        """
+        message = f"{episode.row.where}: env: {answer['failure']}"
+        if answer.get("trace"):
+            # The terminal shows one line.
+            log.info("%s: the environment's own trace\n%s", episode.row.where, answer["trace"])
+        if answer.get("fatal"):
+            raise RolloutError(message)
+        if self.config.on_error == "fail":
+            raise RolloutError(f"{message}; fix the environment, or set env.on_error=end")
+        if answer["failure"] not in self._said:
+            self._said.add(answer["failure"])
+            remedy = "rollout/env_errors counts such episodes, and env.on_error=fail stops the run"
+            log.warning("%s; the episode ends with reward %g; %s", message, self.config.error_reward, remedy)
+        return Failure(answer["failure"], answer.get("ended", "error"))
+
+
+class EnvironmentRunner(EpisodeRunner):
+    """Plays episodes of an environment in Python.
+
+    Raises:
+        ConfigError: an environment cannot be constructed, or lacks a method.
+    """
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        super().__init__(config)
+        self._here = Instances(config)
+        configuration = workers.configuration(config, "env") if config.workers else b""
+        # Calls of one episode go to one process, and each process has a thread that waits for it.
+        self._processes = [WorkerProcess(HANDLER, configuration, config.timeout_s) for _ in range(config.workers)]
+        self._threads = [ThreadPoolExecutor(1, thread_name_prefix="env") for _ in self._processes]
+        self._closing: list[tuple[Episode, Future[JsonObject]]] = []
+
+    def begin(self, row: Row) -> tuple[Episode, Pending[Reply]]:
+        """Begin an episode, and return it with the first observation. All episodes of a row have the same seed."""
+        episode = Episode(next(self._numbers), row)
+        return episode, self._pending(episode, "reset", [row.values, seed_of(row)], _reply)
+
+    def observe(self, episode: Episode, prompt: RenderedPrompt, renderer: Renderer, reply: Reply) -> Transcript:
+        """Add an observation to the tokens of the episode, and return them."""
+        if episode.conversation is None:
+            episode.conversation = Conversation(renderer, prompt, reply.observation, self.contract.tools)
+        else:
+            episode.conversation.observe(reply.observation or "")
+        return episode.conversation
+
+    def act(self, episode: Episode, turn: Segment) -> Pending[Reply]:
+        """Return the answer to a completion."""
+        return self._pending(episode, "act", [turn.text], _reply)
+
+    def reward(self, episode: Episode) -> Pending[EarnedReward | None]:
+        """Return the reward of the episode, None if the environment gives none."""
+        return self._pending(episode, "reward", [], lambda result: None if result is None else EarnedReward(result))
+
+    def end(self, episode: Episode) -> None:
+        """Drop the state of an episode."""
+        self._closing = [(one, future) for one, future in self._closing if not self._is_closed(one, future)]
+        self._closing.append((episode, self._submit(episode, "close", [])))
 
     def close(self) -> None:
         """Close the last episodes, if that takes no longer than ``CLOSE_S``, and stop the processes and their current calls."""
@@ -183,25 +262,10 @@ class EnvironmentRunner:
         except WorkerEndedError as error:
             return {"failure": f"{name} ended its process ({error}); fix the environment"}
 
-    def _failure(self, episode: Episode, answer: JsonObject) -> Failure:
-        """Return the failure, and say it once.
 
-        Raises:
-            RolloutError: every episode would fail, or ``env.on_error=fail``.
-        """
-        message = f"{episode.row.where}: env: {answer['failure']}"
-        if answer.get("trace"):
-            # The terminal shows one line.
-            log.info("%s: the environment's own trace\n%s", episode.row.where, answer["trace"])
-        if answer.get("fatal"):
-            raise RolloutError(message)
-        if self.config.on_error == "fail":
-            raise RolloutError(f"{message}; fix the environment, or set env.on_error=end")
-        if answer["failure"] not in self._said:
-            self._said.add(answer["failure"])
-            remedy = "rollout/env_errors counts such episodes, and env.on_error=fail stops the run"
-            log.warning("%s; the episode ends with reward %g; %s", message, self.config.error_reward, remedy)
-        return Failure(answer["failure"], answer.get("ended", "error"))
+def seed_of(row: Row) -> int:
+    """Return the seed of the row's episodes. It ignores the folder: a run that was moved resumes with the same seeds."""
+    return zlib.crc32(row.where.rpartition("/")[2].encode())
 
 
 def _reply(result: JsonObject) -> Reply:
