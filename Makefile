@@ -147,7 +147,7 @@ bench-peers: $(VENV)/installed .venv-trl/installed ## Speed and memory beside TR
 
 docs: $(VENV)/tools .venv-docs/installed ## Build the documentation site: open build/site/index.html
 	$(BIN)/python scripts/make_docs.py $(ARGS)
-	.venv-docs/bin/mkdocs build --quiet --strict --config-file docs/site/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict --config-file docs/site/mkdocs.yml
 
 wheel: $(VENV)/tools ## Build the wheel into dist/
 	$(BIN)/python -m build --wheel --no-isolation

@@ -1,7 +1,7 @@
 """Write the pages of the documentation site to build/docs: the pages of docs/, and the generated reference.
 
-``make docs`` calls it, then MkDocs. The reference is read from the code itself: the command line from typer, the configuration from
-``conf/`` and the dataclasses that it names, the HTTP API from the server's OpenAPI description, the files from a real run.
+``make docs`` calls it, then MkDocs. The reference is read from the code itself: the command line from typer, the configuration
+from ``conf/`` and the dataclasses that it names, the HTTP API from the server's OpenAPI description, the files from a real run.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ FILES = {
     "checkpoints/chat_template.jinja": "chat template",
     "checkpoints/README.md": "model card",
     "checkpoints/checkpoint.json": "step, what identifies the run, state of its data, and digests of the files",
+    "checkpoints/sampler/": "weights that the run samples from, if a step without a weight sync has passed",
     "checkpoints/trainer/": "optimizer state in safetensors, as torch.distributed.checkpoint writes it",
 }
 
@@ -73,16 +74,21 @@ def main() -> None:
         for name, text in drawings().items():
             (DOCS / name).write_text(text, encoding="utf-8")
         return
-    shutil.rmtree(arguments.out, ignore_errors=True)
-    for name, text in pages(arguments.run).items():
-        path = arguments.out / name
+    write(pages(arguments.run), arguments.out)
+
+
+def write(texts: Mapping[str, str], out: Path) -> None:
+    """Write the pages, drawings and assets; what was in the folder is removed."""
+    shutil.rmtree(out, ignore_errors=True)
+    for name, text in texts.items():
+        path = out / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     for path in DOCS.glob("*.svg"):
-        shutil.copy(path, arguments.out / path.name)
-    (arguments.out / "assets").mkdir()
+        shutil.copy(path, out / path.name)
+    (out / "assets").mkdir()
     for name in ("iframe-worker.js", "site.css"):
-        shutil.copy(DOCS / "site" / name, arguments.out / "assets" / name)
+        shutil.copy(DOCS / "site" / name, out / "assets" / name)
 
 
 def pages(run: Path | None) -> dict[str, str]:
@@ -115,7 +121,14 @@ def on_site(page: Path) -> str:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines) + "\n"
+    return "".join(f"| {' | '.join(escaped(cell, 'table') for cell in line)} |\n" for line in lines) + "\n"
+
+
+def escaped(text: str, place: str = "") -> str:
+    """Return Markdown in which ``<word>`` outside of code is text, not a tag; and in a table ``|``, not the end of a cell."""
+    parts = re.split(r"(`[^`]*`)", text)
+    plain = [part if part.startswith("`") else part.replace("<", "&lt;") for part in parts]
+    return "".join(part.replace("|", "&#124;") if place and not part.startswith("`") else part for part in plain)
 
 
 def code(value: object) -> str:
@@ -158,7 +171,7 @@ def _help(text: str) -> str:
     parts = []
     for part in text.split("\n\n"):
         fixed = part.lstrip().startswith("\b")
-        parts.append(f"```text\n{part.partition(chr(8))[2].strip(chr(10))}\n```" if fixed else part.strip())
+        parts.append(f"```text\n{part.partition(chr(8))[2].strip(chr(10))}\n```" if fixed else escaped(part.strip()))
     return "\n\n".join(parts)
 
 
@@ -183,7 +196,9 @@ def configuration_page() -> str:
 def _conf_file(path: Path, group: str) -> str:
     lines = path.read_text(encoding="utf-8").splitlines()
     name = path.relative_to(ROOT / "conf" / group).with_suffix("")
-    about = " ".join(line.lstrip("# ") for line in lines if line.startswith("#") and "@package" not in line and "???" not in line)
+    about = " ".join(
+        line.lstrip("# ") for line in lines if line.startswith("#") and "@package" not in line and "???" not in line
+    )
     header = f"### {group}={name}\n\n" if group else f"## conf/{path.name}\n\n"
     if group == "demo":
         header = f"### demo/{name}\n\n"
@@ -194,7 +209,7 @@ def _conf_file(path: Path, group: str) -> str:
         for key, value, comment in conf_keys(lines)
     ]
     chosen = [line.strip("- \t") for line in lines if re.match(r"\s+- (override )?/?\w+: ", line)]
-    text = header + (about.replace("|", "\\|") + "\n\n" if group else "")
+    text = header + (escaped(about) + "\n\n" if group else "")
     if target:
         text += f"Class: `{target}`\n\n"
     if chosen:
@@ -205,33 +220,25 @@ def _conf_file(path: Path, group: str) -> str:
 
 
 def conf_keys(lines: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield path, value and comment of every key. A comment on the lines above a key belongs to it."""
+    """Yield path, value and comment of every key. A comment on the lines above a key belongs to it, but for the file's first."""
     parents: list[tuple[int, str]] = []
     above: list[str] = []
-    in_defaults = False
+    in_header, in_defaults = True, False
     for line in lines:
         if line.lstrip().startswith("#"):
-            above.append(line.strip("# \t"))
+            above += [] if in_header else [line.strip("# \t")]
             continue
+        in_header = False
         found = re.match(r"( *)([\w-]+):(?: (.*?))?(?:\s+#\s*(.*))?$", line)
         in_defaults = (in_defaults and line.startswith(" ")) or line.startswith("defaults:")
-        if found is None or in_defaults or found[2] == "_target_":
-            above = []
-            continue
-        parents = [(indent, key) for indent, key in parents if indent < len(found[1])]
-        path = ".".join([*(key for _, key in parents), found[2]])
-        comment = found[4] or (" ".join(above) if found[1] or parents or above and len(above) < 3 else "")
-        if found[3]:
-            yield path, found[3].strip(), comment if found[4] or _is_about_key(lines, line) else ""
-        else:
-            parents.append((len(found[1]), found[2]))
+        if found is not None and not in_defaults and found[2] != "_target_":
+            parents = [(indent, key) for indent, key in parents if indent < len(found[1])]
+            if found[3]:
+                path = ".".join([*(key for _, key in parents), found[2]])
+                yield path, found[3].strip(), found[4] or " ".join(above)
+            else:
+                parents.append((len(found[1]), found[2]))
         above = []
-
-
-def _is_about_key(lines: Sequence[str], line: str) -> bool:
-    """Whether the comment above a line belongs to it, and not to the file."""
-    number = lines.index(line)
-    return number > 0 and lines[number - 1].lstrip().startswith("#") and not all(one.startswith("#") for one in lines[:number])
 
 
 def _type(target: str | None, key: str) -> str:
@@ -310,16 +317,20 @@ def files_page(run: Path) -> str:
     rows: dict[str, list[str]] = {}
     for path in sorted(path for path in run.rglob("*") if path.is_file()):
         name = re.sub(r"^checkpoints/[\w.-]+/", "checkpoints/", path.relative_to(run).as_posix())
-        name = "checkpoints/trainer/" if name.startswith("checkpoints/trainer/") else name
+        name = re.sub(r"^(checkpoints/(?:trainer|sampler)/).*", r"\1", name)
         if name not in FILES:
             raise SystemExit(f"make_docs: a run writes {name}; add what it is to FILES in scripts/make_docs.py")
         shown = name.replace("checkpoints/", "checkpoints/step-N/")
         rows[name] = [code(shown), FILES[name], f"{path.stat().st_size:,}"]
     text = (
-        "# Files of a run\n\nGenerated from a run of `recipe=grpo` with the shipped model. Sizes are in bytes. [Runs](../runs.md) explains how "
-        "the files are used.\n\n" + table(["file", "what", "size"], list(rows.values()))
+        "# Files of a run\n\nGenerated from a run of `recipe=grpo` with the shipped model. Sizes are in bytes. "
+        "[Runs](../runs.md) explains how the files are used.\n\n"
     )
+    text += table(["file", "what", "size"], [rows[name] for name in FILES if name in rows])
     for name in ("metrics.jsonl", "samples.jsonl", "status.json", "environment.json"):
+        if not (run / name).is_file():
+            # Runs of earlier versions have fewer files.
+            continue
         whole = (run / name).read_text(encoding="utf-8")
         value = json.loads(whole.splitlines()[-1] if name.endswith("l") else whole)
         shown = json.dumps(_short(value), indent=2, ensure_ascii=False).replace(str(run.parent), "/work")
@@ -344,12 +355,13 @@ def names_table() -> str:
     path = ROOT / "cookbook" / "cli" / "hydra" / "foreign_names.yaml"
     entries = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
     sections: dict[str, list[list[str]]] = {}
-    section = ""
+    section, before = "", "-"
     for line in path.read_text(encoding="utf-8").splitlines():
-        if re.match(r"# [A-Z]", line):
+        if line.startswith("# ") and not before:
             section = line.lstrip("# ")
         elif (found := re.match(r"(\w+):", line)) and found[1] in entries:
             sections.setdefault(section, []).append([code(found[1]), _counterpart(entries[found[1]])])
+        before = line
     return "".join(f"### {title}\n\n" + table(["their name", "here"], rows) for title, rows in sections.items())
 
 
@@ -376,7 +388,7 @@ def drawings() -> dict[str, str]:
     step = [
         ("prompts", "data", 0), ("rollouts", "deployment", 1), ("rewards", "reward or environment", 2),
         ("advantages", "recipe", 3), ("datums", "tokens, weights, ...", 4), ("log-probabilities", "backend", 5),
-        ("loss", "loss(data, logprobs)", 6), ("gradient / divisor", "loss.normalization", 7), ("new weights", "optim, schedule", 8),
+        ("loss", "loss(data, logprobs)", 6), ("gradient / divisor", "loss.normalization", 7), ("new weights", "optim", 8),
     ]  # fmt: skip
     return {"concepts-step.svg": _step(step), "concepts-processes.svg": _processes()}
 
@@ -418,7 +430,9 @@ def _step(boxes: Sequence[tuple[str, str, int]]) -> str:
             body += _arrow((x + width, y + 26), (x + width + gap, y + 26))
         elif row < 2:
             middle = y + 52 + (high - 52) // 2
-            body += _arrow((x + width // 2, y + 52), (x + width // 2, middle), (20 + width // 2, middle), (20 + width // 2, y + high))
+            body += _arrow(
+                (x + width // 2, y + 52), (x + width // 2, middle), (20 + width // 2, middle), (20 + width // 2, y + high)
+            )
     end = 20 + 2 * high + 52
     right, left = 20 + 2 * (width + gap) + width // 2, 8
     body += _arrow((right, end), (right, end + 18), (left, end + 18), (left, 46), (20, 46))
