@@ -220,7 +220,7 @@ def _conf_file(path: Path, group: str) -> str:
 
 
 def conf_keys(lines: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield path, value and comment of every key. A comment on the lines above a key belongs to it, but for the file's first."""
+    """Yield path, value and comment of every key. A comment above a key belongs to it, except at the file's start."""
     parents: list[tuple[int, str]] = []
     above: list[str] = []
     in_header, in_defaults = True, False
@@ -286,13 +286,16 @@ def http_page() -> str:
     for path, methods in paths.items():
         for method, operation in methods.items():
             named = [f"`{one['name']}`" for one in operation.get("parameters", []) if one["in"] != "header"]
+            bodies = operation.get("requestBody", {}).get("content", {}).values()
+            named += [f"`{name}`" for body in bodies for name in body.get("schema", {}).get("properties", {})]
             about = operation.get("description") or f"{operation['summary']}."
             rows.append([code(f"{method.upper()} {path}"), about.partition("\n\n")[0].replace("\n", " "), ", ".join(named)])
     return (
         "# HTTP API\n\nThe routes of `cookbook serve`, generated from its OpenAPI description, which a server has at "
         "`/api/v1/openapi.json` and shows at `/api/v1/docs`. Bodies are those of Tinker's client "
         "([compatibility](../tinker-compatibility.md)) and of OpenAI's API ([endpoint](../endpoint.md)); "
-        "a key is sent as `X-API-Key` or as a bearer token.\n\n" + table(["route", "what", "parameters"], rows)
+        "a key is sent as `X-API-Key` or as a bearer token.\n\n"
+        + table(["route", "what", "parameters and fields of the body"], rows)
     )
 
 
