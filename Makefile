@@ -19,7 +19,7 @@ TORCH_INDEX ?= $(shell if ! command -v nvidia-smi >/dev/null && $(PYTHON) -c '$(
 	echo $(CPU_BUILDS); fi)
 TORCH = $(TORCH_INDEX:%=--extra-index-url=%) torch
 
-.PHONY: help setup train test test-slow kills mutants long-run vllm test-vllm parity tinker-cookbook bench bench-ranks bench-gpu bench-peers lint types check data tiny-model wheel clean
+.PHONY: help setup train test test-slow kills mutants long-run vllm test-vllm parity tinker-cookbook docs bench bench-ranks bench-gpu bench-peers lint types check data tiny-model wheel clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -139,8 +139,19 @@ bench-peers: $(VENV)/installed .venv-trl/installed ## Speed and memory beside TR
 	$(BIN)/python benchmarks/peers/prepare.py runs/peers
 	$(BIN)/python benchmarks/peers/compare.py runs/peers --trl .venv-trl/bin/python --json runs/peers/peers.json $(PEERS)
 
+# MkDocs lives in an environment of its own; the generated pages need cookbook itself.
+.venv-docs/installed: scripts/docs.txt
+	$(PYTHON) -m venv .venv-docs
+	@echo '*' > .venv-docs/.gitignore
+	.venv-docs/bin/python -m pip install --quiet --requirement scripts/docs.txt
+	@touch $@
+
+docs: $(VENV)/tools .venv-docs/installed ## Build the documentation site: open build/site/index.html
+	$(BIN)/python scripts/make_docs.py $(ARGS)
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict --config-file docs/site/mkdocs.yml
+
 wheel: $(VENV)/tools ## Build the wheel into dist/
 	$(BIN)/python -m build --wheel --no-isolation
 
 clean: ## Remove what was built and installed; runs/ stays
-	rm -rf $(VENV) .venv-trl .venv-tinker .venv-vllm dist build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-docs .venv-trl .venv-tinker .venv-vllm dist build .mypy_cache .ruff_cache .pytest_cache

@@ -43,16 +43,22 @@ def create_app(service: Service) -> FastAPI:
         title="cookbook", version=__version__, lifespan=_lifespan, docs_url=f"{API}/docs", openapi_url=f"{API}/openapi.json"
     )
     app.state.service = service
-    for part in (session, requests, runs):
-        app.include_router(part.router, prefix=API)
-    app.include_router(session.metrics_router)
-    app.include_router(endpoint.router)
-    app.include_router(hub.router, prefix=HUB_PATH)
+    add_routes(app)
     app.add_exception_handler(Refused, _refused)
     app.add_exception_handler(CheckpointError, _refused)
     app.add_exception_handler(ClientDisconnect, _disconnected)
     app.add_middleware(Auth, keys=service.tenants.keys, on_request=service.note_request)
     app.add_middleware(RequestObserver, metrics=service.metrics)
+    return app
+
+
+def add_routes(app: FastAPI) -> FastAPI:
+    """Add every route of the server, and return the application."""
+    for part in (session, requests, runs):
+        app.include_router(part.router, prefix=API)
+    app.include_router(session.metrics_router)
+    app.include_router(endpoint.router)
+    app.include_router(hub.router, prefix=HUB_PATH)
     return app
 
 

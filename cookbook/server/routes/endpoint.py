@@ -36,11 +36,13 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def models(service: CurrentService) -> JsonObject:
+    """List the weights that a request can name."""
     return {"object": "list", "data": endpoint.models(service)}
 
 
 @router.get("/v1/models/{model:path}")
 async def model(service: CurrentService, model: str) -> JsonObject:
+    """Describe one model."""
     for entry in endpoint.models(service):
         if entry["id"] == model:
             return entry
@@ -49,6 +51,7 @@ async def model(service: CurrentService, model: str) -> JsonObject:
 
 @router.post("/v1/chat/completions", openapi_extra=json_body(ChatBody))
 async def chat_completions(service: CurrentService, request: HttpRequest, body: Body) -> Response:
+    """Answer a conversation, as OpenAI's chat completions."""
     fields = openai.parse(ChatBody, body)
     if fields.top_logprobs and not fields.logprobs:
         raise InvalidField("top_logprobs", f"needs logprobs=true, got {fields.top_logprobs} without it; send both")
@@ -69,6 +72,7 @@ async def chat_completions(service: CurrentService, request: HttpRequest, body: 
 
 @router.post("/v1/completions", openapi_extra=json_body(CompletionBody))
 async def completions(service: CurrentService, request: HttpRequest, body: Body) -> Response:
+    """Complete texts or tokens, as OpenAI's completions."""
     fields = openai.parse(CompletionBody, body)
     if not fields.max_tokens and not fields.echo:
         raise InvalidField("max_tokens", "0 needs echo=true, which returns the prompt; send at least 1")
@@ -92,6 +96,7 @@ async def completions(service: CurrentService, request: HttpRequest, body: Body)
 
 @router.post("/inference/v1/generate", openapi_extra=json_body(GenerateBody))
 async def generate(service: CurrentService, request: HttpRequest, body: Body) -> Response:
+    """Generate from token ids, in vLLM's format."""
     fields = openai.parse(GenerateBody, body)
     params = fields.sampling_params
     weights = await endpoint.weights_of(service, fields.model)

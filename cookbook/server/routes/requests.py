@@ -23,11 +23,13 @@ LONG_POLL_S = 30.0
 
 @router.post("/create_model", openapi_extra=json_body(bodies.CreateModel))
 async def create_model(service: CurrentService, body: Body) -> JsonObject:
+    """Create a training run; the result is a promise."""
     return await acknowledge(create_run.create(service, "create_model", bodies.parse(bodies.CreateModel, body), body))
 
 
 @router.post("/get_info", openapi_extra=json_body(bodies.ModelBody))
 async def get_info(service: CurrentService, body: Body) -> JsonObject:
+    """Describe the model of a training run."""
     info, host = service.run(bodies.parse(bodies.ModelBody, body).model_id).info, service.host
     name = host.shown(info.base_model)
     model = {**asdict(host.info.model_data), "model_name": name, "tokenizer_id": host.public}
@@ -55,6 +57,7 @@ for _kind in ("optim_step", "save_weights", "save_weights_for_sampler", "save_we
 
 @router.post("/load_weights", openapi_extra=json_body(bodies.LoadWeights))
 async def load_weights(service: CurrentService, body: Body) -> JsonObject:
+    """Load a checkpoint into a training run."""
     fields = bodies.parse(bodies.LoadWeights, body)
     if fields.session_id is not None:
         return await acknowledge(create_run.create(service, "load_weights", fields, body))
@@ -63,22 +66,26 @@ async def load_weights(service: CurrentService, body: Body) -> JsonObject:
 
 @router.post("/create_custom_loss", openapi_extra=json_body(bodies.CustomLoss))
 async def create_custom_loss(service: CurrentService, body: Body) -> JsonObject:
+    """Register a loss that is sent as a graph."""
     return await acknowledge(create_run.create_custom_loss(service, bodies.parse(bodies.CustomLoss, body), body))
 
 
 @router.post("/create_sampling_session", openapi_extra=json_body(bodies.CreateSamplingSession))
 async def create_sampling_session(service: CurrentService, body: Body) -> JsonObject:
+    """Create a sampler of the base model or of a checkpoint."""
     session = await sampling.create_sampling_session(service, bodies.parse(bodies.CreateSamplingSession, body))
     return {"type": "create_sampling_session", "sampling_session_id": session.sampler_id}
 
 
 @router.post("/join_sampling_session", openapi_extra=json_body(bodies.SamplerBody))
 async def join_sampling_session(service: CurrentService, body: Body) -> dict[str, int]:
+    """Return the cursor of a sampling session."""
     return {"client_counter": await sampling.join(service, bodies.parse(bodies.SamplerBody, body).sampling_session_id)}
 
 
 @router.get("/samplers/{sampler_id}")
 async def sampler(service: CurrentService, sampler_id: str) -> JsonObject:
+    """Describe a sampler."""
     session = service.sampler(sampler_id)
     return {
         "sampler_id": session.sampler_id,
@@ -89,6 +96,7 @@ async def sampler(service: CurrentService, sampler_id: str) -> JsonObject:
 
 @router.post("/asample", openapi_extra=json_body(bodies.SampleBody))
 async def asample(service: CurrentService, body: Body) -> JsonObject:
+    """Sample completions of one prompt; the result is a promise."""
     fields = bodies.parse(bodies.SampleBody, body)
     request = sampling.sample(service, fields, body)
     return await acknowledge(request, sample_sequence_ids=[f"{request.request_id}/{i}" for i in range(fields.num_samples)])

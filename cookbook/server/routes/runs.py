@@ -22,22 +22,26 @@ router = APIRouter()
 
 @router.get("/training_runs")
 async def training_runs(service: CurrentService, limit: int = 20, offset: int = 0) -> JsonObject:
+    """List the caller's training runs."""
     return _page("training_runs", service.own_runs(), limit, offset, lambda info: _run(service, info))
 
 
 @router.get("/training_runs/{run_id}")
 async def training_run(service: CurrentService, run_id: str) -> JsonObject:
+    """Describe one training run."""
     return _run(service, service.run_info(run_id))
 
 
 @router.get("/training_runs/{run_id}/checkpoints")
 async def checkpoints_of_run(service: CurrentService, run_id: str) -> JsonObject:
+    """List the checkpoints of a training run."""
     service.run_info(run_id)
     return {"checkpoints": [_checkpoint(saved) for saved in service.catalog.of_run(run_id)]}
 
 
 @router.get("/checkpoints")
 async def checkpoints(service: CurrentService, limit: int = 100, offset: int = 0) -> JsonObject:
+    """List the caller's checkpoints."""
     return _page("checkpoints", service.catalog.of_runs(service.own_runs()), limit, offset, _checkpoint)
 
 
@@ -58,21 +62,25 @@ CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
 @router.delete(CHECKPOINT, status_code=204)
 async def delete(service: CurrentService, address: Own) -> None:
+    """Delete a checkpoint."""
     service.catalog.delete(address)
 
 
 @router.post(f"{CHECKPOINT}/publish", status_code=204)
 async def publish(service: CurrentService, address: Own) -> None:
+    """Make a checkpoint readable by all callers."""
     service.catalog.publish(address, True)
 
 
 @router.delete(f"{CHECKPOINT}/publish", status_code=204)
 async def unpublish(service: CurrentService, address: Own) -> None:
+    """Make a checkpoint private."""
     service.catalog.publish(address, False)
 
 
 @router.put(f"{CHECKPOINT}/ttl", status_code=204, openapi_extra=json_body(bodies.TtlBody))
 async def set_ttl(service: CurrentService, body: Body, address: Own) -> None:
+    """Set or remove the time after which a checkpoint is deleted."""
     service.catalog.set_ttl(address, bodies.parse(bodies.TtlBody, body).ttl_seconds)
 
 
@@ -89,6 +97,7 @@ async def urls(service: CurrentService, request: Request, address: Readable) -> 
 
 @router.post("/weights_info", openapi_extra=json_body(bodies.PathBody))
 async def weights_info(service: CurrentService, body: Body) -> JsonObject:
+    """Describe the weights of a checkpoint."""
     saved = service.readable_checkpoint(Address.parse(bodies.parse(bodies.PathBody, body).tinker_path))
     info = service.catalog.run(saved.address.run_id)
     return {

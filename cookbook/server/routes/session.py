@@ -27,6 +27,7 @@ metrics_router = APIRouter()
 
 @router.get("/healthz")
 async def healthz() -> dict[str, str]:
+    """Report that the server runs; needs no key."""
     return {"status": "ok"}
 
 
@@ -53,11 +54,13 @@ async def client_config(service: CurrentService, body: Body) -> JsonObject:
 
 @router.post("/client/dynamic_config")
 async def client_dynamic_config() -> JsonObject:
+    """Return limits that the client reads while it runs."""
     return {"sample_cancel_enabled": True}
 
 
 @router.get("/get_server_capabilities")
 async def capabilities(service: CurrentService) -> JsonObject:
+    """List the models that the server trains and samples from."""
     features = {"max_context_length": service.host.info.max_context_length, "trainable": True, "sampleable": True}
     return {"supported_models": [{"model_name": name, **features} for name in sorted(service.host.public_names)]}
 
@@ -66,6 +69,7 @@ async def capabilities(service: CurrentService) -> JsonObject:
 async def create_session(
     service: CurrentService, body: Body, x_idempotency_key: Annotated[str | None, Header()] = None
 ) -> JsonObject:
+    """Create a session, which all requests of one client belong to."""
     fields = bodies.parse(bodies.CreateSession, body)
     bodies.check_version("create_session", fields.sdk_version)
     session = service.create_session(fields, x_idempotency_key)
@@ -75,6 +79,7 @@ async def create_session(
 
 @router.post("/session_heartbeat", openapi_extra=json_body(bodies.SessionBody))
 async def heartbeat(service: CurrentService, body: Body) -> JsonObject:
+    """Keep a session from expiring."""
     service.session(bodies.parse(bodies.SessionBody, body).session_id)
     return {"type": "session_heartbeat"}
 
@@ -98,11 +103,13 @@ async def finish(service: CurrentService, session_id: str) -> None:
 
 @router.get("/sessions")
 async def sessions(service: CurrentService) -> JsonObject:
+    """List the caller's sessions."""
     return {"sessions": [session_id for session_id in service.sessions if not service.tenants.hides(session_id)]}
 
 
 @router.get("/sessions/{session_id}")
 async def session_info(service: CurrentService, session_id: str) -> JsonObject:
+    """Describe a session."""
     session = service.session(session_id)
     return {
         "training_run_ids": session.run_ids,
@@ -153,4 +160,5 @@ async def download(service: CurrentService, token: str, file: str) -> Response:
 
 @metrics_router.get("/metrics")
 async def metrics(service: CurrentService) -> Response:
+    """Return the metrics of the server in the format of Prometheus."""
     return Response(service.metrics.exposition(service.gauges()), media_type=CONTENT_TYPE)

@@ -1,0 +1,25 @@
+"""Hooks of MkDocs: pages that the navigation does not name, and roles of docstrings."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+GUIDES = "How-to guides"
+# :meth:`prepare` and :class:`~cookbook.types.Datum`, after the Markdown of the backquotes.
+ROLE = re.compile(r":(?:meth|class|func|attr|data|mod|exc):<code>~?(?:[\w.]*\.)?(\w+)</code>")
+
+
+def on_config(config: Any) -> Any:
+    """Add pages of docs/ that the navigation does not name to the end of the how-to guides."""
+    named = set(re.findall(r"[\w/-]+\.md", str(config.nav)))
+    pages = sorted(path.name for path in Path(config.docs_dir).glob("*.md"))
+    guides = next(entry[GUIDES] for entry in config.nav if GUIDES in entry)
+    guides.extend(page for page in pages if page not in named)
+    return config
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Print the roles of docstrings as code."""
+    return ROLE.sub(r"<code>\1</code>", html)

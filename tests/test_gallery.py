@@ -1,0 +1,74 @@
+"""The experiments of the gallery: each has a section with its command, and runs for three steps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from runtools import here, rows, train  # noqa: F401 - here is a fixture
+from test_examples import example
+
+ROOT = Path(__file__).parents[1]
+NAMES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
+# On top of debug=fast: few prompts, no evaluation of long answers; for the real model, the shipped one in its place.
+LITTLE = ["debug=fast", "data.limit=24", "eval.limit=2", "rollout.max_tokens=16", "eval.max_tokens=16"]
+SHIPPED = ["model=tiny", "data=arithmetic"]
+
+
+def test_every_experiment_has_a_section_with_its_command() -> None:
+    page = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
+    assert len(NAMES) >= 8
+    for name in NAMES:
+        assert f"$ cookbook train experiment={name}\n" in page
+        assert f"| [`{name}`](#" in page
+
+
+@contextmanager
+def judge() -> Iterator[str]:
+    module = example("rule_judge")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), module.Handler)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@contextmanager
+def needed(name: str, folder: Path) -> Iterator[list[str]]:
+    """Yield the overrides of an experiment that needs a service, or a download."""
+    if name == "grpo_judge":
+        with judge() as url:
+            yield [f"reward.url={url}", "reward.cache=null"]
+    elif name == "grpo_remote":
+        pytest.importorskip("tinker")
+        import servertools
+
+        with servertools.running(ROOT / "data" / "tiny", folder / "server") as server:
+            yield [f"backend.base_url={server.url}"]
+    else:
+        yield SHIPPED if name == "grpo_gsm8k" else []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("name", NAMES)
+def test_an_experiment_runs(name: str, tmp_path: Path) -> None:
+    sizes = ["recipe.prompts_per_step=4"] if name.startswith("grpo") else ["recipe.batch_size=4"]
+    limit = [word for word in LITTLE if not (name == "grpo_second_try" and word.startswith("data.limit"))]
+    with needed(name, tmp_path) as words:
+        assert train(f"experiment={name}", *limit, *sizes, *words, "out=run") == 0
+    assert [row["step"] for row in rows("run") if row["step"]] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("answer", "grade"), [("36", 10), ("about 40", 6), ("it is 26 or 36", 10), ("90", 0), ("none", 0)], ids=str
+)
+def test_the_stand_in_judge_grades_the_last_number(answer: str, grade: int) -> None:
+    question = f"<prompt>\n26+10=\n</prompt>\n<answer>\n{answer}\n</answer>\nEnd with 'Score: N', from 0 to 10."
+    assert example("rule_judge").grade(question) == grade
