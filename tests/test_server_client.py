@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import threading
 import urllib.request
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -452,3 +454,44 @@ def test_another_model_is_refused_by_name(service):
         service.create_lora_training_client("Qwen/Qwen3-8B").result()
     with pytest.raises(tinker.BadRequestError, match="choose one of tiny"):
         service.create_sampling_client(base_model="Qwen/Qwen3-8B").result()
+
+
+# ---- the table of methods --------------------------------------------------------------------------------------------
+
+CLIENTS = (tinker.ServiceClient, tinker.TrainingClient, tinker.SamplingClient, tinker.RestClient, tinker.AdminClient)
+REFUSED = {
+    "copy_weights": ("tinker://s0:train:0/weights/a", "a-project"),
+    "get_audit_log": ("all",),
+    "assign_session_project": ("s0", "a-project"),
+    "export_session_trace": ("s0",),
+    "whoami": (),
+    "get_billing_usage": ("2026-01-01T00", "2026-01-02T00"),
+    "get_current_checkpoint_storage_usage": (),
+    "search_sessions": (tinker.types.SessionSearchRequest(),),
+}
+
+
+def rows_of_methods():
+    """Works, refused and local methods of each class, as the page says."""
+    page = (Path(__file__).parents[1] / "docs" / "tinker-compatibility.md").read_text()
+    for kind in CLIENTS:
+        row = next(line for line in page.splitlines() if line.startswith(f"| `{kind.__name__}` |"))
+        yield kind, [re.findall(r"`(\w+)`", cell) for cell in row.split("|")[2:-1]]
+
+
+def test_the_table_has_every_public_method_of_the_client():
+    for kind, cells in rows_of_methods():
+        public = {name.removesuffix("_async") for name in dir(kind) if not name.startswith("_")}
+        listed = [name for cell in cells for name in cell if name != "age_encryption_recipients"]
+        assert sorted(listed) == sorted(public), kind.__name__
+
+
+@pytest.mark.slow
+def test_methods_that_the_server_does_not_have_are_refused_by_name(server, service):
+    rest, admin = service.create_rest_client(), tinker.AdminClient(base_url=server.url, api_key=servertools.KEY)
+    clients = {tinker.ServiceClient: service, tinker.RestClient: rest, tinker.AdminClient: admin}
+    for kind, (_, refused, _) in rows_of_methods():
+        for name in refused:
+            arguments = REFUSED[name][: 1 if kind is tinker.ServiceClient else None]
+            with pytest.raises(tinker.APIStatusError, match=r"/api/v1/\S+: this server has no such route"):
+                getattr(clients[kind], name)(*arguments).result()

@@ -47,13 +47,13 @@ def closed(client):
 
 @pytest.fixture
 def listening(monkeypatch):
-    """``listening(limit, app)``: the port of a server of ``connections.Connection``, which calls ``app``."""
+    """``listening(limit, app)``: the port of a server of ``connections.BoundedConnection``, which calls ``app``."""
     monkeypatch.setattr(connections, "IDLE_S", 0.5)
     with contextlib.ExitStack() as ends:
 
         def start(limit, app):
             listener = ends.enter_context(socket.create_server(("127.0.0.1", 0)))
-            http = lambda *args, **options: connections.Connection(*args, limit=limit, **options)  # noqa: E731
+            http = lambda *args, **options: connections.BoundedConnection(*args, limit=limit, **options)  # noqa: E731
             server = uvicorn.Server(uvicorn.Config(app, http=http, log_level="error", lifespan="off"))
             thread = threading.Thread(target=server.run, args=([listener],))
             thread.start()

@@ -24,7 +24,7 @@ def fit_connections(configured: int) -> int:
     return max(1, min(configured, max(files - OTHER_FILES, files // 2)))
 
 
-class Connection(H11Protocol):
+class BoundedConnection(H11Protocol):
     """Connection of a client, closed ``IDLE_S`` seconds after its last request.
 
     Above ``limit`` connections, a new one closes the connection that has been without a request for the longest time. If all
@@ -49,7 +49,7 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self._check_later()
         if len(self.connections) > self._limit:
-            idle = (one for one in self.connections if isinstance(one, Connection) and not one.has_request)
+            idle = (one for one in self.connections if isinstance(one, BoundedConnection) and not one.has_request)
             min(idle, key=lambda one: one.idle_since).abort()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -23,7 +23,7 @@ from cookbook.errors import ConfigError
 from cookbook.protocols import EngineBackend
 from cookbook.server.app import create_app
 from cookbook.server.config import ServerConfig
-from cookbook.server.connections import Connection, fit_connections
+from cookbook.server.connections import BoundedConnection, fit_connections
 from cookbook.server.metrics import log_event, log_to
 from cookbook.server.state.catalog import Catalog
 from cookbook.server.state.host import Host
@@ -81,7 +81,7 @@ def serve(
             create_app(service),
             log_level="warning",
             access_log=False,
-            http=functools.partial(Connection, limit=fit_connections(server.max_connections)),  # type: ignore[arg-type]
+            http=functools.partial(BoundedConnection, limit=fit_connections(server.max_connections)),  # type: ignore[arg-type]
             ws="none",
             timeout_graceful_shutdown=2,
             ssl_certfile=server.tls_cert,
