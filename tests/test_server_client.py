@@ -256,6 +256,9 @@ def test_weights_are_fetched_as_files_without_a_key(server, service, training, t
     name, url = next(iter(found.items()))
     assert httpx.get(url.replace(name, "checkpoint.json")).status_code == 403
     assert httpx.get(url.replace("exported", "sampled")).status_code == 403
+    # The end of the claim, declared the beginning of the file's name.
+    claim, expires, signature = url.removesuffix(f"/{name}").rsplit("~", 2)
+    assert httpx.get(f"{claim}~{signature}/{expires}~{name}").status_code == 403
 
 
 def test_adapters_share_the_base_weights_and_a_full_run_has_its_own(server, service):
