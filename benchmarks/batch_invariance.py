@@ -40,7 +40,9 @@ def main() -> None:
         assert all(one.tokens == other.tokens for one, other in pairs)
         values = [pair for one, other in pairs for pair in zip(one.logprobs, other.logprobs, strict=True)]
         differ = sum(one != other for one, other in values)
-        print(f"{num_samples} samples: {ratio:.1f} times the CPU seconds; {differ} of {len(values)} logprobs differ", flush=True)
+        print(
+            f"{num_samples} samples: {ratio:.1f} times the CPU seconds; {differ} of {len(values)} logprobs differ", flush=True
+        )
 
 
 if __name__ == "__main__":
