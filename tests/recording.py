@@ -8,7 +8,7 @@ import json
 import re
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,15 +136,6 @@ def everything(url: str) -> None:
             wire.post("retrieve_futures", {"target": target, "prev_cursor": 0, "timeout": 0.0, "retrieved_request_ids": []})
             for path in (f"samplers/{sampler_id}", f"sessions/{session_id}", "sessions", "cookbook", "get_server_capabilities"):
                 wire.ask("GET", f"{API}/{path}")
-            for path, body in (
-                ("/v1/completions", {"model": "tiny", "prompt": "1+1=", "max_tokens": 3, "logprobs": 1}),
-                ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "1"}], "max_tokens": 3}),
-                ("/v1/chat/completions", {"model": "tiny", "messages": [], "max_tokens": 3, "stream": True}),
-                ("/inference/v1/generate", {"model": named, "token_ids": [5, 6], "sampling_params": {"max_tokens": 3}}),
-            ):
-                wire.ask("POST", path, json.dumps(body).encode(), [("Content-Type", "application/json")])
-            for path in ("/v1/models", "/hub/cookbook/tiny/resolve/main/tokenizer.json", "/hub/api/models/cookbook/tiny"):
-                wire.ask("GET", path)
         rest.delete_checkpoint_from_tinker_path(named).result()
 
 
@@ -154,20 +145,16 @@ def _squares(logprobs, advantages):
 
 def honest(url: str) -> list[Any]:
     """All that a client sees of a small run: numbers that must not depend on what else the server was asked."""
-    return list(honest_steps(url))
-
-
-def honest_steps(url: str) -> Iterator[Any]:
-    """The parts of :func:`honest`. Its session stays open between them."""
     with tinker.ServiceClient(base_url=url, api_key=servertools.KEY) as service:
-        client = service.create_lora_training_client("tiny", rank=2, seed=5).result()
+        client, seen = service.create_lora_training_client("tiny", rank=2, seed=5).result(), []
         for step in range(3):
             output = client.forward_backward(rows(step), "cross_entropy").result()
             metrics = client.optim_step(STEP).result().metrics
-            yield output.metrics, [row["logprobs"].to_numpy().tobytes() for row in output.loss_fn_outputs], metrics
+            seen.append((output.metrics, [row["logprobs"].to_numpy().tobytes() for row in output.loss_fn_outputs], metrics))
         sampler = client.save_weights_and_get_sampling_client().result()
         answer = sampler.sample(PROMPT, 2, tinker.SamplingParams(max_tokens=6)).result()
-        yield [(one.tokens, list(one.logprobs)) for one in answer.sequences]
+        seen.append([(one.tokens, list(one.logprobs)) for one in answer.sequences])
+    return seen
 
 
 # ---- sending ---------------------------------------------------------------------------------------------------------
@@ -189,10 +176,9 @@ class Answer:
 
 
 class Wire:
-    """A connection that sends whatever it is told, with an API key if there is one."""
+    """A connection that sends whatever it is told."""
 
-    def __init__(self, url: str, key: str | None = None) -> None:
-        self._key = key
+    def __init__(self, url: str) -> None:
         self.host, self.port = urlsplit(url).hostname or "", urlsplit(url).port
         self._connection = http.client.HTTPConnection(self.host, self.port, timeout=IN_TIME_S)
 
@@ -218,8 +204,6 @@ class Wire:
         self._connection.putrequest(method, path, skip_accept_encoding=True)
         for name, value in headers:
             self._connection.putheader(name, value)
-        if self._key is not None:
-            self._connection.putheader("X-API-Key", self._key)
         self._connection.putheader("Content-Length", str(len(body)))
         self._connection.endheaders()
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused before it was whole: there is an answer

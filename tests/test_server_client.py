@@ -490,7 +490,8 @@ def test_the_table_has_every_public_method_of_the_client():
 
 
 @pytest.mark.slow
-def test_methods_that_the_server_does_not_have_are_refused_by_name(server, service):
+def test_methods_that_the_server_does_not_have_are_refused_by_name(server, service, monkeypatch):
+    monkeypatch.setenv("TINKER_PROJECT_ID", "a-project")
     rest, admin = service.create_rest_client(), tinker.AdminClient(base_url=server.url, api_key=servertools.KEY)
     clients = {tinker.ServiceClient: service, tinker.RestClient: rest, tinker.AdminClient: admin}
     for kind, (_, refused, _) in rows_of_methods():
