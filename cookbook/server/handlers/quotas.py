@@ -101,7 +101,7 @@ def _add_sizes(folder: Path, sizes: dict[tuple[int, int], int]) -> None:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _checkpoint_sizes(folder: Path, inode: int, mtime_ns: int) -> dict[tuple[int, int], int] | None:
-    """Return the sizes of the files of a checkpoint; None: ``folder`` is no checkpoint.
+    """Return the sizes of the files of a checkpoint; None: ``folder`` is not a checkpoint.
 
     A checkpoint does not change once it has a manifest, so its files are counted once. The inode and the time of the folder's
     last change distinguish the folder from a later one with the same name.
