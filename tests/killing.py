@@ -46,9 +46,9 @@ class Progress:
             self._changed.notify_all()
 
     def reach(self, steps: int, running: list[Any]) -> None:
-        """Waits for it, or for a client to end."""
+        """Waits for it, or for all clients to end. A client that fails ends before its steps are done."""
         with self._changed:
-            while self.steps < steps and not any(one.done() for one in running):
+            while self.steps < steps and not all(one.done() for one in running):
                 self._changed.wait(0.1)
 
 
@@ -173,9 +173,9 @@ def played(server, model: Path, folder: Path, ranks, *, steps, kills, one_sessio
 
 
 def kill(server, times: int, steps: int, progress: Progress, clients) -> None:
-    """At random moments of random steps, all before the first client can have ended."""
+    """At random moments of random steps, over the whole play."""
     draw = random.Random(0)
-    for step in sorted(draw.sample(range(1, steps // len(clients)), times)):
+    for step in sorted(draw.sample(range(1, steps), times)):
         if draw.random() >= AT_ONCE:
             progress.reach(step, clients)
         time.sleep(draw.random() * progress.pace_s)

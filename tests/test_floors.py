@@ -51,7 +51,7 @@ ORDER = {
         "state",
         "journal",
         "config",
-        "keys metrics wire",
+        "connections keys metrics wire",
     ],
     "jobs": ["backend", "endpoint", "manager", "command local ray slurm store", "launcher"],
     "sampling": ["prompt_queue", "rollouts", "evaluation", "episodes", "environments rewards", "advantages trajectory workers"],

@@ -167,9 +167,8 @@ def test_what_the_server_acknowledged_outlives_a_power_failure(failing, tiny_fol
     servertools = pytest.importorskip("servertools")
     from test_server_durability import Client, passing, stepping
 
-    left = {}
+    left, disk = {}, failing(tmp_path / "out")
     with servertools.running(tiny_folder, tmp_path / "out", names=["tiny"]) as server:
-        disk = failing(tmp_path / "out")
         client = Client(server)
         left["session"] = disk.survivors(tmp_path / "session")
         run = client.run()
@@ -181,6 +180,13 @@ def test_what_the_server_acknowledged_outlives_a_power_failure(failing, tiny_fol
         left["pass"] = disk.survivors(tmp_path / "pass")
         expected = client.fetch(first).content
         stepped = client.result("optim_step", stepping(run, 3))
+        # After a restart no other client may get the number of one that has joined, and batches must be those of before.
+        for path, log, kind in (("join_sampling_session", "log", "joined"), ("cookbook/batch", "samples", "batch")):
+            body = {"sampling_session_id": f"{client.session}:sample:0", "count": 1}
+            assert client.send(path, body).status_code in (200, 204)
+            logs = (disk.survivors(tmp_path / kind) / "sessions" / client.session / log).glob("log-*")
+            assert kind in [record.kind for file in logs for record in read(file)[0]]
+    manifest.verify(left["sampler"] / run.replace(":", ".") / "sampler_weights.a")
     with servertools.running(tiny_folder, left["session"], names=["tiny"]) as server:
         assert Client(server, client.session).send("session_heartbeat", {"session_id": client.session}).status_code == 200
     assert b"tinker://" in saved
@@ -241,8 +247,14 @@ def test_linked_weights_survive(failing, tmp_path):
     saved = tmp_path / "out" / "checkpoint"
     (saved / "trainer").mkdir(parents=True)
     (saved / "trainer" / "x").write_bytes(np.arange(tiny.VOCABULARY).tobytes())
-    disk = failing(tmp_path / "out")
+    contents = (saved / "trainer" / "x").read_bytes()
+
+    def whole_or_absent(left):
+        for linked in left.glob("sessions/s/weights-0"):
+            assert (linked / "trainer" / "x").read_bytes() == contents
+
+    disk = failing(tmp_path / "out", whole_or_absent)
     durability = Durability(tmp_path / "out", "synced")
     place = durability.link(saved, durability.sampler_weights("s:sample:0"))
     left = disk.survivors(tmp_path / "left") / place.relative_to(tmp_path / "out")
-    assert (left / "trainer" / "x").read_bytes() == (saved / "trainer" / "x").read_bytes()
+    assert (left / "trainer" / "x").read_bytes() == contents

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import threading
 import urllib.request
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -254,6 +256,9 @@ def test_weights_are_fetched_as_files_without_a_key(server, service, training, t
     name, url = next(iter(found.items()))
     assert httpx.get(url.replace(name, "checkpoint.json")).status_code == 403
     assert httpx.get(url.replace("exported", "sampled")).status_code == 403
+    # The end of the claim, declared the beginning of the file's name.
+    claim, expires, signature = url.removesuffix(f"/{name}").rsplit("~", 2)
+    assert httpx.get(f"{claim}~{signature}/{expires}~{name}").status_code == 403
 
 
 def test_adapters_share_the_base_weights_and_a_full_run_has_its_own(server, service):
@@ -452,3 +457,37 @@ def test_another_model_is_refused_by_name(service):
         service.create_lora_training_client("Qwen/Qwen3-8B").result()
     with pytest.raises(tinker.BadRequestError, match="choose one of tiny"):
         service.create_sampling_client(base_model="Qwen/Qwen3-8B").result()
+
+
+# ---- the table of methods --------------------------------------------------------------------------------------------
+
+CLIENTS = (tinker.ServiceClient, tinker.TrainingClient, tinker.SamplingClient, tinker.RestClient, tinker.AdminClient)
+REFUSED = {
+    "copy_weights": ("tinker://s0:train:0/weights/a", "a-project"),
+    "get_audit_log": ("all",),
+    "assign_session_project": ("s0", "a-project"),
+    "export_session_trace": ("s0",),
+}
+
+
+def rows_of_methods():
+    """Works, refused and local methods of each class, as the page says."""
+    page = (Path(__file__).parents[1] / "docs" / "tinker-compatibility.md").read_text()
+    for kind in CLIENTS:
+        row = next(line for line in page.splitlines() if line.startswith(f"| `{kind.__name__}` |"))
+        yield kind, [re.findall(r"`(\w+)`", cell) for cell in row.split("|")[2:-1]]
+
+
+def test_the_table_has_every_public_method_of_the_client():
+    for kind, cells in rows_of_methods():
+        public = {name.removesuffix("_async") for name in dir(kind) if not name.startswith("_")}
+        listed = [name for cell in cells for name in cell if name != "age_encryption_recipients"]
+        assert sorted(listed) == sorted(public), kind.__name__
+
+
+@pytest.mark.slow
+def test_methods_that_the_server_does_not_have_are_refused_by_name(service):
+    rest = service.create_rest_client()
+    for name, arguments in REFUSED.items():
+        with pytest.raises(tinker.APIStatusError, match=r"/api/v1/\S+: this server has no such route"):
+            getattr(rest, name)(*arguments).result()

@@ -81,7 +81,9 @@ class Tenant:
         return response.json()
 
     def result(self, path: str, body: Any) -> Any:
-        response = self.send("POST", "/api/v1/retrieve_future", {"request_id": self.post(path, body)["request_id"]})
+        promise = {"request_id": self.post(path, body)["request_id"]}
+        while b"try_again" in (response := self.send("POST", "/api/v1/retrieve_future", promise)).content:
+            pass
         return response.json() if "json" in response.headers["content-type"] else response.content
 
     def open(self) -> str:

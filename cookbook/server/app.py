@@ -47,6 +47,9 @@ def create_app(service: Service) -> FastAPI:
     app.add_exception_handler(Refused, _refused)
     app.add_exception_handler(CheckpointError, _refused)
     app.add_exception_handler(ClientDisconnect, _disconnected)
+    # A route of another method answers 405.
+    for status in (404, 405):
+        app.add_exception_handler(status, functools.partial(_no_route, status))
     app.add_middleware(Auth, keys=service.tenants.keys, on_request=service.note_request)
     app.add_middleware(RequestObserver, metrics=service.metrics)
     return app
@@ -108,6 +111,15 @@ def _error(path: str, error: Exception, status: int, message: str) -> Response:
     if path.startswith(openai.PATHS):
         return openai.openai_error(error, status, message)
     return error_response(status, message)
+
+
+async def _no_route(status: int, request: HttpRequest, _: Exception) -> Response:
+    """Respond to a request that no route matches, such as one of the hosted service's account management."""
+    path = request.url.path
+    message = (
+        f"{request.method} {path[:200]}: this server has no such route; docs/tinker-compatibility.md lists what it supports"
+    )
+    return _error(path, Refused(status, message), status, message)
 
 
 async def _disconnected(_: HttpRequest, __: Exception) -> Response:

@@ -33,6 +33,8 @@ class ServerConfig:
     max_request_mb: int = 256
     max_results_mb: int = 1024
     max_pending_mb: int = 1024
+    upload_timeout_s: float = 300.0
+    max_connections: int = 4096
     max_request_tokens: int = 33_554_432
     max_session_tokens: int = 134_217_728
     max_request_gb: float = 8.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -22,6 +23,7 @@ from cookbook.errors import ConfigError
 from cookbook.protocols import EngineBackend
 from cookbook.server.app import create_app
 from cookbook.server.config import ServerConfig
+from cookbook.server.connections import BoundedConnection, fit_connections
 from cookbook.server.metrics import log_event, log_to
 from cookbook.server.state.catalog import Catalog
 from cookbook.server.state.host import Host
@@ -79,6 +81,8 @@ def serve(
             create_app(service),
             log_level="warning",
             access_log=False,
+            http=functools.partial(BoundedConnection, limit=fit_connections(server.max_connections)),  # type: ignore[arg-type]
+            ws="none",
             timeout_graceful_shutdown=2,
             ssl_certfile=server.tls_cert,
             ssl_keyfile=server.tls_key,

@@ -34,6 +34,7 @@ SERVER = {
     "checkpoint_s": 300.0,
     "max_request_mb": 1 << 20,
     "max_pending_mb": 1 << 20,
+    "upload_timeout_s": 1e9,
     "max_results_mb": 4096,
     "max_request_tokens": 1 << 50,
     "max_session_tokens": 1 << 50,

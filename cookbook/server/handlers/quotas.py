@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
+from collections.abc import Iterable
 from pathlib import Path
 
+from cookbook.checkpoints import manifest
 from cookbook.errors import ConfigError
 from cookbook.server.keys import Quota
 from cookbook.server.state.service import Service, Session
@@ -69,16 +74,39 @@ def check_disk(service: Service, session_id: str, where: str) -> None:
         )
 
 
-def _num_bytes(folders: list[Path]) -> int:
+def _num_bytes(folders: Iterable[Path]) -> int:
     """Return the bytes of all files. A file with several hard links counts once."""
-    sizes = {}
+    sizes: dict[tuple[int, int], int] = {}
     for folder in folders:
-        for path in folder.rglob("*"):
-            try:
-                status = path.stat()
-            except FileNotFoundError:
-                # A snapshot or a log file that was just replaced.
-                continue
-            if path.is_file():
-                sizes[status.st_dev, status.st_ino] = status.st_size
+        _add_sizes(folder, sizes)
     return sum(sizes.values())
+
+
+def _add_sizes(folder: Path, sizes: dict[tuple[int, int], int]) -> None:
+    """Add the sizes of all files below ``folder`` to ``sizes``, by device and inode."""
+    # A snapshot or a log file may be deleted at any moment.
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        status = folder.stat()
+        if (known := _checkpoint_sizes(folder, status.st_ino, status.st_mtime_ns)) is not None:
+            sizes.update(known)
+            return
+        for entry in os.scandir(folder):
+            if entry.is_dir(follow_symlinks=False):
+                _add_sizes(Path(entry.path), sizes)
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    status = entry.stat()
+                    sizes[status.st_dev, status.st_ino] = status.st_size
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _checkpoint_sizes(folder: Path, inode: int, mtime_ns: int) -> dict[tuple[int, int], int] | None:
+    """Return the sizes of the files of a checkpoint; None: ``folder`` is not a checkpoint.
+
+    A checkpoint does not change once it has a manifest, so its files are counted once. The inode and the time of the folder's
+    last change distinguish the folder from a later one with the same name.
+    """
+    if not (folder / manifest.NAME).is_file():
+        return None
+    found = [path.stat() for path in folder.rglob("*") if path.is_file()]
+    return {(one.st_dev, one.st_ino): one.st_size for one in found}

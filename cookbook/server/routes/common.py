@@ -10,7 +10,7 @@ from fastapi import Request as HttpRequest
 from cookbook.server.state.requests import Request
 from cookbook.server.state.service import Service
 from cookbook.server.wire.bodies import RequestBody
-from cookbook.server.wire.decode import MIB, read_body
+from cookbook.server.wire.decode import MIB, decompress
 from cookbook.server.wire.encode import JSON
 from cookbook.types import JsonObject
 
@@ -24,7 +24,10 @@ CurrentService = Annotated[Service, Depends(service_of)]
 
 
 async def body_of(request: HttpRequest, service: CurrentService) -> bytes:
-    return await read_body(request, service.config.max_request_mb * MIB)
+    """Read and decompress the body. Raises Refused: it is too large, too slow, damaged, or has an unknown encoding."""
+    limit = service.config.max_request_mb * MIB
+    body = await service.uploads.read(request.stream(), limit)
+    return decompress(body, request.headers.get("content-encoding", "identity"), limit)
 
 
 Body = Annotated[bytes, Depends(body_of)]

@@ -35,6 +35,7 @@ from cookbook.server.state.run import TrainingRun
 from cookbook.server.state.samplers import Batcher, SamplerCache, SamplingSession
 from cookbook.server.state.snapshots import RETRY_S, StateSnapshots, prune_samples
 from cookbook.server.state.tenants import Tenants, session_of
+from cookbook.server.state.uploads import Uploads
 from cookbook.server.wire.bodies import CreateSession, Refused
 from cookbook.server.wire.encode import StoredResult
 from cookbook.server.wire.loss_graph import GraphLoss
@@ -94,6 +95,7 @@ class Service:
         self.config = config
         self.tenants = Tenants(config.key_ring())
         self.requests = RequestStore(config.max_results_mb << 20, config.max_pending_mb << 20)
+        self.uploads = Uploads(self.requests, config.upload_timeout_s)
         self.metrics = Metrics()
         # time.monotonic() of the last request of a client.
         self.last_request = time.monotonic()
@@ -278,6 +280,7 @@ class Service:
         """Return the gauges for the metrics: name, help text and value."""
         logs = [log for session in self.sessions.values() for log in (session.log, session.samples)]
         log_bytes = sum(log.num_bytes for log in [*logs, *(run.log for run in self.runs.values())])
+        pending_bytes = self.requests.pending_bytes + self.uploads.num_bytes
         return [
             ("calls_pending", "Requests that are accepted and not settled.", len(self.requests.unsettled())),
             ("endpoint_pending", "Requests of the endpoint that are not answered.", self.endpoint.num_unfinished),
@@ -288,7 +291,7 @@ class Service:
             ("samplers_let_go_total", "Sampling sessions that were evicted.", self.samplers.num_evicted),
             ("sampler_bytes", "Bytes of weights that only sampling sessions use.", self.samplers.num_bytes),
             ("answers", "Requests in memory, settled or not.", len(self.requests)),
-            ("pending_bytes", "Bytes of requests that are not settled.", self.requests.pending_bytes),
+            ("pending_bytes", "Bytes of requests that are not settled, and of incomplete uploads.", pending_bytes),
             ("log_bytes", "Bytes of logs on disk, without snapshots.", log_bytes),
             ("result_bytes", "Bytes of results kept for clients.", self.requests.kept_bytes),
             ("graph_bytes", "Bytes of forward passes kept for a backward pass.", self.host.graphs.num_bytes),

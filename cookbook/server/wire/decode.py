@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 import zstandard
-from fastapi import Request as HttpRequest
 from google.protobuf.message import DecodeError
 
 from cookbook.backends.remote.connection import ALL_LOGPROBS
@@ -38,22 +37,6 @@ CUSTOM = "custom"
 
 LITERALS = {"true": True, "false": False, "null": None}
 LossOption = float | str | bool | None
-
-
-async def read_body(request: HttpRequest, limit: int) -> bytes:
-    """Read and decompress the body of an HTTP request.
-
-    Raises:
-        Refused: 413, the body has more than ``limit`` bytes, compressed or decompressed; 415, the encoding is unknown; 422, the
-            body is damaged.
-    """
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise Refused(413, f"the request is larger than {limit // MIB} MiB; send smaller requests")
-        parts.append(part)
-    return decompress(b"".join(parts), request.headers.get("content-encoding", "identity"), limit)
 
 
 def decompress(body: bytes, encoding: str, limit: int) -> bytes:

@@ -1,0 +1,81 @@
+"""Limits on connections: their number, and the time that they stay open without a request."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import time
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+# Seconds for which a connection stays open without a request, or with a response of which its client reads nothing.
+IDLE_S = 30.0
+# Files that the server may open besides connections: logs, checkpoints, and the files of libraries.
+OTHER_FILES = 1024
+
+
+def fit_connections(configured: int) -> int:
+    """Raise the process's limit on open files if necessary, and return the number of connections that fits into it."""
+    soft, hard = (1 << 30 if one == resource.RLIM_INFINITY else one for one in resource.getrlimit(resource.RLIMIT_NOFILE))
+    files = min(configured + OTHER_FILES, hard)
+    if soft < files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    return max(1, min(configured, max(files - OTHER_FILES, files // 2)))
+
+
+class BoundedConnection(H11Protocol):
+    """Connection of a client, closed ``IDLE_S`` seconds after its last request.
+
+    Above ``limit`` connections, a new one closes the connection that has been without a request for the longest time. If all
+    have a request, the new one is closed. Clients send a request again if its connection was closed.
+    """
+
+    def __init__(self, *args: Any, limit: int, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._limit = limit
+        # Times on the monotonic clock: of the start of the connection or the end of its last response, and of the last change
+        # of the number of bytes that the client has to read.
+        self.idle_since = self._unread_since = time.monotonic()
+        self._unread_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def has_request(self) -> bool:
+        """Whether the headers of a request are complete, and its response is not."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._check_later()
+        if len(self.connections) > self._limit:
+            idle = (one for one in self.connections if isinstance(one, BoundedConnection) and not one.has_request)
+            min(idle, key=lambda one: one.idle_since).abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def on_response_complete(self) -> None:
+        self.idle_since = time.monotonic()
+        super().on_response_complete()
+
+    def abort(self) -> None:
+        """Close the connection now, and drop what the client has not read."""
+        self.connections.discard(self)
+        self.transport.abort()
+
+    def _check_later(self) -> None:
+        self._timer = self.loop.call_later(IDLE_S / 4, self._check)
+
+    def _check(self) -> None:
+        """Close the connection if it is idle. Bytes of an incomplete header do not count: a client could send them slowly."""
+        now, unread_bytes = time.monotonic(), self.transport.get_write_buffer_size()
+        if unread_bytes != self._unread_bytes:
+            self._unread_bytes, self._unread_since = unread_bytes, now
+        since = self._unread_since if unread_bytes else self.idle_since
+        if (unread_bytes or not self.has_request) and now - since >= IDLE_S:
+            self.abort()
+        else:
+            self._check_later()
