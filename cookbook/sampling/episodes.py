@@ -29,6 +29,7 @@ from cookbook.protocols import Sampler
 from cookbook.sampling.environments.conversation import Conversation
 from cookbook.sampling.environments.instance import Reply
 from cookbook.sampling.environments.runner import EnvironmentRunner, Episode, Failure, Pending
+from cookbook.sampling.environments.tool_calls import Calls
 from cookbook.sampling.rewards import PendingScores, RewardRunner, Score
 from cookbook.sampling.trajectory import Trajectory
 from cookbook.types import ModelInput, Sample, SampleResponse, SamplingParams
@@ -341,12 +342,13 @@ class _Rounds:
         if not turns:
             return
         requests = [self._turn(members) for members in turns]
-        texts: dict[_Attempt, str] = {}
+        said: dict[_Attempt, tuple[str, Calls | None]] = {}
 
         def arrived(index: int, samples: list[Sample]) -> None:
             for attempt, sample in zip(turns[index], samples, strict=True):
                 assert attempt.conversation is not None
-                texts[attempt] = attempt.conversation.add(sample)
+                calls = self._environment.calls(self._renderer, attempt.conversation.tokens, sample.tokens)
+                said[attempt] = attempt.conversation.add(sample), calls
                 attempt.num_turns += 1
 
         has_samples = self._has_samples or any(one.num_turns for one in self._attempts)
@@ -356,7 +358,7 @@ class _Rounds:
         for attempt in attempts:
             if attempt.draw in self._failed:
                 continue
-            attempt.waiting = self._environment.act(attempt.episode, texts[attempt])
+            attempt.waiting = self._environment.act(attempt.episode, *said[attempt])
 
     def _turn(self, members: Sequence[_Attempt]) -> Request:
         conversation = members[0].conversation

@@ -8,6 +8,7 @@ from dataclasses import replace
 from cookbook.data import RenderedPrompt, Renderer
 from cookbook.data.formats import Chat, Example, Plain
 from cookbook.data.messages import ChatMessage, parse_messages
+from cookbook.sampling.environments.tool_calls import described_tools
 from cookbook.sampling.trajectory import Branch, Segment
 from cookbook.types import JsonObject, Sample
 
@@ -29,6 +30,8 @@ class Conversation:
 
     def __init__(self, renderer: Renderer, prompt: RenderedPrompt, observation: Observation, tools: list[JsonObject]) -> None:
         self._renderer = renderer
+        if tools and not renderer.prints_tools:
+            observation, tools = _with_tools(observation, tools), []
         self._example = _opening(prompt, observation, tools)
         [(tokens, text)] = renderer.prompts([self._example])
         self.tokens = list(tokens)
@@ -115,6 +118,14 @@ def _opening(prompt: RenderedPrompt, observation: Observation, tools: list[JsonO
     else:
         messages += _messages(observation, example.where)
     return replace(example, messages=tuple(messages), start=len(messages), tools=example.tools or tuple(tools) or None)
+
+
+def _with_tools(observation: Observation, tools: list[JsonObject]) -> Observation:
+    """Return the first observation, with a description of the tools before it."""
+    text = described_tools(tools)
+    if isinstance(observation, list):
+        return [{"role": "user", "content": text}, *observation]
+    return f"{text}\n{observation}" if observation else text
 
 
 def _messages(observation: Observation, where: str) -> tuple[ChatMessage, ...]:

@@ -17,6 +17,7 @@ from cookbook.futures import done
 from cookbook.sampling import workers
 from cookbook.sampling.environments.config import EnvironmentConfig
 from cookbook.sampling.environments.instance import NAMES, Instances, Reply
+from cookbook.sampling.environments.tool_calls import CallReader, Calls, token_reader
 from cookbook.sampling.trajectory import Trajectory
 from cookbook.sampling.workers import WorkerEndedError, WorkerProcess, WorkerStartError, WorkerTimeoutError
 from cookbook.types import JsonObject
@@ -87,6 +88,8 @@ class EnvironmentRunner:
         self._processes = [WorkerProcess(HANDLER, configuration, config.timeout_s) for _ in range(config.workers)]
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix="env") for _ in self._processes]
         self._said: set[str] = set()
+        # The reader of calls, once the first completion has come.
+        self._reader: tuple[CallReader | None] | None = None
         self._closing: list[tuple[Episode, Future[JsonObject]]] = []
         # Whether completed episodes have had a reward.
         self._rewarded: set[bool] = set()
@@ -98,9 +101,19 @@ class EnvironmentRunner:
         seed = zlib.crc32(row.where.rpartition("/")[2].encode())
         return episode, self._pending(episode, "reset", [row.values, seed], _reply)
 
-    def act(self, episode: Episode, text: str) -> Pending[Reply]:
-        """Return the answer to a completion."""
-        return self._pending(episode, "act", [text], _reply)
+    def calls(self, renderer: Renderer, prompt: Sequence[int], completion: Sequence[int]) -> Calls | None:
+        """Return the calls of tools in the tokens of a completion; None if the environment reads them from its text."""
+        if not self.contract.tools:
+            return None
+        if self._reader is None:
+            self._reader = (token_reader(renderer.tokenizer, self.contract.tools),)
+            if not renderer.prints_tools:
+                log.info("env: the chat template does not print tools; the first observation describes them")
+        return self._reader[0](prompt, completion) if self._reader[0] is not None else None
+
+    def act(self, episode: Episode, text: str, calls: Calls | None = None) -> Pending[Reply]:
+        """Return the answer to a completion. ``calls``: as of :meth:`calls`."""
+        return self._pending(episode, "act", [text, calls], _reply)
 
     def reward(self, episode: Episode) -> Pending[float | None]:
         """Return the reward of the episode, None if the environment gives none."""
