@@ -1,14 +1,15 @@
 """Sampled tokens until GRPO reaches an accuracy, without and with ``data.curriculum``: ``python benchmarks/curriculum.py``.
 
-The rows are a mix of difficulties for the shipped tiny model: sums of two numbers below 50, which it learns in a few steps;
-sums with one number from 50 to 59, which it solves rarely and learns slowly; and sums of two numbers from 60 to 99, which it
-does not solve. The held-out rows are other sums of the second kind. The runs of a seed have the same configuration but for
-the keys in the table. Prints a table of tokens, and the ratio of each seed.
+The rows are a mix of 12 difficulties of reasoning-gym's ``basic_arithmetic``: sums of 2 to 5 numbers of 1 to 3 digits, in equal
+parts, written as the shipped tiny model knows them, ``4+7=``. This model learns sums of two numbers below 100 and no others, so
+most rows are too hard. The held-out rows are other sums of two numbers below 100. The runs of a seed have the same
+configuration but for the keys in the table. Prints a table of tokens, and the ratio of each seed. Needs reasoning-gym.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import tempfile
@@ -17,13 +18,16 @@ from pathlib import Path
 
 from cookbook.cli.app import run
 
-# Rows to train on by kind, and held-out rows.
-EASY, LEARNABLE, HARD, HELD_OUT = 120, 120, 120, 80
+# Numbers of a sum, and their digits. There are few different sums of two digits, so that their level has fewer rows.
+TERMS, DIGITS, LEVEL = (2, 3, 4, 5), (1, 2, 3), 400
+# Held-out rows of the levels that the model learns.
+HELD_OUT = {(2, 1): 20, (2, 2): 180}
 ARMS = {
     "uniform": [],
-    "curriculum": ["data.curriculum={}"],
+    "curriculum": ["data.curriculum={by: level}"],
+    "prompts": ["data.curriculum={}"],
     "refill": ["rollout.refill=2"],
-    "both": ["data.curriculum={}", "rollout.refill=2"],
+    "both": ["data.curriculum={by: level}", "rollout.refill=2"],
 }
 
 
@@ -31,17 +35,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=["uniform", "curriculum"])
-    parser.add_argument("--steps", type=int, default=35, help="optimizer steps, if the accuracy is not reached earlier")
-    parser.add_argument("--accuracy", type=float, default=0.18, help="greedy accuracy on the held-out rows")
-    parser.add_argument("--out", type=Path, default=None, help="folder for the runs")
+    parser.add_argument("--steps", type=int, default=40, help="optimizer steps, if the accuracy is not reached earlier")
+    parser.add_argument("--accuracy", type=float, default=0.2, help="greedy accuracy on the held-out rows")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the runs; those already there are only read")
     parser.add_argument("words", nargs="*", help="further keys of the configuration, for both runs")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         out = given.out or Path(temporary)
         out.mkdir(parents=True, exist_ok=True)
         data, held_out = out / "mix.jsonl", out / "held_out.jsonl"
-        for path, pairs in zip((data, held_out), mixed(), strict=True):
-            write(path, pairs)
+        for path, rows in zip((data, held_out), mixed(), strict=True):
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         table: dict[str, list[tuple[float, int] | None]] = {name: [] for name in given.arms}
         for seed in given.seeds:
             for name in given.arms:
@@ -53,7 +57,8 @@ def main() -> None:
                     f"data.path={data}",
                     f"data.eval_path={held_out}",
                 ]
-                run(["train", *COMMON, *words, *ARMS[name], *given.words])
+                if not is_finished(folder):
+                    run(["train", *COMMON, *words, *ARMS[name], *given.words])
                 table[name].append(reached(folder, given.accuracy))
     report(table, given.seeds, given.accuracy)
 
@@ -65,21 +70,27 @@ COMMON = [
 ]  # fmt: skip
 
 
-def mixed() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return pairs of numbers to add: those to train on, and those held out, in the order of a fixed seed."""
-    draw = random.Random(0)
-    fifties = [pair for low in range(1, 50) for high in range(50, 60) for pair in ((low, high), (high, low))]
-    draw.shuffle(fifties)
-    easy = draw.sample([(one, other) for one in range(1, 50) for other in range(1, 50)], EASY)
-    hard = draw.sample([(one, other) for one in range(60, 100) for other in range(60, 100)], HARD)
-    rows = [*easy, *hard, *fifties[HELD_OUT : HELD_OUT + LEARNABLE]]
-    draw.shuffle(rows)
-    return rows, fifties[:HELD_OUT]
+def mixed() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Return the rows to train on and the held-out rows, in the order of a fixed seed."""
+    import reasoning_gym
+
+    rows, held_out = list[dict[str, str]](), list[dict[str, str]]()
+    for terms, digits in itertools.product(TERMS, DIGITS):
+        options = {"min_terms": terms, "max_terms": terms, "min_digits": digits, "max_digits": digits, "operators": ("+",)}
+        tasks = reasoning_gym.create_dataset(
+            "basic_arithmetic", seed=0, size=4 * LEVEL, allow_parentheses=False, allow_negation=False, **options
+        )
+        sums = {task["metadata"]["expression"].replace(" ", "") + "=": task["answer"] for task in tasks}
+        level = [{"prompt": sum_, "answer": answer, "level": f"{terms}x{digits}"} for sum_, answer in sums.items()]
+        held_out += level[: (count := HELD_OUT.get((terms, digits), 0))]
+        rows += level[count : count + LEVEL]
+    random.Random(0).shuffle(rows)
+    return rows, held_out
 
 
-def write(path: Path, pairs: Sequence[tuple[int, int]]) -> None:
-    lines = [json.dumps({"prompt": f"{one}+{other}=", "answer": str(one + other)}) + "\n" for one, other in pairs]
-    path.write_text("".join(lines))
+def is_finished(folder: Path) -> bool:
+    status = folder / "status.json"
+    return status.exists() and json.loads(status.read_text())["state"] == "finished"
 
 
 def reached(folder: Path, accuracy: float) -> tuple[float, int] | None:

@@ -21,7 +21,8 @@ from cookbook.futures import done
 from cookbook.sampling import environments
 from cookbook.sampling.environments import EnvironmentRunner, PythonEnvironment, ready
 from cookbook.sampling.environments.conversation import Conversation
-from cookbook.sampling.environments.instance import Instance, ToolCall, parse_calls
+from cookbook.sampling.environments.instance import Instance
+from cookbook.sampling.environments.tool_calls import ToolCall, parse_calls, token_reader
 from cookbook.sampling.episodes import Draw, Episodes, Retrier
 from cookbook.sampling.trajectory import Segment, Trajectory
 from cookbook.types import Sample, SampleResponse, SamplingParams
@@ -81,6 +82,11 @@ class Shop:
 """
 
 
+# Special tokens of Qwen3 and GLM.
+MARKS = ["think", "tool_call", "tool_response", "arg_key", "arg_value"]
+HEADERS = ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
+
+
 class Scripted:
     """A sampler that says given texts, in the order of its calls for each prompt's row, and notes the prompts."""
 
@@ -98,8 +104,8 @@ class Scripted:
         return done(SampleResponse([Sample(one, [-0.5] * len(one), "stop", 3) for one in tokens]))
 
 
-def renderer():
-    return Renderer(AutoTokenizer.from_pretrained(Path(tiny.__file__).parents[1] / "data" / "tiny"), 256)
+def renderer(context=256):
+    return Renderer(AutoTokenizer.from_pretrained(Path(tiny.__file__).parents[1] / "data" / "tiny"), context)
 
 
 def prompt(values, example=None):
@@ -107,10 +113,10 @@ def prompt(values, example=None):
     return RenderedPrompt([], row, "", "", example or Chat(row.where, ()))
 
 
-def played(config, sampler, values, num_samples=1, **draw):
+def played(config, sampler, values, num_samples=1, context=256, **draw):
     found = {}
     with contextlib.closing(EnvironmentRunner(config)) as environment:
-        episodes = Episodes(renderer(), Retrier(0, 4), None, environment)
+        episodes = Episodes(renderer(context), Retrier(0, 4), None, environment)
         draws = [Draw(prompt(one, **draw), num_samples, SamplingParams(max_tokens=20, seed=5)) for one in values]
         failed = episodes.play(sampler, draws, found.__setitem__)
     return found, failed
@@ -260,6 +266,75 @@ def test_tools_are_called_and_errors_are_answered():
 def test_calls_in_the_form_of_each_family(text):
     assert parse_calls(text) == [ToolCall("f", {"x": 1})]
     assert parse_calls("The answer is {x}.") == []
+
+
+def test_tools_that_the_chat_template_does_not_print():
+    """The template of the shipped model prints none, so that the first observation describes them."""
+    write("shop.py", TOOLS)
+    config = PythonEnvironment(target="shop.py:Shop", workers=0, timeout_s=None)
+    call = '<tool_call>{"name": "pay", "arguments": {"amount": 2}}</tool_call>'
+    sampler = Scripted(renderer().tokenizer, call, "Done.")
+    [episode] = played(config, sampler, [{"x": "y"}], context=1024)[0][0]
+    assert episode.reward == 2.0 and episode.calls == 1 and len(episode.branches) == 1
+    first, second = (renderer().printed(tokens) for tokens, *_ in sampler.prompts)
+    assert first.count('"name": "price"') == 1 and second.startswith(first) and "tool\nthanks" in second
+
+
+@pytest.mark.slow
+def test_a_run_with_tools_on_the_shipped_model():
+    # The model calls no tool, and a run without any reward ends with an error.
+    write("shop.py", TOOLS.replace("return self.paid", "import random; return random.random()"))
+    assert train(*SMALL["grpo"], "env=shop.py:Shop", "recipe.steps=1", "env.workers=0", "env.timeout_s=null", "out=run") == 0
+    log = Path("run/log.txt").read_text()
+    assert log.count("env: the chat template does not print tools; the first observation describes them") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "text", "expected"),
+    [
+        ("Qwen/Qwen3-0.6B", '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>', [("f", {"x": 1})]),
+        ("Qwen/Qwen3-0.6B", '<tool_call>\n{"name": "f"', ["unclosed block"]),
+        ("Qwen/Qwen3-0.6B", '<think>\nCall {"name": "f"}?\n</think>\n{"name": "f"}', []),
+        # A form that the text parser does not know; the schema says that x is text.
+        (
+            "zai-org/GLM-4.5-Air",
+            "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+            [("f", {"x": "1"})],
+        ),
+        ("zai-org/GLM-4.5-Air", "<tool_call>g\n</tool_call>", [("g", {})]),
+    ],
+)
+def test_calls_as_the_package_renderers_reads_them(model, text, expected):
+    """With the real package, and a tokenizer that has the special tokens of both families."""
+    pytest.importorskip("renderers")
+    tokenizer = renderer().tokenizer
+    tokenizer.add_tokens([f"<{mark}{name}>" for name in MARKS for mark in ("", "/")] + HEADERS, special_tokens=True)
+    tokenizer.name_or_path = model
+    schema = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}
+    read = token_reader(tokenizer, [{"type": "function", "function": schema}])
+    assert read is not None
+    assert read([], tokenizer(text, add_special_tokens=False)["input_ids"]) == expected
+    tokenizer.name_or_path = "./folder"
+    assert token_reader(tokenizer, []) is None
+
+
+@pytest.mark.slow
+def test_calls_that_were_read_from_tokens_reach_the_tools():
+    pytest.importorskip("renderers")
+    write("shop.py", TOOLS)
+    config = PythonEnvironment(target="shop.py:Shop", timeout_s=30.0)
+    glm = renderer(context=1024)
+    glm.tokenizer.add_tokens([f"<{mark}{name}>" for name in MARKS for mark in ("", "/")] + HEADERS, special_tokens=True)
+    glm.tokenizer.name_or_path = "zai-org/GLM-4.5-Air"
+    call = "<tool_call>pay\n<arg_key>amount</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
+    assert Instance(config.make(), config.contract).act(call).malformed_calls == 1
+    found = {}
+    with contextlib.closing(EnvironmentRunner(config)) as environment:
+        draw = Draw(prompt({"x": "y"}), 1, SamplingParams(max_tokens=20, seed=5))
+        sampler = Scripted(glm.tokenizer, call, "Done.")
+        Episodes(glm, Retrier(0, 4), None, environment).play(sampler, [draw], found.__setitem__)
+    assert found[0][0].reward == 2.0 and found[0][0].calls == 1
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,31 @@ def test_prompts_that_are_always_solved_are_retired_and_return_if_no_other_is_le
     assert line.startswith("data.curriculum: every attempt at all 6 prompts is solved")
 
 
+def test_a_prompt_without_a_group_has_the_class_of_its_level():
+    """Of three levels in equal parts, the medium one gets nearly all draws once its first groups are known."""
+    prompts = [RenderedPrompt([1], Row(f"here:{index}", {"index": index, "level": index % 3}), "", "") for index in range(300)]
+    config = DataConfig(curriculum=Curriculum(easy=0.05, medium=0.9, hard=0.05, by="level"))
+    drawn, rates = PromptQueue(prompts, 20, 3, config), [0.0, 0.5, 1.0]
+    for step in range(5):
+        batch = drawn[step]
+        drawn.observe(graded(batch, lambda index: rates[index % 3]))
+        drawn.finish_step()
+        levels = Counter(prompt.row.values["level"] for prompt in batch)
+        assert levels[1] < 15 if step == 0 else levels[1] >= 15
+    assert len(set(places([*drawn[4], *batch]))) == 20 and drawn.metrics()["curriculum/new"] == 0
+    again = PromptQueue(prompts, 20, 3, config)
+    again.restore(drawn.state(), 5)
+    assert places(again[5]) == places(drawn[5])
+    # A level follows its recent groups, and not its first.
+    for step in range(5, 9):
+        drawn.observe(graded(drawn[step], lambda index: 0.0))
+    assert drawn.metrics()["curriculum/hard"] >= 250
+    with pytest.raises(
+        ConfigError, match=r"data\.curriculum\.by: expected a column of the data, got 'kind'; here:0 has index, level"
+    ):
+        PromptQueue(prompts, 20, 3, DataConfig(curriculum=Curriculum(by="kind")))
+
+
 def test_a_step_draws_no_prompt_twice_unless_there_are_too_few():
     drawn = queue(Curriculum(), count=8, size=3)
     for step in range(6):

@@ -153,6 +153,11 @@ class Renderer:
         """The text that the chat template prints after an answer."""
         return self._template.end_of_turn
 
+    @property
+    def prints_tools(self) -> bool:
+        """Whether the chat template prints tools."""
+        return self._template.prints_tools
+
     def num_bytes(self, rows: Sequence[Sequence[int]]) -> list[int]:
         """Return the number of UTF-8 bytes of the text of each row of tokens, without special tokens."""
         if not rows:  # transformers would decode no row as one row

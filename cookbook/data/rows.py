@@ -56,20 +56,22 @@ class Curriculum:
 
     The shares are relative to each other. ``new``: prompts without a group; ``easy``: pass rate above ``easy_above``; ``hard``:
     below ``hard_below``; ``medium``: all others. A completion whose reward is at least ``solved_reward`` is solved. A prompt
-    whose last ``retire_after`` groups are all solved is not drawn again; None: no prompt is retired.
+    whose last ``retire_after`` groups are all solved is not drawn again; None: no prompt is retired. ``by``: a column, such as
+    the level of a question; a prompt without a group has the class of the prompts with the same value.
 
     Raises:
         ConfigError: a share or threshold is outside its bounds, or all shares are 0.
     """
 
-    new: float = 0.6
+    new: float = 0.3
     easy: float = 0.05
-    medium: float = 0.25
+    medium: float = 0.55
     hard: float = 0.1
     easy_above: float = 0.9
     hard_below: float = 0.1
     solved_reward: float = 1.0
     retire_after: int | None = 1
+    by: str | None = None
 
     @property
     def shares(self) -> tuple[float, float, float, float]:

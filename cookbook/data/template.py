@@ -183,6 +183,14 @@ class ChatTemplate:
             return None
 
     @cached_property
+    def prints_tools(self) -> bool:
+        """Whether the template prints the tools of a conversation, or fails to print any, which shows with the first row."""
+        tool = {"type": "function", "function": {"name": MARK, "description": MARK, "parameters": {"type": "object"}}}
+        question = Chat("", PROBE[:1])
+        plain = self._shown(question, header=True)
+        return plain is None or self._shown(replace(question, tools=(tool,)), header=True) != plain
+
+    @cached_property
     def end_of_turn(self) -> str:
         """The text that the template writes after an answer; empty if it rejects a plain question and answer."""
         text = self._shown(Chat("", PROBE), header=False)

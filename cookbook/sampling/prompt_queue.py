@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from cookbook.data import DataConfig, RenderedPrompt
 from cookbook.data.datum_table import Batches
+from cookbook.errors import ConfigError
 from cookbook.sampling.rollouts import RolloutGroup
 from cookbook.types import JsonObject
 
@@ -21,6 +22,8 @@ log = logging.getLogger("cookbook")
 DRAWS = 1_668_641_397
 CLASSES = ("new", "easy", "medium", "hard")
 NEW, EASY, MEDIUM, HARD = range(len(CLASSES))
+# The pass rate of a level is the mean over its prompts that were drawn last, so that it follows the model.
+RECENT = 8
 # By prompt: attempts and solved attempts of its last group, its last groups that were all solved, and the number of its last
 # draw, counted from 1; 0: never drawn.
 ROW = np.dtype([("attempts", "<u4"), ("solved", "<u4"), ("streak", "<u4"), ("drawn", "<u8")])
@@ -31,14 +34,25 @@ class PromptQueue(Batches[RenderedPrompt]):
 
     Without ``data.curriculum`` the order is that of :class:`Batches`, epoch after epoch; what a step takes beyond its batch is
     not repeated in the next step. With ``data.curriculum`` every prompt is drawn: first its class, by the shares, then the
-    prompt of the class that was drawn longest ago. A step draws no prompt twice, unless there are too few.
+    prompt of the class that was drawn longest ago. A step draws no prompt twice, unless there are too few. With
+    ``data.curriculum.by``, a prompt that was never drawn has the class of its level: the prompts with the same value in that
+    column.
 
     The state is that of the last finished step, so that a checkpoint never has half of a step.
+
+    Raises:
+        ConfigError: a row lacks the column ``data.curriculum.by``.
+
+    Source: Qu et al. 2025, "Can Prompt Difficulty be Online Predicted for Accelerating RL Finetuning of Reasoning Models?",
+    arXiv:2507.04632 (draw prompts of a medium predicted pass rate); Chen et al. 2025, "Self-Evolving Curriculum for LLM
+    Reasoning", arXiv:2505.14970 (one estimate for each category of prompts).
     """
 
     def __init__(self, prompts: Sequence[RenderedPrompt], size: int, seed: int, config: DataConfig) -> None:
         super().__init__(prompts, min(size, len(prompts)), 1, seed, config.shuffle)
         self._curriculum = config.curriculum
+        by = config.curriculum.by if config.curriculum is not None else None
+        self._levels = None if by is None else _levels(prompts, by)
         self._table = np.zeros(len(prompts), ROW)
         # Prompts taken since the run began: now, at the start of the step, and at the end of the last finished step.
         self._taken = self._step_start = self._finished = 0
@@ -155,7 +169,34 @@ class PromptQueue(Batches[RenderedPrompt]):
 
     def _classes(self) -> npt.NDArray[np.int64]:
         """Return the class of every prompt. A prompt that was drawn and has no group, because its requests failed, is hard."""
-        assert self._curriculum is not None
         rates = self._table["solved"] / np.maximum(self._table["attempts"], 1)
-        others = np.select([rates > self._curriculum.easy_above, rates < self._curriculum.hard_below], [EASY, HARD], MEDIUM)
-        return np.where(self._table["drawn"] == 0, NEW, others)
+        new = NEW if self._levels is None else self._of_levels(self._levels, rates)
+        return np.where(self._table["drawn"] == 0, new, self._class_of(rates))
+
+    def _of_levels(self, levels: npt.NDArray[np.int64], rates: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+        """Return the class of every prompt's level, by the mean pass rate of its recent groups; new if it has no group."""
+        measured = np.flatnonzero(self._table["attempts"])
+        measured = measured[np.lexsort((self._taken - self._table["drawn"][measured].astype(np.int64), levels[measured]))]
+        # The place of each prompt in its level; 0 was drawn last.
+        places = np.arange(len(measured)) - np.searchsorted(levels[measured], levels[measured])
+        recent = measured[places < RECENT]
+        counts = np.bincount(levels[recent], minlength=len(levels))
+        means = np.bincount(levels[recent], rates[recent], minlength=len(levels)) / np.maximum(counts, 1)
+        return np.where(counts == 0, NEW, self._class_of(means))[levels]
+
+    def _class_of(self, rates: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+        assert self._curriculum is not None
+        return np.select([rates > self._curriculum.easy_above, rates < self._curriculum.hard_below], [EASY, HARD], MEDIUM)
+
+
+def _levels(prompts: Sequence[RenderedPrompt], column: str) -> npt.NDArray[np.int64]:
+    """Return a number for every prompt, the same for prompts with the same value in a column."""
+    numbers: dict[str, int] = {}
+    found = []
+    for row in (prompt.row for prompt in prompts):
+        if column not in row.values:
+            raise ConfigError(
+                f"data.curriculum.by: expected a column of the data, got {column!r}; {row.where} has {', '.join(row.values)}"
+            )
+        found.append(numbers.setdefault(str(row.values[column]), len(numbers)))
+    return np.array(found, np.int64)

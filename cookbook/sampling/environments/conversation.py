@@ -10,6 +10,7 @@ from typing import Protocol
 from cookbook.data import RenderedPrompt, Renderer
 from cookbook.data.formats import Chat, Example, Plain
 from cookbook.data.messages import ChatMessage, parse_messages
+from cookbook.sampling.environments.tool_calls import described_tools
 from cookbook.sampling.trajectory import Branch, Segment
 from cookbook.types import JsonObject, Sample, SamplingParams
 
@@ -46,7 +47,9 @@ class Conversation:
     """
 
     def __init__(self, renderer: Renderer, prompt: RenderedPrompt, observation: Observation, tools: list[JsonObject]) -> None:
-        self._renderer = renderer
+        self.renderer = renderer
+        if tools and not renderer.prints_tools:
+            observation, tools = _with_tools(observation, tools), []
         self._example = _opening(prompt, observation, tools)
         [(tokens, text)] = renderer.prompts([self._example])
         self.tokens = list(tokens)
@@ -68,12 +71,12 @@ class Conversation:
 
     def add(self, sample: Sample) -> Segment:
         """Add a completion to the last turn, and return it with its text."""
-        text = self._renderer.text(sample.tokens)
+        text = self.renderer.text(sample.tokens)
         self._answer = Segment.sampled(sample, text)
         self._segments.append(self._answer)
         self.tokens += sample.tokens
         self._messages.append(ChatMessage("assistant", text))
-        self._text += self._renderer.printed(sample.tokens)
+        self._text += self.renderer.printed(sample.tokens)
         return self._answer
 
     def fork(self) -> Conversation:
@@ -93,17 +96,17 @@ class Conversation:
         shown = "\n".join(message.content for message in said)
         self._messages += said
         between = self._between(said)
-        text = self._renderer.chat_text(replace(self._example, messages=tuple(self._messages)), header=True)
+        text = self.renderer.chat_text(replace(self._example, messages=tuple(self._messages)), header=True)
         if between is not None and _squeezed(text) == _squeezed(self._text + between):
             self._continue(between, shown)
             return
         self._earlier.append(tuple(self._segments))
-        self.tokens = self._renderer.encode(text)
+        self.tokens = self.renderer.encode(text)
         self._text = text
         self._segments = [Segment("prompt", self.tokens.copy(), shown)]
 
     def _continue(self, text: str, shown: str) -> None:
-        tokens = self._renderer.encode(text)
+        tokens = self.renderer.encode(text)
         self._segments.append(Segment("environment", tokens, shown))
         self.tokens += tokens
         self._text += text
@@ -112,10 +115,10 @@ class Conversation:
         """Return what the chat template prints between a completion and the next; None if it prints no such text."""
         last = self._answer
         assert last is not None
-        closing = _after_answer(self._renderer, isinstance(self._example, Chat) and self._example.tools, tuple(said))
+        closing = _after_answer(self.renderer, isinstance(self._example, Chat) and self._example.tools, tuple(said))
         if closing is None:
             return None
-        stop = self._renderer.printed(last.tokens[-1:]) if last.stop_reason == "stop" else ""
+        stop = self.renderer.printed(last.tokens[-1:]) if last.stop_reason == "stop" else ""
         head, found, tail = closing.partition(stop) if stop else ("", "", closing)
         # A completion that was cut off, or ended by a text, has not closed its turn.
         return tail if found and not head.strip() else closing
@@ -147,6 +150,14 @@ def _opening(prompt: RenderedPrompt, observation: Observation, tools: list[JsonO
     else:
         messages += _messages(observation, example.where)
     return replace(example, messages=tuple(messages), start=len(messages), tools=example.tools or tuple(tools) or None)
+
+
+def _with_tools(observation: Observation, tools: list[JsonObject]) -> Observation:
+    """Return the first observation, with a description of the tools before it."""
+    text = described_tools(tools)
+    if isinstance(observation, list):
+        return [{"role": "user", "content": text}, *observation]
+    return f"{text}\n{observation}" if observation else text
 
 
 def _messages(observation: Observation, where: str) -> tuple[ChatMessage, ...]:

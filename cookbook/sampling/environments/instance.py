@@ -7,37 +7,22 @@ import copy
 import dataclasses
 import inspect
 import json
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, SupportsFloat
 
 from cookbook.config.typed import construct_target
 from cookbook.errors import described
 from cookbook.sampling.environments.config import Contract, EnvironmentConfig, tools_of
+from cookbook.sampling.environments.tool_calls import Calls, ToolCall, parse_calls
 from cookbook.sampling.workers import Handler, trace_of
 from cookbook.types import JsonObject
 
 # Names of the calls of :class:`Instances`, for error messages.
 NAMES = {"act": "step or a tool", "reward": "get_reward"}
 
-TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
-MISTRAL = re.compile(r"\[TOOL_CALLS\]\s*(.*)", re.DOTALL)
-FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)</function>", re.DOTALL)
-PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-# Llama 3 puts this mark before a call.
-PYTHON_TAG = "<|python_tag|>"
-CALL_BEGINS = re.compile(r"<tool_call>|\[TOOL_CALLS\]|<function=")
-
 
 class EnvironmentFailedError(Exception):
     """A method of an environment has returned something that the contract does not allow."""
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    name: str
-    arguments: Mapping[str, object]
 
 
 @dataclass
@@ -52,63 +37,6 @@ class Reply:
     calls: int = 0
     malformed_calls: int = 0
     failed_calls: int = 0
-
-
-def parse_calls(text: str) -> list[ToolCall | str]:
-    """Return the calls of tools in a completion, in order; a text instead of a call says why it cannot be read.
-
-    Read are the forms of Qwen and Hermes (``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``), of Qwen3-Coder
-    (``<function=name><parameter=x>...``), of Mistral (``[TOOL_CALLS][...]``), and of Llama (a JSON object alone).
-    """
-    if tagged := TAGGED.findall(text):
-        return [call for inner in tagged for call in (_functions(inner) or _of_json(inner))]
-    if functions := _functions(text):
-        return functions
-    if match := MISTRAL.search(text):
-        return _of_json(match[1])
-    bare = text.strip().removeprefix(PYTHON_TAG).strip()
-    return _of_json(bare) if re.match(r'\[?\s*\{\s*"(name|type|function)"', bare) else []
-
-
-def text_before_calls(text: str) -> str:
-    """Return the text before the first call of a completion for which :func:`parse_calls` returns calls."""
-    begins = CALL_BEGINS.search(text)
-    return text[: begins.start()].strip() if begins else ""
-
-
-def _functions(text: str) -> list[ToolCall | str]:
-    return [
-        ToolCall(name, {key: _value(value) for key, value in PARAMETER.findall(body)}) for name, body in FUNCTION.findall(text)
-    ]
-
-
-def _value(text: str) -> object:
-    try:
-        return json.loads(text)
-    # Deeply nested text raises RecursionError.
-    except (ValueError, RecursionError):
-        return text
-
-
-def _of_json(text: str) -> list[ToolCall | str]:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return [f"not valid JSON: {error}"]
-    return [_call(one) for one in (found if isinstance(found, list) else [found])]
-
-
-def _call(value: object) -> ToolCall | str:
-    if not isinstance(value, dict):
-        return f"expected an object with name and arguments, got {type(value).__name__}"
-    inner = value.get("function", value)
-    inner = inner if isinstance(inner, dict) else value
-    arguments = inner.get("arguments", inner.get("parameters", {}))
-    if isinstance(arguments, str):
-        arguments = _value(arguments)
-    if not isinstance(inner.get("name"), str) or not isinstance(arguments, dict):
-        return "expected an object with a name and an object of arguments"
-    return ToolCall(inner["name"], arguments)
 
 
 class Instance:
@@ -131,11 +59,14 @@ class Instance:
         observation = self._run(self._environment.reset(**given))
         return Reply(_observation(observation, "reset"))
 
-    def act(self, text: str) -> Reply:
-        """Answer a completion: by ``step``, or by the results of the tools that it calls. Without a call, it is the last."""
+    def act(self, text: str, read: Calls | None = None) -> Reply:
+        """Answer a completion: by ``step``, or by the results of the tools that it calls. Without a call, it is the last.
+
+        ``read`` are the calls as read from the tokens; None: they are read from the text.
+        """
         if not self._tools:
             return self._step(self._run(self._environment.step(text)))
-        calls = parse_calls(text)
+        calls = parse_calls(text) if read is None else [one if isinstance(one, str) else ToolCall(*one) for one in read]
         reply = Reply([], done=not calls)
         assert isinstance(reply.observation, list)
         for call in calls:

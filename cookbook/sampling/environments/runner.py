@@ -18,6 +18,7 @@ from cookbook.sampling import workers
 from cookbook.sampling.environments.config import EnvironmentConfig
 from cookbook.sampling.environments.conversation import Conversation, Transcript
 from cookbook.sampling.environments.instance import NAMES, Instances, Reply
+from cookbook.sampling.environments.tool_calls import CallReader, Calls, token_reader
 from cookbook.sampling.trajectory import Segment, Trajectory
 from cookbook.sampling.workers import WorkerEndedError, WorkerProcess, WorkerStartError, WorkerTimeoutError
 from cookbook.types import JsonObject
@@ -174,6 +175,8 @@ class EnvironmentRunner(EpisodeRunner):
         self._processes = [WorkerProcess(HANDLER, configuration, config.timeout_s) for _ in range(config.workers)]
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix="env") for _ in self._processes]
         self._closing: list[tuple[Episode, Future[JsonObject]]] = []
+        # The reader of calls, once the first completion has come.
+        self._reader: tuple[CallReader | None] | None = None
 
     def begin(self, row: Row) -> tuple[Episode, Pending[Reply]]:
         """Begin an episode, and return it with the first observation. All episodes of a row have the same seed."""
@@ -190,7 +193,7 @@ class EnvironmentRunner(EpisodeRunner):
 
     def act(self, episode: Episode, turn: Segment) -> Pending[Reply]:
         """Return the answer to a completion."""
-        return self._pending(episode, "act", [turn.text], _reply)
+        return self._pending(episode, "act", [turn.text, self._calls(episode, turn)], _reply)
 
     def reward(self, episode: Episode) -> Pending[EarnedReward | None]:
         """Return the reward of the episode, None if the environment gives none."""
@@ -221,6 +224,19 @@ class EnvironmentRunner(EpisodeRunner):
             self._said.add(answer["failure"])
             log.warning("%s: env: %s", episode.row.where, answer["failure"])
         return True
+
+    def _calls(self, episode: Episode, turn: Segment) -> Calls | None:
+        """Return the calls of tools in the tokens of a completion; None if the environment reads them from its text."""
+        conversation = episode.conversation
+        if not self.contract.tools or conversation is None:
+            return None
+        if self._reader is None:
+            self._reader = (token_reader(conversation.renderer.tokenizer, self.contract.tools),)
+            if not conversation.renderer.prints_tools:
+                log.info("env: the chat template does not print tools; the first observation describes them")
+        [read] = self._reader
+        prompt = conversation.tokens[: len(conversation.tokens) - len(turn.tokens)]
+        return read(prompt, turn.tokens) if read is not None else None
 
     def _pending(self, episode: Episode, method: str, arguments: list[Any], read: Callable[[Any], T]) -> Pending[T]:
         def checked(answer: JsonObject) -> T | Failure:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from cookbook.data import Renderer
 from cookbook.data.render import PART_OF_A_CHARACTER, TextStream, completed_text
 from cookbook.engine.decoding.requests import TokenChunk
-from cookbook.sampling.environments.instance import ToolCall, parse_calls, text_before_calls
+from cookbook.sampling.environments.tool_calls import ToolCall, parse_calls, text_before_calls
 from cookbook.server.wire.openai import ChatBody, CompletionBody
 from cookbook.types import JsonObject, Sample
 
