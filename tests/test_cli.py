@@ -96,7 +96,7 @@ COMPOSED = [
     (["optim.lrr=1"], f"unknown key 'optim.lrr'. Did you mean 'optim.lr'? {KEYS}"),
     (["optim=adamww"], "unknown optim 'adamww'. Did you mean 'adamw'? (choices: adafactor, adamw)"),
     (["optim="], "optim: no option given (choices: adafactor, adamw)"),
-    (["experiment=mine"], "unknown experiment 'mine'. (choices: grpo_gsm8k)"),
+    (["experiment=mine"], "unknown experiment 'mine'. (choices: grpo_chain_sum, grpo_gsm8k)"),
     (
         ["optim.lr=1e-5,1e-6"],
         "'optim.lr=1e-5,1e-6' is a list of values: add -m to sweep over them, or write 'optim.lr=[1e-5,1e-6]' for one list",
