@@ -65,7 +65,7 @@ def measured(trainer: LocalTrainer, config: EnvironmentConfig, steps: int) -> st
         for step in range(steps + 1):
             started = time.process_time()
             found = rollouts.sample_groups(
-                trainer.live_sampler(step).result(),
+                trainer.live_sampler(0).result(),
                 rows[step * PROMPTS : (step + 1) * PROMPTS],
                 GROUP,
                 rollouts.RolloutConfig(max_tokens=MAX_TOKENS),
