@@ -494,7 +494,7 @@ def test_a_question_of_reasoning_gym_is_rewritten_and_repeated_after_a_wrong_ans
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_chain_sum_is_learned_in_two_turns(seed):
     """From about 0 to about 40% right, greedy, on held-out rows, in ten steps."""
     pytest.importorskip("reasoning_gym", reason="the extra reasoning-gym is not installed")
