@@ -187,8 +187,8 @@ def test_the_answer_composes(capsys):
         (["--num_gpus", "8"], "unknown option '--num_gpus'; write backend.gpus=8"),
         (
             ["--fsdp", "full_shard"],
-            "unknown option '--fsdp'; cookbook's key is backend.shard: all shards weights, gradients and optimizer state over the "
-            "processes of backend.gpus",
+            "unknown option '--fsdp'; cookbook's key is backend.shard: all shards weights, gradients and optimizer state "
+            "over the processes of backend.gpus",
         ),
         (["--nonsense_of_mine", "8"], "No such option: --nonsense_of_mine"),
     ],

@@ -19,6 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from cookbook.data import RenderedPrompt, Renderer, Row
 from cookbook.data.messages import parse_messages
+from cookbook.data.render import completed_text
 from cookbook.engine.decoding.requests import TokenChunk
 from cookbook.errors import DataError
 from cookbook.futures import done
@@ -32,7 +33,7 @@ from cookbook.server.wire import openai, openai_results
 from cookbook.server.wire.bodies import Refused
 from cookbook.server.wire.encode import JSON
 from cookbook.server.wire.openai import ChatBody, CompletionBody, InvalidField
-from cookbook.server.wire.openai_results import Answer, ChatParts, CompletionParts, Head, completed_text
+from cookbook.server.wire.openai_results import Answer, ChatParts, CompletionParts, Head
 from cookbook.types import JsonObject, Sample
 
 log = logging.getLogger("cookbook")

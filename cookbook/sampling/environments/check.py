@@ -112,7 +112,10 @@ def _interleaved(environment: EpisodeRunner, renderer: Renderer, rows: Sequence[
         one.ended = one.ended or "max_turns"
         if not one.failure:
             reward = environment.reward(state).result()
-            one.reward, one.failure = (None, reward.message) if isinstance(reward, Failure) else (reward and reward.value, "")
+            if isinstance(reward, Failure):
+                one.failure = reward.message
+            elif reward is not None:
+                one.reward = reward.value
         environment.end(state)
     return found
 

@@ -68,27 +68,48 @@ class ReasoningGym(EnvironmentConfig):
     """A task of the package reasoning-gym, by its name, with its own options.
 
     The answer is the text in ``<answer>`` tags if there are any, else the last line. The reward is the task's own score, from 0
-    to 1, of the last answer; after an answer below 1 the model may try again, up to ``max_turns`` answers.
+    to 1, of the last answer; without ``partial``, a score below 1 earns nothing. After a wrong answer the model is shown
+    ``again`` and may try again, up to ``max_turns`` answers. ``rewrite`` has regular expressions, and their replacements in a
+    question, in this order.
 
     Raises:
-        ConfigError: the package is not installed, or the task or one of its options is unknown.
+        ConfigError: the package is not installed, the task or one of its options is unknown, or ``rewrite`` is invalid.
 
     Source: Stojanovski et al. 2025, "REASONING GYM", arXiv:2505.24760.
     """
 
     task: str
     options: dict[str, Any] = field(default_factory=dict)
+    rewrite: dict[str, str] = field(default_factory=dict)
+    again: str = AGAIN
+    partial: bool = True
     max_turns: int = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self._tasks
+        question = str(self.tasks[0]["question"])
+        for pattern, replacement in self.rewrite.items():
+            try:
+                re.sub(pattern, replacement, question)
+            except (re.error, IndexError) as error:
+                raise ConfigError(
+                    f"env.rewrite: {pattern!r}: {replacement!r} is not a regular expression and its replacement ({error}); "
+                    "fix it"
+                ) from None
 
     def make(self) -> object:
-        return Puzzle(self._tasks)
+        return Puzzle(self)
+
+    def question(self, entry: dict[str, Any]) -> str:
+        """Return the text of a question as the model sees it."""
+        text = str(entry["question"])
+        for pattern, replacement in self.rewrite.items():
+            text = re.sub(pattern, replacement, text)
+        return text
 
     @functools.cached_property
-    def _tasks(self) -> Any:
+    def tasks(self) -> Any:
+        """The questions of the task, those of training first."""
         try:
             import reasoning_gym
             from reasoning_gym.factory import DATASETS
@@ -109,19 +130,20 @@ class ReasoningGym(EnvironmentConfig):
 class Puzzle:
     """One question of a reasoning-gym task."""
 
-    def __init__(self, tasks: Any) -> None:
-        self._tasks = tasks
+    def __init__(self, config: ReasoningGym) -> None:
+        self._config = config
         self._score = 0.0
 
     def reset(self, index: int) -> str:
-        self._entry = self._tasks[index]
-        return str(self._entry["question"])
+        self._entry = self._config.tasks[index]
+        self._question = self._config.question(self._entry)
+        return self._question
 
     def step(self, text: str) -> str | None:
         tagged = TAGGED.findall(text)
         answer = tagged[-1] if tagged else (text.strip().splitlines() or [""])[-1]
-        self._score = float(self._tasks.score_answer(answer.strip(), self._entry))
-        return None if self._score >= 1.0 else AGAIN
+        self._score = float(self._config.tasks.score_answer(answer.strip(), self._entry))
+        return None if self._score >= 1.0 else self._config.again.replace("{question}", self._question)
 
     def get_reward(self) -> float:
-        return self._score
+        return self._score if self._config.partial or self._score >= 1.0 else 0.0
