@@ -26,6 +26,7 @@ WITH_EXTRA = {
     "cookbook/engine/optimizer.py": "lowbit",
     "cookbook/sampling/environments/ready.py": "reasoning-gym",
     "cookbook/sampling/environments/games.py": "textarena",
+    "cookbook/sampling/environments/tool_calls.py": "renderers",
     "cookbook/engine/head/linear_logprobs/implementations.py": "cce",
 }
 

@@ -87,7 +87,7 @@ COMPOSED: dict[str, dict[str, object] | str] = {
         "model.name": "./my-model", "optim.lr": 1e-5, "recipe.steps": 200, "rollout.max_tokens": 512, "eval.max_tokens": 512,
         "data.name": "openai/gsm8k", "schedule.warmup_ratio": None,
     },
-    "train recipe=grpo env=agent env.command='python examples/agent.py {row}' optim.lr=3e-4": {
+    "train recipe=grpo env=agent env.command=python examples/agent.py {row} optim.lr=3e-4": {
         "env.command": "python examples/agent.py {row}", "optim.lr": 3e-4, "env.workers": 16,
     },
     "train recipe=grpo env=arithmetic recipe.steps=15": {"env.max_turns": 2, "recipe.steps": 15, "optim.lr": 1e-4},

@@ -20,7 +20,7 @@ def train(recipe: str | None = None, overrides: Sequence[str] = (), *, config: P
 
     Args:
         recipe: name of the recipe; None: that of ``overrides`` or of ``config``.
-        overrides: the words behind ``cookbook train``, such as ``"optim.lr=1e-5"`` or ``"model=qwen3_0p6b"``.
+        overrides: the words after ``cookbook train``, such as ``"optim.lr=1e-5"`` or ``"model=qwen3_0p6b"``.
         config: ``config.yaml`` of an earlier run, to start from.
 
     Raises:

@@ -27,7 +27,7 @@ class AgentCall:
     stop: Sequence[str] = ()
 
     def extends(self, earlier: AgentCall, answer: JsonObject) -> str | list[JsonObject] | None:
-        """Return what follows the earlier call and its ``answer``, a message; None if the call does not extend them."""
+        """Return the messages or text after the earlier call and its ``answer``; None if the call does not extend them."""
         if isinstance(self.prompt, str) or isinstance(earlier.prompt, str):
             if not isinstance(self.prompt, str) or not isinstance(earlier.prompt, str):
                 return None
