@@ -78,7 +78,7 @@ def shipped(name: str) -> list[CheckResult]:
 # What is right passes
 
 
-@pytest.mark.parametrize("name", rest_slow(sorted(LOSSES, key=["grpo", "dpo", "cross_entropy"].__contains__, reverse=True), 3))
+@pytest.mark.parametrize("name", rest_slow(sorted(LOSSES, key=["dpo", "cross_entropy"].__contains__, reverse=True), 2))
 def test_every_shipped_loss_passes(name):
     verdicts = shipped(name)
     assert [verdict.check for verdict in verdicts] == [*FIRST, *THEN]

@@ -33,6 +33,7 @@ def tab(monkeypatch, capsys):
     return ask
 
 
+@pytest.mark.slow
 def test_bash(tab):
     assert tab("bash", "cookbook train recipe=") == ["dpo", "grpo", "orpo", "sft"]
     assert tab("bash", "cookbook train recipe=gr") == ["grpo"]

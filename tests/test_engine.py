@@ -69,7 +69,7 @@ def test_the_update_does_not_depend_on_how_the_batch_is_cut(make_engine, name):
         assert tiny.difference(tiny.gradients(engine), expected) < 1e-5, (tokens, packing, retain)
 
 
-@pytest.mark.parametrize("name", rest_slow(LOSSES, fast=2))
+@pytest.mark.parametrize("name", rest_slow(LOSSES))
 def test_the_update_does_not_depend_on_the_order(make_engine, name):
     loss = LOSSES[name]
     data = loss.prepare(tiny.datums(8))

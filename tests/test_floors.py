@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from sources import nodes
 
 ROOT = Path(__file__).resolve().parent.parent
 # Per package, its packages and modules from top to bottom. Those of one line do not import each other. The root is "".
@@ -132,7 +133,7 @@ def modules() -> dict[str, Path]:
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
     """Yield line and name of every import. ``from a import b`` may mean the module ``a.b``."""
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -260,7 +261,7 @@ def test_the_engine_names_no_loss() -> None:
         f"{path.relative_to(ROOT)}:{node.lineno} names {node.value!r}"
         for module, path in modules().items()
         if inside(module, "cookbook.engine")
-        for node in ast.walk(ast.parse(path.read_bytes()))
+        for node in nodes(path)
         if isinstance(node, ast.Constant) and node.value in names
     )
 

@@ -5,9 +5,11 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
+from sources import nodes
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -43,7 +45,7 @@ EXTRAS = {extra: {distribution(one) for one in ones} for extra, ones in PROJECT[
 def third_party(path: Path) -> set[str]:
     """Distributions that a file imports, lazily or not, by a statement or by name."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -54,6 +56,7 @@ def third_party(path: Path) -> set[str]:
     return {DISTRIBUTIONS.get(module, module).lower().replace("_", "-") for module in modules}
 
 
+@cache
 def imports() -> dict[str, set[str]]:
     files = [*ROOT.glob("cookbook/**/*.py"), *ROOT.glob("recipes/*.py")]
     return {str(path.relative_to(ROOT)): third_party(path) for path in files}

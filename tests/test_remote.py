@@ -102,9 +102,9 @@ def test_the_next_command_of_a_run_downloads_its_weights_and_samples_from_them(r
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [
-        pytest.param("sft", ["model.lora_rank=4"], marks=pytest.mark.slow),
+        ("sft", ["model.lora_rank=4"]),
         *(pytest.param(recipe, [], marks=pytest.mark.slow) for recipe in ("dpo", "orpo")),
-        ("grpo", ["reward=python", "reward.target=reward.py:reward", *LAGGING]),
+        pytest.param("grpo", ["reward=python", "reward.target=reward.py:reward", *LAGGING], marks=pytest.mark.slow),
         pytest.param(
             "grpo",
             ["reward=python", "reward.target=reward.py:reward", *LAGGING, "rollout.refill=3", "data.curriculum={}"],

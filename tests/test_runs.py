@@ -265,7 +265,7 @@ def test_held_out_rows_may_fill_the_context():
 # The same again
 
 
-@pytest.mark.parametrize("recipe", [pytest.param("sft", marks=pytest.mark.slow), "grpo"])
+@pytest.mark.parametrize("recipe", ["sft", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_a_seed_repeats_bit_by_bit_and_another_differs(recipe):
     words = [*SMALL[recipe], "recipe.steps=2"]
     assert train(*words, "out=one") == 0

@@ -12,7 +12,9 @@ from types import FrameType
 from typing import ClassVar
 
 import pytest
+from marks import rest_slow
 from runtools import SMALL, here, train  # noqa: F401 - here is a fixture
+from sources import nodes
 
 from cookbook import Hook
 from cookbook.run import hooks
@@ -35,8 +37,8 @@ EXCEPTIONS: dict[str, dict[str, float]] = {}
 
 
 @cache
-def trees() -> dict[Path, ast.Module]:
-    return {path: ast.parse(path.read_bytes()) for path in sorted(PACKAGE.rglob("*.py"))}
+def files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
 
 
 def check(limit: str, measured: Mapping[str, float]) -> None:
@@ -50,7 +52,7 @@ def check(limit: str, measured: Mapping[str, float]) -> None:
 
 def test_folders_are_small() -> None:
     modules = Counter(
-        path.parent.relative_to(ROOT).as_posix() for path in trees() if path.name not in ("__init__.py", "__main__.py")
+        path.parent.relative_to(ROOT).as_posix() for path in files() if path.name not in ("__init__.py", "__main__.py")
     )
     check("modules at the root", {"cookbook": modules.pop("cookbook")})
     check("modules in losses", {"cookbook/losses": modules.pop("cookbook/losses")})
@@ -58,13 +60,13 @@ def test_folders_are_small() -> None:
 
 
 def test_files_and_functions_are_short() -> None:
-    check("lines of a file", {str(path.relative_to(ROOT)): len(path.read_bytes().splitlines()) for path in trees()})
+    check("lines of a file", {str(path.relative_to(ROOT)): len(path.read_bytes().splitlines()) for path in files()})
     check(
         "lines of a function",
         {
             f"{path.relative_to(ROOT)}:{node.name}": (node.end_lineno or 0) - node.lineno + 1
-            for path, tree in trees().items()
-            for node in ast.walk(tree)
+            for path in files()
+            for node in nodes(path)
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         },
     )
@@ -72,16 +74,16 @@ def test_files_and_functions_are_short() -> None:
 
 def test_a_class_name_stands_for_one_class() -> None:
     places = defaultdict(list)
-    for path, tree in trees().items():
-        for node in ast.walk(tree):
+    for path in files():
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(path)
     check("classes of one name", {name: len(paths) for name, paths in places.items()})
 
 
 def test_any_is_rare() -> None:
-    lines = sum(len(path.read_bytes().splitlines()) for path in trees())
-    uses = sum(isinstance(node, ast.Name) and node.id == "Any" for tree in trees().values() for node in ast.walk(tree))
+    lines = sum(len(path.read_bytes().splitlines()) for path in files())
+    uses = sum(isinstance(node, ast.Name) and node.id == "Any" for path in files() for node in nodes(path))
     check("Any per 1,000 lines", {"cookbook": 1000 * uses / lines})
 
 
@@ -102,7 +104,7 @@ class StepFiles(Hook):
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize(("recipe", "limit"), [("sft", "files of an SFT step"), ("grpo", "files of a GRPO step")])
+@pytest.mark.parametrize(("recipe", "limit"), rest_slow([("grpo", "files of a GRPO step"), ("sft", "files of an SFT step")]))
 def test_a_step_visits_few_files(recipe: str, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepFiles, "seen", set())
     # The status file is written at most once a second: on a slow machine in step 3, on a fast one before or after it.
