@@ -70,6 +70,8 @@ def played(server, silences):
             be_silent(server, client.session)
         if number >= 3:
             seen.append(client.sample(json.loads(seen[2])["sampling_session_id"], number))
+    # A sampler answers before the run is restored; a pass of the run comes after its last optimizer step.
+    seen.append(client.fetch(client.post("forward_backward", passing(run, 7, 7))["request_id"]).content)
     return [one.replace(client.session.encode(), b"session") for one in seen], weights(server, run)
 
 
