@@ -29,6 +29,7 @@ LINK = re.compile(r"(\]\()(?!https?:|#)([\w./-]+)((?:#[\w-]+)?\))")
 NAMES_MARK = "<!-- names -->"
 # Sections of the page of the Python API, and the modules that it documents there.
 PYTHON = {
+    "Run a recipe": "cookbook.cli.hydra.python_api cookbook.run.result",
     "Training and sampling": "cookbook.service",
     "Data and parameters": "cookbook.types",
     "Hooks": "cookbook.run.hooks cookbook.protocols",
