@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from marks import rest_slow
 from runtools import here  # noqa: F401 - a fixture
 
 from cookbook.cli.app import run
@@ -168,30 +169,33 @@ def test_the_answer_composes(capsys):
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [
-        (["--optim.lr", "1e-4"], "unknown option '--optim.lr'; write optim.lr=1e-4"),
-        (["--optim.lr=1e-4", "recipe=sft"], "unknown option '--optim.lr'; write optim.lr=1e-4"),
-        (["-lr", "1e-4"], "unknown option '-lr'; write optim.lr=1e-4"),
-        (["--recipe", "dpo", "--beta", "0.2"], "unknown options '--recipe', '--beta'; write recipe=dpo loss.beta=0.2"),
-        (
-            ["--bf16", "recipe=sft", "--learning-rate=1"],
-            "unknown options '--bf16', '--learning-rate'; write model.dtype=bfloat16 optim.lr=1",
-        ),
-        (
-            ["recipe=sft", "--lora_r", "32", "--use_peft"],
-            "unknown options '--lora_r', '--use_peft'; write model.lora_rank=32; --use_peft: cookbook's key is "
-            "model.lora_rank: a rank above 0, such as 16, trains a LoRA adapter",
-        ),
-        (["--cfg", "job", "--max_steps", "-1"], "unknown option '--max_steps'; write recipe.steps=null"),
-        (["--optim", "adamw_8bit"], "unknown option '--optim'; write backend.optimizer=adamw8bit"),
-        (["--num_gpus", "8"], "unknown option '--num_gpus'; write backend.gpus=8"),
-        (
-            ["--fsdp", "full_shard"],
-            "unknown option '--fsdp'; cookbook's key is backend.shard: all shards weights, gradients and optimizer state "
-            "over the processes of backend.gpus",
-        ),
-        (["--nonsense_of_mine", "8"], "No such option: --nonsense_of_mine"),
-    ],
+    rest_slow(
+        [
+            (["--optim.lr", "1e-4"], "unknown option '--optim.lr'; write optim.lr=1e-4"),
+            (["--optim.lr=1e-4", "recipe=sft"], "unknown option '--optim.lr'; write optim.lr=1e-4"),
+            (["-lr", "1e-4"], "unknown option '-lr'; write optim.lr=1e-4"),
+            (["--recipe", "dpo", "--beta", "0.2"], "unknown options '--recipe', '--beta'; write recipe=dpo loss.beta=0.2"),
+            (
+                ["--bf16", "recipe=sft", "--learning-rate=1"],
+                "unknown options '--bf16', '--learning-rate'; write model.dtype=bfloat16 optim.lr=1",
+            ),
+            (
+                ["recipe=sft", "--lora_r", "32", "--use_peft"],
+                "unknown options '--lora_r', '--use_peft'; write model.lora_rank=32; --use_peft: cookbook's key is "
+                "model.lora_rank: a rank above 0, such as 16, trains a LoRA adapter",
+            ),
+            (["--cfg", "job", "--max_steps", "-1"], "unknown option '--max_steps'; write recipe.steps=null"),
+            (["--optim", "adamw_8bit"], "unknown option '--optim'; write backend.optimizer=adamw8bit"),
+            (["--num_gpus", "8"], "unknown option '--num_gpus'; write backend.gpus=8"),
+            (
+                ["--fsdp", "full_shard"],
+                "unknown option '--fsdp'; cookbook's key is backend.shard: all shards weights, gradients and optimizer state "
+                "over the processes of backend.gpus",
+            ),
+            (["--nonsense_of_mine", "8"], "No such option: --nonsense_of_mine"),
+        ],
+        fast=4,
+    ),
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_an_override_typed_as_an_option(capsys, words, message):
@@ -201,33 +205,40 @@ def test_an_override_typed_as_an_option(capsys, words, message):
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [
-        (["num_gpus=8"], "unknown key 'num_gpus'; write backend.gpus=8"),
-        (["pad_token=x"], "unknown key 'pad_token'; the tokenizer is always the one of model.name; leave it out"),
-        (
-            ["recipe=sft", "num_generations=8"],
-            "unknown key 'num_generations'; cookbook's key is recipe.group_size, "
-            "which the chosen recipe and its parts do not have",
-        ),
-        (["bf16=maybe"], "unknown key 'bf16'; cookbook's key is model.dtype, which has no value for 'maybe'"),
-        (
-            ["optim=adamw_torch_fused"],
-            "unknown optim 'adamw_torch_fused'; write backend.optimizer=adamw (choices: adafactor, adamw)",
-        ),
-        (
-            ["schedule=constant_with_warmup"],
-            "unknown schedule 'constant_with_warmup'; write schedule=constant (choices: constant, cosine, linear, wsd)",
-        ),
-        (["optim={lrr: 3}"], "unknown key 'optim.lrr'. Did you mean 'optim.lr'? (cookbook train --cfg job prints every key)"),
-        (["tracker={mine:{project:x}}"], f"unknown key 'tracker.mine'; a tracker of {OWN.format('tracker.mine')}"),
-        (["hook.mine.size=3"], f"unknown key 'hook.mine.size'; a hook of {OWN.format('hook.mine')}"),
-        (["recipe=sft", "reward={points:1}"], f"unknown key 'reward.points'; a reward of {OWN.format('reward')}"),
-        (["tracker={wandb:{project:x}}"], "unknown key 'tracker.wandb'; add tracker=wandb"),
-        (
-            ["tracker.mine._target_=m.T"],
-            "unknown key 'tracker.mine._target_'; to add a component, write tracker.mine='{_target_: package.module.Class}'",
-        ),
-    ],
+    rest_slow(
+        [
+            (["num_gpus=8"], "unknown key 'num_gpus'; write backend.gpus=8"),
+            (["pad_token=x"], "unknown key 'pad_token'; the tokenizer is always the one of model.name; leave it out"),
+            (
+                ["recipe=sft", "num_generations=8"],
+                "unknown key 'num_generations'; cookbook's key is recipe.group_size, "
+                "which the chosen recipe and its parts do not have",
+            ),
+            (["bf16=maybe"], "unknown key 'bf16'; cookbook's key is model.dtype, which has no value for 'maybe'"),
+            (
+                ["optim=adamw_torch_fused"],
+                "unknown optim 'adamw_torch_fused'; write backend.optimizer=adamw (choices: adafactor, adamw)",
+            ),
+            (
+                ["schedule=constant_with_warmup"],
+                "unknown schedule 'constant_with_warmup'; write schedule=constant (choices: constant, cosine, linear, wsd)",
+            ),
+            (
+                ["optim={lrr: 3}"],
+                "unknown key 'optim.lrr'. Did you mean 'optim.lr'? (cookbook train --cfg job prints every key)",
+            ),
+            (["tracker={mine:{project:x}}"], f"unknown key 'tracker.mine'; a tracker of {OWN.format('tracker.mine')}"),
+            (["hook.mine.size=3"], f"unknown key 'hook.mine.size'; a hook of {OWN.format('hook.mine')}"),
+            (["recipe=sft", "reward={points:1}"], f"unknown key 'reward.points'; a reward of {OWN.format('reward')}"),
+            (["tracker={wandb:{project:x}}"], "unknown key 'tracker.wandb'; add tracker=wandb"),
+            (
+                ["tracker.mine._target_=m.T"],
+                "unknown key 'tracker.mine._target_'; to add a component, "
+                "write tracker.mine='{_target_: package.module.Class}'",
+            ),
+        ],
+        fast=4,
+    ),
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_names_without_an_exact_counterpart(capsys, words, message):

@@ -31,7 +31,7 @@ def url(tiny_folder, tmp_path_factory):
         yield server.url
 
 
-@pytest.fixture(params=["embedded", "small passes", "recomputed", "remote"])
+@pytest.fixture(params=["embedded", pytest.param("small passes", marks=pytest.mark.slow), "recomputed", "remote"])
 def trainer(request, make_trainer, tiny_folder, tmp_path):
     """Trainers that split the batch in different ways, and one on a server."""
     if request.param == "remote":
