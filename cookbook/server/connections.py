@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import resource
 import time
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+log = logging.getLogger("cookbook")
+
 # Seconds for which a connection stays open without a request, or with a response of which its client reads nothing.
 IDLE_S = 30.0
+# Seconds between two log lines about connections above the limit.
+WARN_EVERY_S = 60.0
 # Files that the server may open besides connections: logs, checkpoints, and the files of libraries.
 OTHER_FILES = 1024
 
@@ -21,7 +27,16 @@ def fit_connections(configured: int) -> int:
     files = min(configured + OTHER_FILES, hard)
     if soft < files:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
-    return max(1, min(configured, max(files - OTHER_FILES, files // 2)))
+    fitting = max(1, min(configured, max(files - OTHER_FILES, files // 2)))
+    if fitting < configured:
+        log.warning(
+            "server.max_connections: %d connections fit into this process's limit of %d open files, got %d; raise the hard "
+            "limit (ulimit -Hn)",
+            fitting,
+            hard,
+            configured,
+        )
+    return fitting
 
 
 class BoundedConnection(H11Protocol):
@@ -30,6 +45,9 @@ class BoundedConnection(H11Protocol):
     Above ``limit`` connections, a new one closes the connection that has been without a request for the longest time. If all
     have a request, the new one is closed. Clients send a request again if its connection was closed.
     """
+
+    # Time of the last log line about connections above the limit, of any connection.
+    _warned_at = -math.inf
 
     def __init__(self, *args: Any, limit: int, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -49,8 +67,17 @@ class BoundedConnection(H11Protocol):
         super().connection_made(transport)
         self._check_later()
         if len(self.connections) > self._limit:
+            self._warn()
             idle = (one for one in self.connections if isinstance(one, BoundedConnection) and not one.has_request)
             min(idle, key=lambda one: one.idle_since).abort()
+
+    def _warn(self) -> None:
+        now = time.monotonic()
+        if now - BoundedConnection._warned_at >= WARN_EVERY_S:
+            BoundedConnection._warned_at = now
+            log.warning(
+                "more than %d connections: those without a request are closed; raise server.max_connections", self._limit
+            )
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

@@ -197,5 +197,6 @@ class DeploymentManager:
 def _running(record: JsonObject) -> RunningServer:
     """Inverse of ``asdict``. Raises KeyError or TypeError: the record is invalid."""
     options = record["options"]
-    lists = {"args": tuple(options["args"]), "gpus": tuple(map(tuple, options["gpus"]))}
+    # A record of an older version has no GPUs.
+    lists = {"args": tuple(options["args"]), "gpus": tuple(map(tuple, options.get("gpus", ())))}
     return RunningServer(**{**record, "options": Options(**{**options, **lists})})
