@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import re
 import resource
@@ -122,7 +123,8 @@ def test_a_response_that_its_client_does_not_read_is_dropped_and_a_slow_computat
 
 
 @pytest.mark.slow
-def test_idle_connections_give_way_to_new_ones_and_busy_ones_do_not(listening, monkeypatch):
+def test_idle_connections_give_way_to_new_ones_and_busy_ones_do_not(listening, monkeypatch, caplog):
+    monkeypatch.setattr(connections.BoundedConnection, "_warned_at", -math.inf)
     monkeypatch.setattr(connections, "IDLE_S", 500.0)
     go_on = threading.Event()
 
@@ -146,6 +148,8 @@ def test_idle_connections_give_way_to_new_ones_and_busy_ones_do_not(listening, m
         for client in (*clients[1:], newest):
             client.settimeout(20)
             assert b"200" in client.recv(1000)
+    # Two connections were above the limit, and the log says it once.
+    assert caplog.messages == ["more than 3 connections: those without a request are closed; raise server.max_connections"]
 
 
 @pytest.mark.slow
@@ -171,7 +175,7 @@ def test_more_idle_connections_than_the_server_may_open_files_keep_no_client_out
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_the_limit_of_connections_leaves_files_for_everything_else(monkeypatch):
+def test_the_limit_of_connections_leaves_files_for_everything_else(monkeypatch, caplog):
     for limits, expected, raised in (
         ((1024, 1024), 512, None),
         ((1024, 1 << 20), 4096, 5120),
@@ -183,6 +187,8 @@ def test_the_limit_of_connections_leaves_files_for_everything_else(monkeypatch):
         monkeypatch.setattr(resource, "setrlimit", lambda _, new, seen=seen: seen.append(new[0]))
         assert connections.fit_connections(4096) == expected
         assert seen == ([] if raised is None else [raised])
+    # Only the first limit is too low, and the log says so.
+    assert len(caplog.messages) == 1 and "512 connections fit" in caplog.text
 
 
 # ---- uploads ---------------------------------------------------------------------------------------------------------
