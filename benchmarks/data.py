@@ -43,7 +43,7 @@ def write_rows(path: Path, count: int) -> Path:
 def start(code: Path, data: Path, folder: Path, steps: int, *more: str) -> tuple[float, float, float, float]:
     """Run one start. Return seconds of CPU time, of it in the system, of wall time, and the peak memory in bytes."""
     out = Path(tempfile.mkdtemp(dir=folder))
-    words = ["train", "recipe=sft", f"data={data}", f"recipe.steps={steps}", f"out={out / 'run'}", *more]
+    words = ["train", "recipe=sft", "data=jsonl", f"data.path={data}", f"recipe.steps={steps}", f"out={out / 'run'}", *more]
     environment = {**os.environ, "PYTHONPATH": str(code), "COOKBOOK_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     began = time.monotonic()
     with (out / "log").open("wb") as log:
