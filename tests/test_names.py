@@ -125,6 +125,7 @@ ANSWERS = [
     ("sft", "gradient_checkpointing=true", "backend.activation_checkpointing=true"),
     ("sft", "per_device_train_batch_size=8", f"recipe.batch_size=8 ({ROWS})"),
     ("sft", "report_to=wandb", "tracker=wandb"),
+    ("sft", "report_to=trackio", "tracker=trackio"),
     ("sft", "wandb_project=mine", "tracker=wandb tracker.wandb.project=mine"),
     ("sft", "run_name=mine", "out=runs/mine (a run is named after its folder)"),
     ("sft", "max_steps=-1", "recipe.steps=null"),

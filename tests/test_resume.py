@@ -139,16 +139,27 @@ def test_terminate_is_the_same_and_the_printed_command_goes_on(capsys):
     same_as_undisturbed("its place/a=b")
 
 
-@pytest.mark.parametrize("tracker", ["wandb", "tensorboard"])
+@pytest.mark.parametrize("tracker", ["wandb", "tensorboard", "trackio", "mlflow"])
 @pytest.mark.slow
 def test_a_tracker_goes_on_in_the_same_place(tracker, monkeypatch):
     pytest.importorskip(tracker, reason=f"{tracker} is an extra")
     monkeypatch.setenv("WANDB_MODE", "offline")
+    if tracker == "trackio":
+        monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", Path("trackio").resolve())
     words = [*SMALL["orpo"], *FOUR, "eval.every=null", f"tracker={tracker}", "out=run"]
     assert train(*words, *stop_at(2)) == 130
     assert train(*words) == 0
     if tracker == "wandb":  # two offline runs of one id, which the server joins
         assert len({path.name.rpartition("-")[2] for path in Path("run/wandb").glob("offline-run-*")}) == 1
+    elif tracker == "trackio":
+        storage = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
+        (name,) = storage.get_runs("cookbook")
+        assert sorted({row["step"] for row in storage.get_logs("cookbook", name)}) == [0, 1, 2, 3, 4]
+    elif tracker == "mlflow":
+        client = importlib.import_module("mlflow").MlflowClient()
+        (told,) = client.search_runs([client.get_experiment_by_name("cookbook").experiment_id])
+        assert told.info.status == "FINISHED"
+        assert sorted({one.step for one in client.get_metric_history(told.info.run_id, "loss")}) == [1, 2, 3, 4]
     else:
         accumulator = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
         events = accumulator.EventAccumulator("run/tensorboard").Reload()

@@ -572,6 +572,8 @@ def test_wandb_that_fails_is_one_line(moment, code, monkeypatch, capsys):
         "later": OFF.format("log"),
     }[moment].replace("LINE", str(fails.__code__.co_firstlineno + 1))
     assert Path("run").exists() is (code == 0)
+    # The run that was never finished would lend its id to the next one of this process.
+    wandb.teardown()
 
 
 OFF = (
@@ -623,6 +625,39 @@ def test_tensorboard_is_read_back():
     for key in ("reward/mean", "loss", "eval/accuracy"):
         told = [(event.step, event.value) for event in events.Scalars(key)]
         assert told == [(row["step"], pytest.approx(row[key], rel=1e-6)) for row in rows("run") if key in row]  # float32 there
+
+
+@pytest.mark.slow
+def test_trackio_is_read_back(monkeypatch, capsys):
+    trackio = pytest.importorskip("trackio.sqlite_storage", reason="trackio is an extra")
+    monkeypatch.setattr(trackio, "TRACKIO_DIR", Path("trackio").resolve())
+    for out in ("run", "other/run"):  # one name, two runs
+        assert train(*SMALL["grpo"], "tracker=trackio", f"out={out}") == 0
+        shown = capsys.readouterr().out
+        name = (Path(out) / "trackio_name.txt").read_text().strip()
+        assert f"trackio: run {name}; show it with: trackio show --project cookbook\n" in shown and "* Trackio" not in shown
+        told = trackio.SQLiteStorage.get_logs("cookbook", name)
+        assert [row["step"] for row in told] == [0, 1, 2, 3]
+        for row, kept in zip(told, rows(out), strict=True):
+            assert {key: row[key] for key in kept} == kept
+
+
+@pytest.mark.slow
+def test_mlflow_is_read_back(capsys):
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is an extra")
+    words = [*SMALL["grpo"], "tracker=mlflow", "out=run", "tracker.mlflow.tags={team: a}"]
+    assert train(*words, "tracker.mlflow.uri=sqlite:///own.db", "tracker.mlflow.experiment=mine") == 0
+    client = mlflow.MlflowClient("sqlite:///own.db")
+    told = client.get_run(Path("run/mlflow_id.txt").read_text().strip())
+    assert told.info.status == "FINISHED" and told.data.tags["team"] == "a"
+    assert client.get_experiment(told.info.experiment_id).name == "mine"
+    assert told.data.params["recipe.group_size"] == "4"
+    kept = [row for row in rows("run") if "eval/accuracy" in row]
+    history = client.get_metric_history(told.info.run_id, "eval/accuracy")
+    assert [(one.step, one.value) for one in history] == [(row["step"], row["eval/accuracy"]) for row in kept]
+    capsys.readouterr()
+    assert train(*SMALL["grpo"], "tracker=mlflow", "tracker.mlflow.uri=nowhere://x", "out=second") == 2
+    assert capsys.readouterr().err.startswith("error: tracker: mlflow: ")
 
 
 # Real data

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cookbook.errors import ConfigError
+from cookbook.trackers import need_package
 
 
 @dataclass
@@ -16,11 +15,7 @@ class TensorBoardTracker:
 
     def preflight(self, *_: object) -> None:
         """Raise ConfigError: the package tensorboard is not installed."""
-        if importlib.util.find_spec("tensorboard") is None:
-            raise ConfigError(
-                "tracker: tensorboard is not installed; pip install 'post-training-cookbook[tensorboard]', or leave "
-                "tracker=tensorboard out"
-            )
+        need_package("tensorboard")
 
     def start(self, config: Mapping[str, object], out: str, name: str, step: int) -> None:
         self.preflight()

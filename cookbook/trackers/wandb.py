@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 from collections import deque
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cookbook.errors import ConfigError
+from cookbook.trackers import need_package
 from cookbook.types import JsonObject
 from cookbook.utils import files
 from cookbook.utils.paths import SWEEP
@@ -46,10 +46,7 @@ class WandbTracker:
 
     def preflight(self, *_: object) -> None:
         """Raise ConfigError: the package wandb is not installed."""
-        if importlib.util.find_spec("wandb") is None:
-            raise ConfigError(
-                "tracker: wandb is not installed; pip install 'post-training-cookbook[wandb]', or leave tracker=wandb out"
-            )
+        need_package("wandb")
 
     def start(self, config: JsonObject, out: str, name: str, step: int) -> None:
         self.preflight()

@@ -1,0 +1,84 @@
+"""MLflow: a tracking server, or the database ``mlflow.db`` in the current folder, which ``mlflow ui`` draws."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cookbook.errors import ConfigError
+from cookbook.trackers import need_package
+from cookbook.types import JsonObject
+from cookbook.utils import files
+
+STATES = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
+# The server's limit of one request.
+PARAMETERS = 100
+
+
+@dataclass
+class MLflowTracker:
+    """A :class:`~cookbook.protocols.Tracker`. A resumed run continues under the same MLflow id.
+
+    ``conf/tracker/mlflow.yaml`` says what each field means.
+    """
+
+    experiment: str | None = None
+    uri: str | None = None
+    tags: dict[str, str] = field(default_factory=dict)
+
+    def preflight(self, *_: object) -> None:
+        """Raise ConfigError: the package mlflow is not installed."""
+        need_package("mlflow")
+
+    def start(self, config: JsonObject, out: str, name: str, step: int) -> None:
+        self.preflight()
+        import mlflow
+        from mlflow.entities import Param
+
+        id_file = Path(out) / "mlflow_id.txt"
+        known = id_file.read_text().strip() if id_file.exists() else ""
+        try:
+            self._client = mlflow.MlflowClient(tracking_uri=self.uri)
+            if known:
+                self._id = known
+                self._client.update_run(known, status="RUNNING")
+            else:
+                run = self._client.create_run(self._experiment_id(), run_name=name, tags=self.tags)
+                self._id = run.info.run_id
+                parameters = [Param(key, value) for key, value in flattened(config)]
+                for start in range(0, len(parameters), PARAMETERS):
+                    self._client.log_batch(self._id, params=parameters[start : start + PARAMETERS])
+        except mlflow.exceptions.MlflowException as error:
+            message = str(error).splitlines()[0]
+            raise ConfigError(f"tracker: mlflow: {message}; see tracker.mlflow.uri and MLFLOW_TRACKING_URI") from None
+        if not known:
+            files.write_text(id_file, f"{self._id}\n")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        # MLflow refuses other characters in names.
+        names = {key: re.sub(r"[^\w\-. /:]", "_", key) for key in metrics}
+        self._client.log_batch(self._id, metrics=[Metric(names[key], value, now, step) for key, value in metrics.items()])
+
+    def end(self, state: str) -> None:
+        self._client.set_terminated(self._id, STATES[state])
+
+    def _experiment_id(self) -> str:
+        name = self.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "cookbook"
+        known = self._client.get_experiment_by_name(name)
+        return str(known.experiment_id if known else self._client.create_experiment(name))
+
+
+def flattened(config: JsonObject, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """``("optim.lr", "0.001")`` of ``{"optim": {"lr": 0.001}}``."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from flattened(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value)
