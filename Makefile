@@ -19,7 +19,7 @@ TORCH_INDEX ?= $(shell if ! command -v nvidia-smi >/dev/null && $(PYTHON) -c '$(
 	echo $(CPU_BUILDS); fi)
 TORCH = $(TORCH_INDEX:%=--extra-index-url=%) torch
 
-.PHONY: help setup train test test-slow kills mutants long-run vllm test-vllm parity tinker-cookbook docs bench bench-ranks bench-gpu bench-peers lint types check data tiny-model wheel clean
+.PHONY: help setup train test test-slow kills mutants long-run vllm test-vllm parity tinker-cookbook docs bench bench-ranks bench-gpu bench-peers lint types check data tiny-model release clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -106,6 +106,7 @@ tinker-cookbook: $(VENV)/tools .venv-tinker/installed ## Unmodified tinker_cookb
 
 lint: $(VENV)/tools ## Style
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	$(BIN)/hadolint Dockerfile
 
 types: $(VENV)/tools ## Types, strict
 	$(BIN)/mypy
@@ -150,8 +151,8 @@ docs: $(VENV)/tools .venv-docs/installed ## Build the documentation site: open b
 	$(BIN)/python scripts/make_docs.py $(ARGS)
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict --config-file docs/site/mkdocs.yml
 
-wheel: $(VENV)/tools ## Build the wheel into dist/
-	$(BIN)/python -m build --wheel --no-isolation
+release: $(VENV)/tools ## Build wheel and sdist into dist/ and train with each in an empty environment: some five minutes
+	$(BIN)/python scripts/release.py $(TORCH_INDEX:%=--index=%)
 
 clean: ## Remove what was built and installed; runs/ stays
 	rm -rf $(VENV) .venv-docs .venv-trl .venv-tinker .venv-vllm dist build .mypy_cache .ruff_cache .pytest_cache
