@@ -19,7 +19,7 @@ TORCH_INDEX ?= $(shell if ! command -v nvidia-smi >/dev/null && $(PYTHON) -c '$(
 	echo $(CPU_BUILDS); fi)
 TORCH = $(TORCH_INDEX:%=--extra-index-url=%) torch
 
-.PHONY: help setup train test test-slow kills mutants long-run vllm test-vllm parity tinker-cookbook docs bench bench-ranks bench-gpu bench-peers lint types check data tiny-model release clean
+.PHONY: help setup train test test-slow kills mutants long-run vllm test-vllm test-lm-eval parity tinker-cookbook docs bench bench-ranks bench-gpu bench-peers lint types check data tiny-model release clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -81,6 +81,18 @@ vllm: .venv-vllm/installed ## Install vLLM's CPU build into .venv-vllm, for depl
 test-vllm: $(VENV)/tools .venv-vllm/installed ## The tests that start a vLLM server
 	COOKBOOK_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest -m slow tests/test_vllm.py \
 		-o faulthandler_timeout=1200
+
+# lm-eval needs some seventy packages, some of which slow down the imports of transformers.
+.venv-lm-eval/installed: constraints.txt
+	$(PYTHON) -m venv .venv-lm-eval
+	@echo '*' > .venv-lm-eval/.gitignore
+	.venv-lm-eval/bin/python $(PIP_INSTALL) 'lm-eval[api,ifeval]'
+	@touch $@
+
+test-lm-eval: $(VENV)/tools .venv-lm-eval/installed ## The tests of lm-eval's tasks and checkers, and the endpoint under lm-eval
+	COOKBOOK_LM_EVAL=$$(echo .venv-lm-eval/lib/python3*/site-packages) $(BIN)/python -m pytest -m slow tests/test_lm_eval.py \
+		tests/test_rewards_packages.py
+	$(BIN)/python tests/lm_eval_endpoint.py .venv-lm-eval/bin/lm_eval
 
 parity: $(VENV)/installed .venv-trl/installed ## Compare losses, gradients and runs with TRL's, as a table; fails if they differ
 	@rm -rf runs/parity && mkdir -p runs/parity
@@ -155,4 +167,4 @@ release: $(VENV)/tools ## Build wheel and sdist into dist/ and train with each i
 	$(BIN)/python scripts/release.py $(TORCH_INDEX:%=--index=%)
 
 clean: ## Remove what was built and installed; runs/ stays
-	rm -rf $(VENV) .venv-docs .venv-trl .venv-tinker .venv-vllm dist build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-docs .venv-lm-eval .venv-trl .venv-tinker .venv-vllm dist build .mypy_cache .ruff_cache .pytest_cache

@@ -311,7 +311,7 @@ class CheckpointBackend(Protocol):
 
 @runtime_checkable
 class Preflight(Protocol):
-    """A backend, deployment, tracker or hook that can refuse a run before anything loads.
+    """A backend, deployment, reward, tracker or hook that can refuse a run before anything loads.
 
     ``cookbook train`` and ``cookbook check config`` both call it.
     """

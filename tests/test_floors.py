@@ -55,7 +55,14 @@ ORDER = {
         "connections keys metrics wire",
     ],
     "jobs": ["backend", "endpoint", "manager", "command local ray slurm store", "launcher"],
-    "sampling": ["prompt_queue", "rollouts", "evaluation", "episodes", "environments rewards", "advantages trajectory workers"],
+    "sampling": [
+        "prompt_queue",
+        "rollouts",
+        "evaluation",
+        "episodes",
+        "environments lm_eval_tasks rewards",
+        "advantages trajectory workers",
+    ],
     "deployments": ["vllm", "embedded weight_sync"],
     "deployments.vllm": [
         "deployment",

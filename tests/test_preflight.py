@@ -99,12 +99,14 @@ def test_a_device_and_packages_that_are_not_here(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in gone else found(name, *rest))
-    gone = {"wandb", "tensorboard", "trackio", "mlflow", "torchao"}
+    gone = {"wandb", "tensorboard", "trackio", "mlflow", "math_verify", "lm_eval", "torchao"}
     for words, message in (
         (["backend.device=cuda"], "backend.device: this machine has no usable GPU"),
         (["tracker=wandb"], "tracker: wandb is not installed"),
         (["tracker=tensorboard"], "tracker: tensorboard is not installed"),
         (["tracker=trackio"], "tracker: trackio is not installed; pip install 'post-training-cookbook[trackio]'"),
+        (["reward=math_verify"], "reward=math_verify: math-verify is not installed"),
+        (["reward=[number,ifeval]"], "reward=ifeval: lm-eval is not installed"),
         (["tracker=mlflow"], "tracker: mlflow is not installed; pip install 'post-training-cookbook[mlflow]'"),
     ):
         checked, trained = refusals(capsys, "recipe=sft", *words)

@@ -137,6 +137,7 @@ COMPOSED: dict[str, dict[str, object] | str] = {
     "eval runs/mine data=gsm8k reward=number eval.max_tokens=512 eval.pass_at=[1,8] eval.limit=null": {
         "data.name": "openai/gsm8k", "eval.max_tokens": 512, "eval.limit": None,
     },
+    "eval runs/mine data=ifeval reward=ifeval": {**DEMO, "data.name": "google/IFEval"},
     "eval qwen3_0p6b data=gsm8k out=base.json": {**QWEN, "model.dtype": "bfloat16", "eval.max_tokens": 512},
     "deployments create mine": {**CREATED, "deployment.replicas": 1},
     "deployments create mine model=tiny deployment.replicas=2": {**CREATED, "deployment.replicas": 2},

@@ -248,8 +248,12 @@ def chat(
 def eval_(
     target: Target,
     overrides: Overrides = None,
+    tasks: Annotated[str | None, typer.Option(help="Tasks of lm-eval in place of held-out rows: names with commas.")] = None,
+    task_folder: Annotated[str | None, typer.Option(help="Folder with task files of your own.")] = None,
+    fewshot: Annotated[int | None, typer.Option(min=0, help="Solved examples in each prompt. Default: the task's.")] = None,
+    chat_template: Annotated[bool, typer.Option("--chat-template", help="Render prompts as conversations.")] = False,
 ) -> None:
-    """Evaluate a run or a model on held-out rows.
+    """Evaluate a run or a model on held-out rows, or on tasks of lm-eval.
 
     A run is evaluated with its own configuration, a model with that of cookbook train; overrides change both:
 
@@ -258,11 +262,12 @@ def eval_(
       cookbook eval runs/mine 'eval.pass_at=[1,8]'             pass@k too, from drawn completions
       cookbook eval qwen3_0p6b data=gsm8k reward=number        a model of conf/model, a folder or a hub id
       cookbook eval tiny out=result.json                       the result as a file, every row's completion in it
+      cookbook eval runs/mine --tasks gsm8k,ifeval             tasks of lm-eval, eval.limit documents of each
     """
     with _importing():
         from cookbook.cli import evaluate
 
-    evaluate.evaluate(target, overrides or ())
+    evaluate.evaluate(target, overrides or (), evaluate.TaskOptions(tasks, task_folder, fewshot, chat_template))
 
 
 @app.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from cookbook.cli.hydra import conf_files
@@ -12,13 +13,31 @@ from cookbook.run import folder as run_folder
 from cookbook.run import report
 from cookbook.sampling.evaluation import FINGERPRINT, SHOWN, Evaluation
 from cookbook.types import JsonObject
-from cookbook.utils import tables
+from cookbook.utils import packages, tables
 
 LONGEST = 40  # characters of a value in a table
 
 
-def evaluate(name: str, overrides: Sequence[str]) -> None:
-    """Evaluate a run's newest checkpoint, a checkpoint or a model, and print the result.
+@dataclass(frozen=True)
+class TaskOptions:
+    """Tasks of lm-eval by name, separated by commas, and the options that belong to them.
+
+    Raises:
+        ConfigError: an option without tasks.
+    """
+
+    names: str | None
+    folder: str | None
+    num_fewshot: int | None
+    chat: bool
+
+    def __post_init__(self) -> None:
+        if self.names is None and (self.folder, self.num_fewshot, self.chat) != (None, None, False):
+            raise ConfigError("eval: --task-folder, --fewshot and --chat-template belong to --tasks; add --tasks=NAME")
+
+
+def evaluate(name: str, overrides: Sequence[str], tasks: TaskOptions) -> None:
+    """Evaluate a run's newest checkpoint, a checkpoint or a model, on its rows or on tasks of lm-eval, and print the result.
 
     Raises:
         CookbookError: no run or model has this name, or the configuration does not suit it.
@@ -37,7 +56,17 @@ def evaluate(name: str, overrides: Sequence[str]) -> None:
     else:
         own = [f"model={name}"] if named_in_conf else ["model=hf", f"model.name={run_folder.quoted(name)}"]
         request = bridge.ComposeRequest([*own, *overrides])
-    bridge.run(request, lambda cfg, _: _show_result(name, *standalone_eval.evaluate(cfg, target)))
+    if tasks.names is None:
+        bridge.run(request, lambda cfg, _: _show_result(name, *standalone_eval.evaluate(cfg, target)))
+        return
+    packages.need("--tasks", "lm_eval", "lm-eval")
+    from cookbook.sampling.lm_eval_tasks import Tasks
+
+    names = tuple(word.strip() for word in tasks.names.split(",") if word.strip())
+    chosen = Tasks(names, tasks.folder, tasks.num_fewshot, tasks.chat)
+    # A wrong name is refused before a model is loaded.
+    chosen.manager()
+    bridge.run(request, lambda cfg, _: _show_result(name, *standalone_eval.evaluate_tasks(cfg, target, chosen)))
 
 
 def _show_result(name: str, facts: JsonObject, evaluation: Evaluation, file: Path | None) -> None:

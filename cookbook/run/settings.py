@@ -129,12 +129,16 @@ def checked(cfg: DictConfig, overrides: list[str]) -> Settings:
     _check_random_weights(typed.model, overrides)
     # A class that does not keep the contract is refused before a model is loaded.
     _ = typed.env and typed.env.contract
-    for part in (typed.backend, typed.deployment, *typed.trackers, *typed.hooks):
-        # A package is missing, a device is absent, or a backend does not suit the part.
-        if isinstance(part, Preflight):
-            part.preflight(typed.model, typed.backend)
+    preflight(typed, typed.backend, typed.deployment, typed.reward, *typed.trackers, *typed.hooks)
     _check_ranks(typed)
     return typed
+
+
+def preflight(typed: Settings, *parts: object) -> None:
+    """Let each part refuse: a package is missing, a device is absent, or a backend does not suit the part."""
+    for part in parts:
+        if isinstance(part, Preflight):
+            part.preflight(typed.model, typed.backend)
 
 
 # Inputs that the datums of a recipe have, by the kind of data that the recipe names in DATA.

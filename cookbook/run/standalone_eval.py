@@ -7,9 +7,10 @@ import json
 import tempfile
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
@@ -23,12 +24,15 @@ from cookbook.protocols import Sampler
 from cookbook.run import folder as run_folder
 from cookbook.run.builder import collect_garbage_from_here, environment_runner, reward_runner, sampling_target
 from cookbook.run.hooks import writing_to
-from cookbook.run.settings import Settings, settings
+from cookbook.run.settings import Settings, preflight, settings
 from cookbook.sampling.environments import numbered_rows, prompts
 from cookbook.sampling.evaluation import FINGERPRINT, Evaluation, Evaluator
 from cookbook.terminal import warnings_shown
 from cookbook.types import JsonObject
 from cookbook.utils import files
+
+if TYPE_CHECKING:
+    from cookbook.sampling.lm_eval_tasks import Tasks
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ def evaluate(cfg: DictConfig, target: Target) -> tuple[JsonObject, Evaluation, P
         CookbookError: an error that the user can fix.
     """
     typed = settings(cfg)
+    preflight(typed, typed.reward)
     refusals = RejectedRows(typed.data)
     rows: Sequence[Row]
     if typed.numbered is not None:
@@ -84,22 +89,15 @@ def evaluate(cfg: DictConfig, target: Target) -> tuple[JsonObject, Evaluation, P
     digest = rows_digest(rows)
     with contextlib.ExitStack() as stack:
         runner = stack.enter_context(reward_runner(typed.reward))
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        trainer = typed.backend.make_trainer(_model(typed, target), seed=typed.seed, folder=folder)
-        stack.callback(trainer.close)
-        renderer, stop = Renderer(trainer.tokenizer, trainer.max_length), tuple(typed.rollout.stop or ())
+        sampler, renderer = stack.enter_context(_deployed(typed, target))
         environment = stack.enter_context(environment_runner(typed.env, renderer))
+        stop = tuple(typed.rollout.stop or ())
         evaluator = Evaluator(typed.eval, renderer, typed.rollout.retrier(), runner, stop, typed.seed, refusals, environment)
-        collect_garbage_from_here()
-        with terminal.doing("starting the deployment"):
-            deployment = typed.deployment.deploy(trainer, live=True)
-        stack.callback(deployment.close)
-        evaluation = _evaluation(typed, evaluator, deployment.load(0).result(), rows)
+        evaluation = _evaluation(typed, evaluator, sampler, rows)
         fingerprint = evaluator.fingerprint(digest)
     refusals.warn(len(rows))
     facts = {
-        "model": target.model or typed.model.name,
-        "step": target.step,
+        **_weights(typed, target),
         "rows": {"digest": digest, "count": len(rows), "first": rows[0].where},
         "reward": None if typed.reward is None else repr(typed.reward),
         "env": None if typed.env is None else repr(typed.env),
@@ -109,6 +107,52 @@ def evaluate(cfg: DictConfig, target: Target) -> tuple[JsonObject, Evaluation, P
     }
     evaluation = replace(evaluation, metrics={**evaluation.metrics, FINGERPRINT: float(fingerprint)})
     return facts, evaluation, _written(typed.out, target, facts, evaluation)
+
+
+@warnings_shown()
+def evaluate_tasks(cfg: DictConfig, target: Target, tasks: Tasks) -> tuple[JsonObject, Evaluation, Path | None]:
+    """Evaluate ``target`` with tasks of lm-eval, ``eval.limit`` documents of each.
+
+    The result has the shape of :func:`evaluate`'s.
+
+    Raises:
+        CookbookError: an error that the user can fix.
+    """
+    from cookbook.sampling import lm_eval_tasks
+
+    typed = settings(cfg)
+    with _deployed(typed, target) as (sampler, renderer):
+        found = lm_eval_tasks.run(tasks, sampler, renderer, typed.eval.limit, typed.seed)
+    options = {"tasks": asdict(tasks), "versions": found.versions, "limit": typed.eval.limit, "seed": typed.seed}
+    digest = f"{zlib.crc32(json.dumps(options).encode()):08x}"
+    facts = {
+        **_weights(typed, target),
+        "rows": {"digest": digest, "count": found.num_documents, "first": ", ".join(tasks.names)},
+        "reward": "lm-eval",
+        "env": None,
+        **options,
+    }
+    evaluation = Evaluation({**found.metrics, FINGERPRINT: float(int(digest, 16))})
+    return facts, evaluation, _written(typed.out, target, facts, evaluation)
+
+
+def _weights(typed: Settings, target: Target) -> JsonObject:
+    return {"model": target.model or typed.model.name, "step": target.step}
+
+
+@contextlib.contextmanager
+def _deployed(typed: Settings, target: Target) -> Iterator[tuple[Sampler, Renderer]]:
+    """A sampler of the target's weights, and the renderer of its tokenizer."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        trainer = typed.backend.make_trainer(_model(typed, target), seed=typed.seed, folder=folder)
+        stack.callback(trainer.close)
+        renderer = Renderer(trainer.tokenizer, trainer.max_length)
+        collect_garbage_from_here()
+        with terminal.doing("starting the deployment"):
+            deployment = typed.deployment.deploy(trainer, live=True)
+        stack.callback(deployment.close)
+        yield deployment.load(0).result(), renderer
 
 
 def _model(typed: Settings, target: Target) -> ModelConfig:

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cookbook.errors import ConfigError
-from cookbook.trackers import need_package
 from cookbook.types import JsonObject
-from cookbook.utils import files
+from cookbook.utils import files, packages
 
 STATES = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 # The server's limit of one request.
@@ -32,7 +31,7 @@ class MLflowTracker:
 
     def preflight(self, *_: object) -> None:
         """Raise ConfigError: the package mlflow is not installed."""
-        need_package("mlflow")
+        packages.need("tracker", "mlflow", "mlflow", ", or leave tracker=mlflow out")
 
     def start(self, config: JsonObject, out: str, name: str, step: int) -> None:
         self.preflight()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cookbook.trackers import need_package
+from cookbook.utils import packages
 
 
 @dataclass
@@ -15,7 +15,7 @@ class TensorBoardTracker:
 
     def preflight(self, *_: object) -> None:
         """Raise ConfigError: the package tensorboard is not installed."""
-        need_package("tensorboard")
+        packages.need("tracker", "tensorboard", "tensorboard", ", or leave tracker=tensorboard out")
 
     def start(self, config: Mapping[str, object], out: str, name: str, step: int) -> None:
         self.preflight()

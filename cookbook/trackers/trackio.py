@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cookbook.trackers import need_package
 from cookbook.types import JsonObject
-from cookbook.utils import files
+from cookbook.utils import files, packages
 
 
 @dataclass
@@ -27,7 +26,7 @@ class TrackioTracker:
 
     def preflight(self, *_: object) -> None:
         """Raise ConfigError: the package trackio is not installed."""
-        need_package("trackio")
+        packages.need("tracker", "trackio", "trackio", ", or leave tracker=trackio out")
 
     def start(self, config: JsonObject, out: str, name: str, step: int) -> None:
         self.preflight()

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cookbook.errors import ConfigError
-from cookbook.trackers import need_package
 from cookbook.types import JsonObject
-from cookbook.utils import files
+from cookbook.utils import files, packages
 from cookbook.utils.paths import SWEEP
 
 log = logging.getLogger("cookbook")
@@ -46,7 +45,7 @@ class WandbTracker:
 
     def preflight(self, *_: object) -> None:
         """Raise ConfigError: the package wandb is not installed."""
-        need_package("wandb")
+        packages.need("tracker", "wandb", "wandb", ", or leave tracker=wandb out")
 
     def start(self, config: JsonObject, out: str, name: str, step: int) -> None:
         self.preflight()

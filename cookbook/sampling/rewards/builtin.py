@@ -66,7 +66,7 @@ class Number(Limits):
     column: str = "answer"
 
     def __call__(self, completion: str, row: JsonObject) -> float:
-        value = _cell(row, self.column)
+        value = cell(row, self.column)
         gold = _gold(str(value))
         if gold is None:
             raise DataError(f'"{self.column}" holds no number, got {value!r}; set reward.column to a column with numbers')
@@ -82,7 +82,7 @@ class Exact(Limits):
     ignore_case: bool = False
 
     def __call__(self, completion: str, row: JsonObject) -> float:
-        return float(self._plain(completion) == self._plain(str(_cell(row, self.column))))
+        return float(self._plain(completion) == self._plain(str(cell(row, self.column))))
 
     def _plain(self, text: str) -> str:
         text = text.strip() if self.strip else text
@@ -149,7 +149,8 @@ class Python(Limits):
         return function() if isinstance(function, type) else function
 
 
-def _cell(row: JsonObject, column: str) -> object:
+def cell(row: JsonObject, column: str) -> object:
+    """Return a value of the row. Raises DataError: the row has no such column."""
     if row.get(column) is None:
         raise DataError(f'no column "{column}", the row has {", ".join(row) or "none"}; set reward.column')
     return row[column]

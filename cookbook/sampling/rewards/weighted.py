@@ -6,10 +6,14 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from cookbook.errors import ConfigError
-from cookbook.protocols import Reward
+from cookbook.protocols import Backend, Preflight, Reward
 from cookbook.utils.suggest import did_you_mean
+
+if TYPE_CHECKING:
+    from cookbook.engine.model import ModelConfig
 
 NAME = re.compile(r"[\w.-]+")
 
@@ -50,6 +54,13 @@ class Weighted:
                 raise ConfigError(f"reward.weights: no reward is named {name!r}.{did_you_mean(name, self.parts)}")
             if not math.isfinite(weight):
                 raise ConfigError(f"reward.weights: the weight of {name} must be finite, got {weight}")
+
+    def preflight(self, model: ModelConfig, backend: Backend) -> None:
+        """Let each reward refuse the run before anything loads."""
+        part: object
+        for part in self.parts.values():
+            if isinstance(part, Preflight):
+                part.preflight(model, backend)
 
     def by_name(self) -> dict[str, float]:
         """Return the weight of every part."""
