@@ -86,7 +86,7 @@ test-vllm: $(VENV)/tools .venv-vllm/installed ## The tests that start a vLLM ser
 .venv-lm-eval/installed: constraints.txt
 	$(PYTHON) -m venv .venv-lm-eval
 	@echo '*' > .venv-lm-eval/.gitignore
-	.venv-lm-eval/bin/python $(PIP_INSTALL) 'lm-eval[api,ifeval]'
+	.venv-lm-eval/bin/python $(PIP_INSTALL) 'lm-eval[api,ifeval]' transformers
 	@touch $@
 
 test-lm-eval: $(VENV)/tools .venv-lm-eval/installed ## The tests of lm-eval's tasks and checkers, and the endpoint under lm-eval

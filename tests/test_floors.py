@@ -76,7 +76,7 @@ ORDER = {
         "sampler_checkpoints",
         "gathered store",
         "contents",
-        "card delta sharded snapshots",
+        "card delta gguf_file sharded snapshots",
         "manifest ranks schedule tensor_digests",
     ],
     "engine": [

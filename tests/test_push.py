@@ -150,5 +150,5 @@ def test_a_dry_run_needs_no_hub_and_an_adapter_a_base_that_others_have(here, cap
 def test_what_is_not_supported_says_so(capsys):
     assert run(["weights", "push", "mine", "mine"]) == 2
     assert capsys.readouterr().err == "error: weights push: expected the name of a repository, user/name, got 'mine'\n"
-    assert run(["weights", "export", "a", "b", "--gguf"]) == 2
-    assert "--gguf is not supported; export a folder" in capsys.readouterr().err
+    assert run(["weights", "export", "a", "b", "--precision=float16"]) == 2
+    assert "--precision belongs to --gguf" in capsys.readouterr().err

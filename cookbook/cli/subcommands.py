@@ -69,19 +69,20 @@ def export_weights(
     checkpoint: Checkpoint,
     out: Out,
     merged: Annotated[bool, typer.Option("--merged", help="Merge a LoRA adapter into its base model.")] = False,
-    gguf: Annotated[bool, typer.Option("--gguf", hidden=True)] = False,
+    gguf: Annotated[bool, typer.Option("--gguf", help="Write model.gguf for llama.cpp, and a Modelfile for Ollama.")] = False,
+    precision: Annotated[
+        str | None, typer.Option(help="With --gguf: float32, float16 or bfloat16. Default: that of the weights.")
+    ] = None,
 ) -> None:
-    """Write a folder for transformers, PEFT or vLLM, without the optimizer."""
+    """Write a folder for transformers, PEFT or vLLM, or for llama.cpp and Ollama, without the optimizer."""
     from cookbook.cli import weights as work
 
     if gguf:
-        # Users of other libraries expect the option.
-        raise CookbookError(
-            "weights export: --gguf is not supported; export a folder (with --merged if it is an adapter), and convert the "
-            "folder with llama.cpp: python convert_hf_to_gguf.py OUT"
-        )
-
-    work.export(checkpoint, out, merged=merged)
+        work.export_gguf(checkpoint, out, merged=merged, precision=precision)
+    elif precision is not None:
+        raise CookbookError("weights export: --precision belongs to --gguf; add --gguf, or leave it out")
+    else:
+        work.export(checkpoint, out, merged=merged)
 
 
 @weights.command("push")

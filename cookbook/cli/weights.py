@@ -12,13 +12,13 @@ import httpx
 
 from cookbook import terminal
 from cookbook.backends.remote import pointers
-from cookbook.checkpoints import card, inventory, manifest, sampler_checkpoints
+from cookbook.checkpoints import card, inventory, manifest, sampler_checkpoints, store
 from cookbook.checkpoints.inventory import CheckpointEntry
 from cookbook.errors import CheckpointError, ConfigError
 from cookbook.run import folder as run_folder
 from cookbook.run.builder import sampling_target
 from cookbook.types import Checkpoint
-from cookbook.utils import files, hub, tables
+from cookbook.utils import files, hub, packages, tables
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -74,6 +74,28 @@ def export(checkpoint: Path, out: Path, *, merged: bool) -> None:
     made = _exported(checkpoint, out, merged=merged)
     digest = manifest.read(out).get("weights", "")
     print(f"{made.path}  step {made.step}{f', weights {digest[:12]}' if digest else ''}")
+
+
+def export_gguf(checkpoint: Path, out: Path, *, merged: bool, precision: str | None) -> None:
+    """Write a folder with ``model.gguf`` and ``Modelfile``.
+
+    Raises:
+        ConfigError: an unknown precision, or the package gguf is not installed.
+        CheckpointError: as :func:`export`; an adapter without ``merged``; or a model that the export does not cover.
+    """
+    packages.need("weights export: --gguf", "gguf", "gguf")
+    from cookbook.checkpoints import gguf_file
+
+    if precision is not None and precision not in gguf_file.TYPES:
+        raise ConfigError(f"weights export: --precision must be one of {', '.join(gguf_file.TYPES)}, got {precision!r}")
+    facts = manifest.read(checkpoint)
+    if facts.get("lora") and not merged:
+        raise CheckpointError(f"{checkpoint}: --gguf needs full weights, and this is an adapter; add --merged")
+    with tempfile.TemporaryDirectory() as parent, store.appearing(out) as folder:
+        made = _exported(checkpoint, Path(parent) / "weights", merged=merged)
+        gguf_file.write(Path(made.path), folder, precision)
+    size = (out / "model.gguf").stat().st_size / 1e6
+    print(f"{out}  step {made.step}, model.gguf {size:.1f} MB, Modelfile")
 
 
 def _exported(checkpoint: Path, out: Path, *, merged: bool) -> Checkpoint:

@@ -1,0 +1,214 @@
+"""GGUF, the file format of llama.cpp and Ollama, written with llama.cpp's own package ``gguf``.
+
+Specification: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+
+from cookbook.checkpoints import tensor_digests
+from cookbook.errors import CheckpointError
+from cookbook.types import JsonObject
+
+Precision = Literal["float32", "float16", "bfloat16"]
+TYPES: dict[Precision, tuple[gguf.GGMLQuantizationType, gguf.LlamaFileType]] = {
+    "float32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
+    "float16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
+    "bfloat16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
+}
+ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3}
+
+# llama.cpp knows a tokenizer's division into words by a name: here by the steps of tokenizer.json.
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+DIVISIONS = {
+    ("ByteLevel regex",): "gpt-2",
+    ("Digits individual", "ByteLevel regex"): "smollm",
+    (_WORDS % "", "ByteLevel"): "qwen2",
+    (_WORDS % "{1,3}", "ByteLevel"): "llama-bpe",
+}
+# llama.cpp refuses a file without merges. This one never applies: both sides are whole special tokens.
+NO_MERGES = "<|none|> <|none|>"
+
+# Ollama's own language for templates, for the two families whose models all write turns in the same way.
+CHATML = "{{- range .Messages }}<|im_start|>{{ .Role }}\n{{ .Content }}<|im_end|>\n{{ end }}<|im_start|>assistant\n"
+LLAMA3 = (
+    "{{- range .Messages }}<|start_header_id|>{{ .Role }}<|end_header_id|>\n\n{{ .Content }}<|eot_id|>{{ end }}"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n"
+)
+OLLAMA = {"<|im_start|>": (CHATML, "<|im_end|>"), "<|start_header_id|>": (LLAMA3, "<|eot_id|>")}
+
+
+def write(folder: Path, out: Path, precision: Precision | None = None) -> None:
+    """Write ``model.gguf`` and an Ollama ``Modelfile`` of the Hugging Face folder ``folder`` into the folder ``out``.
+
+    ``precision`` is that of the matrices, by default the weights' own; vectors are float32.
+
+    Raises:
+        CheckpointError: an architecture, tokenizer or position scaling that this export does not cover.
+    """
+    config = AutoConfig.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    architecture = ARCHITECTURES.get(config.model_type)
+    if architecture is None:
+        known = ", ".join(ARCHITECTURES)
+        raise CheckpointError(
+            f"{folder}: --gguf covers the architectures {known}, got {config.model_type}; export a folder, and convert it with "
+            "llama.cpp: python convert_hf_to_gguf.py OUT"
+        )
+    own: Precision = "bfloat16" if str(config.dtype) == "torch.bfloat16" else "float32"
+    kind, file_type = TYPES[precision or own]
+    writer = gguf.GGUFWriter(out / "model.gguf", gguf.MODEL_ARCH_NAMES[architecture])
+    factors = _rope_factors(folder, config)
+    _write_shape(writer, config)
+    writer.add_file_type(file_type)
+    _write_tokenizer(writer, folder, config, tokenizer)
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    if factors is not None:
+        writer.add_tensor("rope_freqs.weight", factors)
+    for name, tensor in _tensors(folder, config):
+        array, vector = tensor.float().numpy(), tensor.dim() == 1
+        used = gguf.GGMLQuantizationType.F32 if vector else kind
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), gguf.quants.quantize(array, used), raw_dtype=used)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    (out / "Modelfile").write_text(_modelfile(tokenizer), encoding="utf-8")
+
+
+def _write_shape(writer: gguf.GGUFWriter, config: PretrainedConfig) -> None:
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_rope_dimension_count(head)
+    writer.add_rope_freq_base(float(config.rope_parameters["rope_theta"]))
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+
+
+def _rope_factors(folder: Path, config: PretrainedConfig) -> npt.NDArray[np.float32] | None:
+    """Return what divides each rotation frequency, shape ``(head_dim / 2,)``; None without scaling.
+
+    Llama 3.1 scales low frequencies and leaves high ones: transformers' ``_compute_llama3_parameters`` is the source.
+    """
+    rope: JsonObject = config.rope_parameters
+    if rope["rope_type"] == "default":
+        return None
+    if rope["rope_type"] != "llama3":
+        raise CheckpointError(f"{folder}: --gguf covers the position scalings default and llama3, got {rope['rope_type']}")
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    wavelengths = 2 * math.pi * rope["rope_theta"] ** (np.arange(0, head, 2, dtype=np.float64) / head)
+    ratio = rope["original_max_position_embeddings"] / wavelengths
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    share = np.clip((ratio - low) / (high - low), 0.0, 1.0)
+    return np.asarray(1 / ((1 - share) / rope["factor"] + share), dtype=np.float32)
+
+
+def _tensors(folder: Path, config: PretrainedConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights by Hugging Face name. A tied output head is left out: llama.cpp uses the embedding."""
+    for file in sorted(folder.glob(tensor_digests.FILES)):
+        for name, tensor in tensor_digests.tensors_in(file):
+            if name == "lm_head.weight" and config.tie_word_embeddings:
+                continue
+            yield name, _interleaved(config)(name, tensor)
+
+
+def _interleaved(config: PretrainedConfig) -> Callable[[str, Tensor], Tensor]:
+    """Return the reordering of queries and keys: llama.cpp rotates adjacent pairs in Llama models, transformers rotates halves."""
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+
+    def reorder(name: str, tensor: Tensor) -> Tensor:
+        num_heads = heads.get(name.split(".")[-2]) if config.model_type == "llama" and "." in name else None
+        if num_heads is None:
+            return tensor
+        return tensor.reshape(num_heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+
+    return reorder
+
+
+def _write_tokenizer(
+    writer: gguf.GGUFWriter, folder: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    facts: JsonObject = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    model, added = facts["model"], {one["id"]: one for one in facts["added_tokens"]}
+    merges = [" ".join(one) if isinstance(one, list) else one for one in model.get("merges", ())]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(_division(folder, facts, has_merges=bool(merges)))
+    texts = {number: text for text, number in model["vocab"].items()} | {
+        number: one["content"] for number, one in added.items()
+    }
+    tokens, types = [], []
+    for number in range(config.vocab_size):
+        # Rows of the embedding beyond the vocabulary get a name that no text contains.
+        tokens.append(texts.get(number, f"[PAD{number}]"))
+        if number in added:
+            types.append(gguf.TokenType.CONTROL if added[number]["special"] else gguf.TokenType.USER_DEFINED)
+        else:
+            types.append(gguf.TokenType.NORMAL if number in texts else gguf.TokenType.UNUSED)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(merges or [NO_MERGES])
+    for add, number in (
+        (writer.add_bos_token_id, tokenizer.bos_token_id),
+        (writer.add_eos_token_id, tokenizer.eos_token_id),
+        (writer.add_pad_token_id, tokenizer.pad_token_id),
+    ):
+        if number is not None:
+            add(number)
+    writer.add_add_bos_token(tokenizer("").input_ids[:1] == [tokenizer.bos_token_id])
+    if tokenizer.chat_template is not None:
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def _division(folder: Path, facts: JsonObject, *, has_merges: bool) -> str:
+    """Return llama.cpp's name of the tokenizer's division into words.
+
+    Raises:
+        CheckpointError: the tokenizer is not a byte-level BPE that llama.cpp has a name for.
+    """
+    step = facts["pre_tokenizer"] or {}
+    steps = step.get("pretokenizers", [step])
+    found = tuple(
+        f"ByteLevel{' regex' if one.get('use_regex', True) else ''}"
+        if one.get("type") == "ByteLevel"
+        else f"Digits{' individual' if one.get('individual_digits') else ''}"
+        if one.get("type") == "Digits"
+        else one.get("pattern", {}).get("Regex", str(one.get("type")))
+        for one in steps
+    )
+    # Without merges every byte is a token, however words are divided.
+    if not has_merges and found[-1:] in (("ByteLevel",), ("ByteLevel regex",)):
+        return "gpt-2"
+    if facts["model"].get("type") != "BPE" or facts.get("normalizer") not in (None, {"type": "NFC"}) or found not in DIVISIONS:
+        raise CheckpointError(
+            f"{folder}: --gguf covers the tokenizers of GPT-2, Llama 3, Qwen and SmolLM; export a folder, and convert it with "
+            "llama.cpp: python convert_hf_to_gguf.py OUT"
+        )
+    return DIVISIONS[found]
+
+
+def _modelfile(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return Ollama's description of the model: the file, how a conversation is written, and where an answer stops."""
+    lines = ["FROM ./model.gguf"]
+    for mark, (template, stop) in OLLAMA.items():
+        if mark in str(tokenizer.chat_template):
+            lines += [f'TEMPLATE """{template}"""', f'PARAMETER stop "{stop}"']
+            break
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,202 @@
+"""``weights export --gguf``, read back by transformers and, where it is there, by llama.cpp.
+
+llama.cpp's Python binding is compiled for ten minutes, so that it lies in an environment of its own::
+
+    python -m venv /tmp/llama && /tmp/llama/bin/pip install llama-cpp-python
+    COOKBOOK_LLAMA_CPP=/tmp/llama/bin/python pytest -m slow tests/test_gguf.py
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from runtools import SMALL, checkpoint, here, train  # noqa: F401 - here is a fixture
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+
+from cookbook.cli.app import run
+from cookbook.errors import CheckpointError
+
+gguf = pytest.importorskip("gguf", reason="gguf is an extra")
+
+from cookbook.checkpoints import gguf_file  # noqa: E402 - it imports gguf
+
+pytestmark = [pytest.mark.usefixtures("here"), pytest.mark.slow]
+LLAMA_CPP = os.environ.get("COOKBOOK_LLAMA_CPP")
+SHAPE = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 420, "max_position_embeddings": 512, "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": 400,
+}  # fmt: skip
+ROPE = {"rope_type": "default", "rope_theta": 5000.0}
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+CONFIGS = {
+    "llama": LlamaConfig(**SHAPE, rope_parameters=ROPE),
+    "llama-tied": LlamaConfig(**SHAPE, rope_parameters=ROPE, tie_word_embeddings=True),
+    "llama3": LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE),
+    "qwen2": Qwen2Config(**SHAPE, rope_parameters=ROPE),
+    "qwen3": Qwen3Config(**SHAPE, rope_parameters=ROPE, head_dim=128, tie_word_embeddings=True),
+    "qwen3-wide": Qwen3Config(**SHAPE, rope_parameters=ROPE, head_dim=32),
+}
+TEXTS = ["The 1234 cats aren't here.\n\n  Nor   there!", "größe 日本 <|im_start|>user\nhi<|im_end|>", "x = 10**3; y=(x+1)%7"]
+
+
+def tokenizer(kind="qwen2"):
+    """A byte-level BPE of 420 tokens, with the division into words that llama.cpp calls ``kind``."""
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind in ("gpt-2", "smollm"))
+    pattern = next((steps[0] for steps, name in gguf_file.DIVISIONS.items() if name == kind), "")
+    before = {
+        "gpt-2": [],
+        "smollm": [pre_tokenizers.Digits(individual_digits=True)],
+    }.get(kind, [pre_tokenizers.Split(Regex(pattern), "isolated")])
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.Sequence([*before, byte_level]) if before else byte_level
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    words = [*TEXTS, "the here there are not 123 456 000 == ** "] * 3
+    made.train_from_iterator(words, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False))
+    special = {"eos_token": "<|im_end|>", "pad_token": "<|pad|>", "additional_special_tokens": ["<|im_start|>"]}
+    chat = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    return PreTrainedTokenizerFast(tokenizer_object=made, **special, chat_template=chat)
+
+
+def saved(name, dtype=torch.float32, kind="qwen2"):
+    """A folder with random weights."""
+    torch.manual_seed(0)
+    words = tokenizer(kind)
+    config = CONFIGS[name]
+    config.eos_token_id = words.eos_token_id
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.save_pretrained("source")
+    words.save_pretrained("source")
+    Path("made").mkdir()
+    return model.eval(), words
+
+
+def logprobs(model, tokens):
+    with torch.no_grad():
+        return torch.log_softmax(model(torch.tensor([tokens])).logits[0].float(), -1)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [(torch.float32, None), (torch.bfloat16, None), (torch.float32, "float16")])
+@pytest.mark.parametrize(
+    "name", [name for name in CONFIGS if name not in ("llama3", "qwen3-wide")]
+)  # it reads neither key, and takes a head_dim of 128
+def test_transformers_reads_the_same_model(name, dtype, precision):
+    model, words = saved(name, dtype)
+    gguf_file.write(Path("source"), Path("made"), precision)
+    read = AutoModelForCausalLM.from_pretrained("made", gguf_file="model.gguf", dtype=torch.float32)
+    tokens = words(TEXTS[0]).input_ids
+    # transformers computes both in float32; float16 rounds the weights to 11 bits.
+    expected = logprobs(model.float(), tokens)
+    assert (logprobs(read, tokens) - expected).abs().max() < (2e-2 if precision else 1e-5)
+    assert expected.std() > 0.1  # the model prefers some tokens
+
+
+@pytest.mark.skipif(LLAMA_CPP is None, reason="COOKBOOK_LLAMA_CPP names no Python with llama-cpp-python")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_llama_cpp_computes_the_same_logprobs(name):
+    model, words = saved(name)
+    gguf_file.write(Path("source"), Path("made"))
+    # Longer than the trained context of the scaled positions.
+    tokens = (words(" ".join(TEXTS)).input_ids * 3)[:200]
+    found = torch.tensor(llama_cpp("logprobs", tokens)["logprobs"])
+    assert (found - logprobs(model, tokens)).abs().max() < 2e-3
+
+
+@pytest.mark.skipif(LLAMA_CPP is None, reason="COOKBOOK_LLAMA_CPP names no Python with llama-cpp-python")
+@pytest.mark.parametrize("kind", sorted(set(gguf_file.DIVISIONS.values())))
+def test_llama_cpp_finds_the_same_tokens(kind):
+    _, words = saved("qwen3", kind=kind)
+    gguf_file.write(Path("source"), Path("made"))
+    assert llama_cpp("tokens", TEXTS)["tokens"] == [words(text).input_ids for text in TEXTS]
+
+
+@pytest.mark.skipif(LLAMA_CPP is None, reason="COOKBOOK_LLAMA_CPP names no Python with llama-cpp-python")
+def test_llama_cpp_answers_as_the_run_does(capsys):
+    assert train(*SMALL["sft"], "out=run") == 0
+    assert run(["weights", "export", str(checkpoint("run")), "made", "--gguf"]) == 0
+    model, words = (kind.from_pretrained(checkpoint("run")) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    tokens = words("2+3=").input_ids
+    found = torch.tensor(llama_cpp("logprobs", tokens)["logprobs"])
+    assert (found - logprobs(model, tokens)).abs().max() < 2e-3
+    assert llama_cpp("tokens", ["2+3=<|im_end|>"])["tokens"] == [words("2+3=<|im_end|>").input_ids]
+
+
+def llama_cpp(kind, values):
+    program = """
+import json, sys, numpy, llama_cpp
+kind, values = json.loads(sys.stdin.read())
+model = llama_cpp.Llama("made/model.gguf", n_ctx=256, n_batch=256, logits_all=True, type_k=0, type_v=0, n_threads=1,
+                        verbose=False)
+if kind == "tokens":
+    print(json.dumps({"tokens": [model.tokenize(text.encode(), add_bos=False, special=True) for text in values]}))
+else:
+    model.eval(values)
+    scores = numpy.array(model.scores[:len(values)], dtype=numpy.float64)
+    scores -= scores.max(-1, keepdims=True)
+    scores -= numpy.log(numpy.exp(scores).sum(-1, keepdims=True))
+    print(json.dumps({"logprobs": scores.tolist()}))
+"""
+    done = subprocess.run([LLAMA_CPP, "-c", program], input=json.dumps([kind, values]), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_an_exported_run_has_a_modelfile(capsys):
+    assert train(*SMALL["sft"], "out=run") == 0
+    assert run(["weights", "export", str(checkpoint("run")), "made", "--gguf", "--precision=bfloat16"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("model.gguf 1.3 MB, Modelfile")
+    text = Path("made/Modelfile").read_text()
+    assert text.startswith("FROM ./model.gguf\n") and 'PARAMETER stop "<|im_end|>"\n' in text
+    reader = gguf.GGUFReader("made/model.gguf")
+    assert reader.get_field("tokenizer.ggml.eos_token_id").contents() == 258
+    assert "<|im_start|>" in reader.get_field("tokenizer.chat_template").contents()
+
+
+def test_misuse_is_one_line_and_leaves_nothing(capsys):
+    assert train(*SMALL["grpo"], "model.lora_rank=4", "out=run") == 0
+    found = str(checkpoint("run"))
+    for words, message in (
+        ([found], "--gguf needs full weights, and this is an adapter; add --merged"),
+        ([found, "--merged", "--precision=int4"], "--precision must be one of float32, float16, bfloat16, got 'int4'"),
+    ):
+        assert run(["weights", "export", *words[:1], "made", "--gguf", *words[1:]]) == 2
+        assert message in capsys.readouterr().err and not Path("made").exists()
+    assert run(["weights", "export", found, "made", "--gguf", "--merged"]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
+            "covers the architectures llama, qwen2, qwen3, got gpt2",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+            "position scalings default and llama3",
+        ),
+    ],
+)
+def test_what_is_not_covered_is_refused(change, message):
+    saved("qwen3")
+    file = Path("source/config.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(CheckpointError, match=message):
+        gguf_file.write(Path("source"), Path("made"))
+
+
+def test_another_division_into_words_is_refused():
+    saved("qwen3")
+    file = Path("source/tokenizer.json")
+    facts = json.loads(file.read_text())
+    facts["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "[a-z]+"
+    file.write_text(json.dumps(facts))
+    with pytest.raises(CheckpointError, match="covers the tokenizers of GPT-2, Llama 3, Qwen and SmolLM"):
+        gguf_file.write(Path("source"), Path("made"))
