@@ -4,6 +4,9 @@ What the unmodified client sends is recorded once, then sent changed: JSON by it
 schema, protobuf by its fields and by its bytes, addresses, encodings, broken HTTP. Every request must be answered in time with
 2xx or 4xx, every promise be kept, with a result or a failure; afterwards an honest client must get bit by bit what it gets of a
 server that was never attacked, and nothing may lie outside the server's folder.
+
+The attacker has an API key, and his victim another. A fifth of the requests name the victim's session, run, samplers and
+checkpoints: no success may tell of them, and the victim's run continues afterwards bit by bit. The memory must not grow.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -33,13 +36,17 @@ import tiny
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import FlakyStrategyDefinition
-from recording import API, IN_TIME_S, SESSION, Answer, Recorded, Wire, honest, recorded
+from recording import API, IN_TIME_S, SESSION, Answer, Recorded, Wire, honest, honest_in_two_parts, recorded
+from servertools import KEY
 
 from cookbook.server.wire import encode
 from cookbook.server.wire import messages_pb2 as pb
 
 A_SESSION = 400  # requests; then its client goes, and another comes
 A_RUN = 40
+OF_VICTIM = 0.2  # share of the requests that name what is the victim's
+ATTACKER = "tml-attacker"
+GROWTH = 1.15  # of the memory, from the fourth tenth of the requests to the end
 
 _seeds = st.binary(min_size=16, max_size=16)
 
@@ -105,10 +112,12 @@ BROKEN = (  # hardly HTTP
 
 
 class Campaign:
-    """Attacks the server at ``url`` with variants of ``templates``."""
+    """Attacks the server at ``url`` with variants of ``templates``, and ``victim``, the session of another key."""
 
-    def __init__(self, url: str, templates: Sequence[Recorded], openapi: dict[str, Any]) -> None:
-        self.wire, self.url = Wire(url), url
+    def __init__(
+        self, url: str, templates: Sequence[Recorded], openapi: dict[str, Any], key: str = KEY, victim: str = ""
+    ) -> None:
+        self.wire, self.url, self.key, self.victim = Wire(url, key), url, key, victim.encode()
         self.counts = Counts()
         self.recorded_id = next(found[0] for one in templates if (found := SESSION.search(one.body)))
         self.templates = templates
@@ -165,7 +174,12 @@ class Campaign:
 
     def _attempt(self, draw: mutations.Draw, rng: random.Random) -> Attempt:
         make = rng.choices(list(SHARES), list(SHARES.values()))[0]
-        return make(self, draw, rng)
+        attempt = make(self, draw, rng)
+        if not self.victim or rng.random() > OF_VICTIM:
+            return attempt
+        own, other = self.session_id.encode(), self.victim
+        path = attempt.path.replace(own.decode(), other.decode())
+        return replace(attempt, path=path, body=attempt.body.replace(own, other))
 
     def _json(self, draw: mutations.Draw, rng: random.Random) -> Attempt:
         one = rng.choice(self.texts)
@@ -205,7 +219,7 @@ class Campaign:
         one = rng.choice([known for known in self.requests_of_session if not known.path.endswith("/finish")])
         parts, query = one.path.partition("?")[0].split("/"), ""
         if rng.random() < 0.7:
-            parts[rng.randrange(3, len(parts))] = quote(draw(names)[:2000], safe="")
+            parts[rng.randrange(min(3, len(parts) - 1), len(parts))] = quote(draw(names)[:2000], safe="")
         if rng.random() < 0.3:
             query = "?" + "&".join(f"{key}={quote(str(draw(mutations.numbers)))[:500]}" for key in ("limit", "offset"))
         method = rng.choice((*[one.method] * 6, "GET", "DELETE", "PUT", "POST", "PATCH", "OPTIONS", "HEAD", "TRACE"))
@@ -265,7 +279,7 @@ class Campaign:
             self._new_run()
 
     def _alone(self, attempt: Attempt) -> None:
-        with contextlib.closing(Wire(self.url)) as wire:
+        with contextlib.closing(Wire(self.url, self.key)) as wire:
             self._note(attempt, self._answered(wire, attempt))
 
     def _answered(self, wire: Wire, attempt: Attempt) -> Answer | None:
@@ -290,6 +304,8 @@ class Campaign:
             self._is_wrong(attempt, group, f"{answer.status}: {answer.body[:300]!r}")
             return
         found[group] += 1
+        if self.victim and group == "2xx" and (self.victim in answer.body or self.victim in attempt.path.encode()):
+            self._is_wrong(attempt, "leaks", f"{answer.status}: {answer.body[:300]!r}")
         told = answer.json()
         if group == "2xx" and isinstance(told, dict) and isinstance(told.get("request_id"), str) and "type" not in told:
             self._promised(attempt, told["request_id"])
@@ -306,7 +322,7 @@ class Campaign:
     def _watch(self, attempt: Attempt, request_id: str) -> None:
         """Asks for a promised result until it is there."""
         end = time.monotonic() + IN_TIME_S
-        with contextlib.closing(Wire(self.url)) as wire:
+        with contextlib.closing(Wire(self.url, self.key)) as wire:
             while time.monotonic() < end:
                 answer = wire.post("retrieve_future", {"request_id": request_id})
                 told = answer.json()
@@ -401,10 +417,10 @@ def escaped(root: Path, known: Sequence[Path]) -> list[Path]:
 
 
 @contextlib.contextmanager
-def serving(model: Path, out: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+def serving(model: Path, out: Path, keys: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """The command itself, with limits low enough to be met."""
     limits = ("max_request_mb=4", "gap_timeout_s=0.5", "checkpoint_s=5", "log_mb=1", "port=0", "names=[tiny]")
-    overrides = [f"model.name={model}", f"out={out}", *(f"server.{one}" for one in limits)]
+    overrides = [f"model.name={model}", f"out={out}", f"server.keys_file={keys}", *(f"server.{one}" for one in limits)]
     here = out.parent
     here.mkdir(parents=True)
     command = [sys.executable, "-m", "cookbook", "serve", *overrides]
@@ -428,23 +444,32 @@ def rss_mb(pid: int) -> float:
 
 def attack(root: Path, requests: int, seed_: int) -> list[str]:
     """Everything that was wrong. Prints counts, and memory as it went."""
-    model, out = tiny.save(root / "model"), root / "a" / "b" / "out"
+    model, out, keys = tiny.save(root / "model"), root / "a" / "b" / "out", root / "keys"
+    keys.write_text(f"victim: {KEY}\nattacker: {ATTACKER}\n")
     templates, openapi, seen = recorded(model, root / "calm")
-    began = time.monotonic()
-    with serving(model, out) as (url, server), Campaign(url, templates, openapi) as campaign:
+    began, memory = time.monotonic(), []
+    with serving(model, out, keys) as (url, server), contextlib.ExitStack() as ended:
         assert honest(url) == seen, "two servers differ without an attack"
+        victim = ended.enter_context(contextlib.closing(honest_in_two_parts(url)))
+        campaign = Campaign(url, templates, openapi, ATTACKER, next(victim))
         parts = range(0, requests, math.ceil(requests / 10))
-        for part, start in enumerate(parts):
-            campaign.run(min(parts.step, requests - start), seed_ + part)
-            wrong = len(campaign.counts.wrong)
-            sent, took = min(start + parts.step, requests), time.monotonic() - began
-            print(f"{sent:,} requests, {took:.0f} s, RSS {rss_mb(server.pid):.0f} MB, {wrong} wrong", flush=True)
+        with campaign:
+            for part, start in enumerate(parts):
+                campaign.run(min(parts.step, requests - start), seed_ + part)
+                wrong = len(campaign.counts.wrong)
+                sent, took = min(start + parts.step, requests), time.monotonic() - began
+                memory.append(rss_mb(server.pid))
+                print(f"{sent:,} requests, {took:.0f} s, RSS {memory[-1]:.0f} MB, {wrong} wrong", flush=True)
         found = campaign.counts.wrong
         if server.poll() is not None:
             found.append(f"the server has ended, {server.returncode}")
+        elif next(victim) != seen:
+            found.append("the victim gets other numbers than without the attack")
         elif honest(url) != seen:
             found.append("an honest client gets other numbers than before the attack")
-    found += [f"outside of the server's folder: {path}" for path in escaped(root, [out, root / "calm", model])]
+        if memory[-1] > GROWTH * memory[min(3, len(memory) - 1)]:
+            found.append(f"the memory grows: {', '.join(f'{one:.0f}' for one in memory)} MB")
+    found += [f"outside of the server's folder: {path}" for path in escaped(root, [out, root / "calm", model]) if path != keys]
     print(campaign.counts.table())
     told = ", ".join(f"{status} {count:,}" for status, count in sorted(campaign.counts.statuses.items()))
     print(f"statuses: {told}; slowest answer {campaign.counts.slowest_s:.1f} s")

@@ -8,7 +8,7 @@ import json
 import re
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ API = "/api/v1"
 IN_TIME_S = 60.0  # an answer, and a promised result; the server holds a question for 30 s
 STEP = tinker.AdamParams(learning_rate=1e-2)
 PROMPT = tinker.ModelInput.from_ints([5, 6, 7, 8])
+JSON = [("Content-Type", "application/json")]
 SESSION = re.compile(rb"s[0-9a-f]{16}")
 
 
@@ -134,6 +135,15 @@ def everything(url: str) -> None:
                 wire.post(path, body)
             target = {"sampling_session_id": sampler_id, "cloned_sampler_id": 0}
             wire.post("retrieve_futures", {"target": target, "prev_cursor": 0, "timeout": 0.0, "retrieved_request_ids": []})
+            messages = [{"role": "user", "content": "a"}]
+            for path, body in (
+                ("chat/completions", {"model": "tiny", "messages": messages, "max_tokens": 2, "logprobs": True}),
+                ("completions", {"model": f"runs/{training.model_id}", "prompt": "ab", "max_tokens": 2, "stop": ["e"]}),
+            ):
+                wire.ask("POST", f"/v1/{path}", json.dumps(body).encode(), JSON)
+            body = {"model": "tiny", "token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 2}}
+            wire.ask("POST", "/inference/v1/generate", json.dumps(body).encode(), JSON)
+            wire.ask("GET", "/v1/models")
             for path in (f"samplers/{sampler_id}", f"sessions/{session_id}", "sessions", "cookbook", "get_server_capabilities"):
                 wire.ask("GET", f"{API}/{path}")
         rest.delete_checkpoint_from_tinker_path(named).result()
@@ -145,16 +155,25 @@ def _squares(logprobs, advantages):
 
 def honest(url: str) -> list[Any]:
     """All that a client sees of a small run: numbers that must not depend on what else the server was asked."""
+    with contextlib.closing(honest_in_two_parts(url)) as play:
+        next(play)
+        return next(play)
+
+
+def honest_in_two_parts(url: str) -> Iterator[Any]:
+    """The play of :func:`honest`. Yield the id of its session after the first step, and all that it has seen at the end."""
     with tinker.ServiceClient(base_url=url, api_key=servertools.KEY) as service:
         client, seen = service.create_lora_training_client("tiny", rank=2, seed=5).result(), []
         for step in range(3):
+            if step == 1:
+                yield client.model_id.partition(":")[0]
             output = client.forward_backward(rows(step), "cross_entropy").result()
             metrics = client.optim_step(STEP).result().metrics
             seen.append((output.metrics, [row["logprobs"].to_numpy().tobytes() for row in output.loss_fn_outputs], metrics))
         sampler = client.save_weights_and_get_sampling_client().result()
         answer = sampler.sample(PROMPT, 2, tinker.SamplingParams(max_tokens=6)).result()
         seen.append([(one.tokens, list(one.logprobs)) for one in answer.sequences])
-    return seen
+        yield seen
 
 
 # ---- sending ---------------------------------------------------------------------------------------------------------
@@ -176,9 +195,10 @@ class Answer:
 
 
 class Wire:
-    """A connection that sends whatever it is told."""
+    """A connection that sends whatever it is told, and the API key ``key``, if the headers have none."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, key: str = servertools.KEY) -> None:
+        self.key = key
         self.host, self.port = urlsplit(url).hostname or "", urlsplit(url).port
         self._connection = http.client.HTTPConnection(self.host, self.port, timeout=IN_TIME_S)
 
@@ -204,13 +224,15 @@ class Wire:
         self._connection.putrequest(method, path, skip_accept_encoding=True)
         for name, value in headers:
             self._connection.putheader(name, value)
+        if not any(name.lower() == "x-api-key" for name, _ in headers):
+            self._connection.putheader("X-API-Key", self.key)
         self._connection.putheader("Content-Length", str(len(body)))
         self._connection.endheaders()
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused before it was whole: there is an answer
             self._connection.send(body)
 
     def post(self, path: str, body: Any) -> Answer:
-        return self.ask("POST", f"{API}/{path}", json.dumps(body).encode(), [("Content-Type", "application/json")])
+        return self.ask("POST", f"{API}/{path}", json.dumps(body).encode(), JSON)
 
     def raw(self, data: bytes) -> Answer:
         """Bytes that need not be HTTP, and an end."""

@@ -137,7 +137,7 @@ def test_an_error_of_a_session_that_moves_is_logged_and_its_client_does_not_retr
         run = client.run()
         monkeypatch.setattr(service.sessions[client.session].log, "rotate", rotate)
         be_silent(server, client.session)
-        assert "a task of the server has failed" in caplog.text and "the disk cannot sync" in caplog.text
+        wait_until(lambda: "a task of the server has failed" in caplog.text and "the disk cannot sync" in caplog.text)
         client.post("session_heartbeat", {"session_id": client.session})
         be_silent(server, client.session)
         monkeypatch.setattr(recovery, "_replay", fail)

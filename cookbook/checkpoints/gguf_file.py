@@ -131,7 +131,7 @@ def _tensors(folder: Path, config: PretrainedConfig) -> Iterator[tuple[str, Tens
 
 
 def _interleaved(config: PretrainedConfig) -> Callable[[str, Tensor], Tensor]:
-    """Return the reordering of queries and keys: llama.cpp rotates adjacent pairs in Llama models, transformers rotates halves."""
+    """Return the reordering of queries and keys: in Llama models llama.cpp rotates pairs, transformers halves."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
 
     def reorder(name: str, tensor: Tensor) -> Tensor:
