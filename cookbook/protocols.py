@@ -57,23 +57,19 @@ class Trainer(Protocol):
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: JsonObject | None = None
     ) -> Future[ForwardBackwardOutput]:
         """Compute logprobs, the loss's value and its metrics, without a gradient."""
-        ...
 
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: JsonObject | None = None
     ) -> Future[ForwardBackwardOutput]:
         """Add the gradient of a loss that has a name."""
-        ...
 
     def forward_backward_custom(self, data: Sequence[Datum], loss_fn: LossFn) -> Future[ForwardBackwardOutput]:
         """Add the gradient of any differentiable function of the logprobs; its own parameters get theirs in ``grad``."""
-        ...
 
     def optim_step(
         self, adam_params: AdamParams, grad_accumulation_normalization: str | None = None
     ) -> Future[OptimStepOutput]:
         """Divide the accumulated gradient, clip it, update the weights, and clear it."""
-        ...
 
     def save_state(
         self,
@@ -89,11 +85,9 @@ class Trainer(Protocol):
         The manifest also holds ``facts``, JSON-compatible. ``sampler``: its weights are saved too, older ones that the caller
         still samples from. ``asynchronous``: later calls wait for a copy in host memory only, and not for the disk.
         """
-        ...
 
     def load_state(self, checkpoint: Checkpoint | str, *, optimizer: bool = True) -> Future[None]:
         """Load what :meth:`save_state` saved; with ``optimizer`` false the weights alone."""
-        ...
 
     def save_weights_for_sampler_ext(
         self, name: str, *, checkpoint_type: str = "base", merged: bool = False
@@ -102,46 +96,37 @@ class Trainer(Protocol):
 
         ``checkpoint_type="delta"``: the lossless difference from the last such checkpoint.
         """
-        ...
 
     # A Future is invariant in its type, so a trainer could not return one of its own samplers if these named Sampler.
     def live_sampler(self, step: int) -> Future[Any]:
         """Return a sampler on the weights in training, after ``step`` steps. It raises once the weights have changed."""
-        ...
 
     def lagging_sampler(self, step: int) -> Future[Any]:
         """Return a sampler on a copy of those weights; :meth:`save_state` can save the copy while training continues."""
-        ...
 
     max_batch_tokens: int
     """Prompt and completion tokens that its samplers compute together."""
 
     def reference(self) -> Reference:
         """Return the current weights, frozen."""
-        ...
 
     def digests(self) -> Mapping[str, str]:
         """Return digests of the model as it was loaded, by subjects of ``identity``: another model of its name differs."""
-        ...
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer."""
-        ...
 
     @property
     def step(self) -> int:
         """Finished optimizer steps, of the calls that have run."""
-        ...
 
     @property
     def max_length(self) -> int:
         """The longest sequence that the model takes, tokens."""
-        ...
 
     def close(self) -> None:
         """Wait for calls under way, then raise the first unread error of a failed call."""
-        ...
 
 
 @runtime_checkable
@@ -153,29 +138,23 @@ class CheckpointWriter(Protocol):
     @property
     def gpus(self) -> tuple[int, ...]:
         """Numbers of the GPUs of this machine with which the trainer computes; empty: none of this machine."""
-        ...
 
     @property
     def model_config(self) -> ModelConfig:
         """The model as it was loaded: ``dtype`` is not ``auto``."""
-        ...
 
     @property
     def adapted_model(self) -> str | None:
         """Name of the weights under the LoRA adapter; None if every parameter is trained."""
-        ...
 
     def set_checkpoint_dtype(self, dtype: str) -> None:
         """Write sampler checkpoints of full weights in this element type from now on."""
-        ...
 
     def save_adapted_weights(self, name: str) -> Future[Checkpoint]:
         """Save the weights under the adapter, without it, as full weights to sample from."""
-        ...
 
     def delta_predecessor(self) -> Future[str | None]:
         """Return the folder of the checkpoint that the next delta would apply to; None if the next must be a base."""
-        ...
 
 
 class CheckpointTrainer(Trainer, CheckpointWriter, Protocol):
@@ -194,7 +173,6 @@ class Backend(Protocol):
         Raises:
             CookbookError: the model cannot be loaded.
         """
-        ...
 
 
 @runtime_checkable
@@ -207,7 +185,6 @@ class StartedBackend(Protocol):
         Raises:
             CookbookError: the processes cannot be started.
         """
-        ...
 
 
 @runtime_checkable
@@ -225,7 +202,6 @@ class PrecisionBackend(Protocol):
 
     def torch_device(self) -> torch.device:
         """Raises ConfigError: the device is absent."""
-        ...
 
 
 @runtime_checkable
@@ -238,11 +214,9 @@ class PlannedBackend(OptimizerBackend, Protocol):
     @property
     def recomputes(self) -> bool | None:
         """Whether the backward pass recomputes activations; None: if memory is short."""
-        ...
 
     def torch_device(self) -> torch.device:
         """Raises ConfigError: the device is absent."""
-        ...
 
 
 @runtime_checkable
@@ -261,11 +235,9 @@ class EngineBackend(Protocol):
         Raises:
             CookbookError: the model cannot be loaded.
         """
-        ...
 
     def for_serving(self, *, trains: bool) -> Self:
         """Return the backend as a server needs it: with logprobs of every token, and without ``trains`` for sampling only."""
-        ...
 
 
 @runtime_checkable
@@ -275,11 +247,9 @@ class RankBackend(EngineBackend, Backend, Protocol):
     @property
     def num_ranks(self) -> int:
         """Number of ranks on this machine."""
-        ...
 
     def shard_of(self, model: ModelConfig) -> str:
         """Return how the ranks hold the model: ``none`` (each holds all of it), ``node`` or ``all``."""
-        ...
 
     def gpu_numbers(self) -> tuple[int, ...]:
         """Return the numbers of the GPUs of this machine on which the ranks compute; empty: on CPUs.
@@ -287,19 +257,15 @@ class RankBackend(EngineBackend, Backend, Protocol):
         Raises:
             ConfigError: a GPU is absent.
         """
-        ...
 
     def rank_config(self, model: ModelConfig, seed: int) -> JsonObject:
         """Return the configuration of each rank of a group on this machine."""
-        ...
 
     def preflight(self, model: ModelConfig, backend: Backend) -> None:
         """See :class:`Preflight`."""
-        ...
 
     def torch_device(self) -> torch.device:
         """Raises ConfigError: the device is absent."""
-        ...
 
 
 @runtime_checkable
@@ -322,7 +288,6 @@ class Preflight(Protocol):
         Raises:
             CookbookError: a package is missing, a device is absent, or the parts do not work together.
         """
-        ...
 
 
 # ---- sampling --------------------------------------------------------------------------------------------------------
@@ -337,11 +302,9 @@ class Sampler(Protocol):
         self, prompt: Prompt, num_samples: int = 1, sampling_params: SamplingParams | None = None
     ) -> Future[SampleResponse]:
         """Draw ``num_samples`` completions of ``prompt``. Calls are batched: make them all before reading the first result."""
-        ...
 
     def compute_logprobs(self, prompt: Prompt) -> Future[list[float | None]]:
         """Compute the logprob of every token given the tokens before it, shape ``(T,)``; the first is None."""
-        ...
 
 
 @runtime_checkable
@@ -354,7 +317,6 @@ class LaggingSampler(Protocol):
         Raises:
             RolloutError: the weights are gone.
         """
-        ...
 
 
 class DeploymentConfig(Protocol):
@@ -366,7 +328,6 @@ class DeploymentConfig(Protocol):
         Raises:
             ConfigError: the deployment cannot sample from the weights of this trainer.
         """
-        ...
 
 
 @runtime_checkable
@@ -384,7 +345,6 @@ class Deployment(Protocol):
 
     def load(self, step: int) -> Future[Sampler]:
         """Serve the trainer's weights of that step, and return a sampler that answers with exactly those."""
-        ...
 
     def close(self) -> None: ...
 
@@ -401,7 +361,6 @@ class Reference(Protocol):
 
     def logprobs(self, data: Sequence[Datum]) -> Future[list[Array]]:
         """Compute a float32 array of shape ``(T,)`` per datum."""
-        ...
 
 
 class Reward(Protocol):
@@ -424,11 +383,9 @@ class ServiceReward(Protocol):
 
     def start(self, *, completion: str, row: JsonObject, trajectory: Sequence[JsonObject]) -> Callable[[], object]:
         """Start a call. The result waits for the call and returns what ``__call__`` would."""
-        ...
 
     def close(self) -> None:
         """Cancel the calls that still run."""
-        ...
 
 
 class Tracker(Protocol):
@@ -452,4 +409,3 @@ class SampleTracker(Protocol):
 
     def log_sample(self, step: int, sample: JsonObject) -> None:
         """Take a row of ``samples.jsonl``: prompt, completion, reward. The metrics of ``step`` are logged later."""
-        ...

@@ -50,7 +50,6 @@ class PromptSampler(Sampler, Protocol):
         topk_prompt_logprobs: int = 0,
     ) -> Future[SampleResponse]:
         """Draw completions. ``topk_prompt_logprobs``: number of most likely tokens to return for each prompt position."""
-        ...
 
 
 class ClientTrainer(Trainer, Protocol):
@@ -60,7 +59,6 @@ class ClientTrainer(Trainer, Protocol):
 
     def snapshot_sampler(self) -> Future[Any]:
         """Return a :class:`PromptSampler` on a copy of the weights at this call's turn."""
-        ...
 
 
 class ClientFactory(Protocol):
@@ -68,7 +66,6 @@ class ClientFactory(Protocol):
 
     def model(self, name: str, options: JsonObject) -> ModelConfig:
         """Return the configuration of a model. Fields that are not in ``options`` default to those of the backend."""
-        ...
 
     def saved_model(self, checkpoint: Checkpoint | str) -> ModelConfig:
         """Return the configuration of saved weights.
@@ -76,23 +73,18 @@ class ClientFactory(Protocol):
         Raises:
             CheckpointError: the checkpoint is missing or damaged.
         """
-        ...
 
     def trainer(self, model: ModelConfig, seed: int, unread: set[Failures]) -> ClientTrainer:
         """Return a trainer, whose :class:`Failures` are in ``unread`` while the caller has not read an error."""
-        ...
 
     def sampler(self, trainer: ClientTrainer, checkpoint: Checkpoint | str | None) -> PromptSampler:
         """Return a sampler on a checkpoint; None: on the initial weights of ``trainer``."""
-        ...
 
     def capabilities(self) -> Any:
         """Return the available models, with the fields of :class:`~cookbook.types.GetServerCapabilitiesResponse`."""
-        ...
 
     def rest_client(self) -> Any:
         """Return a client that lists and manages checkpoints: ``tinker.RestClient``, or an object with its methods."""
-        ...
 
     def close(self) -> None: ...
 
@@ -103,7 +95,6 @@ class ClientBackend(Protocol):
 
     def clients(self, folder: Path) -> ClientFactory:
         """Return the factory of clients. Checkpoints are written to ``folder``."""
-        ...
 
 
 @runtime_checkable

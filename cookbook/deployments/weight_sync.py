@@ -53,7 +53,6 @@ class Replicas(Protocol):
 
     def report(self) -> Sequence[SyncTarget]:
         """Return the current state of every replica."""
-        ...
 
     def load(self, folder: Path, step: int) -> None:
         """Load the checkpoint ``folder``, with the weights of ``step``, into all replicas.
@@ -61,15 +60,12 @@ class Replicas(Protocol):
         Raises:
             CookbookError: a replica could not load the checkpoint.
         """
-        ...
 
     def sampler(self, step: int) -> Sampler:
         """Return a sampler that uses the weights that were loaded last, and fails if the replicas serve other weights."""
-        ...
 
     def in_use(self) -> Collection[Path]:
         """Return the checkpoints that may be loaded again, and therefore must not be deleted."""
-        ...
 
 
 def must_serve(replicas: Sequence[SyncTarget], digest: str, step: int) -> None:

@@ -100,11 +100,9 @@ class Launcher(Protocol):
             ConfigError: the launcher refuses the job.
             LauncherUnavailableError: the launcher cannot answer now.
         """
-        ...
 
     def status(self, handle: str) -> AttemptStatus:
         """Raises LauncherUnavailableError: the launcher cannot answer now."""
-        ...
 
     def stop(self, handle: str) -> None:
         """Ask the processes of an attempt to end, end those that do not, and return when none is left.
@@ -112,11 +110,9 @@ class Launcher(Protocol):
         Raises:
             BackendError: a process is left.
         """
-        ...
 
     def logs(self, files: AttemptFiles, handle: str) -> str:
         """Return the output of an attempt."""
-        ...
 
     def address(self, handle: str) -> str:
         """Return the host of a running attempt, as this machine reaches it.
@@ -124,7 +120,6 @@ class Launcher(Protocol):
         Raises:
             BackendError: the launcher does not know it.
         """
-        ...
 
 
 @dataclass(kw_only=True)
@@ -178,7 +173,6 @@ class JobLauncher(Launcher, Protocol):
     @property
     def interpreter(self) -> str:
         """Python on the node."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -202,7 +196,6 @@ class NodesLauncher(Protocol):
 
     def on_nodes(self, command: str, ranks_per_node: int) -> NodesScript:
         """Return a script that starts ``command`` as every rank, with the variables that torchrun sets."""
-        ...
 
 
 @runtime_checkable

@@ -133,15 +133,12 @@ class RowCache(Protocol):
         Raises:
             FastPathError: the cache does not support the states of a layer.
         """
-        ...
 
     def keep(self, rows: list[int]) -> None:
         """Keep only ``rows``, in this order. No row may move to a higher index."""
-        ...
 
     def arguments(self, new: Tensor) -> dict[str, object]:
         """Return the network's arguments for one more token per row. ``new``: ``(rows, 1)``, 0 for rows that have ended."""
-        ...
 
 
 def check_keys_and_values(prefilled: DynamicCache) -> None:

@@ -39,18 +39,15 @@ class Rows(Protocol):
         Returns:
             Next-token logits of the new rows, ``(N, V)`` float32.
         """
-        ...
 
     def step(self, tokens: Tensor, unfinished: Tensor) -> Tensor:
         """Append one token per row, ``(rows,)``. Return the next-token logits, ``(rows, V)`` float32.
 
         ``unfinished``: ``(rows,)``, false for rows that have ended, whose token and logits are not used.
         """
-        ...
 
     def keep(self, rows: list[int]) -> None:
         """Keep only ``rows``, in this order. No row may move to a higher index."""
-        ...
 
 
 class CachedRows:

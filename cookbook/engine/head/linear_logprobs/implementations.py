@@ -64,7 +64,6 @@ class TargetLogprobs(Protocol):
 
         Return None if the arguments are not supported: the trainer then uses its own code and logs one warning.
         """
-        ...
 
 
 @runtime_checkable
@@ -76,11 +75,9 @@ class FusedOutputLoss(Protocol):
 
     def __call__(self, hidden_states: Any, labels: Tensor) -> Tensor:
         """Return the mean loss, a scalar with its graph; ``labels`` ``(B, T)``, not shifted, -100 at tokens to ignore."""
-        ...
 
     def forward_logits(self, hidden_states: Any) -> Tensor:
         """Return the logits ``(B, T, V)``, for inference."""
-        ...
 
     def target_logprobs(
         self,
@@ -94,7 +91,6 @@ class FusedOutputLoss(Protocol):
         temperature: Tensor | None,
     ) -> TargetScores | None:
         """Arguments and result of :class:`TargetLogprobs`."""
-        ...
 
 
 HeadImpl = str | TargetLogprobs | FusedOutputLoss | type
