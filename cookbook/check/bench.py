@@ -54,8 +54,8 @@ def evaluate(
     """The loss's value, its gradient, and its metrics, computed from logprobs of ``dtype``."""
     leaves = [torch.as_tensor(row, dtype=dtype).clone().requires_grad_() for row in logprobs]
     value, metrics = loss(data, leaves)
-    found = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else [None] * len(leaves)
-    gradients = [torch.zeros_like(leaf) if row is None else row for leaf, row in zip(leaves, found, strict=True)]
+    slopes = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else [None] * len(leaves)
+    gradients = [torch.zeros_like(leaf) if row is None else row for leaf, row in zip(leaves, slopes, strict=True)]
     return Outcome(float(value.detach()), [row.tolist() for row in gradients], dict(metrics))
 
 

@@ -75,9 +75,9 @@ def survey(
     refusals = RejectedRows(config, collect=True) if refusals is None else refusals
     num_rows = len(rows) + len(refusals.found)
     if kind == "rollouts":
-        found = prompts(rows, renderer, config, max_tokens, refusals)
-        num_used = len(found)
-        sequences = [WeightedSequence(one.row.where, one.tokens, np.zeros(len(one.tokens))) for one in found]
+        rendered = prompts(rows, renderer, config, max_tokens, refusals)
+        num_used = len(rendered)
+        sequences = [WeightedSequence(one.row.where, one.tokens, np.zeros(len(one.tokens))) for one in rendered]
     else:
         pairs = kind == "preferences"
         datums = (preference_datums if pairs else conversation_datums)(rows, renderer, config, refusals)
@@ -116,7 +116,7 @@ def text_spans(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], weight
 
     A token is decoded after the piece before it: alone, some tokenizers drop the space it begins with.
     """
-    found: list[TextSpan] = []
+    spans: list[TextSpan] = []
     before, start = 0, 0
     for end in range(1, len(tokens) + 1):
         known, text = (_decoded(tokenizer, tokens[before:upto]) for upto in (start, end))
@@ -124,9 +124,9 @@ def text_spans(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], weight
         # No character has more than four bytes.
         if unfinished and end - start < 4:
             continue
-        found.append(TextSpan(text[len(known) :], float(weights[start])))
+        spans.append(TextSpan(text[len(known) :], float(weights[start])))
         before, start = start, end
-    return found
+    return spans
 
 
 def _decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:

@@ -104,10 +104,10 @@ def differentiable(bench: Bench) -> CheckResult:
         ready = bench.prepared(batch)
         leaves = [torch.tensor(row, requires_grad=True) for row in ready.logprobs]
         value, _ = bench.call(ready.data, leaves)
-        found = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else [None]
-        if all(row is None for row in found):
+        gradients = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else [None]
+        if all(row is None for row in gradients):
             return failed("no graph", "the value does not depend on the logprobs")
-        gradient = torch.cat([row.reshape(-1) for row in found if row is not None])
+        gradient = torch.cat([row.reshape(-1) for row in gradients if row is not None])
         if not torch.isfinite(gradient).all():
             return failed("gradient not finite", "the gradient is not finite for an ordinary batch")
         trained = trained or bool(gradient.any())

@@ -56,7 +56,7 @@ def _metadata(facts: JsonObject, recipe: str | None, fresh: bool) -> str:
     base, data = str(facts["base_model"]), _group(facts, "data")
     derived = is_hub_id(base) and not fresh
     dataset = None if data.get("path") else data.get("name")
-    found: str = ModelCardData(
+    metadata: str = ModelCardData(
         base_model=base if derived else None,
         base_model_relation=("adapter" if facts["lora"] else "finetune") if derived else None,
         library_name="peft" if facts["lora"] else "transformers",
@@ -65,13 +65,13 @@ def _metadata(facts: JsonObject, recipe: str | None, fresh: bool) -> str:
         datasets=[dataset] if dataset and is_hub_id(dataset) else None,
         license=None if fresh else _license(base),
     ).to_yaml()
-    return found
+    return metadata
 
 
 def _group(facts: JsonObject, name: str) -> JsonObject:
     """Group of the run's configuration; empty without a run."""
-    found: JsonObject = (facts.get("run") or {}).get("identity", {}).get(name) or {}
-    return found
+    group: JsonObject = (facts.get("run") or {}).get("identity", {}).get(name) or {}
+    return group
 
 
 def _base(facts: JsonObject) -> str:

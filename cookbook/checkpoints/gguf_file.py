@@ -185,7 +185,7 @@ def _division(folder: Path, facts: JsonObject, *, has_merges: bool) -> str:
     """
     step = facts["pre_tokenizer"] or {}
     steps = step.get("pretokenizers", [step])
-    found = tuple(
+    names = tuple(
         f"ByteLevel{' regex' if one.get('use_regex', True) else ''}"
         if one.get("type") == "ByteLevel"
         else f"Digits{' individual' if one.get('individual_digits') else ''}"
@@ -194,14 +194,14 @@ def _division(folder: Path, facts: JsonObject, *, has_merges: bool) -> str:
         for one in steps
     )
     # Without merges every byte is a token, however words are divided.
-    if not has_merges and found[-1:] in (("ByteLevel",), ("ByteLevel regex",)):
+    if not has_merges and names[-1:] in (("ByteLevel",), ("ByteLevel regex",)):
         return "gpt-2"
-    if facts["model"].get("type") != "BPE" or facts.get("normalizer") not in (None, {"type": "NFC"}) or found not in DIVISIONS:
+    if facts["model"].get("type") != "BPE" or facts.get("normalizer") not in (None, {"type": "NFC"}) or names not in DIVISIONS:
         raise CheckpointError(
             f"{folder}: --gguf covers the tokenizers of GPT-2, Llama 3, Qwen and SmolLM; export a folder, and convert it with "
             "llama.cpp: python convert_hf_to_gguf.py OUT"
         )
-    return DIVISIONS[found]
+    return DIVISIONS[names]
 
 
 def _modelfile(tokenizer: PreTrainedTokenizerBase) -> str:

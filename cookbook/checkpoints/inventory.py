@@ -50,10 +50,10 @@ def entries(folder: Path) -> list[CheckpointEntry]:
         inside = folder / "checkpoints"
         folders = [path.parent for path in (inside if inside.is_dir() else folder).glob(f"*/{manifest.NAME}")]
     # Names of unfinished checkpoints begin with a dot.
-    found = [_entry(one) for one in folders if not one.name.startswith(".")]
-    if not found:
+    known = [_entry(one) for one in folders if not one.name.startswith(".")]
+    if not known:
         raise CheckpointError(f"{folder}: holds no checkpoint; pass a run's folder, or one of its checkpoints")
-    return sorted(found, key=lambda entry: (entry.written, entry.folder.name))
+    return sorted(known, key=lambda entry: (entry.written, entry.folder.name))
 
 
 def _entry(folder: Path) -> CheckpointEntry:
@@ -64,10 +64,10 @@ def _entry(folder: Path) -> CheckpointEntry:
         return CheckpointEntry(folder, None, str(error), written)
 
 
-def verify(found: Sequence[CheckpointEntry]) -> Iterator[tuple[CheckpointEntry, str]]:
+def verify(known: Sequence[CheckpointEntry]) -> Iterator[tuple[CheckpointEntry, str]]:
     """Read every file, and reconstruct every delta. Yields each checkpoint with its problem, "" if it is whole."""
     last: tuple[Path, Weights] | None = None
-    for entry in found:
+    for entry in known:
         try:
             facts = manifest.verify(entry.folder)
             if "weights" in facts and not facts["lora"]:
@@ -78,13 +78,13 @@ def verify(found: Sequence[CheckpointEntry]) -> Iterator[tuple[CheckpointEntry, 
             yield entry, ""
 
 
-def prune(found: Sequence[CheckpointEntry], keep: int) -> list[Path]:
+def prune(known: Sequence[CheckpointEntry], keep: int) -> list[Path]:
     """Delete sampler checkpoints, except the newest ``keep`` and those that they are deltas of. Returns the deleted folders.
 
     Raises:
         CheckpointError: the predecessor of a kept delta is missing.
     """
-    sampled = [entry for entry in found if entry.is_sampled_from]
+    sampled = [entry for entry in known if entry.is_sampled_from]
     needed = {folder for entry in sampled[max(0, len(sampled) - keep) :] for folder in _lineage(entry)}
     gone = [entry.folder for entry in sampled if entry.folder not in needed]
     # Deltas are deleted before their predecessors, so that an interruption leaves no delta without one.

@@ -68,8 +68,8 @@ def saved(folder: Path) -> dict[str, Tensor]:
     """
     if not folder.is_dir():
         return {}
-    found: dict[str, Any] = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    return {name: torch.empty(one.size, dtype=one.properties.dtype, device="meta") for name, one in found.items()}
+    tensors: dict[str, Any] = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {name: torch.empty(one.size, dtype=one.properties.dtype, device="meta") for name, one in tensors.items()}
 
 
 class _Writer(HuggingFaceStorageWriter):

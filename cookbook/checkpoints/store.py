@@ -179,8 +179,8 @@ def load(engine: Engine, folder: Path, *, optimizer: bool) -> None:
 
 def all_steps(folder: Path) -> list[Path]:
     """List the checkpoints ``step-NNNNNN`` of a run, oldest first, without verifying them."""
-    found = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=_step)
+    steps = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir()]
+    return sorted(steps, key=_step)
 
 
 def _step(path: Path) -> int:

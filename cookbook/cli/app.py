@@ -215,12 +215,12 @@ def sample(
     from cookbook.cli import catalogue
 
     # An unknown name fails before the slow imports.
-    found = catalogue.resolve(target)
+    weights = catalogue.resolve(target)
     with _importing():
         from cookbook.run import builder
 
     for completion in builder.sample(
-        found, prompt, max_tokens=max_tokens, temperature=temperature, num_samples=num_samples, seed=seed
+        weights, prompt, max_tokens=max_tokens, temperature=temperature, num_samples=num_samples, seed=seed
     ):
         print(completion)
 
@@ -237,11 +237,11 @@ def chat(
     """Talk with a run or a model. Without a terminal: one answer for each line of the input."""
     from cookbook.cli import catalogue
 
-    found = catalogue.resolve(target)
+    weights = catalogue.resolve(target)
     with _importing():
         from cookbook.cli import chat as chatting
 
-    chatting.run(found, chatting.ChatOptions(system, base, max_tokens, temperature, seed))
+    chatting.run(weights, chatting.ChatOptions(system, base, max_tokens, temperature, seed))
 
 
 @app.command("eval")

@@ -19,8 +19,8 @@ def print_list(folder: Path | None, *, table: bool) -> None:
         ConfigError: the cache is off.
     """
     root = _root(folder)
-    found = cache.entries(root)
-    if found:
+    entries = cache.entries(root)
+    if entries:
         rows = [
             (
                 one.path.name.partition("-")[0],
@@ -29,10 +29,10 @@ def print_list(folder: Path | None, *, table: bool) -> None:
                 f"{max(0.0, time.time() - one.used_s) / DAY_S:.1f} days ago",
                 one.facts.get("first", ""),
             )
-            for one in found
+            for one in entries
         ]
         tables.show("cache", ("holds", "number", "size", "last used", "first row"), rows, table=table)
-    print(f"{root}: {_number(found)}, {_megabytes(sum(one.num_bytes for one in found))}")
+    print(f"{root}: {_number(entries)}, {_megabytes(sum(one.num_bytes for one in entries))}")
 
 
 def clear(folder: Path | None, unused_days: float) -> None:
@@ -57,8 +57,8 @@ def _root(folder: Path | None) -> Path:
     return root
 
 
-def _number(found: list[cache.CacheEntry]) -> str:
-    return "1 entry" if len(found) == 1 else f"{len(found)} entries"
+def _number(entries: list[cache.CacheEntry]) -> str:
+    return "1 entry" if len(entries) == 1 else f"{len(entries)} entries"
 
 
 def _megabytes(num_bytes: int) -> str:

@@ -38,7 +38,7 @@ def print_list(kind: str, *, table: bool) -> None:
 
 def _rows(kind: str) -> tuple[Sequence[str], list[Sequence[str]]]:
     if kind == "recipes":
-        return ("recipe", "from", "description"), [(found.name, found.origin, found.summary) for found in recipe.available()]
+        return ("recipe", "from", "description"), [(info.name, info.origin, info.summary) for info in recipe.available()]
     if kind == "losses":
         head = ("loss", "from", "returns", "divided by", "description")
         return head, [_loss_row(file) for file in conf_files.options("loss")]
@@ -77,13 +77,13 @@ def _packaged_class(target: str) -> Mapping[str, str | None] | None:
     if cls is None:
         return None
     modules = {alias.name: node.module for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    found: dict[str, str | None] = {}
+    attributes: dict[str, str | None] = {}
     for base in map(ast.unparse, reversed(cls.bases)):
-        found |= _packaged_class(f"{modules.get(base, module)}.{base}") or {}
+        attributes |= _packaged_class(f"{modules.get(base, module)}.{base}") or {}
     for node in cls.body:
         if isinstance(node, ast.AnnAssign) and node.value is not None:
-            found[ast.unparse(node.target)] = node.value.attr if isinstance(node.value, ast.Attribute) else None
-    return found
+            attributes[ast.unparse(node.target)] = node.value.attr if isinstance(node.value, ast.Attribute) else None
+    return attributes
 
 
 def resolve(name: str) -> str:
@@ -185,7 +185,7 @@ def _conf(kind: str, name: str) -> Path:
 def _copies(kind: str, name: str, new: str) -> dict[Path, str]:
     """Return the texts of a fork by path, the code first."""
     conf = conf_files.find(kind, name)
-    # Behind the comments at the top: Hydra wants its '# @package' first.
+    # After the comments at the top, one of which is Hydra's '# @package'.
     text = re.sub(r"\A((?:#.*\n)*)", rf"\g<1># forked from {name}\n", conf_files.FORKED.sub("", conf.text()))
     if kind == "recipe":
         code, text = _recipe(name, new, text)
@@ -226,7 +226,7 @@ def _renamed(path: Path, cls: str, new: str) -> str:
     code = path.read_text(encoding="utf-8")
     classes = [node for node in ast.parse(code).body if isinstance(node, ast.ClassDef) and node.name == cls]
     lines = code.splitlines(keepends=True)
-    for node in (statement for found in classes for statement in found.body):
+    for node in (statement for one in classes for statement in one.body):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "name":
             lines[node.lineno - 1] = re.sub(r"=.*", f'= "{new}"', lines[node.lineno - 1])
     return "".join(lines)

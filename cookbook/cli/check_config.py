@@ -94,9 +94,9 @@ def plan(cfg: DictConfig, overrides: list[str]) -> list[tuple[str, str]]:
 
 
 def _recipe(name: str, kind: str | None) -> str:
-    found = next(found for found in recipes.available() if found.name == name)
+    info = next(info for info in recipes.available() if info.name == name)
     learns = f", learns from {kind}" if kind else ""
-    return f"{paths.shown(found.path)}{learns}. {found.summary}"
+    return f"{paths.shown(info.path)}{learns}. {info.summary}"
 
 
 def _model(model: ModelConfig) -> str:

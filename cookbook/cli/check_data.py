@@ -39,20 +39,22 @@ def run(cfg: DictConfig, num_shown: int, *, table: bool) -> None:
         raise ConfigError(f"recipes/{cfg.recipe.name}.py: no DATA, the kind of data it reads; add DATA = 'conversations'")
     tokenizer = load_tokenizer(typed.model)
     renderer = Renderer(tokenizer, context(typed.model, tokenizer))
-    found = {
+    surveys = {
         "training": _survey(typed, kind, renderer, "train", typed.rollout.max_tokens),
         "held out": _survey(typed, kind, renderer, "eval", typed.eval.max_tokens),
     }
     limit = typed.data.max_length or renderer.max_length
     model = paths.shown(Path(typed.model.name))
     print(f"recipe={cfg.recipe.name} learns from {kind}; tokens of {model}, {limit or 'any number'} at most a sequence\n")
-    for split, one in found.items():
+    for split, one in surveys.items():
         _print_counts(split, one, kind)
     sampled = f"sampled, up to {typed.rollout.max_tokens} tokens" if kind == "rollouts" else ""
-    _show(found["training"], tokenizer, num_shown, sampled, color=table)
-    if not found["training"].sequences:
-        raise CookbookError(f"check data: no row is left to train on; the first: {_near(found['training'].refused[0].reason)}")
-    fatal = [refusal for one in found.values() for refusal in one.refused if refusal.fatal]
+    _show(surveys["training"], tokenizer, num_shown, sampled, color=table)
+    if not surveys["training"].sequences:
+        raise CookbookError(
+            f"check data: no row is left to train on; the first: {_near(surveys['training'].refused[0].reason)}"
+        )
+    fatal = [refusal for one in surveys.values() for refusal in one.refused if refusal.fatal]
     if fatal:
         raise CookbookError(
             f"check data: a run would stop at {_counted(len(fatal), 'row')}; the first: {_near(fatal[0].reason)}"
@@ -78,26 +80,26 @@ def _survey(typed: Settings, kind: str, renderer: Renderer, which: Literal["trai
     return survey(kind, rows, renderer, typed.data, max_tokens, refusals)
 
 
-def _print_counts(split: str, found: Survey, kind: str) -> None:
-    if not found.num_rows:
+def _print_counts(split: str, counts: Survey, kind: str) -> None:
+    if not counts.num_rows:
         print(f"{split}: no rows\n")
         return
-    unused = found.num_rows - found.num_used
+    unused = counts.num_rows - counts.num_used
     note = f"{_counted(unused, 'row')} cannot be used" if unused else "all can be used"
-    total = sum(len(one.tokens) for one in found.sequences)
-    share = sum(one.num_trained for one in found.sequences) / max(total, 1)
+    total = sum(len(one.tokens) for one in counts.sequences)
+    share = sum(one.num_trained for one in counts.sequences) / max(total, 1)
     trained = "" if kind == "rollouts" else f"; {share:.1%} of the tokens are trained"
-    print(f"{split}: {_counted(found.num_rows, 'row')}, {note}{trained}")
-    if found.sequences:
-        rows = _length_rows(found.sequences, kind)
+    print(f"{split}: {_counted(counts.num_rows, 'row')}, {note}{trained}")
+    if counts.sequences:
+        rows = _length_rows(counts.sequences, kind)
         head = ["", *rows[0][1]]
         body = [[name, *(f"{number:,}" for number in numbers.values())] for name, numbers in rows]
         print("\n".join(f"  {line}" for line in tables.aligned([head, *body], right=range(1, len(head)))))
-    if found.unused:
-        print(f"  columns not used for training: {', '.join(found.unused)}")
-    for refusal in found.refused[:REFUSED_SHOWN]:
+    if counts.unused:
+        print(f"  columns not used for training: {', '.join(counts.unused)}")
+    for refusal in counts.refused[:REFUSED_SHOWN]:
         print(f"  {'stops the run' if refusal.fatal else 'left out'}: {_near(refusal.reason)}")
-    if (more := len(found.refused) - REFUSED_SHOWN) > 0:
+    if (more := len(counts.refused) - REFUSED_SHOWN) > 0:
         print(f"  and {more} more")
     print()
 
@@ -119,12 +121,12 @@ def _length_rows(sequences: Sequence[WeightedSequence], kind: str) -> list[tuple
     ]
 
 
-def _show(found: Survey, tokenizer: PreTrainedTokenizerBase, count: int, sampled: str, *, color: bool) -> None:
+def _show(sample: Survey, tokenizer: PreTrainedTokenizerBase, count: int, sampled: str, *, color: bool) -> None:
     """Print the first rows as text; ``sampled`` follows a prompt."""
-    wheres = list(dict.fromkeys(one.where for one in found.sequences))[:count]
+    wheres = list(dict.fromkeys(one.where for one in sample.sequences))[:count]
     if wheres and not color:
         print(f"trained text is marked {OPEN} {CLOSE}\n")
-    for one in found.sequences:
+    for one in sample.sequences:
         if one.where in wheres:
             side = f", {one.side}" if one.side else ""
             trained = "tokens of a prompt" if sampled else f"tokens, {one.num_trained} trained"

@@ -72,15 +72,15 @@ def _from_file(path: Path, name: str, options: Sequence[str]) -> tuple[LossFunct
     if not path.is_file():
         raise ConfigError(f"check loss: file not found, got {path}; {EXAMPLE}")
     module = python_file.run_beside(path, f"cookbook_loss_{path.stem}")
-    found = getattr(module, name, None) if name else _only(module, path)
-    if not callable(found):
+    loss = getattr(module, name, None) if name else _only(module, path)
+    if not callable(loss):
         raise ConfigError(f"check loss: {paths.shown(path)} has no loss {name!r}.{did_you_mean(name, vars(module))}")
-    title = f"{found.__qualname__} of {paths.shown(path)}"
-    if isinstance(found, type):
-        return build(OmegaConf.from_dotlist(list(options)), "loss", found), title
+    title = f"{loss.__qualname__} of {paths.shown(path)}"
+    if isinstance(loss, type):
+        return build(OmegaConf.from_dotlist(list(options)), "loss", loss), title
     if options:
-        raise ConfigError(f"check loss: {found.__name__} is a function and takes no options, got {options[0]!r}; drop it")
-    return found, title
+        raise ConfigError(f"check loss: {loss.__name__} is a function and takes no options, got {options[0]!r}; drop it")
+    return loss, title
 
 
 def _only(module: ModuleType, path: Path) -> Any:
@@ -88,11 +88,11 @@ def _only(module: ModuleType, path: Path) -> Any:
     own = [thing for thing in vars(module).values() if getattr(thing, "__module__", None) == module.__name__]
     classes = [thing for thing in own if isinstance(thing, type) and issubclass(thing, Loss)]
     functions = [thing for thing in own if isinstance(thing, FunctionLoss) or (inspect.isfunction(thing) and _is_loss(thing))]
-    found = classes or functions
-    if len(found) != 1:
-        names = ", ".join(getattr(thing, "__name__", "") for thing in found) or "none"
+    candidates = classes or functions
+    if len(candidates) != 1:
+        names = ", ".join(getattr(thing, "__name__", "") for thing in candidates) or "none"
         raise ConfigError(f"check loss: {paths.shown(path)} has several losses or none ({names}); name it: {path}:name")
-    return found[0]
+    return candidates[0]
 
 
 def _is_loss(function: FunctionType) -> bool:

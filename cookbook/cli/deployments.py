@@ -113,7 +113,7 @@ def _health(one: RunningServer) -> str:
 
 def _context(model: ModelConfig) -> int:
     """Return the longest sequence of training, in tokens."""
-    found = context(model, load_tokenizer(model))
-    if found is None:
+    max_length = context(model, load_tokenizer(model))
+    if max_length is None:
         raise BackendError(f"model.name: {model.name!r} does not state its maximum sequence length; set deployment.max_length")
-    return found
+    return max_length

@@ -76,23 +76,23 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
         cpu=cpu,
         optimizer=backend.optimizer,
     )
-    found = of_step(checkpointing=bool(backend.recomputes))
+    needs = of_step(checkpointing=bool(backend.recomputes))
     why = "as asked" if backend.recomputes else None
-    if backend.recomputes is None and found.recomputable and (why := _shortage(found, budget, device)):
-        found = of_step(checkpointing=True)
+    if backend.recomputes is None and needs.recomputable and (why := _shortage(needs, budget, device)):
+        needs = of_step(checkpointing=True)
     tables.facts(
-        [*_lines(found, shape, backend.optimizer, why), ("precision", precision(backend)), *_ranks(found, typed)],
+        [*_lines(needs, shape, backend.optimizer, why), ("precision", precision(backend)), *_ranks(needs, typed)],
         table=sys.stdout.isatty(),
     )
 
 
-def _shortage(found: Estimate, pass_tokens: int, device: torch.device) -> str | None:
+def _shortage(needs: Estimate, pass_tokens: int, device: torch.device) -> str | None:
     """Return why the engine would not keep the activations of ``pass_tokens``, the limit of a pass; None if it would keep them.
 
     The answer depends on the memory that is free now.
     """
-    free = max(free_bytes(device) - found.weights, 0)
-    return shortage_of(found.saved_per_token * pass_tokens, pass_tokens, found.gradients + found.moments, free)
+    free = max(free_bytes(device) - needs.weights, 0)
+    return shortage_of(needs.saved_per_token * pass_tokens, pass_tokens, needs.gradients + needs.moments, free)
 
 
 def _shape(typed: Settings, name: str) -> StepShape:
@@ -112,9 +112,9 @@ def _shape(typed: Settings, name: str) -> StepShape:
         lengths = _episode_lengths(typed, typed.env, renderer)
     else:
         rows = load_rows(data, "train", typed.seed, typed.eval.limit)
-        found = survey(kind, rows, renderer, typed.data, typed.rollout.max_tokens)
+        counts = survey(kind, rows, renderer, typed.data, typed.rollout.max_tokens)
         completion = typed.rollout.max_tokens if kind == "rollouts" else 0
-        lengths = [len(one.tokens) + completion for one in found.sequences]
+        lengths = [len(one.tokens) + completion for one in counts.sequences]
         basis = f" of the first {len(rows):,} rows" if data.streaming else ""
     lengths.sort(reverse=True)
     count *= 2 if kind == "preferences" else 1
@@ -136,42 +136,42 @@ def _episode_lengths(typed: Settings, env: EnvironmentConfig, renderer: Renderer
         rows = load_rows(typed.data, "train", typed.seed, typed.eval.limit)
     else:
         rows = numbered_rows(env, "train", typed.seed, None)
-    found = prompts(env, rows, renderer, typed.data)
-    opening, later = turn_tokens(env, found, renderer)
+    openings = prompts(env, rows, renderer, typed.data)
+    opening, later = turn_tokens(env, openings, renderer)
     turns = opening + env.max_turns * typed.rollout.max_tokens + (env.max_turns - 1) * later
-    lengths = [len(one.tokens) + turns for one in found]
+    lengths = [len(one.tokens) + turns for one in openings]
     return [length if renderer.max_length is None else min(length, renderer.max_length) for length in lengths]
 
 
-def _lines(found: Estimate, shape: StepShape, optimizer: str, recomputed: str | None) -> list[tuple[str, str]]:
+def _lines(needs: Estimate, shape: StepShape, optimizer: str, recomputed: str | None) -> list[tuple[str, str]]:
     """``recomputed``: why activations are recomputed in the backward pass; None: they are kept."""
     most = f", at the most{shape.basis}"
     kept = "no; backend.activation_checkpointing=true saves memory, and costs time"
     lines = [
-        ("parameters", f"{found.parameters:,}, of which {found.trained:,} are trained"),
+        ("parameters", f"{needs.parameters:,}, of which {needs.trained:,} are trained"),
         ("step", f"{shape.sequences:,} sequences of up to {shape.longest:,} tokens, {shape.tokens:,} in all{most}"),
-        ("largest pass", f"{found.pass_tokens:,} tokens; backend.micro_batch_tokens lowers it"),
-        ("weights", _size(found.weights)),
-        ("gradients", _size(found.gradients)),
-        ("optimizer", f"{_size(found.moments)}, {optimizer}"),
-        ("reference", f"{_size(found.reference)}, a frozen copy" if found.reference else ""),
-        ("activations", f"{_size(found.temporary)} at the worst moment of the backward pass"),
+        ("largest pass", f"{needs.pass_tokens:,} tokens; backend.micro_batch_tokens lowers it"),
+        ("weights", _size(needs.weights)),
+        ("gradients", _size(needs.gradients)),
+        ("optimizer", f"{_size(needs.moments)}, {optimizer}"),
+        ("reference", f"{_size(needs.reference)}, a frozen copy" if needs.reference else ""),
+        ("activations", f"{_size(needs.temporary)} at the worst moment of the backward pass"),
         ("recomputed", f"yes: {recomputed}" if recomputed else kept),
-        ("allocator", f"{_size(found.allocator)} of freed blocks that the C library keeps"),
-        ("memory", f"{_size(found.peak)} at the peak, besides {_size(PYTHON)} of Python and torch"),
-        ("arithmetic", f"{found.flops_per_token * shape.tokens:.3g} floating-point operations a step, forward and backward"),
+        ("allocator", f"{_size(needs.allocator)} of freed blocks that the C library keeps"),
+        ("memory", f"{_size(needs.peak)} at the peak, besides {_size(PYTHON)} of Python and torch"),
+        ("arithmetic", f"{needs.flops_per_token * shape.tokens:.3g} floating-point operations a step, forward and backward"),
     ]
     return [(subject, sentence) for subject, sentence in lines if sentence]
 
 
-def _ranks(found: Estimate, typed: Settings) -> list[tuple[str, str]]:
+def _ranks(needs: Estimate, typed: Settings) -> list[tuple[str, str]]:
     """Describe what a rank holds besides its activations, which are those of its own passes; nothing for a single process."""
     backend = typed.backend
     if not isinstance(backend, RankBackend) or backend.num_ranks == 1:
         return []
     is_sharded = backend.shard_of(typed.model) != "none"
     # The server of the ranks keeps the base weights.
-    state = 2 * found.weights + found.gradients + found.moments + found.reference
+    state = 2 * needs.weights + needs.gradients + needs.moments + needs.reference
     held = (
         f"each holds {_size(state / (backend.num_ranks if is_sharded else 1))} of weights, twice, gradients and optimizer state"
     )

@@ -45,12 +45,12 @@ def verify(folder: Path) -> None:
     Raises:
         CheckpointError: the folder has no checkpoint, or at least one is damaged; the error counts them.
     """
-    found, damaged = inventory.entries(_named(folder)), 0
-    for entry, problem in inventory.verify(found):
+    entries, damaged = inventory.entries(_named(folder)), 0
+    for entry, problem in inventory.verify(entries):
         print(f"damaged  {problem}" if problem else f"whole    {entry.folder}")
         damaged += bool(problem)
     if damaged:
-        raise CheckpointError(f"{folder}: {damaged} of {len(found)} checkpoints cannot be used; see above")
+        raise CheckpointError(f"{folder}: {damaged} of {len(entries)} checkpoints cannot be used; see above")
 
 
 def reconstruct(checkpoint: Path, out: Path) -> None:
@@ -101,8 +101,8 @@ def export_gguf(checkpoint: Path, out: Path, *, merged: bool, precision: str | N
 def _exported(checkpoint: Path, out: Path, *, merged: bool) -> Checkpoint:
     facts = manifest.read(checkpoint)
     if (elsewhere := facts.get(pointers.SERVER)) is not None:
-        if (found := pointers.on_disk(elsewhere)) is not None:
-            return _exported(found, out, merged=merged)
+        if (local := pointers.on_disk(elsewhere)) is not None:
+            return _exported(local, out, merged=merged)
         raise CheckpointError(
             f"{checkpoint}: its weights are on the server at {elsewhere['url']}; fetch them with "
             f"`tinker checkpoint download {elsewhere['path']}`"
@@ -132,8 +132,8 @@ def push(source: Path, repository: str, *, merged: bool, private: bool, dry_run:
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "weights"
         _exported(checkpoint, folder, merged=merged)
-        found = sorted(path for path in folder.rglob("*") if path.is_file())
-        for path in found:
+        written = sorted(path for path in folder.rglob("*") if path.is_file())
+        for path in written:
             print(f"{path.stat().st_size / 1e6:10.3f} MB  {path.relative_to(folder)}")
         visibility = "private" if private else "public, unless the repository exists and is private"
         if dry_run:
@@ -173,13 +173,13 @@ def prune(folder: Path, keep: int) -> None:
         CheckpointError: the folder has no checkpoint.
         ConfigError: the run is in progress.
     """
-    found = inventory.entries(_named(folder))
-    size = {entry.folder: entry.num_bytes for entry in found}
+    entries = inventory.entries(_named(folder))
+    size = {entry.folder: entry.num_bytes for entry in entries}
     with _run_locked(folder):
-        gone = inventory.prune(found, keep)
+        gone = inventory.prune(entries, keep)
     for path in gone:
         print(f"deleted  {path}")
-    print(f"{len(gone)} deleted, {sum(size[path] for path in gone) / 1e6:.1f} MB; {len(found) - len(gone)} left")
+    print(f"{len(gone)} deleted, {sum(size[path] for path in gone) / 1e6:.1f} MB; {len(entries) - len(gone)} left")
 
 
 def _named(folder: Path) -> Path:

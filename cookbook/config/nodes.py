@@ -38,12 +38,12 @@ def build(node: DictConfig | Mapping[str, object] | None, path: str, cls: type |
     """
     values = plain_node(node, path)
     target = values.pop(typed.TARGET, None)
-    found = cls if target is None else typed.resolve_target(target, f"{path}.{typed.TARGET}")
-    if found is None:
+    chosen = cls if target is None else typed.resolve_target(target, f"{path}.{typed.TARGET}")
+    if chosen is None:
         raise ConfigError(f"{path}: no {typed.TARGET}, the class these keys belong to; {_advice(path)}")
-    if cls is not None and not issubclass(found, cls):
+    if cls is not None and not issubclass(chosen, cls):
         raise ConfigError(f"{path}.{typed.TARGET}: expected {cls.__name__} or a child of it, got {target!r}")
-    return typed.construct(found, values, path)
+    return typed.construct(chosen, values, path)
 
 
 def plain_node(node: DictConfig | Mapping[str, object] | None, path: str) -> dict[str, object]:
@@ -54,8 +54,8 @@ def plain_node(node: DictConfig | Mapping[str, object] | None, path: str) -> dic
         except OmegaConfBaseException as error:
             raise ConfigError(f"{error.full_key or path}: {str(error).splitlines()[0]}") from error
     if not isinstance(node, Mapping):
-        found = "nothing" if node is None else repr(node)
-        raise ConfigError(f"{path}: expected keys and values, got {found}; {_advice(path)}")
+        got = "nothing" if node is None else repr(node)
+        raise ConfigError(f"{path}: expected keys and values, got {got}; {_advice(path)}")
     return {str(key): value for key, value in node.items()}
 
 

@@ -65,7 +65,7 @@ def named(target: str, where: str, *, signature: str) -> Any:
     file = Path(path).expanduser()
     if not file.is_file():
         raise ConfigError(f"{where}: {path} does not exist in {Path.cwd()}; give file.py:function")
-    found = getattr(run_beside(file, f"cookbook_{where.replace('.', '_')}_{file.stem}"), name, None)
-    if not callable(found):
+    function = getattr(run_beside(file, f"cookbook_{where.replace('.', '_')}_{file.stem}"), name, None)
+    if not callable(function):
         raise ConfigError(f"{where}: {path} has no function {name!r}; define {name}{signature}")
-    return found
+    return function

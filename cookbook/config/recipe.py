@@ -38,7 +38,7 @@ def load(name: str) -> ModuleType:
     """
     path = paths.find("recipes", f"{name}.py") if NAME.fullmatch(name) else None
     if path is None:
-        names = [found.name for found in available()]
+        names = [info.name for info in available()]
         raise ConfigError(f"recipe.name: unknown recipe {name!r}.{did_you_mean(name, names)} (choices: {', '.join(names)})")
     package = sys.modules.setdefault(NAMESPACE, ModuleType(NAMESPACE))
     # Makes the module an empty package, which may contain the recipe.
@@ -53,13 +53,13 @@ def load(name: str) -> ModuleType:
 
 def available() -> list[RecipeInfo]:
     """Return every recipe by name, without running any."""
-    found: dict[str, RecipeInfo] = {}
+    recipes: dict[str, RecipeInfo] = {}
     for folder in paths.overlays("recipes"):
         origin = "packaged" if folder == paths.packaged("recipes") else "user"
         for path in sorted(folder.glob("*.py")):
             if NAME.fullmatch(path.stem):
-                found.setdefault(path.stem, RecipeInfo(path.stem, path, origin, _summary(path)))
-    return [found[name] for name in sorted(found)]
+                recipes.setdefault(path.stem, RecipeInfo(path.stem, path, origin, _summary(path)))
+    return [recipes[name] for name in sorted(recipes)]
 
 
 def _summary(path: Path) -> str:

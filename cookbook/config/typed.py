@@ -76,10 +76,10 @@ def resolve_target(target: object, where: str = TARGET) -> type:
         # Only __all__ has the names that a module imports on their first use.
         names = {*dir(module), *getattr(module, "__all__", ())}
         raise ConfigError(f"{where}: {module_name!r} has no {name!r}.{did_you_mean(name, names)}")
-    found = getattr(module, name)
-    if not isinstance(found, type):
-        raise ConfigError(f"{where}: {target!r} is a {type(found).__name__}; name a class")
-    return found
+    cls = getattr(module, name)
+    if not isinstance(cls, type):
+        raise ConfigError(f"{where}: {target!r} is a {type(cls).__name__}; name a class")
+    return cls
 
 
 def with_new_names(node: object) -> Any:
@@ -183,10 +183,10 @@ def _union(value: object, hint: object, where: str) -> object:
 
 
 def _member(value: object, enum: type[Enum], where: str) -> Enum:
-    found = next((member for member in enum if value in (member, member.value, member.name)), None)
-    if found is None:
+    match = next((member for member in enum if value in (member, member.value, member.name)), None)
+    if match is None:
         raise _unfit(value, enum, where)
-    return found
+    return match
 
 
 def _mapping(value: object, hint: object, where: str) -> dict[object, object]:

@@ -62,9 +62,9 @@ class SlurmJob(JobOptions):
             raise _not_installed("sbatch")
 
     def start(self, files: AttemptFiles) -> str:
-        found = _slurm("squeue", "-h", "-t", "all", "-u", getpass.getuser(), "-n", files.name, "-o", "%i")
-        if found.stdout.split():
-            return found.stdout.split()[0]
+        queued = _slurm("squeue", "-h", "-t", "all", "-u", getpass.getuser(), "-n", files.name, "-o", "%i")
+        if queued.stdout.split():
+            return queued.stdout.split()[0]
         done = _slurm("sbatch", "--parsable", *self._options(files), str(files.script))
         if done.returncode:
             raise self._refused(done.stderr)

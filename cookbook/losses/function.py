@@ -64,18 +64,18 @@ def returns(reduction: str, *, scope: str = "batch") -> Callable[[Function], Fun
         ConfigError: the reduction or scope is unknown, or a mean has the scope token or sequence.
     """
     try:
-        found, reach = Reduction(reduction), Scope(scope)
+        declared, reach = Reduction(reduction), Scope(scope)
     except ValueError:
         raise ConfigError(
             f"returns: expected a reduction of {', '.join(Reduction)} and a scope of {', '.join(Scope)}, got {reduction!r} "
             f"and {scope!r}"
         ) from None
-    if found is Reduction.mean and reach in (Scope.token, Scope.sequence):
+    if declared is Reduction.mean and reach in (Scope.token, Scope.sequence):
         raise ConfigError(f"returns: a mean needs the whole batch, got scope={scope!r}; set it to batch, or return a sum")
 
     def declare(function: Function) -> FunctionLoss:
         name = getattr(function, "__name__", "loss")
-        facts = {"name": name, "reduction": found, "needs": Loss.needs | set(getattr(function, "needs", ()))}
+        facts = {"name": name, "reduction": declared, "needs": Loss.needs | set(getattr(function, "needs", ()))}
         made: FunctionLoss = type(name, (FunctionLoss,), facts)(function, reach)
         return made
 

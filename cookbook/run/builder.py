@@ -250,8 +250,8 @@ def sampling_target(target: str) -> str:
         if checkpoint is None:
             raise CheckpointError(f"{target}: this run has no checkpoint yet; wait for one, or lower checkpoint.every")
         if (server := manifest.read(checkpoint).get(pointers.SERVER)) is not None:
-            if (found := pointers.on_disk(server)) is not None:
-                return str(found)
+            if (local := pointers.on_disk(server)) is not None:
+                return str(local)
             raise CheckpointError(
                 f"{target}: the weights of its checkpoints are on the server at {server['url']}; fetch them with "
                 f"`tinker checkpoint download {server['path']}`, and sample from that folder"

@@ -65,8 +65,8 @@ class TrainedDatum:
 
     def values(self, key: str) -> Array | None:
         """Return an input of the loss that has one number per token."""
-        found = self.datum.loss_fn_inputs.get(key)
-        return found.array if found is not None and found.array.ndim == 1 else None
+        tensor = self.datum.loss_fn_inputs.get(key)
+        return tensor.array if tensor is not None and tensor.array.ndim == 1 else None
 
 
 class RolloutStore:
@@ -302,8 +302,8 @@ class StepFile:
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self.path, self.max_bytes = path, max_bytes
-        found = blocks(path)
-        self._every = found[-1].every if found else 1
+        stored = blocks(path)
+        self._every = stored[-1].every if stored else 1
         self._has_warned = self._every > 1
 
     def takes(self, step: int) -> bool:
@@ -328,11 +328,11 @@ class StepFile:
         """Remove later steps, and the bytes after the last whole step, which a kill has cut short. Raises OSError."""
         if not self.path.exists():
             return
-        found = blocks(self.path)
-        readable = found[-1].start + found[-1].size if found else 0
+        stored = blocks(self.path)
+        readable = stored[-1].start + stored[-1].size if stored else 0
         if readable < self._size():
-            log.info("%s: removed %d bytes after step %d", self.path, self._size() - readable, found[-1].step if found else 0)
-        kept = [block for block in found if block.step <= step]
+            log.info("%s: removed %d bytes after step %d", self.path, self._size() - readable, stored[-1].step if stored else 0)
+        kept = [block for block in stored if block.step <= step]
         end = kept[-1].start + kept[-1].size if kept else 0
         if end < self._size():
             os.truncate(self.path, end)

@@ -177,8 +177,8 @@ class Run:
         """Return ``rows`` in the order of the run's seed, ``size`` at a time. A stream repeats as the steps need it."""
         if not isinstance(rows, RowStream):
             return Batches(rows, size, epochs, self.seed, self.data.shuffle)
-        found = self._origin.streams[len(self._streams) :][:1]
-        resume = StreamResume(StreamPosition(**found[0]), self._rows.identity.compare_stream) if found else None
+        positions = self._origin.streams[len(self._streams) :][:1]
+        resume = StreamResume(StreamPosition(**positions[0]), self._rows.identity.compare_stream) if positions else None
         batches = StreamedBatches(rows, size, self.seed, resume)
         self._streams.append(batches)
         return batches

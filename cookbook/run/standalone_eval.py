@@ -122,17 +122,17 @@ def evaluate_tasks(cfg: DictConfig, target: Target, tasks: Tasks) -> tuple[JsonO
 
     typed = settings(cfg)
     with _deployed(typed, target) as (sampler, renderer):
-        found = lm_eval_tasks.run(tasks, sampler, renderer, typed.eval.limit, typed.seed)
-    options = {"tasks": asdict(tasks), "versions": found.versions, "limit": typed.eval.limit, "seed": typed.seed}
+        scores = lm_eval_tasks.run(tasks, sampler, renderer, typed.eval.limit, typed.seed)
+    options = {"tasks": asdict(tasks), "versions": scores.versions, "limit": typed.eval.limit, "seed": typed.seed}
     digest = f"{zlib.crc32(json.dumps(options).encode()):08x}"
     facts = {
         **_weights(typed, target),
-        "rows": {"digest": digest, "count": found.num_documents, "first": ", ".join(tasks.names)},
+        "rows": {"digest": digest, "count": scores.num_documents, "first": ", ".join(tasks.names)},
         "reward": "lm-eval",
         "env": None,
         **options,
     }
-    evaluation = Evaluation({**found.metrics, FINGERPRINT: float(int(digest, 16))})
+    evaluation = Evaluation({**scores.metrics, FINGERPRINT: float(int(digest, 16))})
     return facts, evaluation, _written(typed.out, target, facts, evaluation)
 
 

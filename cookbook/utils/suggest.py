@@ -22,12 +22,12 @@ def did_you_mean_key(key: str, keys: Iterable[str]) -> str:
         return _question(same[:3])
     by_last = {_last(known): known for known in keys}
     siblings = {_last(known): known for known in keys if prefix and known.rpartition(".")[0] == prefix}
-    found = (
+    near = (
         [siblings[close] for close in _closest(last, siblings)]
         or _closest(key, keys)
         or [by_last[close] for close in _closest(last, by_last)]
     )
-    return _question(found[:1])
+    return _question(near[:1])
 
 
 def same_last_part(last: str, keys: Iterable[str]) -> list[str]:
@@ -39,8 +39,8 @@ def _last(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-def _question(found: list[str]) -> str:
-    return f" Did you mean {' or '.join(map(repr, found))}?" if found else ""
+def _question(names: list[str]) -> str:
+    return f" Did you mean {' or '.join(map(repr, names))}?" if names else ""
 
 
 def _closest(name: str, choices: Iterable[str]) -> list[str]:

@@ -233,12 +233,12 @@ def complete(request: ComposeRequest, word: str) -> list[str]:
         # Hydra's own entry point parses the line with argparse, which Python 3.14 refuses; these two are behind it.
         plugin = DefaultCompletionPlugin(composer.hydra.config_loader)
         words = composer.overrides
-        found, of_a_group = plugin._query_config_groups(word, config_name=composer.name, words=words)
+        matches, of_a_group = plugin._query_config_groups(word, config_name=composer.name, words=words)
         if not of_a_group:
             cfg = composer.hydra.compose_config(composer.name, words, RunMode.MULTIRUN)
-            found = [*found, *plugin._get_matches(cfg, word)]
+            matches = [*matches, *plugin._get_matches(cfg, word)]
         hidden = tuple(group for group in ("hydra", "demo") if not word.startswith(group))
-        shown = {match for match in found if not match.startswith(hidden)}
+        shown = {match for match in matches if not match.startswith(hidden)}
         return sorted(match for match in shown if not match.endswith("._target_=") and "=_" not in match)
     return []
 
@@ -246,8 +246,8 @@ def complete(request: ComposeRequest, word: str) -> list[str]:
 def complete_override(words: Sequence[str], incomplete: str, config_dirs: Sequence[Path]) -> list[str]:
     """Return the rest of each override that the last word can become, in the form that the shell expects."""
     before, head = rejoin(words, incomplete)
-    found = complete(ComposeRequest(before, config_dirs=config_dirs), head + incomplete)
-    return [match[len(head) :] for match in found]
+    matches = complete(ComposeRequest(before, config_dirs=config_dirs), head + incomplete)
+    return [match[len(head) :] for match in matches]
 
 
 def rejoin(words: Sequence[str], incomplete: str) -> tuple[list[str], str]:

@@ -101,9 +101,9 @@ def composed(recipe: str) -> Node:
     from omegaconf import OmegaConf
 
     merged = OmegaConf.merge(_without_defaults(top), nodes, _without_defaults(own), demo)
-    found = OmegaConf.to_container(merged, resolve=True)
-    assert isinstance(found, dict)
-    return {str(key): value for key, value in found.items() if key != "recipe"}
+    plain = OmegaConf.to_container(merged, resolve=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items() if key != "recipe"}
 
 
 def _file(name: str) -> Node:

@@ -61,15 +61,15 @@ def unknown_key(key: str, keys: Keys) -> str:
     if last == TARGET:
         return f"unknown key {key!r}; to add a component, write {parent}='{{{TARGET}: package.module.Class}}'"
     typed = dict(word.lstrip("+").partition("=")[::2] for word in keys.typed)
-    found = _answer(key, typed.get(key), known)
-    if (own := _own_component(key, known)) and not (found and found.words):
+    answer = _answer(key, typed.get(key), known)
+    if (own := _own_component(key, known)) and not (answer and answer.words):
         return f"unknown key {key!r}; {own}"
-    if found is None:
+    if answer is None:
         return f"unknown key {key!r}.{did_you_mean_key(key, known)} (cookbook {keys.command} --cfg job prints every key)"
-    answers = {key: found}
+    answers = {key: answer}
     for other, value in typed.items():
-        if known and other not in known and not other.startswith(("~", "hydra")) and (found := _answer(other, value, known)):
-            answers.setdefault(other, found)
+        if known and other not in known and not other.startswith(("~", "hydra")) and (answer := _answer(other, value, known)):
+            answers.setdefault(other, answer)
     return _line("key", answers)
 
 
@@ -90,8 +90,8 @@ def _own_component(key: str, known: Sequence[str]) -> str:
 
 def unknown_options(options: Mapping[str, str | None], keys: Keys) -> str | None:
     """Return the line for options that the command does not have, such as ``--optim.lr 1e-4``; None if no key fits any."""
-    found = {option: _answer(option.lstrip("-"), value, keys.find()) for option, value in options.items()}
-    answers = {option: answer for option, answer in found.items() if answer is not None}
+    counterparts = {option: _answer(option.lstrip("-"), value, keys.find()) for option, value in options.items()}
+    answers = {option: answer for option, answer in counterparts.items() if answer is not None}
     return _line("option", answers) if answers else None
 
 
@@ -146,7 +146,7 @@ def _unreadable(override: str, typed: list[str]) -> str:
         joined = before[0] + override
     if joined != override:
         return f"cannot read {override!r}; write {shlex.quote(joined)}, without spaces around the ="
-    if any(found.name == override for found in recipe.available()):
+    if any(info.name == override for info in recipe.available()):
         return f"cannot read {override!r}; write recipe={override}"
     return f"cannot read {override!r}; write key=value, and quotes around what is not a plain word: key=\"'a = b'\""
 
@@ -230,10 +230,10 @@ class ForeignName:
         if self.to is None or value is None:
             return []
         if self.values is not None:
-            found = self.values.get(value.lower(), self.values.get(ALL_OTHERS))
-            if found is None or "=" in found:
-                return (found or "").split()
-            value = found.replace("{}", value)
+            counterpart = self.values.get(value.lower(), self.values.get(ALL_OTHERS))
+            if counterpart is None or "=" in counterpart:
+                return (counterpart or "").split()
+            value = counterpart.replace("{}", value)
         return _filled(self.form or f"{self.to}={{}}", value)
 
     def answer(self, value: str | None, keys: Collection[str]) -> Counterpart:
@@ -285,8 +285,8 @@ def _choice(group: str, option: str, keys: Collection[str]) -> list[str]:
 def _line(kind: str, answers: Mapping[str, Counterpart]) -> str:
     """Return one line for all answers; ``kind`` is ``key`` or ``option``."""
     names = ", ".join(map(repr, answers))
-    words = [word for found in answers.values() for word in found.words]
-    remarks = [(name, found.remark) for name, found in answers.items() if found.remark]
+    words = [word for answer in answers.values() for word in answer.words]
+    remarks = [(name, answer.remark) for name, answer in answers.items() if answer.remark]
     parts = ["write " + shlex.join(dict.fromkeys(words))] if words else []
     parts += [f"{name}: {remark}" if len(answers) > 1 else remark for name, remark in remarks]
     text = parts[0] + "".join(f" ({part})" for part in parts[1:]) if len(answers) == 1 else "; ".join(parts)

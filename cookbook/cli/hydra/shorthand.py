@@ -64,22 +64,22 @@ def spelled_out(
     Raises:
         ConfigError: the values of a sweep do not go into one key, or the key has a value already.
     """
-    found: list[str] = []
+    overrides: list[str] = []
     notes: list[str] = []
     for word, group, values in words:
         presets = NEUTRAL.get(group) or CODE.get(group)
         key = _key_of(group, values, is_preset) if presets else None
         if presets is None or key is None:
-            found.append(word)
+            overrides.append(word)
             continue
         preset, name, text = f"{group}={presets[key]}", f"{group}.{key}", word.partition("=")[2]
         if any(other.partition("=")[0] == name for other, _, _ in words):
             raise ConfigError(f"{group}: {word} and {name}=... both name one; drop one of them")
-        found += [preset, f"{name}={text}"]
+        overrides += [preset, f"{name}={text}"]
         # A word or a mistyped path may mean something else, so the user reads the interpretation.
         if group not in CODE and ("/" not in text or preset == "data=hub"):
             notes.append(f"{word} means {preset} {name}={text}")
-    return found, notes
+    return overrides, notes
 
 
 def combined(group: str, options: Sequence[object] | None, weighted: bool) -> list[str]:
@@ -106,13 +106,13 @@ def combined(group: str, options: Sequence[object] | None, weighted: bool) -> li
 
 def _key_of(group: str, values: Sequence[str], is_preset: Callable[[str, str], bool]) -> str | None:
     """Return ``name``, ``path`` or ``target``, the key that ``group=value`` stands for; None for presets and unknown words."""
-    found = {None if is_preset(group, value) else _key(group, value) for value in values}
-    if len(found) > 1:
+    keys = {None if is_preset(group, value) else _key(group, value) for value in values}
+    if len(keys) > 1:
         raise ConfigError(
             f"{group}: a sweep takes files of conf/{group}, or names, or paths, and no mixture, got {','.join(values)}; "
             f"write a file ./conf/{group}/NAME.yaml for those that have none"
         )
-    return next(iter(found), None)
+    return next(iter(keys), None)
 
 
 def _key(group: str, value: str) -> str | None:

@@ -85,10 +85,10 @@ def _lora(rank: int) -> list[str]:
 def _on_gpus(options: Options, place: int) -> list[str]:
     """Arguments for a server whose GPUs are given. A server with several GPUs divides every layer among them."""
     several = len(options.gpus_of(place))
-    found = ["--tensor-parallel-size", str(several)] if several > 1 else []
+    arguments = ["--tensor-parallel-size", str(several)] if several > 1 else []
     # vLLM refuses to start unless this part of the GPU's memory is free, 0.92 by default, although kv_cache_bytes limits its
     # memory.
-    return [*found, "--gpu-memory-utilization", "0.01"] if options.shares_gpus else found
+    return [*arguments, "--gpu-memory-utilization", "0.01"] if options.shares_gpus else arguments
 
 
 def environment(options: Options, packages: Path, place: int = 0) -> Mapping[str, str]:
@@ -118,7 +118,7 @@ def check_python(python: str) -> None:
             "deployment: vLLM servers are started on Linux only; start one there and set deployment.url=http://..."
         )
     try:
-        found = subprocess.run(
+        answer = subprocess.run(
             [python, "-c", "import importlib.util as u; print(u.find_spec('vllm') is not None)"],
             capture_output=True,
             text=True,
@@ -127,7 +127,7 @@ def check_python(python: str) -> None:
         )
     except OSError as error:
         raise ConfigError(f"deployment.python: {python} cannot be started ({error.strerror}); run `make vllm`") from None
-    if found.stdout.strip() != "True":
+    if answer.stdout.strip() != "True":
         raise ConfigError(f"deployment.python: {python} has no vLLM; run `make vllm`, or name another environment's Python")
 
 
