@@ -224,7 +224,7 @@ def test_a_plan_says_what_the_run_would_do():
     assert "data/tiny, fresh weights, float32; trains every parameter" in found["model"]
     assert found["data"].endswith("chat_train.jsonl, 950 rows; held out: 200 rows (eval.limit=200)")
     assert "CrossEntropy: returns a mean, divided by nothing; terms of one token each" in found["loss"]
-    assert found["steps"] == "20 at most: 2 x 950 rows, 100 a step"
+    assert found["steps"] == "at most 20: 2 x 950 rows, 100 per step"
     assert "linear, after a warm-up of 40 steps; gradient clipped at norm 1" in found["optimizer"]
     assert found["checkpoints"] == "every 50 steps, and the last; all are kept"
     assert found["writes to"] == "runs/sft-<time>-<id>"
@@ -238,7 +238,7 @@ def test_a_plan_of_a_run_with_rollouts():
     )
     assert found["steps"].startswith("7, of ") and found["reward"] == "Number(column='answer')"
     assert found["rollout"] == "completions of up to 16 tokens at temperature 1"
-    assert "one forward pass more per step" in found["reference"] and "a LoRA adapter of rank 8" in found["model"]
+    assert "one more forward pass per step" in found["reference"] and "a LoRA adapter of rank 8" in found["model"]
     assert found["evaluation"] == "before and after the run only" and found["writes to"] == "x"
     assert "TensorBoard" in found["trackers, hooks"]
 

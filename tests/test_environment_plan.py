@@ -50,7 +50,7 @@ def test_plan_counts_the_tokens_of_all_turns(capsys):
     words = ["plan", "recipe=grpo", "env=echo.py:Echo", "env.max_turns=3", "rollout.max_tokens=16"]
     size = ["recipe.prompts_per_step=2", "recipe.group_size=4"]
     longest = OPENING + 10 + 3 * 16 + 2 * (LATER + 20)
-    assert f"8 sequences of up to {longest} tokens, {8 * longest:,} in all" in facts(capsys, *words, *size)["step"]
+    assert f"8 sequences of up to {longest} tokens, {8 * longest:,} in total" in facts(capsys, *words, *size)["step"]
     # The prompt of the row comes before the observation.
     write("reads.py", ECHO.replace("seed", "prompt").replace("Echo", "Reads"))
     words[2] = "env=reads.py:Reads"

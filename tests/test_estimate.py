@@ -126,7 +126,7 @@ def test_the_command_says_it_in_words(capsys, tmp_path, monkeypatch):
     assert "reference" in out and "GB of Python and torch" in out
     assert dict(line.split(None, 1) for line in out.splitlines())["recomputed"].startswith("no")
     assert run(["plan", "recipe=sft", "data.limit=50", "backend.activation_checkpointing=true"]) == 0
-    assert dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())["recomputed"] == "yes: as asked"
+    assert dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())["recomputed"] == "yes: as configured"
     assert run(["plan", "recipe=sft", "model.name=./nowhere"]) == 2
     assert "no such folder" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -85,16 +85,13 @@ def missing_inputs_raise(bench: Bench) -> CheckResult:
             zeros = {
                 place: one.with_inputs(**{key: np.zeros_like(one.loss_fn_inputs[key].array)}) for place, one in datums.items()
             }
-            if _is_no_zero(key) and not result.equals(whole) and _same(bench, result, batch.with_datums(zeros)):
+            # For other keys 0 may be a default.
+            is_no_zero = key.endswith("logprobs") or key == "advantages"
+            if is_no_zero and not result.equals(whole) and _same(bench, result, batch.with_datums(zeros)):
                 return failed("missing key taken for 0", f"{key} missing in {which} is taken for 0.0", key=key)
             if key in bench.loss.required:
                 return failed("missing key accepted", f"works without {key} in {which}, which it needs")
     return passed("a needed key that is missing is an error")
-
-
-def _is_no_zero(key: str) -> bool:
-    """Whether 0 would be a wrong default of the key."""
-    return key.endswith("logprobs") or key == "advantages"
 
 
 def misaligned_inputs_raise(bench: Bench) -> CheckResult:

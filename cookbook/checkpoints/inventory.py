@@ -85,13 +85,11 @@ def prune(known: Sequence[CheckpointEntry], keep: int) -> list[Path]:
         CheckpointError: the predecessor of a kept delta is missing.
     """
     sampled = [entry for entry in known if entry.is_sampled_from]
-    needed = {folder for entry in sampled[max(0, len(sampled) - keep) :] for folder in _lineage(entry)}
+    needed: set[Path] = set()
+    for entry in sampled[max(0, len(sampled) - keep) :]:
+        needed.update(sampler_checkpoints.lineage(entry.folder) if entry.kind == "delta" else [entry.folder])
     gone = [entry.folder for entry in sampled if entry.folder not in needed]
     # Deltas are deleted before their predecessors, so that an interruption leaves no delta without one.
     for folder in reversed(gone):
         shutil.rmtree(folder)
     return gone
-
-
-def _lineage(entry: CheckpointEntry) -> list[Path]:
-    return sampler_checkpoints.lineage(entry.folder) if entry.kind == "delta" else [entry.folder]

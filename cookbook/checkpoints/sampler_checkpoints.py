@@ -163,7 +163,9 @@ class SamplerCheckpoints:
         """Add all files but the weights. ``origin`` as in :meth:`save`; None: no model card."""
         stated = {**self._facts(engine, digest), "kind": "base"}
         if self.dtype is not None:
-            _state_dtype(aside / "config.json", self.dtype)
+            # transformers writes the element type of the model, and not that of the tensors.
+            config = aside / "config.json"
+            config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": self.dtype}, indent=2) + "\n")
         engine.model.tokenizer.save_pretrained(aside)
         if origin is not None:
             card.write(aside, stated | {key: origin[key] for key in ("run", "base_model") if key in origin})
@@ -196,11 +198,6 @@ class SamplerCheckpoints:
         config = engine.model.config
         own = {"step": engine.step, "base_model": config.name, "dtype": self.dtype or config.dtype, "lora": False}
         return {**own, "weights": digest}
-
-
-def _state_dtype(config: Path, dtype: str) -> None:
-    """Set the element type in ``config.json``, where transformers writes that of the model and not that of the tensors."""
-    config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": dtype}, indent=2) + "\n")
 
 
 def on_disk(network: PreTrainedModel, dtype: torch.dtype | None = None) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import select
@@ -15,6 +14,7 @@ import typer
 
 from cookbook import terminal
 from cookbook.cli import subcommands
+from cookbook.cli.subcommands import Overrides, importing
 from cookbook.errors import CookbookError
 from cookbook.utils.paths import import_from_here
 from cookbook.utils.suggest import did_you_mean
@@ -44,33 +44,12 @@ Topic = Literal["all", "config", "defaults", "defaults-tree", "plugins", "search
 KINDS = ("all", "recipes", "losses", "models", "data", "rewards", "envs")
 
 
-def _complete_override(ctx: typer.Context, incomplete: str) -> list[str]:
-    from cookbook.cli.hydra.bridge import complete_override
-
-    return complete_override(ctx.params.get("overrides") or [], incomplete, ctx.params.get("config_dir") or [])
-
-
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="OVERRIDE", help="key=value or group=name, as for cookbook train.", autocompletion=_complete_override
-    ),
-]
 ShowConfig = Annotated[Part | None, typer.Option("--cfg", "-c", help="Print the configuration, unchecked.")]
+ConfigDirs = Annotated[list[Path] | None, typer.Option("--config-dir", "-cd", help="A folder searched before ./conf.")]
 Target = Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="Folder of a run, checkpoint, or model.")]
 
 
 # Typer offers only those of the returned names that begin with the typed word.
-def _complete_loss() -> list[str]:
-    from cookbook.cli.hydra import conf_files
-
-    return [file.name for file in conf_files.options("loss")]
-
-
-def _complete_kind() -> list[str]:
-    return list(KINDS)
-
-
 def _complete_recipe() -> list[str]:
     from cookbook.config.recipe import available
 
@@ -98,9 +77,7 @@ def train(
     resolve: Annotated[bool, typer.Option("--resolve", help="With --cfg: resolve ${...}.")] = False,
     package: Annotated[str | None, typer.Option("--package", "-p", help="With --cfg: print one node only.")] = None,
     info: Annotated[Topic | None, typer.Option("--info", "-i", help="Print the sources of the configuration.")] = None,
-    config_dir: Annotated[
-        list[Path] | None, typer.Option("--config-dir", "-cd", help="A folder searched before ./conf.")
-    ] = None,
+    config_dir: ConfigDirs = None,
     config_name: Annotated[str, typer.Option("--config-name", "-cn", help="The top-level file of conf/.")] = "train",
 ) -> None:
     """Run a recipe.
@@ -117,7 +94,7 @@ def train(
       cookbook train recipe=grpo --cfg job               every key and its value
       cookbook train --config runs/mine/config.yaml      an earlier run again
     """
-    with _importing():
+    with importing():
         from cookbook.cli.hydra import bridge
 
     request = bridge.ComposeRequest(overrides or (), multirun, config_dir or (), config_name, config)
@@ -132,7 +109,7 @@ def train(
 def _train(cfg: DictConfig, overrides: list[str]) -> float | None:
     from cookbook.cli.hydra import conf_files
 
-    with _importing():
+    with importing():
         from cookbook.run.builder import train
 
     return train(cfg, overrides, lambda: conf_files.composed(cfg.recipe.name)).objective
@@ -150,9 +127,7 @@ def serve(
         list[str] | None, typer.Argument(metavar="OVERRIDE", help="key=value or group=name, of conf/serve.yaml.")
     ] = None,
     cfg: ShowConfig = None,
-    config_dir: Annotated[
-        list[Path] | None, typer.Option("--config-dir", "-cd", help="A folder searched before ./conf.")
-    ] = None,
+    config_dir: ConfigDirs = None,
 ) -> None:
     """Serve the trainer over HTTP, for Tinker's client and cookbook's."""
     from cookbook.cli import serve as serving
@@ -192,7 +167,7 @@ def diff(
 
 @app.command("list")
 def list_(
-    kind: Annotated[str, typer.Argument(help=f"One of {', '.join(KINDS)}.", autocompletion=_complete_kind)] = "all",
+    kind: Annotated[str, typer.Argument(help=f"One of {', '.join(KINDS)}.", autocompletion=lambda: list(KINDS))] = "all",
 ) -> None:
     """List recipes, losses, models, data, rewards and environments, with their origin."""
     from cookbook.cli import catalogue
@@ -216,7 +191,7 @@ def sample(
 
     # An unknown name fails before the slow imports.
     weights = catalogue.resolve(target)
-    with _importing():
+    with importing():
         from cookbook.run import builder
 
     for completion in builder.sample(
@@ -238,7 +213,7 @@ def chat(
     from cookbook.cli import catalogue
 
     weights = catalogue.resolve(target)
-    with _importing():
+    with importing():
         from cookbook.cli import chat as chatting
 
     chatting.run(weights, chatting.ChatOptions(system, base, max_tokens, temperature, seed))
@@ -264,7 +239,7 @@ def eval_(
       cookbook eval tiny out=result.json                       the result as a file, every row's completion in it
       cookbook eval runs/mine --tasks gsm8k,ifeval             tasks of lm-eval, eval.limit documents of each
     """
-    with _importing():
+    with importing():
         from cookbook.cli import evaluate
 
     evaluate.evaluate(target, overrides or (), evaluate.TaskOptions(tasks, task_folder, fewshot, chat_template))
@@ -302,97 +277,15 @@ def view(
 @app.command()
 def plan(overrides: Overrides = None) -> None:
     """Estimate the memory and arithmetic of a step, without loading weights."""
-    with _importing():
+    with importing():
         from cookbook.cli import plan as planning
         from cookbook.cli.hydra import bridge
 
     bridge.run(bridge.ComposeRequest(overrides or ()), planning.run)
 
 
-check = typer.Typer(
-    name="check", help="Examine a loss, an environment, a dataset or a configuration, without training.", rich_markup_mode=None
-)
-check.callback(invoke_without_command=True)(subcommands.show_help)
-app.add_typer(check)
-app.add_typer(subcommands.weights)
-app.add_typer(subcommands.deployments)
-app.add_typer(subcommands.jobs)
-app.add_typer(subcommands.cache)
-
-
-@check.command("loss")
-def check_loss(
-    target: Annotated[
-        str, typer.Argument(metavar="LOSS", help="A name, file.py, or file.py:name; see above.", autocompletion=_complete_loss)
-    ],
-    options: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Options of the loss.")] = None,
-) -> None:
-    """Measure a loss against its declarations, on small random batches.
-
-    \b
-      cookbook check loss dpo                       a loss of conf/loss, yours or packaged
-      cookbook check loss dpo variant=ipo beta=0.2  with other options
-      cookbook check loss my_file.py                the one loss of a file: a class, or a function (data, logprobs)
-      cookbook check loss my_file.py:my_loss        one of several
-    """
-    with _importing():
-        from cookbook.cli import check_loss as checking
-
-    with terminal.doing("measuring the loss"):
-        checking.run(target, options or (), table=sys.stdout.isatty())
-
-
-@check.command("env")
-def check_env(
-    target: Annotated[str, typer.Argument(metavar="ENV", help="FILE.py:CLASS, or a name of cookbook list envs.")],
-    options: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Options of the environment, as in conf/env.")
-    ] = None,
-) -> None:
-    """Test an environment before a run: play three episodes with made-up answers. No model is needed.
-
-    \b
-    plays        no call raises or hangs
-    repeats      the same row and answers give the same observations and rewards, which resume relies on
-    independent  episodes that are played in turn do not change each other
-    tokens       the tokens of every turn begin with those of the turn before
-    rewards      the rewards of the episodes, or none if the run needs reward=
-    time         the slowest call, and the time limit
-
-    \b
-      cookbook check env my_env.py:MyClass                    your own class (docs/environments.md)
-      cookbook check env arithmetic limit=10                  an environment of conf/env, with an option
-      cookbook check env reasoning_gym task=chain_sum
-      cookbook check env textarena game=GuessTheNumber-v0
-    """
-    with _importing():
-        from cookbook.cli import check_env as checking
-
-    with terminal.doing("playing the environment"):
-        checking.run(target, options or (), table=sys.stdout.isatty())
-
-
-@check.command("data")
-def check_data(
-    overrides: Overrides = None,
-    rows: Annotated[int, typer.Option(min=0, help="Number of rows shown as tokens.")] = 3,
-) -> None:
-    """Show which tokens of a dataset are trained on, and which rows are rejected."""
-    with _importing():
-        from cookbook.cli import check_data as checking
-        from cookbook.cli.hydra import bridge
-
-    bridge.run(bridge.ComposeRequest(overrides or ()), lambda cfg, _: checking.run(cfg, rows, table=sys.stdout.isatty()))
-
-
-@check.command("config")
-def check_config(overrides: Overrides = None) -> None:
-    """Validate every key and describe the run."""
-    with _importing():
-        from cookbook.cli import check_config as checking
-        from cookbook.cli.hydra import bridge
-
-    bridge.run(bridge.ComposeRequest(overrides or ()), checking.run)
+for group in (subcommands.check, subcommands.weights, subcommands.deployments, subcommands.jobs, subcommands.cache):
+    app.add_typer(group)
 
 
 def _kind_and_names(words: Sequence[str], count: int, example: str) -> tuple[str, Sequence[str]]:
@@ -401,11 +294,6 @@ def _kind_and_names(words: Sequence[str], count: int, example: str) -> tuple[str
     if len(names) != count:
         raise CookbookError(f"expected {count} name{'s' * (count > 1)}, got {len(words)}; for example: {example}")
     return kind, names
-
-
-def _importing() -> contextlib.AbstractContextManager[object]:
-    """Show on a terminal that the command starts; a file or a pipe gets no line."""
-    return terminal.doing("starting", plain_after_s=terminal.NEVER)
 
 
 def run(arguments: Sequence[str]) -> int:

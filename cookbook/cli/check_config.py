@@ -26,7 +26,7 @@ from cookbook.types import JsonObject
 from cookbook.utils import paths, tables
 
 OPTIMIZERS = {"adamw": "AdamW", "adamw8bit": "AdamW with 8-bit moments", "adafactor": "Adafactor"}
-NEEDS_REFERENCE = "the weights the run starts from; one forward pass more per step"
+NEEDS_REFERENCE = "the weights the run starts from; one more forward pass per step"
 
 
 def dry_run(cfg: DictConfig, overrides: list[str]) -> None:
@@ -44,7 +44,7 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
     """Check everything that a run checks before its first step, and describe the run.
 
     Raises:
-        CookbookError: what the run would refuse, as far as that can be known without weights and without the hub.
+        CookbookError: the run would fail for a reason that is visible without weights and without the hub.
     """
     tables.facts(plan(cfg, overrides), table=sys.stdout.isatty())
 
@@ -73,6 +73,7 @@ def plan(cfg: DictConfig, overrides: list[str]) -> list[tuple[str, str]]:
     resumed = f", resuming from {paths.shown(resume_from.absolute())}" if resume_from else ""
     trained = _streamed(typed.data) if split_rows.is_stream("train") else _rows(rows)
     counts = f"{trained}; held out: {_rows(held_out, typed.eval.limit)}"
+    completions = f"completions of up to {typed.rollout.max_tokens} tokens at temperature {typed.rollout.temperature:g}"
     lines = [
         ("recipe", _recipe(name, kind)),
         ("model", _model(typed.model) + ("" if renderer else f"; of the {place}, not read")),
@@ -80,7 +81,7 @@ def plan(cfg: DictConfig, overrides: list[str]) -> list[tuple[str, str]]:
         ("environment", _environment(typed, counts)),
         ("loss", f"{typed.loss.name}, {type(typed.loss).__module__}.{type(typed.loss).__qualname__}: {described(typed.loss)}"),
         ("reward", _reward(typed)),
-        ("rollout", _rollout(typed) if kind == "rollouts" else ""),
+        ("rollout", completions if kind == "rollouts" else ""),
         ("reference", NEEDS_REFERENCE if typed.loss.needs_reference else ""),
         ("optimizer", _optimizer(typed)),
         ("precision", precision(typed.backend)),
@@ -118,13 +119,8 @@ def _streamed(data: DataConfig) -> str:
     return f"streamed, {order}; the first {preflight.RENDERED_ROWS:,} rows were checked"
 
 
-def _rollout(typed: Settings) -> str:
-    rollout = typed.rollout
-    return f"completions of up to {rollout.max_tokens} tokens at temperature {rollout.temperature:g}"
-
-
 def _environment(typed: Settings, counts: str) -> str:
-    """Describe the environment, by the keys that it has to be given, and its rows; empty without one."""
+    """Describe the environment, its required keys and its rows; empty without an environment."""
     config = typed.env
     if config is None:
         return ""
@@ -165,8 +161,8 @@ def _steps(recipe: JsonObject, rows: int | None) -> str:
     if steps:
         return f"{steps}" + (f", of {size} rows" if size else "")
     if size and epochs and rows:
-        return f"{epochs * -(-rows // size):,} at most: {epochs} x {rows:,} rows, {size} a step"
-    return f"{epochs} x the rows, {size} a step" if size and epochs else "as the recipe says"
+        return f"at most {epochs * -(-rows // size):,}: {epochs} x {rows:,} rows, {size} per step"
+    return f"{epochs} x the rows, {size} per step" if size and epochs else "chosen by the recipe"
 
 
 def _every(every: int | None, also: str, never: str) -> str:

@@ -45,7 +45,7 @@ def run(cfg: DictConfig, num_shown: int, *, table: bool) -> None:
     }
     limit = typed.data.max_length or renderer.max_length
     model = paths.shown(Path(typed.model.name))
-    print(f"recipe={cfg.recipe.name} learns from {kind}; tokens of {model}, {limit or 'any number'} at most a sequence\n")
+    print(f"recipe={cfg.recipe.name} learns from {kind}; tokens of {model}, {limit or 'any number'} at most per sequence\n")
     for split, one in surveys.items():
         _print_counts(split, one, kind)
     sampled = f"sampled, up to {typed.rollout.max_tokens} tokens" if kind == "rollouts" else ""

@@ -77,7 +77,7 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
         optimizer=backend.optimizer,
     )
     needs = of_step(checkpointing=bool(backend.recomputes))
-    why = "as asked" if backend.recomputes else None
+    why = "as configured" if backend.recomputes else None
     if backend.recomputes is None and needs.recomputable and (why := _shortage(needs, budget, device)):
         needs = of_step(checkpointing=True)
     tables.facts(
@@ -145,11 +145,11 @@ def _episode_lengths(typed: Settings, env: EnvironmentConfig, renderer: Renderer
 
 def _lines(needs: Estimate, shape: StepShape, optimizer: str, recomputed: str | None) -> list[tuple[str, str]]:
     """``recomputed``: why activations are recomputed in the backward pass; None: they are kept."""
-    most = f", at the most{shape.basis}"
+    most = f", at most{shape.basis}"
     kept = "no; backend.activation_checkpointing=true saves memory, and costs time"
     lines = [
         ("parameters", f"{needs.parameters:,}, of which {needs.trained:,} are trained"),
-        ("step", f"{shape.sequences:,} sequences of up to {shape.longest:,} tokens, {shape.tokens:,} in all{most}"),
+        ("step", f"{shape.sequences:,} sequences of up to {shape.longest:,} tokens, {shape.tokens:,} in total{most}"),
         ("largest pass", f"{needs.pass_tokens:,} tokens; backend.micro_batch_tokens lowers it"),
         ("weights", _size(needs.weights)),
         ("gradients", _size(needs.gradients)),
@@ -158,8 +158,8 @@ def _lines(needs: Estimate, shape: StepShape, optimizer: str, recomputed: str | 
         ("activations", f"{_size(needs.temporary)} at the worst moment of the backward pass"),
         ("recomputed", f"yes: {recomputed}" if recomputed else kept),
         ("allocator", f"{_size(needs.allocator)} of freed blocks that the C library keeps"),
-        ("memory", f"{_size(needs.peak)} at the peak, besides {_size(PYTHON)} of Python and torch"),
-        ("arithmetic", f"{needs.flops_per_token * shape.tokens:.3g} floating-point operations a step, forward and backward"),
+        ("memory", f"{_size(needs.peak)} at the peak, plus {_size(PYTHON)} of Python and torch"),
+        ("arithmetic", f"{needs.flops_per_token * shape.tokens:.3g} floating-point operations per step, forward and backward"),
     ]
     return [(subject, sentence) for subject, sentence in lines if sentence]
 

@@ -1,15 +1,20 @@
-"""The commands of ``cookbook weights``, ``deployments``, ``jobs`` and ``cache``. Only typer is imported at the top."""
+"""Commands of ``cookbook check``, ``weights``, ``deployments``, ``jobs`` and ``cache``. ``--help`` imports only typer."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from cookbook import terminal
 from cookbook.errors import CookbookError
 
+check = typer.Typer(
+    name="check", help="Examine a loss, an environment, a dataset or a configuration, without training.", rich_markup_mode=None
+)
 weights = typer.Typer(
     name="weights", help="List, verify, reconstruct, export, push and prune the checkpoints of a run.", rich_markup_mode=None
 )
@@ -19,9 +24,22 @@ deployments = typer.Typer(
 jobs = typer.Typer(name="jobs", help="Start, list, attach to and end trainers that run as jobs.", rich_markup_mode=None)
 cache = typer.Typer(name="cache", help="List and clear the rows and tokens that runs keep on disk.", rich_markup_mode=None)
 
+
+def _complete_override(ctx: typer.Context, incomplete: str) -> list[str]:
+    from cookbook.cli.hydra.bridge import complete_override
+
+    return complete_override(ctx.params.get("overrides") or [], incomplete, ctx.params.get("config_dir") or [])
+
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="OVERRIDE", help="key=value or group=name, as for cookbook train.", autocompletion=_complete_override
+    ),
+]
 Folder = Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Folder of a run, or a checkpoint.")]
 Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Folder of one checkpoint of a run.")]
-Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; it must not exist.")]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create; it must not exist.")]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the deployment, as in deployment.name.")]
 CacheFolder = Annotated[
     Path | None,
@@ -30,6 +48,7 @@ CacheFolder = Annotated[
 JobName = Annotated[str, typer.Argument(metavar="JOB", help="Name of the job; cookbook jobs list prints it.")]
 
 
+@check.callback(invoke_without_command=True)
 @weights.callback(invoke_without_command=True)
 @deployments.callback(invoke_without_command=True)
 @jobs.callback(invoke_without_command=True)
@@ -38,6 +57,92 @@ def show_help(ctx: typer.Context) -> None:
     """Print the help of a group of commands that was called without a command."""
     if ctx.invoked_subcommand is None:
         print(ctx.get_help())
+
+
+def importing() -> contextlib.AbstractContextManager[object]:
+    """Show on a terminal that the command starts; a file or a pipe gets no line."""
+    return terminal.doing("starting", plain_after_s=terminal.NEVER)
+
+
+def _complete_loss() -> list[str]:
+    from cookbook.cli.hydra import conf_files
+
+    return [file.name for file in conf_files.options("loss")]
+
+
+@check.command("loss")
+def check_loss(
+    target: Annotated[
+        str, typer.Argument(metavar="LOSS", help="A name, file.py, or file.py:name; see above.", autocompletion=_complete_loss)
+    ],
+    options: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Options of the loss.")] = None,
+) -> None:
+    """Measure a loss against its declarations, on small random batches.
+
+    \b
+      cookbook check loss dpo                       a loss of conf/loss, yours or packaged
+      cookbook check loss dpo variant=ipo beta=0.2  with other options
+      cookbook check loss my_file.py                the one loss of a file: a class, or a function (data, logprobs)
+      cookbook check loss my_file.py:my_loss        one of several
+    """
+    with importing():
+        from cookbook.cli import check_loss as checking
+
+    with terminal.doing("measuring the loss"):
+        checking.run(target, options or (), table=sys.stdout.isatty())
+
+
+@check.command("env")
+def check_env(
+    target: Annotated[str, typer.Argument(metavar="ENV", help="FILE.py:CLASS, or a name of cookbook list envs.")],
+    options: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Options of the environment, as in conf/env.")
+    ] = None,
+) -> None:
+    """Test an environment before a run: play three episodes with made-up answers. No model is needed.
+
+    \b
+    plays        no call raises or hangs
+    repeats      the same row and answers give the same observations and rewards, which resume relies on
+    independent  episodes that are played in turn do not change each other
+    tokens       the tokens of every turn begin with those of the turn before
+    rewards      the rewards of the episodes, or none if the run needs reward=
+    time         the slowest call, and the time limit
+
+    \b
+      cookbook check env my_env.py:MyClass                    your own class (docs/environments.md)
+      cookbook check env arithmetic limit=10                  an environment of conf/env, with an option
+      cookbook check env reasoning_gym task=chain_sum
+      cookbook check env textarena game=GuessTheNumber-v0
+    """
+    with importing():
+        from cookbook.cli import check_env as checking
+
+    with terminal.doing("playing the environment"):
+        checking.run(target, options or (), table=sys.stdout.isatty())
+
+
+@check.command("data")
+def check_data(
+    overrides: Overrides = None,
+    rows: Annotated[int, typer.Option(min=0, help="Number of rows shown as tokens.")] = 3,
+) -> None:
+    """Show which tokens of a dataset are trained on, and which rows are rejected."""
+    with importing():
+        from cookbook.cli import check_data as checking
+        from cookbook.cli.hydra import bridge
+
+    bridge.run(bridge.ComposeRequest(overrides or ()), lambda cfg, _: checking.run(cfg, rows, table=sys.stdout.isatty()))
+
+
+@check.command("config")
+def check_config(overrides: Overrides = None) -> None:
+    """Validate every key and describe the run."""
+    with importing():
+        from cookbook.cli import check_config as checking
+        from cookbook.cli.hydra import bridge
+
+    bridge.run(bridge.ComposeRequest(overrides or ()), checking.run)
 
 
 @weights.command("list")
@@ -146,7 +251,7 @@ def scale_deployment(
 
 @deployments.command("warm-up")
 def warm_up_deployment(name: Name) -> None:
-    """Let every server sample one token: this shows that it works, and makes its next request fast."""
+    """Let every server sample one token, to show that the server works and to make its next request fast."""
     from cookbook.cli import deployments as work
 
     work.warm_up(name)
@@ -198,7 +303,7 @@ def job_logs(
 def attach_job(
     name: JobName, port: Annotated[int, typer.Option(min=0, max=65535, help="Local port. 0: any free port.")] = 0
 ) -> None:
-    """Forward a local address to a job, and start its trainer again if it ends, until Ctrl-C."""
+    """Forward a local address to a job until Ctrl-C, and restart the job's trainer if it ends."""
     from cookbook.cli import jobs as work
 
     work.attach(name, port)
@@ -231,7 +336,9 @@ def list_cache(folder: CacheFolder = None) -> None:
 @cache.command("clear")
 def clear_cache(
     folder: CacheFolder = None,
-    unused_days: Annotated[float, typer.Option(min=0, help="Remove only what no run has used for this number of days.")] = 0.0,
+    unused_days: Annotated[
+        float, typer.Option(min=0, help="Remove only tables that were not used for this number of days.")
+    ] = 0.0,
 ) -> None:
     """Remove rows and tokens from the disk. Later runs read and tokenize their data again."""
     from cookbook.cli import cache as work

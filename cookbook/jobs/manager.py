@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import http.client
 import logging
-import os
 import secrets
 import shutil
 import time
@@ -33,6 +32,7 @@ from cookbook.jobs.launcher import (
 )
 from cookbook.jobs.store import JobAttempt, JobState, JobTable, TrainerJob
 from cookbook.types import JsonObject
+from cookbook.utils import paths
 
 log = logging.getLogger("cookbook")
 
@@ -51,12 +51,6 @@ FINAL = (2, 126, 127)
 TERMINATED = (0, 143)
 # Fields of a model that clients of a server choose, so that the server has their defaults.
 OF_CLIENTS = ("lora_rank", "lora_target_modules")
-
-
-def state_folder() -> Path:
-    """Folder of the table of jobs, one per user. On a cluster all login nodes share it."""
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base) / "cookbook" / "jobs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +95,7 @@ class TrainerJobManager:
     """
 
     def __init__(self, folder: str | Path | None = None, *, say: Callable[[str], None] = log.info) -> None:
-        self.folder = Path(folder) if folder is not None else state_folder()
+        self.folder = Path(folder) if folder is not None else paths.state("jobs")
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._table = JobTable(self.folder / "jobs.sqlite")
         self._say = say
@@ -338,7 +332,8 @@ class TrainerJobManager:
             command.prepare(files, job.folder, job.trainer, launcher, job.cwd)
         handle = launcher.start(files)
         self._table.set_attempt(job.job_id, number, handle=handle)
-        self._say(f"trainer job {job.job_id}: attempt {number} submitted ({_kind(launcher)} {handle})")
+        kind = type(launcher).__module__.rpartition(".")[2]
+        self._say(f"trainer job {job.job_id}: attempt {number} submitted ({kind} {handle})")
 
     def _watch(self, job: TrainerJob, launcher: JobLauncher, attempt: JobAttempt, handle: str) -> None:
         """Record that an attempt runs, and then that its server answers. End an attempt that is not ready in time."""
@@ -466,10 +461,6 @@ def _last_line(launcher: JobLauncher, files: AttemptFiles, attempt: JobAttempt) 
 def _backoff_s(failures: int) -> float:
     """Seconds between an attempt and the next one."""
     return min(2.0**failures, MAX_BACKOFF_S) if failures else 0.0
-
-
-def _kind(launcher: JobLauncher) -> str:
-    return type(launcher).__module__.rpartition(".")[2]
 
 
 def _exit_code(files: AttemptFiles) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -33,6 +34,12 @@ def overlays(kind: str) -> list[Path]:
 def find(kind: str, name: str) -> Path | None:
     """The first ``<folder>/<name>`` that is a file, the user's before the packaged one."""
     return next((path for folder in overlays(kind) if (path := folder / name).is_file()), None)
+
+
+def state(kind: str) -> Path:
+    """Return the folder for state that outlives runs, one per user. On a cluster all login nodes share it."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "cookbook" / kind
 
 
 def import_from_here() -> None:

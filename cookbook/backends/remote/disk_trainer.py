@@ -230,7 +230,8 @@ class DiskTrainer(RemoteTrainer):
         entries = {key: value for key, value in server_manifest.items() if key not in ("files", "format")}
         entries = {**(facts or {}), **entries, "base_model": self.model.name}
         if "predecessor" in entries:
-            entries["predecessor"] = _name(entries["predecessor"])
+            # On the server the name of the folder is KIND.NAME.
+            entries["predecessor"] = entries["predecessor"].partition(".")[2]
         with store.appearing(folder, overwrite=overwrite) as temporary:
             link(saved, temporary)
             has_card = (temporary / manifest.CARD).exists()
@@ -243,11 +244,6 @@ class DiskTrainer(RemoteTrainer):
                 card.write(temporary, entries)
             manifest.write(temporary, entries, digests)
         return server_manifest
-
-
-def _name(folder: str) -> str:
-    """Return the name of a checkpoint from the name of its folder on the server, ``KIND.NAME``."""
-    return folder.partition(".")[2]
 
 
 def link(source: Path, folder: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -17,19 +16,13 @@ from cookbook.deployments.vllm.process import Options
 from cookbook.deployments.vllm.sampler import GENERATE
 from cookbook.errors import ConfigError, RolloutError
 from cookbook.types import JsonObject
-from cookbook.utils import files
+from cookbook.utils import files, paths
 
 log = logging.getLogger("cookbook")
 
 RECORD, LOG = "server.json", "server.log"
 WARM_UP = {"token_ids": [0, 1, 2, 3], "sampling_params": {"max_tokens": 4, "ignore_eos": True}}
 NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")
-
-
-def state_folder() -> Path:
-    """Folder of the registry, one per user and machine."""
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base) / "cookbook" / "deployments"
 
 
 @dataclass(frozen=True)
@@ -62,7 +55,7 @@ class DeploymentManager:
     """
 
     def __init__(self, folder: Path | None = None, say: Callable[[str], None] = log.info) -> None:
-        self.folder = folder or state_folder()
+        self.folder = folder or paths.state("deployments")
         self._say = say
 
     @contextlib.contextmanager
