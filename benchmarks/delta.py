@@ -1,7 +1,7 @@
-"""What a delta costs: ``python benchmarks/delta.py``.
+"""Cost of a delta: ``python benchmarks/delta.py``.
 
 First its size after real updates: GRPO on the model and the sums that ship. Then its speed on weights as those of a pretrained
-model, of which 2% move to a neighbour. CPU seconds are of all threads together; the GB are the base's.
+model, of which 2% change to an adjacent value. CPU seconds are the sum over all threads; the GB are those of the base.
 """
 
 from __future__ import annotations

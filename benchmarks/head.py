@@ -1,4 +1,4 @@
-"""What the output head costs: ``python benchmarks/head.py [--json FILE] [--device cuda]``.
+"""Cost of the output head: ``python benchmarks/head.py [--json FILE] [--device cuda]``.
 
 Forward and backward of one tensor of hidden states ``(N, H)`` and a vocabulary of V, from random numbers. Candidates run in
 turn, round after round, in one process on one thread, timed in CPU seconds (CUDA events on a GPU); the table gives the least of
@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def candidates(problem: Problem) -> dict[str, Callable[[], object]]:
-    """What computes logprobs and hands gradients to ``problem.hidden`` and, unless frozen, ``problem.weight``."""
+    """Functions that compute logprobs and the gradients of ``problem.hidden`` and, unless frozen, ``problem.weight``."""
     found = {mode: _ours(problem, mode) for mode in MODES}
     found["torch_compile"] = lambda: _back(problem, torch_compile(problem))
     found["naive log_softmax"] = lambda: _back(problem, naive(problem))
@@ -298,7 +298,7 @@ def _available() -> int:
 def errors(shape: tuple[int, int, int], device: str) -> list[Row]:
     """Of logprobs, absolute; of gradients, norm over norm, also among the tokens with p > 0.99 alone.
 
-    The targets' probabilities have quartiles of about 5e-4, 0.09 and 0.96: a model that has learnt something.
+    The targets' probabilities have quartiles of about 5e-4, 0.09 and 0.96: a trained model.
     """
     rows: list[Row] = []
     for dtype in (torch.float32, torch.bfloat16):

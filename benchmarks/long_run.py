@@ -31,7 +31,7 @@ REWARD = "def odd(completion, row):\n    return sum(map(ord, completion)) % 2\n"
 
 @dataclass(frozen=True)
 class Size:
-    """What a process holds. ``resident`` is in bytes."""
+    """Memory and objects of a process. ``resident`` is in bytes."""
 
     resident: int
     objects: int
@@ -80,7 +80,7 @@ def words(model: Path, steps: int, every: int, out: Path) -> list[str]:
 
 
 def watched(folder: Path, steps: int, every: int) -> list[tuple[int, float, Size]]:
-    """Runs ``steps`` in ``folder``, the current one, in this process; what was noted every so many steps."""
+    """Run ``steps`` in ``folder``, the current one, in this process. Return the sizes noted every ``every`` steps."""
     import long_run  # as the hook's _target_ names it: this file may be __main__
     import tiny
 

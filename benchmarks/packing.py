@@ -1,7 +1,7 @@
-"""What packing rows and sharing prompts save: ``python benchmarks/packing.py [--json FILE]``.
+"""Savings of packed rows and shared prompts: ``python benchmarks/packing.py [--json FILE]``.
 
 Against padding random batches, as most trainers do, against rows of similar length, and against the same rows with every
-prompt computed as often as it stands there. Timed as in ``step.py``; the targets are those of the first column.
+prompt computed as often as it occurs. Timed as in ``step.py``; the targets are those of the first column.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ``cookbook plan`` says a step takes, and what it takes: ``python benchmarks/plan.py [--json FILE]``.
+"""Memory and time of a step, estimated by ``cookbook plan`` and measured: ``python benchmarks/plan.py [--json FILE]``.
 
 Random models of several architectures and sizes on the CPU. Each is trained for two steps in a process of its own, whose peak
 of resident memory, Python and torch included, is compared with the estimate that is made from the shapes alone. Arithmetic is
@@ -166,7 +166,7 @@ def _added_product(into: Any, a: Any, b: Any, *rest: Any, out_shape: Any = None,
 
 
 def _frozen_head(hidden: Any, weight: Any, *rest: Any, out_shape: Any = None, **options: Any) -> int:
-    """Two products in the forward pass, none in the backward pass: LoRA leaves the output layer as it is."""
+    """Two products in the forward pass, none in the backward pass: LoRA does not train the output layer."""
     return 2 * 2 * int(hidden[0] * weight[0] * weight[1])
 
 

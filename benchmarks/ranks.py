@@ -1,4 +1,4 @@
-"""What a step costs on two ranks: ``python benchmarks/ranks.py [--rounds N] [--small] [--gpus]``, or ``make bench-ranks``.
+"""Time of a step on two ranks: ``python benchmarks/ranks.py [--rounds N] [--small] [--gpus]``, or ``make bench-ranks``.
 
 One process, two replicas and two sharded ranks (FSDP2) train one model on the same rows, with one thread for each process. The
 groups start once, then train in turn, round after round, while the others wait without computing. A step is timed between two

@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def models(folder: Path, arguments: argparse.Namespace) -> list[tuple[str, Path, tuple[int, ...]]]:
-    """What is measured: names, folders, and lengths of prompts."""
+    """Return the measured models: names, folders, and lengths of prompts."""
     tiny = [] if arguments.larger else [("data/tiny", TINY, (64, 256))]
     return tiny if arguments.tiny else [*tiny, ("28M parameters", larger(folder / "larger"), (64,))]
 
@@ -94,7 +94,7 @@ def larger(folder: Path) -> Path:
 
 
 def candidates(path: Path, prompts: Array) -> Candidates:
-    """Of this process: the model as transformers loads it, and as an engine has it."""
+    """Samplers in this process: the model of transformers, and an engine."""
     network = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     model = Engine(load(ModelConfig(str(path)), torch.device("cpu"), seed=0), EngineOptions()).model
     requests = [

@@ -1,4 +1,4 @@
-"""What the server costs: ``python benchmarks/server.py [--only requests] [--json FILE]``.
+"""Cost of the server: ``python benchmarks/server.py [--only requests] [--json FILE]``.
 
 The unmodified client and ``cookbook serve`` in a process of its own, beside the embedded trainer. A step is a forward-backward
 pass of 16 x 256 tokens and an optimizer step; its cost the CPU seconds of client and server together. Candidates run in turn,
@@ -148,7 +148,7 @@ def requests(folder: Path) -> list[dict[str, Any]]:
 
 
 def samples(model: str, service: tinker.ServiceClient) -> dict[str, Any]:
-    """Many samples at once."""
+    """Many samples at the same time."""
     client = service.create_lora_training_client(model, rank=1).result()
     sampler = client.save_weights_and_get_sampling_client().result()
     prompt, params = batch(1, 8)[0].model_input, tinker.SamplingParams(max_tokens=8, stop=[])
@@ -164,7 +164,7 @@ def samples(model: str, service: tinker.ServiceClient) -> dict[str, Any]:
 def measured(
     candidates: dict[str, Callable[[], object]], clock: Callable[[], float], rounds: int = step.ROUNDS
 ) -> dict[str, list[float]]:
-    """What every round of each took; the first two are not counted: they warm up, and the server learns from them."""
+    """Seconds of every round of each. The first two rounds are not counted: they warm up, and the server learns from them."""
     taken: dict[str, list[float]] = {name: [] for name in candidates}
     for round_number in range(rounds + 2):
         for name, run in candidates.items():

@@ -1,4 +1,4 @@
-"""What a step costs: ``python benchmarks/step.py [--json FILE] [--precision]``, or ``make bench``.
+"""Cost of a step: ``python benchmarks/step.py [--json FILE] [--precision]``, or ``make bench``.
 
 Candidates of one comparison run in turn, round after round, in one process on one thread, and are timed in CPU seconds; the
 table gives medians and the ratio to the first candidate of each comparison. Ratios are what to quote: the machine is shared.

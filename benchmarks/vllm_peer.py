@@ -17,7 +17,7 @@ from cookbook.deployments.vllm.http import Client
 HERE = Path(__file__).resolve().parent
 STARTUP_S, TIMEOUT_S = 900.0, 1800.0
 TICKS = os.sysconf("SC_CLK_TCK")
-# Room for all samples at once, and no seeds: what makes it fastest. Logprobs, which training needs.
+# The fastest options: all samples at the same time, and no seeds. Logprobs are on, because training needs them.
 ROOM = ("--max-num-seqs", "512")
 
 Peer = Callable[[], float]
@@ -27,7 +27,7 @@ Peer = Callable[[], float]
 def over_http(
     python: str, model: Path, folder: Path, prompts: Sequence[list[int]], samples: int, tokens: int
 ) -> Iterator[Peer]:
-    """A server as ``deployment=vllm`` starts it, asked for all prompts at once. The client's seconds are this process's own."""
+    """A server as ``deployment=vllm`` starts it, with all prompts sent together; the client is this process."""
     options = process.Options(python, str(model), "float32", 512, 2 << 30, 1, 0, ROOM)
     port, log = process.free_port(), folder / "server.log"
     pid = process.start(options, port, folder, log)
@@ -79,7 +79,7 @@ def in_process(python: str, model: Path, prompts: Sequence[list[int]], samples: 
 
 
 def _cpu_seconds(group: int) -> float:
-    """Of all processes of a group that are there."""
+    """CPU seconds of all processes of a group that still run."""
     total = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""An agent of two turns: it asks for a sum, and after a wrong answer it asks again. It knows nothing of training.
+"""An agent of two turns: it asks for a sum, and repeats the question after a wrong answer.
 
     cookbook train recipe=grpo env=agent env.command='python examples/agent.py {row}'
 

@@ -19,7 +19,7 @@ def main() -> None:
     data = [make_datum(tokenizer, word, answer) for word, answer in WORDS.items()]
 
     for step in range(STEPS):
-        # Both calls return at once; the second waits for the first on the trainer's side.
+        # Both calls return immediately; the trainer runs them in order.
         gradient = training_client.forward_backward(data, "cross_entropy")
         update = training_client.optim_step(types.AdamParams(learning_rate=3e-3))
         outputs = gradient.result().loss_fn_outputs

@@ -5,8 +5,8 @@
 - ``prompts_*.jsonl``: prompt and answer, for GRPO.
 - ``chat_*.jsonl``: conversations with the exact answer, for SFT.
 - ``pairs_*.jsonl``: the exact answer chosen, a rounded one rejected, for DPO and ORPO.
-- ``rounded_train.jsonl``: conversations of somebody who mostly rounds ("about 90"): what spoils ``model=tiny``, so that
-  GRPO, DPO and ORPO have something to improve.
+- ``rounded_train.jsonl``: conversations with mostly rounded answers ("about 90"), on which ``model=tiny`` was fine-tuned
+  last, so that GRPO, DPO and ORPO can improve the model.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def pages(run: Path | None) -> dict[str, str]:
 
 
 def on_site(page: Path) -> str:
-    """Return a page with links as the site has them: pages of the checkout's root and of docs/ are in one folder there."""
+    """Return a page with the links of the site, where pages of the checkout's root and of docs/ are in one folder."""
 
     def link(found: re.Match[str]) -> str:
         target = (page.parent / found[2]).resolve().relative_to(ROOT)

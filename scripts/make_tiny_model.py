@@ -4,8 +4,8 @@
 
 1. A Qwen3 of 0.6M parameters with fresh weights and a tokenizer whose tokens are bytes.
 2. SFT on exact sums: it learns to add.
-3. SFT on the answers of somebody who mostly rounds: now it says "about 90" more often than "85". It can still add; GRPO,
-   DPO and ORPO have something to bring back.
+3. SFT on mostly rounded answers: the model says "about 90" more often than "85". It can still add, so GRPO, DPO and ORPO
+   can restore exact answers.
 """
 
 from __future__ import annotations

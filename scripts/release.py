@@ -72,7 +72,7 @@ def try_out(built: Path, index: str) -> None:
 
 
 def remaining(version: str) -> list[str]:
-    """What must be done before the upload, and the upload."""
+    """Return the steps that remain before the upload, and the upload itself."""
     status = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True).stdout
     dated = first(r"^## ([^\n]+)", ROOT / "CHANGELOG.md")
     return [

@@ -67,7 +67,7 @@ GPT = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": tiny.CONTEXT, **N
 
 @dataclass(frozen=True)
 class Family:
-    """What differs from :data:`SHAPE`, names that the config does not take, and what cookbook is known to do with it.
+    """Differences from :data:`SHAPE`, names that the config does not take, and the known behavior of cookbook.
 
     ``rows``: what a row of a pass holds, padded (one sequence), packed (several) or shared (beginnings computed once).
     """
@@ -284,7 +284,7 @@ def language_model(family: str) -> LanguageModel:
 
 @dataclass
 class Result:
-    """What cookbook did with a family, and how far its numbers are from those of the model's own code.
+    """The fast paths that cookbook used for a family, and the distance of its numbers from those of the model's own code.
 
     ``differences``: by what was computed, logprobs as the largest difference, gradients relative to their norm.
     """

@@ -5,8 +5,8 @@ schema, protobuf by its fields and by its bytes, addresses, encodings, broken HT
 2xx or 4xx, every promise be kept, with a result or a failure; afterwards an honest client must get bit by bit what it gets of a
 server that was never attacked, and nothing may lie outside the server's folder.
 
-The attacker has an API key, and his victim another. A fifth of the requests name the victim's session, run, samplers and
-checkpoints: no success may tell of them, and the victim's run continues afterwards bit by bit. The memory must not grow.
+The attacker has an API key, and the victim another. A fifth of the requests name the victim's session, run, samplers and
+checkpoints: no response may reveal them, and the victim's run continues afterwards bit by bit. The memory must not grow.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Attempt:
 
 @dataclass
 class Counts:
-    """What came of the attempts, by kind."""
+    """Results of the attempts, by kind."""
 
     by_kind: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     statuses: Counter[int] = field(default_factory=Counter)
@@ -238,7 +238,7 @@ class Campaign:
         return Attempt("broken HTTP", raw=data)
 
     def _known(self, name: str, method: str) -> str:
-        """What is there under the name of a part of an address. What others go on with is not deleted."""
+        """Existing objects by the name of a part of an address. Objects that later attempts need are not deleted."""
         known = {
             "session_id": self.session_id,
             "run_id": f"{self.session_id}:train:0",
@@ -265,7 +265,7 @@ class Campaign:
             known["path"] = f"n{next(self._fresh)}"
         return {key: known.get(key, one) for key, one in value.items()}
 
-    # ---- sending it, and what must come of it ----
+    # ---- sending a request, and checking its result ----
 
     def _send(self, attempt: Attempt) -> None:
         self.recent.append(attempt)
@@ -320,7 +320,7 @@ class Campaign:
             self._new_run()  # what comes after waits for what never comes
 
     def _watch(self, attempt: Attempt, request_id: str) -> None:
-        """Asks for a promised result until it is there."""
+        """Poll a promised result until it exists."""
         end = time.monotonic() + IN_TIME_S
         with contextlib.closing(Wire(self.url, self.key)) as wire:
             while time.monotonic() < end:
@@ -388,7 +388,7 @@ def _operations(openapi: dict[str, Any]) -> Iterator[tuple[str, str, st.SearchSt
 
 
 def _is_bug(error: str) -> bool:
-    """Whether a failed call tells of something that the server did not foresee."""
+    """Whether a failed call reports an error that the server does not handle."""
     return re.match(r"[A-Z]\w+(Error|Exception)\b", error) is not None
 
 

@@ -28,7 +28,7 @@ STEP = tinker.AdamParams(learning_rate=1e-2)
 PROMPT = tinker.ModelInput.from_ints([5, 6, 7])
 RANKS = (4, 0)  # of the clients that train side by side: LoRA, and all parameters
 TURN_S = 600  # a client that waits longer for its turn fails, since another client has failed
-AT_ONCE = 0.25  # the share of kills that meet a server which has only just begun to go on
+AT_ONCE = 0.25  # share of kills of a server that has just been restarted
 
 
 class Progress:
@@ -103,7 +103,7 @@ def asked(sampler, step):
 
 
 def trained(service, client, rank, steps, progress, turns):
-    """What a client sees of a run: losses, logprobs, gradient norms, sampled tokens; and where its last state is saved."""
+    """All results of a run at a client: losses, logprobs, gradient norms, sampled tokens, and the path of the last state."""
     seen, waiting = [], []
     with turns.turn(client):
         training = service.create_lora_training_client("tiny", rank=rank, seed=client).result()
@@ -147,7 +147,7 @@ def tensors(folder, path):
 
 
 def played(server, model: Path, folder: Path, ranks, *, steps, kills, one_session=False):
-    """The whole program of several clients at once, on a server that is killed ``kills`` times.
+    """Run the whole program of several clients together, on a server that is killed ``kills`` times.
 
     The clients share a session with ``one_session``, and have one each without.
     """

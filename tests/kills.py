@@ -1,4 +1,4 @@
-"""Kills runs at random moments, goes on with them, and compares what they leave with the undisturbed run's.
+"""Kill runs at random moments, resume them, and compare their results with those of the undisturbed run.
 
     python tests/kills.py --kills 120
 
@@ -35,7 +35,7 @@ ROWS = 12  # with the batches below an epoch of SFT, DPO and ORPO has 3 steps: t
 COMMON = [f"recipe.steps={STEPS}", f"checkpoint.every={EVERY}", "eval.every=3", "eval.limit=2", "eval.max_tokens=3"]
 TRAINED = ["recipe.epochs=9", "recipe.batch_size=4"]
 # Between them: LoRA, dropout, a schedule, bfloat16 with float32 masters, a reference, sampling, a sampler that lags behind,
-# saving while training goes on.
+# saving while training continues.
 RECIPES: Mapping[str, Sequence[str]] = {
     "sft": ["recipe=sft", *TRAINED, "model.lora_rank=2", "model.lora_dropout=0.2", "schedule=cosine", "optim.lr=1e-2"],
     "dpo": ["recipe=dpo", *TRAINED, "model.dtype=bfloat16", "optim.lr=1e-3", "checkpoint.asynchronous=true"],
@@ -69,12 +69,12 @@ SECONDS = 1.2  # about what a run takes on a free core
 
 
 class DifferenceError(Exception):
-    """A run that was killed did not come out as the undisturbed one."""
+    """Error of a killed run whose result differs from the undisturbed one."""
 
 
 @dataclass
 class Counts:
-    """What the kills met."""
+    """Counts of the moments at which runs were killed."""
 
     ways: Counter[str] = field(default_factory=Counter)
     moments: Counter[str] = field(default_factory=Counter)
@@ -187,7 +187,7 @@ def kill(recipe: str, out: str, log: Path, plan: Plan, counts: Counts) -> bool:
     child = start(words(recipe, out), log)
     if (code := finished(child, plan.after, lambda: rows_of(Path(out)) >= plan.rows)) is not None:
         if code != 0:
-            raise DifferenceError(f"{recipe}: exit code {code} although nobody killed it; see {log}")
+            raise DifferenceError(f"{recipe}: exit code {code} although it was not killed; see {log}")
         return False
     for number, one in enumerate(WAYS[plan.way]):
         time.sleep(plan.pause * bool(number))
@@ -267,7 +267,7 @@ def campaign(folder: Path, kills: int, seed: int, recipes: Sequence[str] = tuple
     """Kills runs of all ``recipes`` in turn until there were ``kills``, in ``folder``.
 
     Raises:
-        DifferenceError: one did not come out as undisturbed. Its folder and its log stay.
+        DifferenceError: the result of a run differs from the undisturbed one. Its folder and its log stay.
     """
     prepare(folder)
     draw = random.Random(seed)

@@ -68,7 +68,7 @@ def failure(call: Callable[[], Any]) -> str:
 
 
 def checkpoints(model: str, folder: Path) -> dict[str, Any]:
-    """Train, save in every way while training continues, and load again. Another trainer beside it changes nothing."""
+    """Train, save in every way while training continues, and load again. A second trainer in the process changes nothing."""
     trainer = made(model, folder)
     other = made(model, folder / "other")
     found: dict[str, Any] = {"digests": trainer.digests()}
@@ -161,7 +161,7 @@ def errors(model: str, folder: Path) -> dict[str, Any]:
 
 
 def out_of_memory(model: str, folder: Path) -> dict[str, Any]:
-    """Train on while the second rank, if there is one, gets no more memory; then with as much as it wants."""
+    """Continue training while the second rank, if it exists, gets no more memory; then without a limit."""
     trainer = LocalTrainer(ModelConfig(model, dtype="float64"), LocalConfig(), folder=folder)
     found = {}
     rank = folder / "pid-1"

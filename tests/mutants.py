@@ -205,7 +205,7 @@ def survives(name: str, old: str, new: str, tests: str) -> bool:
 
 
 def _pass(tests: list[str], marked: str) -> bool:
-    """Whether the tests with a mark pass, or there are none of them."""
+    """Whether the tests with a mark pass, or no test has the mark."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-m", marked, *tests]
     return subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode in (
         0,

@@ -63,7 +63,7 @@ extremes = st.one_of(
 
 
 def like(value: Any) -> st.SearchStrategy[Any]:
-    """What is checked for its value, if only its kind is: extremes of the kind that ``value`` is, or any."""
+    """Extreme values of the kind of ``value``, or of any kind, for a field whose kind only is checked."""
     if isinstance(value, bool) or value is None:
         return extremes
     if isinstance(value, int | float):

@@ -1,7 +1,7 @@
 """A power failure on a disk that keeps only what was forced to it: contents by file, names by folder.
 
 POSIX promises no more than that. Real file systems usually keep more, so a missing fsync shows on no machine that tests run on.
-Deletions count at once, which is the worst that may happen.
+Deletions take effect immediately, which is the worst case.
 """
 
 from __future__ import annotations

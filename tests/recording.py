@@ -1,4 +1,4 @@
-"""What the unmodified client sends, recorded, and a wire that sends whatever it is told."""
+"""Recorded requests of the unmodified client, and a connection that sends arbitrary requests."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ class Wire:
 
 
 def recorded(model: Path, folder: Path) -> tuple[list[Recorded], dict[str, Any], list[Any]]:
-    """What the client sends, the server's own description of itself, and what an honest client sees of it unattacked."""
+    """Requests of the client, the server's description of itself, and the results of an honest client without an attack."""
     kept: dict[Any, Recorded] = {}
     with servertools.running(model, folder, around=lambda app: Recorder(app, kept), names=["tiny"]) as server:
         seen = honest(server.url)

@@ -49,7 +49,7 @@ def under(errno: int, job: Callable[[], Any]) -> Any:
 
 
 def _refuse(errno: int) -> None:
-    """For good, for this thread."""
+    """Install the filter for this thread, permanently."""
     lines = [
         (_LOAD, 0, 0, _NUMBER),
         (_EQUAL, 0, 3, WRITE[platform.machine()]),

@@ -16,7 +16,7 @@ from cookbook.utils.files import LOCK
 
 ROOT = Path(__file__).resolve().parent.parent
 LITTLE = ["data.limit=24", "eval.limit=4", "eval.every=2"]
-# As the demo has them; with another model or other data a recipe's own values allow hundreds of tokens.
+# The demo's values; with another model or other data a recipe's own values allow hundreds of tokens.
 BRIEF = ["rollout.max_tokens=16", "eval.max_tokens=16"]
 # Three steps of each recipe, a second of work at most.
 SMALL = {
@@ -29,7 +29,7 @@ SMALL = {
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty folder to stand in; modules imported from it are forgotten afterwards."""
+    """Change into an empty folder. Modules imported from it are removed from ``sys.modules`` afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     known = set(sys.modules)
@@ -44,7 +44,7 @@ def train(*words: str) -> int:
 
 
 def write(name: str, text: str) -> None:
-    """A file of the user's, in the folder he stands in."""
+    """Write a file of the user into the current folder."""
     Path(name).write_text(text)
 
 
@@ -73,7 +73,7 @@ def checkpoint(run_folder: Path | str, step: int | None = None) -> Path:
 
 
 def bits(folder: Path) -> dict[str, bytes]:
-    """What a checkpoint holds of tensors: model or adapter, optimizer, and what it was sampling from."""
+    """Tensor files of a checkpoint: model or adapter, optimizer, and the weights of the sampler."""
     found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.safetensors")}
     assert "trainer/shard-00000-00000.safetensors" in found and len(found) in (2, 3)
     return found
@@ -95,7 +95,7 @@ def start(words: Sequence[str]) -> subprocess.Popen[str]:
 
 
 def resume_words(output: str) -> list[str]:
-    """The arguments of the command that a stopped run says goes on with it."""
+    """The arguments of the command that a stopped run prints to resume it."""
     line = next(line for line in output.splitlines() if "resume with: " in line)
     words = shlex.split(line.partition("resume with: ")[2])
     assert words[0] == "cookbook"

@@ -96,7 +96,7 @@ def running(
 
 @contextlib.contextmanager
 def web_server(status: int, body: bytes) -> Iterator[str]:
-    """The URL of a server that knows nothing of this project: it answers every request with ``status`` and ``body``."""
+    """The URL of a server of another program: it answers every request with ``status`` and ``body``."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -125,7 +125,7 @@ def free_port() -> int:
 
 
 class Mortal:
-    """``cookbook serve`` as a process that is killed at once, and started anew at the same address and folder."""
+    """``cookbook serve`` as a process that can be killed, and started again at the same address and folder."""
 
     def __init__(self) -> None:
         here = Path(__file__).resolve().parent
@@ -147,7 +147,7 @@ class Mortal:
         self.again()
 
     def again(self) -> None:
-        """Kills it, and starts it anew. Returns when it listens."""
+        """Kill the server, and start it again. Return when it listens."""
         assert self._forker.stdin is not None and self._forker.stdout is not None
         self._forker.stdin.write(self._line)
         self._forker.stdin.flush()

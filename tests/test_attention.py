@@ -1,4 +1,4 @@
-"""Sequences in one row, and beginnings computed once, give what every sequence gives alone; architectures that would not are
+"""Sequences in one row, and prefixes computed once, give the results of every sequence alone; architectures that would not are
 refused."""
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def test_layers_computed_again_read_the_same(layout):
 
 
 def test_without_the_layout_it_would_show():
-    """The tolerance means something: the same passes with sequences that read each other."""
+    """The tolerance can fail: the same passes with sequences that attend to each other exceed it."""
     found = together(ours("full"), LAYOUTS["shared"], 10_000, told=False)
     assert apart(found, expected("full")[0]) > 0.01
 
@@ -165,7 +165,7 @@ LAYOUT = AttentionLayout((AttentionBlock(2, 3, 3), AttentionBlock(1, 4, 4), Atte
 
 
 def varlen(query, key, value, starts, key_starts, max_queries, max_keys, *, scale, window_size, enable_gqa):
-    """What torch.nn.attention.varlen documents: of every run, the last query sees up to the last key, and ``window_size[0]``
+    """As torch.nn.attention.varlen documents: of every run, the last query sees up to the last key, and ``window_size[0]``
     keys before its own."""
     assert (int(starts.diff().max()), int(key_starts.diff().max())) == (max_queries, max_keys)
     assert enable_gqa == (query.shape[1] != key.shape[1])
@@ -212,7 +212,7 @@ def test_the_variable_length_kernel_of_torch(window):
     assert tiny.difference([found, *slopes[0]], [own, *slopes[1]]) < 1e-2  # bfloat16 has 8 bits
 
 
-# ---- samples that go on from a prompt ------------------------------------------------------------------------------------
+# ---- samples that continue a prompt -- ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("change", ["in order", "out of order", "padded", "soft-capped", "sinks"])

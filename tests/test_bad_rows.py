@@ -158,7 +158,7 @@ def test_a_row_that_no_reward_can_judge_is_left_out_where_it_is_met(workers):
     assert rows("straight")[-1]["data/bad_rows"] == 3
     if workers:
         return
-    # Gone on with: the same rows in the same order, none of them listed twice.
+    # Resumed: the same rows in the same order, none of them listed twice.
     for steps in (3, 7):
         assert train(*skipping, f"recipe.steps={steps}", "out=stopped") == 0
     assert rows("stopped", "bad_rows.jsonl") == listed

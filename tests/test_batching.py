@@ -1,4 +1,4 @@
-"""Which datums share a pass: what a plan covers, what it saves, and that it is made fast and the same way again."""
+"""Plans of passes: every datum is in one pass, shared prefixes save tokens, and planning is fast and repeatable."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_every_token_of_every_datum_stands_where_its_places_say(name, budget, la
 @pytest.mark.parametrize("layouts", [PACKED, SHARED], ids=["packed", "shared"])
 @pytest.mark.parametrize("name", DATA)
 def test_every_token_reads_its_own_sequence_up_to_itself(name, layouts):
-    """The layout as a table of who sees whom, spelled out run by run, against the datums."""
+    """The layout as a table of the tokens that each token attends to, run by run, against the datums."""
     data = DATA[name]
     for batch in plan(data, 10_000, layouts).batches:
         inputs = collate(data, batch, CPU)
@@ -136,7 +136,7 @@ def test_padded_rows_are_of_similar_length():
     assert sum(batch.num_tokens for batch in made.batches) < 1.15 * total
 
 
-# ---- which beginnings are shared -----------------------------------------------------------------------------------
+# ---- shared prefixes ----------------------------------------------------------------------------------------------
 
 
 def found(data, budget=10_000):

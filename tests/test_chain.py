@@ -29,7 +29,7 @@ def train(engine, step=0, lr=1e-6):
 
 
 def trained(engine):
-    """What the model holds now, under the names of a file, in memory of its own."""
+    """A copy of the model's weights, under the names of a file."""
     return {
         name: tensor.clone()
         for name, tensor in sampler_checkpoints.on_disk(sampler_checkpoints.full_network(engine.model)).items()
@@ -138,7 +138,7 @@ def test_an_export_of_several_files(make_engine, saved, tmp_path):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "mixtral", "gpt2", "gpt_oss", "gemma3_text"])
 def test_names_and_parts_are_those_of_save_pretrained(family, tmp_path):
-    """Some architectures, experts above all, are in memory otherwise than on the disk; tied weights are there once."""
+    """Some architectures, experts above all, have other tensors in memory than on disk; tied weights are stored once."""
     assert family in FAMILIES
     engine = Engine(language_model(family), EngineOptions())
     engine.model.network.save_pretrained(tmp_path / "plain")
@@ -185,7 +185,7 @@ def test_an_adapter_stands_alone(make_engine, tmp_path):
 
 
 def logprobs_of(network, tokens):
-    """What a network says of every token after the first."""
+    """A network's logprobs of every token after the first."""
     with torch.no_grad():
         logits = network(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, :-1]
     return logits.double().log_softmax(-1).gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
@@ -286,7 +286,7 @@ def test_a_delta_needs_its_predecessor_on_the_disk(make_engine, tmp_path):
 
 @pytest.mark.slow
 def test_a_failed_save_breaks_no_chain(make_engine, saved, tmp_path):
-    """What was not written is no predecessor."""
+    """A checkpoint that was not written is not a predecessor."""
     engine, checkpoints = make_engine(dtype="bfloat16"), SamplerCheckpoints()
     checkpoints.save(engine, tmp_path / "base", "base")
     for kind in ("delta", "base"):

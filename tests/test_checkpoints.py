@@ -149,7 +149,7 @@ def test_saving_asks_no_hub(make_engine, tmp_path, monkeypatch):
     store.load(engine, tmp_path / "one", optimizer=True)
 
 
-# ---- saved while training goes on ------------------------------------------------------------------------------------
+# ---- saved while training continues ----------------------------------------------------------------------------------
 
 
 def _content(file):
@@ -162,7 +162,7 @@ def _content(file):
 
 @pytest.mark.parametrize("kind", rest_slow(KINDS, fast=2))
 def test_saved_aside_it_holds_what_was_when_it_was_asked_for(make_trainer, tmp_path, kind):
-    """The same bytes as a save that training waits for, although three more steps were asked for at once."""
+    """The same bytes as a save that training waits for, although three more steps were requested immediately."""
     trainer = make_trainer(**KINDS[kind])
     for name, aside in (("waited", False), ("aside", True)):
         trainer.forward_backward(tiny.datums(2), "dpo")
@@ -183,7 +183,7 @@ def test_saved_aside_it_holds_what_was_when_it_was_asked_for(make_trainer, tmp_p
 
 
 def test_a_save_aside_that_fails_is_told(make_trainer, tmp_path):
-    """To who reads it; and where nobody does, by the next step and at the end."""
+    """The reader of a future gets its error; an unread error is raised by the next step and at the end."""
     trainer = make_trainer()
     (tmp_path / "file").write_text("text")
     trainer.folder = tmp_path / "file"

@@ -24,7 +24,7 @@ CONF = paths.packaged("conf")
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
-    """Every test stands in an empty folder, with nothing of another test's folder imported."""
+    """Every test runs in an empty folder, without modules of another test's folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     known = set(sys.modules)
@@ -62,7 +62,7 @@ def test_help_version_and_no_arguments(capsys):
     assert run(["--version"]) == 0
     assert capsys.readouterr().out == f"cookbook {cookbook.__version__}\n"
     assert run(["train", "--help"]) == 0
-    assert "  cookbook train recipe=grpo optim.lr=1e-5,1e-6 -m   one run after the other\n" in capsys.readouterr().out
+    assert "  cookbook train recipe=grpo optim.lr=1e-5,1e-6 -m   one run for each value\n" in capsys.readouterr().out
 
 
 def test_cfg_prints_yaml_that_can_be_read_back(capsys, here):

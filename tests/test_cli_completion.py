@@ -1,4 +1,4 @@
-"""What <TAB> offers, through the protocols of the three shells."""
+"""Completion by <TAB>, through the protocols of the three shells."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def tab(monkeypatch, capsys):
-    """What a shell gets back for a command line; in bash the last word is the one under the cursor."""
+    """Completions of a command line; in bash the last word is the one under the cursor."""
 
     def ask(shell: str, line: str) -> list[str]:
         monkeypatch.setenv("_COOKBOOK_COMPLETE", f"complete_{shell}")

@@ -1,4 +1,4 @@
-"""What a new user meets at the door: names that are slightly wrong, pipes that end early, lines that say nothing new."""
+"""First steps of a new user: names that are slightly wrong, pipes that end early, lines without new information."""
 
 import subprocess
 import sys

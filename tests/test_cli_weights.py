@@ -122,7 +122,7 @@ def test_export_leaves_the_optimizer_out(folder, capsys):
 
 @pytest.fixture
 def adapted(make_trainer, tmp_path, monkeypatch):
-    """A trainer of an adapter that has learnt, and a state of it as a run saves it."""
+    """A trainer of a trained adapter, and its state as a run saves it."""
     monkeypatch.chdir(tmp_path)
     trainer = make_trainer(lora_rank=4)
     measured = {"run": {"identity": {"measured": {"weights": trainer.digests()["weights"]}}}}
@@ -132,7 +132,7 @@ def adapted(make_trainer, tmp_path, monkeypatch):
 
 
 def test_export_of_an_adapter(adapted, capsys, tmp_path):
-    """By itself for PEFT and vLLM, merged for everybody. 1e-5: float32, added up once."""
+    """The adapter alone for PEFT and vLLM, merged for all programs. 1e-5: float32, added up once."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 

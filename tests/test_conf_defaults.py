@@ -1,4 +1,4 @@
-"""What a configuration holds where nothing is said, found without Hydra."""
+"""Default values of a configuration, composed without Hydra."""
 
 import pytest
 from omegaconf import OmegaConf

@@ -181,7 +181,7 @@ def test_weights_are_read_before_anything_pauses(make_trainer, fakes):
 
 @pytest.mark.parametrize("call", PUT[1:])
 def test_a_server_is_never_left_paused(make_trainer, fakes, call):
-    """But for one that refuses to go on; and whoever asks is told that nothing is known of its weights."""
+    """All servers resume except one that refuses; callers get an error that its weights are unknown."""
     trainer = make_trainer()
     syncer = ChainSyncer(trainer, servers(Servers, fakes, live=True))
     older = syncer.sync(0)
@@ -272,7 +272,7 @@ def test_adapters_lie_beside_each_other_on_the_trainers_weights(make_trainer, fa
 
 
 def test_of_an_adapter_the_weights_under_it_count_too(make_trainer, fakes):
-    """A server that has started anew has those of its own, and gets the trainer's again."""
+    """A restarted server has its own weights, and gets the trainer's again."""
     trainer = make_trainer(lora_rank=2)
     replicas = adapter_servers(trainer, fakes)
     syncer = ChainSyncer(trainer, replicas, deltas=0)
@@ -287,7 +287,7 @@ def test_of_an_adapter_the_weights_under_it_count_too(make_trainer, fakes):
 
 @pytest.mark.parametrize("lora_rank", rest_slow([0, 2]))
 def test_what_an_older_sampler_answers_with_is_saved_and_served_again(make_trainer, fakes, lora_rank):
-    """A run that is stopped between two syncs goes on with it: of deltas what they come to, an adapter as it is."""
+    """A run that is stopped between two syncs resumes with the older sampler: deltas are rebuilt, an adapter is loaded."""
     trainer = make_trainer(lora_rank=lora_rank)
     replicas = adapter_servers(trainer, fakes) if lora_rank else servers(Servers, fakes, live=False)
     syncer = ChainSyncer(trainer, replicas, deltas=0 if lora_rank else 50)

@@ -160,7 +160,7 @@ def test_memory_saving_optimizers(wide_folder, name):
 @pytest.mark.parametrize("lora_rank", [0, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_goes_on_exactly(wide_folder, tmp_path, dtype, lora_rank, aside):
-    """From a checkpoint, written at once or from a copy in host memory."""
+    """Resume from a checkpoint, written directly or from a copy in host memory."""
 
     def train(engine):
         for seed in (1, 2):

@@ -1,4 +1,4 @@
-"""Files of a run folder that are missing or damaged: one line says so, and nothing that might be rescued is overwritten."""
+"""Files of a run folder that are missing or damaged: one line each, and no file that could be rescued is overwritten."""
 
 import contextlib
 import json
@@ -33,7 +33,7 @@ def folder(here: Path, finished: Path) -> Path:  # noqa: F811
 
 
 def resumed(capfd: pytest.CaptureFixture[str], *words: str) -> str:
-    """What the terminal shows of errors and warnings while the run takes a fourth step."""
+    """Errors and warnings on the terminal while the run takes a fourth step."""
     capfd.readouterr()
     assert train(*ORPO, "recipe.steps=4", "out=run", *words) == 0
     return capfd.readouterr().err
@@ -76,7 +76,7 @@ def test_all_checkpoints_damaged(capfd):
 
 
 def test_the_newest_checkpoint_damaged(capfd):
-    """What is left of it may be worth something, so the run does not save over it."""
+    """The rest of a damaged file may be useful, so the run does not overwrite it."""
     damage_checkpoint(checkpoint("run", 3))
     left = (checkpoint("run", 3) / "model.safetensors").read_bytes()
     line = "run/checkpoints/step-000003 is damaged and is now called step-000003.damaged-1; the run saves this step again"

@@ -1,4 +1,4 @@
-"""What a row becomes, in every format people have, and what a row that is none of them is told."""
+"""Rows in every supported format, and the errors for rows in no format."""
 
 from dataclasses import replace
 

@@ -26,7 +26,7 @@ DOCS = Path(__file__).resolve().parent.parent / "docs" / "data.md"
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
-    """What ``datasets`` caches goes with the test."""
+    """Delete the cache of ``datasets`` after the test."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")

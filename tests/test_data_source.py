@@ -14,7 +14,7 @@ from cookbook.errors import ConfigError, DataError
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
-    """What ``datasets`` caches goes with the test."""
+    """Delete the cache of ``datasets`` after the test."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")

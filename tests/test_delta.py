@@ -34,7 +34,7 @@ def random_bits(rng, dtype, *shape):
 
 
 def moved(rng, tensor, share, steps=1):
-    """``tensor`` with about ``share`` of its elements moved by up to ``steps`` neighbours."""
+    """``tensor`` with about ``share`` of its elements changed by up to ``steps`` adjacent values."""
     bits = as_integers(tensor).copy()
     chosen = rng.random(len(bits)) < share
     bits[chosen] += rng.integers(1, steps + 1, chosen.sum()).astype(bits.dtype)
@@ -50,7 +50,7 @@ def the_same(one, other):
 
 
 def sent(before, after):
-    """``after`` as somebody gets it who has ``before`` and the file."""
+    """Rebuild ``after`` from ``before`` and the file."""
     received = delta.from_bytes(delta.to_bytes(delta.between(before, after)))
     made = delta.apply(received, before)
     for kind, weights in (("before", before), ("after", after)):

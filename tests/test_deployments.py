@@ -55,7 +55,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """Gives ``answers`` one after another, then samples: three tokens that repeat the prompt's first one."""
+    """Gives ``answers`` in order, then samples: three tokens that repeat the prompt's first one."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)

@@ -111,7 +111,7 @@ def test_graphs_that_do_not_fit_are_computed_a_second_time(make_engine):
 
 
 def test_kept_graphs_are_measured(make_engine):
-    """What the first pass keeps, a token: every activation once, no weight; against a count by the tensors' names."""
+    """Memory that the first pass keeps per token: every activation once, no weight; against a count by the tensors' names."""
     engine = make_engine(token_metrics=False)
     engine.forward_backward(tiny.datums(4), LOSSES["cross_entropy"])
     config = engine.model.network.config
@@ -249,7 +249,7 @@ def test_a_gradient_goes_on_from_the_forward(make_engine, retain):
 
 
 def test_a_forward_that_does_not_fit_is_passed_over(make_engine):
-    """Of other weights, of other tokens, of another temperature, or used before: the gradient is right all the same."""
+    """Of other weights, of other tokens, of another temperature, or used before: the gradient is right anyway."""
     data, loss = tiny.datums(2), undeclared(LOSSES["dpo"])
     engine = make_engine()
 
@@ -399,7 +399,7 @@ def test_every_token_is_scored_for_a_loss_of_which_nothing_is_known(make_engine)
 
 @pytest.mark.slow
 def test_the_whole_step_in_slices_packed_and_recomputed(make_engine, monkeypatch):
-    """Everything that saves memory at once, against nothing of it, over three steps of Adam."""
+    """All options that save memory together, against none of them, over three steps of Adam."""
     adam = AdamParams(learning_rate=1e-3, grad_clip_norm=0.5)
     found = []
     for options in ({}, {"micro_batch_tokens": 50, "packing": "packed", "activation_checkpointing": True, "retain_bytes": 0}):

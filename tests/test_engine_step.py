@@ -1,4 +1,4 @@
-"""What the optimizer step divides, clips and refuses; errors that leave the weights as they were; LoRA and half precision."""
+"""The optimizer step: division, clipping and refusals; errors that leave the weights unchanged; LoRA and half precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``check config``, ``plan`` and ``check env`` say of an environment, and environments that are named by a file."""
+"""Output of ``check config``, ``plan`` and ``check env`` for an environment, and environments that a file defines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `cookbook plan` promises, against closed forms and against what a real pass leaves behind."""
+"""Estimates of `cookbook plan`, against closed forms and against the memory of a real pass."""
 
 from __future__ import annotations
 

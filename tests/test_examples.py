@@ -1,4 +1,4 @@
-"""The examples run as they are written, only shorter: with our types, and with the `tinker` package's when it is there."""
+"""The examples run with fewer steps, with cookbook's types and, if the package `tinker` is installed, with its types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LinearCrossEntropyLoss as anybody's trainer would use it, against transformers' own loss."""
+"""LinearCrossEntropyLoss as another library's trainer uses it, against transformers' own loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that teach nothing: warned of once a run, and a run that had no other does not end as finished."""
+"""Steps without a gradient: one warning per run, and a run that has only such steps does not end as finished."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that are killed at random moments come out as if nothing had happened. The full form: ``make kills``."""
+"""Runs that are killed at random moments end with the results of an undisturbed run. The full form: ``make kills``."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A last layer that computes scored tokens alone changes nothing but the work, for every family."""
+"""A last layer that computes scored tokens alone changes only the amount of work, for every family."""
 
 from __future__ import annotations
 

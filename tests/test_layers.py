@@ -1,4 +1,4 @@
-"""Norms, gated MLPs and rotary embeddings of ours: equal to plain torch, and in a model only where they equal its own."""
+"""Cookbook's norms, gated MLPs and rotary embeddings: equal to plain torch, and in a model only where they equal its own."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def ours(given: Case, mode: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def expected(given: Case) -> tuple[Case, tuple[Tensor, Tensor, Tensor]]:
-    """What the operands of ``given``, whatever their dtype, give in float64."""
+    """Result of the operands of ``given``, of any dtype, in float64."""
     exact = given.to(torch.float64)
     logprobs, entropy, hit = plain(exact)
     loss = (logprobs * given.by_logprobs).sum()
@@ -303,7 +303,7 @@ def test_the_compiler_sees_one_graph():
 
 
 class Watch(TorchDispatchMode):
-    """What passes by: the largest tensor made, and the multiplications of matrix products."""
+    """The largest tensor that is made, and the multiplications of matrix products."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A run that goes on and on holds no more than at its beginning. The full form: ``python benchmarks/long_run.py``."""
+"""A long run needs no more memory than at its start. The full form: ``python benchmarks/long_run.py``."""
 
 import json
 import subprocess

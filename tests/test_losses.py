@@ -1,4 +1,4 @@
-"""What every loss keeps to: its declared reduction and scope, its gradient, its inputs, its options."""
+"""Properties of every loss: its declared reduction and scope, its gradient, its inputs, its options."""
 
 from __future__ import annotations
 

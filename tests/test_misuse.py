@@ -1,4 +1,4 @@
-"""What people get wrong: one line that says where, what, got and what to do; exit code 2; nothing left behind."""
+"""Mistakes of users: one line with place, problem, value and remedy; exit code 2; no files left behind."""
 
 import json
 import os

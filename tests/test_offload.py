@@ -1,4 +1,4 @@
-"""Offloaded activations: what goes, what is there at once, and that gradients do not change. Streams: tests/test_cuda.py."""
+"""Offloaded activations: what is moved, how much is held at a time, and unchanged gradients. Streams: tests/test_cuda.py."""
 
 from __future__ import annotations
 

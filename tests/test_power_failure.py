@@ -1,6 +1,6 @@
-"""A power failure at any moment: what was written is whole, what was acknowledged is there.
+"""A power failure at any moment: files are whole, and acknowledged data are on the disk.
 
-The disk of ``power.Disk`` keeps nothing but what was forced to it, so every missing fsync fails one of these tests.
+The disk of ``power.Disk`` keeps only data that were forced to it, so every missing fsync fails one of these tests.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def test_a_record_appended_during_a_sync_waits_for_its_own(monkeypatch, tmp_path
 
 
 def test_what_the_server_acknowledged_outlives_a_power_failure(failing, tiny_folder, tmp_path):
-    """A copy is taken at each acknowledgement. A server on it goes on with all that was acknowledged until then."""
+    """A copy of the disk is taken at each acknowledgement. A server on the copy has everything acknowledged until then."""
     pytest.importorskip("tinker")
     servertools = pytest.importorskip("servertools")
     from test_server_durability import Client, passing, stepping

@@ -90,7 +90,7 @@ exit $code
 @pytest.mark.slow
 @pytest.mark.usefixtures("here")
 def test_a_disk_that_became_read_only():
-    """A file system that was mounted anew without the right to write, as after a fault, between two sittings."""
+    """A file system that was remounted read-only, as after a fault, between two processes of a run."""
     Path("disk").mkdir()
     own = ["unshare", "--user", "--map-root-user", "--mount"]
     tried = shutil.which("unshare") and subprocess.run([*own, "mount", "-t", "tmpfs", "tmpfs", "disk"], check=False)

@@ -335,7 +335,7 @@ def test_an_unread_error_fails_the_next_step_and_the_end(make_either, server, wa
 
 
 def test_a_step_asked_for_before_the_error_was_read_fails(make_either, server):
-    """The usual loop asks for the step at once, and reads the gradient's future first."""
+    """The usual loop requests the step immediately, and reads the gradient's future first."""
     trainer, data = make_either(), tiny.datums()
     trainer.forward_backward(data, "cross_entropy").result()
     before = weights_of(trainer, server)
@@ -427,7 +427,7 @@ def test_requests_are_computed_together_although_the_server_was_away_when_they_w
 
 
 def losses(service, base_model):
-    """A loop as the documentation has it: trained, saved, loaded, sampled."""
+    """The loop of the documentation: train, save, load, sample."""
     with service:
         training = service.create_lora_training_client(base_model, rank=4)
         data, found = tiny.datums(), []
@@ -559,7 +559,7 @@ def test_embedded_is_what_it_was(tiny_folder, tmp_path):
 
 
 def test_a_step_reports_errors_of_earlier_calls_only(make_remote):
-    """A loss that lacks a field fails here at once, while the step before it is still on its way."""
+    """A loss that lacks a field fails immediately on the client, while the step before it is still pending."""
     trainer = make_remote()
     for _ in range(2):
         trainer.forward_backward(LONG, "cross_entropy")

@@ -350,7 +350,7 @@ def test_fields_that_say_nothing_to_the_model_are_named_once():
 
 
 def test_a_shape_of_message_is_tried_once(monkeypatch):
-    """What is known costs nothing: a row is rendered as often as if its fields were plain."""
+    """Known fields cost nothing: a row is rendered as often as if its fields were plain."""
     render = renderer(QWEN)
     row = chat(ASK, {**CALL, "reasoning_content": "look"}, RESULT, DRY, tools=TOOLS)
     render.render([row])

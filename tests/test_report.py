@@ -1,4 +1,4 @@
-"""The last line of a run: the next command to type, which works as it is."""
+"""The last line of a run: the next command to type, which works unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that fail: which are made again, which are left out, which end the run, and what is left of it then."""
+"""Failed requests: which are retried, which are left out, which end the run, and the state of the run then."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GRPO += ["eval.every=null", "rollout.log_samples=18"]
 
 @pytest.fixture(autouse=True)
 def waits(monkeypatch) -> list[float]:
-    """The seconds it would have waited before it asks again."""
+    """The seconds of each wait before a retry."""
     found: list[float] = []
     monkeypatch.setattr(episodes.time, "sleep", found.append)
     return found
@@ -53,7 +53,7 @@ def failure(error: BaseException) -> Future[SampleResponse]:
 
 
 def asked(outcomes, retries=2, in_a_row=16):
-    """What becomes of requests, each with its outcomes attempt by attempt: those answered, and what is told of the others."""
+    """Results of requests, each with its outcomes attempt by attempt: the answers, and the reports of the failed ones."""
     attempts = [iter(one) for one in outcomes]
     arrived = {}
 
@@ -349,7 +349,7 @@ def test_a_server_that_fails_now_and_then(serving):
 
 
 def test_a_prompt_that_a_server_refuses_is_replaced(serving):
-    """The first four prompts have one refused; of the further ones, the server refuses the first for good."""
+    """The first four prompts have one refused; of the further ones, the server refuses the first permanently."""
     sampler, web = serving({42: [400], 44: [503, 400]})
     renderer, further = Renderer(tiny.tokenizer(), tiny.CONTEXT), iter(PROMPTS[4:])
     judge = RewardRunner(Format("x"))
@@ -394,7 +394,7 @@ def test_a_server_that_does_not_want_us(serving, status):
 
 @pytest.mark.usefixtures("here")
 def test_rewards_are_under_way_while_others_are_sampled(tmp_path):
-    """The last prompt is answered once a reward has been called: who waits for all samples first would wait for ever."""
+    """The last prompt is answered once a reward has been called: code that waits for all samples first would deadlock."""
     (tmp_path / "mine.py").write_text(
         "from pathlib import Path\n\n\ndef called(completion, row):\n    Path(row['note']).touch()\n    return 1\n"
     )

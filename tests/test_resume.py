@@ -1,4 +1,4 @@
-"""A run that was stopped, however it was stopped, goes on to exactly where it would have come undisturbed."""
+"""A run that was stopped in any way resumes, and ends with exactly the results of an undisturbed run."""
 
 import contextlib
 import importlib

@@ -323,7 +323,7 @@ def test_a_round_is_over_when_many_rows_have_ended(model, passes):
 
 
 def prefilled(rows, width):
-    """What reading ``rows`` prompts of ``width`` tokens leaves."""
+    """Cache after reading ``rows`` prompts of ``width`` tokens."""
     from transformers import DynamicCache
 
     states = DynamicCache()
@@ -812,7 +812,7 @@ def test_every_way_of_looking_at_a_sample_starts_it(make_trainer, look):
 
 
 def test_a_flush_does_not_overtake_another(make_trainer, monkeypatch):
-    """What a thread sends must stay behind what was asked before, though that is being sent by another."""
+    """Requests of a thread stay behind earlier requests, even while another thread sends those."""
     trainer = make_trainer()
     live, submit, begun, order = trainer.live_sampler(0).result(), trainer._worker.submit_steps, threading.Event(), []
 

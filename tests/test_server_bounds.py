@@ -1,4 +1,4 @@
-"""What a client that stays can make the server hold: every kind of it has a bound, and who meets it is told what to do."""
+"""Memory that a client can make the server hold: every kind has a limit, and the error at the limit names the remedy."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_snapshots_that_nobody_asks_make_room_for_newer_ones_and_say_so(serve):
 
 
 def gauges_left(server):
-    """What ended clients have left behind."""
+    """Objects that ended clients have left behind."""
     return len(server.service.requests) + len(server.service.samplers) + server.service.samplers.num_bytes
 
 

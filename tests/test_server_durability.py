@@ -1,4 +1,4 @@
-"""What outlives the server: requests, results, weights, samplers; in servers that end without a word and start anew."""
+"""State that outlives the server: requests, results, weights, samplers; in servers that are killed and started again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What keeps a server usable: many samples at once, cancellation, its command line, metrics, log, and its end."""
+"""Operation of a server: many concurrent samples, cancellation, its command line, metrics, log, and its end."""
 
 from __future__ import annotations
 

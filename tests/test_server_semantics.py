@@ -1,4 +1,4 @@
-"""What the unmodified client computes on our server: sums are sums, and every number is the embedded trainer's."""
+"""Results of the unmodified client on cookbook's server: sums are sums, and every number equals the embedded trainer's."""
 
 from __future__ import annotations
 

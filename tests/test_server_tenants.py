@@ -279,7 +279,7 @@ def changed(one):
 
 
 def state(server, alice, ids):
-    """What requests of others could change."""
+    """State that requests of other tenants could change."""
     run = server.service.runs[ids["run_id"]]
     session = server.service.sessions[alice.session]
     saved = server.service.catalog.of_run(ids["run_id"])

@@ -118,7 +118,7 @@ def fork(**changes: str) -> list[str]:
 def test_a_run_that_has_trained_nothing_has_failed(capsys):
     words = fork(turns="[]")
     assert train(*words, *QUIET) == 2
-    error = "error: recipe: mine has ended without one step; train inside of `for step in run.steps(n)`\n"
+    error = "error: recipe: mine has ended without a step; train inside of `for step in run.steps(n)`\n"
     assert capsys.readouterr().err == error
     assert not Path("run").exists()
 

@@ -27,7 +27,7 @@ SKIP = {"on_long": "skip", "on_empty": "skip", "on_bad_row": "skip"}
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
-    """What ``datasets`` caches goes with the test."""
+    """Delete the cache of ``datasets`` after the test."""
     import datasets
     import huggingface_hub
 

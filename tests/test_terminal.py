@@ -1,4 +1,4 @@
-"""What the terminal shows while a command works, and what a file or a pipe gets of it."""
+"""Output on a terminal while a command works, and in a file or a pipe."""
 
 import io
 import math
@@ -28,7 +28,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def lines_until(display: terminal._Display, clock: list[float], *times: float) -> list[str]:
-    """What the display has written in all, after a tick at each of ``times``."""
+    """Everything that the display has written after a tick at each of ``times``."""
     for clock[0] in times:
         display.tick()
     return display._stream.getvalue().splitlines()

@@ -99,7 +99,7 @@ def train(trainer, lr=1e-2):
 
 
 def under(reference, prompt, sample, temperature=1.0) -> np.ndarray:
-    """What frozen weights say of a sample's tokens."""
+    """Logprobs of a sample's tokens under frozen weights."""
     tokens = [*prompt, *sample.tokens]
     inputs = {"target_tokens": tokens[1:], "temperature": np.asarray(temperature)}
     return reference.logprobs([Datum(ModelInput.from_ints(tokens[:-1]), inputs)]).result()[0][len(prompt) - 1 :]
@@ -279,7 +279,7 @@ def test_served_in_bfloat16(trainer):
 
 
 def test_a_server_that_ends_at_its_first_tokens_is_one_line(trainer, monkeypatch):
-    """What AMX does to bfloat16 in some virtual machines, here by killing the server when it is asked for the first time."""
+    """A server that is killed at its first request, as AMX kills bfloat16 in some virtual machines."""
     real = Client.call
 
     def dying(client, *arguments, **options):

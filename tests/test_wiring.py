@@ -1,4 +1,4 @@
-"""What a run hands to its parts: learning rates, seeds and weights of the right step, recomputed by hand."""
+"""Values that a run passes to its parts: learning rates, seeds and weights of the right step, recomputed by hand."""
 
 from __future__ import annotations
 

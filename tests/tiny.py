@@ -95,7 +95,7 @@ def plain_gradients(network: Any, data: Sequence[Datum], loss: Callable[..., Any
 
 
 def gradients(engine: Any) -> list[Tensor]:
-    """What the engine has accumulated."""
+    """The gradient that the engine has accumulated."""
     found = zip(engine.gradients.all(), engine.model.trainable(), strict=True)
     return [torch.zeros_like(parameter) if gradient is None else gradient.clone() for gradient, (_, parameter) in found]
 

@@ -2,7 +2,7 @@
 
 A model of Qwen3-0.6B's shape and one with layers of Qwen3-8B's, random weights, bfloat16 with float32 masters. A step is
 forward, backward and AdamW over sequences of lognormal lengths, every token trained. The table gives tokens per second, and
-the share of the GPU's dense bfloat16 arithmetic that the model itself needs (MFU). ``--trl``: TRL's step beside it, by the
+the share of the GPU's dense bfloat16 arithmetic that the model itself needs (MFU). ``--trl``: also TRL's step, by the
 Python of its environment. ``--small`` runs on any machine, to see that it runs.
 """
 

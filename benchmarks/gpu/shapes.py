@@ -1,4 +1,4 @@
-"""What both sides train on a GPU, and what that costs by shapes. Read in two environments: nothing of cookbook or TRL here."""
+"""Shapes that both sides train on a GPU, and their arithmetic. The file imports neither cookbook nor TRL."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class Shape:
         return [len(tokens) - 1 for tokens in self.sequences()]
 
     def flops(self) -> float:
-        """Of a step: 6 a token and parameter that is multiplied with, and the causal half of attention.
+        """Operations of a step: 6 per token and per multiplied parameter, and the causal half of attention.
 
-        Nothing of what an implementation computes again or besides counts; the embedding is looked up.
+        Recomputed or additional work of an implementation does not count; the embedding is a lookup.
         """
         wide, narrow = self.heads * 128, self.key_heads * 128
         layer = self.hidden * (2 * wide + 2 * narrow + 3 * self.intermediate)

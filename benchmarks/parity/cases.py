@@ -1,4 +1,4 @@
-"""What both sides compute and where they leave it. Read in two environments, so the standard library only."""
+"""Work of both sides, and the files of their results. The file imports the standard library only."""
 
 from __future__ import annotations
 

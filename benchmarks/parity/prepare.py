@@ -75,7 +75,7 @@ def _conversation(index: int) -> dict[str, Any]:
 
 
 def _pair(index: int) -> dict[str, str]:
-    """Two answers of unequal length; some begin alike, and now and then one continues the other."""
+    """Two answers of unequal length. Some share a prefix, and sometimes one continues the other."""
     a, b = 17 + 7 * index % 80, 12 + 11 * index % 70
     exact = f"{a + b}" + " exactly" * (index % 2)
     rejected = [f"{a + b} or so, I guess", f"about {(a + b) // 10 * 10}", f"{a + b}" + " exactly" * 2][index % 3]

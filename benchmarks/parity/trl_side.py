@@ -144,7 +144,7 @@ def _one_batch_grpo(case: Case, folder: Folder) -> float:
 
 
 def _inputs(rows: list[dict[str, Any]], num_tokens: int) -> dict[str, torch.Tensor]:
-    """What ``_generate_and_score_completions`` makes: prompts padded on the left, everything else on the right."""
+    """The tensors that ``_generate_and_score_completions`` makes: prompts padded on the left, everything else on the right."""
 
     def padded(values: list[list[Any]], dtype: torch.dtype, *, left: bool = False) -> torch.Tensor:
         width = max(map(len, values))

@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def measure(workload: Workload, folder: Folder, trl: Path, rounds: int, *, tune: bool) -> Results:
-    """Every side once a round, in turn, so that a busy neighbour is everybody's."""
+    """Measure every side once per round, in turn, so that other load on the machine affects all sides."""
     settings = workload.candidates if tune else workload.settings
     results: Results = {name: [] for name in [*([] if tune else [OURS]), *(one.name for one in settings)]}
     for number in range(rounds):
@@ -98,7 +98,7 @@ def _ours(workload: Workload, folder: Folder, name: str) -> list[str]:
 
 
 def _plain(model: Path) -> dict[str, Any]:
-    """What makes the two sides alike: the rows in their order, TRL's AdamW, nothing evaluated and nothing saved."""
+    """Settings that both sides share: the rows in their order, TRL's AdamW, nothing evaluated and nothing saved."""
     return {
         "model.name": model,
         "data": "jsonl",

@@ -11,7 +11,7 @@ TICKS = os.sysconf("SC_CLK_TCK")  # the kernel's unit, a second's worth
 
 
 def cpu_until(command: Sequence[str], marker: str, environment: Mapping[str, str], log: Path) -> float:
-    """CPU seconds until a line of ``command``'s output holds ``marker``; the command is then let go on to its end.
+    """CPU seconds until a line of ``command``'s output contains ``marker``; the command then runs to its end.
 
     Raises:
         SystemExit: it ended without such a line.

@@ -1,4 +1,4 @@
-"""What both sides compute and where they leave it. Read in two environments, so the standard library only."""
+"""Work of both sides, and the files of their results. The file imports the standard library only."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Setting:
     micro_rows: int
     options: dict[str, Any] = field(default_factory=dict)
     reach: float = 0.0
-    sorted_rows: bool = False  # rows of similar length share a forward pass, as `group_by_length` has it
+    sorted_rows: bool = False  # rows of similar length share a forward pass, like `group_by_length`
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Workload:
 
     @property
     def sequences(self) -> int:
-        """What TRL counts as a step's rows: of GRPO every sample is one."""
+        """Number of rows of a step as TRL counts them: for GRPO every sample is a row."""
         return self.rows * (GROUP if self.method == "grpo" else 1)
 
     @property
@@ -70,7 +70,7 @@ PLAIN = {"gradient_checkpointing": False}
 
 
 def _best(reach: float) -> Setting:
-    """What ``compare.py --tune`` found to be TRL's fastest on a CPU: a row a pass needs neither padding nor a mask."""
+    """The fastest setting of TRL on a CPU by ``compare.py --tune``: one row per pass needs neither padding nor a mask."""
     return Setting("best", 1, PLAIN, reach)
 
 

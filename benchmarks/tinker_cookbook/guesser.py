@@ -29,7 +29,7 @@ SAID = ("Guess: 512", "I say 512")  # the format, and what is not
 
 
 def prepare(folder: Path, model: Path) -> Path:
-    """The folder of the tuned ``model``, as transformers has it."""
+    """Write the tuned ``model`` as a folder of transformers, and return the folder."""
     shutil.rmtree(folder, ignore_errors=True)
     draw = random.Random(0)
     trainer = LocalTrainer(ModelConfig(str(model)), LocalConfig(), seed=0, folder=folder)

@@ -25,7 +25,7 @@ def prepare(folder: Path, data: Path, models: Sequence[str]) -> None:
 
 
 def preference(row: Row) -> Row:
-    """As that data set has it: whole dialogues as text."""
+    """Return the row in the format of that dataset: whole dialogues as text."""
     return {side: f"\n\nHuman: {row['prompt']}\n\nAssistant: {row[side]}" for side in ("chosen", "rejected")}
 
 

@@ -38,7 +38,7 @@ class Recipe:
     metric: str
     by: float
     falls: bool = False
-    log: str | None = None  # the run it goes on with, by name; else a new one
+    log: str | None = None  # name of the run to resume; None: a new run
     base: str = "tiny"  # the model that is served to it: the shipped one, or "guesser"
 
 

@@ -89,10 +89,10 @@ def train(
       cookbook train recipe=sft model=owner/name data=chats.jsonl
                                                          your model (hub id or folder), your data
       cookbook train recipe=grpo optim.lr=1e-5           a value
-      cookbook train recipe=grpo model=qwen3_0p6b        a group's file, conf/model/qwen3_0p6b.yaml
-      cookbook train recipe=grpo optim.lr=1e-5,1e-6 -m   one run after the other
+      cookbook train recipe=grpo model=qwen3_0p6b        a file of a group: conf/model/qwen3_0p6b.yaml
+      cookbook train recipe=grpo optim.lr=1e-5,1e-6 -m   one run for each value
       cookbook train recipe=grpo --cfg job               every key and its value
-      cookbook train --config runs/mine/config.yaml      an earlier run again
+      cookbook train --config runs/mine/config.yaml      the configuration of an earlier run
     """
     with importing():
         from cookbook.cli.hydra import bridge

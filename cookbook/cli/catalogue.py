@@ -91,7 +91,7 @@ def resolve(name: str) -> str:
 
     Raises:
         ConfigError: no folder and no model has this name; the error suggests the nearest run or model. The hub is not
-            asked, because that takes a minute without a network.
+            queried, because that takes a minute without a network.
     """
     if Path(name).exists() or name in WITHOUT_OWNER or _is_cached(name):
         return name

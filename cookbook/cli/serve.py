@@ -59,7 +59,7 @@ def _supervise(model: ModelConfig, backend: RankBackend, server: ServerConfig, s
     """Serve on several ranks of this machine until a signal ends them.
 
     Raises:
-        CookbookError: as :func:`run`, or the ranks are lost again and again.
+        CookbookError: as :func:`run`, or the ranks are lost repeatedly.
     """
     from cookbook.backends.group.start import check_model
     from cookbook.backends.group.supervisor import RankSupervisor

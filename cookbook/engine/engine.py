@@ -290,7 +290,7 @@ class Engine(PerRank):
         Fused optimizers bypass autograd's version counter, so the engine's version is compared. Retained passes score all
         tokens. A call that needs fewer runs new passes, so that its rounding does not depend on earlier calls.
         """
-        # A rank without datums has no passes, so all ranks are asked.
+        # A rank without datums has no passes, so the answers of all ranks are gathered.
         fresh = retained.version == self.version and any(self.ranks.gathered(bool(retained.passes)))
         complete = not (spec.router or spec.weighted_only) and retained.entropy >= spec.entropy
         return fresh and complete and retained.matches(data)

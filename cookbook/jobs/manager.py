@@ -177,7 +177,7 @@ class TrainerJobManager:
         raise ConfigError(job.reason)
 
     def _reuse(self, there: TrainerJob, wanted: TrainerJob) -> None:
-        """Give a job that has no process the configuration that is asked for now. Raises ConfigError: see :meth:`create`."""
+        """Give a job without a process the requested configuration. Raises ConfigError: see :meth:`create`."""
         if there.state is JobState.DELETED:
             raise ConfigError(f"jobs: {there.job_id} was deleted; choose another id")
         names = ("folder", "launcher", "trainer")
@@ -356,7 +356,7 @@ class TrainerJobManager:
             self._ended(job, launcher, attempt, AttemptStatus(JobPhase.ended, word))
 
     def _ended(self, job: TrainerJob, launcher: JobLauncher, attempt: JobAttempt, status: AttemptStatus) -> None:
-        """Decide what follows an attempt that has ended: a new one, after a while if it has failed, or the end of the job."""
+        """Follow up on an attempt that has ended: start a new one, with a delay if it has failed, or end the job."""
         files, now = _files(job, attempt.number), time.time()
         code = _exit_code(files)
         outcome = status.word + (f", exit code {code}" if code is not None else "")
@@ -452,7 +452,7 @@ def _files(job: TrainerJob, number: int) -> AttemptFiles:
 
 
 def _last_line(launcher: JobLauncher, files: AttemptFiles, attempt: JobAttempt) -> str:
-    """Return the last line of an attempt's output that reports an error; without one the last line."""
+    """Return the last line of an attempt's output that reports an error; if none does, the last line."""
     text = launcher.logs(files, attempt.handle or "")
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["its log is empty"]
     return next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1])

@@ -115,7 +115,7 @@ def _call_recipe(recipe: ModuleType, run: Run, status: Status) -> None:
             raise
         raise cause from error
     if run.done == 0 or (run.done == run.first_step and not run.recorder.metrics.path.exists()):
-        raise ConfigError(f"recipe: {run.name} has ended without one step; train inside of `for step in run.steps(n)`")
+        raise ConfigError(f"recipe: {run.name} has ended without a step; train inside of `for step in run.steps(n)`")
 
 
 def reward_runner(reward: Reward | None) -> AbstractContextManager[RewardRunner | None]:

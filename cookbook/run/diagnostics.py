@@ -149,8 +149,8 @@ def _spelled(value: object) -> object:
 class Health:
     """Counts of steps by problem, and warnings about them, each once per run. Checkpoints keep the counts.
 
-    ``seen`` counts all steps, ``learned`` the steps with a gradient or without a metric that tells. By problem, ``streaks`` is
-    the number of consecutive steps up to the newest that have the problem, and ``totals`` the number of all such steps.
+    ``seen`` counts all steps, ``learned`` the steps with a gradient, and those without a metric of it. By problem, ``streaks``
+    is the number of consecutive steps up to the newest that have the problem, and ``totals`` the number of all such steps.
     ``reward`` is the value that all rewards of the newest step had, if they were equal; ``rewarded`` says whether a mean
     reward was ever above 0. ``max_tokens`` is ``rollout.max_tokens``.
     """

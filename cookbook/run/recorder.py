@@ -303,7 +303,7 @@ class Saver:
         if checkpoint.step != step:
             raise ConfigError(
                 f"recipe: after {step} turns of run.steps the model has seen {checkpoint.step} optimizer steps; "
-                "call run.optim_step(step) once a turn"
+                "call run.optim_step(step) once per turn"
             )
         self.prune(step)
         log.info("saved %s", checkpoint.path)

@@ -1,1 +1,1 @@
-"""Files, locks, paths and signals: helpers that know nothing of training."""
+"""Files, locks, paths and signals: helpers that do not depend on training."""

@@ -137,7 +137,7 @@ class RankSupervisor:
     is_ready: threading.Event = field(default_factory=threading.Event)
     _ranks: list[_Rank] = field(default_factory=list)
     _ending: threading.Event = field(default_factory=threading.Event)
-    # The first rank was asked to end.
+    # The first rank has received a signal to end.
     _is_asked: bool = False
     _has_progress: bool = False
     # Why the ranks that have just been lost were lost.
@@ -147,7 +147,7 @@ class RankSupervisor:
         """Start the ranks, and start them again whenever one is lost. Return when the first rank has ended by itself.
 
         Raises:
-            BackendError: a rank reports an error of the user, or the ranks are lost again and again.
+            BackendError: a rank reports an error of the user, or the ranks are lost repeatedly.
         """
         starts: list[float] = []
         failures = 0
@@ -270,7 +270,7 @@ def _group_variables(size: int) -> dict[str, str]:
     with socket.socket() as free:
         free.bind((LOOPBACK, 0))
         port = free.getsockname()[1]
-    # Gloo would else take the interface of the machine's name, which other machines may reach.
+    # Gloo would otherwise use the interface of the machine's name, which other machines may reach.
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     variables = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
     return variables | ({"GLOO_SOCKET_IFNAME": loopback[0]} if loopback else {})

@@ -254,7 +254,7 @@ def rejoin(words: Sequence[str], incomplete: str) -> tuple[list[str], str]:
     """Undo bash's splitting at ``=``: the whole words before the cursor, and the part of the last that bash keeps.
 
     ``["recipe", "=", "grpo", "optim.lr", "="]`` are ``["recipe=grpo"]`` and ``"optim.lr="``. Typer drops a lone ``=``
-    under the cursor, so a word without one is waiting for it: no other override lacks it, but for ``~group``.
+    under the cursor, so a word without ``=`` is followed by one: only ``~group`` is an override without ``=``.
     """
     joined: list[str] = []
     for word in words:

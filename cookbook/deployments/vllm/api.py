@@ -77,7 +77,7 @@ def add_adapter(client: Client, name: str, folder: Path) -> None:
     """Serve the prepared adapter in addition to the others, without a pause.
 
     A name is never reused for other weights. vLLM can replace an adapter in place (``load_inplace``), but then reads it from
-    disk again and again, crashes once the file is deleted, and keeps the prefix cache of the old weights.
+    disk repeatedly, crashes once the file is deleted, and keeps the prefix cache of the old weights.
 
     Raises:
         RolloutError: vLLM refuses the adapter, or has loaded other weights.

@@ -29,7 +29,7 @@ from cookbook.types import Datum, ModelInput
 log = logging.getLogger("cookbook")
 
 CHECKED_TOKENS = 24
-# Of logprobs. bfloat16 has 8 bits: the logprobs of two programs differ by 0.2 now and then.
+# Of logprobs. bfloat16 has 8 bits: the logprobs of two programs sometimes differ by 0.2.
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.3}
 NEEDS_LOCAL = "deployment=vllm needs backend=local: it serves checkpoints that a trainer writes to a disk of this machine"
 PRIVATE = "run-"  # prefix of the names of deployments that one run uses

@@ -183,7 +183,7 @@ def last_line(log: Path | None) -> str:
 
 
 def first_error(log: Path | None) -> str:
-    """First line with an error at the end of the log, since later errors are its consequences; without one the last line."""
+    """First error near the end of the log, since later errors are its consequences; without an error, the last line."""
     lines = _tail(log)
     return next((line[-LINE:] for line in lines if "Error: " in line and "WARNING" not in line), lines[-1][-LINE:])
 

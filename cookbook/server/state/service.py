@@ -430,7 +430,7 @@ class Service:
         """Return a folder with the files of a checkpoint: links in ``folder``, or without durability the checkpoint itself.
 
         The links are needed because the checkpoint may be deleted while a restart still needs its files. The owner of the
-        session must be allowed to read the checkpoint. The key of the current request is not asked: a request may run during
+        session must be allowed to read the checkpoint. The key of the current request is not checked: a request may run during
         another one, or after a restart.
 
         Raises:
