@@ -3,7 +3,7 @@
 The rows are a mix of 12 difficulties of reasoning-gym's ``basic_arithmetic``: sums of 2 to 5 numbers of 1 to 3 digits, in equal
 parts, written as the shipped tiny model knows them, ``4+7=``. This model learns sums of two numbers below 100 and no others, so
 most rows are too hard. The held-out rows are other sums of two numbers below 100. The runs of a seed have the same
-configuration but for the keys in the table. Prints a table of tokens, and the ratio of each seed. Needs reasoning-gym.
+configuration except for the keys in the table. Prints a table of tokens, and the ratio of each seed. Needs reasoning-gym.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class RolloutError(CookbookError, RuntimeError):
 
 
 class BadRowError(RolloutError):
-    """Error of a reward about the row itself, whatever the completion; ``data.on_bad_row`` decides what follows."""
+    """Error of a reward about the row itself, for any completion; ``data.on_bad_row`` decides what follows."""
 
 
 class SamplerUnavailableError(RolloutError):

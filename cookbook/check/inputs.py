@@ -28,7 +28,7 @@ def masked_tokens_are_inert(bench: Bench) -> CheckResult:
             guilty = [key or "logprobs" for key in keys if not _same(bench, before, _with_junk(batch, [key], junk))]
             names = ", ".join(guilty) or "all inputs together"
             return failed("masked value", f"{names} of {junk:g} at tokens of weight 0 change the result")
-    return passed("no bit changes, whatever the values")
+    return passed("no bit changes, for any values")
 
 
 def _per_token(batch: RandomBatch) -> list[str]:

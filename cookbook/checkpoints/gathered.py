@@ -192,7 +192,7 @@ class _Layout:
         """
         error: Exception | None = None
         for group in self.groups:
-            # Until the end the other ranks wait for this rank's parts, whatever happens here.
+            # Until the end the other ranks wait for this rank's parts, even after an error here.
             error = self._gather(group, write if error is None else None, kept) or error
         if self.ranks.rank == 0:
             if error is not None:

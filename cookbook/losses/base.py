@@ -233,7 +233,7 @@ class LossBatch:
 
 
 def masked(values: Tensor, weights: Tensor) -> Tensor:
-    """``values * weights``, and an exact 0 with no gradient if the weight is 0, whatever the value.
+    """``values * weights``, and an exact 0 with no gradient if the weight is 0, for any value.
 
     If ``values`` are the result of a function whose slope may be infinite, mask the function's input as well
     (:func:`kept`): the backward pass would compute 0 times infinity, which is NaN.

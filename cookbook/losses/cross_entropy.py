@@ -30,7 +30,7 @@ class SupervisedLoss(Loss):
 
     Metrics: ``loss/nll``, the weighted mean of ``-logp`` in nats per token; ``loss/perplexity``, its exponential;
     ``loss/bits_per_byte``, where every datum has ``num_bytes``: the information in the trained tokens, each counted once
-    whatever its weight, over the bytes of their text. It compares models of different tokenizers.
+    regardless of its weight, over the bytes of their text. It compares models of different tokenizers.
     """
 
     reduction: ClassVar[Reduction] = Reduction.mean

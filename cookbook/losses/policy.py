@@ -132,7 +132,7 @@ def clipped_surrogate(
     decide whether a token is trained.
 
     Returns:
-        The terms ``(N,)``, and which ratios lie outside [low, high], whatever the sign of A.
+        The terms ``(N,)``, and which ratios lie outside [low, high], for either sign of A.
 
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7; dual clip: Ye et al. 2020, arXiv:1912.09729.
     """

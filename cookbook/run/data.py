@@ -45,7 +45,7 @@ class SplitRows:
     rows of each split, and ``evaluated`` the digest of the held-out rows, empty before they are returned. Without ``hub``, rows
     of the Hugging Face hub are not read.
 
-    With ``data.streaming``, the rows to train on are a stream instead, which is not read here but for its first rows.
+    With ``data.streaming``, the rows to train on are a stream instead, of which only the first rows are read here.
 
     Raises:
         DataError: the data cannot be read, or its columns do not suit the recipe.
@@ -142,8 +142,8 @@ def _is_local(data: DataConfig, which: Split) -> bool:
 class CachedReference:
     """A :class:`Reference` that computes the logprobs of each datum of a fixed list once, when they are first used.
 
-    Float sums depend on the other datums of a forward pass. Datums are therefore computed in blocks of the list, whatever the
-    batch that asks for them, and the cached numbers do not depend on the order of the batches. The reference model is freed
+    Float sums depend on the other datums of a forward pass. Datums are therefore computed in blocks of the list, for any
+    batch that needs them, and the cached numbers do not depend on the order of the batches. The reference model is freed
     when all logprobs are known.
     """
 

@@ -114,7 +114,7 @@ def batch_size(recipe: JsonObject) -> int | None:
 
 
 def _check_reward(typed: Settings, rows: SplitRows) -> None:
-    """Reject a reward that cannot be constructed, or that rejects the first row whatever the completion.
+    """Reject a reward that cannot be constructed, or that rejects the first row with any completion.
 
     A reward with worker processes is not called: it may be slow, or call a model.
     """

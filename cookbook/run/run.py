@@ -226,7 +226,7 @@ class Run:
         return gradient
 
     def optim_step(self, step: Step) -> Future[OptimStepOutput]:
-        """Update the weights, with this step's learning rate and the division that the loss asks for."""
+        """Update the weights, with this step's learning rate and the division that the loss declares."""
         step.updated = True
         adam = self.optim.adam(self.schedule.factor(step.index + 1, step.total))
         update = self.trainer.optim_step(adam, self.loss.normalization)

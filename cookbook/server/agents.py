@@ -230,7 +230,7 @@ class AgentRunner(EpisodeRunner):
             if not self._config.prints_reward:
                 return None
             if "failure" in answer and was_running:
-                # The reason of the end is the refusal, whatever the program has made of it.
+                # The refusal is the reason of the end, even if the program has reported another one.
                 return EarnedReward(self._config.error_reward)
             return self._failure(episode, answer) if "failure" in answer else _reward_of(answer["printed"])
 

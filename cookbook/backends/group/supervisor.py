@@ -144,7 +144,7 @@ class RankSupervisor:
     _lost: str = ""
 
     def run(self) -> None:
-        """Start the ranks, and start them again whenever one is lost. Return when the first rank has ended by itself.
+        """Start the ranks, and restart them whenever one is lost. Return when the first rank has ended by itself.
 
         Raises:
             BackendError: a rank reports an error of the user, or the ranks are lost repeatedly.

@@ -50,7 +50,7 @@ def explain(error: Exception, keys: Keys) -> str:
 
 
 def is_hydras(error: Exception) -> bool:
-    """Whether the text is one of Hydra's, whatever the type of the error."""
+    """Whether the text is one of Hydra's, for an error of any type."""
     return any(re.search(pattern, str(error), re.DOTALL) for pattern, _ in _TABLE)
 
 

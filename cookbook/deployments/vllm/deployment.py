@@ -93,7 +93,8 @@ class VllmConfig:
         self._refuse_dtype(self.dtype or model.dtype)
         if self.gpus is not None and max(self.gpus) >= (count := torch.cuda.device_count()):
             raise ConfigError(
-                f"deployment.gpus: this machine has {count} GPUs, got {self.gpus}; the first GPU is 0, null chooses by itself"
+                f"deployment.gpus: this machine has {count} GPUs, got {self.gpus}; the first GPU is 0, and null chooses "
+                "automatically"
             )
         # The servers of a named deployment may run already.
         if self.url is None and self.name is None:

@@ -188,7 +188,7 @@ def handler(configuration: JsonObject) -> Handler:
 class RewardFailure:
     """Reason why a call gave no number. ``message`` follows the location of the row; ``cause`` is what the reward raised.
 
-    ``of_row``: the row is at fault, whatever the completion.
+    ``of_row``: the row is at fault, for any completion.
     """
 
     message: str
