@@ -28,6 +28,7 @@ from cookbook.server.journal.log import Log, Record
 from cookbook.server.keys import caller_name
 from cookbook.server.metrics import Metrics, log_event
 from cookbook.server.state.catalog import Address, Catalog, CheckpointRecord, Downloads, RunInfo, not_found, unknown_run
+from cookbook.server.state.deployed import Deployed
 from cookbook.server.state.endpoint import Endpoint
 from cookbook.server.state.host import Host
 from cookbook.server.state.requests import SAMPLE, Request, RequestStore, unknown_request
@@ -89,8 +90,10 @@ class Service:
     Objects of other API keys are answered like unknown ones; see :class:`Tenants`.
     """
 
-    def __init__(self, host: Host, catalog: Catalog, config: ServerConfig) -> None:
+    def __init__(self, host: Host, catalog: Catalog, config: ServerConfig, deployed: Deployed | None = None) -> None:
         self.host = host
+        # Where the endpoint samples; None: in this process.
+        self.deployed = deployed
         self.catalog = catalog
         self.config = config
         self.tenants = Tenants(config.key_ring())
