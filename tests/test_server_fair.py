@@ -196,12 +196,17 @@ def trainers(tiny_folder):
 
 
 @pytest.mark.parametrize("kind", CALLS)
-def test_short_calls_run_in_the_middle_of_a_long_one_and_change_no_bit(trainers, kind):
+def test_short_calls_run_in_the_middle_of_a_long_one_and_change_no_bit(trainers, kind, monkeypatch):
     """Two long calls and a short one, which ends first. All three compute what they compute alone."""
+    # After every pass, the other client is behind.
+    monkeypatch.setattr(backend_worker, "SLICE_S", 0.0)
 
     def played(worker, long, other, *, together):
         order, go = [], held(worker) if together else None
-        calls = [(long, "long", 0, 60), (other, "short", 1, 1), (other, "also long", 2, 60)]
+        calls = [(long, "long", 0, 12), (other, "short", 1, 1), (other, "also long", 2, 12)]
+        for trainer in (long, other):
+            # The creation of the trainers took different times.
+            trainer._worker._queue.account.used_s = 0.0
         futures = []
         for trainer, name, seed, count in calls:
             future = CALLS[kind](trainer, rows_of(seed, count))
