@@ -229,16 +229,20 @@ def test_short_calls_run_in_the_middle_of_a_long_one_and_change_no_bit(trainers,
     assert order[0] == "short"
 
 
-def test_a_call_that_is_dropped_in_a_pause_ends_and_its_thread_is_used_again(trainers):
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_call_that_is_dropped_in_a_pause_ends_and_its_thread_is_used_again(trainers, is_alone):
     worker, long, other = trainers(pauses=True)
     dropped = long.forward_backward(rows_of(0, 500), "cross_entropy")
     wait_until(lambda: long.engine._is_accumulating)
-    # The long call pauses for this one, which drops its lane.
-    other._worker.submit(long._worker.drop)
+    if is_alone:
+        long._worker.drop()
+    else:
+        # The long call pauses for this one, which drops its lane.
+        other._worker.submit(long._worker.drop)
     with pytest.raises(BackendError, match="was dropped"):
         dropped.result(60)
     assert other.forward(rows_of(1, 2), "cross_entropy").result(60).metrics
-    assert len(worker._call_threads._idle) == 2 and not worker._call_threads.is_held
+    assert len(worker._call_threads._idle) == 2 - is_alone and not worker._call_threads.is_held
 
 
 # ---- the server ------------------------------------------------------------------------------------------------------

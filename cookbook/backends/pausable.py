@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Generator
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
@@ -19,6 +19,16 @@ T = TypeVar("T")
 
 class CallDropped(BaseException):
     """Raised in a call at its pause, because its session has ended."""
+
+
+class PauseSchedule(Protocol):
+    """The jobs of a worker, which say whether the current call should pause, and whether it is then dropped."""
+
+    @property
+    def wants_pause(self) -> bool: ...
+
+    @property
+    def drops_current(self) -> bool: ...
 
 
 class CallThread:
@@ -91,18 +101,19 @@ class CallThreads:
 
     Attributes:
         threads: torch's threads for each call.
+        schedule: the jobs of the worker.
         is_held: a call that holds large tensors has paused. Other such calls then run without a pause, which limits the memory
             to that of two calls.
     """
 
-    def __init__(self, threads: int, others_wait: Callable[[], bool]) -> None:
+    def __init__(self, threads: int, schedule: PauseSchedule) -> None:
         self.threads = threads
+        self.schedule = schedule
         self.is_held = False
-        self._others_wait = others_wait
         self._idle: list[CallThread] = []
 
     def may_pause(self, holds_memory: bool) -> bool:
-        return self._others_wait() and not (holds_memory and self.is_held)
+        return self.schedule.wants_pause and (self.schedule.drops_current or not (holds_memory and self.is_held))
 
     def steps(self, job: Callable[[], T]) -> Generator[None, None, T]:
         """Run ``job``. Yields at every pause, and returns its result."""

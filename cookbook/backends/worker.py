@@ -104,9 +104,14 @@ class JobSchedule:
         self._clock_s = 0.0
 
     @property
-    def num_ready(self) -> int:
-        """Number of queues with jobs."""
-        return len(self._ready)
+    def wants_pause(self) -> bool:
+        """Whether the current job should pause: another queue has jobs, or the job's own queue is closed."""
+        return len(self._ready) > 1 or self.drops_current
+
+    @property
+    def drops_current(self) -> bool:
+        """Whether the current job is dropped at its next pause."""
+        return self._current is not None and self._current.is_closed
 
     def put(self, queue: JobQueue, job: Job) -> None:
         """Queue a job. Raises BackendError: the queue or the worker is closed."""
@@ -312,7 +317,7 @@ class Worker(Lane):
         super().__init__(schedule, thread, JobQueue(Account()))
         thread.start()
         weakref.finalize(self, schedule.close).atexit = False
-        self._call_threads = CallThreads(threads, lambda: schedule.num_ready > 1)
+        self._call_threads = CallThreads(threads, schedule)
         # Run this on the thread itself: torch's thread count is a setting of each thread.
         self.submit(lambda: torch.set_num_threads(threads))
 
