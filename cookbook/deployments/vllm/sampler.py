@@ -113,7 +113,7 @@ class RequestFuture(Future[T]):
         self._client = client
 
     def stop(self) -> None:
-        """Return at once; another thread sends the message."""
+        """Return immediately; another thread sends the message."""
         self.is_stopped = True
         if not self.done():
             threading.Thread(target=self._abort, name="abort", daemon=True).start()
