@@ -68,7 +68,7 @@ RECIPES = {
     "sl_basic": Recipe(
         "sl_basic",
         # Its data set cannot be changed: batches of 128 chats.
-        f"model_name={BASE} lora_rank=16 max_steps=12 learning_rate=3e-3 eval_every=0",
+        f"model_name={BASE} lora_rank=16 max_steps=8 learning_rate=3e-3 eval_every=0",
         "train_mean_nll",
         0.3,
         True,

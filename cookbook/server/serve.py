@@ -66,7 +66,8 @@ def serve(
     exclusive = contextlib.nullcontext() if server.durability == "off" else files.locked(out)
     with exclusive, open_listener(server) if channel is None else channel.listener() as listener:
         host = Host(model, backend, seed=seed, names=tuple(server.names), graph_bytes=int(server.graphs_gb * (1 << 30)))
-        service = Service(host, Catalog(out, host.public, seed), server, deployment and Deployed(deployment, host, out))
+        deployed = None if deployment is None else Deployed(deployment, host, out)
+        service = Service(host, Catalog(out, host.public, seed), server, deployed)
         log_to(out / LOG_FILE)
         address, port = listener.getsockname()[:2]
         scheme = "http" if server.tls_cert is None else "https"
@@ -96,9 +97,7 @@ def serve(
         try:
             DrainingServer(config, service, channel).run(sockets=[listener])
         finally:
-            if service.deployed is not None:
-                service.deployed.close()
-            host.close()
+            service.close()
 
 
 def open_listener(server: ServerConfig) -> socket.socket:
