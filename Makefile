@@ -19,7 +19,7 @@ TORCH_INDEX ?= $(shell if ! command -v nvidia-smi >/dev/null && $(PYTHON) -c '$(
 	echo $(CPU_BUILDS); fi)
 TORCH = $(TORCH_INDEX:%=--extra-index-url=%) torch
 
-.PHONY: help setup train test test-slow kills mutants long-run vllm test-vllm test-lm-eval parity tinker-cookbook docs bench bench-ranks bench-gpu bench-peers lint types check data tiny-model release clean
+.PHONY: help setup train test test-slow kills mutants long-run vllm test-vllm test-lm-eval test-endpoint parity tinker-cookbook docs bench bench-ranks bench-gpu bench-peers lint types check data tiny-model release clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -80,7 +80,7 @@ vllm: .venv-vllm/installed ## Install vLLM's CPU build into .venv-vllm, for depl
 
 test-vllm: $(VENV)/tools .venv-vllm/installed ## The tests that start a vLLM server
 	COOKBOOK_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest -m slow tests/test_vllm.py \
-		-o faulthandler_timeout=1200
+		tests/test_vllm_endpoint.py -o faulthandler_timeout=1200
 
 # lm-eval needs some seventy packages, some of which slow down the imports of transformers.
 .venv-lm-eval/installed: constraints.txt
@@ -89,10 +89,22 @@ test-vllm: $(VENV)/tools .venv-vllm/installed ## The tests that start a vLLM ser
 	.venv-lm-eval/bin/python $(PIP_INSTALL) 'lm-eval[api,ifeval]' transformers
 	@touch $@
 
-test-lm-eval: $(VENV)/tools .venv-lm-eval/installed ## The tests of lm-eval's tasks and checkers, and the endpoint under lm-eval
+test-lm-eval: $(VENV)/tools .venv-lm-eval/installed ## The tests of lm-eval's tasks and checkers
 	COOKBOOK_LM_EVAL=$$(echo .venv-lm-eval/lib/python3*/site-packages) $(BIN)/python -m pytest -m slow tests/test_lm_eval.py \
 		tests/test_rewards_packages.py
+
+# Programs that call the endpoint of `cookbook serve`. They need different versions of openai.
+.venv-inspect/installed: NEEDS := inspect-ai openai
+.venv-verifiers/installed: NEEDS := verifiers
+.venv-inspect/installed .venv-verifiers/installed:
+	$(PYTHON) -m venv $(@D)
+	@echo '*' > $(@D)/.gitignore
+	$(@D)/bin/python -m pip install --quiet $(NEEDS)
+	@touch $@
+
+test-endpoint: $(VENV)/tools .venv-lm-eval/installed .venv-inspect/installed .venv-verifiers/installed ## The endpoint under lm-eval, inspect-ai and verifiers
 	$(BIN)/python tests/lm_eval_endpoint.py .venv-lm-eval/bin/lm_eval
+	$(BIN)/python tests/endpoint_clients.py .venv-inspect/bin/python .venv-verifiers/bin/python
 
 parity: $(VENV)/installed .venv-trl/installed ## Compare losses, gradients and runs with TRL's, as a table; fails if they differ
 	@rm -rf runs/parity && mkdir -p runs/parity
@@ -167,4 +179,4 @@ release: $(VENV)/tools ## Build wheel and sdist into dist/ and train with each i
 	$(BIN)/python scripts/release.py $(TORCH_INDEX:%=--index=%)
 
 clean: ## Remove what was built and installed; runs/ stays
-	rm -rf $(VENV) .venv-docs .venv-lm-eval .venv-trl .venv-tinker .venv-vllm dist build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-docs .venv-inspect .venv-lm-eval .venv-trl .venv-tinker .venv-verifiers .venv-vllm dist build .mypy_cache .ruff_cache .pytest_cache

@@ -1,9 +1,10 @@
 """One client's large request beside another client's small ones: ``python benchmarks/fair.py``.
 
 The unmodified client and ``cookbook serve`` in a process of its own, on the shipped tiny model. The large request draws 4,096
-samples of up to 4,000 tokens. The small ones are a training step (forward-backward pass of 8 x 64 tokens, optimizer step) and a
-sample of 12 tokens, by a client of its own. Prints medians and the largest value, alone and beside the large request, and how
-long the server computes on after the large request is cancelled.
+samples of up to 4,000 tokens, or with ``--large training`` is a forward-backward pass of 4,000 x 256 tokens. The small ones are
+a training step (forward-backward pass of 8 x 64 tokens, optimizer step) and a sample of 12 tokens, by a client of its own.
+Prints medians and the largest value, alone and beside the large request, and how long the server computes on after the large
+request is cancelled, or its session ends.
 """
 
 from __future__ import annotations
@@ -30,16 +31,18 @@ CALLS = 20
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--calls", type=int, default=CALLS)
-    calls = parser.parse_args().calls
+    parser.add_argument("--large", choices=("sampling", "training"), default="sampling")
+    arguments = parser.parse_args()
+    calls, start = arguments.calls, start_large if arguments.large == "sampling" else start_training
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "model").symlink_to(packaged("data") / "tiny")
         with serving(Path(folder), "synced") as (url, cpu_s), tinker.ServiceClient(base_url=url, api_key="tml-b") as service:
             jobs = small_jobs(service, f"{folder}/model")
             alone = {name: times(job, calls) for name, job in jobs.items()}
-            large = start_large(url, f"{folder}/model")
+            stop = start(url, f"{folder}/model")
             time.sleep(2)
             beside = {name: times(job, calls) for name, job in jobs.items()}
-            assert httpx.post(f"{url}/api/v1/cancel_future", json=large).status_code == 204
+            stop()
             busy_s = busy(cpu_s)
     print("| request | alone, median | largest | beside, median | largest | ratio of medians |\n|---|---|---|---|---|---|")
     for name, first in alone.items():
@@ -60,15 +63,27 @@ def small_jobs(service: tinker.ServiceClient, model: str) -> dict[str, Callable[
     return {"training step": step, "sample of 12 tokens": lambda: sampler.sample(PROMPT, 1, params).result()}
 
 
-def start_large(url: str, model: str) -> dict[str, Any]:
-    """Send the large request in a session of its own. Returns the body that cancels it."""
+def start_training(url: str, model: str) -> Callable[[], Any]:
+    """Send the large training request in a session of its own. Returns a function that ends the session."""
+    service = tinker.ServiceClient(base_url=url, api_key="tml-a")
+    training = service.create_lora_training_client(model, rank=8).result()
+    training.forward_backward(batch(4000, 256), "cross_entropy")
+    # The request is uploaded in parts.
+    time.sleep(8)
+    session_id = training.model_id.partition(":")[0]
+    return lambda: httpx.post(f"{url}/api/v1/sessions/{session_id}/finish").raise_for_status()
+
+
+def start_large(url: str, model: str) -> Callable[[], Any]:
+    """Send the large request in a session of its own. Returns a function that cancels it."""
     api = f"{url}/api/v1"
     session = httpx.post(f"{api}/create_session", json={}).json()["session_id"]
     asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": model}
     sampler = httpx.post(f"{api}/create_sampling_session", json=asked).json()["sampling_session_id"]
     body = {"sampling_session_id": sampler, "seq_id": 0, "num_samples": 4096, "sampling_params": LARGE}
     answer = httpx.post(f"{api}/asample", json={**body, "prompt": {"chunks": [{"tokens": PROMPT.to_ints()}]}})
-    return {"request_id": answer.json()["request_id"]}
+    large = {"request_id": answer.json()["request_id"]}
+    return lambda: httpx.post(f"{url}/api/v1/cancel_future", json=large).raise_for_status()
 
 
 def times(job: Callable[[], Any], count: int) -> list[float]:

@@ -1,11 +1,14 @@
-"""Futures: results of calls that may still run. Plain code waits with ``.result()``, async code with ``await``."""
+"""Futures: results of calls that may still run. Plain code waits with ``.result()``, async code with ``await``.
+
+:func:`between` marks the places of a long call at which other calls may run.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 from cookbook.errors import BackendError
@@ -99,3 +102,26 @@ def done(value: T) -> Future[T]:
     future: Future[T] = Future()
     future.set_result(value)
     return future
+
+
+# ---- pauses ----------------------------------------------------------------------------------------------------------
+
+
+class _CallsOfThread(threading.local):
+    pause: Callable[[bool], None] | None = None
+
+
+_OF_THREAD = _CallsOfThread()
+
+
+def on_pause(pause: Callable[[bool], None]) -> None:
+    """Call ``pause`` at every pause on this thread. Its argument: the call keeps large tensors during the pause."""
+    _OF_THREAD.pause = pause
+
+
+def between(items: Iterable[T], *, holds_memory: bool = False) -> Iterator[T]:
+    """Yield ``items``, with a pause between two of them if :func:`on_pause` was called on this thread."""
+    for number, item in enumerate(items):
+        if number and _OF_THREAD.pause is not None:
+            _OF_THREAD.pause(holds_memory)
+        yield item

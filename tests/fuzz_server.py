@@ -304,7 +304,9 @@ class Campaign:
             self._is_wrong(attempt, group, f"{answer.status}: {answer.body[:300]!r}")
             return
         found[group] += 1
-        if self.victim and group == "2xx" and (self.victim in answer.body or self.victim in attempt.path.encode()):
+        # Every session that is unknown to the caller ends with 204, so that clients can retry.
+        is_named = self.victim in attempt.path.encode() and not (answer.status == 204 and "/finish" in attempt.path)
+        if self.victim and group == "2xx" and (self.victim in answer.body or is_named):
             self._is_wrong(attempt, "leaks", f"{answer.status}: {answer.body[:300]!r}")
         told = answer.json()
         if group == "2xx" and isinstance(told, dict) and isinstance(told.get("request_id"), str) and "type" not in told:

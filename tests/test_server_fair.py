@@ -11,14 +11,19 @@ import threading
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 import servertools
+import tiny
 from servertools import wait_until
 
 from cookbook.backends import worker as backend_worker
+from cookbook.backends.local import LocalConfig, LocalTrainer
 from cookbook.backends.worker import HEAD_START_S, SLICE_S, Account, Worker
+from cookbook.engine.model import ModelConfig
 from cookbook.errors import BackendError
 from cookbook.server.journal.attempts import Attempts
+from cookbook.types import AdamParams, Datum, ModelInput
 
 ROOT = Path(__file__).resolve().parent.parent
 LARGE = {"max_tokens": 90, "stop": [], "seed": 1}
@@ -150,6 +155,94 @@ def test_jobs_that_have_not_begun_can_be_dropped_alone():
     assert running.result(10) == "done" and isinstance(waiting.exception(10), BackendError)
     assert lane.submit(lambda: "open").result(10) == "open"
     worker.close()
+
+
+# ---- pauses in a call ------------------------------------------------------------------------------------------------
+
+
+def squares(_, logprobs):
+    """A loss of the whole batch: all graphs are kept until it is known."""
+    return sum((one**2).sum() for one in logprobs), {}
+
+
+CALLS = {
+    "forward": lambda trainer, data: trainer.forward(data, "cross_entropy"),
+    "one graph at a time": lambda trainer, data: trainer.forward_backward(data, "cross_entropy"),
+    "all graphs": lambda trainer, data: trainer.forward_backward_custom(data, squares),
+}
+
+
+def rows_of(seed, count):
+    draw = np.random.default_rng(seed)
+    tokens = [draw.integers(0, tiny.VOCABULARY, 33) for _ in range(count)]
+    return [Datum(ModelInput.from_ints(one[:-1]), {"target_tokens": one[1:], "weights": np.ones(32)}) for one in tokens]
+
+
+@pytest.fixture
+def trainers(tiny_folder):
+    """``trainers(pauses)`` returns a worker and two trainers on it. A pass of theirs has one row."""
+    made = []
+
+    def make(*, pauses):
+        worker, config = Worker(1), LocalConfig(micro_batch_tokens=32)
+        model = ModelConfig(str(tiny_folder))
+        lanes = [worker.lane(Account(), pauses=pauses) for _ in range(2)]
+        made.append(worker)
+        return worker, *(LocalTrainer(model, config, worker=lane) for lane in lanes)
+
+    yield make
+    for worker in made:
+        worker.close()
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_short_calls_run_in_the_middle_of_a_long_one_and_change_no_bit(trainers, kind, monkeypatch):
+    """Two long calls and a short one, which ends first. All three compute what they compute alone."""
+    # After every pass, the other client is behind.
+    monkeypatch.setattr(backend_worker, "SLICE_S", 0.0)
+
+    def played(worker, long, other, *, together):
+        order, go = [], held(worker) if together else None
+        calls = [(long, "long", 0, 12), (other, "short", 1, 1), (other, "also long", 2, 12)]
+        for trainer in (long, other):
+            # The creation of the trainers took different times.
+            trainer._worker._queue.account.used_s = 0.0
+        futures = []
+        for trainer, name, seed, count in calls:
+            future = CALLS[kind](trainer, rows_of(seed, count))
+            future.add_done_callback(lambda _, name=name: order.append(name))
+            futures.append(future)
+            if not together:
+                future.result()
+        if go is not None:
+            go.set()
+        outputs = [future.result() for future in futures]
+        seen = [(one.metrics, [row["logprobs"].to_numpy().tobytes() for row in one.loss_fn_outputs]) for one in outputs]
+        if kind != "forward":
+            seen += [trainer.optim_step(AdamParams(learning_rate=1e-2)).result().metrics for trainer in (long, other)]
+            seen += [trainer.forward(rows_of(3, 2), "cross_entropy").result().metrics for trainer in (long, other)]
+        return order, seen
+
+    _, alone = played(*trainers(pauses=False), together=False)
+    order, beside = played(*trainers(pauses=True), together=True)
+    assert beside == alone
+    assert order[0] == "short"
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_call_that_is_dropped_in_a_pause_ends_and_its_thread_is_used_again(trainers, is_alone):
+    worker, long, other = trainers(pauses=True)
+    dropped = long.forward_backward(rows_of(0, 500), "cross_entropy")
+    wait_until(lambda: long.engine._is_accumulating)
+    if is_alone:
+        long._worker.drop()
+    else:
+        # The long call pauses for this one, which drops its lane.
+        other._worker.submit(long._worker.drop)
+    with pytest.raises(BackendError, match="was dropped"):
+        dropped.result(60)
+    assert other.forward(rows_of(1, 2), "cross_entropy").result(60).metrics
+    assert len(worker._call_threads._idle) == 2 - is_alone and not worker._call_threads.is_held
 
 
 # ---- the server ------------------------------------------------------------------------------------------------------

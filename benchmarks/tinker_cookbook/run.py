@@ -65,6 +65,22 @@ RECIPES = {
         True,
         log="chat_sl",
     ),
+    "sl_basic": Recipe(
+        "sl_basic",
+        # Its data set cannot be changed: batches of 128 chats.
+        f"model_name={BASE} lora_rank=16 max_steps=8 learning_rate=3e-3 eval_every=0",
+        "train_mean_nll",
+        0.3,
+        True,
+    ),
+    "preference.shorter": Recipe(
+        "preference.shorter.train",
+        f"model_name={BASE} renderer_name=role_colon batch_size=4 group_size=4 max_tokens=24 max_steps=10 learning_rate=1e-3 "
+        "eval_every=0",
+        "env/all/ac_tokens_per_turn",
+        1.0,
+        True,
+    ),
     "math_rl": Recipe("math_rl.train", RL, "env/all/reward/total", 0.03),
     "math_rl, asynchronous": Recipe("math_rl.train", f"{RL} max_steps_off_policy=2", "env/all/reward/total", 0.03),
     "math_rl, streamed": Recipe(
@@ -138,7 +154,7 @@ def run(python: str, url: str, name: str, recipe: Recipe) -> bool:
     log = FOLDER / "logs" / folder_name(recipe.log or name)
     exists = "resume" if recipe.log else "delete"
     arguments = [*recipe.arguments.split(), f"log_path={log}"]
-    if recipe.module != "sl_loop":
+    if recipe.module not in ("sl_loop", "sl_basic"):
         arguments.append(f"behavior_if_log_dir_exists={exists}")
     else:
         shutil.rmtree(log, ignore_errors=True)

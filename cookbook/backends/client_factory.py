@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from cookbook.backends.worker import Failures
+from cookbook.backends.failures import Failures
 from cookbook.engine.model import ModelConfig
 from cookbook.futures import Future
 from cookbook.protocols import Sampler, Trainer

@@ -1,4 +1,4 @@
-"""A worker thread, on which queues of jobs take turns, and the record of errors that the caller has not read yet.
+"""A worker thread, on which queues of jobs take turns.
 
 The jobs of one queue run in order. Long jobs pause between their steps, and the thread then continues with the queue whose
 owner has used it least. The measure is seconds and not tokens, because a token costs more in a small batch than in a large one.
@@ -12,13 +12,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
+from cookbook.backends.pausable import CallThreads
 from cookbook.engine.memory import keep_freed_memory
 from cookbook.errors import BackendError, CookbookError
 from cookbook.futures import Future
@@ -101,6 +102,16 @@ class JobSchedule:
         self._current: JobQueue | None = None
         # Least use of the accounts with jobs. Accounts that were idle start close to this value: idle time is not saved up.
         self._clock_s = 0.0
+
+    @property
+    def wants_pause(self) -> bool:
+        """Whether the current job should pause: another queue has jobs, or the job's own queue is closed."""
+        return len(self._ready) > 1 or self.drops_current
+
+    @property
+    def drops_current(self) -> bool:
+        """Whether the current job is dropped at its next pause."""
+        return self._current is not None and self._current.is_closed
 
     def put(self, queue: JobQueue, job: Job) -> None:
         """Queue a job. Raises BackendError: the queue or the worker is closed."""
@@ -236,12 +247,18 @@ def _fail(job: Job) -> None:
 
 
 class Lane:
-    """A queue of jobs on the thread of a worker. Its jobs run in order; lanes of a worker take turns."""
+    """A queue of jobs on the thread of a worker. Its jobs run in order; lanes of a worker take turns.
 
-    def __init__(self, schedule: JobSchedule, thread: threading.Thread, queue: JobQueue) -> None:
+    ``calls``: threads on which the jobs run, so that a job can pause in the middle of a call; None: jobs run on the worker.
+    """
+
+    def __init__(
+        self, schedule: JobSchedule, thread: threading.Thread, queue: JobQueue, calls: CallThreads | None = None
+    ) -> None:
         self.thread = thread
         self._schedule = schedule
         self._queue = queue
+        self._calls = calls
 
     def submit(self, job: Callable[[], T], future: Future[T] | None = None) -> Future[T]:
         """Queue ``job``, and return the future (``future`` if given) that receives the job's result or exception.
@@ -249,6 +266,9 @@ class Lane:
         Raises:
             BackendError: the worker or the lane is closed.
         """
+
+        if (calls := self._calls) is not None:
+            return self.submit_steps(lambda: calls.steps(job), future)
 
         def steps() -> Generator[None, None, T]:
             # Makes this function a generator, without a pause.
@@ -297,6 +317,7 @@ class Worker(Lane):
         super().__init__(schedule, thread, JobQueue(Account()))
         thread.start()
         weakref.finalize(self, schedule.close).atexit = False
+        self._call_threads = CallThreads(threads, schedule)
         # Run this on the thread itself: torch's thread count is a setting of each thread.
         self.submit(lambda: torch.set_num_threads(threads))
 
@@ -304,9 +325,12 @@ class Worker(Lane):
         """Call ``callback`` on the thread with the purpose of the job that the thread computes next."""
         self._schedule.on_slice = callback
 
-    def lane(self, account: Account, share: float = 1.0) -> Lane:
-        """Return a new lane. Lanes of one ``account`` share its part of the thread; see :class:`JobQueue` for ``share``."""
-        return Lane(self._schedule, self.thread, JobQueue(account, share))
+    def lane(self, account: Account, share: float = 1.0, *, pauses: bool = False) -> Lane:
+        """Return a new lane. Lanes of one ``account`` share its part of the thread; see :class:`JobQueue` for ``share``.
+
+        ``pauses``: its calls pause between two passes through the model while jobs of other lanes wait.
+        """
+        return Lane(self._schedule, self.thread, JobQueue(account, share), self._call_threads if pauses else None)
 
     def close(self) -> None:
         """Wait for the queued jobs, and end the thread.
@@ -345,153 +369,3 @@ def with_remedy(error: BaseException, remedy: str = TRAINING_REMEDY) -> BaseExce
     if isinstance(error, CookbookError) or not out_of_memory:
         return error
     return BackendError(f"out of memory: {str(error).splitlines()[0]}; {remedy}")
-
-
-class Failures:
-    """The errors of failed calls that the caller has not read yet, oldest first.
-
-    An optimizer step reports the errors that were unread when the caller requested the step. This depends on the order of the
-    caller's actions only, not on how early a call failed, so the outcome does not depend on the speed of the trainer.
-
-    Args:
-        unread: set that several trainers may share. It contains this object while an error is unread, so that the error
-            survives the trainer.
-    """
-
-    def __init__(self, unread: set[Failures] | None = None) -> None:
-        # By identity: two errors of a user's class may compare equal.
-        self._errors: dict[int, BaseException] = {}
-        self._steps: list[PendingStep] = []
-        self._unread_trainers = set() if unread is None else unread
-        self._lock = threading.Lock()
-        # Whether the caller has read an error since it last requested a step.
-        self._read_since_step = False
-
-    @property
-    def errors(self) -> tuple[BaseException, ...]:
-        """The unread errors, oldest first."""
-        with self._lock:
-            return tuple(self._errors.values())
-
-    def record(self, error: BaseException) -> None:
-        """Record that a call has failed with ``error``. Recording the same error twice has no effect."""
-        with self._lock:
-            self._errors.setdefault(id(error), error)
-            self._unread_trainers.add(self)
-
-    def mark_read(self, error: BaseException) -> None:
-        """Mark ``error`` as read. Steps that were requested before this still report the error, later ones do not."""
-        with self._lock:
-            if self._errors.pop(id(error), None) is None:
-                return
-            self._read_since_step = True
-            for step in self._steps:
-                step.read_late.append(error)
-            if not self._errors:
-                self._unread_trainers.discard(self)
-
-    def mark_all_read(self) -> None:
-        """Mark all errors so far as read."""
-        for error in self.errors:
-            self.mark_read(error)
-
-    def step(self) -> PendingStep:
-        """Return a new optimizer step that the caller requests now."""
-        with self._lock:
-            step = PendingStep(self, after_read=self._read_since_step)
-            self._read_since_step = False
-            self._steps.append(step)
-        return step
-
-    def close_step(self, step: PendingStep) -> None:
-        """Stop tracking ``step``, whose turn it is. Errors that are read from now on do not affect the step."""
-        with self._lock:
-            self._steps = [one for one in self._steps if one is not step]
-
-    def raise_unread(self) -> None:
-        """Raise the first unread error if there is one, and mark all errors as read."""
-        with self._lock:
-            errors, self._errors = list(self._errors.values()), {}
-            self._unread_trainers.discard(self)
-        if errors:
-            raise errors[0]
-
-
-class PendingStep:
-    """An optimizer step that was requested and has not run yet.
-
-    Attributes:
-        after_read: the caller has read an error since it requested the previous step.
-        read_late: errors that the caller has read since it requested this step. The step still reports them.
-    """
-
-    def __init__(self, failures: Failures, *, after_read: bool) -> None:
-        self.after_read = after_read
-        self.read_late: list[BaseException] = []
-        self._failures = failures
-        self._reported: tuple[BaseException, ...] = ()
-
-    @property
-    def known(self) -> tuple[BaseException, ...]:
-        """The errors that the step must report, as far as calls have failed yet."""
-        return (*self._failures.errors, *self.read_late)
-
-    def error(self, later: Sequence[BaseException] = ()) -> BaseException | None:
-        """Return the first error that the step must report, or None. Call this when it is the step's turn.
-
-        Errors that are read from now on do not affect the step.
-
-        Args:
-            later: errors of calls that were made after the step and have already failed; the step does not report them.
-        """
-        self._failures.close_step(self)
-        self._reported = tuple(one for one in self.known if not any(one is other for other in later))
-        return self._reported[0] if self._reported else None
-
-    def record(self, error: BaseException) -> None:
-        """Record that the step has failed with ``error``. An error that the step only reports is recorded already."""
-        if not any(error is one for one in self._reported):
-            self._failures.record(error)
-
-    def mark_read(self, error: BaseException) -> None:
-        """Mark the step's error as read, and with it every error that the step had to report."""
-        for reported in (*self._reported, error):
-            self._failures.mark_read(reported)
-
-
-class ServedFailures(Failures):
-    """Failures of a run on a server. Errors become read only by :meth:`mark_all_read`, when the client reports it."""
-
-    def mark_read(self, error: BaseException) -> None:
-        """Do nothing: the server reads every error to encode it, whether or not the client has seen it."""
-
-    def mark_all_read(self) -> None:
-        with self._lock:
-            self._errors.clear()
-
-    def raise_unread(self) -> None:
-        """Do nothing: the client receives its errors as results of requests."""
-
-
-class CallFuture(Future[T]):
-    """Future that calls ``on_read`` when the caller reads its error."""
-
-    def __init__(self, on_read: Callable[[BaseException], None]) -> None:
-        super().__init__()
-        self._on_read = on_read
-
-    def result(self, timeout: float | None = None) -> T:
-        self._mark_read(timeout)
-        return super().result(timeout)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._mark_read(timeout)
-        return super().exception(timeout)
-
-    def wait(self) -> T:
-        """Return the result to internal code, so that an error still counts as unread by the caller."""
-        return Future.result(self)
-
-    def _mark_read(self, timeout: float | None) -> None:
-        if (error := super().exception(timeout)) is not None:
-            self._on_read(error)

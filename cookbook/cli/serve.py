@@ -14,7 +14,7 @@ from cookbook.config.nodes import build
 from cookbook.config.typed import convert
 from cookbook.engine.model import ModelConfig
 from cookbook.errors import ConfigError
-from cookbook.protocols import EngineBackend, RankBackend
+from cookbook.protocols import DeploymentConfig, EngineBackend, Preflight, RankBackend, SeparateDeployment
 
 if TYPE_CHECKING:
     from cookbook.server.config import ServerConfig
@@ -43,8 +43,9 @@ def run(cfg: DictConfig, _: list[str]) -> None:
         )
     server: ServerConfig = build(cfg.server, "server", ServerConfig)
     seed, out = convert(cfg.seed, int, "seed"), Path(convert(cfg.out, str, "out"))
-    if not isinstance(backend, RankBackend):
-        serve(model, backend, server, seed=seed, out=out)
+    deployment = _deployment(cfg, model, backend)
+    if deployment is not None or not isinstance(backend, RankBackend):
+        serve(model, backend, server, seed=seed, out=out, deployment=deployment)
     elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
         choose_gpu()
         serve_on_ranks(model, backend, server, backend.shard_of(model), seed=seed, out=out)
@@ -53,6 +54,20 @@ def run(cfg: DictConfig, _: list[str]) -> None:
         _supervise(model, backend, server, seed, out)
     else:
         serve(model, backend, server, seed=seed, out=out)
+
+
+def _deployment(cfg: DictConfig, model: ModelConfig, backend: EngineBackend) -> DeploymentConfig | None:
+    """Return where the endpoint samples; None: in this process. Raises ConfigError: it cannot serve the model."""
+    if "deployment" not in cfg:
+        return None
+    deployment: DeploymentConfig = build(cfg.deployment, "deployment")
+    if not isinstance(deployment, SeparateDeployment):
+        raise ConfigError("deployment: cookbook serve samples in its own process without a deployment; leave deployment out")
+    if isinstance(backend, RankBackend) and (backend.num_ranks > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1):
+        raise ConfigError("deployment: cookbook serve needs one rank for a deployment of its own; leave backend.ranks at 1")
+    if isinstance(deployment, Preflight) and isinstance(backend, RankBackend):
+        deployment.preflight(model, backend)
+    return deployment
 
 
 def _supervise(model: ModelConfig, backend: RankBackend, server: ServerConfig, seed: int, out: Path) -> None:

@@ -45,6 +45,7 @@ from cookbook.engine.ranks.commands import PerRank
 from cookbook.engine.ranks.loading import HollowModel
 from cookbook.engine.router_loss import router_coefficient
 from cookbook.errors import BackendError, NonFiniteError
+from cookbook.futures import between
 from cookbook.losses.base import Loss, Scope, named
 from cookbook.losses.normalization import GradientCounts, Normalization, Reduction, check, check_accumulation, warn_undeclared
 from cookbook.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput
@@ -154,7 +155,7 @@ class Engine(PerRank):
         spec = self._spec(loss, training=False)
 
         def compute() -> None:
-            for batch in batches:
+            for batch in between(batches):
                 self.passes.run(data, batch, scores, spec, training=False, seed=0)
 
         with torch.no_grad(), contextlib.nullcontext() if adapter else self.model.network.disable_adapter():
@@ -193,8 +194,7 @@ class Engine(PerRank):
         overrides the option of that name.
 
         A call that fails leaves no partial gradient. If it fails before its backward pass, the gradient of earlier calls stays.
-        If it fails later, the two cannot be separated, so both are dropped; if earlier calls had added a gradient, the next
-        :meth:`optim_step` raises.
+        If it fails later, the two are one sum, which is dropped; if earlier calls added to it, the next optimizer step raises.
 
         Raises:
             DataError: a datum lacks a field that the model or the loss needs.
@@ -310,7 +310,7 @@ class Engine(PerRank):
     ) -> None:
         # The other ranks accumulate their gradient even if the loss fails on this rank.
         self._is_accumulating = self.ranks.size > 1
-        for batch in batches:
+        for batch in between(batches):
             self._micro_batch_gradient(data, batch, loss, scores, spec)
         self._call_gradients.raise_error()
 
@@ -382,7 +382,7 @@ class Engine(PerRank):
         ]
         running = self.ranks.in_step(has_gradient)
         self.gradients.skip_passes(running.count(False))
-        for one, runs in zip(passes, running, strict=True):
+        for one, runs in between(zip(passes, running, strict=True), holds_memory=True):
             if runs:
                 self.gradients.next_pass()
                 output = one.output or self.passes.run(data, one.batch, TokenScores(), spec, training=True, seed=one.seed)

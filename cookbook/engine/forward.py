@@ -31,6 +31,7 @@ from cookbook.engine.parallel import Ranks
 from cookbook.engine.precision import DEFAULT, Precision
 from cookbook.engine.ranks.commands import PerRank
 from cookbook.engine.router_loss import RouterLoad, router_load
+from cookbook.futures import between
 from cookbook.types import Array, Datum, ForwardBackwardOutput, ModelInput, TensorData
 
 TRIAL_TOKENS = 32
@@ -327,7 +328,7 @@ class ForwardRunner:
         # Largest graph of an earlier pass, in bytes per token: the estimate for the next pass.
         per_token = 0.0
         passes = []
-        for batch in batches:
+        for batch in between(batches, holds_memory=True):
             seed = next_seed()
             fits = batch is batches[0] or batch.num_tokens * per_token <= free_bytes
             # Sharded ranks run the same passes: if one rank must recompute a pass, all ranks do.
@@ -339,9 +340,8 @@ class ForwardRunner:
                 per_token = max(per_token, output.num_bytes / max(batch.num_tokens, 1))
             passes.append(FinishedPass(batch, output if keep else None, seed))
         if any(one.output is None for one in passes):
-            self.model.log_once(
-                "retain", "the graphs of some micro-batches exceed backend.retain_gb; their forward passes run twice"
-            )
+            note = "the graphs of some micro-batches exceed backend.retain_gb; their forward passes run twice"
+            self.model.log_once("retain", note)
         return passes
 
     def fuses_gradient(self, data: Sequence[Datum], batch: MicroBatch, spec: PassSpec, *, per_sequence: bool) -> bool:

@@ -20,12 +20,13 @@ import uvicorn
 from cookbook.backends.group.supervisor import RankChannel
 from cookbook.engine.model import ModelConfig
 from cookbook.errors import ConfigError
-from cookbook.protocols import EngineBackend
+from cookbook.protocols import DeploymentConfig, EngineBackend
 from cookbook.server.app import create_app
 from cookbook.server.config import ServerConfig
 from cookbook.server.connections import BoundedConnection, fit_connections
 from cookbook.server.metrics import log_event, log_to
 from cookbook.server.state.catalog import Catalog
+from cookbook.server.state.deployed import Deployed
 from cookbook.server.state.host import Host
 from cookbook.server.state.service import Service
 from cookbook.utils import files
@@ -45,11 +46,13 @@ def serve(
     *,
     seed: int,
     out: Path,
+    deployment: DeploymentConfig | None = None,
     channel: RankChannel | None = None,
 ) -> None:
     """Load the model, listen, and serve until a signal stops the server.
 
     Args:
+        deployment: where the endpoint samples; None: in this process.
         channel: connection to the supervisor of a group of ranks, which owns the listening socket; None: open a socket here.
 
     Raises:
@@ -63,7 +66,8 @@ def serve(
     exclusive = contextlib.nullcontext() if server.durability == "off" else files.locked(out)
     with exclusive, open_listener(server) if channel is None else channel.listener() as listener:
         host = Host(model, backend, seed=seed, names=tuple(server.names), graph_bytes=int(server.graphs_gb * (1 << 30)))
-        service = Service(host, Catalog(out, host.public, seed), server)
+        deployed = None if deployment is None else Deployed(deployment, host, out)
+        service = Service(host, Catalog(out, host.public, seed), server, deployed)
         log_to(out / LOG_FILE)
         address, port = listener.getsockname()[:2]
         scheme = "http" if server.tls_cert is None else "https"
@@ -93,7 +97,7 @@ def serve(
         try:
             DrainingServer(config, service, channel).run(sockets=[listener])
         finally:
-            host.close()
+            service.close()
 
 
 def open_listener(server: ServerConfig) -> socket.socket:

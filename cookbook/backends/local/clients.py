@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from cookbook.backends.client_factory import ClientTrainer, PromptSampler, checkpoint_path
+from cookbook.backends.failures import Failures
 from cookbook.backends.local.trainer import LocalTrainer
-from cookbook.backends.worker import Failures
 from cookbook.checkpoints import inventory, manifest
 from cookbook.engine.model import LORA_FILE, ModelConfig
 from cookbook.errors import CheckpointError, ConfigError

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cookbook.backends.client_factory import ModelData, ModelInfo, checkpoint_path
+from cookbook.backends.failures import CallFuture, Failures, PendingStep
 from cookbook.backends.local.kept_graphs import Graphs
 from cookbook.backends.local.sample_queue import SHARDED, LocalSampler, SampleQueue
-from cookbook.backends.worker import CallFuture, Failures, Lane, PendingStep, Worker, with_remedy
+from cookbook.backends.worker import Lane, Worker, with_remedy
 from cookbook.checkpoints import sampler_checkpoints, snapshots, store
 from cookbook.engine.engine import Engine
 from cookbook.engine.loss_gradient import LossFunction

@@ -13,10 +13,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from cookbook.backends.failures import CallFuture, Failures, PendingStep
 from cookbook.backends.remote import convert
 from cookbook.backends.remote.connection import FAILURES_READ, Connection
 from cookbook.backends.remote.linearized_loss import KEYS, LINEAR, LinearizedLoss, PendingGradient, check_loss, linearize
-from cookbook.backends.worker import CallFuture, Failures, PendingStep, Worker
+from cookbook.backends.worker import Worker
 from cookbook.engine.forward import empty_output
 from cookbook.engine.loss_gradient import LossFunction, accumulate
 from cookbook.errors import BackendError, ConfigError

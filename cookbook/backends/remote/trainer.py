@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cookbook.backends.client_factory import ModelData, ModelInfo, checkpoint_path
+from cookbook.backends.failures import Failures
 from cookbook.backends.remote import convert, pointers
 from cookbook.backends.remote.connection import Connection
 from cookbook.backends.remote.linearized_loss import LINEAR, PendingGradient
 from cookbook.backends.remote.passes import CallQueue, CreateRun, RemotePasses, Send
 from cookbook.backends.remote.pointers import CheckpointGarbage, Pointer
 from cookbook.backends.remote.sampler import RemoteSampler
-from cookbook.backends.worker import Failures
 from cookbook.checkpoints import store
 from cookbook.checkpoints.snapshots import tokenizer_digests
 from cookbook.engine.model import ModelConfig, context_length, load_tokenizer

@@ -7,6 +7,7 @@ import functools
 import itertools
 import queue
 import threading
+import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -73,6 +74,9 @@ class AdaptiveLimit:
 
 T = TypeVar("T")
 GENERATE = "/inference/v1/generate"
+ABORT = "/inference/v1/abort_requests"
+# Of the ids of requests of the route GENERATE, inside the server.
+ID_PREFIX = "generate-tokens-"
 START_REQUESTS = 16
 # Statuses for a bad request, and not for a missing permission or route.
 BAD_REQUEST = frozenset({400, 413, 422})
@@ -99,6 +103,27 @@ def generate(client: Client, limit: AdaptiveLimit, body: JsonObject) -> JsonObje
 Job = Callable[[], None]
 
 
+class RequestFuture(Future[T]):
+    """The result of a request. :meth:`stop` ends its computation on the server; an error is then the result."""
+
+    def __init__(self, client: Client) -> None:
+        super().__init__()
+        self.request_id = uuid.uuid4().hex
+        self.is_stopped = False
+        self._client = client
+
+    def stop(self) -> None:
+        """Return immediately; another thread sends the message."""
+        self.is_stopped = True
+        if not self.done():
+            threading.Thread(target=self._abort, name="abort", daemon=True).start()
+
+    def _abort(self) -> None:
+        # The server may have ended.
+        with contextlib.suppress(RolloutError):
+            self._client.once(ABORT, {"request_ids": [f"{ID_PREFIX}{self.request_id}"]}, text=True)
+
+
 class Pool:
     """Sends requests on threads, to the servers in turn, an adaptive number at a time to each.
 
@@ -114,14 +139,17 @@ class Pool:
         self._max_threads = max_requests * len(clients)
         weakref.finalize(self, self._jobs.put, None)
 
-    def submit(self, body: JsonObject, read: Callable[[JsonObject], T]) -> Future[T]:
+    def submit(self, body: JsonObject, read: Callable[[JsonObject], T]) -> RequestFuture[T]:
         """Send ``body``, and convert the response with ``read``."""
-        future: Future[T] = Future()
         client, limit = next(self._round_robin)
+        future: RequestFuture[T] = RequestFuture(client)
+        request = {**body, "request_id": future.request_id}
 
         def work() -> None:
             try:
-                future.set_result(read(generate(client, limit, body)))
+                if future.is_stopped:
+                    raise RolloutError("sample: stopped on request")
+                future.set_result(read(generate(client, limit, request)))
             except BaseException as error:  # noqa: BLE001 - raised again when the caller reads the future
                 future.set_exception(error)
 

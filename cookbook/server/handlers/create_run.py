@@ -87,7 +87,7 @@ async def load_run(service: Service, session: Session, kind: str, body: bytes, l
     else:
         info, make = _from_checkpoint(service, session, parse(LoadWeights, body))
     graphs = RunGraphs(service.host.graphs)
-    lane = service.host.worker.lane(session.account, TRAINING_SHARE)
+    lane = service.host.worker.lane(session.account, TRAINING_SHARE, pauses=service.host.can_pause)
     trainer = await asyncio.to_thread(make, graphs=graphs, lane=lane)
     info = service.catalog.add_run(info)
     return TrainingRun(info, session.session_id, trainer, lane, graphs, service.requests, log, service.config.gap_timeout_s)

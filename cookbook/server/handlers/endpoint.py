@@ -15,7 +15,7 @@ from cookbook.backends.local.sample_queue import LocalSampler, SampleFuture
 from cookbook.data.formats import Chat
 from cookbook.data.messages import parse_messages
 from cookbook.engine.decoding.requests import TokenChunk
-from cookbook.errors import BackendError, CheckpointError, CookbookError, DataError
+from cookbook.errors import BackendError, CheckpointError, CookbookError, DataError, SamplerUnavailableError
 from cookbook.server.handlers.sampling import exceeded_limit
 from cookbook.server.keys import caller_name
 from cookbook.server.state.catalog import SCHEME, Address, CheckpointRecord
@@ -268,7 +268,10 @@ class Completion:
             seed = request_seed(self._weights.seed, self._sampler.step, self._caller.num_requests)
             params = replace(params, seed=seed)
         prompt = ModelInput.from_ints(question.prompt)
-        return self._sampler.sample(prompt, question.num_samples, params, include_prompt_logprobs=question.score)
+        if (deployed := self.service.deployed) is None:
+            return self._sampler.sample(prompt, question.num_samples, params, include_prompt_logprobs=question.score)
+        scores = self._sampler.compute_logprobs(prompt) if question.score else None
+        return deployed.sample(self._weights.sampler, question.prompt, question.num_samples, params, scores)
 
     def _finish(self, index: int, future: Future[Any]) -> None:
         self._num_left -= 1
@@ -350,4 +353,4 @@ def _admit(service: Service, caller: Caller, questions: Sequence[Question]) -> i
 
 def status_of(error: CookbookError) -> int:
     """Return the HTTP status of a failed computation: 400 if the request caused the failure, else 503: clients retry."""
-    return 503 if isinstance(error, BackendError) else 400
+    return 503 if isinstance(error, BackendError | SamplerUnavailableError) else 400

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from cookbook.backends.failures import ServedFailures
 from cookbook.backends.local import LocalTrainer
 from cookbook.backends.local.kept_graphs import KeptGraphs
 from cookbook.backends.local.sample_queue import SHARDED, LocalSampler, SampleQueue
-from cookbook.backends.worker import Account, Lane, ServedFailures, Worker
+from cookbook.backends.worker import Account, Lane, Worker
 from cookbook.checkpoints import manifest
 from cookbook.data import Renderer
 from cookbook.engine.engine import Engine
@@ -205,6 +206,11 @@ class Host:
         trainer = self._trainer(model, folder, seed, graphs, lane)
         trainer.load_state(str(checkpoint), optimizer=optimizer).result()
         return trainer
+
+    @property
+    def can_pause(self) -> bool:
+        """Whether calls of a trainer may pause between two passes. Ranks compute the same call at the same time."""
+        return self._base_trainer.engine.ranks.size == 1
 
     def base_sampler(self) -> LocalSampler:
         self._check_sampling()

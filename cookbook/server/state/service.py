@@ -28,6 +28,7 @@ from cookbook.server.journal.log import Log, Record
 from cookbook.server.keys import caller_name
 from cookbook.server.metrics import Metrics, log_event
 from cookbook.server.state.catalog import Address, Catalog, CheckpointRecord, Downloads, RunInfo, not_found, unknown_run
+from cookbook.server.state.deployed import Deployed
 from cookbook.server.state.endpoint import Endpoint
 from cookbook.server.state.host import Host
 from cookbook.server.state.requests import SAMPLE, Request, RequestStore, unknown_request
@@ -89,8 +90,10 @@ class Service:
     Objects of other API keys are answered like unknown ones; see :class:`Tenants`.
     """
 
-    def __init__(self, host: Host, catalog: Catalog, config: ServerConfig) -> None:
+    def __init__(self, host: Host, catalog: Catalog, config: ServerConfig, deployed: Deployed | None = None) -> None:
         self.host = host
+        # Where the endpoint samples; None: in this process.
+        self.deployed = deployed
         self.catalog = catalog
         self.config = config
         self.tenants = Tenants(config.key_ring())
@@ -130,6 +133,12 @@ class Service:
         self.endpoint = Endpoint()
         # The event loop keeps only weak references to tasks, so a task without another reference could be collected.
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def close(self) -> None:
+        """End the deployment and the worker thread."""
+        if self.deployed is not None:
+            self.deployed.close()
+        self.host.close()
 
     # ---- sessions ------------------------------------------------------------------------------------------------
 

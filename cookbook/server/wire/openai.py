@@ -25,7 +25,7 @@ MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_IDS = 16, 200, 4096
 LOWEST_TEMPERATURE = 0.01
 # Fields that only label a request, or only concern how another server stores or transfers it.
 LABELS = frozenset(
-    {"user", "metadata", "safety_identifier", "prompt_cache_key", "cache_salt"}
+    {"user", "metadata", "safety_identifier", "prompt_cache_key", "cache_salt", "routed_experts_prompt_start"}
     | {"skip_special_tokens", "spaces_between_special_tokens", "detokenize", "flat_logprobs", "include_stop_str_in_output"}
 )
 # Fields without support, and the values that mean that the field is not used.
