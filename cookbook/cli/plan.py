@@ -78,7 +78,7 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
     )
     found = of_step(checkpointing=bool(backend.recomputes))
     why = "as asked" if backend.recomputes else None
-    if backend.recomputes is None and found.recomputable and (why := _shortage(found, budget, device)):
+    if backend.recomputes is None and found.recomputable and (why := _shortage(found, pass_tokens, device)):
         found = of_step(checkpointing=True)
     tables.facts(
         [*_lines(found, shape, backend.optimizer, why), ("precision", precision(backend)), *_ranks(found, typed)],
@@ -87,7 +87,7 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
 
 
 def _shortage(found: Estimate, pass_tokens: int, device: torch.device) -> str | None:
-    """Return why the engine would not keep the activations of ``pass_tokens``, the limit of a pass; None if it would keep them.
+    """Return why the engine would not keep the activations of a pass of ``pass_tokens``; None if it would keep them.
 
     The answer depends on the memory that is free now.
     """
