@@ -159,8 +159,8 @@ bench-gpu: $(VENV)/installed ## Training, the output head, several GPUs: tokens 
 	$(BIN)/python benchmarks/head.py $(if $(GPU),$(GPU),--device cuda)
 	$(BIN)/python benchmarks/ranks.py --gpus
 
-# Real rows where GSM8K lies beside the checkout, random ones of its lengths elsewhere. PEERS="--rounds 1 --only sft-small".
-bench-peers: $(VENV)/installed .venv-trl/installed ## Speed and memory beside TRL's, as a table and JSON: the better part of an hour
+# Real rows where GSM8K lies beside the checkout, random ones of its lengths elsewhere. PEERS="--rounds 1 --only sft-mid".
+bench-peers: $(VENV)/installed .venv-trl/installed ## Speed and memory beside TRL's, as a table and JSON: some two hours
 	$(BIN)/python benchmarks/peers/prepare.py runs/peers
 	$(BIN)/python benchmarks/peers/compare.py runs/peers --trl .venv-trl/bin/python --json runs/peers/peers.json $(PEERS)
 

@@ -1,4 +1,4 @@
-"""Cost of a step: ``python benchmarks/step.py [--json FILE] [--precision]``, or ``make bench``.
+"""Cost of a step: ``python benchmarks/step.py [--json FILE] [--precision | --scaling]``, or ``make bench``.
 
 Candidates of one comparison run in turn, round after round, in one process on one thread, and are timed in CPU seconds; the
 table gives medians and the ratio to the first candidate of each comparison. Ratios are what to quote: the machine is shared.
@@ -49,7 +49,34 @@ def main() -> None:
             *compare("precision, 1,500 tokens, H=512 L=6", precision(folder / "mid", 512, 6, [1500])),
         ]
 
-    command(__doc__, measured, precision=precisions)
+    command(__doc__, measured, precision=precisions, scaling=scaling)
+
+
+def scaling(folder: Path) -> Rows:
+    """Cost of a pass and its gradient against batch, length, width, and completions of one prompt."""
+    small = model(folder / "128", 128, 4)
+    widths = {width: model(folder / str(width), width, 4) for width in (128, 256, 512)}
+    batch = {f"{rows} rows of 256 tokens": sft_pass(small, [256] * rows) for rows in (1, 4, 16, 64)}
+    length = {f"{4096 // n} rows of {n} tokens": sft_pass(small, [n] * (4096 // n)) for n in (128, 512, 2048, 4096)}
+    width = {f"H={n}": sft_pass(one, [512] * 4) for n, one in widths.items()}
+    group = {f"{n} completions": sft_pass(small, [256 + 64] * n, prompt=256) for n in (1, 4, 16, 64)}
+    comparisons = {
+        "batch, H=128 L=4": batch,
+        "length, 4,096 tokens, H=128 L=4": length,
+        "width, 4 rows of 512 tokens, L=4": width,
+        "group size, one prompt of 256 tokens, completions of 64, H=128 L=4": group,
+    }
+    return [row for what, candidates in comparisons.items() for row in compare(f"cost against {what}", candidates, 3)]
+
+
+def sft_pass(language_model: LanguageModel, lengths: list[int], prompt: int = 0) -> Callable[[], None]:
+    """One pass and its gradient; the first ``prompt`` tokens of all rows are equal and have no loss."""
+    engine, draw = Engine(language_model, EngineOptions(token_metrics=False)), np.random.default_rng(0)
+    first = draw.integers(0, 256, prompt)
+    rows = [np.concatenate([first, draw.integers(0, 256, n - prompt)]) for n in lengths]
+    data = [datum_from_tokens_weights(tokens, (np.arange(len(tokens)) >= prompt).astype(float)) for tokens in rows]
+    loss = get_loss("cross_entropy")
+    return without_gradient(engine, functools.partial(engine.forward_backward, loss.prepare(data), loss))
 
 
 def precision(folder: Path, hidden: int, layers: int, lengths: list[int]) -> Candidates:

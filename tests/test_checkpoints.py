@@ -27,6 +27,7 @@ from cookbook.checkpoints.snapshots import digests
 from cookbook.errors import CheckpointError, ConfigError
 from cookbook.losses import DPO
 from cookbook.types import AdamParams
+from cookbook.utils import files
 
 ADAM = AdamParams(learning_rate=1e-2, weight_decay=0.01)
 OPTIMIZER = f"{store.TRAINER}/shard-00000-00000.safetensors"
@@ -285,6 +286,21 @@ def test_a_note_of_the_users_in_a_checkpoint_does_no_harm(make_engine, good, tmp
 def test_no_pickle_is_on_the_disk(good):
     suffixes = {Path(name).suffix for name in names_in(good)}
     assert suffixes | {".jinja"} == {".safetensors", ".json", ".jinja", ".md"}
+
+
+def test_a_file_of_the_state_is_read_once_and_leaves_the_cache(make_engine, tmp_path, monkeypatch):
+    """The memory that caches a file is that of the file before. A second reading, for the manifest, would fill it again."""
+    read, left = [], []
+    monkeypatch.setattr(store, "STATE_BYTES", 4096)
+    monkeypatch.setattr(files, "sha256", lambda path, sha256=files.sha256: read.append(path.name) or sha256(path))
+    monkeypatch.setattr(files, "forget", lambda path, forget=files.forget: left.append(path.name) or forget(path))
+    engine = make_engine()
+    train(engine, 0)
+    store.save(engine, tmp_path / "one", state=True)
+    shards = [path.name for path in (tmp_path / "one" / store.TRAINER).iterdir()]
+    assert len(shards) > 2 and sorted(left) == sorted(shards)
+    assert all(read.count(name) == 1 for name in shards)
+    manifest.verify(tmp_path / "one")
 
 
 def test_large_ones_come_in_several_files(make_trainer, tmp_path):

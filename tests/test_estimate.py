@@ -132,22 +132,24 @@ def test_the_command_says_it_in_words(capsys, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-# Asked about a pass of the whole budget, however small the step: 4,096 tokens on a CPU.
+# The engine is asked about a pass of the whole budget, 4,096 tokens on a CPU; the plan about the passes of its step.
 @pytest.mark.parametrize(
-    ("free", "budget", "recomputed"),
-    [(16, 8192, "yes"), (16, 1000, "no;"), (100, 8192, "no;")],
+    ("free", "budget", "recomputed", "planned"),
+    [(16, 8192, True, "no;"), (16, 1000, False, "no;"), (100, 8192, False, "no;"), (0, 8192, True, "yes")],
 )
 @pytest.mark.slow
-def test_it_decides_on_recomputing_as_the_engine_does(capsys, monkeypatch, make_engine, tiny_folder, free, budget, recomputed):
+def test_it_decides_on_recomputing_as_the_engine_does(
+    capsys, monkeypatch, make_engine, tiny_folder, free, budget, recomputed, planned
+):
     weights = make_engine().model.num_parameters * 4
     monkeypatch.setattr("cookbook.engine.memory.free_bytes", lambda device: free * 10**6 - weights)
     engine = make_engine(activation_checkpointing=None, micro_batch_tokens=budget)
-    assert engine.options.activation_checkpointing is (recomputed == "yes")
+    assert engine.options.activation_checkpointing is recomputed
     monkeypatch.setattr("cookbook.cli.plan.free_bytes", lambda device: free * 10**6)
     words = ["recipe=sft", "recipe.batch_size=2", "data.limit=50", f"model.name={tiny_folder}"]
     assert run(["plan", *words, f"backend.micro_batch_tokens={budget}"]) == 0
     told = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
-    assert told["recomputed"][:3] == recomputed
+    assert told["recomputed"][:3] == planned
 
 
 @pytest.mark.slow

@@ -1,10 +1,12 @@
 """Cookbook beside TRL: CPU seconds of a step and peak memory, each in processes of its own, in turn.
 
-    python benchmarks/peers/compare.py FOLDER --trl .venv-trl/bin/python [--rounds 3] [--only NAME ...] [--tune] [--json FILE]
+    python benchmarks/peers/compare.py FOLDER --trl .venv-trl/bin/python [--rounds 3] [--only NAME ...] [--json FILE]
 
-`prepare.py` makes FOLDER. Both sides do the same work, which is checked: the tokens of every step, and the loss of the
-first. Seconds are those from the first finished step to the last; memory is the peak beyond what imports take, so weights,
-gradients and moments are in it. Exit 1 when the work differs; a target that is missed is only marked.
+`prepare.py` makes FOLDER. The first round runs TRL in every setting that might be its best, at every precision. Later rounds
+run the fastest setting of each precision, TRL's defaults, and cookbook at each precision, in turn. Both sides do the same work,
+which is checked: the tokens of every step, and the loss of the first. Seconds are those from the first finished step to the
+last; memory is the peak beyond what imports take, so weights, gradients and moments are in it. Exit 1 when the work differs; a
+target that is missed is only marked.
 """
 
 from __future__ import annotations
@@ -21,15 +23,18 @@ from pathlib import Path
 from typing import Any
 
 from startup import cpu_until
-from workloads import COMPLETION_TOKENS, GROUP, LR, WORKLOADS, Folder, Setting, Workload
+from workloads import COMPLETION_TOKENS, DEFAULTS, GROUP, LR, PRECISIONS, WORKLOADS, Folder, Setting, Workload
+
+from cookbook.engine.precision import instructions
 
 HERE = Path(__file__).parent
 SAME_LOSS = 1e-4  # relative: float32 rounding is 1e-7, a token more or less in the mean 1e-3
+SAME_ROUNDED_LOSS = 1e-2  # relative: with products or activations in bfloat16
 SAME_SAMPLES = 0.1  # relative: where untrained models happen to end their samples
 STARTUP_REACH = 2.0
 STARTUP_ROWS = 8  # TRL's default; all that either side reads
-OURS = "cookbook"
-Results = dict[str, list[dict[str, Any]]]  # by side, one a round
+OURS = {"float32": {}, "medium": {"backend.matmul_precision": "medium"}, "autocast": {"backend.autocast": "bfloat16"}}
+Results = dict[str, list[dict[str, Any]]]  # by candidate, one a round
 
 
 def main() -> int:
@@ -38,45 +43,71 @@ def main() -> int:
     parser.add_argument("--trl", type=Path, required=True, help="the Python of TRL's environment")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", help=f"of startup, {', '.join(work.name for work in WORKLOADS)}")
-    parser.add_argument("--tune", action="store_true", help="TRL alone, under every setting that might be its best")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
     folder, trl = Folder(arguments.folder.resolve()), arguments.trl.absolute()
     shutil.rmtree(folder.root / "results", ignore_errors=True)
     (folder.root / "results").mkdir()
-    load = os.getloadavg()[0]
+    facts = _facts(folder)
     rows = []
     for workload in WORKLOADS:
         if not arguments.only or workload.name in arguments.only:
-            results = measure(workload, folder, trl, arguments.rounds, tune=arguments.tune)
-            rows += rows_of(workload, results, tune=arguments.tune)
-    if not arguments.tune and (not arguments.only or "startup" in arguments.only):
+            rows.append(row_of(workload, measure(workload, folder, trl, arguments.rounds)))
+            show(rows[-1])
+    if not arguments.only or "startup" in arguments.only:
         rows.append(startup_row(folder, trl, arguments.rounds))
-    show(rows, (folder.root / "source.txt").read_text(encoding="utf-8").strip(), load)
+    print("\n" + facts)
+    table(rows)
     if arguments.json:
-        arguments.json.write_text(json.dumps({"load": load, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        arguments.json.write_text(json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     return 1 if any(row["wrong"] for row in rows) else 0
+
+
+def _facts(folder: Folder) -> str:
+    """What the figures depend on, besides the code of TRL."""
+    cpus = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    name = next((line.partition(":")[2].strip() for line in cpus if line.startswith("model name")), "unknown CPU")
+    asked = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    source = (folder.root / "source.txt").read_text(encoding="utf-8").strip()
+    return (
+        f"Commit {commit}; {name}, {instructions() or 'no bfloat16 instructions'}, {os.cpu_count()} cores, load at the start "
+        f"{os.getloadavg()[0]:.1f}; one thread a process, CPU seconds; rows: {source}."
+    )
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
 
 
-def measure(workload: Workload, folder: Folder, trl: Path, rounds: int, *, tune: bool) -> Results:
-    """Measure every side once per round, in turn, so that other load on the machine affects all sides."""
-    settings = workload.candidates if tune else workload.settings
-    results: Results = {name: [] for name in [*([] if tune else [OURS]), *(one.name for one in settings)]}
+def measure(workload: Workload, folder: Folder, trl: Path, rounds: int) -> Results:
+    """Measure every candidate once per round, in turn, so that other load on the machine affects all sides."""
+    settings = {setting.name: setting for setting in workload.settings}
+    results: Results = {name: [] for name in (*(f"cookbook, {precision}" for precision in PRECISIONS), *settings)}
+    chosen = list(results)
     for number in range(rounds):
-        for side, found in results.items():
-            setting = next((one for one in settings if one.name == side), None)
-            name = f"{workload.name}-{side.replace(' ', '-')}-{number}"
-            command = _ours(workload, folder, name) if setting is None else _theirs(workload, setting, folder, trl, name)
+        for candidate in chosen:
+            name = f"{workload.name}-{candidate.replace(', ', '-').replace(' ', '-')}-{number}"
+            if setting := settings.get(candidate):
+                command = _theirs(workload, setting, folder, trl, name)
+            else:
+                command = _ours(workload, candidate.partition(", ")[2], folder, name)
             _run(command, folder, name)
-            found.append(folder.read(name))
-            print(f"{name}: {found[-1]['seconds_a_step']:.3f} CPU s a step", file=sys.stderr, flush=True)
+            results[candidate].append(folder.read(name))
+            print(f"{name}: {results[candidate][-1]['seconds_a_step']:.3f} CPU s a step", file=sys.stderr, flush=True)
+        chosen = [*list(results)[: len(PRECISIONS)], *_fastest(workload, results)]
     return results
 
 
-def _ours(workload: Workload, folder: Folder, name: str) -> list[str]:
+def _fastest(workload: Workload, results: Results) -> list[str]:
+    """TRL's defaults, and its fastest setting of each precision in the first round."""
+    found = [DEFAULTS]
+    for precision in PRECISIONS:
+        names = [setting.name for setting in workload.settings if setting.precision == precision and setting.name != DEFAULTS]
+        found.append(min(names, key=lambda name: float(results[name][0]["seconds_a_step"])))
+    return found
+
+
+def _ours(workload: Workload, precision: str, folder: Folder, name: str) -> list[str]:
     """The command a user would type, with the meter as a hook."""
     out = folder.root / "results" / f"run-{name}"
     settings: dict[str, Any] = {
@@ -86,6 +117,7 @@ def _ours(workload: Workload, folder: Folder, name: str) -> list[str]:
         "optim.lr": LR,
         "out": out,
         **_plain(folder.model(workload.model)),
+        **OURS[precision],
     }
     if workload.method == "grpo":
         settings |= {"recipe.prompts_per_step": workload.rows, "recipe.group_size": GROUP}
@@ -137,56 +169,76 @@ def _environment(command: Sequence[str]) -> dict[str, str]:
 # ---- what was found --------------------------------------------------------------------------------------------------
 
 
-def rows_of(workload: Workload, results: Results, *, tune: bool) -> list[dict[str, Any]]:
-    """A row a setting of TRL; when tuning, each against the first."""
-    first = next(iter(results))
-    rows = []
-    for setting in workload.candidates if tune else workload.settings:
-        ours, theirs = results[first], results[setting.name]
-        times = statistics.median(b["seconds_a_step"] / a["seconds_a_step"] for a, b in zip(ours, theirs, strict=True))
-        memory = _median(ours, "peak_mb") / _median(theirs, "peak_mb")
-        rows.append(
-            {
-                "what": workload.name,
-                "against": setting.name,
-                "unit": f"{workload.unit}/s",
-                "cookbook": _units(workload, ours),
-                "trl": _units(workload, theirs),
-                "times": times,
-                "reach": setting.reach,
-                "cookbook_mb": _median(ours, "peak_mb"),
-                "trl_mb": _median(theirs, "peak_mb"),
-                "memory": memory,
-                "reach_memory": workload.memory,
-                "wrong": "" if tune else difference(workload, ours[0]["steps"], theirs[0]["steps"]),
-            }
-        )
-    return rows
+def row_of(workload: Workload, results: Results) -> dict[str, Any]:
+    """Figures of every candidate, and ratios of the two sides at their best precision, at float32, and at their defaults."""
+    figures = {
+        name: {
+            **_rates(workload, found),
+            "mb": _median(found, "peak_mb"),
+            "wrong": _wrong(workload, name, results),
+        }
+        for name, found in results.items()
+    }
+    ours = list(figures)[: len(PRECISIONS)]
+    theirs = _fastest(workload, results)
+    exact, best = theirs[1], max(theirs, key=lambda name: figures[name]["median"])
+    pairs = {"best": (max(ours, key=lambda name: figures[name]["median"]), best), "float32": (ours[0], exact)}
+    pairs["defaults"] = (ours[0], DEFAULTS)
+    return {
+        "what": workload.name,
+        "unit": f"{workload.unit}/s",
+        "figures": figures,
+        "pairs": {name: [*pair, _times(results, *pair)] for name, pair in pairs.items()},
+        "reach": workload.reach,
+        "memory": figures[ours[0]]["mb"] / figures[exact]["mb"],
+        "reach_memory": workload.memory,
+        "wrong": "; ".join(f"{name}: {one['wrong']}" for name, one in figures.items() if one["wrong"]),
+    }
+
+
+def _times(results: Results, ours: str, theirs: str) -> float:
+    """Median over the rounds that have both. Two candidates that were each run once are compared as well."""
+    rounds = zip(results[ours], results[theirs], strict=False)
+    return statistics.median(b["seconds_a_step"] / a["seconds_a_step"] for a, b in rounds)
 
 
 def _median(found: Sequence[dict[str, Any]], key: str) -> float:
     return float(statistics.median(one[key] for one in found))
 
 
-def _units(workload: Workload, found: Sequence[dict[str, Any]]) -> float:
-    """Per CPU second."""
+def _rates(workload: Workload, found: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Per CPU second: median, least and most."""
     inputs = [step["inputs"] for step in found[0]["steps"][1:]]
-    per_step = {"tokens": float(sum(inputs)) / len(inputs), "pairs": float(workload.rows), "steps": 1.0}[workload.unit]
-    return per_step / _median(found, "seconds_a_step")
+    per_step = float(sum(inputs)) / len(inputs) if workload.unit == "tokens" else 1.0
+    per_step = float(workload.rows) if workload.unit == "pairs" else per_step
+    rates = [per_step / one["seconds_a_step"] for one in found]
+    return {"median": statistics.median(rates), "least": min(rates), "most": max(rates)}
 
 
-def difference(workload: Workload, ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> str:
+def _wrong(workload: Workload, name: str, results: Results) -> str:
+    """Why a setting of TRL did other work than cookbook at the same precision; empty if it did not."""
+    if name.startswith("cookbook"):
+        return ""
+    precision = next(setting.precision for setting in workload.settings if setting.name == name)
+    ours = results[f"cookbook, {precision}"][0]["steps"]
+    return difference(workload, ours, results[name][0]["steps"], exact=precision == PRECISIONS[0])
+
+
+def difference(workload: Workload, ours: list[dict[str, float]], theirs: list[dict[str, float]], *, exact: bool = True) -> str:
     """Why the two did not do the same work; empty when they did."""
     if workload.method == "grpo":  # each samples its own completions
         a, b = (sum(step[key] for step in side) for side, key in ((ours, "sampled"), (theirs, "trained")))
         return "" if abs(a - b) <= SAME_SAMPLES * b else f"{a:.0f} tokens sampled, and {b:.0f} by TRL"
-    sequences = workload.rows * (2 if workload.method == "dpo" else 1)  # a sequence's last token is no model input
+    sequences = workload.rows * (2 if workload.unit == "pairs" else 1)  # a sequence's last token is no model input
     for number, (a_step, b_step) in enumerate(zip(ours, theirs, strict=True), 1):
         for key, added in (("inputs", sequences), ("trained", 0)):
             if a_step[key] + added != b_step[key]:
                 return f"step {number}: {a_step[key] + added:.0f} tokens {key}, and {b_step[key]:.0f} by TRL"
+    if workload.method == "orpo":  # TRL's loss is also one of the prompt: docs/parity.md
+        return ""
     a, b = ours[0]["loss"], theirs[0]["loss"]
-    return "" if abs(a - b) <= SAME_LOSS * abs(b) else f"loss of the first step {a:.7f}, and {b:.7f} by TRL"
+    same = SAME_LOSS if exact else SAME_ROUNDED_LOSS
+    return "" if abs(a - b) <= same * abs(b) else f"loss of the first step {a:.7f}, and {b:.7f} by TRL"
 
 
 # ---- the start -------------------------------------------------------------------------------------------------------
@@ -210,9 +262,16 @@ def startup_row(folder: Folder, trl: Path, rounds: int) -> dict[str, Any]:
             seconds[side].append(cpu_until(command, marker, _environment(command), log))
             print(f"startup-{side}-{number}: {seconds[side][-1]:.2f} CPU s", file=sys.stderr, flush=True)
     times = statistics.median(b / a for a, b in zip(seconds["cookbook"], seconds["trl"], strict=True))
-    medians = {side: statistics.median(found) for side, found in seconds.items()}
-    row = {"what": "start to first step", "against": "trl sft", "unit": "CPU s", **medians, "times": times}
-    return {**row, "reach": STARTUP_REACH, "wrong": ""}
+    return {
+        "what": "start to first step",
+        "unit": "CPU s",
+        "figures": {
+            name: {"median": statistics.median(one), "least": min(one), "most": max(one)} for name, one in seconds.items()
+        },
+        "pairs": {"defaults": ["cookbook", "trl", times]},
+        "reach": STARTUP_REACH,
+        "wrong": "",
+    }
 
 
 def _ours_from_start(model: Path, data: Path, out: Path) -> list[str]:
@@ -244,28 +303,39 @@ def _theirs_from_start(model: Path, data: Path, out: Path, trl: Path) -> list[st
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 
-def show(rows: Sequence[dict[str, Any]], source: str, load: float) -> None:
-    print(f"Rows: {source}. One thread a process, CPU seconds; load of the machine at the start {load:.1f}.\n")
-    heads = ["", "TRL's setting", "unit", "cookbook", "TRL", "times", "reach", "MB", "TRL MB", "share", ""]
-    print(_line(heads))
+def show(row: dict[str, Any]) -> None:
+    """Every candidate of a workload."""
+    print(f"\n{row['what']}, {row['unit']}: median, least to most, peak memory")
+    for name, one in row["figures"].items():
+        spread = f"{one['least']:.4g} to {one['most']:.4g}"
+        print(f"  {name:32}{one['median']:>9.4g}   {spread:20}{one['mb']:>7.0f} MB  {one['wrong']}".rstrip(), flush=True)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> None:
+    """The ratios, one line a workload, as a table of Markdown."""
+    print("\n| workload | times as fast as TRL, each at its best | both in float32 | defaults of both | memory | goal |")
+    print("|---|---|---|---|---|---|")
     for row in rows:
-        memory = [f"{row['cookbook_mb']:.0f}", f"{row['trl_mb']:.0f}", f"{row['memory']:.2f}"] if "memory" in row else [""] * 3
-        numbers = [f"{row['cookbook']:.3g}", f"{row['trl']:.3g}", f"{row['times']:.2f}", f"{row['reach']:g}"]
-        print(_line([row["what"], row["against"], row["unit"], *numbers, *memory, _verdict(row)]))
+        cells = [_cell(row["pairs"].get(name)) for name in ("best", "float32", "defaults")]
+        memory = f"{row['memory']:.2f}" if "memory" in row else ""
+        print(f"| {' | '.join([row['what'], *cells, memory, _verdict(row)])} |")
 
 
-def _line(cells: Sequence[str]) -> str:
-    widths = (20, 24, 9, 9, 9, 6, 6, 6, 7, 6, 0)
-    return "".join(cell.ljust(w) if i < 3 else f"{cell:>{w}}  " for i, (cell, w) in enumerate(zip(cells, widths, strict=True)))
+def _cell(pair: list[Any] | None) -> str:
+    if pair is None:
+        return ""
+    ours, theirs, times = pair
+    return f"{times:.2f} ({ours.removeprefix('cookbook, ')}; {theirs})"
 
 
 def _verdict(row: dict[str, Any]) -> str:
     if row["wrong"]:
         return f"NOT THE SAME WORK: {row['wrong']}"
+    times = row["pairs"].get("best", row["pairs"]["defaults"])[2]
     share = row.get("reach_memory")
-    missed = [f"{row['reach']:g}x"] if row["times"] < row["reach"] else []
+    missed = [f"{row['reach']:g}x"] if times < row["reach"] else []
     missed += [f"{share:g} of the memory"] if share is not None and row["memory"] > share else []
-    return f"short of {' and '.join(missed)}" if missed else "reached"
+    return f"short of {' and '.join(missed)}" if missed else f"{row['reach']:g}x: reached"
 
 
 if __name__ == "__main__":

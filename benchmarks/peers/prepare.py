@@ -1,4 +1,4 @@
-"""Makes what both sides read: two untrained Qwen3 models and the rows of every workload.
+"""Makes what both sides read: untrained Qwen3 models and the rows of every workload.
 
     python benchmarks/peers/prepare.py FOLDER [--gsm8k FOLDER]
 
@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
-from workloads import COMPLETION_TOKENS, SMALL, WIDE, WORKLOADS, Folder, Model, Workload
+from workloads import COMPLETION_TOKENS, CONTEXT, MID, SMALL, WIDE, WORKLOADS, Folder, Model, Workload
 
 from cookbook.utils.paths import packaged
 
-CONTEXT = 1024  # tokens: TRL's default max_length, so that neither side cuts a row
+LONGEST = 1024  # tokens of a row before rows are joined: TRL's default max_length
 TEMPLATE_TOKENS = 64  # more than the chat template adds to a question and an answer
 Pair = tuple[str, str]  # question and answer
 
@@ -33,9 +33,9 @@ def main() -> None:
     torch.set_num_threads(1)
     folder = Folder(arguments.folder)
     folder.root.mkdir(parents=True, exist_ok=True)
-    for model in (SMALL, WIDE):
+    for model in (SMALL, MID, WIDE):
         _make(model, folder.model(model))
-    pairs, source = _pairs(arguments.gsm8k, max(2 * work.rows * work.steps for work in WORKLOADS))
+    pairs, source = _pairs(arguments.gsm8k, max(map(_needed, WORKLOADS)))
     print(f"rows: {source}", flush=True)
     (folder.root / "source.txt").write_text(f"{source}\n", encoding="utf-8")
     for workload in WORKLOADS:
@@ -50,9 +50,9 @@ def _make(model: Model, folder: Path) -> None:
         hidden_size=model.hidden,
         intermediate_size=3 * model.hidden,
         num_hidden_layers=model.layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=model.hidden // 4,
+        num_attention_heads=model.heads,
+        num_key_value_heads=model.heads // 2,
+        head_dim=model.hidden // model.heads,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -71,9 +71,9 @@ def _pairs(gsm8k: Path, count: int) -> tuple[list[Pair], str]:
         pairs, source = [(row["question"], row["answer"]) for row in rows], str(files[0])
     else:
         pairs, source = _random_pairs(2 * count), "random letters, lognormal lengths like GSM8K's"
-    fitting = [pair for pair in pairs if _length(pair) <= CONTEXT - TEMPLATE_TOKENS - COMPLETION_TOKENS]
+    fitting = [pair for pair in pairs if _length(pair) <= LONGEST - TEMPLATE_TOKENS - COMPLETION_TOKENS]
     if len(fitting) < count:
-        raise SystemExit(f"prepare: {len(fitting)} rows fit {CONTEXT} tokens, and {count} are needed")
+        raise SystemExit(f"prepare: {len(fitting)} rows fit {LONGEST} tokens, and {count} are needed")
     return fitting[:count], source
 
 
@@ -93,7 +93,26 @@ def _length(pair: Pair) -> int:
     return sum(len(text.encode()) for text in pair)
 
 
+def _needed(workload: Workload) -> int:
+    """Rows of GSM8K: a row of the workload joins some, and every pair needs a rejected answer."""
+    joined = -(-workload.least_bytes // 200) + 1
+    return 2 * workload.rows * workload.steps * joined
+
+
+def _joined(pairs: Sequence[Pair], least_bytes: int) -> list[Pair]:
+    """Questions and answers of several rows in one, until it has ``least_bytes``."""
+    rows: list[Pair] = []
+    part: list[Pair] = []
+    for pair in pairs:
+        part.append(pair)
+        if sum(map(_length, part)) >= least_bytes:
+            rows.append((" ".join(question for question, _ in part), " ".join(answer for _, answer in part)))
+            part = []
+    return rows
+
+
 def _write_rows(folder: Folder, workload: Workload, pairs: Sequence[Pair]) -> None:
+    pairs = _joined(pairs, workload.least_bytes)
     count = workload.rows * workload.steps  # the rows after that lend the rejected answers
     rows = [_row(workload.method, pair, other) for pair, other in zip(pairs[:count], pairs[count:], strict=False)]
     _write(folder.rows(workload), rows)

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from datasets import Dataset, disable_progress_bars
 from meter import Meter
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from transformers.utils import logging
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
-from workloads import COMPLETION_TOKENS, GROUP, LR, Folder, Setting, Workload, find, letters
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+from workloads import COMPLETION_TOKENS, CONTEXT, GROUP, LR, Folder, Setting, Workload, find, letters
 
-COMMON = {  # float32 on the CPU, in the rows' order, and nothing written or reported
+COMMON = {  # on the CPU, in the rows' order, and nothing written or reported
     "use_cpu": True,
-    "bf16": False,
     "train_sampling_strategy": "sequential",
     "lr_scheduler_type": "constant",
     "learning_rate": LR,
@@ -51,6 +51,10 @@ def _tokens(inputs: dict[str, Any]) -> tuple[int, int]:
     if "completion_ids" in inputs:  # GRPO
         completion = int(inputs["completion_mask"].sum())
         return int(inputs["prompt_mask"].sum()) + completion, completion
+    if "chosen_labels" in inputs:  # ORPO
+        sides = ("chosen", "rejected")
+        real = sum(int(inputs[f"{side}_attention_mask"].sum()) for side in sides)
+        return real, sum(int((inputs[f"{side}_labels"] != -100).sum()) for side in sides)
     mask = inputs.get("attention_mask")
     real = int(inputs["input_ids"].numel() if mask is None else mask.sum())
     return real, int((inputs["labels"] != -100).sum()) if "labels" in inputs else int(inputs["completion_mask"].sum())
@@ -61,6 +65,10 @@ class CountingSFT(_Counting, SFTTrainer):
 
 
 class CountingDPO(_Counting, DPOTrainer):
+    pass
+
+
+class CountingORPO(_Counting, ORPOTrainer):
     pass
 
 
@@ -90,6 +98,7 @@ def trainer_of(workload: Workload, setting: Setting, folder: Folder) -> Any:
     passes = workload.sequences // setting.micro_rows
     arguments = {
         **COMMON,
+        "bf16": setting.precision == "autocast",
         "output_dir": tempfile.gettempdir(),
         "max_steps": workload.steps,
         "per_device_train_batch_size": setting.micro_rows,
@@ -101,11 +110,18 @@ def trainer_of(workload: Workload, setting: Setting, folder: Folder) -> Any:
 
 
 def _sft(arguments: dict[str, Any], shared: dict[str, Any]) -> Any:
-    return CountingSFT(args=SFTConfig(**arguments, assistant_only_loss=True), **shared)
+    return CountingSFT(args=SFTConfig(**arguments, assistant_only_loss=True, max_length=None), **shared)
 
 
 def _dpo(arguments: dict[str, Any], shared: dict[str, Any]) -> Any:
-    return CountingDPO(args=DPOConfig(**arguments), **shared)
+    return CountingDPO(args=DPOConfig(**arguments, max_length=None), **shared)
+
+
+def _orpo(arguments: dict[str, Any], shared: dict[str, Any]) -> Any:
+    # Loaded here: with `model_init_kwargs`, ORPOTrainer would place the model by `device_map`.
+    options = arguments.pop("model_init_kwargs")
+    model = AutoModelForCausalLM.from_pretrained(shared.pop("model"), **options)
+    return CountingORPO(args=ORPOConfig(**arguments, max_length=CONTEXT), model=model, **shared)
 
 
 def _grpo(arguments: dict[str, Any], shared: dict[str, Any]) -> Any:
@@ -116,11 +132,18 @@ def _grpo(arguments: dict[str, Any], shared: dict[str, Any]) -> Any:
     return CountingGRPO(args=GRPOConfig(**arguments, **options), reward_funcs=reward, **shared)
 
 
-MAKERS: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {"sft": _sft, "dpo": _dpo, "grpo": _grpo}
+MAKERS: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
+    "sft": _sft,
+    "dpo": _dpo,
+    "orpo": _orpo,
+    "grpo": _grpo,
+}
 
 
 def main(folder: Folder, workload: Workload, setting: Setting, result: Path) -> None:
     torch.set_num_threads(1)
+    if setting.precision == "medium":
+        torch.set_float32_matmul_precision("medium")
     disable_progress_bars()
     logging.disable_progress_bar()
     meter = Meter(result)

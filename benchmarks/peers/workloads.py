@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 LR = 1e-3  # constant; the losses of the first step do not depend on it
 COMPLETION_TOKENS = 64  # of a GRPO sample
 GROUP = 8  # GRPO samples a prompt
+CONTEXT = 4096  # tokens: neither side cuts a row
+# Of products, by the same words on both sides: bfloat16 operands ("medium"), or bfloat16 activations as well ("autocast").
+PRECISIONS = ("float32", "medium", "autocast")
+DEFAULTS = "defaults"
 
 
 @dataclass(frozen=True)
@@ -21,33 +25,47 @@ class Model:
     vocabulary: int
     layers: int
 
+    @property
+    def heads(self) -> int:
+        return max(4, self.hidden // 64)
+
 
 SMALL = Model("small", 128, 512, 4)
 WIDE = Model("wide", 256, 151_936, 2)
+MID = Model("mid", 512, 512, 6)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to run TRL. ``micro_rows``: rows of a forward pass. ``reach``: how many times as fast cookbook is to be."""
+    """One way to run TRL. ``micro_rows``: rows of a forward pass. ``options``: arguments of TRL's configuration."""
 
     name: str
     micro_rows: int
     options: dict[str, Any] = field(default_factory=dict)
-    reach: float = 0.0
     sorted_rows: bool = False  # rows of similar length share a forward pass, like `group_by_length`
+    precision: str = PRECISIONS[0]
+
+    def at(self, precision: str) -> Setting:
+        return replace(self, name=f"{self.name}, {precision}", precision=precision)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """``steps`` optimizer steps over ``rows`` rows each (conversations, pairs or prompts); the first one warms up."""
+    """``steps`` optimizer steps over ``rows`` rows each (conversations, pairs or prompts); the first one warms up.
+
+    ``reach``: how many times as fast cookbook is to be, each side at its best precision and TRL in its best setting.
+    ``least_bytes``: GSM8K's rows are joined until a row has so many. ``memory``: cookbook's peak at its defaults is to be at
+    most this share of the peak of TRL's best float32 setting.
+    """
 
     name: str
-    method: str  # sft | dpo | grpo
+    method: str  # sft | dpo | orpo | grpo
     model: Model
     rows: int
     steps: int
-    settings: tuple[Setting, ...]
-    memory: float | None = None  # cookbook's peak is to be at most this share of TRL's
+    reach: float
+    least_bytes: int = 0
+    memory: float | None = None
 
     @property
     def sequences(self) -> int:
@@ -55,39 +73,37 @@ class Workload:
         return self.rows * (GROUP if self.method == "grpo" else 1)
 
     @property
-    def candidates(self) -> list[Setting]:
-        """Ways to run TRL that might be its best: what ``compare.py --tune`` tries."""
-        return [one for one in CANDIDATES[self.method] if one.micro_rows <= self.sequences]
+    def settings(self) -> list[Setting]:
+        """Ways to run TRL, each at every precision; the last one is TRL's defaults."""
+        fitting = [one for one in CANDIDATES[self.method] if one.micro_rows <= self.sequences]
+        defaults = Setting(DEFAULTS, min(8, self.sequences), {"gradient_checkpointing": True})
+        return [*(one.at(precision) for one in fitting for precision in PRECISIONS), defaults]
 
     @property
     def unit(self) -> str:
-        return {"sft": "tokens", "dpo": "pairs", "grpo": "steps"}[self.method]
-
-
-# What TRL does unless it is told otherwise, but for bfloat16: eight rows as they come, activations computed twice.
-DEFAULTS = {"gradient_checkpointing": True}
-PLAIN = {"gradient_checkpointing": False}
-
-
-def _best(reach: float) -> Setting:
-    """The fastest setting of TRL on a CPU by ``compare.py --tune``: one row per pass needs neither padding nor a mask."""
-    return Setting("best", 1, PLAIN, reach)
+        return {"sft": "tokens", "grpo": "steps"}.get(self.method, "pairs")
 
 
 WORKLOADS = [
-    Workload("sft-small", "sft", SMALL, 16, 8, (_best(1.8), Setting("defaults", 8, DEFAULTS, 2.5))),
-    Workload("sft-wide", "sft", WIDE, 4, 3, (_best(6.0), Setting("defaults", 4, DEFAULTS, 6.0)), memory=0.5),
-    Workload("dpo-small", "dpo", SMALL, 8, 6, (_best(1.4), Setting("defaults", 8, DEFAULTS, 1.4))),
-    Workload("dpo-wide", "dpo", WIDE, 2, 3, (_best(4.0), Setting("defaults", 2, DEFAULTS, 4.0))),
-    Workload("grpo-small", "grpo", SMALL, 8, 5, (Setting("best", 16, PLAIN, 2.5), Setting("defaults", 8, DEFAULTS, 2.5))),
+    Workload("sft-small", "sft", SMALL, 16, 8, reach=1.5),
+    Workload("sft-mid", "sft", MID, 4, 3, reach=1.5, least_bytes=1200),
+    Workload("sft-wide", "sft", WIDE, 4, 3, reach=6.0, memory=0.5),
+    Workload("dpo-small", "dpo", SMALL, 8, 6, reach=1.4),
+    Workload("dpo-mid", "dpo", MID, 2, 3, reach=1.5, least_bytes=1200),
+    Workload("dpo-wide", "dpo", WIDE, 2, 3, reach=4.0),
+    Workload("orpo-small", "orpo", SMALL, 8, 6, reach=1.4),
+    Workload("orpo-mid", "orpo", MID, 2, 3, reach=1.5, least_bytes=1200),
+    Workload("grpo-small", "grpo", SMALL, 8, 5, reach=2.5),
+    Workload("grpo-mid", "grpo", MID, 2, 3, reach=1.5, least_bytes=1200),
 ]
 
+# Ways to run TRL that might be its best: rows of similar length in a pass, or packed rows; activations are computed once.
+PLAIN = {"gradient_checkpointing": False}
+SORTED = [Setting(f"sorted, {n} a pass", n, PLAIN, sorted_rows=True) for n in (1, 2, 4, 8)]
 CANDIDATES = {
-    "sft": [
-        *(Setting(f"sorted, {n} a pass", n, PLAIN, sorted_rows=True) for n in (1, 2, 4, 8)),
-        *(Setting(f"padding-free, {n} a pass", n, {**PLAIN, "padding_free": True, "max_length": None}) for n in (2, 4)),
-    ],
-    "dpo": [Setting(f"sorted, {n} a pass", n, PLAIN, sorted_rows=True) for n in (1, 2, 4, 8)],
+    "sft": [*SORTED, *(Setting(f"padding-free, {n} a pass", n, {**PLAIN, "padding_free": True}) for n in (2, 4))],
+    "dpo": SORTED,
+    "orpo": SORTED,
     "grpo": [Setting(f"{n} a pass", n, PLAIN) for n in (8, 16, 32, 64)],
 }
 
@@ -98,10 +114,9 @@ def letters(completion: str, row: Any) -> float:
 
 
 def find(workload: str, setting: str) -> tuple[Workload, Setting]:
-    """By name, a candidate of ``--tune`` among them."""
+    """By name."""
     found = next(one for one in WORKLOADS if one.name == workload)
-    settings = [*found.settings, *found.candidates]
-    return found, next(one for one in settings if one.name == setting)
+    return found, next(one for one in found.settings if one.name == setting)
 
 
 @dataclass(frozen=True)

@@ -31,16 +31,18 @@ from cookbook.utils import files
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
-def save(tensors: Mapping[str, Tensor], folder: Path, max_bytes: int) -> None:
+def save(tensors: Mapping[str, Tensor], folder: Path, max_bytes: int) -> dict[str, str]:
     """Write ``tensors`` to ``folder``; of a DTensor, only this rank's part. A file holds at most ``max_bytes``, or one tensor.
 
-    Every rank makes this call, with the same names.
+    Every rank makes this call, with the same names. Returns the SHA-256 of the files by their names; {} with several ranks.
 
     Raises:
         OSError, SafetensorError: a file cannot be written, on any rank.
     """
     ranks.on_first(lambda: folder.mkdir(parents=True, exist_ok=True))
-    _unwrapped(lambda: dcp_save(dict(tensors), storage_writer=_Writer(folder, max_bytes), **_among()))
+    writer = _Writer(folder, max_bytes)
+    _unwrapped(lambda: dcp_save(dict(tensors), storage_writer=writer, **_among()))
+    return writer.digests
 
 
 def load(tensors: Mapping[str, Tensor], folder: Path) -> None:
@@ -79,6 +81,7 @@ class _Writer(HuggingFaceStorageWriter):
         super().__init__(str(folder), save_distributed=True)
         self._folder = folder
         self._max_bytes = max_bytes
+        self.digests: dict[str, str] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = []
@@ -90,6 +93,10 @@ class _Writer(HuggingFaceStorageWriter):
             save_file(tensors, path, metadata={"DCP_SHARDING_INFO": json.dumps(places)})
             # By the rank that wrote the file: another machine cannot force the file to this disk.
             files.sync(path)
+            if not ranks.several():
+                # Of a file of one rank among several, the first rank computes the digest.
+                self.digests[path.name] = files.sha256(path)
+                files.forget(path)
             results += [WriteResult(item.index, tensors[item.index.fqn].nbytes, path.name) for item in items]
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)

@@ -36,6 +36,8 @@ log = logging.getLogger("cookbook")
 TRAINER = "trainer"
 SAMPLER = "sampler"
 SHARD_BYTES = 5 << 30
+# Of a file of the optimizer's state. The files are written in order, and small ones share the memory of their cache.
+STATE_BYTES = 256 << 20
 _STEP = re.compile(r"step-(\d+)")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 
@@ -89,10 +91,12 @@ def save(
         if sampler is not None:
             sampler(aside / SAMPLER)
         contents.write_model(model, aside, shard_bytes)
+        known = {}
         if state:
-            sharded.save(engine.optimizer.state(), aside / TRAINER, shard_bytes)
+            digests = sharded.save(engine.optimizer.state(), aside / TRAINER, min(shard_bytes, STATE_BYTES))
+            known = {f"{TRAINER}/{name}": digest for name, digest in digests.items()}
         ranks.on_first(lambda: card.write(aside, stated))
-        ranks.on_first(lambda: manifest.write(aside, stated))
+        ranks.on_first(lambda: manifest.write(aside, stated, known))
     return Checkpoint(str(folder), engine.step, kind)
 
 

@@ -78,7 +78,7 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
     )
     needs = of_step(checkpointing=bool(backend.recomputes))
     why = "as configured" if backend.recomputes else None
-    if backend.recomputes is None and needs.recomputable and (why := _shortage(needs, budget, device)):
+    if backend.recomputes is None and needs.recomputable and (why := _shortage(needs, pass_tokens, device)):
         needs = of_step(checkpointing=True)
     tables.facts(
         [*_lines(needs, shape, backend.optimizer, why), ("precision", precision(backend)), *_ranks(needs, typed)],
@@ -87,7 +87,7 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
 
 
 def _shortage(needs: Estimate, pass_tokens: int, device: torch.device) -> str | None:
-    """Return why the engine would not keep the activations of ``pass_tokens``, the limit of a pass; None if it would keep them.
+    """Return why the engine would not keep the activations of a pass of ``pass_tokens``; None if it would keep them.
 
     The answer depends on the memory that is free now.
     """

@@ -36,7 +36,7 @@ from cookbook.engine.loss_gradient import (
     loss_name,
     no_gradient,
 )
-from cookbook.engine.memory import must_recompute
+from cookbook.engine.memory import fitting_tokens
 from cookbook.engine.model import LanguageModel, recompute_activations
 from cookbook.engine.optimizer import GradientBuffer, Optimizer, update_rule
 from cookbook.engine.options import EngineOptions
@@ -98,8 +98,7 @@ class Engine(PerRank):
         self._call_gradients = CallGradients(keeps_error=self.ranks.shards)
         self._vocabulary = int(model.network.config.get_text_config().vocab_size)
         # Token budget of a pass; a longer datum has a pass of its own.
-        budget = options.micro_batch_tokens
-        self._pass_tokens = min(budget, CPU_PASS_TOKENS) if model.device.type == "cpu" else budget
+        self._pass_tokens = min(options.micro_batch_tokens, CPU_PASS_TOKENS if model.device.type == "cpu" else 1 << 62)
         # With dropout, all members of a prefix group would get the same dropout mask for their common prefix.
         shared = options.shared_prompts and not self.passes.has_dropout
         self.packing: PackingSupport = (
@@ -110,12 +109,12 @@ class Engine(PerRank):
         self.gradients = GradientBuffer([parameter for _, parameter in model.trainable()], self.ranks)
         if options.activation_checkpointing is None:
             # Stored in the options, so that copies of this engine do not decide again.
-            options = replace(options, activation_checkpointing=self._needs_checkpointing(options.optimizer))
+            fitting = self._fitting_tokens(options.optimizer)
+            options = replace(options, activation_checkpointing=fitting is not None, kept_tokens=fitting or 0)
         self.options = options
-        self.passes.recomputes = bool(options.activation_checkpointing)
-        recompute_activations(model.network, self.passes.recomputes)
+        self.passes.recomputes = recompute_activations(model.network, bool(options.activation_checkpointing))
         # Activation checkpointing recomputes the last layer outside the context that trims it, so the two exclude each other.
-        self.passes.trims_last_layer = options.trim_last_layer and not self.passes.recomputes
+        self.passes.trims_last_layer = options.trim_last_layer and not options.activation_checkpointing
 
     def _spread(self, hollow: HollowModel | None) -> None:
         """Shard the weights over the ranks; a ``hollow`` network reads its weights now."""
@@ -129,10 +128,10 @@ class Engine(PerRank):
             self.ranks.together(hollow.read)
         self.ranks.try_pass(self.model.network)
 
-    def _needs_checkpointing(self, optimizer: str) -> bool:
+    def _fitting_tokens(self, optimizer: str) -> int | None:
         per_token, share = self.passes.trial_bytes_per_token, self.ranks.held_share()
-        own = must_recompute(self.model, per_token, self._pass_tokens, optimizer, share)
-        return self.ranks.in_step([own])[0]
+        fitting = fitting_tokens(self.model, per_token, self._pass_tokens, optimizer, share)
+        return fitting or 0 if self.ranks.in_step([fitting is not None])[0] else None
 
     @functools.cached_property
     def optimizer(self) -> Optimizer:
@@ -270,10 +269,11 @@ class Engine(PerRank):
         self.model.log_once(planned.layout, f"sequences are {planned.layout}: {planned.reason}")
         if isinstance(loss, Loss):
             loss.check_data(data)
-        if not self.ranks.shards:
-            return planned.batches
+        if self.options.kept_tokens:
+            large = any(batch.num_tokens > self.options.kept_tokens for batch in planned.batches)
+            self.passes.recomputes = recompute_activations(self.model.network, large)
         filler = MicroBatch([], None if self.packing.packed else 0, 0)
-        return planned.batches + [filler] * (planned.most - len(planned.batches))
+        return planned.batches + [filler] * (planned.most - len(planned.batches) if self.ranks.shards else 0)
 
     def _spec(self, loss: LossFunction | None, *, training: bool, all_logprobs: bool | None = None) -> PassSpec:
         everything = self.options.all_logprobs if all_logprobs is None else all_logprobs

@@ -46,22 +46,26 @@ def keep_freed_memory() -> bool:
     return all([takes_blocks, mallopt(TRIM_THRESHOLD, KEPT), mallopt(ARENA_MAX, 1)])
 
 
-def must_recompute(
+def fitting_tokens(
     model: LanguageModel, bytes_per_token: Callable[[], float], pass_tokens: int, optimizer: str, share: float = 1.0
-) -> bool:
-    """Whether activation checkpointing is needed, because the activations of ``pass_tokens`` tokens do not fit into memory.
+) -> int | None:
+    """Return the largest pass whose activations fit into memory, tokens; None if those of ``pass_tokens`` tokens fit.
 
-    False for a frozen model, and for a model that does not support checkpointing. Logs the reason once. ``share``: the fraction
-    of the gradients and optimizer state that this process holds.
+    Larger passes need activation checkpointing. None for a frozen model, and for a model that does not support checkpointing.
+    Logs the reason once. ``share``: the fraction of the gradients and optimizer state that this process holds.
     """
     trained = [parameter for _, parameter in model.trainable()]
     if not (trained and model.network.supports_gradient_checkpointing):
-        return False
+        return None
     lasting = share * (sum(p.numel() * 4 for p in trained) + state_bytes(update_rule(optimizer), trained))
-    why = shortage_of(bytes_per_token() * pass_tokens, pass_tokens, lasting, free_bytes(model.device))
-    if why:
-        model.log_once("checkpointing", f"activation checkpointing is on: {why}")
-    return why is not None
+    per_token, free = bytes_per_token(), free_bytes(model.device)
+    why = shortage_of(per_token * pass_tokens, pass_tokens, lasting, free)
+    if why is None:
+        return None
+    fitting = max(0, int((SHARE * free - lasting) / per_token)) if model.ranks.size == 1 else 0
+    above = f" for passes of over {fitting:,} tokens" if fitting else ""
+    model.log_once("checkpointing", f"activation checkpointing is on{above}: {why}")
+    return fitting
 
 
 def shortage_of(kept: float, pass_tokens: int, lasting: float, free: float) -> str | None:

@@ -249,8 +249,8 @@ def deprecations_hidden() -> Iterator[None]:
         yield
 
 
-def recompute_activations(network: PreTrainedModel, on: bool) -> None:
-    """Switch activation checkpointing on or off.
+def recompute_activations(network: PreTrainedModel, on: bool) -> bool:
+    """Switch activation checkpointing on or off. Return ``on``.
 
     Raises:
         ConfigError: the model does not support activation checkpointing.
@@ -263,6 +263,7 @@ def recompute_activations(network: PreTrainedModel, on: bool) -> None:
             network.gradient_checkpointing_enable({"use_reentrant": False})
         elif network.supports_gradient_checkpointing:
             network.gradient_checkpointing_disable()
+    return on
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -455,8 +456,7 @@ def _cannot_load(what: str, name: str, error: BaseException) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 CACHE_LINE = 64  # bytes

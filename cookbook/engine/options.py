@@ -25,6 +25,7 @@ class EngineOptions:
         head_options: keyword arguments of ``head_impl``.
         retain_bytes: memory for the graphs of micro-batches, kept for a loss that needs the whole batch.
         activation_checkpointing: recompute activations in the backward pass; None: only if a pass does not fit into memory.
+        kept_tokens: with activation checkpointing, passes of at most this number of tokens keep their activations.
         activation_offloading: keep saved activations in CPU memory.
         optimizer: a name in ``optimizer.RULES``.
         token_metrics: compute tokens/accuracy and tokens/entropy in every pass.
@@ -42,6 +43,7 @@ class EngineOptions:
     head_options: Mapping[str, object] = field(default_factory=dict)
     retain_bytes: int = 4 << 30
     activation_checkpointing: bool | None = False
+    kept_tokens: int = 0
     activation_offloading: bool = False
     optimizer: str = "adamw"
     token_metrics: bool = True

@@ -62,6 +62,21 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def forget(path: Path) -> None:
+    """Release the memory in which the kernel caches a file that has been forced to the disk. Raises OSError.
+
+    The next file then uses the same memory. On a virtual machine, memory that was never used costs 2 seconds of system time per
+    GB, and memory that was used 0.2.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
 def sync_descriptor(descriptor: int) -> None:
     """Force an open file's data and length to the disk. Raises OSError."""
     if sys.platform == "darwin":
