@@ -21,7 +21,7 @@ from cookbook.futures import done
 from cookbook.sampling import environments
 from cookbook.sampling.environments import EnvironmentRunner, PythonEnvironment, ready
 from cookbook.sampling.environments.conversation import Conversation
-from cookbook.sampling.environments.instance import Instance
+from cookbook.sampling.environments.instance import EarnedReward, Instance
 from cookbook.sampling.environments.tool_calls import ToolCall, parse_calls, token_reader
 from cookbook.sampling.episodes import Draw, Episodes, Retrier
 from cookbook.sampling.trajectory import Segment, Trajectory
@@ -249,7 +249,7 @@ def test_tools_are_called_and_errors_are_answered():
     said = shopping.act('<tool_call>{"name": "prize"}</tool_call><tool_call>{"name": </tool_call>')
     assert said.malformed_calls == 2 and "there are pay, price" in said.observation[0]["content"]
     assert shopping.act('{"name": "pay", "parameters": {"amount": 2}}').observation[0]["content"] == "thanks"
-    assert shopping.act("Done.").done and shopping.reward() == 2.0
+    assert shopping.act("Done.").done and shopping.reward() == EarnedReward(2.0)
     shopping.close()
 
 

@@ -67,16 +67,30 @@ def check_environment(config: EnvironmentConfig, runner: RunnerFactory) -> list[
         return [failed]
     # The first call of a worker process waits for its start, which is not part of any time limit.
     slowest = max(min(one.slowest_s, other.slowest_s) for one, other in zip(alone, again, strict=True))
-    rewards = [one.reward for one in alone]
-    given = "none, so the run needs reward=" if None in rewards else f"{rewards}"
     return [
         CheckResult("plays", State.passed, f"{len(rows)} episodes, ended by {', '.join(sorted({one.ended for one in alone}))}"),
         _same("repeats", alone, again, "the same row, played twice", "an interrupted run would not continue as it was"),
         _same("independent", alone, together, "episodes played in turn", "episodes of one process would disturb each other"),
         _exact_tokens(config, alone),
-        CheckResult("rewards", State.noted if None in rewards else State.passed, given),
+        _rewards([one.reward for one in alone], environment.contract.reward_range),
         CheckResult("time", State.noted, f"the slowest call took {slowest:.3f} s; the limit is {_limit(config)}"),
     ]
+
+
+def _rewards(rewards: Sequence[float | None], declared: tuple[float, float] | None) -> CheckResult:
+    """Check the rewards of episodes, all finite, against the range that the class declares."""
+    given = [reward for reward in rewards if reward is not None]
+    if len(given) < len(rewards):
+        return CheckResult("rewards", State.noted, "none, so the run needs reward=")
+    if declared is None:
+        return CheckResult("rewards", State.passed, f"{given}; the class declares no reward_range = (lowest, highest)")
+    low, high = declared
+    if outside := [reward for reward in given if not low <= reward <= high]:
+        found = f"{outside} are outside of the declared reward_range, {low:g} to {high:g}"
+        return CheckResult(
+            "rewards", State.failed, found, "such episodes dominate their group", "fix get_reward or reward_range"
+        )
+    return CheckResult("rewards", State.passed, f"{given}, all from {low:g} to {high:g} as declared")
 
 
 def _limit(config: EnvironmentConfig) -> str:
@@ -189,11 +203,11 @@ def _exact_tokens(config: EnvironmentConfig, played: Sequence[PlayedEpisode]) ->
     if isinstance(config, AgentEnvironment):
         return CheckResult("tokens", State.skipped, "every call of a program is rendered as a whole; rollout/branches counts")
     renderer = _tiny_renderer()
-    if config.contract.tools:
-        return CheckResult("tokens", State.skipped, "the shipped model's chat template prints no tools")
     for episode in played:
         opening, *later = episode.observations
-        conversation = Conversation(renderer, RenderedPrompt([], Row("", {}), "", "", Chat("", ())), _observed(opening), [])
+        conversation = Conversation(
+            renderer, RenderedPrompt([], Row("", {}), "", "", Chat("", ())), _observed(opening), config.contract.tools
+        )
         for observation in later:
             if observation is None:
                 break
