@@ -17,7 +17,7 @@ from cookbook.sampling.environments.agent import AgentEnvironment
 from cookbook.sampling.environments.config import EnvironmentConfig
 from cookbook.sampling.environments.conversation import Conversation
 from cookbook.sampling.environments.instance import Reply
-from cookbook.sampling.environments.runner import EnvironmentRunner, EpisodeRunner, Failure, numbered_rows
+from cookbook.sampling.environments.runner import EnvironmentRunner, EpisodeRunner, Failure
 from cookbook.sampling.trajectory import Segment
 from cookbook.types import JsonObject, Sample
 from cookbook.utils.paths import packaged
@@ -46,15 +46,14 @@ class PlayedEpisode:
 RunnerFactory = Callable[[EnvironmentConfig, Renderer], EpisodeRunner]
 
 
-def check_environment(config: EnvironmentConfig, runner: RunnerFactory) -> list[CheckResult]:
-    """Return the results of all checks. A failing environment gives failed checks, and no exception.
+def check_environment(config: EnvironmentConfig, rows: Sequence[Row], runner: RunnerFactory) -> list[CheckResult]:
+    """Return the results of all checks, on an episode of each row. A failing environment gives failed checks, and no exception.
 
     Raises:
         ConfigError: the environment lacks a method of the contract.
     """
     # Every failure is shown here, and none ends the command.
     config = dataclasses.replace(config, on_error="end")
-    rows = numbered_rows(config, "train", 0, None)[:ROWS]
     renderer = _tiny_renderer()
     with contextlib.closing(runner(config, renderer)) as environment:
         alone = [play(environment, renderer, row) for row in rows]
@@ -62,8 +61,7 @@ def check_environment(config: EnvironmentConfig, runner: RunnerFactory) -> list[
         together = _interleaved(environment, renderer, rows)
     failures = [one.failure for one in alone if one.failure]
     if failures:
-        remedy = "fix it; an environment that reads the data is played here without the data's columns"
-        failed = CheckResult("plays", State.failed, failures[0], "such episodes end with env.error_reward", remedy)
+        failed = CheckResult("plays", State.failed, failures[0], "such episodes end with env.error_reward", "fix it")
         return [failed]
     # The first call of a worker process waits for its start, which is not part of any time limit.
     slowest = max(min(one.slowest_s, other.slowest_s) for one, other in zip(alone, again, strict=True))
