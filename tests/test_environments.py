@@ -598,7 +598,7 @@ def test_chain_sum_is_learned_in_two_turns(seed):
     pytest.importorskip("reasoning_gym", reason="the extra reasoning-gym is not installed")
     assert run(["train", "experiment=grpo_chain_sum", "checkpoint.final=false", f"seed={seed}", "out=run"]) == 0
     first, last = rows("run")[0], rows("run")[-1]
-    assert last["step"] == 10 and first["eval/accuracy"] < 0.02 and last["eval/accuracy"] >= 0.35
+    assert last["step"] == 10 and first["eval/accuracy"] < 0.05 and last["eval/accuracy"] >= 0.38
 
 
 @pytest.mark.slow
