@@ -21,7 +21,7 @@ from cookbook.futures import done
 from cookbook.sampling import environments
 from cookbook.sampling.environments import EnvironmentRunner, PythonEnvironment, ready
 from cookbook.sampling.environments.conversation import Conversation
-from cookbook.sampling.environments.instance import Instance
+from cookbook.sampling.environments.instance import EarnedReward, Instance
 from cookbook.sampling.environments.tool_calls import ToolCall, parse_calls, token_reader
 from cookbook.sampling.episodes import Draw, Episodes, Retrier
 from cookbook.sampling.trajectory import Segment, Trajectory
@@ -249,8 +249,31 @@ def test_tools_are_called_and_errors_are_answered():
     said = shopping.act('<tool_call>{"name": "prize"}</tool_call><tool_call>{"name": </tool_call>')
     assert said.malformed_calls == 2 and "there are pay, price" in said.observation[0]["content"]
     assert shopping.act('{"name": "pay", "parameters": {"amount": 2}}').observation[0]["content"] == "thanks"
-    assert shopping.act("Done.").done and shopping.reward() == 2.0
+    assert shopping.act("Done.").done and shopping.reward() == EarnedReward(2.0)
     shopping.close()
+
+
+def test_a_reward_of_named_parts():
+    write("parts.py", GUESS + "    def get_reward(self): return {'right': 1.0, 'tries': -0.25 * self.tries}\n")
+    config = PythonEnvironment(target="parts.py:Guess", workers=0, timeout_s=None)
+    found, _ = played(config, Scripted(renderer().tokenizer, "b", "a"), [{"letter": "a"}])
+    assert found[0][0].reward == 0.5 and found[0][0].parts == {"right": 1.0, "tries": -0.5}
+    write("no_parts.py", GUESS + "    def get_reward(self): return {'two words': 1.0}\n")
+    config = PythonEnvironment(target="no_parts.py:Guess", workers=0, timeout_s=None)
+    found, _ = played(config, Scripted(renderer().tokenizer, "a"), [{"letter": "a"}])
+    assert found[0][0].ended == "error"
+
+
+def test_check_env_plays_the_rows_and_compares_the_declared_range(capsys):
+    write("quiz.py", GUESS + "    reward_range = (0, 0.4)\n    def get_reward(self): return 0.5 * self.tries\n")
+    words = ["check", "env", "quiz.py:Guess", "env.workers=0", "env.timeout_s=null", "max_turns=1"]
+    assert run(words) == 2
+    assert "reset of quiz.py:Guess reads the column letter" in capsys.readouterr().err
+    write("letters.jsonl", '{"letter": "a"}\n')
+    assert run([*words, "data=letters.jsonl"]) == 2
+    said = capsys.readouterr()
+    assert "played on letters.jsonl:1" in said.out and "[0.5] are outside of the declared reward_range, 0 to 0.4" in said.out
+    assert "fails 1 of 6 checks: rewards" in said.err
 
 
 @pytest.mark.parametrize(
@@ -575,7 +598,7 @@ def test_chain_sum_is_learned_in_two_turns(seed):
     pytest.importorskip("reasoning_gym", reason="the extra reasoning-gym is not installed")
     assert run(["train", "experiment=grpo_chain_sum", "checkpoint.final=false", f"seed={seed}", "out=run"]) == 0
     first, last = rows("run")[0], rows("run")[-1]
-    assert last["step"] == 10 and first["eval/accuracy"] < 0.02 and last["eval/accuracy"] >= 0.35
+    assert last["step"] == 10 and first["eval/accuracy"] < 0.05 and last["eval/accuracy"] >= 0.38
 
 
 @pytest.mark.slow
@@ -605,9 +628,8 @@ def test_check_env_finds_what_does_not_repeat(capsys):
 def test_the_environment_of_the_documentation_runs(capsys):
     text = (Path(tiny.__file__).parents[1] / "docs" / "environments.md").read_text(encoding="utf-8")
     write("my_env.py", text.split("```python\n")[1].split("```")[0])
-    assert run(["check", "env", "my_env.py:GuessNumber"]) == 0
-    words = ["env=my_env.py:GuessNumber", "env.max_turns=4", "recipe.steps=2", "recipe.prompts_per_step=2"]
-    # The shipped model knows no letters: every reward is 0, and such a run ends saved, with exit code 2.
-    assert train("recipe=grpo", *words, "recipe.group_size=2", "eval.limit=2", "out=run") == 2
-    assert "the gradient was zero in all 2 steps" in capsys.readouterr().err
-    assert rows("run")[-1]["rollout/env_errors"] == 0.0 and rows("run")[-1]["rollout/turns_max"] > 1
+    assert run(["check", "env", "my_env.py:Sums"]) == 0
+    assert "all from 0 to 1 as declared" in capsys.readouterr().out
+    assert run(["train", "recipe=grpo", "env=my_env.py:Sums", "env.max_turns=2", "recipe.steps=15", "out=run"]) == 0
+    first, last = rows("run")[0], rows("run")[-1]
+    assert first["eval/accuracy"] < 0.3 and last["eval/accuracy"] > 0.8 and last["rollout/env_errors"] == 0.0

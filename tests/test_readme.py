@@ -92,7 +92,7 @@ COMPOSED: dict[str, dict[str, object] | str] = {
     },
     "train recipe=grpo env=arithmetic recipe.steps=15": {"env.max_turns": 2, "recipe.steps": 15, "optim.lr": 1e-4},
     "train experiment=grpo_chain_sum": {"env.task": "chain_sum", "recipe.steps": 10, "rollout.refill": 2.0, "optim.lr": 2e-4},
-    "train recipe=grpo env=my_env.py:GuessNumber env.max_turns=4 recipe.steps=2": {"env.target": "my_env.py:GuessNumber"},
+    "train recipe=grpo env=my_env.py:Sums env.max_turns=2 recipe.steps=15": {"env.target": "my_env.py:Sums"},
     "train recipe=grpo env=textarena env.game=GuessTheNumber-v0 model=Qwen/Qwen3-0.6B": {
         **QWEN, "env.game": "GuessTheNumber-v0", "env.max_turns": 20,
     },

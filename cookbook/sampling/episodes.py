@@ -27,8 +27,8 @@ from cookbook.errors import ConfigError, DataError, RolloutError, SampleRefusedE
 from cookbook.futures import Future
 from cookbook.protocols import Sampler
 from cookbook.sampling.environments.conversation import Transcript
-from cookbook.sampling.environments.instance import Reply
-from cookbook.sampling.environments.runner import EarnedReward, Episode, EpisodeRunner, Failure, Pending
+from cookbook.sampling.environments.instance import EarnedReward, Reply
+from cookbook.sampling.environments.runner import Episode, EpisodeRunner, Failure, Pending
 from cookbook.sampling.rewards import PendingScores, RewardRunner, Score
 from cookbook.sampling.trajectory import Segment, Trajectory
 from cookbook.types import ModelInput, Sample, SampleResponse, SamplingParams

@@ -25,9 +25,9 @@ from cookbook.errors import DataError
 from cookbook.futures import done
 from cookbook.sampling.environments.agent import AgentEnvironment
 from cookbook.sampling.environments.capture import AgentCall, Capture
-from cookbook.sampling.environments.instance import Reply
+from cookbook.sampling.environments.instance import EarnedReward, Reply
 from cookbook.sampling.environments.programs import Keeper, Program
-from cookbook.sampling.environments.runner import EarnedReward, Episode, EpisodeRunner, Failure, Pending, seed_of
+from cookbook.sampling.environments.runner import Episode, EpisodeRunner, Failure, Pending, seed_of
 from cookbook.sampling.trajectory import Segment
 from cookbook.server.wire import openai, openai_results
 from cookbook.server.wire.bodies import Refused

@@ -17,7 +17,7 @@ from cookbook.sampling.environments.agent import AgentEnvironment
 from cookbook.sampling.environments.config import EnvironmentConfig
 from cookbook.sampling.environments.conversation import Conversation
 from cookbook.sampling.environments.instance import Reply
-from cookbook.sampling.environments.runner import EnvironmentRunner, EpisodeRunner, Failure, numbered_rows
+from cookbook.sampling.environments.runner import EnvironmentRunner, EpisodeRunner, Failure
 from cookbook.sampling.trajectory import Segment
 from cookbook.types import JsonObject, Sample
 from cookbook.utils.paths import packaged
@@ -46,15 +46,14 @@ class PlayedEpisode:
 RunnerFactory = Callable[[EnvironmentConfig, Renderer], EpisodeRunner]
 
 
-def check_environment(config: EnvironmentConfig, runner: RunnerFactory) -> list[CheckResult]:
-    """Return the results of all checks. A failing environment gives failed checks, and no exception.
+def check_environment(config: EnvironmentConfig, rows: Sequence[Row], runner: RunnerFactory) -> list[CheckResult]:
+    """Return the results of all checks, on an episode of each row. A failing environment gives failed checks, and no exception.
 
     Raises:
         ConfigError: the environment lacks a method of the contract.
     """
     # Every failure is shown here, and none ends the command.
     config = dataclasses.replace(config, on_error="end")
-    rows = numbered_rows(config, "train", 0, None)[:ROWS]
     renderer = _tiny_renderer()
     with contextlib.closing(runner(config, renderer)) as environment:
         alone = [play(environment, renderer, row) for row in rows]
@@ -62,21 +61,34 @@ def check_environment(config: EnvironmentConfig, runner: RunnerFactory) -> list[
         together = _interleaved(environment, renderer, rows)
     failures = [one.failure for one in alone if one.failure]
     if failures:
-        remedy = "fix it; an environment that reads the data is played here without the data's columns"
-        failed = CheckResult("plays", State.failed, failures[0], "such episodes end with env.error_reward", remedy)
+        failed = CheckResult("plays", State.failed, failures[0], "such episodes end with env.error_reward", "fix it")
         return [failed]
     # The first call of a worker process waits for its start, which is not part of any time limit.
     slowest = max(min(one.slowest_s, other.slowest_s) for one, other in zip(alone, again, strict=True))
-    rewards = [one.reward for one in alone]
-    given = "none, so the run needs reward=" if None in rewards else f"{rewards}"
     return [
         CheckResult("plays", State.passed, f"{len(rows)} episodes, ended by {', '.join(sorted({one.ended for one in alone}))}"),
         _same("repeats", alone, again, "the same row, played twice", "an interrupted run would not continue as it was"),
         _same("independent", alone, together, "episodes played in turn", "episodes of one process would disturb each other"),
         _exact_tokens(config, alone),
-        CheckResult("rewards", State.noted if None in rewards else State.passed, given),
+        _rewards([one.reward for one in alone], environment.contract.reward_range),
         CheckResult("time", State.noted, f"the slowest call took {slowest:.3f} s; the limit is {_limit(config)}"),
     ]
+
+
+def _rewards(rewards: Sequence[float | None], declared: tuple[float, float] | None) -> CheckResult:
+    """Check the rewards of episodes, all finite, against the range that the class declares."""
+    given = [reward for reward in rewards if reward is not None]
+    if len(given) < len(rewards):
+        return CheckResult("rewards", State.noted, "none, so the run needs reward=")
+    if declared is None:
+        return CheckResult("rewards", State.passed, f"{given}; the class declares no reward_range = (lowest, highest)")
+    low, high = declared
+    if outside := [reward for reward in given if not low <= reward <= high]:
+        found = f"{outside} are outside of the declared reward_range, {low:g} to {high:g}"
+        return CheckResult(
+            "rewards", State.failed, found, "such episodes dominate their group", "fix get_reward or reward_range"
+        )
+    return CheckResult("rewards", State.passed, f"{given}, all from {low:g} to {high:g} as declared")
 
 
 def _limit(config: EnvironmentConfig) -> str:
@@ -189,11 +201,11 @@ def _exact_tokens(config: EnvironmentConfig, played: Sequence[PlayedEpisode]) ->
     if isinstance(config, AgentEnvironment):
         return CheckResult("tokens", State.skipped, "every call of a program is rendered as a whole; rollout/branches counts")
     renderer = _tiny_renderer()
-    if config.contract.tools:
-        return CheckResult("tokens", State.skipped, "the shipped model's chat template prints no tools")
     for episode in played:
         opening, *later = episode.observations
-        conversation = Conversation(renderer, RenderedPrompt([], Row("", {}), "", "", Chat("", ())), _observed(opening), [])
+        conversation = Conversation(
+            renderer, RenderedPrompt([], Row("", {}), "", "", Chat("", ())), _observed(opening), config.contract.tools
+        )
         for observation in later:
             if observation is None:
                 break

@@ -25,13 +25,15 @@ class Contract:
     """Methods that a class offers.
 
     ``tools`` are schemas for chat templates; ``columns`` are the parameters that ``reset`` names, ``required`` those without a
-    default. ``takes_all``: it takes all columns of a row.
+    default. ``takes_all``: it takes all columns of a row. ``reward_range``: the lowest and the highest reward of an episode, if
+    the class declares them; ``cookbook check env`` compares.
     """
 
     tools: list[JsonObject]
     columns: frozenset[str]
     required: frozenset[str]
     takes_all: bool
+    reward_range: tuple[float, float] | None = None
 
     @property
     def reads_rows(self) -> bool:
@@ -43,7 +45,8 @@ class Contract:
         """Return the contract of an environment.
 
         Raises:
-            ConfigError: it has no ``reset``, nothing to answer the model with, or a tool without a description.
+            ConfigError: it has no ``reset``, nothing to answer the model with, a tool without a description, or a
+                ``reward_range`` that is no pair of numbers.
         """
         name = type(environment).__name__
         reset = getattr(environment, "reset", None)
@@ -61,7 +64,24 @@ class Contract:
             columns=frozenset(one.name for one in named),
             required=frozenset(one.name for one in named if one.default is one.empty),
             takes_all=any(one.kind is one.VAR_KEYWORD for one in parameters),
+            reward_range=_reward_range(environment),
         )
+
+
+def _reward_range(environment: object) -> tuple[float, float] | None:
+    declared = getattr(environment, "reward_range", None)
+    if declared is None or callable(declared):
+        return None
+    try:
+        low, high = map(float, declared)
+    except (TypeError, ValueError):
+        low, high = 1.0, 0.0
+    if not low <= high:
+        raise ConfigError(
+            f"env: {type(environment).__name__}.reward_range must be the lowest and the highest reward of an episode, such as "
+            f"(0.0, 1.0), got {declared!r}"
+        )
+    return low, high
 
 
 def tools_of(environment: object) -> dict[str, Callable[..., object]]:

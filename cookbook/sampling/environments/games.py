@@ -141,6 +141,8 @@ class _Draws:
 class Game:
     """One game of textarena as an environment."""
 
+    reward_range = (-1.0, 1.0)
+
     def __init__(self, start: Callable[[int, int], Any], num_players: int, opponent: Opponent | None) -> None:
         self._start = start
         self._num_players = num_players

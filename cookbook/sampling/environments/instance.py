@@ -7,7 +7,8 @@ import copy
 import dataclasses
 import inspect
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, SupportsFloat
 
 from cookbook.config.typed import construct_target
@@ -37,6 +38,14 @@ class Reply:
     calls: int = 0
     malformed_calls: int = 0
     failed_calls: int = 0
+
+
+@dataclass(frozen=True)
+class EarnedReward:
+    """Reward of an episode, with its named parts if it has any."""
+
+    value: float
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 class Instance:
@@ -74,12 +83,12 @@ class Instance:
             reply.observation.append({"role": "tool", "name": name, "content": content})
         return reply
 
-    def reward(self) -> float | None:
+    def reward(self) -> EarnedReward | None:
         """Return the reward of the episode: of ``get_reward``, else the sum of the rewards of ``step``; None without any."""
         get_reward = getattr(self._environment, "get_reward", None)
         if get_reward is not None:
-            return _number(self._run(get_reward()), "get_reward")
-        return sum(self._rewards) if self._rewards else None
+            return _earned(self._run(get_reward()))
+        return EarnedReward(sum(self._rewards)) if self._rewards else None
 
     def close(self) -> None:
         """Call the environment's ``close``, if it has one."""
@@ -151,6 +160,16 @@ def _observation(value: object, method: str) -> str | list[JsonObject] | None:
     return value or None
 
 
+def _earned(value: object) -> EarnedReward:
+    """Read what ``get_reward`` returned: a number, or named parts, whose sum is the reward."""
+    if not isinstance(value, Mapping):
+        return EarnedReward(_number(value, "get_reward"))
+    if not value or not all(isinstance(name, str) and name.split() == [name] for name in value):
+        raise EnvironmentFailedError(f"get_reward returned the parts {value!r}; return one or more, named without spaces")
+    parts = {name: _number(part, f"get_reward, as {name!r},") for name, part in value.items()}
+    return EarnedReward(sum(parts.values()), parts)
+
+
 def _number(value: object, method: str) -> float:
     try:
         number = float(value) if isinstance(value, SupportsFloat) else float("nan")
@@ -190,7 +209,8 @@ class Instances:
         if method == "act":
             return dataclasses.asdict(self._instances[episode].act(*arguments))
         if method == "reward":
-            return self._instances[episode].reward()
+            earned = self._instances[episode].reward()
+            return None if earned is None else dataclasses.asdict(earned)
         if (instance := self._instances.pop(episode, None)) is not None:
             instance.close()
         return None

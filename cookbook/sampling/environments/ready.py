@@ -42,6 +42,8 @@ class Arithmetic(EnvironmentConfig):
 class Sum:
     """One sum. Every fifth pair of numbers is held out: no sum of an evaluation occurs in training."""
 
+    reward_range = (0.0, 1.0)
+
     def __init__(self, limit: int, rows: int) -> None:
         self._limit = limit
         self._rows = rows
@@ -129,6 +131,8 @@ class ReasoningGym(EnvironmentConfig):
 
 class Puzzle:
     """One question of a reasoning-gym task."""
+
+    reward_range = (0.0, 1.0)
 
     def __init__(self, config: ReasoningGym) -> None:
         self._config = config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -17,7 +17,7 @@ from cookbook.futures import done
 from cookbook.sampling import workers
 from cookbook.sampling.environments.config import EnvironmentConfig
 from cookbook.sampling.environments.conversation import Conversation, Transcript
-from cookbook.sampling.environments.instance import NAMES, Instances, Reply
+from cookbook.sampling.environments.instance import NAMES, EarnedReward, Instances, Reply
 from cookbook.sampling.environments.tool_calls import CallReader, Calls, token_reader
 from cookbook.sampling.trajectory import Segment, Trajectory
 from cookbook.sampling.workers import WorkerEndedError, WorkerProcess, WorkerStartError, WorkerTimeoutError
@@ -41,14 +41,6 @@ class Failure:
 
     message: str
     ended: str = "error"
-
-
-@dataclass(frozen=True)
-class EarnedReward:
-    """Reward of an episode, with its named parts if it has any."""
-
-    value: float
-    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -197,7 +189,7 @@ class EnvironmentRunner(EpisodeRunner):
 
     def reward(self, episode: Episode) -> Pending[EarnedReward | None]:
         """Return the reward of the episode, None if the environment gives none."""
-        return self._pending(episode, "reward", [], lambda result: None if result is None else EarnedReward(result))
+        return self._pending(episode, "reward", [], lambda result: None if result is None else EarnedReward(**result))
 
     def end(self, episode: Episode) -> None:
         """Drop the state of an episode."""
