@@ -78,17 +78,20 @@ class Campaign:
 
     def kill(self, command: psutil.Process, victim: str) -> psutil.Process:
         """Kill the victim. Return the command's process."""
-        ranks = ranks_of(command)
+        assert self.process is not None
+        self.killed.append(victim)
         if victim == "command":
-            assert self.process is not None
+            ranks = ranks_of(command)
             self.process.kill()
             self.process.wait()
             gone(ranks)
-            self.killed.append(victim)
             return self.start()
-        if (number := int(victim.split()[1])) < len(ranks):
-            ranks[number].send_signal(signal.SIGKILL)
-            self.killed.append(victim)
+        number = int(victim.split()[1])
+        # The ranks may just have been lost, and not be started again yet.
+        while len(ranks := ranks_of(command)) <= number:
+            assert self.process.poll() is None, f"exit code {self.process.returncode}; see {self.log}"
+            time.sleep(0.01)
+        ranks[number].send_signal(signal.SIGKILL)
         return command
 
 

@@ -278,13 +278,17 @@ def _apart(one: dict[str, float], other: dict[str, float]) -> float:
 
 
 def memory_of(model: str, folder: Path) -> dict[str, int]:
-    """Bytes by which the process's memory grows, at its peak: to load and shard the model, and to save a base and a delta."""
+    """Bytes by which the process's memory grows, at its peak: to load and shard, to save a base and a delta, and to train."""
     ranks = join("all", timeout_s=LIMIT_S)
     # The libraries are imported before.
     _saved(engine_of(str(Path(model).parent / "small"), {}, ranks), folder / "small")
     before = _status("VmRSS")
     kept = engine_of(model, {}, ranks)
-    return {"load": _status("VmHWM") - before, **_saved(kept, folder / "large")}
+    found = {"load": _status("VmHWM") - before, **_saved(kept, folder / "large")}
+    for _ in range(2):
+        kept.forward_backward(LOSSES["sft"].prepare(tiny.datums(4)), LOSSES["sft"])
+        kept.optim_step(AdamParams(learning_rate=1e-3), None)
+    return found | {"train": _status("VmHWM") - before}
 
 
 def _saved(engine: Engine, folder: Path) -> dict[str, int]:

@@ -43,7 +43,7 @@ from cookbook.jobs.slurm import SlurmJob
 from cookbook.jobs.store import JobState, TrainerJob
 
 ROOT = Path(__file__).resolve().parent.parent
-LONG_S = 240.0
+LONG_S = 600.0
 # A run of a few seconds, with a checkpoint in the middle.
 RUN = [
     *("recipe=grpo", "recipe.steps=12", "recipe.prompts_per_step=4", "recipe.group_size=4", "data.limit=24", "eval.limit=4"),
@@ -308,6 +308,8 @@ def test_a_damaged_table_is_one_line(tmp_path):
             (["job=local", "job.port=70000"], "job.port: expected 0 to 65535"),
             (["job=slurm", "job.partion=gpu"], "Did you mean 'job.partition'?"),
             (["job=local", "+job.environment.A-B=1"], "job.environment: expected the name of a variable, got 'A-B'"),
+            (["job=local", "+job.server.tls_cert=c.pem"], "job.server.tls_cert: the job sets this key of its server itself"),
+            (["job=local", "+job.server.port=80"], "job.server.port: the job sets this key of its server itself; set job.port"),
             (["job=pbs"], "pbs"),
             (["job=local", "deployment=vllm"], "deployment"),
         ],

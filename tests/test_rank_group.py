@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -114,6 +116,10 @@ def test_a_recipe_with_rollouts_is_not_sharded(capsys):
         ("import os; os._exit(75)", "failed 5 times without finishing a request, the last time because rank 0 has ended"),
         ("import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL, as if memory had run out"),
         (
+            "from cookbook.backends.group.supervisor import RankChannel; RankChannel().lost('rank 0 of 2: why'); exit(75)",
+            "failed 5 times without finishing a request, the last time because rank 0 of 2: why",
+        ),
+        (
             "from cookbook.backends.group.supervisor import RankChannel; RankChannel().error('model: too large'); exit(2)",
             "model: too large",
         ),
@@ -152,6 +158,40 @@ def test_a_diverged_run_ends_in_one_line(capsys):
     assert train(*SFT, RANKS, "optim.lr=1e30", "optim.grad_clip_norm=0", "out=diverged") == 2
     assert "optim_step: the gradient norm is nan" in capsys.readouterr().err.splitlines()[-1]
     assert not kill_ranks.ranks_of(psutil.Process())
+
+
+# The second rank gets no memory for a gradient, also after a restart.
+LIMITED = """
+import os, resource
+if os.environ["RANK"] == "1":
+    import psutil
+    from cookbook.engine.ranks.commands import Follower
+    execute = Follower._execute
+
+    def limited(self, packed):
+        if b"forward_backward" in packed:
+            most = psutil.Process().memory_info().vms + (8 << 20)
+            resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+        execute(self, packed)
+
+    Follower._execute = limited
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the memory of a process")
+@pytest.mark.parametrize("shard", ["none", "all"])
+def test_a_rank_that_runs_out_of_memory_ends_the_run_in_one_line(shard, monkeypatch, capsys):
+    # Equal prompts would be computed once.
+    talks = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "12345678" * 50}] for n in range(100)]
+    Path("long.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    code = f"exec({LIMITED!r}); ".replace("{", "{{").replace("}", "}}")
+    monkeypatch.setattr(supervisor, "MAIN", supervisor.MAIN.replace("from cookbook.server", code + "from cookbook.server"))
+    words = ["recipe=sft", "recipe.batch_size=90", "recipe.steps=2", "data=long.jsonl", "eval.limit=4", "eval.answers=false"]
+    assert train(*words, RANKS, f"backend.shard={shard}", "out=run") == 2
+    errors = capsys.readouterr().err
+    assert errors.splitlines()[-1].startswith("error: out of memory: ") and "backend.micro_batch_tokens" in errors
+    assert "starting the 2 ranks again" not in errors and not kill_ranks.ranks_of(psutil.Process())
 
 
 @pytest.mark.slow

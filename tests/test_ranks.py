@@ -54,6 +54,7 @@ MIXED = [
     case("all", "grpo entropy", model="moe", options={"router_aux_loss_coef": 0.01}, steps=2),
 ]
 LOSSES = ("sft", "grpo", "dft", "dpo", "orpo", "custom")
+# test_rank_matrix.py has every loss with most of these.
 VARIANTS: list[dict[str, Any]] = [
     {},
     UNTIED,
@@ -78,15 +79,13 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 SLOW = {
     shard: [
-        *(case(shard, loss, **variant) for loss in LOSSES for variant in VARIANTS[:2]),
-        *(case(shard, "custom", **variant) for variant in VARIANTS[2:]),
+        *(case(shard, "custom", **variant) for variant in VARIANTS),
         *(one for one in MIXED if one["shard"] == shard),
     ]
     for shard in SHARDS
 }
 HYBRID = [
-    *(case("node", loss) for loss in LOSSES),
-    *(case("node", "custom", **variant) for variant in VARIANTS[1:6]),
+    *(case("node", "custom", **variant) for variant in VARIANTS[:6]),
     *(case(shard, "grpo", **LORA) for shard in SHARDS),
 ]
 # With these datums no division into equal shares exists.
@@ -95,10 +94,8 @@ UNEQUAL = {"one", "longest"}
 WITHOUT_PASS = {*UNEQUAL, "pair"}
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Folders of models: three layers, tied and untied, and a mixture of experts."""
-    folder = tmp_path_factory.mktemp("models")
+def save_models(folder: Path) -> dict[str, str]:
+    """Save models of three layers, tied and untied, and a mixture of experts. Return their folders."""
     network("qwen3_moe").save_pretrained(folder / "moe")
     tiny.tokenizer().save_pretrained(folder / "moe")
     return {
@@ -106,6 +103,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "untied": str(tiny.save(folder / "untied", num_hidden_layers=3, tie_word_embeddings=False)),
         "moe": str(folder / "moe"),
     }
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders of the models."""
+    return save_models(tmp_path_factory.mktemp("models"))
 
 
 def check(cases: list[dict[str, Any]], count: int, models: dict[str, str], folder: Path, **variables: str) -> None:
@@ -117,17 +120,22 @@ def check(cases: list[dict[str, Any]], count: int, models: dict[str, str], folde
 
 def differences(cases: list[dict[str, Any]], results: dict[str, dict[str, Any]], count: int) -> None:
     """Fail for every case in which the ranks differ from one process, or do not share the work."""
-    wrong = []
-    for one in cases:
-        found, dtype = results[one["name"]], one["options"]["dtype"]
-        fits = found["metrics"] < SAME[dtype] and found["weights"] < SAME[dtype] and found["updates"] < SAME_UPDATE[dtype]
-        least, most = (0.0, 1.0) if one.get("data") in UNEQUAL else (0.6 / count, 1.4 / count)
-        shared = all(least <= share <= most for share in found["shares"])
-        # Most sums of gradients start during a backward pass: of replicas by bucket, of shards (FSDP2) by layer.
-        shared &= (one["shard"] == "none" and one.get("data") in WITHOUT_PASS) or min(found["overlap"]) >= 0.5
-        if not (fits and shared and found["ranks agree"] and found["repeats"] in (None, True)):
-            wrong.append(f"{one['name']}: {found}")
+    wrong = [f"{one['name']}: {results[one['name']]}" for one in cases if differs(one, results[one["name"]], count)]
     assert not wrong, "\n".join(wrong)
+
+
+def differs(one: dict[str, Any], found: dict[str, Any], count: int) -> bool:
+    """Whether the ranks differ from one process in a case, or do not share the work."""
+    dtype = one["options"]["dtype"]
+    fits = found["metrics"] < SAME[dtype] and found["weights"] < SAME[dtype] and found["updates"] < SAME_UPDATE[dtype]
+    least, most = (0.0, 1.0) if one.get("data") in UNEQUAL else (0.6 / count, 1.4 / count)
+    shared = all(least <= share <= most for share in found["shares"])
+    # Most sums of gradients start during a backward pass: of replicas by bucket, of shards (FSDP2) by layer.
+    counts = one["shard"] != "none" or one.get("data") not in WITHOUT_PASS
+    # FSDP2 scatters nothing if a node has a single rank.
+    counts &= (one["shard"], count) != ("node", 2)
+    shared &= not counts or min(found["overlap"]) >= 0.5
+    return not (fits and shared and found["ranks agree"] and found["repeats"] in (None, True))
 
 
 @pytest.fixture(scope="module")
@@ -327,7 +335,7 @@ def test_a_checkpoint_continues_on_another_number_of_ranks(models, tmp_path, bef
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_no_rank_holds_the_whole_model_while_it_is_loaded_or_saved_for_sampling(tmp_path):
+def test_no_rank_holds_the_whole_model_while_it_is_loaded_saved_for_sampling_or_trained(tmp_path):
     shape = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 28, "head_dim": 128}
     tiny.save(tmp_path / "small", tie_word_embeddings=False)
     model = tiny.save(tmp_path / "large", **shape)
@@ -344,7 +352,10 @@ def test_no_rank_holds_the_whole_model_while_it_is_loaded_or_saved_for_sampling(
     shares = {count: [{key: one[key] / num_bytes for key in one} for one in found] for count, found in grown.items()}
     print(shares)
     assert shares[1][0]["load"] > 0.9
-    assert max(rank["load"] for rank in shares[2]) < 0.7 * shares[1][0]["load"]
+    # One process trains with weights, gradients and two moments.
+    assert shares[1][0]["train"] > 3.9
+    for key in ("load", "train"):
+        assert max(rank[key] for rank in shares[2]) < 0.7 * shares[1][0][key], key
     # A base needs a few tensors. A delta needs the half of the weights that a rank keeps for the next one, and a few tensors.
     assert max(rank["base"] for rank in shares[2]) < 0.15 and max(rank["delta"] for rank in shares[2]) < 0.75
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 
 from omegaconf import DictConfig
 
+from cookbook import terminal
 from cookbook.config.typed import TARGET, convert
 from cookbook.errors import ConfigError
 from cookbook.jobs.endpoint import JobEndpoint
@@ -67,7 +69,9 @@ def attach(name: str, port: int) -> None:
         CookbookError: the job is unknown, does not become ready, or is stopped.
     """
     manager = TrainerJobManager(say=lambda line: print(line, flush=True))
-    with JobEndpoint(manager, name, port) as endpoint:
+    with contextlib.ExitStack() as stack:
+        with terminal.doing(f"waiting for the trainer job {name}"):
+            endpoint = stack.enter_context(JobEndpoint(manager, name, port))
         key = quoted(str(manager.key_file(manager.get(name))))
         print(f"trainer job {name}: {endpoint.base_url} leads to it until Ctrl-C, which leaves the job running", flush=True)
         line = f"backend=remote backend.base_url={endpoint.base_url} backend.api_key_file={key}"

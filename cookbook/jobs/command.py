@@ -9,6 +9,7 @@ from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
 
+from cookbook.errors import ConfigError
 from cookbook.jobs.launcher import AttemptFiles, JobLauncher, NodesLauncher, NodesScript
 from cookbook.types import JsonObject
 from cookbook.utils import files
@@ -17,6 +18,26 @@ KEY = "key"
 """File with the job's API key, in the job's folder. Only its owner can read it."""
 STATE = "state"
 """Folder of the server's state, in the job's folder. A new attempt restores its runs from it."""
+
+# Keys of the server that a job does not pass on, and what to do instead.
+_ENCRYPT = "remove it, and encrypt with SSH or with a TLS proxy in front of cookbook jobs attach"
+_REFUSED = {
+    "host": "remove it, the launcher chooses the address",
+    "port": "set job.port",
+    "keys_file": "remove it, the key is in the folder of the job",
+    "address_file": "remove it, the address is in the table of jobs",
+    "idle_h": "set job.idle_h",
+    "idle_file": "remove it",
+    "tls_cert": _ENCRYPT,
+    "tls_key": _ENCRYPT,
+}
+
+
+def check_server(server: JsonObject) -> None:
+    """Raises ConfigError: ``job.server`` has a key that the job sets itself."""
+    for name, remedy in _REFUSED.items():
+        if name in server:
+            raise ConfigError(f"job.server.{name}: the job sets this key of its server itself; {remedy}")
 
 
 def trainer_command(python: str, config_folder: Path) -> list[str]:

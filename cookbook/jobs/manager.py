@@ -399,6 +399,7 @@ class TrainerJobManager:
         if not 0 < len(job_id) <= 64 or set(job_id) - ID_CHARACTERS or job_id.startswith("."):
             raise ConfigError(f"jobs: an id has at most 64 letters, digits, '-', '_' and '.', got {job_id!r}")
         cls, launcher = type(config.launcher), config.launcher
+        command.check_server(launcher.server)
         options = {one.name: getattr(launcher, one.name) for one in dataclasses.fields(cls)}  # type: ignore[arg-type]
         return TrainerJob(
             job_id=job_id,

@@ -7,6 +7,7 @@ torchrun, ``cookbook serve`` calls :func:`serve_on_ranks` directly.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ from typing import NoReturn
 
 from cookbook.backends.group.supervisor import RankChannel
 from cookbook.engine.model import ModelConfig
+from cookbook.engine.parallel import RanksLostError
 from cookbook.errors import CookbookError
 from cookbook.protocols import RankBackend
 from cookbook.server.config import ServerConfig
@@ -83,12 +85,26 @@ def serve_on_ranks(
         # Rank 0 finishes accepted requests, which needs all ranks, before it ends the others.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-    leader = commands.start(ranks)
+    leader = commands.start(ranks, None if channel is None else functools.partial(report_lost, channel))
     from cookbook.server.serve import serve
 
     serve(model, backend, server, seed=seed, out=out, channel=channel)
     if leader is not None:
         leader.end()
+
+
+def report_lost(channel: RankChannel, error: RanksLostError) -> None:
+    """Report to the supervisor why the ranks are lost. A rank of a private group that runs out of memory starts none again."""
+    from cookbook.backends.worker import with_remedy
+
+    cause = error.__cause__ or error
+    known = with_remedy(cause)
+    # Only the ranks of a private group have a key here; a restart would run out of memory again. A server for several clients
+    # starts again, and refuses the request that ends its ranks a second time.
+    if known is not cause and channel.config["key"] is not None:
+        channel.error(str(known))
+    else:
+        channel.lost(str(error))
 
 
 def choose_gpu() -> None:

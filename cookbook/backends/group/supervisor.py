@@ -1,8 +1,8 @@
 """Supervisor of a group of ranks: it starts the ranks as child processes, restarts all of them if one is lost, and ends them.
 
 Each rank has a channel, which is the rank's standard input. The first line on the channel is the configuration of the rank. The
-rank reports on the channel that it is ready, that it makes progress, and errors that the user can fix. If the supervisor ends,
-however it ends, the channel is closed and the rank ends.
+rank reports on the channel that it is ready, that it makes progress, errors that the user can fix, and why it has lost the
+other ranks. If the supervisor ends, however it ends, the channel is closed and the rank ends.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BACK_OFF_S, MAX_BACK_OFF_S = 0.5, 30.0
 POLL_S = 0.2
 # Seconds in which the other ranks must end after one rank has ended without an error.
 END_S = 30.0
-READY, PROGRESS, ERROR = "ready", "progress", "error"
+READY, PROGRESS, ERROR, LOST, TIME = "ready", "progress", "error", "lost", "time"
 
 
 class RankChannel:
@@ -81,6 +81,10 @@ class RankChannel:
         """Report an error that the user can fix; the group is not started again."""
         self._send({ERROR: message})
 
+    def lost(self, message: str) -> None:
+        """Report why this rank ends although no user can fix the cause. The ranks are started again."""
+        self._send({LOST: message, TIME: time.monotonic()})
+
     def _send(self, report: JsonObject) -> None:
         with self._lock, contextlib.suppress(OSError):
             self._socket.sendall(json.dumps(report).encode() + b"\n")
@@ -95,6 +99,9 @@ class _Rank:
     channel: socket.socket
     received: bytes = b""
     is_closed: bool = False
+    # The rank's own report why it ends, and the time of the report: the first of a group is the cause of the others.
+    cause: str = ""
+    cause_time: float = float("inf")
 
     def reports(self) -> list[JsonObject]:
         """Return the reports that have arrived. Does not block."""
@@ -114,7 +121,7 @@ class _Rank:
         """Return how the process has ended, for messages."""
         code = self.process.returncode
         if code >= 0:
-            return f"rank {self.number} has ended with exit code {code}"
+            return self.cause or f"rank {self.number} has ended with exit code {code}"
         hint = ", as if memory had run out" if -code == signal.SIGKILL else ""
         return f"rank {self.number} was killed by {signal.Signals(-code).name}{hint}"
 
@@ -227,10 +234,10 @@ class RankSupervisor:
             # In this order: a report is sent before its process ends.
             ended = [one for one in self._ranks if one.process.poll() is not None]
             for one in self._ranks:
-                self._receive(one.reports())
+                self._receive(one)
             if lost := [one for one in ended if one.process.returncode != 0]:
                 # A rank that ends because of another one has an exit code; the first cause is rather a signal.
-                self._lost = min(lost, key=lambda one: one.process.returncode).ending()
+                self._lost = min(lost, key=lambda one: (one.process.returncode, one.cause_time)).ending()
                 return self._is_asked
             if ended:
                 # The first rank ends the others, which may end before its own process does.
@@ -241,10 +248,12 @@ class RankSupervisor:
                 time.sleep(POLL_S)
         return True
 
-    def _receive(self, reports: list[JsonObject]) -> None:
-        for report in reports:
+    def _receive(self, rank: _Rank) -> None:
+        for report in rank.reports():
             if ERROR in report:
                 raise BackendError(report[ERROR])
+            if LOST in report:
+                rank.cause, rank.cause_time = report[LOST], report[TIME]
             self._has_progress |= PROGRESS in report
             if READY in report:
                 self.is_ready.set()

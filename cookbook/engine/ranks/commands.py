@@ -197,13 +197,17 @@ def _per_rank(result: object) -> list[PerRank]:
     return [one for one in (result if isinstance(result, tuple) else (result,)) if isinstance(one, PerRank)]
 
 
-def start(ranks: Ranks) -> Leader | None:
+def start(ranks: Ranks, on_lost: Callable[[RanksLostError], None] | None = None) -> Leader | None:
     """Return on the first rank, which leads from now on. On another rank, follow until the first one ends, then exit.
 
     A single process returns None. A first rank that ends without :meth:`Leader.end` ends the others with :data:`EXIT_LOST`.
+
+    Args:
+        on_lost: called with the error before this process ends because the group is lost.
     """
     if not isinstance(ranks, ProcessRanks):
         return None
+    ProcessRanks.on_lost = on_lost
     if ranks.rank == 0:
         ProcessRanks.leader = leader = Leader(ranks)
         return leader
@@ -217,6 +221,8 @@ def start(ranks: Ranks) -> Leader | None:
 def _end(error: RanksLostError) -> NoReturn:
     """End this process. Other ranks notice that the connection is closed, and end too."""
     print(f"error: {error}; the group of ranks has ended, start a new one", file=sys.stderr, flush=True)
+    if (on_lost := ProcessRanks.on_lost) is not None:
+        on_lost(error)
     os._exit(EXIT_LOST)
 
 

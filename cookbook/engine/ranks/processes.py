@@ -136,6 +136,8 @@ class ProcessRanks(Ranks):
 
     # Of this process: the first rank's end of the commands, once the first rank leads.
     leader: ClassVar[Commander | None] = None
+    # Of this process: called before it ends because the group is lost.
+    on_lost: ClassVar[Callable[[RanksLostError], None] | None] = None
     # Of this process, once it has joined a group.
     joined: ClassVar[ProcessRanks | None] = None
 
