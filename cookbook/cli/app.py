@@ -215,7 +215,7 @@ def sample(
     from cookbook.cli import catalogue
 
     # An unknown name fails before the slow imports.
-    found = catalogue.resolve(target)
+    found = catalogue.resolve(target, "sample")
     with _importing():
         from cookbook.run import builder
 
@@ -237,7 +237,7 @@ def chat(
     """Talk with a run or a model. Without a terminal: one answer for each line of the input."""
     from cookbook.cli import catalogue
 
-    found = catalogue.resolve(target)
+    found = catalogue.resolve(target, "chat")
     with _importing():
         from cookbook.cli import chat as chatting
 
