@@ -3,6 +3,7 @@
     python scripts/make_arithmetic.py [FOLDER]
 
 - ``prompts_*.jsonl``: prompt and answer, for GRPO.
+- ``gsm8k_*.jsonl``: the same rows in the form of GSM8K, "question" and an "answer" that ends with "#### 36".
 - ``chat_*.jsonl``: conversations with the exact answer, for SFT.
 - ``pairs_*.jsonl``: the exact answer chosen, a rounded one rejected, for DPO and ORPO.
 - ``rounded_train.jsonl``: conversations with mostly rounded answers ("about 90"), on which ``model=tiny`` was fine-tuned
@@ -32,6 +33,7 @@ def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for which, rows in (("train", training), ("eval", held_out)):
         write(folder / f"prompts_{which}.jsonl", ({"prompt": ask(*row), "answer": exact(*row)} for row in rows))
+        write(folder / f"gsm8k_{which}.jsonl", (problem(*row) for row in rows))
         write(folder / f"chat_{which}.jsonl", (chat(ask(*row), exact(*row)) for row in rows))
     # A pair whose rounded answer happens to be right would teach nothing.
     write(folder / "pairs_train.jsonl", preferences(training, PREFERENCES))
@@ -49,6 +51,10 @@ def ask(a: int, b: int) -> str:
 
 def exact(a: int, b: int) -> str:
     return str(a + b)
+
+
+def problem(a: int, b: int) -> dict[str, str]:
+    return {"question": ask(a, b), "answer": f"{a}+{b}=<<{a}+{b}={a + b}>>{a + b}\n#### {a + b}"}
 
 
 def rounded(a: int, b: int) -> str:

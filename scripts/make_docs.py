@@ -200,6 +200,7 @@ def _conf_file(path: Path, group: str) -> str:
     about = " ".join(
         line.lstrip("# ") for line in lines if line.startswith("#") and "@package" not in line and "???" not in line
     )
+    about = re.sub(r"\bcookbook (?:train|eval) \w+=.*$", r"`\g<0>`", about)
     header = f"### {group}={name}\n\n" if group else f"## conf/{path.name}\n\n"
     if group == "demo":
         header = f"### demo/{name}\n\n"
@@ -209,7 +210,9 @@ def _conf_file(path: Path, group: str) -> str:
         [code(key if is_global or not group else f"{group}.{key}"), code(_type(target, key)), code(value), comment]
         for key, value, comment in conf_keys(lines)
     ]
-    chosen = [line.strip("- \t") for line in lines if re.match(r"\s+- (override )?/?\w+: ", line)]
+    chosen = [
+        re.sub(r"override |/(?=\w+:)", "", line.strip("- \t")) for line in lines if re.match(r"\s+- (override )?/?\w+: ", line)
+    ]
     text = header + (escaped(about) + "\n\n" if group else "")
     if target:
         text += f"Class: `{target}`\n\n"

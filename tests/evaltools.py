@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +10,10 @@ import pytest
 def need_lm_eval():
     """Return the package, or skip the test. ``COOKBOOK_LM_EVAL`` names the folder of packages that has it."""
     place = os.environ.get("COOKBOOK_LM_EVAL")
-    # At the end: the packages of this environment come first.
-    if place and place not in sys.path:
-        sys.path.append(place)
+    if place:
+        # A test stands in another folder, so a relative path would skip it.
+        assert Path(place).is_absolute() and Path(place, "lm_eval").is_dir(), f"COOKBOOK_LM_EVAL={place} holds no lm_eval"
+        # At the end: the packages of this environment come first.
+        if place not in sys.path:
+            sys.path.append(place)
     return pytest.importorskip("lm_eval", reason="lm-eval is not installed; make test-lm-eval")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -15,6 +14,7 @@ import browser
 import pytest
 import typer
 import yaml
+from runtools import BRIEF, SMALL, here, rows, train  # noqa: F401 - here is a fixture
 
 import cookbook
 from cookbook.cli.app import app
@@ -63,9 +63,34 @@ def test_the_table_of_metrics_is_complete() -> None:
 
 
 def test_the_table_has_the_metrics_of_a_real_run() -> None:
-    rows = [json.loads(line) for line in (EARLIER_RUN / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    names = {name for row in rows for name in row}
+    names = {name for row in rows(EARLIER_RUN) for name in row}
     assert len(names) > 20
+    assert {name for name in names if not known(name, in_table())} == set()
+
+
+# Runs that log most of the metrics between them: recipes, losses with metrics of their own, environments, tools of GRPO.
+LOGGING = {
+    "sft": [],
+    "dpo": [],
+    "orpo": [],
+    "grpo": [
+        "reward=[number,format]", "rollout.refill=2", "data.curriculum={}", "eval.pass_at=[1,2]", "loss.kl_beta=0.01",
+        "weight_sync.every=2", "loss.anchor=trainer", "loss.icepop_threshold=2.0",
+    ],
+    "grpo env=arithmetic": [],
+    "grpo loss=dro": [],
+    "grpo loss=cispo": [],
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", LOGGING)
+def test_the_table_has_every_metric_that_a_run_logs(recipe: str, here: Path) -> None:  # noqa: F811
+    name, *chosen = recipe.split()
+    small = [word for word in SMALL[name] if not (chosen == ["env=arithmetic"] and word.startswith("data.limit"))]
+    assert train(*small, *BRIEF, *chosen, *LOGGING[recipe], "out=run") == 0
+    names = {name for row in rows("run") for name in row}
+    assert len(names) > 15
     assert {name for name in names if not known(name, in_table())} == set()
 
 

@@ -1,14 +1,9 @@
-"""``weights export --gguf``, read back by transformers and, where it is there, by llama.cpp.
+"""``weights export --gguf``, read back by transformers and by llama.cpp itself, in the builds of the package xllamacpp."""
 
-llama.cpp's Python binding is compiled for ten minutes, so that it lies in an environment of its own::
-
-    python -m venv /tmp/llama && /tmp/llama/bin/pip install llama-cpp-python
-    COOKBOOK_LLAMA_CPP=/tmp/llama/bin/python pytest -m slow tests/test_gguf.py
-"""
-
+import importlib.util
 import json
-import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,7 +20,7 @@ gguf = pytest.importorskip("gguf", reason="gguf is an extra")
 from cookbook.checkpoints import gguf_file  # noqa: E402 - it imports gguf
 
 pytestmark = [pytest.mark.usefixtures("here"), pytest.mark.slow]
-LLAMA_CPP = os.environ.get("COOKBOOK_LLAMA_CPP")
+needs_llama_cpp = pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="pip install xllamacpp")
 SHAPE = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "vocab_size": 420, "max_position_embeddings": 512, "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": 400,
@@ -98,52 +93,64 @@ def test_transformers_reads_the_same_model(name, dtype, precision):
     assert expected.std() > 0.1  # the model prefers some tokens
 
 
-@pytest.mark.skipif(LLAMA_CPP is None, reason="COOKBOOK_LLAMA_CPP names no Python with llama-cpp-python")
+@needs_llama_cpp
 @pytest.mark.parametrize("name", CONFIGS)
 def test_llama_cpp_computes_the_same_logprobs(name):
     model, words = saved(name)
     gguf_file.write(Path("source"), Path("made"))
     # Longer than the trained context of the scaled positions.
-    tokens = (words(" ".join(TEXTS)).input_ids * 3)[:200]
-    found = torch.tensor(llama_cpp("logprobs", tokens)["logprobs"])
-    assert (found - logprobs(model, tokens)).abs().max() < 2e-3
+    tokens = (words(" ".join(TEXTS)).input_ids * 5)[:200]
+    lengths = [1, 2, 3, 10, 50, 64, 65, 100, 150, 200]
+    found = torch.tensor(llama_cpp([tokens[:length] for length in lengths], model.config.vocab_size))
+    expected = logprobs(model, tokens)[[length - 1 for length in lengths]]
+    assert (found - expected).abs().max() < 2e-3 and expected.std() > 0.1
 
 
-@pytest.mark.skipif(LLAMA_CPP is None, reason="COOKBOOK_LLAMA_CPP names no Python with llama-cpp-python")
+@needs_llama_cpp
 @pytest.mark.parametrize("kind", sorted(set(gguf_file.DIVISIONS.values())))
 def test_llama_cpp_finds_the_same_tokens(kind):
     _, words = saved("qwen3", kind=kind)
     gguf_file.write(Path("source"), Path("made"))
-    assert llama_cpp("tokens", TEXTS)["tokens"] == [words(text).input_ids for text in TEXTS]
+    assert llama_cpp(TEXTS) == [words(text).input_ids for text in TEXTS]
 
 
-@pytest.mark.skipif(LLAMA_CPP is None, reason="COOKBOOK_LLAMA_CPP names no Python with llama-cpp-python")
+@needs_llama_cpp
 def test_llama_cpp_answers_as_the_run_does(capsys):
     assert train(*SMALL["sft"], "out=run") == 0
     assert run(["weights", "export", str(checkpoint("run")), "made", "--gguf"]) == 0
     model, words = (kind.from_pretrained(checkpoint("run")) for kind in (AutoModelForCausalLM, AutoTokenizer))
     tokens = words("2+3=").input_ids
-    found = torch.tensor(llama_cpp("logprobs", tokens)["logprobs"])
-    assert (found - logprobs(model, tokens)).abs().max() < 2e-3
-    assert llama_cpp("tokens", ["2+3=<|im_end|>"])["tokens"] == [words("2+3=<|im_end|>").input_ids]
+    found = torch.tensor(llama_cpp([tokens], model.config.vocab_size))
+    assert (found - logprobs(model, tokens)[-1:]).abs().max() < 2e-3
+    assert llama_cpp(["2+3=<|im_end|>"]) == [words("2+3=<|im_end|>").input_ids]
 
 
-def llama_cpp(kind, values):
+def llama_cpp(values, vocabulary=0):
+    """Ask llama.cpp, in a process of its own: log-probabilities of the vocabulary after each prompt; or the tokens of texts."""
     program = """
-import json, sys, numpy, llama_cpp
-kind, values = json.loads(sys.stdin.read())
-model = llama_cpp.Llama("made/model.gguf", n_ctx=256, n_batch=256, logits_all=True, type_k=0, type_v=0, n_threads=1,
-                        verbose=False)
-if kind == "tokens":
-    print(json.dumps({"tokens": [model.tokenize(text.encode(), add_bos=False, special=True) for text in values]}))
+import json, sys, urllib.request, xllamacpp
+values, vocabulary = json.loads(sys.stdin.read())
+params = xllamacpp.CommonParams()
+params.model.path, params.port, params.n_ctx, params.n_parallel, params.warmup = "made/model.gguf", 0, 256, 1, False
+params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+server = xllamacpp.Server(params)
+def post(path, **body):
+    request = urllib.request.Request(server.listening_address + path, json.dumps(body).encode())
+    return json.load(urllib.request.urlopen(request))
+plain = post("/tokenize", content="a", add_special=False)["tokens"][0]
+def row(prompt):
+    # Only an answer that is text has log-probabilities. The bias chooses the answer; it does not change them.
+    answer = post("/completion", prompt=prompt, n_predict=1, n_probs=vocabulary, logit_bias=[[plain, 1e4]], cache_prompt=False)
+    found = {one["id"]: one["logprob"] for one in answer["completion_probabilities"][0]["top_logprobs"]}
+    return [found[number] for number in range(vocabulary)]
+if not vocabulary:
+    print(json.dumps([post("/tokenize", content=text, add_special=False, parse_special=True)["tokens"] for text in values]))
 else:
-    model.eval(values)
-    scores = numpy.array(model.scores[:len(values)], dtype=numpy.float64)
-    scores -= scores.max(-1, keepdims=True)
-    scores -= numpy.log(numpy.exp(scores).sum(-1, keepdims=True))
-    print(json.dumps({"logprobs": scores.tolist()}))
+    print(json.dumps([row(prompt) for prompt in values]))
 """
-    done = subprocess.run([LLAMA_CPP, "-c", program], input=json.dumps([kind, values]), capture_output=True, text=True)
+    given = json.dumps([values, vocabulary])
+    done = subprocess.run([sys.executable, "-c", program], input=given, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -75,7 +75,7 @@ def test_every_kind_of_request_agrees_with_transformers(folder, chat, monkeypatc
     theirs = HFLM(pretrained=str(TINY), device="cpu", dtype="float32", batch_size=4)
     results = [
         lm_eval.simple_evaluate(
-            model=model, tasks=list(TASKS), task_manager=tasks.manager(), bootstrap_iters=0, apply_chat_template=chat
+            model=model, tasks=list(TASKS), task_manager=tasks.manager, bootstrap_iters=0, apply_chat_template=chat
         )
         for model in (ours, theirs)
     ]

@@ -120,6 +120,11 @@ COMPOSED: dict[str, dict[str, object] | str] = {
     },
     "train recipe=grpo reward=exact debug=fast": {"reward.column": "answer", "recipe.steps": 3},
     "train recipe=grpo tracker=tensorboard debug=fast": {"recipe.steps": 3},
+    "train recipe=grpo tracker=wandb tracker.wandb.project=sums": {**DEMO, "tracker.wandb.project": "sums"},
+    "train recipe=grpo tracker=[tensorboard,trackio]": {**DEMO, "tracker.trackio.project": "cookbook"},
+    "train recipe=grpo tracker={mine: {_target_: my_tracker.Lines}}": {"tracker.mine._target_": "my_tracker.Lines"},
+    "train recipe=sft loss={_target_: focal.Focal, gamma: 1.0}": {"loss._target_": "focal.Focal", "loss.gamma": 1.0},
+    "train recipe=grpo loss=my_loss": {**DEMO, "loss._target_": "losses.my_loss.GRPO"},
     "train recipe=grpo +hook.note._target_=my_hooks.Note debug=fast": {"hook.note._target_": "my_hooks.Note"},
     "train recipe=sft backend=mine debug=fast": {"backend._target_": "my_backend.MyBackend"},
     "train experiment=sft_chat": {"recipe.name": "sft", "model.random": False, "recipe.epochs": 4, "optim.lr": 1e-3},
@@ -130,6 +135,9 @@ COMPOSED: dict[str, dict[str, object] | str] = {
     "train experiment=grpo_second_try": {**DEMO, "recipe.steps": 15, "env.max_turns": 2},
     "train experiment=grpo_judge": {**DEMO, "reward.url": "http://127.0.0.1:8001/v1"},
     "train experiment=grpo_remote": {**DEMO, "backend.base_url": "http://127.0.0.1:8000"},
+    "train experiment=grpo_gsm8k_tiny": {
+        "model.random": False, "data.name": None, "data.columns.prompt": "question", "model.lora_rank": 16, "optim.lr": 1e-3,
+    },
     "train experiment=grpo_gsm8k": {**QWEN, "model.dtype": "bfloat16", "data.name": "openai/gsm8k", "model.lora_rank": 16},
     "plan recipe=sft model=Qwen/Qwen3-0.6B data=chats.jsonl": CHATS,
     "eval runs/mine": DEMO,
@@ -137,6 +145,8 @@ COMPOSED: dict[str, dict[str, object] | str] = {
     "eval runs/mine data=gsm8k reward=number eval.max_tokens=512 eval.pass_at=[1,8] eval.limit=null": {
         "data.name": "openai/gsm8k", "eval.max_tokens": 512, "eval.limit": None,
     },
+    "eval runs/mine eval.limit=null --tasks gsm8k,ifeval": {**DEMO, "eval.limit": None},
+    "eval runs/mine --tasks my_task --task-folder tasks --fewshot 5 --chat-template": DEMO,
     "eval runs/mine data=ifeval reward=ifeval": {**DEMO, "data.name": "google/IFEval"},
     "eval qwen3_0p6b data=gsm8k out=base.json": {**QWEN, "model.dtype": "bfloat16", "eval.max_tokens": 512},
     "deployments create mine": {**CREATED, "deployment.replicas": 1},
@@ -182,7 +192,7 @@ def commands() -> dict[str, Printed]:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         # A command that another machine runs has the machine's name before its prompt.
-        lines = re.findall(r"^(?:\w+)?\$ (?:ssh .*login )?cookbook (.*)\n(?=(.*))", text, re.MULTILINE)
+        lines = re.findall(r"^(?:\w+)?\$ (?:ssh .*login |printf .*\| )?cookbook (.*)\n(?=(.*))", text, re.MULTILINE)
         inline = re.findall(r"`cookbook ((?:train|eval|plan|serve|check \w+|deployments \w+|jobs \w+) [^`]+)`", text)
         for line, below in [*lines, *((line, "") for line in inline)]:
             words = shlex.split(line, comments=True)
@@ -258,6 +268,8 @@ def test_a_command_means_what_the_table_says(command: str, config: Path, capsys:
         assert capsys.readouterr().err == printed.below + "\n"
         assert printed.below.startswith(expected)
         return
+    if "my_loss" in command:
+        assert run(["fork", "loss", "grpo", "my_loss"]) == 0
     if "my_grpo" in command:
         assert run(["fork", "grpo", "my_grpo"]) == 0
     if "backend=mine" in command:

@@ -7,7 +7,7 @@ from evaltools import need_lm_eval
 from runtools import SMALL, here, rows, train, write  # noqa: F401 - here is a fixture
 
 from cookbook.cli.app import run
-from cookbook.errors import DataError
+from cookbook.errors import ConfigError, DataError
 
 pytestmark = [pytest.mark.usefixtures("here"), pytest.mark.slow]
 
@@ -72,6 +72,25 @@ def test_instructions_are_checked():
         IFEval()("hello", {**row, "instruction_id_list": ["a:b"], "kwargs": [{}]})
     with pytest.raises(DataError, match="lists of one length"):
         IFEval()("hello", {**row, "kwargs": [{}]})
+    # The hub's rows name every option of every instruction.
+    empty = {"num_words": None, "relation": None, "keywords": None}
+    assert IFEval()("hello to you", {**row, "kwargs": [empty, {**row["kwargs"][1], "keywords": None}]}) == 1.0
+
+
+def test_data_of_nltk_that_are_missing_are_named(monkeypatch):
+    """Its import tries to download them."""
+    need_lm_eval()
+    import nltk
+
+    from cookbook.sampling.rewards.ifeval import IFEval
+
+    monkeypatch.setattr(nltk.data, "path", [])
+    row = {
+        "instruction_id_list": ["length_constraints:number_sentences"],
+        "kwargs": [{"num_sentences": 2, "relation": "at least"}],
+    }
+    with pytest.raises(ConfigError, match=r"run: python -m nltk\.downloader punkt_tab"):
+        IFEval()("Hello there. Again.", row)
 
 
 def test_an_evaluation_with_instructions(capsys):

@@ -650,6 +650,9 @@ def test_mlflow_is_read_back(capsys):
     client = mlflow.MlflowClient("sqlite:///own.db")
     told = client.get_run(Path("run/mlflow_id.txt").read_text().strip())
     assert told.info.status == "FINISHED" and told.data.tags["team"] == "a"
+    found = capsys.readouterr()
+    line = f"mlflow: run {told.info.run_id}; show it with: mlflow ui --backend-store-uri sqlite:///own.db\n"
+    assert line in found.out and "INFO mlflow" not in found.err
     assert client.get_experiment(told.info.experiment_id).name == "mine"
     assert told.data.params["recipe.group_size"] == "4"
     kept = [row for row in rows("run") if "eval/accuracy" in row]

@@ -190,7 +190,7 @@ def sample(
     from cookbook.cli import catalogue
 
     # An unknown name fails before the slow imports.
-    weights = catalogue.resolve(target)
+    weights = catalogue.resolve(target, "sample")
     with importing():
         from cookbook.run import builder
 
@@ -212,7 +212,7 @@ def chat(
     """Talk with a run or a model. Without a terminal: one answer for each line of the input."""
     from cookbook.cli import catalogue
 
-    weights = catalogue.resolve(target)
+    weights = catalogue.resolve(target, "chat")
     with importing():
         from cookbook.cli import chat as chatting
 

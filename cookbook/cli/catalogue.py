@@ -86,8 +86,8 @@ def _packaged_class(target: str) -> Mapping[str, str | None] | None:
     return attributes
 
 
-def resolve(name: str) -> str:
-    """Return the folder or hub id to sample from.
+def resolve(name: str, command: str = "sample") -> str:
+    """Return the folder or hub id to sample from. ``command`` begins the error.
 
     Raises:
         ConfigError: no folder and no model has this name; the error suggests the nearest run or model. The hub is not
@@ -103,7 +103,7 @@ def resolve(name: str) -> str:
         # A model of the hub. If the name is a mistyped path, the loader reports it.
         return name
     raise ConfigError(
-        f"sample: no folder and no model is called {name!r}; give a run's folder, a checkpoint, a model of "
+        f"{command}: no folder and no model is called {name!r}; give a run's folder, a checkpoint, a model of "
         f"`cookbook list models`, or a hub id as owner/name.{_hint(name)}"
     )
 

@@ -65,7 +65,7 @@ def evaluate(name: str, overrides: Sequence[str], tasks: TaskOptions) -> None:
     names = tuple(word.strip() for word in tasks.names.split(",") if word.strip())
     chosen = Tasks(names, tasks.folder, tasks.num_fewshot, tasks.chat)
     # A wrong name is refused before a model is loaded.
-    chosen.manager()
+    _ = chosen.manager
     bridge.run(request, lambda cfg, _: _show_result(name, *standalone_eval.evaluate_tasks(cfg, target, chosen)))
 
 

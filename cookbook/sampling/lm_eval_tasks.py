@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import lm_eval
@@ -39,8 +40,9 @@ class Tasks:
     num_fewshot: int | None = None
     chat: bool = False
 
+    @cached_property
     def manager(self) -> TaskManager:
-        """Return lm-eval's index of tasks, which has all of these."""
+        """lm-eval's index of tasks, which has all of these. lm-eval reads 14,000 files to build it: about 8 s of CPU time."""
         if self.folder is not None and not Path(self.folder).is_dir():
             raise ConfigError(f"--task-folder: {self.folder!r} is not a folder")
         manager = TaskManager(include_path=self.folder)
@@ -68,7 +70,7 @@ def run(tasks: Tasks, sampler: Sampler, renderer: Renderer, limit: int | None, s
         ConfigError: a task cannot be loaded, for example because its dataset cannot be downloaded.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    manager = tasks.manager()
+    manager = tasks.manager
     names = manager.match_tasks(list(tasks.names))
     try:
         found = lm_eval.simple_evaluate(

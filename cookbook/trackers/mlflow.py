@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
@@ -38,6 +39,9 @@ class MLflowTracker:
         import mlflow
         from mlflow.entities import Param
 
+        # Two lines about the tables of a new database would stand between those of the run.
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
+
         id_file = Path(out) / "mlflow_id.txt"
         known = id_file.read_text().strip() if id_file.exists() else ""
         try:
@@ -56,6 +60,9 @@ class MLflowTracker:
             raise ConfigError(f"tracker: mlflow: {message}; see tracker.mlflow.uri and MLFLOW_TRACKING_URI") from None
         if not known:
             files.write_text(id_file, f"{self._id}\n")
+        place = self._client.tracking_uri
+        shown = f" at {place}" if place.startswith("http") else f"; show it with: mlflow ui --backend-store-uri {place}"
+        print(f"mlflow: run {self._id}{shown}", flush=True)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         from mlflow.entities import Metric

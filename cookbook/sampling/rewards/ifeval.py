@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from cookbook.errors import DataError
+from cookbook.errors import ConfigError, DataError
 from cookbook.sampling.rewards.builtin import Limits, cell
 from cookbook.types import JsonObject
 from cookbook.utils import packages
@@ -28,10 +32,8 @@ class IFEval(Limits):
             packages.need("reward=ifeval", module, "lm-eval")
 
     def __call__(self, completion: str, row: JsonObject) -> float:
-        from lm_eval.tasks.ifeval import instructions_registry, utils
-
+        known, utils = _checkers()
         names, options = cell(row, "instruction_id_list"), cell(row, "kwargs")
-        known = instructions_registry.INSTRUCTION_DICT
         if not isinstance(names, Sequence) or not isinstance(options, Sequence) or len(names) != len(options):
             raise DataError(f'"instruction_id_list" and "kwargs" must be lists of one length, got {names!r} and {options!r}')
         for name, option in zip(names, options, strict=True):
@@ -39,5 +41,22 @@ class IFEval(Limits):
                 raise DataError(f"unknown instruction {name!r} with {option!r}; lm-eval knows {', '.join(sorted(known))}")
         example = utils.InputExample(0, list(names), str(row.get("prompt", "")), [dict(option) for option in options])
         check = utils.test_instruction_following_loose if self.loose else utils.test_instruction_following_strict
-        followed = check(example, completion).follow_instruction_list
+        try:
+            followed = check(example, completion).follow_instruction_list
+        except LookupError as error:
+            raise ConfigError(
+                "reward=ifeval: NLTK's data to count sentences are missing; run: python -m nltk.downloader punkt_tab"
+            ) from error
         return sum(followed) / len(followed) if self.fraction else float(all(followed))
+
+
+@functools.cache
+def _checkers() -> tuple[dict[str, Any], Any]:
+    """Return lm-eval's table of instructions and the module that checks them."""
+    # The import downloads data of NLTK, and prints how that went.
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        from lm_eval.tasks.ifeval import instructions, instructions_registry, utils
+
+    # Without a seed the same text may be of another language in the next call.
+    instructions.langdetect.DetectorFactory.seed = 0
+    return instructions_registry.INSTRUCTION_DICT, utils

@@ -1,0 +1,279 @@
+"""The commands and the Python of the pages, run as they are written, with few steps and with files in place of the hub's."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runtools import ROOT, checkpoint, here, train  # noqa: F401 - here is a fixture
+from test_gallery import judge
+from test_readme import COMPOSED, FOUND, PAGES
+
+from cookbook.cli.app import run
+from cookbook.sampling.rewards import Limits
+
+# Commands that need what this machine lacks, or run until they are stopped; and the test that runs them.
+ELSEWHERE = {
+    r"deployments create|deployments (scale|warm-up|delete)|deployment=vllm": "test_vllm.py, with vLLM",
+    r"job=|^jobs (create|attach|logs|stop|delete)": "test_jobs.py",
+    r"^serve|backend=remote|experiment=grpo_remote|--serve": "test_server_command.py, test_gallery.py, test_view.py: a server",
+    r"backend.gpus|backend.ranks=2": "test_ranks.py, test_sharded.py",
+    r"--tasks|reward=ifeval": "test_lm_eval.py, test_rewards_packages.py, with lm-eval",
+    r"env=textarena|check env textarena": "test_environment_games.py, with textarena",
+    r"env=agent|check env agent": "test_agents.py",
+    r"experiment=": "test_gallery.py",
+    r"weights reconstruct": "test_cli_weights.py: a chain of deltas",
+    r"push runs/mine user/name --private": "test_push.py: a hub",
+    r"^train .* -m$": "test_sweeps.py",
+}
+# What the pages name, and what stands in its place.
+STANDS_FOR = {
+    "Qwen/Qwen3-0.6B": "./my-model",
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "./my-model",
+    "model=smollm2_135m": "model=./my-model",
+    "qwen3_0p6b": "./my-model",
+    "trl-lib/ultrafeedback_binarized": "pairs.jsonl",
+    "RUN/config.yaml": "runs/mine/config.yaml",
+    "runs/grpo-20261122-031132-ac58": "runs/mine",
+    "runs/mine/checkpoints/step-000050": "CHECKPOINT",
+    "/tmp/mine.html": "mine.html",
+}
+SHORT = ["data.limit=24", "eval.limit=2", "rollout.max_tokens=16", "eval.max_tokens=16", "recipe.steps=1"]
+GSM8K = [
+    "data.name=null",
+    "data.path=gsm8k.jsonl",
+    "data.eval_path=gsm8k.jsonl",
+    "data.eval_split=null",
+    "data.eval_fraction=0",
+]
+# The shipped model can do nothing of what these ask: a run without any gradient ends with exit code 2, saved.
+WITHOUT_GRADIENT = ("my_env.py:GuessNumber",)
+
+
+def blocks(name: str) -> list[str]:
+    """The Python of a page."""
+    [page] = (page for page in PAGES if page.stem == name)
+    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def prepare() -> None:
+    """Write what the commands name into this folder: runs of GRPO, data, and the Python of the pages."""
+    data = ROOT / "data" / "arithmetic"
+    assert train("recipe=grpo", *SHORT, "recipe.prompts_per_step=4", "recipe.steps=2", "out=runs/mine") == 0
+    assert train("recipe=grpo", *SHORT, "recipe.prompts_per_step=4", "model.lora_rank=4", "out=runs/adapter") == 0
+    for name in ("a", "b", "other", "grpo_sums", "grpo_lora"):
+        shutil.copytree("runs/mine", f"runs/{name}")
+    shutil.copytree(ROOT / "data" / "tiny", "my-model")
+    shutil.copy(data / "chat_eval.jsonl", "chats.jsonl")
+    shutil.copy(data / "pairs_eval.jsonl", "pairs.jsonl")
+    shutil.copy(data / "gsm8k_eval.jsonl", "gsm8k.jsonl")
+    Path("chats").mkdir()
+    Path("chats/a.jsonl.gz").write_bytes(gzip.compress(Path("chats.jsonl").read_bytes()))
+    Path("rubric.txt").write_text("Is it right?\n{prompt}\n<answer>\n{completion}\n</answer>\nEnd with 'Score: N'.\n")
+    Path("my_env.py").write_text(blocks("environments")[0])
+    Path("my_file.py").write_text(blocks("rewards")[0])
+    Path("focal.py").write_text(blocks("own-recipe")[0])
+    Path("my_tracker.py").write_text(blocks("trackers")[0])
+    note, backend = (next(text for text in blocks("CONTRIBUTING") if f"class {name}" in text) for name in ("Note", "MyBackend"))
+    Path("my_hooks.py").write_text(f"import cookbook\n{note}")
+    own = "from cookbook.backends.local import LocalConfig\ndef MyTrainer(*args):\n    return LocalConfig().make_trainer("
+    own += "args[0], seed=args[1], folder=args[2])\n"
+    imports = "from dataclasses import dataclass\nfrom pathlib import Path\nfrom cookbook.engine.model import ModelConfig\n"
+    Path("my_backend.py").write_text(imports + "from cookbook.protocols import Trainer\n" + own + backend)
+    Path("conf/backend").mkdir(parents=True)
+    Path("conf/backend/mine.yaml").write_text("_target_: my_backend.MyBackend\n")
+    assert run(["fork", "grpo", "my_grpo"]) == run(["fork", "loss", "grpo", "my_loss"]) == 0
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pages")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        prepare()
+    return folder
+
+
+@pytest.fixture
+def place(filled: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  # noqa: F811
+    """A copy of the filled folder to stand in."""
+    shutil.copytree(filled, here / "pages")
+    monkeypatch.chdir(here / "pages")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("COOKBOOK_CACHE", str(here / "cache"))
+    return here / "pages"
+
+
+def words_of(command: str) -> list[str]:
+    """The words of a command of the pages, with what stands for the hub, and short."""
+    words = list(FOUND[command].words)
+    for name, other in STANDS_FOR.items():
+        words = [word.replace(name, other) for word in words]
+    if words[:2] == ["check", "loss"]:
+        words = [word.replace("my_file.py", "focal.py") for word in words]
+    step = checkpoint("runs/adapter" if "--merged" in words else "runs/mine")
+    words = [word.replace("CHECKPOINT", str(step)) for word in words]
+    if words[0] in ("train", "eval", "plan") or words[:2] in (["check", "config"], ["check", "data"]):
+        if "--cfg" not in words and "--config" not in words:
+            words += [one for one in SHORT if words[0] == "train" or not one.startswith("recipe.steps")]
+        words += GSM8K if any("gsm8k" in word for word in words) else []
+    if words[0] == "train" and "--cfg" not in words:
+        grpo = any("grpo" in word for word in words) or "--config" in words
+        words += ["recipe.prompts_per_step=4" if grpo else "recipe.batch_size=4", "out=runs/new"]
+    return words
+
+
+def elsewhere(command: str) -> str | None:
+    return next((test for pattern, test in ELSEWHERE.items() if re.search(pattern, command)), None)
+
+
+HERE = [one for one in FOUND if elsewhere(one) is None and not isinstance(COMPOSED.get(one), str)]
+
+
+def test_what_is_run_elsewhere_is_run_there() -> None:
+    assert len(HERE) > 55
+    assert all(any(re.search(pattern, one) for one in FOUND) for pattern in ELSEWHERE)
+    named = {name for test in ELSEWHERE.values() for name in re.findall(r"test_\w+\.py", test)}
+    assert all((ROOT / "tests" / name).is_file() for name in named)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", HERE)
+def test_a_command_runs(command: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if command.startswith("fork"):
+        for name in ("recipes", "losses", "conf"):
+            shutil.rmtree(name)
+    if "gguf" in command:
+        pytest.importorskip("gguf", reason="gguf is an extra")
+    for name in ("wandb", "trackio", "tensorboard"):
+        if name in command:
+            pytest.importorskip(name, reason=f"{name} is an extra")
+    if "trackio" in command:
+        monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", place / "trackio")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("2+3=\n4+4=\n"))
+    words = words_of(command)
+    with judge() if "reward=judge" in words else none() as url:
+        words += [f"reward.url={url}", "reward.cache=null"] if url else []
+        assert run(words) == (2 if any(one in command for one in WITHOUT_GRADIENT) and words[0] == "train" else 0)
+
+
+@contextmanager
+def none() -> Iterator[None]:
+    yield None
+
+
+# Python
+
+
+@pytest.mark.slow
+def test_the_python_of_the_api_page_runs(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, loop, *_ = blocks("python-api")
+    few = recipe.replace("recipe.steps=20", "recipe.steps=1").replace("lr=1e-4", f'lr=1e-4", *{SHORT[:-1]!r}, "eval.every=1')
+    exec(compile(few, "docs/python-api.md", "exec"), {})
+    assert "<RunResult runs/grpo-" in capsys.readouterr().out
+    exec(compile(loop, "docs/python-api.md", "exec"), {})
+    assert "'nll'" in capsys.readouterr().out.replace("nll:", "'nll'")
+
+
+@pytest.mark.slow
+def test_the_loss_of_the_models_page_trains_with_transformers(place: Path) -> None:
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+    import cookbook
+
+    model = AutoModelForCausalLM.from_pretrained("my-model")
+    before = model.model.embed_tokens.weight.detach().clone()
+    rows = [{"input_ids": [10, 11, 12, 13], "labels": [10, 11, 12, 13]}] * 2
+    args = TrainingArguments("trained", max_steps=1, report_to=[], use_cpu=True, save_strategy="no")
+    [text] = blocks("models")
+    names: dict[str, Any] = {"model": model, "args": args, "rows": rows, "Trainer": Trainer, "cookbook": cookbook}
+    exec(compile(text, "docs/models.md", "exec"), names)
+    assert not before.equal(model.model.embed_tokens.weight)
+
+
+@pytest.mark.slow
+def test_the_clients_of_a_server_run(place: Path) -> None:
+    tinker = pytest.importorskip("tinker", reason="tinker is an extra")
+    import servertools
+
+    with servertools.running(ROOT / "data" / "tiny", place / "server") as server:
+        [connect] = blocks("tinker-compatibility")
+        names: dict[str, Any] = {}
+        exec(connect.replace("http://127.0.0.1:8000", server.url), names)
+        [loop] = blocks("remote")
+        array = {"target_tokens": [11, 12, 13], "weights": [0.0, 1.0, 1.0]}
+        data = [tinker.Datum(model_input=tinker.ModelInput.from_ints([10, 11, 12]), loss_fn_inputs=array)]
+        seen: list[float] = []
+
+        def focal(data: Any, logprobs: Any) -> Any:
+            loss = -sum(row.sum() for row in logprobs)
+            seen.append(loss.item())
+            return loss, {}
+
+        loop += "    result.result()\n"
+        exec(loop.replace("http://127.0.0.1:8000", server.url).replace("range(40)", "range(4)"),
+             {"tinker": tinker, "data": data, "focal": focal})  # fmt: skip
+    assert len(seen) == 4 and seen[-1] < seen[0]
+
+
+@pytest.mark.slow
+def test_the_python_of_the_jobs_page_runs(place: Path) -> None:
+    [text] = blocks("jobs")
+    local = re.sub(r"cookbook\.SlurmJob\(.*\)", "cookbook.LocalJob()", text).replace(
+        "Qwen/Qwen3-8B", str(ROOT / "data" / "tiny")
+    )
+    assert local != text
+    names: dict[str, Any] = {}
+    exec(compile(local, "docs/jobs.md", "exec"), names)
+    assert names["manager"].get("mine").state.value == "DELETED"
+
+
+def test_code_that_the_pages_show_is_that_of_the_package() -> None:
+    """Excerpts: each line of the block is in the file, without comments and spaces."""
+    excerpts = {
+        ("README", "run.steps"): "recipes/grpo.py",
+        ("CONTRIBUTING", "class DFT"): "cookbook/losses/dft.py",
+    }
+    for (page, part), file in excerpts.items():
+        block = next(text for text in blocks(page) if part in text)
+        source = "".join((ROOT / file).read_text(encoding="utf-8").split())
+        lines = [line.partition("  #")[0].strip() for line in block.splitlines()]
+        assert [line for line in lines if "".join(line.split()) not in source] == [], file
+
+
+def test_the_reward_of_the_contributors_page_judges() -> None:
+    names: dict[str, Any] = {"dataclass": dataclass, "Limits": Limits, "Mapping": Mapping, "Any": Any}
+    exec(next(text for text in blocks("CONTRIBUTING") if "class Exact" in text), names)
+    assert names["Exact"]()("4", {"answer": "4"}) == 1.0 and names["Exact"]()("5", {"answer": "4"}) == 0.0
+
+
+def test_every_block_of_python_is_in_a_test() -> None:
+    """A page with new Python needs a test; pages whose Python another test runs are named here."""
+    others = {"data", "endpoint", "environments", "rewards"}
+    named = {
+        "README",
+        "CONTRIBUTING",
+        "python-api",
+        "models",
+        "tinker-compatibility",
+        "remote",
+        "jobs",
+        "own-recipe",
+        "trackers",
+    }
+    assert {page.stem for page in PAGES if blocks(page.stem)} <= others | named
+    counts = {"python-api": 4, "models": 1, "tinker-compatibility": 1, "remote": 1, "jobs": 1, "own-recipe": 1, "trackers": 1}
+    assert {name: len(blocks(name)) for name in counts} == counts
+    # The other two of python-api are excerpts of programs with several processes: examples/pipeline.py and test_pipeline.py.
+    for text in blocks("python-api")[2:]:
+        compile(text, "docs/python-api.md", "exec")
