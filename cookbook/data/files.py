@@ -5,6 +5,7 @@ JSON and CSV are read line by line, so that every error names its line, and only
 
 from __future__ import annotations
 
+import codecs
 import csv
 import functools
 import glob
@@ -228,7 +229,8 @@ def read_csv(path: Path, refusals: RejectedRows, delimiter: str = ",") -> Iterat
 
 def _utf8(raw: bytes, where: str) -> str:
     try:
-        return raw.decode("utf-8-sig")
+        # The codec utf-8-sig, which leaves out the same mark, is written in Python.
+        return raw.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 at byte {error.start}; save the file as UTF-8") from None
 

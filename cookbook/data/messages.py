@@ -87,7 +87,7 @@ def parse_messages(value: object, where: str, column: str) -> tuple[ChatMessage,
         raise EmptyRowError(
             f'{where}: "{column}" has no messages, so nothing would be trained on; remove the row or set data.on_empty=skip'
         )
-    return tuple(_message(item, f'{where}: "{column}"[{index}]') for index, item in enumerate(value))
+    return tuple(_plain_message(item) or _message(item, f'{where}: "{column}"[{index}]') for index, item in enumerate(value))
 
 
 def as_text(value: object, place: str) -> str:
@@ -103,6 +103,15 @@ def as_text(value: object, place: str) -> str:
     if isinstance(value, float | bool):
         raise DataError(f"{place} must be text, got the {type(value).__name__} {value}; write it in quotes")
     raise DataError(f"{place} must be text, got {'none' if value is None else type(value).__name__}")
+
+
+def _plain_message(item: object) -> ChatMessage | None:
+    """Return a message that has a role and text and nothing else; None for any other value. Most messages are plain."""
+    if type(item) is dict and len(item) == 2:
+        role, content = item.get("role"), item.get("content")
+        if type(role) is str and type(content) is str:
+            return ChatMessage(role, content)
+    return None
 
 
 def _message(item: object, place: str) -> ChatMessage:

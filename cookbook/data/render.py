@@ -162,7 +162,9 @@ class Renderer:
         """Return the number of UTF-8 bytes of the text of each row of tokens, without special tokens."""
         if not rows:  # transformers would decode no row as one row
             return []
-        texts = self.tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        # The model's tokenizer looks at every token in Python before it calls the library's.
+        decode = self.tokenizer.backend_tokenizer.decode_batch if self._decodes_as_standard else self._decoded
+        texts = decode(rows, skip_special_tokens=True)
         return [len(text.encode()) for text in texts]
 
     @cached_property
@@ -271,6 +273,21 @@ class Renderer:
 
         own = type(self.tokenizer)
         return own.__call__ is PreTrainedTokenizerBase.__call__ and own._encode_plus is PreTrainedTokenizerFast._encode_plus
+
+    @cached_property
+    def _decodes_as_standard(self) -> bool:
+        """Whether the class of the model's tokenizer decodes tokens as all fast tokenizers do."""
+        from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+        own, base = type(self.tokenizer), PreTrainedTokenizerBase
+        is_standard = own.batch_decode is base.batch_decode and own.decode is base.decode
+        return is_standard and own._decode is PreTrainedTokenizerFast._decode
+
+    def _decoded(self, rows: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+        texts: list[str] = self.tokenizer.batch_decode(
+            rows, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return texts
 
     def _tokenized(self, texts: list[str]) -> Sequence[Encoding]:
         encoded = self.tokenizer(

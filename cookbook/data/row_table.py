@@ -191,7 +191,7 @@ class RowBuffer:
         """Move the rows from memory to the table; or back into memory, if one of them has no JSON text."""
         try:
             # A row with further fields would lose them in the table.
-            if any(row != Row(row.where, row.values) for row in self._objects):
+            if any(type(row) is not Row or row.source is not None for row in self._objects):
                 raise _NotJsonError
             values = [self._encode(row.values).encode() for row in self._objects]
         except _NotJsonError:

@@ -263,7 +263,7 @@ def _rows_of(place: _Place, limit: int | None, refusals: RejectedRows) -> Iterat
     rows = splits.read(place.split, place.reader(refusals), f"{place.prefix}split", streaming=place.streaming)
     for row in islice(rows, limit):
         count += 1
-        yield Row(row.where, row.values, place.source)
+        yield row if place.source is None else Row(row.where, row.values, place.source)
     refusals.check_left(before, len(refusals.found) - before, count)
     if not count and any(not part.is_whole for part in splits.parts(place.split)):
         raise DataError(f"{place.prefix}split: {place.split} has no rows in {place}; take another slice")
