@@ -5,7 +5,7 @@ parts, written as the shipped tiny model knows them, ``4+7=``. This model learns
 most rows are too hard. The held-out rows are other sums of two numbers below 100. The runs of a seed have the same
 configuration except for the keys in the table. Prints a table of tokens, and the ratio of each seed. Needs reasoning-gym.
 
-Without ``by``, a pass rate is of one prompt, and helps only when prompts repeat: 40 steps draw 640 of some 4,000 rows. The
+Without ``by``, a pass rate is of one prompt, and helps only when prompts repeat: 40 steps draw 640 of about 4,000 rows. The
 protocol for it, chosen before any such run: 320 rows, accuracy 20%, seeds 0 to 2, all runs to their end.
 
     python benchmarks/curriculum.py --arms uniform prompts --steps 60 -- data.limit=320

@@ -170,6 +170,6 @@ def search(page: Path) -> None:
         field = "document.querySelector('[data-md-component=search-query]')"
         events = "['focus', 'keyup', 'input'].forEach(name => field.dispatchEvent(new Event(name, {bubbles: true})))"
         typed = f"(() => {{ const field = {field}; field.focus(); field.value = 'curriculum'; {events}; }})()"
-        # A word that is typed before the page's script listens is lost, so it is typed until a result is there.
+        # A word that is typed before the page's script listens is lost, so it is typed until a result appears.
         tab.wait(f"{typed} || document.querySelector('.md-search-result__item') !== null")
         assert tab.errors == [] and not [one for one in tab.requests if one.startswith("http")]

@@ -35,7 +35,7 @@ ELSEWHERE = {
     r"push runs/mine user/name --private": "test_push.py: a hub",
     r"^train .* -m$": "test_sweeps.py",
 }
-# What the pages name, and what stands in its place.
+# Names on the pages, and the files of this repository that the test uses instead.
 STANDS_FOR = {
     "Qwen/Qwen3-0.6B": "./my-model",
     "HuggingFaceTB/SmolLM2-135M-Instruct": "./my-model",
@@ -105,7 +105,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(filled: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  # noqa: F811
-    """A copy of the filled folder to stand in."""
+    """A copy of the filled folder, as the current directory."""
     shutil.copytree(filled, here / "pages")
     monkeypatch.chdir(here / "pages")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -12,9 +12,9 @@ import pytest
 from cookbook.utils import paths
 
 LINUX_ONLY = re.compile(r"sched_getaffinity|fdatasync|/proc/|epoll|memfd_|prctl|posix_fadvise|pidfd|import fcntl|CDLL\(None\)")
-# With a question for sys.platform in the same function.
+# With a question for sys.platform, or for the attribute, in the same function.
 ASKED_FOR = {
-    "utils/files.py": {"import fcntl"},  # F_FULLFSYNC of macOS
+    "utils/files.py": {"import fcntl", "posix_fadvise"},  # F_FULLFSYNC of macOS
     "checkpoints/tensor_digests.py": {"sched_getaffinity"},
     "deployments/vllm/process.py": {"/proc/"},
     "engine/memory.py": {"CDLL(None)"},

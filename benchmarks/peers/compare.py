@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def _facts(folder: Folder) -> str:
-    """What the figures depend on, besides the code of TRL."""
+    """Return the facts that the figures depend on: CPU, commit, rows, load."""
     cpus = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     name = next((line.partition(":")[2].strip() for line in cpus if line.startswith("model name")), "unknown CPU")
     asked = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
