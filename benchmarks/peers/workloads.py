@@ -54,8 +54,8 @@ class Workload:
     """``steps`` optimizer steps over ``rows`` rows each (conversations, pairs or prompts); the first one warms up.
 
     ``reach``: how many times as fast cookbook is to be, each side at its best precision and TRL in its best setting.
-    ``least_bytes``: GSM8K's rows are joined until a row has this number of bytes. ``memory``: cookbook's peak at its defaults is
-    to be at most this share of the peak of TRL's best float32 setting.
+    ``least_bytes``: GSM8K's rows are joined until a row has this number of bytes. ``memory``: cookbook's peak at its defaults
+    is to be at most this share of the peak of TRL's best float32 setting.
     """
 
     name: str
