@@ -500,6 +500,59 @@ def test_a_run_that_is_stopped_pauses_its_job_and_resumes_it(manager, undisturbe
     assert same_numbers(driver.run, undisturbed)
 
 
+# ---- a driver on a laptop --------------------------------------------------------------------------------------------
+
+SSHD_CONFIG = """
+ListenAddress 127.0.0.1
+Port {port}
+HostKey {folder}/host
+AuthorizedKeysFile {folder}/laptop.pub
+PidFile none
+StrictModes no
+UsePAM no
+SetEnv PATH={path} PYTHONPATH={root} OMP_NUM_THREADS=1 XDG_STATE_HOME={state}
+"""
+
+
+@pytest.fixture
+def login(manager, tmp_path) -> Iterator[list[str]]:
+    """The command that connects to an SSH server of this machine, and whose commands have the manager's table."""
+    sshd = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
+    if sshd is None or os.geteuid() != 0:
+        pytest.skip("needs sshd, of Debian's package openssh-server, and root")
+    Path("/run/sshd").mkdir(exist_ok=True)
+    folder, port = tmp_path / "ssh", servertools.free_port()
+    folder.mkdir()
+    for name in ("host", "laptop"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    values = {"port": port, "folder": folder, "path": path, "root": ROOT, "state": os.environ["XDG_STATE_HOME"]}
+    (folder / "config").write_text(SSHD_CONFIG.format(**values))
+    options = ["StrictHostKeyChecking=no", f"UserKnownHostsFile={folder}/known", "BatchMode=yes", "LogLevel=ERROR"]
+    client = ["ssh", "-i", str(folder / "laptop"), "-p", str(port), *(word for one in options for word in ("-o", one))]
+    with subprocess.Popen([sshd, "-D", "-e", "-f", folder / "config"], stderr=(folder / "log").open("wb")) as server:
+        until(lambda: subprocess.run([*client, "127.0.0.1", "true"], check=False).returncode == 0, (folder / "log").read_text)
+        yield client
+        server.terminate()
+
+
+@pytest.mark.slow
+def test_a_laptop_trains_a_job_through_ssh(login, undisturbed, tmp_path):
+    """The commands of docs/jobs.md, with a job of this machine in place of one of Slurm."""
+    near, far = servertools.free_port(), servertools.free_port()
+    at_login = f"cd {tmp_path} && cookbook jobs"
+    subprocess.run([*login, "127.0.0.1", f"{at_login} create mine model=tiny job=local"], check=True)
+    forward = [*login, "-L", f"{near}:127.0.0.1:{far}", "127.0.0.1", f"{at_login} attach mine --port {far}"]
+    with subprocess.Popen(forward, stdin=subprocess.DEVNULL) as tunnel:
+        key = subprocess.run([*login, "127.0.0.1", f"cat {tmp_path}/runs/jobs/mine/key"], check=True, capture_output=True)
+        Path("key").write_bytes(key.stdout)
+        Path("key").chmod(0o600)
+        driver = Driver("backend=remote", f"backend.base_url=http://127.0.0.1:{near}", "backend.api_key_file=key")
+        driver.wait()
+        tunnel.terminate()
+    assert same_numbers(driver.run, undisturbed)
+
+
 # ---- Slurm -----------------------------------------------------------------------------------------------------------
 
 
