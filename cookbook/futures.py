@@ -56,7 +56,8 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         return self
 
     def _check_thread(self) -> None:
-        if self.answered_by is threading.current_thread() and not self.done():
+        acting = _OF_THREAD.acts_for or threading.current_thread()
+        if self.answered_by is acting and not self.done():
             raise BackendError(
                 "the trainer waits for itself: a loss or a done-callback, which run on its thread, asked for another call's "
                 "result; ask before or after"
@@ -109,14 +110,20 @@ def done(value: T) -> Future[T]:
 
 class _CallsOfThread(threading.local):
     pause: Callable[[bool], None] | None = None
+    # The thread that waits for this one while it computes.
+    acts_for: threading.Thread | None = None
 
 
 _OF_THREAD = _CallsOfThread()
 
 
-def on_pause(pause: Callable[[bool], None]) -> None:
-    """Call ``pause`` at every pause on this thread. Its argument: the call keeps large tensors during the pause."""
-    _OF_THREAD.pause = pause
+def on_pause(pause: Callable[[bool], None], acts_for: threading.Thread) -> None:
+    """Call ``pause`` at every pause on this thread. Its argument: the call keeps large tensors during the pause.
+
+    Args:
+        acts_for: the thread that waits while this thread computes. Neither may wait for a result that the other will set.
+    """
+    _OF_THREAD.pause, _OF_THREAD.acts_for = pause, acts_for
 
 
 def between(items: Iterable[T], *, holds_memory: bool = False) -> Iterator[T]:

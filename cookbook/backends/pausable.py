@@ -15,6 +15,8 @@ import torch
 from cookbook.futures import on_pause
 
 T = TypeVar("T")
+# Of one worker. Each call thread has torch's threads of its own.
+MAX_THREADS = 32
 
 
 class CallDropped(BaseException):
@@ -36,8 +38,9 @@ class CallThread:
 
     def __init__(self, pool: CallThreads) -> None:
         self._pool = pool
-        # Commands for the thread: a call to begin, True to continue after a pause, False to drop the call.
-        self._commands: queue.SimpleQueue[Callable[[], Any] | bool] = queue.SimpleQueue()
+        self._worker = threading.current_thread()
+        # Commands for the thread: a call to begin, True to continue after a pause, False to drop the call, None to end.
+        self._commands: queue.SimpleQueue[Callable[[], Any] | bool | None] = queue.SimpleQueue()
         # Whether the call has paused. Else it has ended.
         self._reports: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._result: Any = None
@@ -65,6 +68,10 @@ class CallThread:
             raise error
         return cast("T", result)
 
+    def close(self) -> None:
+        """End the thread. It must have no call."""
+        self._commands.put(None)
+
     def _send(self, command: Callable[[], Any] | bool) -> bool:
         """Send a command, and return whether the call has paused again."""
         self._commands.put(command)
@@ -73,20 +80,21 @@ class CallThread:
     def _pause(self, holds_memory: bool) -> None:
         if not self._pool.may_pause(holds_memory):
             return
-        self._pool.is_held |= holds_memory
+        # A call that pauses to be dropped does so beside a call that already holds memory.
+        is_holder = holds_memory and not self._pool.is_held
+        self._pool.is_held |= is_holder
         self._reports.put(True)
-        goes_on = self._commands.get()
-        if holds_memory:
+        continues = self._commands.get()
+        if is_holder:
             self._pool.is_held = False
-        if not goes_on:
+        if not continues:
             raise CallDropped
 
     def _run(self) -> None:
         # Torch's thread count is a setting of each thread.
         torch.set_num_threads(self._pool.threads)
-        on_pause(self._pause)
-        while True:
-            job = self._commands.get()
+        on_pause(self._pause, self._worker)
+        while (job := self._commands.get()) is not None:
             assert callable(job)
             try:
                 self._result = job()
@@ -111,13 +119,24 @@ class CallThreads:
         self.schedule = schedule
         self.is_held = False
         self._idle: list[CallThread] = []
+        self._num_threads = 0
+
+    def close(self) -> None:
+        """End the threads. No call may be under way."""
+        for thread in self._idle:
+            thread.close()
 
     def may_pause(self, holds_memory: bool) -> bool:
         return self.schedule.wants_pause and (self.schedule.drops_current or not (holds_memory and self.is_held))
 
     def steps(self, job: Callable[[], T]) -> Generator[None, None, T]:
-        """Run ``job``. Yields at every pause, and returns its result."""
-        thread = self._idle.pop() if self._idle else CallThread(self)
+        """Run ``job``. Yields at every pause, and returns its result. Without an idle thread, it runs here and never pauses."""
+        if not self._idle:
+            if self._num_threads == MAX_THREADS:
+                return job()
+            self._num_threads += 1
+            self._idle.append(CallThread(self))
+        thread = self._idle.pop()
         try:
             return (yield from thread.steps(job))
         finally:

@@ -66,6 +66,7 @@ class Job:
     steps: Steps
     future: Future[Any]
     purpose: str = field(default_factory=PURPOSE.get)
+    has_begun: bool = False
 
 
 @dataclass(eq=False)
@@ -75,18 +76,25 @@ class JobQueue:
     Attributes:
         share: part of the seconds that counts as use. A queue with 0.5 gets twice the seconds of a queue with 1.
         is_closed: the jobs are dropped, the current one at its next pause.
+        drops_begun: the job that has begun is dropped at its next pause. The queue stays open.
     """
 
     account: Account
     share: float = 1.0
     used_s: float = 0.0
     is_closed: bool = False
+    drops_begun: bool = False
     jobs: deque[Job] = field(default_factory=deque)
 
     @property
+    def is_dropping(self) -> bool:
+        """Whether the first job is dropped at its next turn."""
+        return self.is_closed or self.drops_begun
+
+    @property
     def rank(self) -> tuple[bool, float, float]:
-        """Sort key: the queue with the lowest rank runs next. Closed queues come first, so that their memory is freed."""
-        return not self.is_closed, self.account.used_s, self.used_s
+        """Sort key: the queue with the lowest rank runs next. Jobs to drop come first, so that their memory is freed."""
+        return not self.is_dropping, self.account.used_s, self.used_s
 
 
 class JobSchedule:
@@ -111,7 +119,7 @@ class JobSchedule:
     @property
     def drops_current(self) -> bool:
         """Whether the current job is dropped at its next pause."""
-        return self._current is not None and self._current.is_closed
+        return self._current is not None and self._current.is_dropping
 
     def put(self, queue: JobQueue, job: Job) -> None:
         """Queue a job. Raises BackendError: the queue or the worker is closed."""
@@ -141,9 +149,11 @@ class JobSchedule:
                 queue.is_closed = True
 
     def clear(self, queue: JobQueue) -> None:
-        """Drop the jobs of ``queue`` that have not begun. The queue stays open."""
+        """Drop the jobs of ``queue``, the one that has begun at its next pause. The queue stays open."""
         with self._changed:
-            count = 1 if queue is self._current else 0
+            # Only the thread of the schedule may drop a job that has begun.
+            count = 1 if queue.jobs and (queue is self._current or queue.jobs[0].has_begun) else 0
+            queue.drops_begun = count == 1
             dropped = list(queue.jobs)[count:]
             if queue.jobs and not count:
                 self._remove(queue)
@@ -156,7 +166,9 @@ class JobSchedule:
         """Run the jobs, until the schedule is closed and no jobs are left."""
         while (queue := self._next()) is not None:
             if queue.is_closed:
-                self._drop_jobs(queue)
+                self._drop(queue, len(queue.jobs))
+            elif queue.drops_begun:
+                self._drop(queue, 1)
             else:
                 self._run_slice(queue)
             # Drop the reference now: the queue holds the data of its jobs, and the next job may arrive much later.
@@ -177,8 +189,9 @@ class JobSchedule:
     def _run_slice(self, queue: JobQueue) -> None:
         """Run the first job of the queue to its end, or until another queue is further behind."""
         self._announce(queue.jobs[0].purpose)
+        queue.jobs[0].has_begun = True
         steps, is_running = queue.jobs[0].steps, True
-        while is_running and not queue.is_closed:
+        while is_running and not queue.is_dropping:
             started = time.perf_counter()
             is_running = next(steps, True) is None
             used_s = (time.perf_counter() - started) * queue.share
@@ -189,6 +202,7 @@ class JobSchedule:
         if not is_running:
             with self._changed:
                 queue.jobs.popleft()
+                queue.drops_begun = False
                 if not queue.jobs:
                     self._remove(queue)
 
@@ -207,15 +221,17 @@ class JobSchedule:
                     ahead = queue.account.used_s - other.account.used_s
                 else:
                     ahead = queue.used_s - other.used_s
-                if ahead > SLICE_S or other.is_closed:
+                if ahead > SLICE_S or other.is_dropping:
                     return True
         return False
 
-    def _drop_jobs(self, queue: JobQueue) -> None:
+    def _drop(self, queue: JobQueue, count: int) -> None:
+        """Drop the first ``count`` jobs of the queue."""
         with self._changed:
-            jobs = list(queue.jobs)
-            queue.jobs.clear()
-            self._remove(queue)
+            jobs = [queue.jobs.popleft() for _ in range(count)]
+            queue.drops_begun = False
+            if not queue.jobs:
+                self._remove(queue)
         for job in jobs:
             _fail(job)
 
@@ -298,7 +314,7 @@ class Lane:
         self._schedule.drop(self._queue)
 
     def clear(self) -> None:
-        """Drop the jobs that have not begun. Their futures get a BackendError. The lane stays open."""
+        """Drop the jobs, the current one at its next pause. Their futures get a BackendError. The lane stays open."""
         self._schedule.clear(self._queue)
 
 
@@ -313,11 +329,11 @@ class Worker(Lane):
         keep_freed_memory()
         schedule = JobSchedule()
         # The thread refers only to the schedule. A reference to the worker would keep it from being garbage-collected.
-        thread = threading.Thread(target=schedule.run, name="cookbook-trainer", daemon=True)
+        self._call_threads = calls = CallThreads(threads, schedule)
+        thread = threading.Thread(target=_run_jobs, args=(schedule, calls), name="cookbook-trainer", daemon=True)
         super().__init__(schedule, thread, JobQueue(Account()))
         thread.start()
         weakref.finalize(self, schedule.close).atexit = False
-        self._call_threads = CallThreads(threads, schedule)
         # Run this on the thread itself: torch's thread count is a setting of each thread.
         self.submit(lambda: torch.set_num_threads(threads))
 
@@ -348,6 +364,11 @@ class Worker(Lane):
     def drop_all(self) -> None:
         """Drop the jobs of all lanes, the current one at its next pause."""
         self._schedule.drop()
+
+
+def _run_jobs(schedule: JobSchedule, calls: CallThreads) -> None:
+    schedule.run()
+    calls.close()
 
 
 def _run_job(job: Callable[[], Generator[None, None, T]], future: Future[T]) -> Steps:

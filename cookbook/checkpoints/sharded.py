@@ -94,7 +94,7 @@ class _Writer(HuggingFaceStorageWriter):
             # By the rank that wrote the file: another machine cannot force the file to this disk.
             files.sync(path)
             if not ranks.several():
-                # Of a file of one rank among several, the first rank computes the digest.
+                # With several ranks, the first rank computes the digests.
                 self.digests[path.name] = files.sha256(path)
                 files.forget(path)
             results += [WriteResult(item.index, tensors[item.index.fqn].nbytes, path.name) for item in items]

@@ -36,7 +36,7 @@ log = logging.getLogger("cookbook")
 TRAINER = "trainer"
 SAMPLER = "sampler"
 SHARD_BYTES = 5 << 30
-# Of a file of the optimizer's state. The files are written in order, and small ones share the memory of their cache.
+# Largest file of the optimizer's state. The files are written in order, and small ones share the memory of their cache.
 STATE_BYTES = 256 << 20
 _STEP = re.compile(r"step-(\d+)")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")

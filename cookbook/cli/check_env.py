@@ -52,6 +52,8 @@ def run(target: str, options: Sequence[str], *, table: bool) -> None:
         "tuple[EnvironmentConfig, list[Row]]", bridge.run(bridge.ComposeRequest([f"env={target}", *keys]), built)
     )
     contract = config.contract
+    if reads_data and not contract.reads_rows:
+        raise ConfigError(f"check env: reset of {target} reads no columns, so data= has no effect; remove it")
     if missing := contract.required - NUMBERED - rows[0].values.keys():
         raise ConfigError(
             f"check env: reset of {target} reads the column {', '.join(sorted(missing))}, and {rows[0].where} has "

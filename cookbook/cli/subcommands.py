@@ -106,11 +106,12 @@ def check_env(
     repeats      the same row and answers give the same observations and rewards, which resume relies on
     independent  episodes that are played in turn do not change each other
     tokens       the tokens of every turn begin with those of the turn before
-    rewards      the rewards of the episodes, or none if the run needs reward=
+    rewards      the rewards of the episodes, within the class's reward_range; or none if the run needs reward=
     time         the slowest call, and the time limit
 
     \b
       cookbook check env my_env.py:MyClass                    your own class (docs/environments.md)
+      cookbook check env my_env.py:MyClass data=rows.jsonl    with the first rows of the data, if reset reads columns
       cookbook check env arithmetic limit=10                  an environment of conf/env, with an option
       cookbook check env reasoning_gym task=chain_sum
       cookbook check env textarena game=GuessTheNumber-v0

@@ -193,7 +193,7 @@ class Engine(PerRank):
         overrides the option of that name.
 
         A call that fails leaves no partial gradient. If it fails before its backward pass, the gradient of earlier calls stays.
-        If it fails later, the two are one sum, which is dropped; if earlier calls added to it, the next optimizer step raises.
+        If it fails later, both gradients are dropped; if there was an earlier call, the next optimizer step raises.
 
         Raises:
             DataError: a datum lacks a field that the model or the loss needs.
@@ -302,7 +302,7 @@ class Engine(PerRank):
     def _forward_all(
         self, data: Sequence[Datum], batches: Sequence[MicroBatch], scores: TokenScores, spec: PassSpec
     ) -> list[FinishedPass]:
-        retain_bytes = self.options.retain_bytes
+        retain_bytes = self.options.retain_bytes if self.passes.recomputes or not self.options.kept_tokens else 0
         return self.ranks.together(lambda: self.passes.run_all(data, batches, scores, spec, self._next_seed, retain_bytes))
 
     def _micro_batch_gradients(

@@ -25,7 +25,8 @@ class EngineOptions:
         head_options: keyword arguments of ``head_impl``.
         retain_bytes: memory for the graphs of micro-batches, kept for a loss that needs the whole batch.
         activation_checkpointing: recompute activations in the backward pass; None: only if a pass does not fit into memory.
-        kept_tokens: with activation checkpointing, passes of at most this number of tokens keep their activations.
+        kept_tokens: with activation checkpointing, passes of at most this number of tokens keep their activations, one
+            graph at a time.
         activation_offloading: keep saved activations in CPU memory.
         optimizer: a name in ``optimizer.RULES``.
         token_metrics: compute tokens/accuracy and tokens/entropy in every pass.

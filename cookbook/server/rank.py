@@ -94,7 +94,7 @@ def serve_on_ranks(
 
 
 def report_lost(channel: RankChannel, error: RanksLostError) -> None:
-    """Report to the supervisor why the ranks are lost. A rank of a private group that runs out of memory starts none again."""
+    """Report to the supervisor why the ranks are lost. A private group is not restarted after a lack of memory."""
     from cookbook.backends.worker import with_remedy
 
     cause = error.__cause__ or error

@@ -74,7 +74,7 @@ class Graphs(Protocol):
 
 
 class KeptGraphs:
-    """Graphs of all trainers of one worker, at most ``max_bytes`` together; 0 keeps none. Used on the worker's thread only."""
+    """Graphs of all trainers of one worker, at most ``max_bytes`` together; 0 keeps none. One call uses it at a time."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes

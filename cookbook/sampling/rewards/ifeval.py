@@ -44,6 +44,9 @@ class IFEval(Limits):
         try:
             followed = check(example, completion).follow_instruction_list
         except LookupError as error:
+            # NLTK raises the base class itself.
+            if isinstance(error, KeyError | IndexError):
+                raise
             raise ConfigError(
                 "reward=ifeval: NLTK's data to count sentences are missing; run: python -m nltk.downloader punkt_tab"
             ) from error

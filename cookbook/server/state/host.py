@@ -36,7 +36,7 @@ class RunGraphs:
 
     Whether a graph is kept depends on free memory, and changes the rounding of results. A replay must round as the earlier
     process did, so it sets ``forced`` to the decision of that process; None leaves the decision to the shared graphs.
-    Everything except ``forced`` is used by the worker thread only.
+    Everything except ``forced`` is used by the calls of the worker only, one at a time.
     """
 
     def __init__(self, shared: KeptGraphs) -> None:
