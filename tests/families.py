@@ -69,7 +69,7 @@ GPT = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": tiny.CONTEXT, **N
 class Family:
     """Differences from :data:`SHAPE`, names that the config does not take, and the known behavior of cookbook.
 
-    ``rows``: what a row of a pass holds, padded (one sequence), packed (several) or shared (beginnings computed once).
+    ``rows``: what a row of a pass holds, padded (one sequence), packed (several) or shared (common prefixes computed once).
     """
 
     changes: dict[str, Any] = field(default_factory=dict)

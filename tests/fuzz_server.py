@@ -133,7 +133,7 @@ class Campaign:
         self.texts: list[Recorded] = []
         self.session_id = self.run_id = ""
         self.number = 1
-        self.promised: list[str] = ["nobody/1"]
+        self.promised: list[str] = ["unknown/1"]
 
     def __enter__(self) -> Campaign:
         return self
@@ -249,7 +249,7 @@ class Campaign:
         return known.get(name, "x")
 
     def _live(self, value: Any) -> Any:
-        """A body that names what is there, and the numbers that are next, so that it gets beyond the first look."""
+        """Return a body with existing ids and the next sequence numbers, so that it passes the first checks."""
         if not isinstance(value, dict):
             return value
         known: dict[str, Any] = {

@@ -176,7 +176,7 @@ class Plan:
 
     @classmethod
     def drawn(cls, draw: random.Random, seconds: float) -> Plan:
-        """For a run that takes ``seconds``. At any step alike, and as often while it starts; then at any moment of the step."""
+        """Draw a kill for a run of ``seconds``: equally likely at the start and at every step, at any moment of it."""
         rows = draw.randint(0, STEPS)
         after = draw.uniform(0, 1) * seconds / (1 if rows == 0 else STEPS)
         return cls(draw.choice(list(WAYS)), rows, after, draw.uniform(0, 2) * seconds / STEPS)
@@ -287,7 +287,7 @@ def campaign(folder: Path, kills: int, seed: int, recipes: Sequence[str] = tuple
         shutil.rmtree(out)
         counts.trials += 1
         if loud:
-            print(f"trial {counts.trials}: {recipe}, killed by {', '.join(done) or 'nobody'}: 0 differences", flush=True)
+            print(f"trial {counts.trials}: {recipe}, killed by {', '.join(done) or 'no signal'}: 0 differences", flush=True)
     return counts
 
 

@@ -282,7 +282,7 @@ def _sparse(message: Any, rng: random.Random) -> None:
 
 
 def _loss(message: Any, rng: random.Random) -> None:
-    """A loss of ours or of nobody, mostly with what losses read."""
+    """Name a built-in or an unknown loss, and usually add the inputs that losses read."""
     if rng.random() < 0.7:
         for datum in message.data:
             for name in ("advantages", "logprobs", "sampling_logprobs", "reference_logprobs", "weights"):

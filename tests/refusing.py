@@ -61,4 +61,4 @@ def _refuse(errno: int) -> None:
     program = _Program(len(lines), (_Line * len(lines))(*(_Line(*line) for line in lines)))
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(_SET_SECCOMP, _FILTER, ctypes.byref(program)):
-        raise OSError(ctypes.get_errno(), "this kernel lets nobody set a filter")
+        raise OSError(ctypes.get_errno(), "the kernel refuses a seccomp filter")

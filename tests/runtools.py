@@ -58,7 +58,7 @@ def timeless(run_folder: Path | str) -> list[dict[str, Any]]:
 
 
 def same_numbers(one: Path | str, other: Path | str) -> bool:
-    """Whether two runs agree, one of them on a server: losses to the last bit, metrics but for one rounding.
+    """Whether two runs agree, one of them on a server: losses to the last bit, metrics up to one rounding.
 
     The client of a server multiplies and divides means by the number of datums.
     """

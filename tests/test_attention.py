@@ -45,7 +45,7 @@ MODELS = {
     "soft-capped": ("Gemma2", {**WINDOW, "attn_logit_softcapping": 2.0}),
     "sinks": ("GptOss", {**WINDOW, **EXPERTS, "rope_parameters": {"rope_type": "default"}}),
 }
-# Qwen3 is float64 throughout here; what remains is the order of some hundred sums. The others soften their scores in float32.
+# Qwen3 is float64 throughout here; the order of about a hundred sums still differs. The others compute softmax in float32.
 EXACT = {"full": 1e-12, "sliding": 1e-12, "soft-capped": 2e-6, "sinks": 2e-6}
 LAYOUTS = {"padded": PackingSupport(False, False), "packed": PackingSupport(True, False), "shared": PackingSupport()}
 
@@ -189,7 +189,8 @@ def test_a_variable_length_kernel_is_told_the_same(window, monkeypatch):
     query, key, value = (torch.randn(14, heads, 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2))
     rule = AttentionParams(0.3, 0.0, None, None)
     found = attention._attend(query, key, value, LAYOUT, window, rule)
-    scored = attention._attend(query, key, value, LAYOUT, window, AttentionParams(0.3, 0.0, 1e9, None))  # a cap out of reach
+    # No score reaches the cap.
+    scored = attention._attend(query, key, value, LAYOUT, window, AttentionParams(0.3, 0.0, 1e9, None))
     assert torch.allclose(found, scored, rtol=0, atol=1e-12)
     monkeypatch.setattr(attention, "_supports_varlen", lambda *_: True)
     monkeypatch.setattr(attention, "_varlen_kernel", lambda: varlen)
@@ -257,7 +258,7 @@ def test_it_is_tried_and_kept(name):
 
 
 def masking_by_itself(model):
-    """A window that the attention is not told of: too long for the trial to miss it."""
+    """Give the model a sliding window that the attention function does not receive; it is too long for the trial to notice."""
     config = model.network.config
     config.layer_types, config.sliding_window = ["sliding_attention", "full_attention"], 50
     model.network.model.has_sliding_layers = True
@@ -265,7 +266,7 @@ def masking_by_itself(model):
 
 
 def deaf(model):
-    """A model that does not hand on what it does not know."""
+    """Make the model drop the keyword arguments that it does not know."""
     inner = model.network.model.forward
     model.network.model.forward = lambda *args, layout=None, **kwargs: inner(*args, **kwargs)
     return "would attend to each other"
@@ -366,7 +367,7 @@ def test_neither_packing_nor_sharing_changes_what_is_learnt(make_engine, caplog)
 
 
 def test_what_drops_out_shares_nothing(make_engine):
-    """One beginning dropped out of once is not several dropped out of each by itself."""
+    """Dropout on one shared prefix differs from independent dropout on each copy of it."""
     layouts = make_engine(lora_rank=2, lora_dropout=0.1).packing
     assert layouts.packed
     assert not layouts.shared

@@ -369,13 +369,13 @@ def test_what_cannot_be_examined_is_one_line(capsys, words, message):
 
 
 def test_a_table_on_a_terminal(capsys):
-    """Colours and wrapping are rich's; that it is asked, and that markup in a text is text, are ours."""
+    """rich adds colors and wraps lines; cookbook has to call it, and to escape markup in texts."""
     print_table("t[b]itle", "declares [1:]", [CheckResult("NaN", State.failed, "no [1:] here", "harm", "change")])
     out = capsys.readouterr().out
     assert "t[b]itle" in out and "no [1:] here" in out and "in training: harm" in out
 
 
-def test_files_are_run_anew(tmp_path):
+def test_files_are_run_again(tmp_path):
     file = tmp_path / "mine.py"
     for number in (1, 2):
         file.write_text(f"value = {number}{' ' * number}\n")

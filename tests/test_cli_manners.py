@@ -65,7 +65,7 @@ def test_sample_knows_at_once_what_is_not_there(name, hint, capsys, monkeypatch)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     began = time.monotonic()
     assert run(["sample", name, "1+1="]) == 2
-    assert time.monotonic() - began < 5  # the hub would take a minute to say so
+    assert time.monotonic() - began < 5  # a request to the hub would take a minute
     error = f"error: sample: no folder and no model is called {name!r}; give a run's folder, a checkpoint, a model of "
     assert capsys.readouterr().err == f"{error}`cookbook list models`, or a hub id as owner/name.{hint}\n"
 

@@ -63,7 +63,7 @@ class FakeServer(ThreadingHTTPServer):
         if call not in ("cookbook_status", "/v1/models"):
             self.calls.append(call)
         if call in self.fails:
-            if call == "cookbook_load":  # half done: nobody knows
+            if call == "cookbook_load":  # fails in the middle, so its effect is unknown
                 self.holder.begin()
             return 500, {"error": {"message": "out of order"}}
         if path == api.RPC:

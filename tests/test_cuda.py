@@ -198,7 +198,7 @@ def test_heads_that_the_variable_length_kernel_does_not_know(tmp_path, dtype):
 @pytest.mark.parametrize("vocabulary", [1000, 50_304])
 @pytest.mark.parametrize("mode", ["recompute", "cached", "frozen", "tokenwise"])
 def test_the_head(mode, vocabulary, dtype):
-    """Against log_softmax in float64 of the same operands, rounded as they are."""
+    """Compare with log_softmax in float64 of the same rounded operands."""
     draw = torch.Generator("cuda").manual_seed(0)
     kind = getattr(torch, dtype)
     hidden = (torch.randn(300, 64, generator=draw, device="cuda") / 2).to(kind).requires_grad_()

@@ -84,7 +84,7 @@ def test_implicit_prompts_are_whole_messages():
         ("assistant", "4"),
         ("assistant", "five"),
     )
-    # One side goes on: what it has more of is part of its answer, and the other side keeps its own.
+    # One side has more messages: they belong to its answer, and the other side keeps its own.
     more = [USER, ANSWER, {"role": "user", "content": "sure?"}, OTHER]
     pair = read(preference_reader, {"chosen": [USER, ANSWER], "rejected": more})
     assert (pair.chosen.start, pair.rejected.start) == (1, 1)
@@ -389,10 +389,10 @@ def test_a_system_column_is_the_system_message():
 
 @pytest.mark.parametrize("row", [{"prompt": "2+2=", "completion": "4"}, {"messages": [USER, ANSWER]}, ALPACA])
 def test_sft_reads_the_desirable_rows_of_kto(row):
-    for good in (True, "True"):  # CSV has text
+    for label in (True, "True"):  # CSV has text
         reader = conversation_reader(Row("t:1", row), DataConfig())
-        assert reader(Row("t:1", {**row, "label": good})) == reader(Row("t:1", row))
-        assert list(reader.unused(Row("t:1", {**row, "label": good}))) == []
+        assert reader(Row("t:1", {**row, "label": label})) == reader(Row("t:1", row))
+        assert list(reader.unused(Row("t:1", {**row, "label": label}))) == []
     for bad in (False, "false"):
         with pytest.raises(EmptyRowError, match=r'"label" is false, .* set data\.on_empty=skip to train on the rows with true'):
             read(conversation_reader, {**row, "label": bad})

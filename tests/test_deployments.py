@@ -62,7 +62,7 @@ class Server(ThreadingHTTPServer):
         self.answers: list[tuple] = []
         self.asked: list[tuple] = []
         self.version = VERSION
-        self.capacity = 10**9  # requests at once; more are told that it is busy
+        self.capacity = 10**9  # concurrent requests; further ones get the answer "busy"
         self.at_once = self.most_at_once = self.refused = 0
         self.lock = threading.Lock()
         self.url = f"http://127.0.0.1:{self.server_port}"
@@ -152,7 +152,7 @@ def test_after_the_last_retry_it_is_an_error(web, fast):
     assert caught.value.status == 503 and len(web.asked) == 3
 
 
-def test_nobody_is_there_and_nobody_will_come(fast):
+def test_a_server_that_does_not_listen_and_will_not(fast):
     url = f"http://127.0.0.1:{process.free_port()}"
     with pytest.raises(ServerUnavailableError, match=r"/x: no answer \(.*refused.*\); is the server running"):
         Client(url, retries=1).call("/x")
@@ -168,7 +168,7 @@ def test_what_is_no_json_is_an_error(web, fast):
         Client(web.url, retries=0).call("/x")
 
 
-# ---- how much at once ------------------------------------------------------------------------------------------------
+# ---- concurrent requests ---------------------------------------------------------------------------------------------
 
 
 def test_the_limit_grows_by_one_for_each_limits_worth():
@@ -359,7 +359,7 @@ def test_what_killed_runs_have_left_is_ended(tmp_path, sleeper):
     manager = DeploymentManager(tmp_path)
     one = written(manager, "run-1", sleeper)
     with manager.held("run-1"):
-        manager.reap("run-")  # somebody uses it
+        manager.reap("run-")  # in use
     manager.reap("other-")
     assert one.alive
     manager.reap("run-")

@@ -1,4 +1,4 @@
-"""The one gradient path: it is autograd, whatever the batch is cut into, and costs nothing extra."""
+"""The only gradient path: equal to autograd for any split of the batch, without extra cost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOSSES = {
     "dpo": DPO(beta=0.1),
     "orpo": ORPO(),
 }
-# Float32 keeps 7 digits; sums of some hundred terms in another order lose two of them at most.
+# Float32 keeps 7 digits; sums of a few hundred terms in another order lose two of them at most.
 SAME = {"float32": 1e-5, "float64": 1e-12}
 
 
@@ -81,7 +81,7 @@ def test_the_update_does_not_depend_on_the_order(make_engine, name):
         output = engine.forward_backward(batch, loss)
         found.append((tiny.gradients(engine), output))
     assert tiny.difference(found[1][0], found[0][0]) < 1e-5
-    for place, pair in enumerate(order):  # and the outputs come back in the order of the data
+    for place, pair in enumerate(order):  # and the outputs have the order of the data
         ours, theirs = (out.loss_fn_outputs[2 * i]["logprobs"].array for out, i in ((found[1][1], place), (found[0][1], pair)))
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
@@ -115,7 +115,7 @@ def test_kept_graphs_are_measured(make_engine):
     engine = make_engine(token_metrics=False)
     engine.forward_backward(tiny.datums(4), LOSSES["cross_entropy"])
     config = engine.model.network.config
-    a_layer = 25 * config.hidden_size  # about: 4 norms, their inputs, q, k, v, what attention makes of them, 3 of the MLP
+    a_layer = 25 * config.hidden_size  # about: 4 norms, their inputs, q, k, v, attention's output, 3 of the MLP
     logits = 2 * tiny.VOCABULARY
     expected = 4 * (config.num_hidden_layers * a_layer + logits)
     assert 0.5 * expected < engine.passes.bytes_per_token < 2 * expected
@@ -413,7 +413,7 @@ def test_the_whole_step_in_slices_packed_and_recomputed(make_engine, monkeypatch
 
 
 def test_logprobs_by_an_implementation_that_was_handed_over(make_engine):
-    """``head_impl`` takes anybody's; what it does not know (here, a temperature) is computed by the engine itself."""
+    """``head_impl`` takes a callable; if it returns None (here, for a temperature), the engine computes the logprobs itself."""
     calls = []
 
     def plain(hidden, weight, targets, *, bias, scale, softcap, temperature):
@@ -422,9 +422,9 @@ def test_logprobs_by_an_implementation_that_was_handed_over(make_engine):
             return None
         return (hidden @ weight.T * scale).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
 
-    for heat in (None, 0.7):
+    for temperature in (None, 0.7):
         data = CrossEntropy().prepare(tiny.datums())
-        data = [datum.with_inputs(temperature=np.array(heat)) for datum in data] if heat else data
+        data = [datum.with_inputs(temperature=np.array(temperature)) for datum in data] if temperature else data
         found = []
         for impl in ("auto", plain):
             engine = make_engine(head_impl=impl)
@@ -461,7 +461,7 @@ def test_activations_are_recomputed_where_they_do_not_fit(make_engine, monkeypat
 
 
 def test_the_bytes_of_a_token_are_those_of_a_pass(make_engine):
-    """Measured on 32 tokens. The head's logits are not among them; what a row keeps whatever its length is spread thinner."""
+    """The trial measures 32 tokens, without the head's logits. Longer rows spread a row's fixed memory over more tokens."""
     engine = make_engine(token_metrics=False)
     engine.forward_backward(CrossEntropy().prepare(tiny.datums(40)), CrossEntropy())
     measured = engine.passes.trial_bytes_per_token()

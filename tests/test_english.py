@@ -25,9 +25,16 @@ PLACES = [
     "benchmarks/**/*.py",
     "scripts/*.py",
     "examples/*.py",
+    "tests/**/*.py",
 ]
-# Findings in the tests, most of them older than the lint. The number may fall, not rise.
-IN_TESTS = 190
+# Phrases that are data: names in recorded numbers, texts for a tokenizer, messages of Python and PyTorch.
+EXEMPT = {
+    ("tests/test_cli_deployments.py", "of mine"),
+    ("tests/test_damage.py", "can't"),
+    ("tests/test_gguf.py", "aren't"),
+    ("tests/test_losses_golden.py", "behaviour"),
+    ("tests/test_trainer.py", "can't"),
+}
 
 # Regular expressions of lower-case text, each from the beginning of a word. ``END``: the end of a clause.
 END = r'(?=[.,;:)]|\s*"""|\s*$)'
@@ -150,9 +157,12 @@ def findings(text: str) -> Iterator[tuple[int, str, str]]:
 def violations(places: tuple[str, ...] = tuple(PLACES)) -> dict[str, list[str]]:
     """Return one line for every phrase to replace, by file."""
     result: dict[str, list[str]] = {}
-    for path in sorted(path for place in places for path in ROOT.glob(place)):
+    # This file holds the phrases themselves.
+    for path in sorted({path for place in places for path in ROOT.glob(place)} - {Path(__file__).resolve()}):
         name = str(path.relative_to(ROOT))
         for line, phrase, advice in sorted(findings(path.read_text(encoding="utf-8"))):
+            if (name, phrase) in EXEMPT:
+                continue
             result.setdefault(name, []).append(f"{name}:{line}: {phrase!r}; write: {advice}")
     return result
 
@@ -160,12 +170,6 @@ def violations(places: tuple[str, ...] = tuple(PLACES)) -> dict[str, list[str]]:
 def test_no_banned_phrase() -> None:
     bad = [line for lines in violations().values() for line in lines]
     assert not bad, "\n" + "\n".join(bad)
-
-
-def test_the_tests_have_no_more_banned_phrases() -> None:
-    # This file holds the phrases themselves.
-    found = [line for name, lines in violations(("tests/*.py",)).items() if name != "tests/test_english.py" for line in lines]
-    assert len(found) <= IN_TESTS, f"{len(found)} findings, the limit is {IN_TESTS}:\n" + "\n".join(found)
 
 
 @pytest.mark.parametrize(

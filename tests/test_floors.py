@@ -197,7 +197,7 @@ def upward() -> Iterator[tuple[str, str]]:
         above, below = place(module), place(target)
         package = max(lines_of(above).keys() & lines_of(below).keys(), key=len, default="")
         here, there = lines_of(above).get(package), lines_of(below).get(package)
-        if module == FRONT or target not in modules() or here is None or there is None:
+        if module == FRONT or target not in modules() or None in (here, there):
             continue
         if here >= there and unit(above, package) != unit(below, package):
             pair = f"{package}: {unit(above, package)} -> {unit(below, package)}".removeprefix(": ")

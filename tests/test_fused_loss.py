@@ -309,7 +309,7 @@ def adapted(**options):
         ({"use_rslora": True}, True),
         ({"use_dora": True}, False),
         ({"lora_bias": True}, False),
-        ({"lora_dropout": 1e-9}, False),  # recognized all the same, and too rare to change what is computed
+        ({"lora_dropout": 1e-9}, False),  # a dropout is recognized, though too rare to change the result
     ],
 )
 def test_an_adapter_on_the_head_is_part_of_it(options, linear, batch):

@@ -281,23 +281,23 @@ def problem(count, vocabulary, bias=False, temperature=False, dtype=torch.float3
     draw = torch.Generator().manual_seed(count)
     operands = [torch.randn(*shape, generator=draw, dtype=dtype) for shape in ((count, 16), (vocabulary, 16), (vocabulary,))]
     targets = torch.randint(0, vocabulary, (count,), generator=draw)
-    heat = torch.rand(count, generator=draw) + 0.5 if temperature else None
-    return operands[: 2 + bias], targets, heat, torch.randn(count, generator=draw, dtype=dtype)
+    divisor = torch.rand(count, generator=draw) + 0.5 if temperature else None
+    return operands[: 2 + bias], targets, divisor, torch.randn(count, generator=draw, dtype=dtype)
 
 
 def compare(count, vocabulary, tolerance, *, scale=1.0, softcap=None, chunk_size=None, **options):
     """Compiled against cookbook's own code: logprobs, entropy, hits, gradients."""
-    operands, targets, heat, upstream = problem(count, vocabulary, **options)
+    operands, targets, divisor, upstream = problem(count, vocabulary, **options)
     found = []
     for ours in (True, False):
         hidden, weight, *bias = leaves = [one.clone().requires_grad_() for one in operands]
         named = {"bias": bias[0] if bias else None, "scale": scale, "softcap": softcap}
         if ours:
             layer = LinearLayer(weight, *bias, transform=LogitTransform(scale, softcap))
-            result = linear_logprobs(hidden, layer, targets, heat, entropy=True, hit=True)
+            result = linear_logprobs(hidden, layer, targets, divisor, entropy=True, hit=True)
             scores = (result.logprobs, result.entropy, result.hit)
         else:
-            scores = compiled.compiled_logprobs(hidden, weight, targets, temperature=heat, chunk_size=chunk_size, **named)
+            scores = compiled.compiled_logprobs(hidden, weight, targets, temperature=divisor, chunk_size=chunk_size, **named)
         scores[0].backward(upstream)
         found.append([*scores, *(leaf.grad for leaf in leaves)])
     for name, one, other in zip(("logprobs", "entropy", "hit", "hidden", "weight", "bias"), *found, strict=False):

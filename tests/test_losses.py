@@ -257,7 +257,7 @@ def test_the_reference_kl_has_a_gradient() -> None:
 
 
 def test_ratios_far_out_stay_finite_and_keep_pushing() -> None:
-    """A token that became e^60 times likelier and should not have: a clamp would leave it there for ever."""
+    """A token with a negative advantage became e^60 times more likely: a clamped ratio would have no gradient to undo that."""
     data = [datum(2, sampling_logprobs=[-61.0, -1.0], advantages=[-1.0, 1.0], reference_logprobs=[-1.0, -70.0])]
     for loss in (GRPO(anchor="sampler"), ImportanceSampling(), PPO(), GSPO()):
         value, gradients, _ = evaluate(loss, data, [[-1.0, -90.0]], torch.float32)

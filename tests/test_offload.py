@@ -126,7 +126,7 @@ def test_a_write_before_the_copy_is_sure_to_be_done_is_an_error():
 
 
 def test_the_window_is_the_newest_passs(network, copies):
-    """Two graphs that are kept: the first one's window is given up, so all of it comes back."""
+    """Two graphs are kept: the first graph gives up its window, so its backward pass loads all of its storages again."""
     x, losses = torch.randn(WIDTH, WIDTH), []
     for _ in range(2):
         with offloading(network.parameters(), CPU, window_bytes=100 * ROW, least_bytes=0):

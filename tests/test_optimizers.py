@@ -124,7 +124,7 @@ def test_a_run_goes_on_exactly(make_engine, tmp_path, name, dtype):
     engine = make_engine(optimizer=name, dtype=dtype)
     train(engine, name, 1, 2)
     store.save(engine, tmp_path / "two", state=True)
-    apart = snapshots.on_host(engine, engine.model.tokenizer)  # what is saved while training goes on
+    apart = snapshots.on_host(engine, engine.model.tokenizer)  # the copy that is saved while training continues
     before = {key: one.clone() for key, one in engine.optimizer.state().items()}
     again = make_engine(seed=1, optimizer=name, dtype=dtype)
     store.load(again, tmp_path / "two", optimizer=True)

@@ -103,8 +103,8 @@ def test_anything_else_is_raised_as_it_is(error):
         asked([[5], [error], [PASSING, 6]])
 
 
-def test_nothing_at_all_is_asked_for_again_until_it_comes(waits):
-    """Whatever the retries: a step without samples is none."""
+def test_without_any_sample_requests_are_retried_until_one_succeeds(waits):
+    """While a step has no samples at all, the limit of retries does not apply."""
     arrived, unanswered = asked([[PASSING] * 5 + [3], [PASSING] * 9], retries=0)
     assert arrived == {0: 3} and set(unanswered.failed) == {1} and len(waits) == 5
     with pytest.raises(RolloutError, match="all 2 requests were refused; the first: too long"):
@@ -121,7 +121,7 @@ def test_so_many_failures_in_a_row_end_it():
 def test_they_are_counted_from_one_batch_to_the_next():
     retrier = Retrier(0, 3)
     for _ in range(2):
-        retrier.sample([lambda: answer(), lambda: failure(PASSING)], lambda *_: None)  # an answer in between starts anew
+        retrier.sample([lambda: answer(), lambda: failure(PASSING)], lambda *_: None)  # an answer in between resets the count
     retrier.sample([lambda: answer(), lambda: failure(PASSING), lambda: failure(PASSING)], lambda *_: None)
     with pytest.raises(RolloutError, match="3 consecutive requests failed"):
         retrier.sample([lambda: failure(PASSING), lambda: answer()], lambda *_: None)
@@ -357,7 +357,7 @@ def test_a_prompt_that_a_server_refuses_is_replaced(serving):
     found = rollouts.sample_groups(
         sampler, PROMPTS[:4], 2, config, renderer, 0, runner=judge, further=lambda count: [next(further) for _ in range(count)]
     )
-    # The server's answers are alike, so that every group ties and the step stops at its limit of six prompts.
+    # All answers of the server are equal, so that every group ties and the step stops at its limit of six prompts.
     assert [group.prompt.row.where for group in found.groups] == ["here:40", "here:41", "here:43", "here:45"]
     assert sorted(found.requests.failed) == [2, 4] and found.requests.num_retries == 1
     assert sorted(set(web.asked)) == list(range(40, 46)) and found.metrics()["refill/groups_dropped"] == 4.0

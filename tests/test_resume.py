@@ -24,7 +24,7 @@ FOUR = ["recipe.steps=4"]
 
 
 def stop_at(*steps: int, number: signal.Signals = signal.SIGINT, moment: str = "on_step") -> list[str]:
-    """The overrides of a hook that sends the run a signal when it has finished one of ``steps``, one in each sitting."""
+    """Return overrides for a hook that sends the run a signal after one of ``steps``, one signal per process."""
     arguments, at = ("checkpoint", "checkpoint.step") if moment == "on_checkpoint" else ("step, metrics", "step")
     write(
         "stopping.py",
@@ -61,7 +61,7 @@ LONG = ("sft", "dpo", "dpo-bfloat16-saved-aside", "dpo-lora-bfloat16", "orpo", "
     "words",
     [pytest.param(words, id=name, marks=[pytest.mark.slow] if name in LONG else []) for name, words in VARIANTS.items()],
 )
-def test_two_sittings_equal_one(words, capsys):
+def test_two_processes_equal_one(words, capsys):
     assert train(*words, *FOUR, "out=straight") == 0
     assert train(*words, *FOUR, "out=stopped", *stop_at(2)) == 130
     assert [row["step"] for row in rows("stopped")] == [0, 1, 2]
@@ -105,7 +105,7 @@ def test_asked_at_any_moment_of_the_step_it_stops_saved(moment):
 
 
 @pytest.mark.slow
-def test_at_an_epochs_end_with_accumulated_gradients_and_calls_that_nobody_waits_for():
+def test_at_an_epochs_end_with_accumulated_gradients_and_calls_without_a_waiter():
     """Two calls a step, whose results the recipe never reads: both are under way when the checkpoint is asked for."""
     assert run(["fork", "sft", "mine"]) == 0
     code = Path("recipes/mine.py").read_text()

@@ -227,7 +227,7 @@ import os, re, sys, time
 
 def grade(completion, row):
     if completion == "hangs":
-        re.match("(a+)+b", "a" * 60)  # holds the interpreter's lock for longer than anybody lives
+        re.match("(a+)+b", "a" * 60)  # holds the interpreter's lock for centuries
     if completion == "raises":
         return 1 / 0
     if completion == "ends":
@@ -256,8 +256,8 @@ def judge(user_file):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", rest_slow([1, 3]))
-def test_workers_say_what_the_function_says_whoever_is_first(judge, workers):
-    """The first calls take longest, so the last ones come back first where there are three workers."""
+def test_workers_return_the_functions_results_in_any_order(judge, workers):
+    """The first calls take longest, so with three workers the last ones return first."""
     rows = [Row(f"here:{number}", {"answer": (12 - number) / 500}) for number in range(12)]
     texts = ["x" * (number % 5) for number in range(12)]
     inline = [judge(workers=0, timeout_s=None).submit(text, row)() for text, row in zip(texts, rows, strict=True)]
@@ -306,7 +306,7 @@ def test_closing_ends_what_hangs(judge):
 
 @pytest.mark.slow
 def test_a_worker_does_not_outlive_its_run(user_file):
-    """The run is killed while its reward hangs, and has nobody left who could stop it."""
+    """The run is killed while its reward hangs, so no parent process remains to stop the worker."""
     user_file("import time\ndef f(completion, row):\n    print(__import__('os').getpid(), flush=True)\n    time.sleep(600)\n")
     code = (
         "import os\nfrom cookbook.data import Row\nfrom cookbook.sampling.rewards import RewardRunner, Python\n"

@@ -132,7 +132,7 @@ def chi_square_per_degree(counts, probabilities):
 def test_draws_follow_the_softmax_at_the_temperature(model, temperature):
     counts, logprobs = frequencies(model, temperature=temperature)
     at = {t: np.exp(scaled(logprobs, t)) for t in (temperature, 0.5)}
-    # With k degrees of freedom the ratio is 1 +- sqrt(2 / k): here some 30 to 150, so 1.7 is beyond 3 sigma.
+    # With k degrees of freedom the ratio is 1 +- sqrt(2 / k): here about 30 to 150, so 1.7 is beyond 3 sigma.
     assert chi_square_per_degree(counts, at[temperature]) < 1.7
     assert chi_square_per_degree(counts, at[0.5]) > 3  # the test can tell
 
@@ -186,7 +186,7 @@ def test_a_rollout_asks_for_what_its_config_says():
 
 @pytest.mark.parametrize("vocabulary", [7, 1024, 1025, 5000])
 def test_a_draw_is_where_the_cumulated_weights_pass_the_random_number(vocabulary):
-    """Whatever the size of the vocabulary, and whether or not it is a multiple of anything."""
+    """For vocabularies of any size, multiples of a block or not."""
     rng = np.random.default_rng(0)
     weights = rng.gamma(0.1, size=(300, vocabulary)).astype(np.float32)
     weights[:, rng.random(vocabulary) < 0.3] = 0
@@ -310,7 +310,7 @@ def test_a_prompt_is_read_once_for_all_that_begin_with_it(model, passes):
 
 
 def test_a_prompt_waits_until_all_its_samples_fit(model, passes):
-    """Rows of 11 tokens, three at once: two of the first prompt, then two of the second."""
+    """Rows of 11 tokens, three at a time: two of the first prompt, then two of the second."""
     ask(model, [[5, 6, 7], [9, 8, 7]], num_samples=2, max_batch_tokens=33)
     assert passes == ([(1, 3)] + [(2, 1)] * 7) * 2
 
@@ -417,7 +417,7 @@ def test_waiting_prompts_enter_while_others_go_on(model, passes, monkeypatch, di
         np.testing.assert_allclose(lanes[number].logprobs, one.logprobs, atol=1e-5)
     assert max(rows for rows, _ in passes) == 3
     assert sum(rows for rows, columns in passes if columns == 1) <= 1.3 * sum(len(one.tokens) for one in alone)
-    assert len(passes) < 110  # one after the other, by threes, four long ones and their like take 4 * 40
+    assert len(passes) < 110  # in fixed groups of three, of which each has a long one, it would be 4 * 40
 
 
 @pytest.mark.parametrize("window", [3, 6, 64])
@@ -695,7 +695,7 @@ def test_what_is_asked_before_the_first_answer_is_one_batch(make_trainer, monkey
     first, again = program(), program()
     assert batches == [4, 1, 4, 1]
     assert first == again  # to the bit
-    assert first[0][0] != first[1]  # the same prompt, asked again without a seed, is drawn anew
+    assert first[0][0] != first[1]  # a second request for the same prompt without a seed draws other tokens
 
 
 def test_two_samplers_of_a_step_do_not_draw_the_same(make_trainer):
@@ -766,7 +766,7 @@ def test_a_sampler_streams(make_trainer):
         list(live.stream(PROMPTS[0], 2, params))
 
 
-def test_a_stream_that_nobody_reads_on_ends(make_trainer, monkeypatch):
+def test_a_stream_without_a_reader_ends(make_trainer, monkeypatch):
     asked, original = [], Decoder._round
     monkeypatch.setattr(Decoder, "_round", lambda decoder: (asked.append(1), time.sleep(0.01), original(decoder))[-1])
     live = make_trainer().live_sampler(0).result()
@@ -786,7 +786,7 @@ def test_requests_out_of_range_are_told_at_once(make_trainer):
         live.sample(PROMPTS[0], 1, SamplingParams(temperature=-1))
 
 
-def test_a_closed_trainer_answers_nothing_and_hangs_nobody(make_trainer):
+def test_a_closed_trainer_answers_nothing_and_hangs_no_caller(make_trainer):
     trainer = make_trainer()
     live = trainer.live_sampler(0).result()
     asked = live.sample(PROMPTS[0], 1, GREEDY)

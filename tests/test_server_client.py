@@ -191,7 +191,7 @@ def test_min_p_is_taken_of_those_who_speak_the_protocol_themselves():
 
 
 def single(rows):
-    """As the wire has them: in single precision."""
+    """Join the rows in single precision, the precision of the wire."""
     return np.concatenate(rows).astype("f4")
 
 
@@ -256,7 +256,7 @@ def test_weights_are_fetched_as_files_without_a_key(server, service, training, t
     name, url = next(iter(found.items()))
     assert httpx.get(url.replace(name, "checkpoint.json")).status_code == 403
     assert httpx.get(url.replace("exported", "sampled")).status_code == 403
-    # The end of the claim, declared the beginning of the file's name.
+    # The end of the claim is moved into the file's name.
     claim, expires, signature = url.removesuffix(f"/{name}").rsplit("~", 2)
     assert httpx.get(f"{claim}~{signature}/{expires}~{name}").status_code == 403
 
@@ -405,7 +405,7 @@ def test_targets_of_several_alternatives_and_sparse_ones(training):
 def test_what_no_run_can_answer_gets_a_status(post, raw):
     model_id, _ = raw
     assert post("forward_backward", content=b"\xff\xff")[0] == 422
-    assert post("forward_backward", content=message("nobody", 1, data()))[0] == 404
+    assert post("forward_backward", content=message("unknown", 1, data()))[0] == 404
     assert post("forward_backward", content=message(model_id, 0, data()))[0] == 422
     assert post("optim_step", content=b"{")[0] == 422
     assert post("optim_step", json={"model_id": model_id})[1]["detail"] == "OptimStep: seq_id: Field required"

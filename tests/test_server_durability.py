@@ -27,7 +27,7 @@ RATE = {"learning_rate": 1e-2}
 
 
 class Client:
-    """Speaks to a server without the client package, so that it can repeat, leave out, and go on elsewhere."""
+    """A client without the client package, so that it can repeat or omit requests, and continue on another server."""
 
     def __init__(self, server, session=None):
         self.server = server
@@ -121,7 +121,7 @@ def test_records_are_read_up_to_the_first_that_is_not_whole(tmp_path):
         flipped[place] ^= 1 << place % 8
         file.write_bytes(flipped)
         assert read(file)[0] == whole[: int((ends <= place).sum()) - 1]
-    file.write_bytes(b"nothing of ours")
+    file.write_bytes(b"no log")
     assert read(file)[0] == []
 
 

@@ -110,6 +110,6 @@ def test_numbers_too_large_to_compute_with_are_the_clients_fault(post):
 
 
 def test_a_packed_body_is_read_to_its_end():
-    """A second frame behind the first one is a part of the body, and not passed over."""
+    """A second frame after the first is a part of the body, and not ignored."""
     packed = b"".join(map(zstandard.ZstdCompressor().compress, (b"first, ", b"second")))
     assert decompress(packed, "zstd", 1000) == b"first, second"

@@ -111,7 +111,7 @@ def test_a_run_that_stops_giving_backwards_keeps_no_more_graphs(server, service)
     client = service.create_lora_training_client("tiny", rank=4).result()
     train(client, 2)
     graphs = server.service.host.graphs
-    for expected in (True, False):  # the first is expected to go on; it does not
+    for expected in (True, False):  # a backward is expected of the first graph, but does not come
         client.forward(wire(DATA), "cross_entropy").result()
         assert (graphs.num_bytes > 0) is expected
         client.forward_backward(wire(DATA[2:]), "cross_entropy").result()

@@ -114,7 +114,7 @@ def test_what_is_new_is_told_in_order_once_and_as_soon_as_it_is_there(server, se
     assert post("join_sampling_session", json=target).json() == {"client_counter": 1}
 
 
-def test_a_cancelled_request_fails_at_once_and_its_late_result_is_nobodys(server, service, post):
+def test_a_cancelled_request_fails_at_once_and_its_late_result_is_dropped(server, service, post):
     sampler_id = service.create_sampling_client(base_model="tiny").result()._sampling_session_id
     prompt = {"chunks": [{"tokens": [5, 6]}]}
     body = {"sampling_session_id": sampler_id, "seq_id": 0, "prompt": prompt, "sampling_params": {"max_tokens": 2}}
@@ -127,7 +127,7 @@ def test_a_cancelled_request_fails_at_once_and_its_late_result_is_nobodys(server
     server.service.host.worker.submit(lambda: None).result()
     assert "cancelled by the client" in answer["error"]
     assert post("retrieve_future", json=asked).json() == answer
-    assert post("cancel_future", json={"request_id": "nobody/1"}).status_code == 204
+    assert post("cancel_future", json={"request_id": "unknown/1"}).status_code == 204
 
 
 # ---- the command line of the client ----------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ DATA = single(tiny.datums(5, seed=3))
 
 
 def wire(data, **inputs):
-    """The client's datums of ours: targets and weights, or the named inputs."""
+    """Convert cookbook's datums to the client's, with targets and weights, or the named inputs."""
     keys = inputs.pop("keys", ("target_tokens", "weights"))
     rows = []
     for row in data:

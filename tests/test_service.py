@@ -245,11 +245,11 @@ def test_samplers_of_the_same_weights_draw_differently_and_repeat(tmp_path, tiny
     assert program() == found
 
 
-# ---- saving and going on ---------------------------------------------------------------------------------------------
+# ---- saving and resuming ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_going_on_from_a_state(service, tiny_folder, rank):
+def test_resuming_from_a_state(service, tiny_folder, rank):
     adam = cookbook.AdamParams(learning_rate=1e-2)
 
     def step(client, seed):
@@ -372,7 +372,7 @@ def test_a_client_that_is_dropped_frees_its_model_and_ends_its_thread(service, t
     assert frozen() is None and ended(threads)
 
 
-def test_a_call_that_is_under_way_is_finished_for_nobody(service, tiny_folder):
+def test_a_call_that_is_under_way_is_finished_without_a_client(service, tiny_folder):
     training = service.create_training_client(str(tiny_folder))
     saved, threads = training.save_state("last"), trainer_threads()
     del training

@@ -55,7 +55,7 @@ def rank_of(rank: int, count: int, meeting: Path, job: Callable[..., None], *arg
 
 
 def example() -> dict[str, torch.Tensor]:
-    """Every kind of thing that has to come back to the bit."""
+    """Return a tensor of every kind that has to be restored to the bit."""
     torch.manual_seed(0)
     return {
         "matrix": torch.randn(5, 3),  # 5 rows are no multiple of 2 ranks
@@ -75,7 +75,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def spread(tensors: dict[str, torch.Tensor], dim: int = 0) -> dict[str, torch.Tensor]:
-    """``tensors`` cut up among the ranks; the scalar stays with everyone, and one is everyone's as a DTensor."""
+    """Split ``tensors`` among the ranks; every rank keeps the scalar, and one tensor is a replicated DTensor."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     found = {}
     for name, tensor in tensors.items():

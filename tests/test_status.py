@@ -1,4 +1,4 @@
-"""``status.json``: whoever looks into a run's folder learns how it stands, and a run that failed looks failed."""
+"""``status.json``: a run's folder shows the state of the run, also after a failure."""
 
 import json
 import signal
@@ -72,7 +72,7 @@ def test_failed(kind, capsys):
 
 
 @pytest.mark.slow
-def test_killed_it_says_running_and_nobody_holds_the_lock(capsys):
+def test_killed_it_says_running_and_no_process_holds_the_lock(capsys):
     process = start([*SMALL["orpo"], *QUIET, "recipe.steps=500", "checkpoint.every=null"])
     deadline = time.monotonic() + 60
     while not Path("run/metrics.jsonl").exists() and time.monotonic() < deadline:
