@@ -141,7 +141,7 @@ def test_the_layout_changes_nothing(name, layout, budget):
 
 
 @pytest.mark.parametrize("layout", ["packed", "shared"])
-def test_layers_computed_again_read_the_same(layout):
+def test_recomputed_layers_read_the_same(layout):
     model = ours("sliding").train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     found = gradients(model, together(model, LAYOUTS[layout], 10_000))
@@ -299,7 +299,7 @@ def another_kernel(model):
 
 
 @pytest.mark.parametrize("change", [masking_by_itself, deaf, carrying, by_name, chunked, another_kernel])
-def test_what_would_come_out_otherwise_is_refused(change):
+def test_what_would_give_another_result_is_refused(change):
     model = language_model("full")
     reason = change(model)
     found = capabilities.packing_support(model)
@@ -350,7 +350,7 @@ def pairs():
     return data
 
 
-def test_neither_packing_nor_sharing_changes_what_is_learnt(make_engine, caplog):
+def test_neither_packing_nor_sharing_changes_what_is_learned(make_engine, caplog):
     caplog.set_level("INFO", logger="cookbook")
     plain = make_engine(dtype="float64", packing="padded", micro_batch_tokens=1)
     plain.forward_backward(pairs(), DPO())

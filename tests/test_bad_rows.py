@@ -168,7 +168,7 @@ def test_a_row_that_no_reward_can_judge_is_left_out_where_it_is_met(workers):
 
 
 @pytest.mark.slow
-def test_a_run_that_failed_on_a_row_goes_on_without_it(capsys):
+def test_a_run_that_failed_on_a_row_resumes_without_it(capsys):
     words = [*rows_file("grpo", {14: '{"prompt": "1+1=", "answer": "none"}'}), "recipe.prompts_per_step=4", "recipe.steps=6"]
     words += ["recipe.group_size=2", "checkpoint.every=1", "out=run"]
     assert train(*words, "data.shuffle=false") == 2

@@ -112,7 +112,7 @@ def test_offsets_of_a_single_block():
     assert queries.dtype == keys.dtype == torch.int32
 
 
-def test_sequences_of_one_length_are_attended_to_at_once():
+def test_sequences_of_one_length_are_attended_to_in_one_call():
     data = of_lengths(5, 8, 5, 8, 5)
     (batch,) = plan(data, 1000, PACKED).batches
     assert collate(data, batch, CPU).layout.blocks == (AttentionBlock(3, 5, 5), AttentionBlock(2, 8, 8))

@@ -106,7 +106,7 @@ def test_weights_alone_reset_the_optimizer(make_engine, tmp_path):
     assert train(again, 2) == train(started, 2) and same(again, started)
 
 
-def test_transformers_loads_it_as_it_is(make_engine, tmp_path):
+def test_transformers_loads_it_unchanged(make_engine, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     engine = make_engine()
@@ -119,7 +119,7 @@ def test_transformers_loads_it_as_it_is(make_engine, tmp_path):
     assert list((tmp_path / "state" / store.TRAINER).iterdir()) and not (tmp_path / "base" / store.TRAINER).exists()
 
 
-def test_peft_loads_an_adapter_as_it_is(make_engine, tmp_path):
+def test_peft_loads_an_adapter_unchanged(make_engine, tmp_path):
     from peft import AutoPeftModelForCausalLM
 
     engine = make_engine(lora_rank=4)
@@ -348,7 +348,7 @@ def test_a_manifest_that_lies_is_found(make_engine, good, tmp_path):
         store.load(make_engine(), folder, optimizer=True)
 
 
-def test_what_is_no_checkpoint(make_engine, good, tiny_folder, tmp_path):
+def test_what_is_not_a_checkpoint(make_engine, good, tiny_folder, tmp_path):
     (tmp_path / "file").write_text("text")
     other = shutil.copytree(good, tmp_path / "other")
     (other / manifest.NAME).write_text(json.dumps({"format": 99, "files": {}}))
@@ -573,7 +573,7 @@ def test_pruning_keeps_the_one_just_saved_where_damaged_ones_have_later_numbers(
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
-def test_the_weights_of_a_sampler_that_lags_behind_come_back_to_the_bit(make_trainer, tmp_path, lora_rank):
+def test_the_weights_of_a_sampler_that_lags_behind_are_restored_to_the_bit(make_trainer, tmp_path, lora_rank):
     trainer, again = make_trainer(lora_rank=lora_rank), make_trainer(lora_rank=lora_rank)
     trainer.forward_backward(tiny.datums(2), "dpo")
     trainer.optim_step(ADAM)

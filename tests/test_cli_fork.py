@@ -27,7 +27,7 @@ def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in kept)
 
 
-def test_a_forked_recipe_runs_at_once(here, capsys):
+def test_a_forked_recipe_runs_unchanged(here, capsys):
     assert run(["fork", "grpo", "my_grpo"]) == 0
     assert capsys.readouterr().out == (
         "wrote recipes/my_grpo.py and conf/recipe/my_grpo.yaml\ntry: cookbook train recipe=my_grpo\n"

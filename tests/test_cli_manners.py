@@ -60,7 +60,7 @@ def test_a_key_of_serve_is_looked_up_in_serve(capsys):
         ("zzz", ""),
     ],
 )
-def test_sample_knows_at_once_what_is_not_there(name, hint, capsys, monkeypatch):
+def test_sample_rejects_a_missing_model_without_waiting(name, hint, capsys, monkeypatch):
     Path("runs/grpo-20261121-002502-1965").mkdir(parents=True)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     began = time.monotonic()

@@ -70,7 +70,7 @@ def test_every_file_composes(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=IDS)
-def test_a_file_is_short_and_says_what_it_is(path):
+def test_a_file_is_short_and_begins_with_a_description(path):
     lines = (CONF / path).read_text().splitlines()
     # The server is one file, because its keys are no group: every command takes the same ones.
     assert len(lines) <= (45 if path.stem == "serve" else 30)

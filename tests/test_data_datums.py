@@ -92,7 +92,7 @@ def test_each_answer_in_the_context_it_is_sampled_in():
     assert datums[1].model_input.to_ints()[: len(prompt)] == prompt
 
 
-def test_pairs_train_the_whole_answer_however_alike_the_answers_are(renderer):
+def test_pairs_train_the_whole_answer_however_similar_the_answers_are(renderer):
     """Field traps: the same first tokens in both answers, and one answer that begins the other."""
     data = rows(
         {"prompt": "2+2=", "chosen": "The answer is 4", "rejected": "The answer is 5"},

@@ -212,7 +212,7 @@ def test_unknown_columns_are_listed_with_a_way_out():
     assert read(conversation_reader, {"question": "2+2?", "solution": "4"}, columns=fixed).response == "4"
 
 
-def test_options_that_need_a_conversation_say_so():
+def test_options_that_need_a_conversation_are_refused():
     with pytest.raises(ConfigError, match=r"data\.system needs a conversation.*set data\.chat=true"):
         read(conversation_reader, {"prompt": "p", "completion": "c"}, system="Be brief.")
     with pytest.raises(ConfigError, match=r"data\.chat: a text column has no separate prompt"):

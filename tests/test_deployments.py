@@ -393,7 +393,7 @@ def test_a_python_without_vllm(tmp_path):
         manager.create("mine", options(str(bare)), 1, 10)
 
 
-def test_a_server_that_ends_at_once_says_why(tmp_path):
+def test_a_server_that_ends_immediately_reports_why(tmp_path):
     """It passes for a Python that has vLLM, and then fails as vLLM does."""
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\n[ $1 = -c ] && echo True && exit\necho 'ValueError: no such model'\necho the end\nexit 1\n")
@@ -418,7 +418,7 @@ def test_a_server_that_dies_of_its_first_tokens(tmp_path, web, fast, dtype, says
     assert web.asked[0][1]["sampling_params"]["max_tokens"] > 1
 
 
-def test_waiting_tells_how_it_goes_and_ends(web, tmp_path, monkeypatch):
+def test_waiting_reports_progress_and_ends(web, tmp_path, monkeypatch):
     monkeypatch.setattr(process, "PROGRESS_S", 0.0)
     monkeypatch.setattr(process, "POLL_S", 0.01)
     log, said = tmp_path / "log", []

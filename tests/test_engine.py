@@ -145,7 +145,7 @@ def test_saving_memory_changes_nothing(make_engine, option):
 
 
 @pytest.mark.parametrize("retain", rest_slow([0, 4 << 30]))
-def test_dropout_draws_the_same_mask_when_a_pass_is_computed_again(make_engine, retain):
+def test_dropout_draws_the_same_mask_when_a_pass_is_recomputed(make_engine, retain):
     data, loss = tiny.datums(), undeclared(LOSSES["dpo"])
     engine = make_engine(micro_batch_tokens=40, lora_rank=4, lora_dropout=0.5, retain_bytes=retain)
     for _, parameter in engine.model.trainable():  # an adapter that does something: its dropout is then seen
@@ -230,7 +230,7 @@ def surrogate(slopes):
 
 
 @pytest.mark.parametrize("retain", [0, 4 << 30])
-def test_a_gradient_goes_on_from_the_forward(make_engine, retain):
+def test_a_gradient_continues_from_the_forward(make_engine, retain):
     data, loss = tiny.datums(), LOSSES["dpo"]
     engine = make_engine(micro_batch_tokens=40, retain_bytes=retain)
     engine.forward_backward(data, loss)
@@ -248,7 +248,7 @@ def test_a_gradient_goes_on_from_the_forward(make_engine, retain):
     assert not retained.passes  # used
 
 
-def test_a_forward_that_does_not_fit_is_passed_over(make_engine):
+def test_a_forward_that_does_not_fit_is_ignored(make_engine):
     """Of other weights, of other tokens, of another temperature, or used before: the gradient is right anyway."""
     data, loss = tiny.datums(2), undeclared(LOSSES["dpo"])
     engine = make_engine()

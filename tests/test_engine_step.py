@@ -127,7 +127,7 @@ def test_the_step_is_adamw(make_engine):
     assert tiny.difference(tiny.weights(engine), tiny.weights(plain)) < 1e-10
 
 
-def test_a_step_without_gradient_says_so(make_engine):
+def test_a_step_without_gradient_is_reported(make_engine):
     engine = make_engine()
     before = tiny.weights(engine)
     metrics = engine.optim_step(AdamParams(), BY_TOKENS).metrics

@@ -96,7 +96,7 @@ def test_a_second_pass_meets_the_gradients_of_the_first(tiny_folder):
 
 
 @pytest.mark.slow
-def test_computing_activations_again_saves_memory(tiny_folder):
+def test_recomputing_activations_saves_memory(tiny_folder):
     kept, again = found(tiny_folder), found(tiny_folder, checkpointing=True)
     assert again.saved_per_token < 0.2 * kept.saved_per_token
     assert again.temporary < kept.temporary

@@ -132,7 +132,7 @@ def test_what_a_loss_refuses_is_kept_too(capsys):
 
 
 @pytest.mark.slow
-def test_a_recipe_that_waits_for_nothing_hears_of_it_all_the_same(capsys):
+def test_a_recipe_that_never_waits_gets_the_error_anyway(capsys):
     assert run(["fork", "sft", "mine"]) == 0
     code = Path("recipes/mine.py").read_text()
     assert "        step.log(gradient, update)\n" in code

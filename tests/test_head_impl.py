@@ -222,7 +222,7 @@ def test_what_it_declines_the_engine_computes_with_one_warning(make_engine, capl
 @pytest.mark.parametrize(
     "reason", ["the loss needs the gradient of the entropy", "the model's logits are not those of a linear layer"]
 )
-def test_what_it_is_not_asked_the_engine_computes_with_one_warning(make_engine, caplog, reason):
+def test_cases_it_cannot_compute_go_to_the_engine_with_one_warning(make_engine, caplog, reason):
     def mine(hidden, weight, targets, *, bias, scale, softcap, temperature):
         raise AssertionError("it is asked")
 

@@ -98,7 +98,7 @@ def test_every_token_is_computed_where_every_token_is_asked_for():
     assert sum(seen) == 2 * total
 
 
-def test_layers_that_are_computed_again_are_computed_whole():
+def test_recomputed_layers_are_computed_whole():
     model, data = double("qwen3"), tiny.datums(4)
     found, _, rows = trained(model, data, activation_checkpointing=True)
     expected, _, whole = trained(model, data, trim_last_layer=False)

@@ -155,7 +155,7 @@ def test_a_slip_in_the_data(text, message, capsys):
 
 
 @pytest.mark.slow
-def test_data_that_is_not_there(capsys):
+def test_data_that_is_missing(capsys):
     write("rows.jsonl", TALK)
     missing = refused(capsys, "recipe=sft", "model=tiny", "data=jsonl", "data.path=row.jsonl")
     assert missing == "data.path: row.jsonl does not exist; give a file or folder. Did you mean 'rows.jsonl'?"
@@ -409,7 +409,7 @@ def test_sampling_what_cannot_be_sampled(words, message, capsys):
 
 
 @pytest.mark.slow
-def test_named_weights_are_not_passed_over_in_silence(here, capsys):  # noqa: F811
+def test_named_weights_are_not_silently_ignored(here, capsys):  # noqa: F811
     """SFT's demo starts from fresh weights; a name that the user gives is meant for what is in it."""
     short = ["recipe.steps=1", "recipe.batch_size=2", "eval.limit=2", "data.limit=4"]
     assert train("recipe=sft", *short, "out=a") == 0

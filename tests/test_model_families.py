@@ -151,7 +151,7 @@ def test_a_mask_of_the_models_own_making_is_not_packed_away(caplog):
     assert model.network.config._attn_implementation != NAME
 
 
-def test_rows_that_change_each_other_are_computed_one_a_pass(caplog):
+def test_rows_that_change_each_other_are_computed_in_separate_passes(caplog):
     """A router with a capacity is such a model: what one row takes, another lacks."""
     caplog.set_level("INFO", logger="cookbook")
     model = language_model("qwen3")

@@ -64,7 +64,7 @@ def test_every_storage_goes_once_and_weights_stay(network, copies):
     assert [-size for size in copies if size < 0] == saved
 
 
-def test_what_is_in_the_window_does_not_come_back(network, copies):
+def test_what_is_in_the_window_is_not_copied_back(network, copies):
     run(network, torch.randn(WIDTH, WIDTH), window_bytes=3 * ROW, least_bytes=0)
     assert sum(size < 0 for size in copies) == 2 * LAYERS - 3
     copies.clear()
@@ -105,7 +105,7 @@ def test_views_and_writes_are_told_apart():
     assert torch.allclose(x.grad, expected, rtol=1e-12)
 
 
-def test_a_graph_that_is_kept_gives_the_same_again(network):
+def test_a_graph_that_is_kept_gives_the_same_gradient_twice(network):
     x = torch.randn(WIDTH, WIDTH)
     with offloading(network.parameters(), CPU, window_bytes=ROW, least_bytes=0):
         loss = network(x).square().sum()

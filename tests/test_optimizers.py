@@ -118,7 +118,7 @@ def test_it_keeps_less(make_engine):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", SAVING)
-def test_a_run_goes_on_exactly(make_engine, tmp_path, name, dtype):
+def test_a_run_resumes_exactly(make_engine, tmp_path, name, dtype):
     if name == "adamw8bit":
         pytest.importorskip("bitsandbytes")
     engine = make_engine(optimizer=name, dtype=dtype)

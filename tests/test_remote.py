@@ -152,7 +152,7 @@ def saved(server):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["sft", "grpo"])
-def test_a_run_goes_on_where_it_stopped(recipe, model, backend, server):
+def test_a_run_resumes_where_it_stopped(recipe, model, backend, server):
     write("reward.py", REWARD)
     sampled = ["reward=python", "reward.target=reward.py:reward", "weight_sync.every=3"] if recipe == "grpo" else []
     # Learning rates that do not depend on the number of steps.
@@ -554,7 +554,7 @@ def test_losses_that_need_more_than_logprobs(make_remote, monkeypatch):
         make_remote().forward_backward(tiny.datums(), "grpo", {"entropy_coef": 0.1})
 
 
-def test_embedded_is_what_it_was(tiny_folder, tmp_path):
+def test_embedded_makes_a_local_trainer(tiny_folder, tmp_path):
     assert isinstance(LocalConfig().make_trainer(ModelConfig(str(tiny_folder)), seed=0, folder=tmp_path), LocalTrainer)
 
 

@@ -254,7 +254,7 @@ def chat(*messages, tools=None) -> Chat:
 
 
 @pytest.mark.parametrize("template", [QWEN, QWEN_GENERATION])
-def test_tools_calls_and_reasoning_are_rendered_as_the_template_has_them(template):
+def test_tools_calls_and_reasoning_are_rendered_by_the_template(template):
     render = renderer(template)
     thoughtful = {**CALL, "reasoning_content": "look"}
     spelled = '{"city": "Ürümqi \\"old\\ntown\\""}'

@@ -72,7 +72,7 @@ PASSING = SamplerUnavailableError("busy")
 REFUSED = SampleRefusedError("too long")
 
 
-def test_what_may_pass_is_made_again_and_then_left_out(waits):
+def test_a_temporary_failure_is_retried_and_then_left_out(waits):
     arrived, unanswered = asked([[5], [PASSING, 6], [ConnectionError(), TimeoutError(), 7], [PASSING] * 3])
     assert arrived == {0: 5, 1: 6, 2: 7}
     assert unanswered.failed == {3: PASSING} and unanswered.num_retries == 3 + 2
@@ -92,13 +92,13 @@ def test_it_makes_no_difference_whether_the_call_or_its_future_fails():
     assert arrived == {0: [5]} and not unanswered.failed and unanswered.num_retries == 1
 
 
-def test_what_is_refused_is_left_out_at_once(waits):
+def test_what_is_refused_is_left_out_without_a_retry(waits):
     arrived, unanswered = asked([[REFUSED], [5]])
     assert arrived == {1: 5} and unanswered.failed == {0: REFUSED} and unanswered.num_retries == 0 and waits == []
 
 
 @pytest.mark.parametrize("error", [RolloutError("other weights"), ZeroDivisionError("a bug")])
-def test_anything_else_is_raised_as_it_is(error):
+def test_anything_else_is_raised_unchanged(error):
     with pytest.raises(type(error), match=str(error)):
         asked([[5], [error], [PASSING, 6]])
 
@@ -111,7 +111,7 @@ def test_without_any_sample_requests_are_retried_until_one_succeeds(waits):
         asked([[REFUSED], [REFUSED]])
 
 
-def test_so_many_failures_in_a_row_end_it():
+def test_the_limit_of_consecutive_failures_ends_it():
     with pytest.raises(RolloutError, match="sampling: 4 consecutive requests failed, the last with: busy; fix the deployment"):
         asked([[5], *[[PASSING] * 9] * 4, [6]], in_a_row=4)
     arrived, _ = asked([*[[PASSING, 1]] * 3, [6], *[[PASSING, 2]] * 3], in_a_row=4)
@@ -163,7 +163,7 @@ def test_limits_have_bounds(key, least):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("here")
-def test_a_run_survives_that_30_percent_fail_and_says_so(capsys):
+def test_a_run_survives_that_30_percent_fail_and_reports_it(capsys):
     assert train(*GRPO, *FLAKY, "+deployment.rate=0.3", "rollout.retries=0", "out=run") == 0
     found = rows("run")
     assert [row["step"] for row in found] == [0, 1, 2]
@@ -232,7 +232,7 @@ def test_an_outage_from_the_start_leaves_nothing(capsys):
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("error", ["fatal", "bug"])
 @pytest.mark.slow
-def test_errors_that_say_more_is_wrong_end_it_at_once(error, capsys):
+def test_errors_that_concern_all_requests_end_it_immediately(error, capsys):
     words = [*GRPO, *FLAKY, "+deployment.outage=4", f"+deployment.error={error}", "out=run"]
     if error == "bug":
         with pytest.raises(ZeroDivisionError):
@@ -335,7 +335,7 @@ def rolled_out(sampler, runner=None, **config):
 
 
 @pytest.mark.slow
-def test_a_server_that_fails_now_and_then(serving):
+def test_a_server_that_sometimes_fails(serving):
     sampler, web = serving({40: [500], 42: [503, 503], 43: [400], 45: ["hangs", "hangs", "hangs"]})
     found = rolled_out(sampler)
     assert [group.prompt.row.where for group in found.groups] == ["here:40", "here:41", "here:42", "here:44"]

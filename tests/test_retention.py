@@ -72,7 +72,7 @@ def test_the_last_good_one_is_never_removed(tmp_path):
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.slow
-def test_a_run_saves_by_tokens_and_goes_on_counting():
+def test_a_run_saves_by_tokens_and_resumes_the_count():
     words = [*SMALL["orpo"], "recipe.steps=6", "eval.every=null", "checkpoint.every=null", "checkpoint.keep=null"]
     assert train(*words, "checkpoint.every_tokens=1", "out=all") == 0
     facts = [manifest.read(path)["run"]["progress"] for path in store.all_steps(Path("all/checkpoints"))]

@@ -139,7 +139,7 @@ def test_a_class_of_the_users_is_made_once(user_file):
         ("my_file.py:NUMBER", "my_file.py has no function 'NUMBER'"),
     ],
 )
-def test_a_target_that_is_not_there(user_file, target, message):
+def test_a_target_that_is_missing(user_file, target, message):
     user_file("NUMBER = 3\ndef f(completion, row):\n    return 1\n")
     with pytest.raises(ConfigError, match=rf"reward\.target: {message}"):
         Python(target)
@@ -287,7 +287,7 @@ def test_what_goes_wrong_in_a_worker_names_the_row(judge, completion, message, c
         assert "return 1 / 0" in caplog.text and "ZeroDivisionError" in str(error.value.__cause__)
 
 
-def test_what_cannot_be_sent_to_a_worker_says_so(judge):
+def test_what_cannot_be_sent_to_a_worker_is_an_error(judge):
     found = judge(workers=1)
     with pytest.raises(RolloutError, match=r"^here:1: the row cannot be sent to a worker \(.*bytes.*\); set reward\.workers=0"):
         found.submit("a", Row("here:1", {"answer": b"1"}))()

@@ -467,7 +467,7 @@ def test_what_goes_wrong_after_a_loop_was_left_is_not_swallowed(capsys):
 
 
 @pytest.mark.slow
-def test_a_second_loop_goes_on_where_the_first_was_left():
+def test_a_second_loop_resumes_where_the_first_was_left():
     head, tail = "    for step in run.steps(", "        step.log(gradient, update)\n"
     code = (packaged("recipes") / "sft.py").read_text()
     loop = code[code.index(head) :]
@@ -490,7 +490,7 @@ def test_a_loss_of_ones_own_trains_like_the_one_it_came_from():
 
 
 @pytest.mark.slow
-def test_a_sweep_goes_on_after_a_failed_run(capsys):
+def test_a_sweep_continues_after_a_failed_run(capsys):
     assert train(*SMALL["sft"], "recipe.steps=1", "optim.lr=-1,1e-4", "-m") == 2
     err = capsys.readouterr().err
     assert "run 1 failed: optim: lr must be >= 0" in err

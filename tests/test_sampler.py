@@ -160,7 +160,7 @@ def test_top_k_and_top_p_keep_what_they_should(model):
             assert chi_square_per_degree(counts, kept / kept.sum()) < 4  # few degrees: a looser bound
 
 
-def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest(model):
+def test_min_p_keeps_what_is_likely_enough_relative_to_the_maximum(model):
     probabilities = np.exp(logprobs_at(model, [5, 6, 7]))
     order = np.argsort(-probabilities)
     share = float(probabilities[order[4]] / probabilities[order[0]]) * 0.999
@@ -353,7 +353,7 @@ def test_the_cache_gives_every_row_what_it_wrote(dirty_memory):
         assert torch.equal(states[2:, :, 3:], torch.cat([other[[0, 0]], end[2:]], -2))
 
 
-def test_the_cache_keeps_a_prompt_once_as_long_as_a_row_goes_on_from_it():
+def test_the_cache_keeps_a_prompt_once_as_long_as_a_row_continues_it():
     """Of three prompts the first leaves with its rows; a longer one enters, and all is where the mask says."""
     torch.manual_seed(0)
     (first, mask), (second, long) = prefilled(3, 4), prefilled(1, 5)
@@ -398,7 +398,7 @@ def dirty_memory(monkeypatch):
 
 
 @either_way
-def test_waiting_prompts_enter_while_others_go_on(model, passes, monkeypatch, dirty_memory):
+def test_waiting_prompts_enter_while_others_continue(model, passes, monkeypatch, dirty_memory):
     """Limits of 4 and 40 tokens in turn: the budget takes 3 rows of at most 47, and every short one makes room for the next."""
     monkeypatch.setattr(Decoder.__init__, "__defaults__", (4,))
     monkeypatch.setattr(kv_cache, "NEW_COLUMNS", 5)
@@ -778,7 +778,7 @@ def test_a_stream_without_a_reader_ends(make_trainer, monkeypatch):
     assert len(asked) < 10  # of 23, and one for the last line
 
 
-def test_requests_out_of_range_are_told_at_once(make_trainer):
+def test_requests_out_of_range_are_refused_by_the_call(make_trainer):
     live = make_trainer().live_sampler(0).result()
     with pytest.raises(RolloutError, match="num_samples must be at least 1, got 0"):
         live.sample(PROMPTS[0], 0, GREEDY)

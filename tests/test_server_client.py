@@ -150,7 +150,7 @@ def test_samplers_of_a_run_of_saved_weights_and_of_the_base_model(service, train
     assert live.compute_logprobs(PROMPT, prompt_logprobs_last_n=1).result() == [None] * 3 + answers[0].prompt_logprobs[-1:]
 
 
-def test_the_likeliest_tokens_of_a_prompt_are_the_models_own(server, service):
+def test_the_most_probable_tokens_of_a_prompt_are_the_models_own(server, service):
     client = service.create_sampling_client(base_model="tiny").result()
     params = tinker.SamplingParams(max_tokens=1)
     answer = client.sample(PROMPT, 1, params, include_prompt_logprobs=True, topk_prompt_logprobs=3).result()
@@ -274,7 +274,7 @@ def test_adapters_share_the_base_weights_and_a_full_run_has_its_own(server, serv
 
 
 @pytest.mark.slow
-def test_several_clients_at_once_compute_what_each_computes_alone(server, tiny_folder):
+def test_several_concurrent_clients_compute_what_each_computes_alone(server, tiny_folder):
     alone = []
 
     def train(found, seed):
@@ -350,7 +350,7 @@ def test_a_repeated_request_runs_once(raw, post):
     assert status == 400 and "was accepted with a different body" in answer["detail"]
 
 
-def test_a_failed_request_takes_its_number_and_the_next_step_tells_of_it(service):
+def test_a_failed_request_takes_its_number_and_the_next_step_reports_it(service):
     training = service.create_lora_training_client("tiny", rank=2).result()
     lacking = tinker.Datum(model_input=tinker.ModelInput.from_ints([1, 2]), loss_fn_inputs={"weights": [1.0, 1.0]})
     with pytest.raises(tinker.RequestFailedError, match="datum 0: missing required field 'target_tokens'") as failed:

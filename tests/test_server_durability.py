@@ -130,7 +130,7 @@ def test_records_are_read_up_to_the_first_that_is_not_whole(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [4, 0])
-def test_a_run_goes_on_in_the_middle_of_a_step(start, tmp_path, tiny_folder, rank):
+def test_a_run_resumes_in_the_middle_of_a_step(start, tmp_path, tiny_folder, rank):
     """Two passes have accumulated, a custom loss waits for its gradient, and later requests for one that has not come."""
 
     def requests(run):
@@ -347,7 +347,7 @@ def test_what_was_loaded_may_be_deleted(start):
 
 
 @pytest.mark.slow
-def test_a_save_that_was_not_acknowledged_is_made_again_or_found(start, tmp_path):
+def test_a_save_that_was_not_acknowledged_is_repeated_or_found(start, tmp_path):
     with start() as server:
         client = Client(server)
         run = client.run()

@@ -127,7 +127,7 @@ def test_idle_time_is_not_saved_up(turns, clock):
     assert order[500:560].count("late") <= 30 + HEAD_START_S / 0.1 + 2
 
 
-def test_dropped_jobs_end_at_their_next_step_and_say_so(turns):
+def test_dropped_jobs_end_at_their_next_step_with_an_error(turns):
     order = turns[1]
     worker = Worker(1)
     lane, other = worker.lane(Account()), worker.lane(Account())
@@ -318,7 +318,7 @@ def test_work_without_a_waiter_stops(server, endless, end):
     wait_until(lambda: is_idle(server))
 
 
-def test_a_request_of_a_batch_is_cancelled_and_the_others_go_on(server, monkeypatch):
+def test_a_request_of_a_batch_is_cancelled_and_the_others_continue(server, monkeypatch):
     """The cancelled one waits for its batch, or has begun."""
     client = Client(server.url)
     for number, begins in ((0, False), (2, True)):

@@ -98,7 +98,7 @@ def test_a_traced_loss_gives_what_the_same_loss_gives_at_the_client_in_one_pass(
     assert 0 < served.metrics["custom/ratio:mean"] < 1e4
 
 
-def test_a_loss_the_server_does_not_allow_says_so(service):
+def test_a_loss_the_server_does_not_allow_is_an_error(service):
     def random(logprobs):
         return (logprobs * torch.rand_like(logprobs)).sum(), {}
 

@@ -316,7 +316,7 @@ def test_who_waits_for_a_result_of_a_session_that_ends_is_told():
     asyncio.run(scenario())
 
 
-def test_who_waits_for_a_result_gets_it_when_it_is_there():
+def test_a_waiting_request_gets_the_result_when_it_is_ready():
     async def scenario():
         store = RequestStore(max_bytes=100)
         request, _ = accept(store, 1, b"x")

@@ -134,7 +134,7 @@ def test_accumulated_calls_add(gradient, whole):
     assert distance(gradient(*parts), whole) < CLOSE
 
 
-def test_another_datum_beside_it_changes_no_datum(gradient, whole):
+def test_another_datum_in_the_batch_changes_no_datum(gradient, whole):
     apart = gradient(passes(wire(DATA[:1]))) + gradient(passes(wire(DATA[1:])))
     assert distance(whole, apart) < CLOSE
 

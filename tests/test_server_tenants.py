@@ -349,7 +349,7 @@ def test_a_silent_session_is_not_restored_for_others(server):
 
 
 @pytest.mark.slow
-def test_quotas_are_of_a_name_and_say_so(tiny_folder, tmp_path):
+def test_quotas_are_of_a_name_and_their_errors_name_it(tiny_folder, tmp_path):
     (tmp_path / "keys").write_text(f"alice: {ALICE} max_runs=1 max_tokens=30\nbob: {BOB} max_disk_gb=0.00002\n")
     options = {"names": ["tiny"], "keys_file": str(tmp_path / "keys"), "durability": "written"}
     with servertools.running(tiny_folder, tmp_path / "out", **options) as server:

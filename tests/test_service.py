@@ -130,7 +130,7 @@ def test_the_same_awaited_once_and_twice(service, types, tiny_folder, twice):
     assert asyncio.run(program()).is_lora
 
 
-def test_clients_may_be_used_at_once_or_through_result(service, tiny_folder):
+def test_clients_may_be_used_with_or_without_waiting_for_result(service, tiny_folder):
     for client in (
         service.create_lora_training_client(str(tiny_folder), rank=2),
         service.create_lora_training_client(str(tiny_folder), rank=2).result(),
@@ -501,7 +501,7 @@ def test_what_tinker_programs_ask_a_service(service, tiny_folder, tmp_path):
         training.forward_backward_custom(tiny.datums(1), loss, loss_type_input="logits")
 
 
-def test_the_likeliest_tokens_of_a_prompt(service, tiny_folder):
+def test_the_most_probable_tokens_of_a_prompt(service, tiny_folder):
     client = service.create_sampling_client(base_model=str(tiny_folder))
     params, prompt = cookbook.SamplingParams(max_tokens=1, seed=1), [5, 6, 7, 8]
     answer = client.sample(prompt, 1, params, include_prompt_logprobs=True, topk_prompt_logprobs=tiny.VOCABULARY).result()

@@ -203,7 +203,7 @@ def go_on_after_three(model: Path, kind: str, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_of_two_ranks_goes_on_in_one_process_and_then_in_three(tiny_folder, tmp_path, kind):
+def test_a_checkpoint_of_two_ranks_resumes_in_one_process_and_then_in_three(tiny_folder, tmp_path, kind):
     on_ranks(2, tmp_path, save_after_two, tiny_folder, kind, tmp_path / "two")
     assert manifest.verify(tmp_path / "two")["step"] == 2
     assert (tmp_path / "two" / ("adapter_model.safetensors" if kind == "lora" else "model.safetensors")).is_file()

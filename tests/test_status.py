@@ -45,7 +45,7 @@ def test_from_the_start_to_the_end():
 
 
 @pytest.mark.slow
-def test_stopped_and_gone_on_with():
+def test_stopped_and_resumed():
     stop = hook("if step == 2 and not run.first_step:\n    os.kill(os.getpid(), signal.SIGTERM)")
     assert train(*SMALL["orpo"], *QUIET, *stop) == 130
     last = told()
@@ -95,7 +95,7 @@ def test_killed_it_says_running_and_no_process_holds_the_lock(capsys):
 
 
 @pytest.mark.slow
-def test_a_refused_resume_leaves_it_as_it_was():
+def test_a_refused_resume_changes_nothing():
     assert train(*SMALL["orpo"], *QUIET) == 0
     before = Path("run/status.json").read_bytes()
     assert train(*SMALL["orpo"], *QUIET, "seed=1") == 2
@@ -124,7 +124,7 @@ def test_a_run_that_has_trained_nothing_has_failed(capsys):
 
 
 @pytest.mark.slow
-def test_a_recipe_whose_turns_are_no_steps_cannot_be_gone_on_with_and_fails(capsys):
+def test_a_recipe_whose_turns_are_no_steps_cannot_be_resumed_and_fails(capsys):
     words = fork(turns="run.steps(cfg.steps)", update="run.optim_step(step) if step.index else {}")
     assert train(*words, *QUIET) == 2
     error = "error: recipe: after 3 turns of run.steps the model has seen 2 optimizer steps; call run.optim_step(step) once a "

@@ -40,7 +40,7 @@ def test_it_computes_what_the_engine_computes(make_trainer, make_engine):
     assert all(torch.equal(a, b) for a, b in zip(tiny.weights(trainer.engine), tiny.weights(engine), strict=True))
 
 
-def test_calls_return_at_once_and_run_in_the_order_they_were_made(make_trainer):
+def test_calls_do_not_block_and_run_in_the_order_they_were_made(make_trainer):
     trainer, order, gate = make_trainer(), [], threading.Event()
 
     def slow(data, logprobs):
@@ -361,7 +361,7 @@ def test_a_bug_in_a_loss_keeps_its_trace(make_trainer):
         (lambda t: t.save_weights_for_sampler_ext("a", checkpoint_type="diff"), "got 'diff'"),
     ],
 )
-def test_mistakes_that_need_no_model_are_told_at_once(make_trainer, call, message):
+def test_mistakes_that_need_no_model_are_raised_by_the_call(make_trainer, call, message):
     trainer = make_trainer()
     with pytest.raises(CookbookError, match=message):
         call(trainer)
@@ -455,7 +455,7 @@ def test_options_out_of_range(options, message):
 
 
 @pytest.mark.parametrize("device", ["warp", "cuda"])
-def test_a_device_that_is_not_there(device):
+def test_a_device_that_is_missing(device):
     if device == "cuda" and torch.cuda.is_available():
         pytest.skip("it is there")
     with pytest.raises(ConfigError, match=r"backend\.device: "):

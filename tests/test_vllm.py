@@ -373,7 +373,7 @@ def lagging(trainer):
     found.close()
 
 
-def test_older_weights_come_back_when_they_are_asked_again(trainer, lagging):
+def test_older_weights_are_loaded_again_for_a_new_request(trainer, lagging):
     samplers, drawn = [], []
     for _ in range(3):  # a base and two deltas
         samplers.append(lagging.load(trainer.step).result())
