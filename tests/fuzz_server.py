@@ -55,7 +55,7 @@ _seeds = st.binary(min_size=16, max_size=16)
 
 @dataclass(frozen=True)
 class Attempt:
-    """A request to be sent. ``raw``: all of it, else what HTTP is made of."""
+    """A request to send. ``raw``: all its bytes; if None, the other fields make the HTTP request."""
 
     kind: str
     method: str = "POST"
@@ -445,7 +445,7 @@ def rss_mb(pid: int) -> float:
 
 
 def attack(root: Path, requests: int, seed_: int) -> list[str]:
-    """Everything that was wrong. Prints counts, and memory as it went."""
+    """Attack a server and return all errors. Prints counts, and the server's memory over time."""
     model, out, keys = tiny.save(root / "model"), root / "a" / "b" / "out", root / "keys"
     keys.write_text(f"victim: {KEY}\nattacker: {ATTACKER}\n")
     templates, openapi, seen = recorded(model, root / "calm")

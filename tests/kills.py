@@ -206,7 +206,7 @@ def kill(recipe: str, out: str, log: Path, plan: Plan, counts: Counts) -> bool:
 
 
 def moment(out: Path) -> str:
-    """Where a run was when it was killed, as far as its folder tells."""
+    """Return the activity of a run at its kill, as derived from its folder."""
     if not (out / "metrics.jsonl").exists():
         return "before the first row"
     if list(out.glob("checkpoints/.*")):
@@ -239,7 +239,7 @@ def tensors(out: Path) -> dict[str, bytes]:
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
-    """All rows, but for what the clock says."""
+    """Return all rows, without the times."""
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in row.items() if not key.startswith("time/")} for row in rows]
 

@@ -30,7 +30,7 @@ def possible() -> bool:
 
 
 def under(errno: int, job: Callable[[], Any]) -> Any:
-    """``job``'s result, or its error, from a thread whose large writes fail with ``errno``."""
+    """Run ``job`` in a thread whose large writes fail with ``errno``; return its result or its error."""
     found: list[Any] = []
 
     def run() -> None:

@@ -53,7 +53,7 @@ def rows(run_folder: Path | str, name: str = "metrics.jsonl") -> list[dict[str, 
 
 
 def timeless(run_folder: Path | str) -> list[dict[str, Any]]:
-    """The rows of a run without what the clock says: the same on every repetition, to the last bit."""
+    """Return the rows of a run without the times: equal on every repetition, to the last bit."""
     return [{key: value for key, value in row.items() if not key.startswith("time/")} for row in rows(run_folder)]
 
 

@@ -273,7 +273,7 @@ def deaf(model):
 
 
 def carrying(model):
-    """Layers through which a token hears the one before it in the row."""
+    """Add each token's MLP output to the next token of the row, across sequences."""
     before = torch.nn.ZeroPad2d((0, 0, 1, -1))
     model.network.model.layers[0].mlp.register_forward_hook(lambda _, __, out: out + before(out))
     return "would attend to each other"
@@ -310,7 +310,7 @@ def test_what_would_give_another_result_is_refused(change):
 
 
 def test_what_packs_may_still_not_share():
-    """A token that hears the one before it unless it is the first: right in packed rows, wrong where a prompt is elsewhere."""
+    """Every token but the first adds the token before it in the row: right in packed rows, wrong if the prompt is elsewhere."""
     model, positions = language_model("full"), []
 
     def hear(_, __, out):
@@ -336,7 +336,7 @@ def test_masks_a_model_makes_of_something_else_are_made():
 
 
 def pairs():
-    """Chosen and rejected of a prompt; once the one begins the other."""
+    """Return chosen and rejected answers of three prompts; in one pair, one answer is a prefix of the other."""
     data = []
     for number in range(3):
         one, other = tiny.datums(2, seed=number)

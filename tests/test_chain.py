@@ -230,7 +230,7 @@ def test_merged_weights_are_chained_as_others(make_engine, tmp_path):
 
 
 def test_a_sum_is_rounded_once(make_engine, tmp_path):
-    """In bfloat16 the change of the weights is not: only what it is added to."""
+    """The adapter's change of the weights is not rounded to bfloat16; only its sum with the weights is."""
     engine = make_engine(lora_rank=4, dtype="bfloat16")
     train(engine, lr=1e-2)
     plain = engine.model.network.get_base_model().state_dict()

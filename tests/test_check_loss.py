@@ -58,7 +58,7 @@ QUICK = ("dpo, ipo",)  # the others are tested beside the slow tests
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path, monkeypatch):
-    """An empty folder; what is imported from it is forgotten afterwards."""
+    """Run in an empty folder, and forget the modules imported from it afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
@@ -235,7 +235,7 @@ def test_what_comes_first_hides_the_rest():
 
 @dataclass(frozen=True)
 class Undeclared(Loss):
-    """Reads what it does not declare, needs what it does not read, and is no sum of token terms."""
+    """A loss that reads an undeclared input, declares an unread one, and is not a sum over tokens."""
 
     name: ClassVar[str] = "undeclared"
     reduction: ClassVar[Reduction] = Reduction.token_sum

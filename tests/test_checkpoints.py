@@ -154,7 +154,7 @@ def test_saving_asks_no_hub(make_engine, tmp_path, monkeypatch):
 
 
 def _content(file):
-    """The bytes; of PEFT's configuration, which writes sets as lists in any order, what they mean."""
+    """Return the bytes; for PEFT's configuration, whose lists have a random order, the sorted values."""
     if file.name != "adapter_config.json":
         return file.read_bytes()
     facts = json.loads(file.read_text())

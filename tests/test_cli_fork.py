@@ -14,7 +14,7 @@ from cookbook.losses import LOSSES, loss_class
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
-    """An empty folder; what is imported from it is forgotten afterwards."""
+    """Run in an empty folder, and forget the modules imported from it afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield tmp_path

@@ -94,7 +94,7 @@ def test_a_file_has_exactly_the_keys_of_its_class(path):
 
 
 def different(node, cls) -> list[str]:
-    """The keys whose value is not the class's default; a key without a default may hold anything."""
+    """Return the keys with a value other than the class's default; keys without a default are ignored."""
     defaults = {
         field.name: field.default_factory() if field.default is dataclasses.MISSING else field.default
         for field in dataclasses.fields(cls)

@@ -133,7 +133,7 @@ def test_empty_rows_fail_or_are_skipped_with_a_count(renderer, caplog, monkeypat
 
 @pytest.mark.parametrize("train_on", ["assistant", "last_assistant", "each_assistant", "all"])
 def test_empty_answers_are_empty_rows(renderer, train_on):
-    """Found by the template, where rows are rendered many at a time: the policy of the one row decides."""
+    """The template finds them while it renders many rows; the policy applies to the empty row only."""
     data = rows({"messages": [USER, {**ANSWER, "content": ""}]}, {"messages": [USER, ANSWER]})
     config = DataConfig(train_on=train_on)
     with pytest.raises(DataError, match=r"^train\.jsonl:1: message 1 is an empty answer"):

@@ -408,7 +408,7 @@ def test_a_server_that_ends_immediately_reports_why(tmp_path):
     ("dtype", "says"), [("float32", "is gone$"), ("bfloat16", r"is gone; .* set deployment\.dtype=float32$")]
 )
 def test_a_server_that_dies_of_its_first_tokens(tmp_path, web, fast, dtype, says):
-    """Before a run begins, and with what to do where it may be for the element type."""
+    """The error comes before the run starts, and has a remedy if the element type may be the cause."""
     web.answers = [(500, {}, {"error": {"message": "the engine is gone"}})] * 7
     one = RunningServer(1, "0", web.url, replace(options("/none"), dtype=dtype), "/none")
     manager = DeploymentManager(tmp_path)

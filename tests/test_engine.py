@@ -225,7 +225,7 @@ def test_a_custom_loss_gets_float32_tensors_that_want_a_gradient(make_engine):
 
 
 def surrogate(slopes):
-    """A loss whose slopes are given, as a client sends them that computed a loss of its own."""
+    """A loss with given slopes, as sent by a client that computed its own loss."""
     return lambda _, logprobs: (sum((slope * row).sum() for slope, row in zip(slopes, logprobs, strict=True)), {})
 
 

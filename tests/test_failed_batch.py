@@ -102,7 +102,7 @@ def test_a_gradient_that_overflows_names_all_rows(capsys):
 
 
 def test_micro_batches_that_are_finite_one_by_one(make_engine, monkeypatch):
-    """The sum of what they return may not be."""
+    """Every micro-batch is finite, but their sum is not."""
     import tiny
 
     engine = make_engine()

@@ -164,8 +164,8 @@ def test_a_call_leaves_no_hook_behind_when_it_fails():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in last)
 
 
-class ReadsItsNeighbour(nn.Module):
-    """An MLP in name: every token takes part of what came before it, as RWKV's does; or only in ``training``."""
+class ReadsItsNeighbor(nn.Module):
+    """An MLP in which every token also reads the token before it, as in RWKV: always, or in training only."""
 
     def __init__(self, own: nn.Module, *, always: bool) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ def test_a_part_that_reads_other_tokens_is_left_alone(always, dtype):
     model = families.language_model("qwen3")
     layer = model.network.to(dtype).model.layers[-1]
     assert len(trimmable_parts(model)) == 3
-    layer.mlp = ReadsItsNeighbour(layer.mlp, always=always)
+    layer.mlp = ReadsItsNeighbor(layer.mlp, always=always)
     assert trimmable_parts(model) == []
 
 

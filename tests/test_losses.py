@@ -349,7 +349,7 @@ def test_gspo_reads_the_ratio_mask_of_tinker() -> None:
 
 
 def test_several_targets_per_position() -> None:
-    """Soft targets (T, K), and datums of different K in one batch; only the supervised losses know what that means."""
+    """Soft targets (T, K), and datums of different K in one batch; only the supervised losses support them."""
     weights = np.array([[0.7, 0.3], [0.0, 0.0], [0.5, 0.5]])
     data = [datum(3, target_tokens=np.zeros((3, 2), int), weights=weights), datum(2, weights=[1.0] * 2)]
     logprobs = [-np.arange(1.0, 7.0).reshape(3, 2), [-1.0, -2.0]]

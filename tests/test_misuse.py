@@ -410,7 +410,7 @@ def test_sampling_what_cannot_be_sampled(words, message, capsys):
 
 @pytest.mark.slow
 def test_named_weights_are_not_silently_ignored(here, capsys):  # noqa: F811
-    """SFT's demo starts from fresh weights; a name that the user gives is meant for what is in it."""
+    """SFT's demo starts from random weights; if the user names a model, its weights are loaded."""
     short = ["recipe.steps=1", "recipe.batch_size=2", "eval.limit=2", "data.limit=4"]
     assert train("recipe=sft", *short, "out=a") == 0
     copied = copy_of_tiny("copied")

@@ -152,7 +152,7 @@ def test_a_mask_of_the_models_own_making_is_not_packed_away(caplog):
 
 
 def test_rows_that_change_each_other_are_computed_in_separate_passes(caplog):
-    """A router with a capacity is such a model: what one row takes, another lacks."""
+    """A router with a capacity is such a model: a row that takes an expert's place leaves none for another row."""
     caplog.set_level("INFO", logger="cookbook")
     model = language_model("qwen3")
     model.network.model.layers[0].mlp.register_forward_hook(lambda _, args, out: out + out.mean(0, keepdim=True))

@@ -73,7 +73,7 @@ def test_what_is_in_the_window_is_not_copied_back(network, copies):
 
 
 def test_it_is_fetched_before_it_is_asked_for(network, copies):
-    """While one layer goes backward the window holds what comes next, and no more than it has room for."""
+    """During the backward pass of a layer, the window holds the next layers, up to its size."""
     fetched = []
     with offloading(network.parameters(), CPU, window_bytes=2 * ROW, least_bytes=0):
         x = torch.randn(WIDTH, WIDTH)
@@ -115,7 +115,7 @@ def test_a_graph_that_is_kept_gives_the_same_gradient_twice(network):
 
 
 def test_a_write_before_the_copy_is_sure_to_be_done_is_an_error():
-    """As it is to autograd, whose own check sees nothing of tensors that hooks have taken."""
+    """autograd raises this error too, but cannot check tensors that saved-tensor hooks have replaced."""
     x = torch.ones(8, 6, requires_grad=True)
     with offloading([], CPU, least_bytes=0):
         z = torch.zeros(8, 6)

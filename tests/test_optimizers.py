@@ -73,7 +73,7 @@ def dequantized(state, number):
 
 
 def test_adamw8bit_is_adamw_up_to_the_rounding_of_its_moments(draw):
-    """Every step from the bytes of the one before: the update is AdamW's, and new bytes are the nearest of their table."""
+    """From the bytes of the step before, each update is AdamW's, and the new bytes are the nearest of their table."""
     pytest.importorskip("bitsandbytes")
     adam = AdamParams(1e-2, 0.9, 0.95, 1e-8, 0.1)
     weight = torch.randn(4096, generator=draw)

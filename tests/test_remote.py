@@ -352,7 +352,7 @@ def test_a_step_asked_for_before_the_error_was_read_fails(make_either, server):
 
 
 def test_a_plain_client_hears_of_an_error_once_more_from_its_next_step(server, make_remote):
-    """The server cannot see what its program has read."""
+    """The server cannot know which errors the program has read."""
     remote = make_remote().connection
     client = remote._service.create_lora_training_client("tiny", rank=4)
     data, bad = ([convert.datum(one, ("target_tokens", "weights")) for one in rows] for rows in (tiny.datums(2), BAD))

@@ -106,7 +106,7 @@ def test_asked_at_any_moment_of_the_step_it_stops_saved(moment):
 
 @pytest.mark.slow
 def test_at_an_epochs_end_with_accumulated_gradients_and_calls_without_a_waiter():
-    """Two calls a step, whose results the recipe never reads: both are under way when the checkpoint is asked for."""
+    """Each step makes two calls and reads no result: both are under way when the checkpoint starts."""
     assert run(["fork", "sft", "mine"]) == 0
     code = Path("recipes/mine.py").read_text()
     split = "run.forward_backward(data[:5])\n        run.forward_backward(data[5:])\n        run.optim_step(step)\n"
@@ -429,7 +429,7 @@ def test_a_key_that_is_new_had_its_default_before(finished, monkeypatch, tmp_pat
 @pytest.mark.parametrize("by", ["words", "config"])
 @pytest.mark.slow
 def test_a_group_that_is_new_had_its_default_before(by, finished, capsys):
-    """As in a run made by a version that had no ``deployment`` and, of what makes a run's identity, no ``rollout``."""
+    """A run of an older version, which had no ``deployment``, and no ``rollout`` in the identity of the run."""
     shutil.copytree(finished / "run", "run")
     config = yaml.safe_load(Path("run/config.yaml").read_text())
     facts = manifest.read(checkpoint("run"))

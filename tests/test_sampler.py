@@ -112,7 +112,7 @@ def test_greedy_is_what_generate_does(model, max_batch_tokens):
 
 
 def frequencies(model, **params):
-    """How often each token was drawn first, of 4000, and what the model gives it."""
+    """Return how often each token was drawn first in 4000 draws, and its logprob."""
     drawn = ask(model, [[5, 6, 7]], num_samples=4000, max_tokens=1, **params)[0]
     counts = np.bincount([one.tokens[0] for one in drawn], minlength=tiny.VOCABULARY)
     return counts, logprobs_at(model, [5, 6, 7])
@@ -388,7 +388,7 @@ def test_the_cache_keeps_a_prompt_once_as_long_as_a_row_continues_it():
 
 @pytest.fixture
 def dirty_memory(monkeypatch):
-    """New memory holds what a mask cannot hide."""
+    """Fill new memory with NaN, which a mask cannot hide."""
     clean = torch.Tensor.new_empty
 
     def dirty(tensor, *shape):
@@ -528,7 +528,7 @@ def test_it_ends_with_a_stop_string(model, monkeypatch, tokens):
 
 
 def test_a_stop_string_is_looked_for_where_a_token_may_complete_it(model):
-    """Among them one whose last character is two tokens, bytes that are no character alone."""
+    """One of the strings ends with a character of two tokens, which are not characters alone."""
     lists = [["é"], ["ab", "\n"], ["z é"]]
     may = [completing_tokens(model, strings) for strings in lists]
     assert [int(one.sum()) for one in may] < [tiny.VOCABULARY] * 3  # it tells some tokens from others

@@ -186,7 +186,7 @@ def test_failures_are_repeated_too(start):
 
 
 def test_what_a_client_has_read_outlives_the_server(start):
-    """A client that says what its caller has read: a read error fails nothing, an unread one every step."""
+    """The client reports which errors its caller has read; only an unread error fails the next steps."""
 
     def telling(run, number, read):
         fields = {"type": "adamw", **RATE, "failures_read": read}

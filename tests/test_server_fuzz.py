@@ -52,7 +52,7 @@ def test_hostile_requests_are_refused_or_fail_and_others_notice_nothing(server, 
 
 @pytest.fixture(scope="module")
 def post(server):
-    """``post(path, body)`` -> status and answer, and for promises what came of them."""
+    """``post(path, body)`` -> status and answer; for a promise, the result."""
 
     def send(path, body, method="POST"):
         data = body if isinstance(body, bytes) else json.dumps(body).encode()

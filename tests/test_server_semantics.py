@@ -69,7 +69,7 @@ def weights(row):
 
 @pytest.fixture(scope="module")
 def gradient(server, full):
-    """``gradient(calls...)``: what those calls accumulate, as one vector. The step that clears it does not move weights."""
+    """``gradient(calls...)``: the gradient that the calls accumulate, as one vector. A step with learning rate 0 clears it."""
 
     def measure(*calls):
         for call in calls:

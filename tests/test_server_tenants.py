@@ -58,7 +58,7 @@ def server(tiny_folder, tmp_path_factory, keys):
 
 @dataclass
 class Tenant:
-    """A client with one key, a session and what it makes there."""
+    """A client with one key and one session."""
 
     url: str
     key: str | None
@@ -214,7 +214,7 @@ OBJECTS: dict[str, Any] = {
 
 
 def test_every_route_has_a_row(server):
-    """A new route fails here until this file says what other keys may do with it."""
+    """A new route fails here until this file lists the access of other keys to it."""
     assert set(routes_of(server.app.routes)) == OPEN | SHARED.keys() | {EMPTY} | LISTS | OBJECTS.keys()
 
 

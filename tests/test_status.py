@@ -103,7 +103,7 @@ def test_a_refused_resume_changes_nothing():
 
 
 def fork(**changes: str) -> list[str]:
-    """The words that run an SFT recipe whose loop runs over other ``turns``, or which asks for its ``update`` otherwise."""
+    """Return words that run a fork of SFT with another expression for the steps (``turns``) or for ``update``."""
     assert run(["fork", "sft", "mine"]) == 0
     code = Path("recipes/mine.py").read_text()
     whole = {"turns": "run.steps(len(batches) if cfg.steps is None else cfg.steps, evaluate)", "update": "run.optim_step(step)"}

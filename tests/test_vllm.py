@@ -196,7 +196,7 @@ def test_servers_that_are_there_are_used_again(trainer, deployment):
 
 
 def test_the_command_and_a_run_find_the_same_servers(trainer, capsys):
-    """Made by the one, used by the other; then two of them, which are given the same weights and take turns."""
+    """The command starts a server and a run uses it; then two servers get the same weights and take turns."""
     settings = [f"deployment.python={PYTHON}", "deployment.max_length=512"]
     assert run(["deployments", "create", "tests", *settings]) == 0
     first = DeploymentManager().running()["tests"]
