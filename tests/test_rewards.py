@@ -95,7 +95,7 @@ def user_file(tmp_path, monkeypatch):
     """Writes ``my_file.py`` in the current folder, beside a module it may import."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "my_neighbour_of_rewards.py").write_text("HALF = 0.5\n")
+    (tmp_path / "my_neighbor_of_rewards.py").write_text("HALF = 0.5\n")
 
     def write(source: str) -> None:
         (tmp_path / "my_file.py").write_text(source)
@@ -116,7 +116,7 @@ def score(reward, completions, rows):
 
 def test_a_function_of_the_users(user_file):
     user_file(
-        "from my_neighbour_of_rewards import HALF\ndef f(completion, row):\n    return HALF * row['answer'] * len(completion)\n"
+        "from my_neighbor_of_rewards import HALF\ndef f(completion, row):\n    return HALF * row['answer'] * len(completion)\n"
     )
     assert score(Python("my_file.py:f", **INLINE), ["abcd", "ab"], ROWS) == [2.0, 0.0]
 
