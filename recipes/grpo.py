@@ -1,22 +1,14 @@
 """GRPO: sample a group of answers per prompt, reward each answer, reinforce the answers that beat their group.
 
-Group relative policy optimization needs no value model. The advantage of answer i, with reward R_i, is relative to the
-answers to the same prompt; the standard deviation has the divisor G - 1 (``recipe.advantage=centered`` omits it):
+Group relative policy optimization has no value model: the advantage A_i of answer i, with reward R_i, is relative to the G
+answers to its prompt. The loss sums over all tokens t; the logprobs are p (trained model), q (sampler), f (reference model):
 
-    A_i = (R_i - mean(R)) / (std(R) + 1e-6)
+    A_i = (R_i - mean(R)) / (std(R) + 1e-6)                      (std: divisor G - 1; recipe.advantage=centered omits it)
+    r_t = exp(p_t - q_t)    KL_t = exp(f_t - p_t) - (f_t - p_t) - 1                          (k3, estimates KL(p, f))
+    L   = sum_t [ max(-r_t A_i, -clip(r_t, 1 - clip_low, 1 + clip_high) A_i) + kl_beta KL_t ]
 
-The loss is a sum over the tokens t of all answers. With logprobs p of the model in training, q of the sampler and f of the
-reference model:
-
-    ratio_t = exp(p_t - q_t)
-    KL_t    = exp(f_t - p_t) - (f_t - p_t) - 1                                              (k3, estimates KL(p, f))
-    L       = sum_t [ max(-ratio_t A_i, -clip(ratio_t, 1 - clip_low, 1 + clip_high) A_i) + kl_beta KL_t ]
-    update  : the gradient of L / N, clipped                         (N: the tokens of the step that have a gradient)
-
-``optim_step`` divides by N once (``loss.normalization=num_loss_tokens``), then clips. All tokens of a step weigh the same,
-however long their answers are and however the step is split into micro-batches. Options and metrics:
-``cookbook/losses/grpo.py``.
-
+``optim_step`` divides by N, the tokens of the step that have a gradient (``loss.normalization=num_loss_tokens``), then clips.
+All tokens weigh the same in long and short answers, and in any micro-batch. Options and metrics: ``cookbook/losses/grpo.py``.
 Source: Shao et al., DeepSeekMath (arXiv:2402.03300), eq. 3 and 4; sum over tokens: Yu et al., DAPO (arXiv:2503.14476).
 """
 
@@ -55,15 +47,13 @@ def train(run: Run) -> None:
         return run.evaluate_rewards(held_out, step)
 
     for step in run.steps(cfg.steps, evaluate):
-        # 1. Load the newest weights into the deployment.
+        # 1. Load the newest weights into the deployment, then sample and reward group_size completions of every prompt.
         sampler = run.sync(step.index)
-        # 2. Sample and reward group_size completions of every prompt.
         groups = run.sample_groups(sampler, batches[step.index], cfg.group_size, step)
-        # 3. Compute A_i. Groups whose rewards are all equal have no gradient and are left out.
+        # 2. Compute A_i. Groups whose rewards are all equal have no gradient and are left out.
         advantages = group_advantages([group.rewards for group in groups], cfg.advantage)
         data = rollouts.datums(groups, advantages.tolist())
-        # 4. Queue the backward pass, with reference logprobs if kl_beta > 0, and the optimizer step. Neither call blocks.
+        # 3. Queue the backward pass, with reference logprobs if kl_beta > 0, and the optimizer step. step.log waits for both.
         gradient = run.forward_backward(data)
         update = run.optim_step(step)
-        # 5. Wait for both results, and log the step.
         step.log(gradient, update)

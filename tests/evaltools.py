@@ -8,10 +8,10 @@ import pytest
 
 
 def need_lm_eval():
-    """Return the package, or skip the test. ``COOKBOOK_LM_EVAL`` names the folder of packages that has it."""
+    """Return the package, or skip the test. ``COOKBOOK_LM_EVAL`` names the folder it is installed in."""
     place = os.environ.get("COOKBOOK_LM_EVAL")
     if place:
-        # A test stands in another folder, so a relative path would skip it.
+        # A test may change the current folder; a relative path would then name no package and skip the test.
         assert Path(place).is_absolute() and Path(place, "lm_eval").is_dir(), f"COOKBOOK_LM_EVAL={place} holds no lm_eval"
         # At the end: the packages of this environment come first.
         if place not in sys.path:

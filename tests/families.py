@@ -69,7 +69,7 @@ GPT = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": tiny.CONTEXT, **N
 class Family:
     """Differences from :data:`SHAPE`, names that the config does not take, and the known behavior of cookbook.
 
-    ``rows``: what a row of a pass holds, padded (one sequence), packed (several) or shared (beginnings computed once).
+    ``rows``: what a row of a pass holds, padded (one sequence), packed (several) or shared (common prefixes computed once).
     """
 
     changes: dict[str, Any] = field(default_factory=dict)
@@ -388,12 +388,12 @@ def _rollouts(found: Result, engine: Engine, own: Any) -> list[Datum]:
 
 
 def _apart(found: Sequence[Any], expected: Sequence[torch.Tensor]) -> float:
-    """The largest difference, NaN if there is a NaN."""
+    """Return the largest difference, or NaN if a value is NaN."""
     return float(np.max([np.abs(one - other.detach().numpy()).max() for one, other in zip(found, expected, strict=True)]))
 
 
 def check_family(family: str, folder: Path, dtype: str | None = None) -> tuple[Result, Result]:
-    """The whole model's result, and that of an adapter on it. ``dtype`` None: the one that the family is checked in."""
+    """Return the results of the full model and of an adapter. ``dtype`` None: the dtype in FAMILIES."""
     dtype = dtype or FAMILIES[family].dtype
     network(family).save_pretrained(folder)
     tiny.tokenizer().save_pretrained(folder)

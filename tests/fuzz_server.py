@@ -55,7 +55,7 @@ _seeds = st.binary(min_size=16, max_size=16)
 
 @dataclass(frozen=True)
 class Attempt:
-    """A request to be sent. ``raw``: all of it, else what HTTP is made of."""
+    """A request to send. ``raw``: all its bytes; if None, the other fields make the HTTP request."""
 
     kind: str
     method: str = "POST"
@@ -133,7 +133,7 @@ class Campaign:
         self.texts: list[Recorded] = []
         self.session_id = self.run_id = ""
         self.number = 1
-        self.promised: list[str] = ["nobody/1"]
+        self.promised: list[str] = ["unknown/1"]
 
     def __enter__(self) -> Campaign:
         return self
@@ -249,7 +249,7 @@ class Campaign:
         return known.get(name, "x")
 
     def _live(self, value: Any) -> Any:
-        """A body that names what is there, and the numbers that are next, so that it gets beyond the first look."""
+        """Return a body with existing ids and the next sequence numbers, so that it passes the first checks."""
         if not isinstance(value, dict):
             return value
         known: dict[str, Any] = {
@@ -445,7 +445,7 @@ def rss_mb(pid: int) -> float:
 
 
 def attack(root: Path, requests: int, seed_: int) -> list[str]:
-    """Everything that was wrong. Prints counts, and memory as it went."""
+    """Attack a server and return all errors. Prints counts, and the server's memory over time."""
     model, out, keys = tiny.save(root / "model"), root / "a" / "b" / "out", root / "keys"
     keys.write_text(f"victim: {KEY}\nattacker: {ATTACKER}\n")
     templates, openapi, seen = recorded(model, root / "calm")

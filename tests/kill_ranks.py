@@ -47,7 +47,7 @@ COMMON = [f"backend.ranks={NUM_RANKS}", "data.limit=24", "eval.limit=4", "eval.e
 
 @dataclass
 class Campaign:
-    """One run in ``out``, and what has happened to it."""
+    """One run in ``out``, and its kills so far."""
 
     out: Path
     words: Sequence[str]
@@ -139,7 +139,7 @@ def played(out: Path, recipe: str, steps: int, kills: int, victims: Sequence[str
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """Return what differs between two runs: rows of metrics, and files of the last checkpoint."""
+    """Return the differences of two runs, in rows of metrics and in files of the last checkpoint."""
     rows, rows_too = timeless(one), timeless(other)
     found = [f"metrics of row {place}" for place, (this, that) in enumerate(zip(rows, rows_too, strict=True)) if this != that]
     files, files_too = bits(checkpoint(one)), bits(checkpoint(other))

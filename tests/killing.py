@@ -1,7 +1,7 @@
 """The unmodified client trains on a server that is killed (SIGKILL) at random moments, and notices nothing.
 
-Everything it was told, and everything that is on the disk at the end, is bit by bit what an undisturbed server makes of the
-same program. ``python tests/killing.py --kills 24 --steps 400`` plays it at length.
+All answers to the client and all files at the end are equal, bit by bit, to those of an undisturbed server and the same
+program. ``python tests/killing.py --kills 24 --steps 400`` runs it for longer.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ class Plan:
 
     @classmethod
     def drawn(cls, draw: random.Random, seconds: float) -> Plan:
-        """For a run that takes ``seconds``. At any step alike, and as often while it starts; then at any moment of the step."""
+        """Draw a kill for a run of ``seconds``: equally likely at the start and at every step, at any moment of it."""
         rows = draw.randint(0, STEPS)
         after = draw.uniform(0, 1) * seconds / (1 if rows == 0 else STEPS)
         return cls(draw.choice(list(WAYS)), rows, after, draw.uniform(0, 2) * seconds / STEPS)
@@ -206,7 +206,7 @@ def kill(recipe: str, out: str, log: Path, plan: Plan, counts: Counts) -> bool:
 
 
 def moment(out: Path) -> str:
-    """Where a run was when it was killed, as far as its folder tells."""
+    """Return the activity of a run at its kill, as derived from its folder."""
     if not (out / "metrics.jsonl").exists():
         return "before the first row"
     if list(out.glob("checkpoints/.*")):
@@ -239,7 +239,7 @@ def tensors(out: Path) -> dict[str, bytes]:
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
-    """All rows, but for what the clock says."""
+    """Return all rows, without the times."""
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in row.items() if not key.startswith("time/")} for row in rows]
 
@@ -287,7 +287,7 @@ def campaign(folder: Path, kills: int, seed: int, recipes: Sequence[str] = tuple
         shutil.rmtree(out)
         counts.trials += 1
         if loud:
-            print(f"trial {counts.trials}: {recipe}, killed by {', '.join(done) or 'nobody'}: 0 differences", flush=True)
+            print(f"trial {counts.trials}: {recipe}, killed by {', '.join(done) or 'no signal'}: 0 differences", flush=True)
     return counts
 
 

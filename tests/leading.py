@@ -118,7 +118,7 @@ def sampled_from(model: str, folder: Path) -> dict[str, Any]:
 
 
 def adapter(model: str, folder: Path) -> dict[str, Any]:
-    """The same with an adapter, whose reference is the model without the adapter."""
+    """Train an adapter; its reference is the model without the adapter."""
     trainer = made(model, folder, lora_rank=4)
     reference = trainer.reference()
     found: dict[str, Any] = {"losses": steps(trainer, 2), "digests": trainer.digests()}

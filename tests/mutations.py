@@ -63,7 +63,7 @@ extremes = st.one_of(
 
 
 def like(value: Any) -> st.SearchStrategy[Any]:
-    """Extreme values of the kind of ``value``, or of any kind, for a field whose kind only is checked."""
+    """Extreme values of the type of ``value``, or of any type, for fields of which only the type is checked."""
     if isinstance(value, bool) or value is None:
         return extremes
     if isinstance(value, int | float):
@@ -173,7 +173,7 @@ def changed(valid: Any, draw: Draw, rng: random.Random) -> bytes:
 
 
 def bombs() -> dict[str, tuple[str, bytes]]:
-    """Small bodies that claim to be large ones, by what they are sent as: ``Content-Encoding`` and bytes."""
+    """Small bodies that decompress to large ones: name -> ``Content-Encoding`` and bytes."""
     zeros, pack = bytes(1 << 23), zstandard.ZstdCompressor().compress
     bomb = pack(zeros)
     return {
@@ -282,7 +282,7 @@ def _sparse(message: Any, rng: random.Random) -> None:
 
 
 def _loss(message: Any, rng: random.Random) -> None:
-    """A loss of ours or of nobody, mostly with what losses read."""
+    """Name a built-in or an unknown loss, and usually add the inputs that losses read."""
     if rng.random() < 0.7:
         for datum in message.data:
             for name in ("advantages", "logprobs", "sampling_logprobs", "reference_logprobs", "weights"):

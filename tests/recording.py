@@ -124,7 +124,8 @@ def everything(url: str) -> None:
         rest.get_external_weights_urls(exported).result()
         session_id = training.model_id.partition(":")[0]
         sampler_id = f"{session_id}:sample:0"
-        with contextlib.closing(Wire(url)) as wire:  # what it asks for only now and then
+        # Requests that the client sends only sometimes.
+        with contextlib.closing(Wire(url)) as wire:
             for path, body in (
                 ("cancel_future", {"request_id": f"{sampler_id}/0"}),
                 ("join_sampling_session", {"sampling_session_id": sampler_id}),

@@ -30,7 +30,7 @@ def possible() -> bool:
 
 
 def under(errno: int, job: Callable[[], Any]) -> Any:
-    """``job``'s result, or its error, from a thread whose large writes fail with ``errno``."""
+    """Run ``job`` in a thread whose large writes fail with ``errno``; return its result or its error."""
     found: list[Any] = []
 
     def run() -> None:
@@ -61,4 +61,4 @@ def _refuse(errno: int) -> None:
     program = _Program(len(lines), (_Line * len(lines))(*(_Line(*line) for line in lines)))
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(_SET_SECCOMP, _FILTER, ctypes.byref(program)):
-        raise OSError(ctypes.get_errno(), "this kernel lets nobody set a filter")
+        raise OSError(ctypes.get_errno(), "the kernel refuses a seccomp filter")

@@ -53,12 +53,12 @@ def rows(run_folder: Path | str, name: str = "metrics.jsonl") -> list[dict[str, 
 
 
 def timeless(run_folder: Path | str) -> list[dict[str, Any]]:
-    """The rows of a run without what the clock says: the same on every repetition, to the last bit."""
+    """Return the rows of a run without the times: equal on every repetition, to the last bit."""
     return [{key: value for key, value in row.items() if not key.startswith("time/")} for row in rows(run_folder)]
 
 
 def same_numbers(one: Path | str, other: Path | str) -> bool:
-    """Whether two runs agree, one of them on a server: losses to the last bit, metrics but for one rounding.
+    """Whether two runs agree, one of them on a server: losses to the last bit, metrics up to one rounding.
 
     The client of a server multiplies and divides means by the number of datums.
     """

@@ -45,7 +45,7 @@ class Running:
     app: FastAPI
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Calls ``function`` where the server's state may be changed, and awaits what it returns if that is a coroutine."""
+        """Call ``function`` in the event loop of the server; if it returns a coroutine, await it."""
 
         async def there() -> Any:
             result = function()

@@ -18,7 +18,7 @@ def test_equal_rewards_get_exact_zeros(kind: str, rewards: list[float]) -> None:
     assert groups_without_spread(rewards)
 
 
-def test_groups_do_not_see_each_other() -> None:
+def test_groups_do_not_attend_to_each_other() -> None:
     rewards = np.random.default_rng(0).normal(size=(5, 8))
     rewards[3] = 2.5
     found = group_advantages(rewards)

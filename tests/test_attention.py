@@ -45,7 +45,7 @@ MODELS = {
     "soft-capped": ("Gemma2", {**WINDOW, "attn_logit_softcapping": 2.0}),
     "sinks": ("GptOss", {**WINDOW, **EXPERTS, "rope_parameters": {"rope_type": "default"}}),
 }
-# Qwen3 is float64 throughout here; what remains is the order of some hundred sums. The others soften their scores in float32.
+# Qwen3 is float64 throughout here; the order of about a hundred sums still differs. The others compute softmax in float32.
 EXACT = {"full": 1e-12, "sliding": 1e-12, "soft-capped": 2e-6, "sinks": 2e-6}
 LAYOUTS = {"padded": PackingSupport(False, False), "packed": PackingSupport(True, False), "shared": PackingSupport()}
 
@@ -141,7 +141,7 @@ def test_the_layout_changes_nothing(name, layout, budget):
 
 
 @pytest.mark.parametrize("layout", ["packed", "shared"])
-def test_layers_computed_again_read_the_same(layout):
+def test_recomputed_layers_read_the_same(layout):
     model = ours("sliding").train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     found = gradients(model, together(model, LAYOUTS[layout], 10_000))
@@ -189,7 +189,8 @@ def test_a_variable_length_kernel_is_told_the_same(window, monkeypatch):
     query, key, value = (torch.randn(14, heads, 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2))
     rule = AttentionParams(0.3, 0.0, None, None)
     found = attention._attend(query, key, value, LAYOUT, window, rule)
-    scored = attention._attend(query, key, value, LAYOUT, window, AttentionParams(0.3, 0.0, 1e9, None))  # a cap out of reach
+    # No score reaches the cap.
+    scored = attention._attend(query, key, value, LAYOUT, window, AttentionParams(0.3, 0.0, 1e9, None))
     assert torch.allclose(found, scored, rtol=0, atol=1e-12)
     monkeypatch.setattr(attention, "_supports_varlen", lambda *_: True)
     monkeypatch.setattr(attention, "_varlen_kernel", lambda: varlen)
@@ -257,7 +258,7 @@ def test_it_is_tried_and_kept(name):
 
 
 def masking_by_itself(model):
-    """A window that the attention is not told of: too long for the trial to miss it."""
+    """Give the model a sliding window that the attention function does not receive; it is too long for the trial to notice."""
     config = model.network.config
     config.layer_types, config.sliding_window = ["sliding_attention", "full_attention"], 50
     model.network.model.has_sliding_layers = True
@@ -265,14 +266,14 @@ def masking_by_itself(model):
 
 
 def deaf(model):
-    """A model that does not hand on what it does not know."""
+    """Make the model drop the keyword arguments that it does not know."""
     inner = model.network.model.forward
     model.network.model.forward = lambda *args, layout=None, **kwargs: inner(*args, **kwargs)
     return "would attend to each other"
 
 
 def carrying(model):
-    """Layers through which a token hears the one before it in the row."""
+    """Add each token's MLP output to the next token of the row, across sequences."""
     before = torch.nn.ZeroPad2d((0, 0, 1, -1))
     model.network.model.layers[0].mlp.register_forward_hook(lambda _, __, out: out + before(out))
     return "would attend to each other"
@@ -298,7 +299,7 @@ def another_kernel(model):
 
 
 @pytest.mark.parametrize("change", [masking_by_itself, deaf, carrying, by_name, chunked, another_kernel])
-def test_what_would_come_out_otherwise_is_refused(change):
+def test_what_would_give_another_result_is_refused(change):
     model = language_model("full")
     reason = change(model)
     found = capabilities.packing_support(model)
@@ -309,7 +310,7 @@ def test_what_would_come_out_otherwise_is_refused(change):
 
 
 def test_what_packs_may_still_not_share():
-    """A token that hears the one before it unless it is the first: right in packed rows, wrong where a prompt is elsewhere."""
+    """Every token but the first adds the token before it in the row: right in packed rows, wrong if the prompt is elsewhere."""
     model, positions = language_model("full"), []
 
     def hear(_, __, out):
@@ -335,7 +336,7 @@ def test_masks_a_model_makes_of_something_else_are_made():
 
 
 def pairs():
-    """Chosen and rejected of a prompt; once the one begins the other."""
+    """Return chosen and rejected answers of three prompts; in one pair, one answer is a prefix of the other."""
     data = []
     for number in range(3):
         one, other = tiny.datums(2, seed=number)
@@ -349,7 +350,7 @@ def pairs():
     return data
 
 
-def test_neither_packing_nor_sharing_changes_what_is_learnt(make_engine, caplog):
+def test_neither_packing_nor_sharing_changes_what_is_learned(make_engine, caplog):
     caplog.set_level("INFO", logger="cookbook")
     plain = make_engine(dtype="float64", packing="padded", micro_batch_tokens=1)
     plain.forward_backward(pairs(), DPO())
@@ -366,7 +367,7 @@ def test_neither_packing_nor_sharing_changes_what_is_learnt(make_engine, caplog)
 
 
 def test_what_drops_out_shares_nothing(make_engine):
-    """One beginning dropped out of once is not several dropped out of each by itself."""
+    """Dropout on one shared prefix differs from independent dropout on each copy of it."""
     layouts = make_engine(lora_rank=2, lora_dropout=0.1).packing
     assert layouts.packed
     assert not layouts.shared

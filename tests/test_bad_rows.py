@@ -20,14 +20,14 @@ KEYS["grpo"] = ("prompt", "answer")
 READ = {"sft": conversation_datums, "dpo": preference_datums, "orpo": preference_datums, "grpo": prompts}
 HALF = '"\\ud800"'  # of a surrogate pair, as JSON may spell it
 
-# Whatever the recipe: the line, and what is said of it behind its place.
+# For every recipe: a line of the file, and the message that follows its file and number.
 BROKEN = {
     "no JSON": ("{broken", "broken JSON at column 2"),
     "no object": ("[1]", "a row must be a JSON object with a key per column, got list"),
     "no UTF-8": (b'{"prompt": "\xff"}', "not UTF-8 at byte 12"),
     "a key twice": ('{"prompt": "a", "prompt": "b"}', 'the key "prompt" is given twice in one object'),
-    "brackets without end": ("[" * 100_000, "cannot be read: "),
-    "a number without end": ('{"prompt": ' + "9" * 5000 + "}", "cannot be read: "),
+    "brackets that never close": ("[" * 100_000, "cannot be read: "),
+    "a number of 5000 digits": ('{"prompt": ' + "9" * 5000 + "}", "cannot be read: "),
     "no prompt": ('{"completion": "a", "chosen": "b", "rejected": "c"}', ""),
     "a prompt of another type": ('{"prompt": 5.5, "completion": "a", "chosen": "b", "rejected": "c"}', '"prompt" must be'),
     "half a character": (
@@ -168,7 +168,7 @@ def test_a_row_that_no_reward_can_judge_is_left_out_where_it_is_met(workers):
 
 
 @pytest.mark.slow
-def test_a_run_that_failed_on_a_row_goes_on_without_it(capsys):
+def test_a_run_that_failed_on_a_row_resumes_without_it(capsys):
     words = [*rows_file("grpo", {14: '{"prompt": "1+1=", "answer": "none"}'}), "recipe.prompts_per_step=4", "recipe.steps=6"]
     words += ["recipe.group_size=2", "checkpoint.every=1", "out=run"]
     assert train(*words, "data.shuffle=false") == 2
@@ -184,7 +184,7 @@ def test_a_run_that_failed_on_a_row_goes_on_without_it(capsys):
 
 
 @pytest.mark.slow
-def test_rows_met_after_the_checkpoint_are_listed_again_and_a_torn_line_is_mended(capsys):
+def test_rows_met_after_the_checkpoint_are_listed_again_and_a_torn_line_is_repaired(capsys):
     words = rows_file("sft", BAD)
     assert train(*words, "data.on_bad_row=skip", "recipe.steps=1", "out=run") == 0
     listed = Path("run/bad_rows.jsonl").read_text()
@@ -194,7 +194,7 @@ def test_rows_met_after_the_checkpoint_are_listed_again_and_a_torn_line_is_mende
     capsys.readouterr()
     for out in ("run", "torn"):
         assert train(*words, "data.on_bad_row=skip", f"out={out}", "recipe.steps=2") == 0
-        assert capsys.readouterr().err.count("left out") == (out == "torn")  # the others have been told of
+        assert capsys.readouterr().err.count("left out") == (out == "torn")  # the other rows were reported before
         assert [row["row"] for row in rows(out, "bad_rows.jsonl")] == ["rows.jsonl:4", "rows.jsonl:9", "rows.jsonl:20"]
 
 

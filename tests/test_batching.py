@@ -37,8 +37,8 @@ def families(*shapes, seed=0):
     rng = np.random.default_rng(seed)
     data = []
     for number, (prompt, completions) in enumerate(shapes):
-        beginning = [number, *rng.integers(0, 99, prompt - 1)]
-        data += [datum([*beginning, 100 + place, *rng.integers(0, 99, rest - 1)]) for place, rest in enumerate(completions)]
+        prefix = [number, *rng.integers(0, 99, prompt - 1)]
+        data += [datum([*prefix, 100 + place, *rng.integers(0, 99, rest - 1)]) for place, rest in enumerate(completions)]
     rng.shuffle(data)
     return data
 
@@ -112,7 +112,7 @@ def test_offsets_of_a_single_block():
     assert queries.dtype == keys.dtype == torch.int32
 
 
-def test_sequences_of_one_length_are_attended_to_at_once():
+def test_sequences_of_one_length_are_attended_to_in_one_call():
     data = of_lengths(5, 8, 5, 8, 5)
     (batch,) = plan(data, 1000, PACKED).batches
     assert collate(data, batch, CPU).layout.blocks == (AttentionBlock(3, 5, 5), AttentionBlock(2, 8, 8))
@@ -147,7 +147,7 @@ def found(data, budget=10_000):
 
 
 def test_completions_of_a_prompt_share_it_and_nothing_else():
-    shared = [7] * 30  # all begin alike, as chats do; what pays is the prompt
+    shared = [7] * 30  # a common first part, as in chats; sharing pays for the prompts only
     data = [datum([*shared, *one.model_input.tokens]) for one in families((40, [9, 3, 12, 1]), (25, [10] * 3))]
     sizes = sorted((len(members), prefix) for members, prefix in found(data))
     assert sizes == [(3, 55), (4, 70)]
@@ -162,7 +162,7 @@ SHAPES = [(512, 128, 2), (128, 512, 8), (100, 100, 2), (66, 100, 2), (64, 100, 3
 
 
 @pytest.mark.parametrize(("prompt", "completion", "count"), SHAPES)
-def test_a_beginning_is_shared_where_it_pays(prompt, completion, count):
+def test_a_prefix_is_shared_if_it_pays(prompt, completion, count):
     ratio = count * (prompt + completion) / (prompt + count * completion)
     assert bool(found(families((prompt, [completion] * count)))) == (ratio >= WORTH_SHARING)
 
@@ -187,15 +187,15 @@ def test_parts_too_small_to_pay_share_nothing():
     assert found(data, budget=25 + 2 * 60) == []
 
 
-def test_a_beginning_of_all_that_does_not_pay_leaves_the_pair_whose_does():
-    """Together they would save 41 * 12 of 4,200 tokens: more than the pair's 90, and too little for so many calls."""
+def test_a_prefix_of_all_that_does_not_pay_leaves_the_prefix_of_a_pair_that_does():
+    """A group of all would save 41 * 12 of 4,200 tokens: more than the pair's 90, but too small a part of 4,200."""
     data = [datum([*range(12), 1000 + number, *range(87)]) for number in range(40)]
     data += [datum([*range(90), number, *range(9)]) for number in (2000, 2001)]
     assert found(data) == [([40, 41], 90)]
 
 
-def test_nested_beginnings_of_any_depth():
-    """Turn after turn of one conversation: the recursion would be as deep as the data is long."""
+def test_nested_prefixes_of_any_depth():
+    """Every datum extends the one before, as turns of a conversation do: recursion would be as deep as the number of datums."""
     data = dict(enumerate(np.arange(length) for length in range(1, 1500)))
     parts = prefix_groups(data, 10**9)
     assert sorted(index for group in parts for index in group.members) == list(range(len(data)))

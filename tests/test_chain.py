@@ -99,7 +99,7 @@ def test_a_chain_gives_back_every_version(saved, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_chain_may_begin_anew(make_engine, saved, tmp_path):
+def test_a_chain_may_begin_again(make_engine, saved, tmp_path):
     engine, checkpoints = make_engine(dtype="bfloat16"), SamplerCheckpoints()
     for step, kind in enumerate(("base", "delta", "base", "delta")):
         checkpoints.save(engine, tmp_path / f"again{step}", kind)
@@ -222,7 +222,7 @@ def test_merged_weights_are_chained_as_others(make_engine, tmp_path):
         checkpoints.save(engine, tmp_path / f"v{step}", kind, merged=True)
         assert same(reconstruct(tmp_path / f"v{step}").tensors, trained(engine))
         train(engine, step, lr=1e-3)
-    alone = checkpoints.save(engine, tmp_path / "adapter", "delta")  # the adapter by itself is in nobody's way
+    alone = checkpoints.save(engine, tmp_path / "adapter", "delta")  # a separate adapter leaves the chain as before
     assert alone.kind == "base" and (tmp_path / "adapter" / "adapter_model.safetensors").exists()
     checkpoints.save(engine, tmp_path / "v3", "delta", merged=True)
     assert manifest.read(tmp_path / "v3")["predecessor"] == "v2"
@@ -230,7 +230,7 @@ def test_merged_weights_are_chained_as_others(make_engine, tmp_path):
 
 
 def test_a_sum_is_rounded_once(make_engine, tmp_path):
-    """In bfloat16 the change of the weights is not: only what it is added to."""
+    """The adapter's change of the weights is not rounded to bfloat16; only its sum with the weights is."""
     engine = make_engine(lora_rank=4, dtype="bfloat16")
     train(engine, lr=1e-2)
     plain = engine.model.network.get_base_model().state_dict()

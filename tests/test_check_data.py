@@ -203,7 +203,7 @@ def test_columns_that_train_nothing_are_named(capsys):
     assert '\n  left out: mine.jsonl:2: "image" holds media, and the text would be trained without; ' in out
 
 
-def test_a_recipe_without_data_says_so(capsys):
+def test_a_recipe_without_data_is_an_error(capsys):
     run(["fork", "sft", "mine"])
     code = Path("recipes/mine.py")
     code.write_text(code.read_text().replace("DATA = ", "OTHER = "))
@@ -259,7 +259,7 @@ def test_what_would_have_to_be_downloaded_is_not_counted():
 
 
 @pytest.mark.slow
-def test_check_config_and_dry_run_refuse_alike(capsys):
+def test_check_config_and_dry_run_refuse_the_same(capsys):
     for words, message in (
         (["recipe=sft", "loss=dpo"], "loss: recipe=sft trains on conversations, and DPO compares pairs"),
         (["optim.lr=fast"], "optim.lr: expected a number, got 'fast'"),

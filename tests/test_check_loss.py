@@ -58,7 +58,7 @@ QUICK = ("dpo, ipo",)  # the others are tested beside the slow tests
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path, monkeypatch):
-    """An empty folder; what is imported from it is forgotten afterwards."""
+    """Run in an empty folder, and forget the modules imported from it afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
@@ -235,7 +235,7 @@ def test_what_comes_first_hides_the_rest():
 
 @dataclass(frozen=True)
 class Undeclared(Loss):
-    """Reads what it does not declare, needs what it does not read, and is no sum of token terms."""
+    """A loss that reads an undeclared input, declares an unread one, and is not a sum over tokens."""
 
     name: ClassVar[str] = "undeclared"
     reduction: ClassVar[Reduction] = Reduction.token_sum
@@ -369,13 +369,13 @@ def test_what_cannot_be_examined_is_one_line(capsys, words, message):
 
 
 def test_a_table_on_a_terminal(capsys):
-    """Colours and wrapping are rich's; that it is asked, and that markup in a text is text, are ours."""
+    """rich adds colors and wraps lines; cookbook has to call it, and to escape markup in texts."""
     print_table("t[b]itle", "declares [1:]", [CheckResult("NaN", State.failed, "no [1:] here", "harm", "change")])
     out = capsys.readouterr().out
     assert "t[b]itle" in out and "no [1:] here" in out and "in training: harm" in out
 
 
-def test_files_are_run_anew(tmp_path):
+def test_files_are_run_again(tmp_path):
     file = tmp_path / "mine.py"
     for number in (1, 2):
         file.write_text(f"value = {number}{' ' * number}\n")

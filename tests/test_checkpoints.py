@@ -54,7 +54,7 @@ def names_in(folder):
 
 
 def same_network(plain, ours):
-    """The same weights to the bit, and what they make of a sequence but for how each computes attention."""
+    """Whether the weights are equal to the bit, and the logits up to the rounding of two attention implementations."""
     own, found = ours.state_dict(), plain.state_dict()
     ids = torch.arange(1, 20)[None]
     with torch.no_grad():
@@ -93,7 +93,7 @@ def test_a_checkpoint_may_come_before_the_first_step(make_engine, tmp_path):
     assert train(engine, 1) == train(fresh, 1)
 
 
-def test_weights_alone_start_the_optimizer_anew(make_engine, tmp_path):
+def test_weights_alone_reset_the_optimizer(make_engine, tmp_path):
     engine = make_engine()
     train(engine, 0, 1)
     store.save(engine, tmp_path / "two", state=True)
@@ -106,7 +106,7 @@ def test_weights_alone_start_the_optimizer_anew(make_engine, tmp_path):
     assert train(again, 2) == train(started, 2) and same(again, started)
 
 
-def test_transformers_loads_it_as_it_is(make_engine, tmp_path):
+def test_transformers_loads_it_unchanged(make_engine, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     engine = make_engine()
@@ -119,7 +119,7 @@ def test_transformers_loads_it_as_it_is(make_engine, tmp_path):
     assert list((tmp_path / "state" / store.TRAINER).iterdir()) and not (tmp_path / "base" / store.TRAINER).exists()
 
 
-def test_peft_loads_an_adapter_as_it_is(make_engine, tmp_path):
+def test_peft_loads_an_adapter_unchanged(make_engine, tmp_path):
     from peft import AutoPeftModelForCausalLM
 
     engine = make_engine(lora_rank=4)
@@ -144,7 +144,7 @@ def test_an_adapter_finds_its_base_from_anywhere(make_engine, tiny_folder, tmp_p
 def test_saving_asks_no_hub(make_engine, tmp_path, monkeypatch):
     """PEFT looks for the base model's config on the hub, unless it is told not to."""
     engine = make_engine(lora_rank=2)
-    engine.model.network.peft_config["default"].base_model_name_or_path = "somebody/somewhere"
+    engine.model.network.peft_config["default"].base_model_name_or_path = "unknown/model"
     monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", lambda *_, **__: pytest.fail("asked the hub"))
     store.save(engine, tmp_path / "one", state=True)
     store.load(engine, tmp_path / "one", optimizer=True)
@@ -154,7 +154,7 @@ def test_saving_asks_no_hub(make_engine, tmp_path, monkeypatch):
 
 
 def _content(file):
-    """The bytes; of PEFT's configuration, which writes sets as lists in any order, what they mean."""
+    """Return the bytes; for PEFT's configuration, whose lists have a random order, the sorted values."""
     if file.name != "adapter_config.json":
         return file.read_bytes()
     facts = json.loads(file.read_text())
@@ -265,7 +265,7 @@ STRANGE = {
 
 
 @pytest.mark.parametrize("strange", STRANGE)
-def test_whatever_is_wrong_with_the_newest_the_one_before_it_is_taken(make_engine, good, tmp_path, strange):
+def test_if_the_newest_is_damaged_in_any_way_the_one_before_it_is_taken(make_engine, good, tmp_path, strange):
     copies(good, tmp_path, 1, 2)
     STRANGE[strange](tmp_path / store.step_name(2))
     assert store.newest(tmp_path) == tmp_path / store.step_name(1)
@@ -348,14 +348,14 @@ def test_a_manifest_that_lies_is_found(make_engine, good, tmp_path):
         store.load(make_engine(), folder, optimizer=True)
 
 
-def test_what_is_no_checkpoint(make_engine, good, tiny_folder, tmp_path):
+def test_what_is_not_a_checkpoint(make_engine, good, tiny_folder, tmp_path):
     (tmp_path / "file").write_text("text")
     other = shutil.copytree(good, tmp_path / "other")
     (other / manifest.NAME).write_text(json.dumps({"format": 99, "files": {}}))
     engine = make_engine()
     for folder, message in (
         (tmp_path / "nowhere", "is not a checkpoint"),
-        (tiny_folder, "is not a checkpoint"),  # somebody else's model folder
+        (tiny_folder, "is not a checkpoint"),  # a model folder without a manifest
         (tmp_path / "file", "cannot be read"),
         (other, "not in format 2"),
     ):
@@ -445,7 +445,7 @@ for limit in map(int, sys.argv[3:]):
         except CheckpointError as error:
             print(error)
 """
-# A child a line of input, saving without end; its number goes out, and once it was killed, that.
+# For each line of input, start a child that saves until it is killed; print its process id, and then that it was killed.
 ENDLESS = """
 for _ in sys.stdin:
     child = os.fork()
@@ -503,9 +503,9 @@ def test_a_folder_that_is_a_file_is_one_line(make_engine, tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_save_leaves_whole_checkpoints_only(tiny_folder, tmp_path):
-    """kill -9 at a dozen moments of an endless row of saves, one process after another in the same folder.
+    """SIGKILL at a dozen moments of an endless series of saves, by one process after another in the same folder.
 
-    On a busy machine a kill may come before the first byte: it goes on until some came in the middle, 60 kills at most.
+    On a busy machine a kill may come before the first byte: kills repeat until some came within a save, 60 at most.
     """
     pause = random.Random(0)
     whole, torn = 0, 0
@@ -573,7 +573,7 @@ def test_pruning_keeps_the_one_just_saved_where_damaged_ones_have_later_numbers(
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
-def test_the_weights_of_a_sampler_that_lags_behind_come_back_to_the_bit(make_trainer, tmp_path, lora_rank):
+def test_the_weights_of_a_sampler_that_lags_behind_are_restored_to_the_bit(make_trainer, tmp_path, lora_rank):
     trainer, again = make_trainer(lora_rank=lora_rank), make_trainer(lora_rank=lora_rank)
     trainer.forward_backward(tiny.datums(2), "dpo")
     trainer.optim_step(ADAM)

@@ -198,7 +198,7 @@ def test_a_run_gets_its_configuration_and_leaves_nothing(here):
 
 
 @pytest.mark.slow
-def test_a_sweep_goes_on_after_a_failed_run_and_says_so(capsys, here):
+def test_a_sweep_continues_after_a_failed_run_and_reports_the_failure(capsys, here):
     seen = []
     with pytest.raises(CookbookError) as caught:
         run_job(ComposeRequest(["optim.lr=1e-5,-1,1e-6"], multirun=True), job_that_notes(seen))

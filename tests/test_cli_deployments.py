@@ -54,7 +54,7 @@ def listed(capsys) -> list[list[str]]:
 
 
 @pytest.mark.slow
-def test_from_beginning_to_end(python, capsys):
+def test_from_create_to_delete(python, capsys):
     code, out, _ = cookbook(capsys, "create", "mine", python, "deployment.replicas=2")
     assert code == 0 and out.count("answers") == 2
     first = DeploymentManager().running()["mine"]
@@ -80,7 +80,7 @@ def test_other_settings_make_other_servers(python, capsys):
 
 
 @pytest.mark.slow
-def test_one_that_is_in_use_says_by_whom(python, capsys):
+def test_one_that_is_in_use_names_its_process(python, capsys):
     assert cookbook(capsys, "create", "mine", python)[0] == 0
     with DeploymentManager().held("mine"):
         assert listed(capsys)[0][-1] == str(os.getpid())

@@ -14,7 +14,7 @@ from cookbook.losses import LOSSES, loss_class
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
-    """An empty folder; what is imported from it is forgotten afterwards."""
+    """Run in an empty folder, and forget the modules imported from it afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield tmp_path
@@ -27,7 +27,7 @@ def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in kept)
 
 
-def test_a_forked_recipe_runs_at_once(here, capsys):
+def test_a_forked_recipe_runs_unchanged(here, capsys):
     assert run(["fork", "grpo", "my_grpo"]) == 0
     assert capsys.readouterr().out == (
         "wrote recipes/my_grpo.py and conf/recipe/my_grpo.yaml\ntry: cookbook train recipe=my_grpo\n"

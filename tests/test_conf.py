@@ -19,7 +19,7 @@ FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
 GLOBAL = ("recipe", "demo", "debug", "experiment")  # their files begin with '# @package _global_'
 IDS = [str(path.with_suffix("")) for path in FILES]
 
-# Keys that say it all: names everyone knows, or the name of the thing itself.
+# Keys that need no comment: their name is well known, or says the whole meaning.
 OBVIOUS = {"_target_", "defaults", "lr", "beta1", "beta2", "eps", "lora_dropout", "temperature", "project", "tags"}
 
 
@@ -70,7 +70,7 @@ def test_every_file_composes(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=IDS)
-def test_a_file_is_short_and_says_what_it_is(path):
+def test_a_file_is_short_and_begins_with_a_description(path):
     lines = (CONF / path).read_text().splitlines()
     # The server is one file, because its keys are no group: every command takes the same ones.
     assert len(lines) <= (45 if path.stem == "serve" else 30)
@@ -94,7 +94,7 @@ def test_a_file_has_exactly_the_keys_of_its_class(path):
 
 
 def different(node, cls) -> list[str]:
-    """The keys whose value is not the class's default; a key without a default may hold anything."""
+    """Return the keys with a value other than the class's default; keys without a default are ignored."""
     defaults = {
         field.name: field.default_factory() if field.default is dataclasses.MISSING else field.default
         for field in dataclasses.fields(cls)
@@ -128,7 +128,7 @@ def test_a_recipe_and_its_file_agree(name):
 
 
 def keys_of(path):
-    """(key, whether a comment stands beside it, above it, or beside the key it is nested in), line by line."""
+    """Yield (key, whether its line, the line above or the line of its parent key has a comment) for every line."""
     above, parent_told = "", False
     for line in (CONF / path).read_text().splitlines():
         if key := re.match(r"(\s*)([a-z_0-9]+):\s*([^\s#]?)", line):
@@ -143,10 +143,10 @@ def keys_of(path):
 @pytest.mark.parametrize("group", sorted({path.parts[0] for path in FILES}))
 def test_every_key_is_obvious_or_explained_in_its_group(group):
     here = [path for path in FILES if path.parts[0] == group]
-    explaining = FILES if group in GLOBAL else here  # a recipe's deviation is explained where it deviates from
+    explaining = FILES if group in GLOBAL else here  # a recipe's value is explained in the file that it overrides
     explained = {key for path in explaining for key, told in keys_of(path) if told}
     silent = {key for path in here for key, _ in keys_of(path)} - explained - OBVIOUS
-    assert not silent, f"conf/{group}: {', '.join(sorted(silent))}: write the meaning or unit beside it"
+    assert not silent, f"conf/{group}: {', '.join(sorted(silent))}: write its meaning or unit in a comment"
 
 
 @pytest.mark.parametrize("group", ["data", "model"])

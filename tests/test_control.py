@@ -63,7 +63,7 @@ class FakeServer(ThreadingHTTPServer):
         if call not in ("cookbook_status", "/v1/models"):
             self.calls.append(call)
         if call in self.fails:
-            if call == "cookbook_load":  # half done: nobody knows
+            if call == "cookbook_load":  # fails in the middle, so its effect is unknown
                 self.holder.begin()
             return 500, {"error": {"message": "out of order"}}
         if path == api.RPC:
@@ -272,7 +272,7 @@ def test_adapters_lie_beside_each_other_on_the_trainers_weights(make_trainer, fa
 
 
 def test_of_an_adapter_the_weights_under_it_count_too(make_trainer, fakes):
-    """A restarted server has its own weights, and gets the trainer's again."""
+    """A restarted server has its original weights; the sync sends the trainer's."""
     trainer = make_trainer(lora_rank=2)
     replicas = adapter_servers(trainer, fakes)
     syncer = ChainSyncer(trainer, replicas, deltas=0)

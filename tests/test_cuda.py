@@ -122,7 +122,7 @@ def test_offloaded_activations_are_the_same_to_the_bit(window):
             assert peak < most - (24 - 8) * (16 << 20) + window
 
 
-def test_offloading_goes_on_while_the_gpu_computes():
+def test_offloading_runs_while_the_gpu_computes():
     """In the profiler's record some copy, in either direction, runs at the same time as some product of matrices."""
     deep(offloaded=True)  # compiles and allocates what the first pass does
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -159,7 +159,7 @@ def test_memory_saving_optimizers(wide_folder, name):
 @pytest.mark.parametrize("aside", [False, True])
 @pytest.mark.parametrize("lora_rank", [0, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_run_goes_on_exactly(wide_folder, tmp_path, dtype, lora_rank, aside):
+def test_a_run_resumes_exactly(wide_folder, tmp_path, dtype, lora_rank, aside):
     """Resume from a checkpoint, written directly or from a copy in host memory."""
 
     def train(engine):
@@ -198,7 +198,7 @@ def test_heads_that_the_variable_length_kernel_does_not_know(tmp_path, dtype):
 @pytest.mark.parametrize("vocabulary", [1000, 50_304])
 @pytest.mark.parametrize("mode", ["recompute", "cached", "frozen", "tokenwise"])
 def test_the_head(mode, vocabulary, dtype):
-    """Against log_softmax in float64 of the same operands, rounded as they are."""
+    """Compare with log_softmax in float64 of the same rounded operands."""
     draw = torch.Generator("cuda").manual_seed(0)
     kind = getattr(torch, dtype)
     hidden = (torch.randn(300, 64, generator=draw, device="cuda") / 2).to(kind).requires_grad_()

@@ -203,7 +203,7 @@ def test_facts_torn(name, use, capfd):
 @pytest.mark.slow
 def test_log_and_lock_damaged(capfd):
     Path("run/log.txt").write_bytes(TORN)
-    Path("run/.lock").write_bytes(TORN)  # stale: the kernel holds the lock, whatever the file says
+    Path("run/.lock").write_bytes(TORN)  # stale: the kernel holds the lock, and ignores the file's text
     assert resumed(capfd) == ""
     assert Path("run/log.txt").read_bytes().startswith(TORN)  # only appended to
     for name in ("log.txt", ".lock"):

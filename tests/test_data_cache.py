@@ -260,7 +260,7 @@ def test_rows_of_a_file_are_parsed_once_until_its_content_or_a_key_changes(root,
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "missing", "facts", "empty"])
-def test_a_damaged_table_is_made_again_and_the_log_says_so_once(damage, root, caplog):
+def test_a_damaged_table_is_rebuilt_and_the_log_reports_it_once(damage, root, caplog):
     config = DataConfig(**SKIP)
     table = as_table(rows_of(chat, 20), "auto")
     right = measured(table, config, conversation_datums)

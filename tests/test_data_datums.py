@@ -92,7 +92,7 @@ def test_each_answer_in_the_context_it_is_sampled_in():
     assert datums[1].model_input.to_ints()[: len(prompt)] == prompt
 
 
-def test_pairs_train_the_whole_answer_however_alike_the_answers_are(renderer):
+def test_pairs_train_the_whole_answer_however_similar_the_answers_are(renderer):
     """Field traps: the same first tokens in both answers, and one answer that begins the other."""
     data = rows(
         {"prompt": "2+2=", "chosen": "The answer is 4", "rejected": "The answer is 5"},
@@ -133,7 +133,7 @@ def test_empty_rows_fail_or_are_skipped_with_a_count(renderer, caplog, monkeypat
 
 @pytest.mark.parametrize("train_on", ["assistant", "last_assistant", "each_assistant", "all"])
 def test_empty_answers_are_empty_rows(renderer, train_on):
-    """Found by the template, where rows are rendered many at a time: the policy of the one row decides."""
+    """The template finds them while it renders many rows; the policy applies to the empty row only."""
     data = rows({"messages": [USER, {**ANSWER, "content": ""}]}, {"messages": [USER, ANSWER]})
     config = DataConfig(train_on=train_on)
     with pytest.raises(DataError, match=r"^train\.jsonl:1: message 1 is an empty answer"):

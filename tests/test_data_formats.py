@@ -84,7 +84,7 @@ def test_implicit_prompts_are_whole_messages():
         ("assistant", "4"),
         ("assistant", "five"),
     )
-    # One side goes on: what it has more of is part of its answer, and the other side keeps its own.
+    # One side has more messages: they belong to its answer, and the other side keeps its own.
     more = [USER, ANSWER, {"role": "user", "content": "sure?"}, OTHER]
     pair = read(preference_reader, {"chosen": [USER, ANSWER], "rejected": more})
     assert (pair.chosen.start, pair.rejected.start) == (1, 1)
@@ -212,7 +212,7 @@ def test_unknown_columns_are_listed_with_a_way_out():
     assert read(conversation_reader, {"question": "2+2?", "solution": "4"}, columns=fixed).response == "4"
 
 
-def test_options_that_need_a_conversation_say_so():
+def test_options_that_need_a_conversation_are_refused():
     with pytest.raises(ConfigError, match=r"data\.system needs a conversation.*set data\.chat=true"):
         read(conversation_reader, {"prompt": "p", "completion": "c"}, system="Be brief.")
     with pytest.raises(ConfigError, match=r"data\.chat: a text column has no separate prompt"):
@@ -389,10 +389,10 @@ def test_a_system_column_is_the_system_message():
 
 @pytest.mark.parametrize("row", [{"prompt": "2+2=", "completion": "4"}, {"messages": [USER, ANSWER]}, ALPACA])
 def test_sft_reads_the_desirable_rows_of_kto(row):
-    for good in (True, "True"):  # CSV has text
+    for label in (True, "True"):  # CSV has text
         reader = conversation_reader(Row("t:1", row), DataConfig())
-        assert reader(Row("t:1", {**row, "label": good})) == reader(Row("t:1", row))
-        assert list(reader.unused(Row("t:1", {**row, "label": good}))) == []
+        assert reader(Row("t:1", {**row, "label": label})) == reader(Row("t:1", row))
+        assert list(reader.unused(Row("t:1", {**row, "label": label}))) == []
     for bad in (False, "false"):
         with pytest.raises(EmptyRowError, match=r'"label" is false, .* set data\.on_empty=skip to train on the rows with true'):
             read(conversation_reader, {**row, "label": bad})

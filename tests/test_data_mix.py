@@ -171,7 +171,7 @@ def test_splits_of_files_folders_and_tables(tmp_path):
     assert texts(found) == ["dev 9", "train 2", "train 3"]
 
 
-def test_a_slice_of_the_beginning_reads_no_further(tmp_path):
+def test_a_slice_of_the_first_rows_reads_no_further(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"text": "a"}\n{"text": "b"}\nnot json\n')
     assert of(str(tmp_path / "train.jsonl"), split="train[:2]") == ["a", "b"]
 

@@ -67,7 +67,7 @@ def test_a_bad_line_is_named(tmp_path, line, message):
     assert "\n" not in str(error.value)
 
 
-def test_a_missing_file_suggests_its_neighbour(tmp_path):
+def test_a_missing_file_suggests_a_similar_name(tmp_path):
     write(tmp_path / "train.jsonl", numbered(1))
     with pytest.raises(DataError, match=r"data\.path: .*trian\.jsonl does not exist.* Did you mean 'train\.jsonl'\?"):
         load_rows(DataConfig(path=str(tmp_path / "trian.jsonl")))
@@ -276,7 +276,7 @@ def test_the_path_goes_before_the_name(hub_folder, tmp_path):
     assert texts(load_rows(DataConfig(name=hub_folder, path=other))) == ["mine"]
 
 
-def test_no_network_is_one_line_at_once(monkeypatch):
+def test_no_network_is_one_line_without_waiting(monkeypatch):
     import huggingface_hub
 
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):

@@ -74,7 +74,7 @@ def test_round_trip_bit_for_bit(dtype, share):
     new = {name: torch.where(chosen[name], random_bits(rng, dtype, *tensor.shape), tensor) for name, tensor in old.items()}
     before, after = Weights.of(old), Weights.of(new)
     assert the_same(sent(before, after), new)
-    assert the_same(before.tensors, old)  # what it was applied to is as it was
+    assert the_same(before.tensors, old)  # the tensors it was applied to are unchanged
 
 
 @settings(deadline=None, max_examples=60, derandomize=True)
@@ -142,7 +142,7 @@ def test_few_changes_are_kept_as_positions(dtype, share, coding):
 @pytest.mark.parametrize("bits", rest_slow([1, 8, 12]))
 @pytest.mark.parametrize("clustered", [False, True], ids=["scattered", "clustered"])
 def test_the_smaller_coding_is_kept(elements, bits, clustered):
-    """Whatever the changes look like, and also where only one is tried."""
+    """For all shares and patterns of changes, and also if only one coding is tried, for few changes of a large tensor."""
     rng = np.random.default_rng(3)
     old = (torch.from_numpy(rng.normal(size=elements)) / 50).bfloat16()
     was = as_integers(old)

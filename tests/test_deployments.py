@@ -62,7 +62,7 @@ class Server(ThreadingHTTPServer):
         self.answers: list[tuple] = []
         self.asked: list[tuple] = []
         self.version = VERSION
-        self.capacity = 10**9  # requests at once; more are told that it is busy
+        self.capacity = 10**9  # concurrent requests; further ones get the answer "busy"
         self.at_once = self.most_at_once = self.refused = 0
         self.lock = threading.Lock()
         self.url = f"http://127.0.0.1:{self.server_port}"
@@ -152,7 +152,7 @@ def test_after_the_last_retry_it_is_an_error(web, fast):
     assert caught.value.status == 503 and len(web.asked) == 3
 
 
-def test_nobody_is_there_and_nobody_will_come(fast):
+def test_a_server_that_does_not_listen_and_will_not(fast):
     url = f"http://127.0.0.1:{process.free_port()}"
     with pytest.raises(ServerUnavailableError, match=r"/x: no answer \(.*refused.*\); is the server running"):
         Client(url, retries=1).call("/x")
@@ -168,7 +168,7 @@ def test_what_is_no_json_is_an_error(web, fast):
         Client(web.url, retries=0).call("/x")
 
 
-# ---- how much at once ------------------------------------------------------------------------------------------------
+# ---- concurrent requests ---------------------------------------------------------------------------------------------
 
 
 def test_the_limit_grows_by_one_for_each_limits_worth():
@@ -359,7 +359,7 @@ def test_what_killed_runs_have_left_is_ended(tmp_path, sleeper):
     manager = DeploymentManager(tmp_path)
     one = written(manager, "run-1", sleeper)
     with manager.held("run-1"):
-        manager.reap("run-")  # somebody uses it
+        manager.reap("run-")  # in use
     manager.reap("other-")
     assert one.alive
     manager.reap("run-")
@@ -393,7 +393,7 @@ def test_a_python_without_vllm(tmp_path):
         manager.create("mine", options(str(bare)), 1, 10)
 
 
-def test_a_server_that_ends_at_once_says_why(tmp_path):
+def test_a_server_that_ends_immediately_reports_why(tmp_path):
     """It passes for a Python that has vLLM, and then fails as vLLM does."""
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\n[ $1 = -c ] && echo True && exit\necho 'ValueError: no such model'\necho the end\nexit 1\n")
@@ -408,7 +408,7 @@ def test_a_server_that_ends_at_once_says_why(tmp_path):
     ("dtype", "says"), [("float32", "is gone$"), ("bfloat16", r"is gone; .* set deployment\.dtype=float32$")]
 )
 def test_a_server_that_dies_of_its_first_tokens(tmp_path, web, fast, dtype, says):
-    """Before a run begins, and with what to do where it may be for the element type."""
+    """The error comes before the run starts, and has a remedy if the element type may be the cause."""
     web.answers = [(500, {}, {"error": {"message": "the engine is gone"}})] * 7
     one = RunningServer(1, "0", web.url, replace(options("/none"), dtype=dtype), "/none")
     manager = DeploymentManager(tmp_path)
@@ -418,7 +418,7 @@ def test_a_server_that_dies_of_its_first_tokens(tmp_path, web, fast, dtype, says
     assert web.asked[0][1]["sampling_params"]["max_tokens"] > 1
 
 
-def test_waiting_tells_how_it_goes_and_ends(web, tmp_path, monkeypatch):
+def test_waiting_reports_progress_and_ends(web, tmp_path, monkeypatch):
     monkeypatch.setattr(process, "PROGRESS_S", 0.0)
     monkeypatch.setattr(process, "POLL_S", 0.01)
     log, said = tmp_path / "log", []

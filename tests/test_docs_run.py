@@ -115,7 +115,7 @@ def place(filled: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  #
 
 
 def words_of(command: str) -> list[str]:
-    """The words of a command of the pages, with what stands for the hub, and short."""
+    """Return the words of a command of the pages, shortened, with local substitutes for names of the hub."""
     words = list(FOUND[command].words)
     for name, other in STANDS_FOR.items():
         words = [word.replace(name, other) for word in words]

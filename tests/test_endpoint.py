@@ -158,7 +158,7 @@ def test_top_logprobs_are_those_of_the_temperature(post, embedded, renderer):
         assert top[one["token"]] == one["logprob"] and len(top) in (20, 21)
     prompt = renderer.prompt_tokens(MESSAGES)
     first = found["choices"][0]["logprobs"]["content"][0]["top_logprobs"][0]["logprob"]
-    cold, warm = (embedded.engine().passes.top_logprobs([*prompt, 5], 259, heat)[1][-1] for heat in (0.5, 1.0))
+    cold, warm = (embedded.engine().passes.top_logprobs([*prompt, 5], 259, t)[1][-1] for t in (0.5, 1.0))
     assert first == pytest.approx(cold[0], abs=5e-6)
     normal = warm.astype("float64") / 0.5
     assert cold == pytest.approx(normal - np.log(np.exp(normal).sum()), abs=5e-6)

@@ -1,4 +1,4 @@
-"""The one gradient path: it is autograd, whatever the batch is cut into, and costs nothing extra."""
+"""The only gradient path: equal to autograd for any split of the batch, without extra cost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOSSES = {
     "dpo": DPO(beta=0.1),
     "orpo": ORPO(),
 }
-# Float32 keeps 7 digits; sums of some hundred terms in another order lose two of them at most.
+# Float32 keeps 7 digits; sums of a few hundred terms in another order lose two of them at most.
 SAME = {"float32": 1e-5, "float64": 1e-12}
 
 
@@ -81,7 +81,7 @@ def test_the_update_does_not_depend_on_the_order(make_engine, name):
         output = engine.forward_backward(batch, loss)
         found.append((tiny.gradients(engine), output))
     assert tiny.difference(found[1][0], found[0][0]) < 1e-5
-    for place, pair in enumerate(order):  # and the outputs come back in the order of the data
+    for place, pair in enumerate(order):  # and the outputs have the order of the data
         ours, theirs = (out.loss_fn_outputs[2 * i]["logprobs"].array for out, i in ((found[1][1], place), (found[0][1], pair)))
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
@@ -115,7 +115,7 @@ def test_kept_graphs_are_measured(make_engine):
     engine = make_engine(token_metrics=False)
     engine.forward_backward(tiny.datums(4), LOSSES["cross_entropy"])
     config = engine.model.network.config
-    a_layer = 25 * config.hidden_size  # about: 4 norms, their inputs, q, k, v, what attention makes of them, 3 of the MLP
+    a_layer = 25 * config.hidden_size  # about: 4 norms, their inputs, q, k, v, attention's output, 3 of the MLP
     logits = 2 * tiny.VOCABULARY
     expected = 4 * (config.num_hidden_layers * a_layer + logits)
     assert 0.5 * expected < engine.passes.bytes_per_token < 2 * expected
@@ -145,7 +145,7 @@ def test_saving_memory_changes_nothing(make_engine, option):
 
 
 @pytest.mark.parametrize("retain", rest_slow([0, 4 << 30]))
-def test_dropout_draws_the_same_mask_when_a_pass_is_computed_again(make_engine, retain):
+def test_dropout_draws_the_same_mask_when_a_pass_is_recomputed(make_engine, retain):
     data, loss = tiny.datums(), undeclared(LOSSES["dpo"])
     engine = make_engine(micro_batch_tokens=40, lora_rank=4, lora_dropout=0.5, retain_bytes=retain)
     for _, parameter in engine.model.trainable():  # an adapter that does something: its dropout is then seen
@@ -225,12 +225,12 @@ def test_a_custom_loss_gets_float32_tensors_that_want_a_gradient(make_engine):
 
 
 def surrogate(slopes):
-    """A loss whose slopes are given, as a client sends them that computed a loss of its own."""
+    """A loss with given slopes, as sent by a client that computed its own loss."""
     return lambda _, logprobs: (sum((slope * row).sum() for slope, row in zip(slopes, logprobs, strict=True)), {})
 
 
 @pytest.mark.parametrize("retain", [0, 4 << 30])
-def test_a_gradient_goes_on_from_the_forward(make_engine, retain):
+def test_a_gradient_continues_from_the_forward(make_engine, retain):
     data, loss = tiny.datums(), LOSSES["dpo"]
     engine = make_engine(micro_batch_tokens=40, retain_bytes=retain)
     engine.forward_backward(data, loss)
@@ -248,7 +248,7 @@ def test_a_gradient_goes_on_from_the_forward(make_engine, retain):
     assert not retained.passes  # used
 
 
-def test_a_forward_that_does_not_fit_is_passed_over(make_engine):
+def test_a_forward_that_does_not_fit_is_ignored(make_engine):
     """Of other weights, of other tokens, of another temperature, or used before: the gradient is right anyway."""
     data, loss = tiny.datums(2), undeclared(LOSSES["dpo"])
     engine = make_engine()
@@ -413,7 +413,7 @@ def test_the_whole_step_in_slices_packed_and_recomputed(make_engine, monkeypatch
 
 
 def test_logprobs_by_an_implementation_that_was_handed_over(make_engine):
-    """``head_impl`` takes anybody's; what it does not know (here, a temperature) is computed by the engine itself."""
+    """``head_impl`` takes a callable; if it returns None (here, for a temperature), the engine computes the logprobs itself."""
     calls = []
 
     def plain(hidden, weight, targets, *, bias, scale, softcap, temperature):
@@ -422,9 +422,9 @@ def test_logprobs_by_an_implementation_that_was_handed_over(make_engine):
             return None
         return (hidden @ weight.T * scale).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
 
-    for heat in (None, 0.7):
+    for temperature in (None, 0.7):
         data = CrossEntropy().prepare(tiny.datums())
-        data = [datum.with_inputs(temperature=np.array(heat)) for datum in data] if heat else data
+        data = [datum.with_inputs(temperature=np.array(temperature)) for datum in data] if temperature else data
         found = []
         for impl in ("auto", plain):
             engine = make_engine(head_impl=impl)
@@ -461,7 +461,7 @@ def test_activations_are_recomputed_where_they_do_not_fit(make_engine, monkeypat
 
 
 def test_the_bytes_of_a_token_are_those_of_a_pass(make_engine):
-    """Measured on 32 tokens. The head's logits are not among them; what a row keeps whatever its length is spread thinner."""
+    """The trial measures 32 tokens, without the head's logits. Longer rows spread a row's fixed memory over more tokens."""
     engine = make_engine(token_metrics=False)
     engine.forward_backward(CrossEntropy().prepare(tiny.datums(40)), CrossEntropy())
     measured = engine.passes.trial_bytes_per_token()

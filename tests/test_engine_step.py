@@ -83,7 +83,7 @@ def test_the_divisor_counts_everything_since_the_last_step(make_engine):
     at_once.optim_step(AdamParams(learning_rate=1e-3), BY_TOKENS)
     assert tiny.difference(tiny.weights(engine), tiny.weights(at_once)) < 1e-6
     engine.forward_backward(data[:1], loss)
-    assert engine.optim_step(AdamParams(), BY_TOKENS).metrics["optim/divisor"] < trained  # counted anew
+    assert engine.optim_step(AdamParams(), BY_TOKENS).metrics["optim/divisor"] < trained  # counted again from 0
 
 
 def test_positions_of_several_targets_count_once(make_engine):
@@ -127,7 +127,7 @@ def test_the_step_is_adamw(make_engine):
     assert tiny.difference(tiny.weights(engine), tiny.weights(plain)) < 1e-10
 
 
-def test_a_step_without_gradient_says_so(make_engine):
+def test_a_step_without_gradient_is_reported(make_engine):
     engine = make_engine()
     before = tiny.weights(engine)
     metrics = engine.optim_step(AdamParams(), BY_TOKENS).metrics
@@ -150,7 +150,7 @@ def test_means_of_several_calls_are_refused(make_engine):
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_mean_and_a_function_nobody_knows_may_add_up(make_engine, first):
+def test_a_mean_and_an_unknown_function_may_add_up(make_engine, first):
     engine = make_engine()
     for loss in [DPO(), lambda _, logprobs: (logprobs[0].sum(), {})][:: -1 if first else 1]:
         engine.forward_backward(tiny.datums(2), loss)
@@ -279,7 +279,7 @@ def test_half_precision_moves_at_learning_rates_below_its_own_steps(make_engine)
 
 @pytest.mark.slow
 def test_half_precision_without_masters_would_stand_still(make_engine):
-    """Why they are there: plain AdamW on the bfloat16 weights loses nearly every step."""
+    """The reason for master weights: plain AdamW on the bfloat16 weights loses nearly every step."""
     moved = []
     for masters in (True, False):
         engine = make_engine(dtype="bfloat16")

@@ -1,6 +1,7 @@
 """Lint for plain English in pages, configuration and code. ``python tests/test_english.py [PATTERN ...]`` prints the findings.
 
-Each rule is a regular expression and what to write instead. Line breaks and comment marks inside a phrase do not hide it.
+Each rule is a regular expression and what to write instead. Line breaks, comment marks and the underscores of a test's name
+inside a phrase do not hide it.
 """
 
 import re
@@ -25,9 +26,16 @@ PLACES = [
     "benchmarks/**/*.py",
     "scripts/*.py",
     "examples/*.py",
+    "tests/**/*.py",
 ]
-# Findings in the tests, most of them older than the lint. The number may fall, not rise.
-IN_TESTS = 190
+# Phrases that are data: names in recorded numbers, texts for a tokenizer, messages of Python and PyTorch.
+EXEMPT = {
+    ("tests/test_cli_deployments.py", "of mine"),
+    ("tests/test_damage.py", "can't"),
+    ("tests/test_gguf.py", "aren't"),
+    ("tests/test_losses_golden.py", "behaviour"),
+    ("tests/test_trainer.py", "can't"),
+}
 
 # Regular expressions of lower-case text, each from the beginning of a word. ``END``: the end of a clause.
 END = r'(?=[.,;:)]|\s*"""|\s*$)'
@@ -129,11 +137,13 @@ RULES = {
 PLAIN = [re.sub(r"\((?!\?)", "(?:", rule) for rule in RULES]
 PHRASES = re.compile(r"\b(?:" + "|".join(PLAIN) + ")", re.MULTILINE)
 FIRST_LINE = re.compile(r'"""(what|which|who|whose)\b')
+TEST = re.compile(r"\bdef test_\w+")
 MARKS = re.compile(r"^\s*(#+:? |[-*|>] )?\s*")
 
 
 def findings(text: str) -> Iterator[tuple[int, str, str]]:
     """Yield line, phrase and advice of every hit, of phrases that wrap too."""
+    text = TEST.sub(lambda name: name.group().replace("_", " "), text)
     lines = [MARKS.sub("", line).rstrip().lower() for line in text.splitlines()]
     lines = [line + ("\n" if not line or line.endswith(('"""', ".", ":")) else " ") for line in lines]
     starts, joined = list(accumulate(map(len, lines), initial=0)), "".join(lines)
@@ -150,9 +160,12 @@ def findings(text: str) -> Iterator[tuple[int, str, str]]:
 def violations(places: tuple[str, ...] = tuple(PLACES)) -> dict[str, list[str]]:
     """Return one line for every phrase to replace, by file."""
     result: dict[str, list[str]] = {}
-    for path in sorted(path for place in places for path in ROOT.glob(place)):
+    # This file holds the phrases themselves.
+    for path in sorted({path for place in places for path in ROOT.glob(place)} - {Path(__file__).resolve()}):
         name = str(path.relative_to(ROOT))
         for line, phrase, advice in sorted(findings(path.read_text(encoding="utf-8"))):
+            if (name, phrase) in EXEMPT:
+                continue
             result.setdefault(name, []).append(f"{name}:{line}: {phrase!r}; write: {advice}")
     return result
 
@@ -160,12 +173,6 @@ def violations(places: tuple[str, ...] = tuple(PLACES)) -> dict[str, list[str]]:
 def test_no_banned_phrase() -> None:
     bad = [line for lines in violations().values() for line in lines]
     assert not bad, "\n" + "\n".join(bad)
-
-
-def test_the_tests_have_no_more_banned_phrases() -> None:
-    # This file holds the phrases themselves.
-    found = [line for name, lines in violations(("tests/*.py",)).items() if name != "tests/test_english.py" for line in lines]
-    assert len(found) <= IN_TESTS, f"{len(found)} findings, the limit is {IN_TESTS}:\n" + "\n".join(found)
 
 
 @pytest.mark.parametrize(
@@ -176,6 +183,7 @@ def test_the_tests_have_no_more_banned_phrases() -> None:
         ('"""A cache.\n\nA sampler is let\ngo when memory is short.\n"""\n', 3),
         ("    # the client has gone\n    # on with another run\n", 1),
         ('def f():\n    """Which file to read."""\n', 2),
+        ("\ndef test_nobody_reads():\n    pass\n", 2),
         ("The run is resumed.\n\n- the file is kept as it is\n", 3),
     ],
 )

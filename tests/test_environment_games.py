@@ -63,7 +63,7 @@ def test_a_game_repeats_and_disturbs_no_other(name):
     write("other.py", OPPONENT)
     opponent = "other.py:opponent" if name in TWO_PLAYERS else None
     config = TextArena(game=f"{name}-v0", opponent=opponent)
-    # The games leave the process's own generator as it is.
+    # The games do not change the process's own generator.
     random.seed(5)
     expected = random.random()
     random.seed(5)

@@ -34,7 +34,7 @@ def test_check_config_describes_the_environment_in_place_of_data_that_are_not_re
         "held out: 7 rows (eval.limit=7)"
     )
     assert said["reward"] == "the environment's; if it gives none, Number(column='answer')"
-    # Numbered rows are counted, whatever the data that are not read.
+    # Numbered rows are counted; the data are not read.
     assert (
         "30 rows"
         in facts(capsys, "check", "config", "recipe=grpo", "env=echo.py:Echo", "env.rows=30", "data=gsm8k")["environment"]

@@ -133,7 +133,7 @@ def test_a_later_turn_begins_with_the_tokens_that_were_sampled():
     first, second = found[0]
     assert [turn.text for turn in first.turns] == ["b", "a"] and [turn.text for turn in second.turns] == ["a"]
     assert (first.reward, second.reward) == (0.5, 1.0) and first.ended == second.ended == "done"
-    # One request for both first turns, then one for the attempt that goes on.
+    # One request for both first turns, then one for the attempt that continues.
     (opening, count, _, _), (later, one, seed, _) = sampler.prompts
     assert (count, one) == (2, 1) and seed != 5
     text = renderer().printed(later)

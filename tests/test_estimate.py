@@ -44,7 +44,8 @@ def test_arithmetic_is_that_of_the_matrix_products(tiny_folder, make_engine):
     # Besides: the one position of a pass that the network's own head sees, forward.
     assert per_token == pytest.approx(products + scores + 2 * hidden * config.vocab_size / (ROWS * WIDTH), rel=1e-3)
     again = found(tiny_folder, checkpointing=True).flops_per_token - per_token
-    recomputed = layer - hidden * config.intermediate_size  # nobody reads the result of a layer's last product
+    # The backward pass does not read the result of a layer's last product.
+    recomputed = layer - hidden * config.intermediate_size
     assert again == pytest.approx(config.num_hidden_layers * 2 * recomputed + 2 / 7 * scores, rel=1e-3)
 
 
@@ -73,7 +74,7 @@ def test_kept_graphs_are_those_of_a_real_pass(tiny_folder, make_engine):
     engine.forward_backward(data, loss)
     logits = 4 * tiny.VOCABULARY
     # Besides logits, the output layer keeps a few numbers a token. One hidden state, 128 bytes, was saved for a part of the
-    # graph that led nowhere: the count of a real pass has it, unless another storage has come to lie where it was.
+    # graph without effect: the count of a real pass includes it, unless another storage reuses its address.
     assert found(tiny_folder).saved_per_token == pytest.approx(engine.passes.bytes_per_token - logits, rel=0.03)
 
 
@@ -95,7 +96,7 @@ def test_a_second_pass_meets_the_gradients_of_the_first(tiny_folder):
 
 
 @pytest.mark.slow
-def test_computing_activations_again_saves_memory(tiny_folder):
+def test_recomputing_activations_saves_memory(tiny_folder):
     kept, again = found(tiny_folder), found(tiny_folder, checkpointing=True)
     assert again.saved_per_token < 0.2 * kept.saved_per_token
     assert again.temporary < kept.temporary

@@ -292,7 +292,7 @@ def test_runs_are_compared(trained, changed, capsys):
 
 
 @pytest.mark.slow
-def test_runs_that_were_asked_other_things_are_not_compared_in_silence(trained, changed, capsys):
+def test_runs_with_other_questions_are_not_compared_silently(trained, changed, capsys):
     assert run(["compare", str(trained("sft")), str(trained("dpo"))]) == 0
     err = capsys.readouterr().err
     assert err.startswith(

@@ -19,7 +19,7 @@ from cookbook.run.diagnostics import TrackedCall, TrackedCalls
 
 pytestmark = pytest.mark.usefixtures("here")
 
-# A loss that is as its parent, but for its second gradient.
+# A loss that differs from its parent in its second gradient only.
 LOSS = """
 import torch
 from cookbook.losses import {parent}
@@ -87,7 +87,7 @@ def check_logprobs(batch):
 
 @pytest.mark.slow
 def test_a_gradient_that_overflows_names_all_rows(capsys):
-    """The loss is finite; its slope of 3e38 is too, and what comes of it in the network is not."""
+    """The loss and its slope of 3e38 are finite; the gradient that the network computes from them is not."""
     words = breaking("sft", "(logprobs[1] - logprobs[1].detach()).sum() * 3e38")
     assert train(*words, "out=run") == 2
     batch = rows("run", "failed_batch/step-000002.jsonl")
@@ -102,7 +102,7 @@ def test_a_gradient_that_overflows_names_all_rows(capsys):
 
 
 def test_micro_batches_that_are_finite_one_by_one(make_engine, monkeypatch):
-    """The sum of what they return may not be."""
+    """Every micro-batch is finite, but their sum is not."""
     import tiny
 
     engine = make_engine()
@@ -132,7 +132,7 @@ def test_what_a_loss_refuses_is_kept_too(capsys):
 
 
 @pytest.mark.slow
-def test_a_recipe_that_waits_for_nothing_hears_of_it_all_the_same(capsys):
+def test_a_recipe_that_never_waits_gets_the_error_anyway(capsys):
     assert run(["fork", "sft", "mine"]) == 0
     code = Path("recipes/mine.py").read_text()
     assert "        step.log(gradient, update)\n" in code
@@ -170,7 +170,7 @@ def test_only_calls_that_may_still_fail_are_kept():
     assert found is not None and found.future is futures[1]
     update: Future[None] = Future()
     calls.add(TrackedCall(2, [], update, update=True))
-    update.set_result(None)  # somebody has read the error, and training goes on
+    update.set_result(None)  # the caller has read the error, and training continues
     calls.add(TrackedCall(3, [], Future()))
     assert calls.failed() is None and len(calls._calls) == 1
 

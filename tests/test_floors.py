@@ -196,10 +196,10 @@ def upward() -> Iterator[tuple[str, str]]:
     for module, path, line, target in all_imports():
         above, below = place(module), place(target)
         package = max(lines_of(above).keys() & lines_of(below).keys(), key=len, default="")
-        here, there = lines_of(above).get(package), lines_of(below).get(package)
-        if module == FRONT or target not in modules() or here is None or there is None:
+        own, other = lines_of(above).get(package), lines_of(below).get(package)
+        if module == FRONT or target not in modules() or own is None or other is None:
             continue
-        if here >= there and unit(above, package) != unit(below, package):
+        if own >= other and unit(above, package) != unit(below, package):
             pair = f"{package}: {unit(above, package)} -> {unit(below, package)}".removeprefix(": ")
             yield pair, f"{path.relative_to(ROOT)}:{line} imports {target}, which is not below it ({pair})"
 

@@ -212,7 +212,7 @@ def plain(hidden, weight, targets, *, bias, scale, softcap, temperature):
 
 @pytest.mark.parametrize("num_items", [0, torch.tensor(0)])
 def test_a_batch_without_labels_adds_nothing(num_items):
-    """transformers counts 0 labels in a batch whose prompts fill the rows."""
+    """If prompts fill all rows, transformers counts 0 labels."""
     layer = torch.nn.Linear(4, 9)
     found = LinearCrossEntropyLoss(layer)(HIDDEN, torch.full((2, 5), -100), num_items_in_batch=num_items)
     found.backward()
@@ -309,7 +309,7 @@ def adapted(**options):
         ({"use_rslora": True}, True),
         ({"use_dora": True}, False),
         ({"lora_bias": True}, False),
-        ({"lora_dropout": 1e-9}, False),  # recognized all the same, and too rare to change what is computed
+        ({"lora_dropout": 1e-9}, False),  # a dropout is recognized, though too rare to change the result
     ],
 )
 def test_an_adapter_on_the_head_is_part_of_it(options, linear, batch):

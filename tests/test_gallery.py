@@ -71,6 +71,6 @@ def test_an_experiment_runs(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("answer", "grade"), [("36", 10), ("about 40", 6), ("it is 26 or 36", 10), ("90", 0), ("none", 0)], ids=str
 )
-def test_the_stand_in_judge_grades_the_last_number(answer: str, grade: int) -> None:
+def test_the_substitute_judge_grades_the_last_number(answer: str, grade: int) -> None:
     question = f"<prompt>\n26+10=\n</prompt>\n<answer>\n{answer}\n</answer>\nEnd with 'Score: N', from 0 to 10."
     assert example("rule_judge").grade(question) == grade

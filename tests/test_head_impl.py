@@ -222,7 +222,7 @@ def test_what_it_declines_the_engine_computes_with_one_warning(make_engine, capl
 @pytest.mark.parametrize(
     "reason", ["the loss needs the gradient of the entropy", "the model's logits are not those of a linear layer"]
 )
-def test_what_it_is_not_asked_the_engine_computes_with_one_warning(make_engine, caplog, reason):
+def test_cases_it_cannot_compute_go_to_the_engine_with_one_warning(make_engine, caplog, reason):
     def mine(hidden, weight, targets, *, bias, scale, softcap, temperature):
         raise AssertionError("it is asked")
 
@@ -281,23 +281,23 @@ def problem(count, vocabulary, bias=False, temperature=False, dtype=torch.float3
     draw = torch.Generator().manual_seed(count)
     operands = [torch.randn(*shape, generator=draw, dtype=dtype) for shape in ((count, 16), (vocabulary, 16), (vocabulary,))]
     targets = torch.randint(0, vocabulary, (count,), generator=draw)
-    heat = torch.rand(count, generator=draw) + 0.5 if temperature else None
-    return operands[: 2 + bias], targets, heat, torch.randn(count, generator=draw, dtype=dtype)
+    divisor = torch.rand(count, generator=draw) + 0.5 if temperature else None
+    return operands[: 2 + bias], targets, divisor, torch.randn(count, generator=draw, dtype=dtype)
 
 
 def compare(count, vocabulary, tolerance, *, scale=1.0, softcap=None, chunk_size=None, **options):
     """Compiled against cookbook's own code: logprobs, entropy, hits, gradients."""
-    operands, targets, heat, upstream = problem(count, vocabulary, **options)
+    operands, targets, divisor, upstream = problem(count, vocabulary, **options)
     found = []
     for ours in (True, False):
         hidden, weight, *bias = leaves = [one.clone().requires_grad_() for one in operands]
         named = {"bias": bias[0] if bias else None, "scale": scale, "softcap": softcap}
         if ours:
             layer = LinearLayer(weight, *bias, transform=LogitTransform(scale, softcap))
-            result = linear_logprobs(hidden, layer, targets, heat, entropy=True, hit=True)
+            result = linear_logprobs(hidden, layer, targets, divisor, entropy=True, hit=True)
             scores = (result.logprobs, result.entropy, result.hit)
         else:
-            scores = compiled.compiled_logprobs(hidden, weight, targets, temperature=heat, chunk_size=chunk_size, **named)
+            scores = compiled.compiled_logprobs(hidden, weight, targets, temperature=divisor, chunk_size=chunk_size, **named)
         scores[0].backward(upstream)
         found.append([*scores, *(leaf.grad for leaf in leaves)])
     for name, one, other in zip(("logprobs", "entropy", "hit", "hidden", "weight", "bias"), *found, strict=False):

@@ -81,7 +81,7 @@ def test_counts_survive_a_checkpoint_as_they_were_when_it_was_saved():
     health.observe(1, LEARNS)
     state = health.state()
     health.observe(2, TIES)
-    assert state["streaks"]["tied"] == 0  # a copy: a checkpoint is written while training goes on
+    assert state["streaks"]["tied"] == 0  # a copy: a checkpoint is written while training continues
     again = Health.restored(json.loads(json.dumps(state)), 16)
     again.observe(2, TIES)
     assert again == health

@@ -201,7 +201,7 @@ def test_a_trainer_that_fails_is_tried_again_unless_that_cannot_help(lines, atte
         manager.wait_until_ready("mine", poll_interval_s=0.05)
     job = manager.get("mine")
     assert job.state is JobState.FAILED and len(job.attempts) == attempts
-    # It was not ready in time, or somebody has corrected the cause: the next call tries again.
+    # It was not ready in time, or the cause has been corrected: the next call tries again.
     assert manager.resume("mine").state.is_active
 
 

@@ -238,7 +238,7 @@ def test_nothing_is_asked_twice(serving):
     assert scores(judge_of(other), "42") == [first[0]] and not other.requests
 
 
-def test_a_cache_that_cannot_be_written_says_so(serving):
+def test_a_cache_that_cannot_be_written_is_reported(serving):
     write("cache", "a file")
     with pytest.raises(RolloutError, match=r"^rows\.jsonl:7: reward: reward\.cache: .*, got cache/.*; free space or choose"):
         scores(judge_of(serving("Score: 1")), "42")

@@ -7,7 +7,7 @@ import pytest
 
 
 @pytest.mark.slow
-def test_killed_runs_of_every_recipe_come_out_alike(tmp_path: Path, monkeypatch) -> None:
+def test_killed_runs_of_every_recipe_end_the_same(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     counts = kills.campaign(tmp_path, kills=5, seed=15)
     assert counts.kills >= 5 and counts.trials >= 4

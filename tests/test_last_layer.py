@@ -98,7 +98,7 @@ def test_every_token_is_computed_where_every_token_is_asked_for():
     assert sum(seen) == 2 * total
 
 
-def test_layers_that_are_computed_again_are_computed_whole():
+def test_recomputed_layers_are_computed_whole():
     model, data = double("qwen3"), tiny.datums(4)
     found, _, rows = trained(model, data, activation_checkpointing=True)
     expected, _, whole = trained(model, data, trim_last_layer=False)
@@ -164,8 +164,8 @@ def test_a_call_leaves_no_hook_behind_when_it_fails():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in last)
 
 
-class ReadsItsNeighbour(nn.Module):
-    """An MLP in name: every token takes part of what came before it, as RWKV's does; or only in ``training``."""
+class ReadsItsNeighbor(nn.Module):
+    """An MLP in which every token also reads the token before it, as in RWKV: always, or in training only."""
 
     def __init__(self, own: nn.Module, *, always: bool) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ def test_a_part_that_reads_other_tokens_is_left_alone(always, dtype):
     model = families.language_model("qwen3")
     layer = model.network.to(dtype).model.layers[-1]
     assert len(trimmable_parts(model)) == 3
-    layer.mlp = ReadsItsNeighbour(layer.mlp, always=always)
+    layer.mlp = ReadsItsNeighbor(layer.mlp, always=always)
     assert trimmable_parts(model) == []
 
 

@@ -32,7 +32,7 @@ def plain_rotary(x, cos, sin):
 
 
 def random(*shape, dtype=torch.float64, seed=0):
-    """The same numbers whatever the dtype they are rounded to."""
+    """Return the same numbers for every dtype, rounded to it."""
     drawn = torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     return drawn.to(dtype).requires_grad_()
 
@@ -131,7 +131,7 @@ REPLACED = {
     "qwen3": {"Qwen3RMSNorm", "Qwen3MLP", "Qwen3Attention"},
     "gemma2": {"Gemma2RMSNorm", "Gemma2MLP", "Gemma2Attention"},
     "olmo2": {"Olmo2RMSNorm", "Olmo2MLP", "Olmo2Attention"},
-    "cohere": {"CohereMLP"},  # it norms by mean and variance, and turns neighbours
+    "cohere": {"CohereMLP"},  # it norms by mean and variance, and rotates adjacent pairs
     "gpt_oss": {"GptOssRMSNorm"},
     "gpt2": set(),
 }

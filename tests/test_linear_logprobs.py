@@ -390,7 +390,7 @@ def test_chunks_end_where_the_caller_allows(boundaries, expected):
     assert error(given.hidden.grad, exact.hidden.grad) < 1e-12
 
 
-def test_gradients_computed_on_the_way_are_handed_over_once_and_uncopied():
+def test_gradients_computed_in_the_forward_are_handed_over_once_and_uncopied():
     given = case().to(torch.float32)
     found = linear_logprobs_with_gradient(given.hidden, given.layer, given.targets, lambda rows, _: given.by_logprobs[rows])
     (held,) = [one for one in found.surrogate.grad_fn.gradients if one is not None and one.shape == given.weight.shape]

@@ -257,7 +257,7 @@ def test_the_reference_kl_has_a_gradient() -> None:
 
 
 def test_ratios_far_out_stay_finite_and_keep_pushing() -> None:
-    """A token that became e^60 times likelier and should not have: a clamp would leave it there for ever."""
+    """A token with a negative advantage became e^60 times more likely: a clamped ratio would have no gradient to undo that."""
     data = [datum(2, sampling_logprobs=[-61.0, -1.0], advantages=[-1.0, 1.0], reference_logprobs=[-1.0, -70.0])]
     for loss in (GRPO(anchor="sampler"), ImportanceSampling(), PPO(), GSPO()):
         value, gradients, _ = evaluate(loss, data, [[-1.0, -90.0]], torch.float32)
@@ -349,7 +349,7 @@ def test_gspo_reads_the_ratio_mask_of_tinker() -> None:
 
 
 def test_several_targets_per_position() -> None:
-    """Soft targets (T, K), and datums of different K in one batch; only the supervised losses know what that means."""
+    """Soft targets (T, K), and datums of different K in one batch; only the supervised losses support them."""
     weights = np.array([[0.7, 0.3], [0.0, 0.0], [0.5, 0.5]])
     data = [datum(3, target_tokens=np.zeros((3, 2), int), weights=weights), datum(2, weights=[1.0] * 2)]
     logprobs = [-np.arange(1.0, 7.0).reshape(3, 2), [-1.0, -2.0]]

@@ -155,11 +155,11 @@ def test_a_slip_in_the_data(text, message, capsys):
 
 
 @pytest.mark.slow
-def test_data_that_is_not_there(capsys):
+def test_data_that_is_missing(capsys):
     write("rows.jsonl", TALK)
     missing = refused(capsys, "recipe=sft", "model=tiny", "data=jsonl", "data.path=row.jsonl")
     assert missing == "data.path: row.jsonl does not exist; give a file or folder. Did you mean 'rows.jsonl'?"
-    # Known before a model is loaded, which would have told of its own absence.
+    # Reported before the model is loaded, which would fail because its folder is missing.
     assert refused(capsys, "recipe=sft", "data=jsonl", "data.path=row.jsonl", "model.name=./none") == missing
     columns = refused(capsys, "recipe=dpo", "data=jsonl", "data.path=rows.jsonl", "model.name=./none")
     assert columns.startswith("rows.jsonl:1: the columns are messages, and this recipe reads ")
@@ -182,7 +182,7 @@ def test_no_held_out_rows_is_no_mistake(recipe):
     if recipe in ("sft", "grpo"):
         row = {key: row[key] for key in ("prompt", "answer", "completion")}
     write("rows.jsonl", (json.dumps(row) + "\n") * 8)
-    code = 2 if recipe == "grpo" else 0  # the model answers 1+1= alike each time, so that run has no gradient
+    code = 2 if recipe == "grpo" else 0  # the model answers 1+1= equally each time, so that run has no gradient
     assert train(*SMALL[recipe], "data=jsonl", "data.path=rows.jsonl", "data.chat=true", *BRIEF, "out=run") == code
     assert [row["step"] for row in rows("run")] == [0, 1, 2, 3]
     assert not any(key.startswith("eval/") for row in rows("run") for key in row)
@@ -286,7 +286,7 @@ def test_an_out_that_cannot_be_written(capsys, largest_file):
     assert refused(capsys, *SMALL["sft"], "out=run") == message
 
 
-def test_a_file_that_cannot_be_written_anew_is_as_it_was(largest_file):
+def test_a_file_that_cannot_be_rewritten_is_unchanged(largest_file):
     write("config.yaml", "seed: 0\n")
     largest_file(100)
     with pytest.raises(OSError, match="File too large"):
@@ -409,8 +409,8 @@ def test_sampling_what_cannot_be_sampled(words, message, capsys):
 
 
 @pytest.mark.slow
-def test_named_weights_are_not_passed_over_in_silence(here, capsys):  # noqa: F811
-    """SFT's demo starts from fresh weights; a name that the user gives is meant for what is in it."""
+def test_named_weights_are_not_silently_ignored(here, capsys):  # noqa: F811
+    """SFT's demo starts from random weights; if the user names a model, its weights are loaded."""
     short = ["recipe.steps=1", "recipe.batch_size=2", "eval.limit=2", "data.limit=4"]
     assert train("recipe=sft", *short, "out=a") == 0
     copied = copy_of_tiny("copied")

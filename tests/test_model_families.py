@@ -121,7 +121,7 @@ def test_what_no_fast_path_can_follow_is_left_to_the_models_own_code(caplog):
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 def test_every_decoding_method_gives_the_same_samples(method):
-    """Rows of several lengths, more than the budget holds at once, that end at different times."""
+    """Rows of several lengths, more than the budget holds at the same time, that end at different times."""
     model = language_model("qwen3")
     requests = [
         SampleRequest(list(range(3, 3 + length)), 2, SamplingParams(max_tokens=limit, stop=[]), seed=length)
@@ -151,8 +151,8 @@ def test_a_mask_of_the_models_own_making_is_not_packed_away(caplog):
     assert model.network.config._attn_implementation != NAME
 
 
-def test_rows_that_change_each_other_are_computed_one_a_pass(caplog):
-    """A router with a capacity is such a model: what one row takes, another lacks."""
+def test_rows_that_change_each_other_are_computed_in_separate_passes(caplog):
+    """A router with a capacity is such a model: a row that takes an expert's place leaves none for another row."""
     caplog.set_level("INFO", logger="cookbook")
     model = language_model("qwen3")
     model.network.model.layers[0].mlp.register_forward_hook(lambda _, args, out: out + out.mean(0, keepdim=True))
@@ -166,7 +166,7 @@ def test_rows_that_change_each_other_are_computed_one_a_pass(caplog):
 
 
 def test_rounding_is_no_reason_to_give_up_padding():
-    """All that differs between sequences whose tokens do not read each other yet."""
+    """Without an attention output, rounding is the only difference between padded and separate sequences."""
     model = language_model("qwen3")
     with torch.no_grad():
         for layer in model.network.model.layers:

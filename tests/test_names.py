@@ -74,7 +74,7 @@ def test_every_target_is_a_key_of_a_configuration_that_it_is_offered_for(composi
         if entry.adds is not None:
             needed.setdefault(entry.adds, set()).update(targets)
         else:
-            assert all(targets <= keys for keys in offered), f"{name}: {targets - set.intersection(*offered)} is no key"
+            assert all(targets <= keys for keys in offered), f"{name}: {targets - set.intersection(*offered)} are not keys"
     for override, targets in needed.items():
         assert targets <= keys_of(override), override
 

@@ -19,7 +19,7 @@ from cookbook.types import AdamParams
 
 LOSSES = {"sft": CrossEntropy(), "dpo": DPO(), "orpo": ORPO(), "grpo": GRPO(kl_beta=0.05), "gspo": GRPO(ratio="sequence")}
 ADAM = AdamParams(learning_rate=1e3, beta1=0.0, beta2=0.0, eps=1e3, grad_clip_norm=0.0)  # a step of about the gradient
-# Float32 keeps 7 digits; sums of some hundred terms in another order lose two of them at most.
+# Float32 keeps 7 digits; sums of a few hundred terms in another order lose two of them at most.
 SAME = {"float32": 1e-5, "float64": 1e-12}
 PAIRS = 4
 

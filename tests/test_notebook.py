@@ -26,9 +26,9 @@ def test_a_recipe_runs_from_python(here, capsys):  # noqa: F811
     assert result.objective == rows("mine")[-1]["eval/accuracy"]
     assert repr(result).startswith("<RunResult mine: finished, 3 steps, eval/accuracy ")
     assert "<svg" in result._repr_html_()
-    again = cookbook.train(config="mine/config.yaml", overrides=["out=again", "seed=1"])
-    assert cookbook.RunResult("again") == again and again.config["seed"] == 1
-    assert list(again.metrics["loss"].dropna()) != list(result.metrics["loss"].dropna())
+    second = cookbook.train(config="mine/config.yaml", overrides=["out=again", "seed=1"])
+    assert cookbook.RunResult("again") == second and second.config["seed"] == 1
+    assert list(second.metrics["loss"].dropna()) != list(result.metrics["loss"].dropna())
 
 
 def test_what_train_refuses(here):  # noqa: F811

@@ -64,7 +64,7 @@ def test_every_storage_goes_once_and_weights_stay(network, copies):
     assert [-size for size in copies if size < 0] == saved
 
 
-def test_what_is_in_the_window_does_not_come_back(network, copies):
+def test_what_is_in_the_window_is_not_copied_back(network, copies):
     run(network, torch.randn(WIDTH, WIDTH), window_bytes=3 * ROW, least_bytes=0)
     assert sum(size < 0 for size in copies) == 2 * LAYERS - 3
     copies.clear()
@@ -73,7 +73,7 @@ def test_what_is_in_the_window_does_not_come_back(network, copies):
 
 
 def test_it_is_fetched_before_it_is_asked_for(network, copies):
-    """While one layer goes backward the window holds what comes next, and no more than it has room for."""
+    """During the backward pass of a layer, the window holds the next layers, up to its size."""
     fetched = []
     with offloading(network.parameters(), CPU, window_bytes=2 * ROW, least_bytes=0):
         x = torch.randn(WIDTH, WIDTH)
@@ -105,7 +105,7 @@ def test_views_and_writes_are_told_apart():
     assert torch.allclose(x.grad, expected, rtol=1e-12)
 
 
-def test_a_graph_that_is_kept_gives_the_same_again(network):
+def test_a_graph_that_is_kept_gives_the_same_gradient_twice(network):
     x = torch.randn(WIDTH, WIDTH)
     with offloading(network.parameters(), CPU, window_bytes=ROW, least_bytes=0):
         loss = network(x).square().sum()
@@ -115,7 +115,7 @@ def test_a_graph_that_is_kept_gives_the_same_again(network):
 
 
 def test_a_write_before_the_copy_is_sure_to_be_done_is_an_error():
-    """As it is to autograd, whose own check sees nothing of tensors that hooks have taken."""
+    """autograd raises this error too, but cannot check tensors that saved-tensor hooks have replaced."""
     x = torch.ones(8, 6, requires_grad=True)
     with offloading([], CPU, least_bytes=0):
         z = torch.zeros(8, 6)
@@ -126,7 +126,7 @@ def test_a_write_before_the_copy_is_sure_to_be_done_is_an_error():
 
 
 def test_the_window_is_the_newest_passs(network, copies):
-    """Two graphs that are kept: the first one's window is given up, so all of it comes back."""
+    """Two graphs are kept: the first graph gives up its window, so its backward pass loads all of its storages again."""
     x, losses = torch.randn(WIDTH, WIDTH), []
     for _ in range(2):
         with offloading(network.parameters(), CPU, window_bytes=100 * ROW, least_bytes=0):

@@ -73,7 +73,7 @@ def dequantized(state, number):
 
 
 def test_adamw8bit_is_adamw_up_to_the_rounding_of_its_moments(draw):
-    """Every step from the bytes of the one before: the update is AdamW's, and new bytes are the nearest of their table."""
+    """From the bytes of the step before, each update is AdamW's, and the new bytes are the nearest of their table."""
     pytest.importorskip("bitsandbytes")
     adam = AdamParams(1e-2, 0.9, 0.95, 1e-8, 0.1)
     weight = torch.randn(4096, generator=draw)
@@ -118,13 +118,13 @@ def test_it_keeps_less(make_engine):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", SAVING)
-def test_a_run_goes_on_exactly(make_engine, tmp_path, name, dtype):
+def test_a_run_resumes_exactly(make_engine, tmp_path, name, dtype):
     if name == "adamw8bit":
         pytest.importorskip("bitsandbytes")
     engine = make_engine(optimizer=name, dtype=dtype)
     train(engine, name, 1, 2)
     store.save(engine, tmp_path / "two", state=True)
-    apart = snapshots.on_host(engine, engine.model.tokenizer)  # what is saved while training goes on
+    apart = snapshots.on_host(engine, engine.model.tokenizer)  # the copy that is saved while training continues
     before = {key: one.clone() for key, one in engine.optimizer.state().items()}
     again = make_engine(seed=1, optimizer=name, dtype=dtype)
     store.load(again, tmp_path / "two", optimizer=True)

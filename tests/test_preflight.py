@@ -83,7 +83,7 @@ def refusals(capsys, *words: str) -> tuple[str, str]:
     ),
     ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else "",
 )
-def test_what_train_refuses_check_config_refuses_alike(words, message, capsys):
+def test_what_train_refuses_check_config_refuses_too(words, message, capsys):
     Path("empty").mkdir()
     Path("file").write_text("")
     checked, trained = refusals(capsys, "data.limit=50", *words)

@@ -303,7 +303,7 @@ def test_a_word_that_names_nothing_is_one_line(words, message):
     assert refusal(*words).startswith(message)
 
 
-def test_a_slip_in_the_name_of_a_folder_or_file_of_yours():
+def test_a_typo_in_the_name_of_your_folder_or_file():
     Path("my-model").mkdir()
     write("my-model/config.json", "{}")
     write("chats.jsonl", "{}\n")

@@ -147,7 +147,7 @@ def test_a_dry_run_needs_no_hub_and_an_adapter_a_base_that_others_have(here, cap
     assert capsys.readouterr().err == "error: weights push: HF_HUB_OFFLINE is set; unset it\n"
 
 
-def test_what_is_not_supported_says_so(capsys):
+def test_what_is_not_supported_is_an_error(capsys):
     assert run(["weights", "push", "mine", "mine"]) == 2
     assert capsys.readouterr().err == "error: weights push: expected the name of a repository, user/name, got 'mine'\n"
     assert run(["weights", "export", "a", "b", "--precision=float16"]) == 2

@@ -58,7 +58,7 @@ def test_two_ranks_train_as_one_process(recipe):
         [
             (["backend.rank=2"], "unknown key 'backend.rank'"),
             (["model.name=./nowhere"], "no such folder './nowhere'"),
-            (["model.name=nobody/nothing"], "model.name: "),
+            (["model.name=unknown/nothing"], "model.name: "),
             (["model.lora_rank=4", "model.lora_target_modules=[q_proj]"], "model.lora_target_modules"),
             (["backend.shard=every"], "backend.shard: expected one of auto, none, node, all, got 'every'"),
             (["backend.shard=all"], "set eval.answers=false to evaluate the loss only, deployment=vllm, or backend.shard=none"),

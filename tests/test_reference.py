@@ -1,4 +1,4 @@
-"""Reference logprobs of a static dataset are computed once, whatever the order in which they are asked for."""
+"""Reference logprobs of a static dataset are computed once, in any order of requests."""
 
 from __future__ import annotations
 

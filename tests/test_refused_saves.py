@@ -58,7 +58,7 @@ def test_a_trainer_saves_again_once_there_is_room(make_trainer, tmp_path):
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("aside", ["false", "true"])
 @pytest.mark.slow
-def test_a_run_out_of_quota_keeps_its_last_good_checkpoint_and_goes_on_with_room(aside, capsys):
+def test_a_run_out_of_quota_keeps_its_last_good_checkpoint_and_resumes_with_space(aside, capsys):
     words = [*SMALL["orpo"], "checkpoint.every=2", f"checkpoint.asynchronous={aside}", "eval.every=null", "out=run"]
     assert train(*words, "recipe.steps=2") == 0
     before = files(checkpoint("run", 2))

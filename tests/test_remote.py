@@ -86,7 +86,7 @@ def test_the_next_command_of_a_run_downloads_its_weights_and_samples_from_them(r
     fetch, sample = ([*shlex.split(one)] for one in line.split(" && "))
     setting = [word for word in fetch if word.startswith("TINKER_")]
     assert [word.partition("=")[0] for word in setting] == ["TINKER_BASE_URL", "TINKER_API_KEY"]
-    # A process of its own: in this one the client package would keep speaking to the address that it has first heard of.
+    # A separate process: in this one the client package would keep the first address that it connected to.
     environment = {**os.environ, **dict(word.split("=", 1) for word in setting), "TINKER_TELEMETRY": "0"}
     command = [str(Path(sys.executable).with_name("tinker")), *fetch[len(setting) + 1 :]]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -152,7 +152,7 @@ def saved(server):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["sft", "grpo"])
-def test_a_run_goes_on_where_it_stopped(recipe, model, backend, server):
+def test_a_run_resumes_where_it_stopped(recipe, model, backend, server):
     write("reward.py", REWARD)
     sampled = ["reward=python", "reward.target=reward.py:reward", "weight_sync.every=3"] if recipe == "grpo" else []
     # Learning rates that do not depend on the number of steps.
@@ -163,7 +163,7 @@ def test_a_run_goes_on_where_it_stopped(recipe, model, backend, server):
     assert train(*words, "out=whole") == 0
     assert train(*words, "out=parts", "recipe.steps=2") == 0
     assert train(*words, "out=parts") == 0
-    assert timeless("parts")[3:] == timeless("whole")[3:]  # step 2 was the last of its own sitting, and was evaluated
+    assert timeless("parts")[3:] == timeless("whole")[3:]  # step 2 was the last of its process, and was evaluated
     assert [path.name for path in Path("parts/checkpoints").iterdir()] == ["step-000004"]
     pointed = {path for folder in ("whole", "parts") for path in pointers.below(Path(folder))}
     assert saved(server) - before == pointed  # what the run folders have dropped is deleted there too
@@ -321,7 +321,7 @@ def test_an_unread_error_fails_the_next_step_and_the_end(make_either, server, wa
     try:
         unread = WAYS[way](trainer)
     except CookbookError:
-        return  # raised at once, so the caller cannot miss it
+        return  # raised by the call itself, so the caller cannot miss it
     with pytest.raises((CookbookError, ValueError)) as told:
         trainer.optim_step(STEP).result()
     with pytest.raises(type(told.value), match=re.escape(str(told.value)[:40])):
@@ -352,7 +352,7 @@ def test_a_step_asked_for_before_the_error_was_read_fails(make_either, server):
 
 
 def test_a_plain_client_hears_of_an_error_once_more_from_its_next_step(server, make_remote):
-    """The server cannot see what its program has read."""
+    """The server cannot know which errors the program has read."""
     remote = make_remote().connection
     client = remote._service.create_lora_training_client("tiny", rank=4)
     data, bad = ([convert.datum(one, ("target_tokens", "weights")) for one in rows] for rows in (tiny.datums(2), BAD))
@@ -495,7 +495,7 @@ def test_a_web_server_that_is_another_program(monkeypatch, status, body):
 @pytest.mark.slow
 def test_another_model_or_one_that_is_computed_otherwise(capsys, backend, model):
     words = [*SMALL["sft"], *model, *backend]
-    assert "does not serve 'nobody/knows'; choose one of these: " in error_of(capsys, *words, "model.name=nobody/knows")
+    assert "does not serve 'unknown/model'; choose one of these: " in error_of(capsys, *words, "model.name=unknown/model")
     assert "model.dtype: the server at " in error_of(capsys, *words, "model.dtype=bfloat16")
     assert "max_batch_tokens" in error_of(capsys, *words, "deployment.max_batch_tokens=7")
     assert "base_url: expected http" in error_of(capsys, *words, "backend.base_url=localhost")
@@ -554,7 +554,7 @@ def test_losses_that_need_more_than_logprobs(make_remote, monkeypatch):
         make_remote().forward_backward(tiny.datums(), "grpo", {"entropy_coef": 0.1})
 
 
-def test_embedded_is_what_it_was(tiny_folder, tmp_path):
+def test_embedded_makes_a_local_trainer(tiny_folder, tmp_path):
     assert isinstance(LocalConfig().make_trainer(ModelConfig(str(tiny_folder)), seed=0, folder=tmp_path), LocalTrainer)
 
 

@@ -223,7 +223,7 @@ QWEN = (
 QWEN_GENERATION = QWEN.replace("{% if m.role == 'assistant' %}", "{% if m.role == 'assistant' %}{% generation %}").replace(
     "{% elif m.role == 'tool' %}", "{% endgeneration %}{% elif m.role == 'tool' %}"
 )
-LLAMA = (  # one call a message, and no text beside it
+LLAMA = (  # one call per message, without text
     "{% if tools %}[tools]{{ tools | tojson }}[/tools]{% endif %}{% for m in messages %}[{{ m.role }}]"
     "{% if 'tool_calls' in m %}{% if m.tool_calls | length != 1 %}{{ raise_exception('only single tool-calls') }}{% endif %}"
     "{% set call = m.tool_calls[0].function %}{{ {'name': call.name, 'parameters': call.arguments} | tojson }}"
@@ -254,7 +254,7 @@ def chat(*messages, tools=None) -> Chat:
 
 
 @pytest.mark.parametrize("template", [QWEN, QWEN_GENERATION])
-def test_tools_calls_and_reasoning_are_rendered_as_the_template_has_them(template):
+def test_tools_calls_and_reasoning_are_rendered_by_the_template(template):
     render = renderer(template)
     thoughtful = {**CALL, "reasoning_content": "look"}
     spelled = '{"city": "Ürümqi \\"old\\ntown\\""}'
@@ -324,7 +324,7 @@ def test_a_template_without_text_beside_calls():
     render = renderer(LLAMA)
     [found] = render.render([chat(ASK, call({"city": "Rome"}), RESULT, DRY, tools=TOOLS)])
     assert trained(render, found) == ['{"name": "weather", "parameters": {"city": "Rome"}}<|im_end|>', "No.<|im_end|>"]
-    [found] = render.render([chat(ASK, {**DRY, "tool_calls": []})])  # Arrow's way to say that there are none
+    [found] = render.render([chat(ASK, {**DRY, "tool_calls": []})])  # Arrow represents missing calls so
     assert trained(render, found) == ["No.<|im_end|>"]
 
 

@@ -72,7 +72,7 @@ PASSING = SamplerUnavailableError("busy")
 REFUSED = SampleRefusedError("too long")
 
 
-def test_what_may_pass_is_made_again_and_then_left_out(waits):
+def test_a_temporary_failure_is_retried_and_then_left_out(waits):
     arrived, unanswered = asked([[5], [PASSING, 6], [ConnectionError(), TimeoutError(), 7], [PASSING] * 3])
     assert arrived == {0: 5, 1: 6, 2: 7}
     assert unanswered.failed == {3: PASSING} and unanswered.num_retries == 3 + 2
@@ -92,26 +92,26 @@ def test_it_makes_no_difference_whether_the_call_or_its_future_fails():
     assert arrived == {0: [5]} and not unanswered.failed and unanswered.num_retries == 1
 
 
-def test_what_is_refused_is_left_out_at_once(waits):
+def test_what_is_refused_is_left_out_without_a_retry(waits):
     arrived, unanswered = asked([[REFUSED], [5]])
     assert arrived == {1: 5} and unanswered.failed == {0: REFUSED} and unanswered.num_retries == 0 and waits == []
 
 
 @pytest.mark.parametrize("error", [RolloutError("other weights"), ZeroDivisionError("a bug")])
-def test_anything_else_is_raised_as_it_is(error):
+def test_anything_else_is_raised_unchanged(error):
     with pytest.raises(type(error), match=str(error)):
         asked([[5], [error], [PASSING, 6]])
 
 
-def test_nothing_at_all_is_asked_for_again_until_it_comes(waits):
-    """Whatever the retries: a step without samples is none."""
+def test_without_any_sample_requests_are_retried_until_one_succeeds(waits):
+    """While a step has no samples at all, the limit of retries does not apply."""
     arrived, unanswered = asked([[PASSING] * 5 + [3], [PASSING] * 9], retries=0)
     assert arrived == {0: 3} and set(unanswered.failed) == {1} and len(waits) == 5
     with pytest.raises(RolloutError, match="all 2 requests were refused; the first: too long"):
         asked([[REFUSED], [REFUSED]])
 
 
-def test_so_many_failures_in_a_row_end_it():
+def test_the_limit_of_consecutive_failures_ends_it():
     with pytest.raises(RolloutError, match="sampling: 4 consecutive requests failed, the last with: busy; fix the deployment"):
         asked([[5], *[[PASSING] * 9] * 4, [6]], in_a_row=4)
     arrived, _ = asked([*[[PASSING, 1]] * 3, [6], *[[PASSING, 2]] * 3], in_a_row=4)
@@ -121,7 +121,7 @@ def test_so_many_failures_in_a_row_end_it():
 def test_they_are_counted_from_one_batch_to_the_next():
     retrier = Retrier(0, 3)
     for _ in range(2):
-        retrier.sample([lambda: answer(), lambda: failure(PASSING)], lambda *_: None)  # an answer in between starts anew
+        retrier.sample([lambda: answer(), lambda: failure(PASSING)], lambda *_: None)  # an answer in between resets the count
     retrier.sample([lambda: answer(), lambda: failure(PASSING), lambda: failure(PASSING)], lambda *_: None)
     with pytest.raises(RolloutError, match="3 consecutive requests failed"):
         retrier.sample([lambda: failure(PASSING), lambda: answer()], lambda *_: None)
@@ -163,7 +163,7 @@ def test_limits_have_bounds(key, least):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("here")
-def test_a_run_survives_that_30_percent_fail_and_says_so(capsys):
+def test_a_run_survives_that_30_percent_fail_and_reports_it(capsys):
     assert train(*GRPO, *FLAKY, "+deployment.rate=0.3", "rollout.retries=0", "out=run") == 0
     found = rows("run")
     assert [row["step"] for row in found] == [0, 1, 2]
@@ -232,7 +232,7 @@ def test_an_outage_from_the_start_leaves_nothing(capsys):
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("error", ["fatal", "bug"])
 @pytest.mark.slow
-def test_errors_that_say_more_is_wrong_end_it_at_once(error, capsys):
+def test_errors_that_concern_all_requests_end_it_immediately(error, capsys):
     words = [*GRPO, *FLAKY, "+deployment.outage=4", f"+deployment.error={error}", "out=run"]
     if error == "bug":
         with pytest.raises(ZeroDivisionError):
@@ -335,7 +335,7 @@ def rolled_out(sampler, runner=None, **config):
 
 
 @pytest.mark.slow
-def test_a_server_that_fails_now_and_then(serving):
+def test_a_server_that_sometimes_fails(serving):
     sampler, web = serving({40: [500], 42: [503, 503], 43: [400], 45: ["hangs", "hangs", "hangs"]})
     found = rolled_out(sampler)
     assert [group.prompt.row.where for group in found.groups] == ["here:40", "here:41", "here:42", "here:44"]
@@ -357,7 +357,7 @@ def test_a_prompt_that_a_server_refuses_is_replaced(serving):
     found = rollouts.sample_groups(
         sampler, PROMPTS[:4], 2, config, renderer, 0, runner=judge, further=lambda count: [next(further) for _ in range(count)]
     )
-    # The server's answers are alike, so that every group ties and the step stops at its limit of six prompts.
+    # All answers of the server are equal, so that every group ties and the step stops at its limit of six prompts.
     assert [group.prompt.row.where for group in found.groups] == ["here:40", "here:41", "here:43", "here:45"]
     assert sorted(found.requests.failed) == [2, 4] and found.requests.num_retries == 1
     assert sorted(set(web.asked)) == list(range(40, 46)) and found.metrics()["refill/groups_dropped"] == 4.0

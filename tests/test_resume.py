@@ -24,7 +24,7 @@ FOUR = ["recipe.steps=4"]
 
 
 def stop_at(*steps: int, number: signal.Signals = signal.SIGINT, moment: str = "on_step") -> list[str]:
-    """The overrides of a hook that sends the run a signal when it has finished one of ``steps``, one in each sitting."""
+    """Return overrides for a hook that sends the run a signal after one of ``steps``, one signal per process."""
     arguments, at = ("checkpoint", "checkpoint.step") if moment == "on_checkpoint" else ("step, metrics", "step")
     write(
         "stopping.py",
@@ -61,7 +61,7 @@ LONG = ("sft", "dpo", "dpo-bfloat16-saved-aside", "dpo-lora-bfloat16", "orpo", "
     "words",
     [pytest.param(words, id=name, marks=[pytest.mark.slow] if name in LONG else []) for name, words in VARIANTS.items()],
 )
-def test_two_sittings_equal_one(words, capsys):
+def test_two_processes_equal_one(words, capsys):
     assert train(*words, *FOUR, "out=straight") == 0
     assert train(*words, *FOUR, "out=stopped", *stop_at(2)) == 130
     assert [row["step"] for row in rows("stopped")] == [0, 1, 2]
@@ -74,7 +74,7 @@ def test_two_sittings_equal_one(words, capsys):
 
 
 @pytest.mark.slow
-def test_between_two_weight_syncs_samples_go_on_coming_from_the_older_weights():
+def test_between_two_weight_syncs_samples_still_come_from_the_older_weights():
     write("dice.py", "def odd(completion, row):\n    return sum(map(ord, completion)) % 2\n")
     words = [*SMALL["grpo"], "recipe.steps=5", "reward=python", "reward.target=dice.py:odd", "optim.lr=1e-3"]
     words += ["weight_sync.every=3", "checkpoint.every=3", "eval.every=null"]
@@ -105,8 +105,8 @@ def test_asked_at_any_moment_of_the_step_it_stops_saved(moment):
 
 
 @pytest.mark.slow
-def test_at_an_epochs_end_with_accumulated_gradients_and_calls_that_nobody_waits_for():
-    """Two calls a step, whose results the recipe never reads: both are under way when the checkpoint is asked for."""
+def test_at_an_epochs_end_with_accumulated_gradients_and_calls_without_a_waiter():
+    """Each step makes two calls and reads no result: both are under way when the checkpoint starts."""
     assert run(["fork", "sft", "mine"]) == 0
     code = Path("recipes/mine.py").read_text()
     split = "run.forward_backward(data[:5])\n        run.forward_backward(data[5:])\n        run.optim_step(step)\n"
@@ -129,7 +129,7 @@ def test_stopping_saves_even_where_nothing_else_would():
 
 
 @pytest.mark.slow
-def test_terminate_is_the_same_and_the_printed_command_goes_on(capsys):
+def test_terminate_is_the_same_and_the_printed_command_resumes(capsys):
     words = [*SMALL["sft"], *FOUR]
     assert train(*words, "out=straight") == 0
     capsys.readouterr()
@@ -141,7 +141,7 @@ def test_terminate_is_the_same_and_the_printed_command_goes_on(capsys):
 
 @pytest.mark.parametrize("tracker", ["wandb", "tensorboard", "trackio", "mlflow"])
 @pytest.mark.slow
-def test_a_tracker_goes_on_in_the_same_place(tracker, monkeypatch):
+def test_a_tracker_resumes_in_the_same_place(tracker, monkeypatch):
     pytest.importorskip(tracker, reason=f"{tracker} is an extra")
     monkeypatch.setenv("WANDB_MODE", "offline")
     if tracker == "trackio":
@@ -201,7 +201,7 @@ def test_ctrl_c_once_at_the_keyboard():
 
 
 @pytest.mark.slow
-def test_ctrl_c_twice_stops_at_once():
+def test_ctrl_c_twice_stops_immediately():
     """In the middle of a step of half a million tokens, which would take a minute."""
     write("long.jsonl", ('{"text": "' + "7" * 4000 + '"}\n') * 128)
     words = ["recipe=sft", "data=jsonl", "data.path=long.jsonl", "recipe.batch_size=128", "recipe.steps=9", "out=run"]
@@ -250,7 +250,7 @@ def test_a_branch_that_would_train_nothing_is_refused(finished, capsys):
 
 
 @pytest.mark.slow
-def test_more_steps_go_on_from_the_end():
+def test_more_steps_continue_from_the_end():
     words = [*SMALL["orpo"], "checkpoint.every=2"]  # the learning rate is constant, so it does not depend on the total
     assert train(*words, *FOUR, "out=straight") == 0
     assert train(*words, "recipe.steps=2", "out=stopped") == 0
@@ -344,7 +344,7 @@ def finished(tmp_path_factory):
         fast=2,
     ),
 )
-def test_another_run_is_not_gone_on_with(change, difference, capsys, finished, monkeypatch):
+def test_another_run_is_not_resumed(change, difference, capsys, finished, monkeypatch):
     monkeypatch.chdir(finished)
     before = files(Path("run"))
     group, _, name = change.partition("=")
@@ -429,7 +429,7 @@ def test_a_key_that_is_new_had_its_default_before(finished, monkeypatch, tmp_pat
 @pytest.mark.parametrize("by", ["words", "config"])
 @pytest.mark.slow
 def test_a_group_that_is_new_had_its_default_before(by, finished, capsys):
-    """As in a run made by a version that had no ``deployment`` and, of what makes a run's identity, no ``rollout``."""
+    """A run of an older version, which had no ``deployment``, and no ``rollout`` in the identity of the run."""
     shutil.copytree(finished / "run", "run")
     config = yaml.safe_load(Path("run/config.yaml").read_text())
     facts = manifest.read(checkpoint("run"))
@@ -512,7 +512,7 @@ def test_another_total_is_told_where_it_changes_the_steps_that_are_done(schedule
 
 
 @pytest.mark.slow
-def test_a_torn_checkpoint_is_passed_over_with_a_warning(capfd):
+def test_a_torn_checkpoint_is_ignored_with_a_warning(capfd):
     words = [*SMALL["dpo"], *FOUR, "checkpoint.every=1"]
     assert train(*words, "out=straight") == 0
     shutil.copytree("straight", "stopped")

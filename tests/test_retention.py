@@ -60,7 +60,7 @@ def test_old_ones_stay_by_steps_tokens_or_minutes(tmp_path, cadence, stay):
 
 
 def test_the_last_good_one_is_never_removed(tmp_path):
-    """Damaged ones with later numbers count for nothing, and one that says nothing of itself does not stay for good."""
+    """Damaged checkpoints with higher numbers do not count, and one without a readable manifest is not kept permanently."""
     saved(tmp_path, *(Progress(step) for step in range(1, 8)))  # the first after 4 steps is torn, and 5 is the newest good one
     for step in (4, 6, 7):
         (tmp_path / store.step_name(step) / manifest.NAME).write_text("torn")
@@ -72,7 +72,7 @@ def test_the_last_good_one_is_never_removed(tmp_path):
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.slow
-def test_a_run_saves_by_tokens_and_goes_on_counting():
+def test_a_run_saves_by_tokens_and_resumes_the_count():
     words = [*SMALL["orpo"], "recipe.steps=6", "eval.every=null", "checkpoint.every=null", "checkpoint.keep=null"]
     assert train(*words, "checkpoint.every_tokens=1", "out=all") == 0
     facts = [manifest.read(path)["run"]["progress"] for path in store.all_steps(Path("all/checkpoints"))]
@@ -92,7 +92,7 @@ def test_a_run_saves_by_tokens_and_goes_on_counting():
     shutil.copytree("some", "cut")
     for step in left(Path("cut/checkpoints"))[1:]:
         shutil.rmtree(checkpoint("cut", step))
-    assert train(*words, "out=cut") == 0  # goes on after the first one it had saved
+    assert train(*words, "out=cut") == 0  # resumes from its first checkpoint
     assert left(Path("cut/checkpoints")) == left(Path("some/checkpoints"))
     assert manifest.read(checkpoint("cut"))["run"]["progress"]["tokens"] == tokens[-1]
 

@@ -95,7 +95,7 @@ def user_file(tmp_path, monkeypatch):
     """Writes ``my_file.py`` in the current folder, beside a module it may import."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "my_neighbour_of_rewards.py").write_text("HALF = 0.5\n")
+    (tmp_path / "my_neighbor_of_rewards.py").write_text("HALF = 0.5\n")
 
     def write(source: str) -> None:
         (tmp_path / "my_file.py").write_text(source)
@@ -116,7 +116,7 @@ def score(reward, completions, rows):
 
 def test_a_function_of_the_users(user_file):
     user_file(
-        "from my_neighbour_of_rewards import HALF\ndef f(completion, row):\n    return HALF * row['answer'] * len(completion)\n"
+        "from my_neighbor_of_rewards import HALF\ndef f(completion, row):\n    return HALF * row['answer'] * len(completion)\n"
     )
     assert score(Python("my_file.py:f", **INLINE), ["abcd", "ab"], ROWS) == [2.0, 0.0]
 
@@ -139,7 +139,7 @@ def test_a_class_of_the_users_is_made_once(user_file):
         ("my_file.py:NUMBER", "my_file.py has no function 'NUMBER'"),
     ],
 )
-def test_a_target_that_is_not_there(user_file, target, message):
+def test_a_target_that_is_missing(user_file, target, message):
     user_file("NUMBER = 3\ndef f(completion, row):\n    return 1\n")
     with pytest.raises(ConfigError, match=rf"reward\.target: {message}"):
         Python(target)
@@ -227,7 +227,7 @@ import os, re, sys, time
 
 def grade(completion, row):
     if completion == "hangs":
-        re.match("(a+)+b", "a" * 60)  # holds the interpreter's lock for longer than anybody lives
+        re.match("(a+)+b", "a" * 60)  # holds the interpreter's lock for centuries
     if completion == "raises":
         return 1 / 0
     if completion == "ends":
@@ -256,8 +256,8 @@ def judge(user_file):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", rest_slow([1, 3]))
-def test_workers_say_what_the_function_says_whoever_is_first(judge, workers):
-    """The first calls take longest, so the last ones come back first where there are three workers."""
+def test_workers_return_the_functions_results_in_any_order(judge, workers):
+    """The first calls take longest, so with three workers the last ones return first."""
     rows = [Row(f"here:{number}", {"answer": (12 - number) / 500}) for number in range(12)]
     texts = ["x" * (number % 5) for number in range(12)]
     inline = [judge(workers=0, timeout_s=None).submit(text, row)() for text, row in zip(texts, rows, strict=True)]
@@ -287,7 +287,7 @@ def test_what_goes_wrong_in_a_worker_names_the_row(judge, completion, message, c
         assert "return 1 / 0" in caplog.text and "ZeroDivisionError" in str(error.value.__cause__)
 
 
-def test_what_cannot_be_sent_to_a_worker_says_so(judge):
+def test_what_cannot_be_sent_to_a_worker_is_an_error(judge):
     found = judge(workers=1)
     with pytest.raises(RolloutError, match=r"^here:1: the row cannot be sent to a worker \(.*bytes.*\); set reward\.workers=0"):
         found.submit("a", Row("here:1", {"answer": b"1"}))()
@@ -306,7 +306,7 @@ def test_closing_ends_what_hangs(judge):
 
 @pytest.mark.slow
 def test_a_worker_does_not_outlive_its_run(user_file):
-    """The run is killed while its reward hangs, and has nobody left who could stop it."""
+    """The run is killed while its reward hangs, so no parent process remains to stop the worker."""
     user_file("import time\ndef f(completion, row):\n    print(__import__('os').getpid(), flush=True)\n    time.sleep(600)\n")
     code = (
         "import os\nfrom cookbook.data import Row\nfrom cookbook.sampling.rewards import RewardRunner, Python\n"

@@ -80,8 +80,8 @@ def test_the_gradient_does_not_depend_on_the_cut(loss):
     assert engine.passes.count == 5  # three passes, of which two are computed twice
 
 
-def test_it_weighs_as_the_loss_beside_it():
-    """Beside a sum over n tokens it counts n times, so that dividing both by n leaves it the coefficient's share."""
+def test_its_weight_is_relative_to_the_main_loss():
+    """If the main loss is a sum over n tokens, the router loss counts n times; divided by n, its weight is the coefficient."""
     data, gradients = tiny.datums(4), []
     for coefficient in (COEFFICIENT, 0.0):
         engine = make(coefficient=coefficient)

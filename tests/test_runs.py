@@ -41,7 +41,7 @@ from cookbook.utils.paths import packaged
 pytestmark = pytest.mark.usefixtures("here")
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
 LN2 = math.log(2)
-FLOAT32_AT_LN2 = 1e-7  # two steps between neighbouring float32 numbers at 0.69
+FLOAT32_AT_LN2 = 1e-7  # two steps between adjacent float32 numbers at 0.69
 
 EVERY_STEP = {
     "loss", "tokens/trained", "tokens/entropy", "optim/lr", "optim/grad_norm", "optim/num_loss_tokens",
@@ -168,7 +168,7 @@ def test_dpo_from_an_earlier_run_starts_at_ln_2_too():
 
 @pytest.mark.slow
 def test_groups_without_spread_are_counted_and_teach_nothing():
-    """Of three rewards that are 0 or 1 and not all alike, none is their mean: every completion of such a group counts."""
+    """Of three rewards that are 0 or 1 and not all equal, none is their mean: every completion of such a group counts."""
     write("dice.py", "def odd(completion, row):\n    return sum(map(ord, completion)) % 2\n")
     words = ["reward=python", "reward.target=dice.py:odd", "recipe.prompts_per_step=8", "recipe.group_size=3"]
     assert train(*SMALL["grpo"], *words, "out=run") == 0
@@ -262,7 +262,7 @@ def test_held_out_rows_may_fill_the_context():
     assert rows("run")[-1]["eval/answers"] == 2
 
 
-# The same again
+# Reproducibility
 
 
 @pytest.mark.parametrize("recipe", ["sft", pytest.param("grpo", marks=pytest.mark.slow)])
@@ -452,7 +452,7 @@ def test_a_recipe_may_leave_its_loop_and_loses_nothing(place, way, capsys):
     assert "the recipe left its loop after step 2 of 3; all of it is saved\n" in capsys.readouterr().out
     assert Path("run/log.txt").read_text().endswith("INFO finished\n")
     fork_of_sft()
-    assert train(*words) == 0  # and goes on
+    assert train(*words) == 0  # and resumes
     assert [row["step"] for row in rows("run")] == [0, 1, 2, 3]
 
 
@@ -467,7 +467,7 @@ def test_what_goes_wrong_after_a_loop_was_left_is_not_swallowed(capsys):
 
 
 @pytest.mark.slow
-def test_a_second_loop_goes_on_where_the_first_was_left():
+def test_a_second_loop_resumes_where_the_first_was_left():
     head, tail = "    for step in run.steps(", "        step.log(gradient, update)\n"
     code = (packaged("recipes") / "sft.py").read_text()
     loop = code[code.index(head) :]
@@ -490,7 +490,7 @@ def test_a_loss_of_ones_own_trains_like_the_one_it_came_from():
 
 
 @pytest.mark.slow
-def test_a_sweep_goes_on_after_a_failed_run(capsys):
+def test_a_sweep_continues_after_a_failed_run(capsys):
     assert train(*SMALL["sft"], "recipe.steps=1", "optim.lr=-1,1e-4", "-m") == 2
     err = capsys.readouterr().err
     assert "run 1 failed: optim: lr must be >= 0" in err

@@ -112,7 +112,7 @@ def test_greedy_is_what_generate_does(model, max_batch_tokens):
 
 
 def frequencies(model, **params):
-    """How often each token was drawn first, of 4000, and what the model gives it."""
+    """Return how often each token was drawn first in 4000 draws, and its logprob."""
     drawn = ask(model, [[5, 6, 7]], num_samples=4000, max_tokens=1, **params)[0]
     counts = np.bincount([one.tokens[0] for one in drawn], minlength=tiny.VOCABULARY)
     return counts, logprobs_at(model, [5, 6, 7])
@@ -132,7 +132,7 @@ def chi_square_per_degree(counts, probabilities):
 def test_draws_follow_the_softmax_at_the_temperature(model, temperature):
     counts, logprobs = frequencies(model, temperature=temperature)
     at = {t: np.exp(scaled(logprobs, t)) for t in (temperature, 0.5)}
-    # With k degrees of freedom the ratio is 1 +- sqrt(2 / k): here some 30 to 150, so 1.7 is beyond 3 sigma.
+    # With k degrees of freedom the ratio is 1 +- sqrt(2 / k): here about 30 to 150, so 1.7 is beyond 3 sigma.
     assert chi_square_per_degree(counts, at[temperature]) < 1.7
     assert chi_square_per_degree(counts, at[0.5]) > 3  # the test can tell
 
@@ -160,7 +160,7 @@ def test_top_k_and_top_p_keep_what_they_should(model):
             assert chi_square_per_degree(counts, kept / kept.sum()) < 4  # few degrees: a looser bound
 
 
-def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest(model):
+def test_min_p_keeps_what_is_likely_enough_relative_to_the_maximum(model):
     probabilities = np.exp(logprobs_at(model, [5, 6, 7]))
     order = np.argsort(-probabilities)
     share = float(probabilities[order[4]] / probabilities[order[0]]) * 0.999
@@ -186,7 +186,7 @@ def test_a_rollout_asks_for_what_its_config_says():
 
 @pytest.mark.parametrize("vocabulary", [7, 1024, 1025, 5000])
 def test_a_draw_is_where_the_cumulated_weights_pass_the_random_number(vocabulary):
-    """Whatever the size of the vocabulary, and whether or not it is a multiple of anything."""
+    """For vocabularies of any size, multiples of a block or not."""
     rng = np.random.default_rng(0)
     weights = rng.gamma(0.1, size=(300, vocabulary)).astype(np.float32)
     weights[:, rng.random(vocabulary) < 0.3] = 0
@@ -310,7 +310,7 @@ def test_a_prompt_is_read_once_for_all_that_begin_with_it(model, passes):
 
 
 def test_a_prompt_waits_until_all_its_samples_fit(model, passes):
-    """Rows of 11 tokens, three at once: two of the first prompt, then two of the second."""
+    """Rows of 11 tokens, three at a time: two of the first prompt, then two of the second."""
     ask(model, [[5, 6, 7], [9, 8, 7]], num_samples=2, max_batch_tokens=33)
     assert passes == ([(1, 3)] + [(2, 1)] * 7) * 2
 
@@ -353,7 +353,7 @@ def test_the_cache_gives_every_row_what_it_wrote(dirty_memory):
         assert torch.equal(states[2:, :, 3:], torch.cat([other[[0, 0]], end[2:]], -2))
 
 
-def test_the_cache_keeps_a_prompt_once_as_long_as_a_row_goes_on_from_it():
+def test_the_cache_keeps_a_prompt_once_as_long_as_a_row_continues_it():
     """Of three prompts the first leaves with its rows; a longer one enters, and all is where the mask says."""
     torch.manual_seed(0)
     (first, mask), (second, long) = prefilled(3, 4), prefilled(1, 5)
@@ -388,7 +388,7 @@ def test_the_cache_keeps_a_prompt_once_as_long_as_a_row_goes_on_from_it():
 
 @pytest.fixture
 def dirty_memory(monkeypatch):
-    """New memory holds what a mask cannot hide."""
+    """Fill new memory with NaN, which a mask cannot hide."""
     clean = torch.Tensor.new_empty
 
     def dirty(tensor, *shape):
@@ -398,7 +398,7 @@ def dirty_memory(monkeypatch):
 
 
 @either_way
-def test_waiting_prompts_enter_while_others_go_on(model, passes, monkeypatch, dirty_memory):
+def test_waiting_prompts_enter_while_others_continue(model, passes, monkeypatch, dirty_memory):
     """Limits of 4 and 40 tokens in turn: the budget takes 3 rows of at most 47, and every short one makes room for the next."""
     monkeypatch.setattr(Decoder.__init__, "__defaults__", (4,))
     monkeypatch.setattr(kv_cache, "NEW_COLUMNS", 5)
@@ -417,7 +417,7 @@ def test_waiting_prompts_enter_while_others_go_on(model, passes, monkeypatch, di
         np.testing.assert_allclose(lanes[number].logprobs, one.logprobs, atol=1e-5)
     assert max(rows for rows, _ in passes) == 3
     assert sum(rows for rows, columns in passes if columns == 1) <= 1.3 * sum(len(one.tokens) for one in alone)
-    assert len(passes) < 110  # one after the other, by threes, four long ones and their like take 4 * 40
+    assert len(passes) < 110  # in fixed groups of three, of which each has a long one, it would be 4 * 40
 
 
 @pytest.mark.parametrize("window", [3, 6, 64])
@@ -528,7 +528,7 @@ def test_it_ends_with_a_stop_string(model, monkeypatch, tokens):
 
 
 def test_a_stop_string_is_looked_for_where_a_token_may_complete_it(model):
-    """Among them one whose last character is two tokens, bytes that are no character alone."""
+    """One of the strings ends with a character of two tokens, which are not characters alone."""
     lists = [["é"], ["ab", "\n"], ["z é"]]
     may = [completing_tokens(model, strings) for strings in lists]
     assert [int(one.sum()) for one in may] < [tiny.VOCABULARY] * 3  # it tells some tokens from others
@@ -695,7 +695,7 @@ def test_what_is_asked_before_the_first_answer_is_one_batch(make_trainer, monkey
     first, again = program(), program()
     assert batches == [4, 1, 4, 1]
     assert first == again  # to the bit
-    assert first[0][0] != first[1]  # the same prompt, asked again without a seed, is drawn anew
+    assert first[0][0] != first[1]  # a second request for the same prompt without a seed draws other tokens
 
 
 def test_two_samplers_of_a_step_do_not_draw_the_same(make_trainer):
@@ -766,7 +766,7 @@ def test_a_sampler_streams(make_trainer):
         list(live.stream(PROMPTS[0], 2, params))
 
 
-def test_a_stream_that_nobody_reads_on_ends(make_trainer, monkeypatch):
+def test_a_stream_without_a_reader_ends(make_trainer, monkeypatch):
     asked, original = [], Decoder._round
     monkeypatch.setattr(Decoder, "_round", lambda decoder: (asked.append(1), time.sleep(0.01), original(decoder))[-1])
     live = make_trainer().live_sampler(0).result()
@@ -778,7 +778,7 @@ def test_a_stream_that_nobody_reads_on_ends(make_trainer, monkeypatch):
     assert len(asked) < 10  # of 23, and one for the last line
 
 
-def test_requests_out_of_range_are_told_at_once(make_trainer):
+def test_requests_out_of_range_are_refused_by_the_call(make_trainer):
     live = make_trainer().live_sampler(0).result()
     with pytest.raises(RolloutError, match="num_samples must be at least 1, got 0"):
         live.sample(PROMPTS[0], 0, GREEDY)
@@ -786,7 +786,7 @@ def test_requests_out_of_range_are_told_at_once(make_trainer):
         live.sample(PROMPTS[0], 1, SamplingParams(temperature=-1))
 
 
-def test_a_closed_trainer_answers_nothing_and_hangs_nobody(make_trainer):
+def test_a_closed_trainer_answers_nothing_and_hangs_no_caller(make_trainer):
     trainer = make_trainer()
     live = trainer.live_sampler(0).result()
     asked = live.sample(PROMPTS[0], 1, GREEDY)

@@ -49,7 +49,7 @@ def client_of(server):
 
 
 @pytest.mark.slow
-def test_snapshots_that_nobody_asks_make_room_for_newer_ones_and_say_so(serve):
+def test_unused_snapshots_are_evicted_for_newer_ones_with_an_error(serve):
     with serve() as server, client_of(server) as service:
         training = service.create_lora_training_client("tiny", rank=2).result()
         base = service.create_sampling_client(base_model="tiny").result()
@@ -80,7 +80,7 @@ def gauges_left(server):
 
 
 @pytest.mark.slow
-def test_a_sampler_that_was_let_go_stays_so_after_a_restart(serve):
+def test_an_evicted_sampler_stays_evicted_after_a_restart(serve):
     with serve() as server:
         service = client_of(server)
         training = service.create_lora_training_client("tiny", rank=2).result()
@@ -117,7 +117,7 @@ def computing(server):
         go.set()
 
 
-def test_two_runs_that_are_asked_for_at_once_are_two(serve):
+def test_two_runs_that_are_requested_concurrently_are_two(serve):
     with serve(max_runs=1) as server, client_of(server) as service:
         with computing(server):
             asked = [service.create_lora_training_client("tiny", rank=2) for _ in range(2)]

@@ -150,7 +150,7 @@ def test_samplers_of_a_run_of_saved_weights_and_of_the_base_model(service, train
     assert live.compute_logprobs(PROMPT, prompt_logprobs_last_n=1).result() == [None] * 3 + answers[0].prompt_logprobs[-1:]
 
 
-def test_the_likeliest_tokens_of_a_prompt_are_the_models_own(server, service):
+def test_the_most_probable_tokens_of_a_prompt_are_the_models_own(server, service):
     client = service.create_sampling_client(base_model="tiny").result()
     params = tinker.SamplingParams(max_tokens=1)
     answer = client.sample(PROMPT, 1, params, include_prompt_logprobs=True, topk_prompt_logprobs=3).result()
@@ -191,7 +191,7 @@ def test_min_p_is_taken_of_those_who_speak_the_protocol_themselves():
 
 
 def single(rows):
-    """As the wire has them: in single precision."""
+    """Join the rows in single precision, the precision of the wire."""
     return np.concatenate(rows).astype("f4")
 
 
@@ -256,7 +256,7 @@ def test_weights_are_fetched_as_files_without_a_key(server, service, training, t
     name, url = next(iter(found.items()))
     assert httpx.get(url.replace(name, "checkpoint.json")).status_code == 403
     assert httpx.get(url.replace("exported", "sampled")).status_code == 403
-    # The end of the claim, declared the beginning of the file's name.
+    # The end of the claim is moved into the file's name.
     claim, expires, signature = url.removesuffix(f"/{name}").rsplit("~", 2)
     assert httpx.get(f"{claim}~{signature}/{expires}~{name}").status_code == 403
 
@@ -274,7 +274,7 @@ def test_adapters_share_the_base_weights_and_a_full_run_has_its_own(server, serv
 
 
 @pytest.mark.slow
-def test_several_clients_at_once_compute_what_each_computes_alone(server, tiny_folder):
+def test_several_concurrent_clients_compute_what_each_computes_alone(server, tiny_folder):
     alone = []
 
     def train(found, seed):
@@ -350,7 +350,7 @@ def test_a_repeated_request_runs_once(raw, post):
     assert status == 400 and "was accepted with a different body" in answer["detail"]
 
 
-def test_a_failed_request_takes_its_number_and_the_next_step_tells_of_it(service):
+def test_a_failed_request_takes_its_number_and_the_next_step_reports_it(service):
     training = service.create_lora_training_client("tiny", rank=2).result()
     lacking = tinker.Datum(model_input=tinker.ModelInput.from_ints([1, 2]), loss_fn_inputs={"weights": [1.0, 1.0]})
     with pytest.raises(tinker.RequestFailedError, match="datum 0: missing required field 'target_tokens'") as failed:
@@ -405,7 +405,7 @@ def test_targets_of_several_alternatives_and_sparse_ones(training):
 def test_what_no_run_can_answer_gets_a_status(post, raw):
     model_id, _ = raw
     assert post("forward_backward", content=b"\xff\xff")[0] == 422
-    assert post("forward_backward", content=message("nobody", 1, data()))[0] == 404
+    assert post("forward_backward", content=message("unknown", 1, data()))[0] == 404
     assert post("forward_backward", content=message(model_id, 0, data()))[0] == 422
     assert post("optim_step", content=b"{")[0] == 422
     assert post("optim_step", json={"model_id": model_id})[1]["detail"] == "OptimStep: seq_id: Field required"

@@ -51,7 +51,7 @@ def test_a_mistake_is_one_line(override, problem, tiny_folder, tmp_path, monkeyp
 
 
 @pytest.mark.slow
-def test_a_server_in_a_process_of_its_own_is_killed_goes_on_and_ends_when_told(tmp_path, tiny_folder):
+def test_a_server_in_a_process_of_its_own_is_killed_resumes_and_ends_on_request(tmp_path, tiny_folder):
     port = servertools.free_port()
     command = [sys.executable, "-m", "cookbook", "serve", f"model.name={tiny_folder}", f"server.port={port}", "out=out"]
     environment = {**os.environ, "COOKBOOK_API_KEYS": "tml-secret", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

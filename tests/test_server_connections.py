@@ -187,7 +187,7 @@ def test_the_limit_of_connections_leaves_files_for_everything_else(monkeypatch, 
         monkeypatch.setattr(resource, "setrlimit", lambda _, new, seen=seen: seen.append(new[0]))
         assert connections.fit_connections(4096) == expected
         assert seen == ([] if raised is None else [raised])
-    # Only the first limit is too low, and the log says so.
+    # Only the first limit is too low, and the log warns.
     assert len(caplog.messages) == 1 and "512 connections fit" in caplog.text
 
 

@@ -27,7 +27,7 @@ RATE = {"learning_rate": 1e-2}
 
 
 class Client:
-    """Speaks to a server without the client package, so that it can repeat, leave out, and go on elsewhere."""
+    """A client without the client package, so that it can repeat or omit requests, and continue on another server."""
 
     def __init__(self, server, session=None):
         self.server = server
@@ -121,7 +121,7 @@ def test_records_are_read_up_to_the_first_that_is_not_whole(tmp_path):
         flipped[place] ^= 1 << place % 8
         file.write_bytes(flipped)
         assert read(file)[0] == whole[: int((ends <= place).sum()) - 1]
-    file.write_bytes(b"nothing of ours")
+    file.write_bytes(b"no log")
     assert read(file)[0] == []
 
 
@@ -130,7 +130,7 @@ def test_records_are_read_up_to_the_first_that_is_not_whole(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [4, 0])
-def test_a_run_goes_on_in_the_middle_of_a_step(start, tmp_path, tiny_folder, rank):
+def test_a_run_resumes_in_the_middle_of_a_step(start, tmp_path, tiny_folder, rank):
     """Two passes have accumulated, a custom loss waits for its gradient, and later requests for one that has not come."""
 
     def requests(run):
@@ -186,7 +186,7 @@ def test_failures_are_repeated_too(start):
 
 
 def test_what_a_client_has_read_outlives_the_server(start):
-    """A client that says what its caller has read: a read error fails nothing, an unread one every step."""
+    """The client reports which errors its caller has read; only an unread error fails the next steps."""
 
     def telling(run, number, read):
         fields = {"type": "adamw", **RATE, "failures_read": read}
@@ -347,7 +347,7 @@ def test_what_was_loaded_may_be_deleted(start):
 
 
 @pytest.mark.slow
-def test_a_save_that_was_not_acknowledged_is_made_again_or_found(start, tmp_path):
+def test_a_save_that_was_not_acknowledged_is_repeated_or_found(start, tmp_path):
     with start() as server:
         client = Client(server)
         run = client.run()

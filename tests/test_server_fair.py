@@ -127,7 +127,7 @@ def test_idle_time_is_not_saved_up(turns, clock):
     assert order[500:560].count("late") <= 30 + HEAD_START_S / 0.1 + 2
 
 
-def test_dropped_jobs_end_at_their_next_step_and_say_so(turns):
+def test_dropped_jobs_end_at_their_next_step_with_an_error(turns):
     order = turns[1]
     worker = Worker(1)
     lane, other = worker.lane(Account()), worker.lane(Account())
@@ -138,7 +138,7 @@ def test_dropped_jobs_end_at_their_next_step_and_say_so(turns):
     for job in (running, waiting):
         with pytest.raises(BackendError, match="was dropped"):
             job.result(10)
-    assert other.submit(lambda: "goes on").result(10) == "goes on" and order == []
+    assert other.submit(lambda: "continues").result(10) == "continues" and order == []
     with pytest.raises(BackendError, match="has ended"):
         lane.submit(lambda: None)
     worker.close()
@@ -180,7 +180,7 @@ def rows_of(seed, count):
 
 @pytest.fixture
 def trainers(tiny_folder):
-    """``trainers(pauses)`` returns a worker and two trainers on it. A pass of theirs has one row."""
+    """``trainers(pauses)`` returns a worker and two trainers on it. A pass of the trainers has one row."""
     made = []
 
     def make(*, pauses):
@@ -303,7 +303,7 @@ def test_samples_that_pause_are_those_of_an_undisturbed_server(server):
 
 
 @pytest.mark.parametrize("end", ["cancel", "close", "silence"])
-def test_work_that_nobody_waits_for_stops(server, endless, end):
+def test_work_without_a_waiter_stops(server, endless, end):
     client = Client(server.url)
     asked = client.sample(500, **LARGE)
     wait_until(lambda: not is_idle(server))
@@ -318,7 +318,7 @@ def test_work_that_nobody_waits_for_stops(server, endless, end):
     wait_until(lambda: is_idle(server))
 
 
-def test_a_request_of_a_batch_is_cancelled_and_the_others_go_on(server, monkeypatch):
+def test_a_request_of_a_batch_is_cancelled_and_the_others_continue(server, monkeypatch):
     """The cancelled one waits for its batch, or has begun."""
     client = Client(server.url)
     for number, begins in ((0, False), (2, True)):
@@ -430,7 +430,7 @@ def test_a_request_that_ends_the_process_fails_after_two_attempts(tiny_folder, t
 @pytest.mark.slow
 @pytest.mark.parametrize("signals", [1, 2])
 def test_a_busy_server_ends_when_told(tiny_folder, tmp_path, signals):
-    """The worker is in the middle of a call without pauses; a second signal ends the process at once."""
+    """The worker is in the middle of a call without pauses; a second signal ends the process immediately."""
     code = FATAL.replace("end() if len(self.waiting) == 13", "__import__('time').sleep(600) if len(self.waiting) == 13")
     code = code.replace("names=", f"drain_s={0.5 if signals == 1 else 500}, names=")
     port = servertools.free_port()

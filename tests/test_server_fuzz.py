@@ -52,7 +52,7 @@ def test_hostile_requests_are_refused_or_fail_and_others_notice_nothing(server, 
 
 @pytest.fixture(scope="module")
 def post(server):
-    """``post(path, body)`` -> status and answer, and for promises what came of them."""
+    """``post(path, body)`` -> status and answer; for a promise, the result."""
 
     def send(path, body, method="POST"):
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -110,6 +110,6 @@ def test_numbers_too_large_to_compute_with_are_the_clients_fault(post):
 
 
 def test_a_packed_body_is_read_to_its_end():
-    """A second frame behind the first one is a part of the body, and not passed over."""
+    """A second frame after the first is a part of the body, and not ignored."""
     packed = b"".join(map(zstandard.ZstdCompressor().compress, (b"first, ", b"second")))
     assert decompress(packed, "zstd", 1000) == b"first, second"

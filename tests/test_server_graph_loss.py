@@ -98,7 +98,7 @@ def test_a_traced_loss_gives_what_the_same_loss_gives_at_the_client_in_one_pass(
     assert 0 < served.metrics["custom/ratio:mean"] < 1e4
 
 
-def test_a_loss_the_server_does_not_allow_says_so(service):
+def test_a_loss_the_server_does_not_allow_is_an_error(service):
     def random(logprobs):
         return (logprobs * torch.rand_like(logprobs)).sum(), {}
 
@@ -106,13 +106,13 @@ def test_a_loss_the_server_does_not_allow_says_so(service):
         service.create_custom_loss(random, {"logprobs": 1}).result()
 
 
-def test_a_loss_of_nobody_and_wrong_data_fail_through_the_future(client, handle):
+def test_an_unknown_loss_and_wrong_data_fail_through_the_future(client, handle):
     bad = rows()
     del bad[1].loss_fn_inputs["old"]
     with pytest.raises(ValueError, match="old"):
         client.forward_backward_custom(bad, handle).result()
-    with pytest.raises(tinker.RequestFailedError, match="unknown custom loss 'nobody'"):
-        client.forward_backward(rows(), "custom", {"loss_id": "nobody"}).result()
+    with pytest.raises(tinker.RequestFailedError, match="unknown custom loss 'missing'"):
+        client.forward_backward(rows(), "custom", {"loss_id": "missing"}).result()
     with pytest.raises(tinker.RequestFailedError, match="unknown custom loss"):
         client.optim_step(tinker.AdamParams()).result()
 
@@ -182,7 +182,7 @@ def test_what_is_not_allowed_is_refused_before_it_runs(wire):
 
 
 def doubling(count):
-    """A tensor joined with itself again and again."""
+    """Return a graph that repeatedly joins a tensor with itself."""
     steps = [node("call_function", "x0", "torch.cat", [X, X])]
     steps += [node("call_function", f"x{i}", "torch.cat", [ref(f"x{i - 1}")] * 2) for i in range(1, count)]
     return [*steps, node("call_function", "x", "torch.exp", ref(f"x{count - 1}"))]

@@ -111,7 +111,7 @@ def test_a_run_that_stops_giving_backwards_keeps_no_more_graphs(server, service)
     client = service.create_lora_training_client("tiny", rank=4).result()
     train(client, 2)
     graphs = server.service.host.graphs
-    for expected in (True, False):  # the first is expected to go on; it does not
+    for expected in (True, False):  # a backward is expected of the first graph, but does not come
         client.forward(wire(DATA), "cross_entropy").result()
         assert (graphs.num_bytes > 0) is expected
         client.forward_backward(wire(DATA[2:]), "cross_entropy").result()
@@ -186,7 +186,7 @@ def test_a_model_that_drops_out_computes_its_forward_without(make_engine):
 
 
 def test_an_adapter_keeps_the_activations_that_a_full_run_has_no_room_for(tiny_folder, tmp_path, monkeypatch):
-    """Every run decides for what it trains, whatever was decided for the base weights below it."""
+    """Every run decides by its trained parameters, independently of the decision for the base weights."""
     monkeypatch.setattr(memory, "free_bytes", lambda device: 350_000)
     host = Host(ModelConfig(str(tiny_folder)), LocalConfig(packing="padded", micro_batch_tokens=16), seed=0)
     found = {}

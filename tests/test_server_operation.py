@@ -71,7 +71,7 @@ def post(server):
 
 
 @pytest.mark.slow
-def test_five_hundred_samples_at_once_are_all_answered_and_told_of_in_few_requests(server, service):
+def test_five_hundred_concurrent_samples_are_all_answered_and_reported_in_few_requests(server, service):
     sampler = service.create_sampling_client(base_model="tiny").result()
     counted = server.service.metrics.http_requests
     before = sum(counted.values())
@@ -85,7 +85,7 @@ def test_five_hundred_samples_at_once_are_all_answered_and_told_of_in_few_reques
     assert told == []
 
 
-def test_what_is_new_is_told_in_order_once_and_as_soon_as_it_is_there(server, service, post):
+def test_new_results_are_reported_in_order_once_and_as_soon_as_they_exist(server, service, post):
     sampler_id = service.create_sampling_client(base_model="tiny").result()._sampling_session_id
     target = {"sampling_session_id": sampler_id}
 
@@ -114,7 +114,7 @@ def test_what_is_new_is_told_in_order_once_and_as_soon_as_it_is_there(server, se
     assert post("join_sampling_session", json=target).json() == {"client_counter": 1}
 
 
-def test_a_cancelled_request_fails_at_once_and_its_late_result_is_nobodys(server, service, post):
+def test_a_cancelled_request_fails_immediately_and_its_late_result_is_dropped(server, service, post):
     sampler_id = service.create_sampling_client(base_model="tiny").result()._sampling_session_id
     prompt = {"chunks": [{"tokens": [5, 6]}]}
     body = {"sampling_session_id": sampler_id, "seq_id": 0, "prompt": prompt, "sampling_params": {"max_tokens": 2}}
@@ -127,7 +127,7 @@ def test_a_cancelled_request_fails_at_once_and_its_late_result_is_nobodys(server
     server.service.host.worker.submit(lambda: None).result()
     assert "cancelled by the client" in answer["error"]
     assert post("retrieve_future", json=asked).json() == answer
-    assert post("cancel_future", json={"request_id": "nobody/1"}).status_code == 204
+    assert post("cancel_future", json={"request_id": "unknown/1"}).status_code == 204
 
 
 # ---- the command line of the client ----------------------------------------------------------------------------------

@@ -277,7 +277,7 @@ def test_nothing_more_is_accepted_while_too_much_is_pending_but_what_others_wait
 
 
 @pytest.mark.parametrize("kind", ["optim_step", SAMPLE])
-def test_what_is_computed_for_a_client_that_left_is_nobodys(kind):
+def test_what_is_computed_for_a_client_that_left_is_dropped(kind):
     store = RequestStore(max_bytes=10, max_pending=100)
     left, _ = accept(store, 1, bytes(30), kind, RUN)
     store.remove_session("s1")
@@ -316,7 +316,7 @@ def test_who_waits_for_a_result_of_a_session_that_ends_is_told():
     asyncio.run(scenario())
 
 
-def test_who_waits_for_a_result_gets_it_when_it_is_there():
+def test_a_waiting_request_gets_the_result_when_it_is_ready():
     async def scenario():
         store = RequestStore(max_bytes=100)
         request, _ = accept(store, 1, b"x")
@@ -337,7 +337,7 @@ def held(number, weights, num_bytes=10, waiting=0):
 
 
 def numbers_after(max_bytes, samplers):
-    """Of the samplers that are there when all have been added."""
+    """Add the samplers, and return the numbers of those that remain."""
     gone = []
     live = SamplerCache(max_bytes, gone.append, lambda _: None)
     for sampler in samplers:
@@ -346,12 +346,12 @@ def numbers_after(max_bytes, samplers):
     return [int(one.rpartition(":")[2]) for one in live]
 
 
-def test_samplers_are_let_go_only_where_that_frees_memory():
+def test_samplers_are_evicted_only_if_that_frees_memory():
     one, two, three = object(), object(), object()  # weights: nothing is asked of them here but whether they are the same
     assert numbers_after(10, [held(0, one), held(1, two)]) == [1]
     assert numbers_after(10, [held(0, one), held(1, two, 0), held(2, three)]) == [1, 2]
     assert numbers_after(5, [held(number, one) for number in range(4)]) == [0, 1, 2, 3]  # they share the newest's
-    assert numbers_after(10, [held(0, one), held(1, one, waiting=1), held(2, two)]) == [0, 1, 2]  # somebody waits for them
+    assert numbers_after(10, [held(0, one), held(1, one, waiting=1), held(2, two)]) == [0, 1, 2]  # a request waits for them
     assert numbers_after(20, [held(0, one), held(1, two), held(2, one), held(3, three)]) == [0, 2, 3]  # 0's were asked of 2
     assert numbers_after(10, [held(0, one), held(1, one), held(2, two)]) == [2]  # only both free them
 
@@ -437,7 +437,7 @@ def test_a_download_address_opens_one_file_for_a_while(catalog, monkeypatch):
 # ---- keys ------------------------------------------------------------------------------------------------------------
 
 
-def test_without_keys_nobody_else_may_reach_the_server(monkeypatch, tmp_path):
+def test_without_keys_only_this_machine_reaches_the_server(monkeypatch, tmp_path):
     monkeypatch.delenv("COOKBOOK_API_KEYS", raising=False)
     assert ServerConfig().key_ring().keys == []
     for host in ("0.0.0.0", "::", "192.168.1.2", "example.org"):

@@ -52,7 +52,7 @@ DATA = single(tiny.datums(5, seed=3))
 
 
 def wire(data, **inputs):
-    """The client's datums of ours: targets and weights, or the named inputs."""
+    """Convert cookbook's datums to the client's, with targets and weights, or the named inputs."""
     keys = inputs.pop("keys", ("target_tokens", "weights"))
     rows = []
     for row in data:
@@ -69,7 +69,7 @@ def weights(row):
 
 @pytest.fixture(scope="module")
 def gradient(server, full):
-    """``gradient(calls...)``: what those calls accumulate, as one vector. The step that clears it does not move weights."""
+    """``gradient(calls...)``: the gradient that the calls accumulate, as one vector. A step with learning rate 0 clears it."""
 
     def measure(*calls):
         for call in calls:
@@ -134,7 +134,7 @@ def test_accumulated_calls_add(gradient, whole):
     assert distance(gradient(*parts), whole) < CLOSE
 
 
-def test_another_datum_beside_it_changes_no_datum(gradient, whole):
+def test_another_datum_in_the_batch_changes_no_datum(gradient, whole):
     apart = gradient(passes(wire(DATA[:1]))) + gradient(passes(wire(DATA[1:])))
     assert distance(whole, apart) < CLOSE
 

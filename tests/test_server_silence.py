@@ -170,7 +170,7 @@ def test_without_a_log_silent_runs_are_saved_and_the_client_is_told_where(start)
 
 @pytest.mark.slow
 def test_clients_get_their_full_time_again_after_a_stop_of_the_server(start, monkeypatch):
-    """The stop is a blocked event loop: the server reads nothing and its clock goes on, as after SIGSTOP."""
+    """The stop is a blocked event loop: the server reads nothing while its clock runs, as after SIGSTOP."""
     monkeypatch.setattr(app, "CLEANUP_S", 0.02)
     monkeypatch.setattr(app, "STOPPED_S", 0.5)
     with start() as server:

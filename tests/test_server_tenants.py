@@ -58,7 +58,7 @@ def server(tiny_folder, tmp_path_factory, keys):
 
 @dataclass
 class Tenant:
-    """A client with one key, a session and what it makes there."""
+    """A client with one key and one session."""
 
     url: str
     key: str | None
@@ -214,7 +214,7 @@ OBJECTS: dict[str, Any] = {
 
 
 def test_every_route_has_a_row(server):
-    """A new route fails here until this file says what other keys may do with it."""
+    """A new route fails here until this file lists the access of other keys to it."""
     assert set(routes_of(server.app.routes)) == OPEN | SHARED.keys() | {EMPTY} | LISTS | OBJECTS.keys()
 
 
@@ -232,23 +232,23 @@ def routes_of(routes, prefix="") -> Iterator[str]:
 
 
 def test_the_matrix(server, alice, ids):
-    bob, nobody, root = (Tenant(server.url, key) for key in (BOB, None, ROOT))
+    bob, anonymous, root = (Tenant(server.url, key) for key in (BOB, None, ROOT))
     for row in sorted(OPEN):
         method, path = row.split()
         path = ids["download"] if "{" in path else path
-        assert {one.send(method, path).status_code for one in (alice, bob, nobody)} == {200}, row
+        assert {one.send(method, path).status_code for one in (alice, bob, anonymous)} == {200}, row
     for row, body in SHARED.items():
         method, path = row.replace(":path", "").format(**PUBLIC).split()
-        assert [one.send(method, path, body).status_code for one in (alice, bob, nobody)] == [200, 200, 401], row
+        assert [one.send(method, path, body).status_code for one in (alice, bob, anonymous)] == [200, 200, 401], row
     for row in sorted(LISTS):
         method, path = row.split()
-        seen = [one.send(method, path) for one in (alice, root, bob, nobody)]
+        seen = [one.send(method, path) for one in (alice, root, bob, anonymous)]
         assert [alice.session in one.text for one in seen] == [True, True, False, False], row
         assert [one.status_code for one in seen] == [200, 200, 200, 401], row
     for row, make in OBJECTS.items():
         method, path = row.split()
         path, body = path.format(**ids), None if make is None else make(ids, next(alice.numbers) if numbers(make, ids) else 0)
-        assert nobody.send(method, path, body).status_code == 401, row
+        assert anonymous.send(method, path, body).status_code == 401, row
         unknown = alice.send(method, changed(path), changed(body))
         before = state(server, alice, ids)
         hidden = bob.send(method, path, body)
@@ -303,7 +303,7 @@ def test_a_checkpoint_is_readable_for_others_while_it_is_published(server):
         body = {"session_id": one.session, "sampling_session_seq_id": next(counter), "model_path": path}
         created = {"session_id": one.session, "model_seq_id": next(counter), "path": path}
         loaded = {"model_id": own, "seq_id": next(one.numbers), "path": path}
-        # A failed load also fails the next optimizer step, of which there is none.
+        # A failed load also fails the next optimizer step, so there must be no step after it.
         return [
             one.send("POST", "/api/v1/weights_info", {"tinker_path": path}).status_code == 200,
             one.send("GET", f"{place}/external_weights_urls").status_code == 200,
@@ -349,7 +349,7 @@ def test_a_silent_session_is_not_restored_for_others(server):
 
 
 @pytest.mark.slow
-def test_quotas_are_of_a_name_and_say_so(tiny_folder, tmp_path):
+def test_quotas_are_of_a_name_and_their_errors_name_it(tiny_folder, tmp_path):
     (tmp_path / "keys").write_text(f"alice: {ALICE} max_runs=1 max_tokens=30\nbob: {BOB} max_disk_gb=0.00002\n")
     options = {"names": ["tiny"], "keys_file": str(tmp_path / "keys"), "durability": "written"}
     with servertools.running(tiny_folder, tmp_path / "out", **options) as server:
@@ -411,16 +411,16 @@ def test_owners_survive_a_restart_and_the_rotation_of_keys(tiny_folder, tmp_path
             """Of the run and of its checkpoint, for each tenant."""
             asked = {"model_id": run}, {"tinker_path": f"tinker://{run}/weights/one"}
             paths = "/api/v1/get_info", "/api/v1/weights_info"
-            seen = [{one.send("POST", *pair).status_code for pair in zip(paths, asked, strict=True)} for one in everyone]
+            seen = [{one.send("POST", *pair).status_code for pair in zip(paths, asked, strict=True)} for one in tenants]
             return [status for one in seen for status in one]
 
-        everyone = alice, bob, root, new
+        tenants = alice, bob, root, new
         assert statuses() == [200, 404, 200, 401]
         file.write_text(KEYS + "alice: tml-new\n")
         assert statuses() == [200, 404, 200, 200]
         file.write_text(KEYS.replace(ALICE, "tml-new"))
         assert statuses() == [401, 404, 200, 200]
-        # A mistake in the file leaves the keys as they were, and shows no key.
+        # A mistake in the file does not change the keys, and the warning shows no key.
         file.write_text("alice: tml-new owner\n")
         assert statuses() == statuses() == [401, 404, 200, 200]
         (warning,) = [record.getMessage() for record in caplog.records if "keys_file" in record.getMessage()]
@@ -462,7 +462,7 @@ def test_a_mistake_in_the_file_of_keys(text, problem, tmp_path):
 
 # ---- other machines --------------------------------------------------------------------------------------------------
 
-# Programs of users, with the unmodified client: what it is told of the model, and its tokenizer.
+# Programs of users, with the unmodified client: the facts of the model that it receives, and its tokenizer.
 CONNECT = """
 import sys, tinker
 service = tinker.ServiceClient(base_url=sys.argv[1], api_key=sys.argv[2])

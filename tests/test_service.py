@@ -130,7 +130,7 @@ def test_the_same_awaited_once_and_twice(service, types, tiny_folder, twice):
     assert asyncio.run(program()).is_lora
 
 
-def test_clients_may_be_used_at_once_or_through_result(service, tiny_folder):
+def test_clients_may_be_used_with_or_without_waiting_for_result(service, tiny_folder):
     for client in (
         service.create_lora_training_client(str(tiny_folder), rank=2),
         service.create_lora_training_client(str(tiny_folder), rank=2).result(),
@@ -245,11 +245,11 @@ def test_samplers_of_the_same_weights_draw_differently_and_repeat(tmp_path, tiny
     assert program() == found
 
 
-# ---- saving and going on ---------------------------------------------------------------------------------------------
+# ---- saving and resuming ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_going_on_from_a_state(service, tiny_folder, rank):
+def test_resuming_from_a_state(service, tiny_folder, rank):
     adam = cookbook.AdamParams(learning_rate=1e-2)
 
     def step(client, seed):
@@ -372,7 +372,7 @@ def test_a_client_that_is_dropped_frees_its_model_and_ends_its_thread(service, t
     assert frozen() is None and ended(threads)
 
 
-def test_a_call_that_is_under_way_is_finished_for_nobody(service, tiny_folder):
+def test_a_call_that_is_under_way_is_finished_without_a_client(service, tiny_folder):
     training = service.create_training_client(str(tiny_folder))
     saved, threads = training.save_state("last"), trainer_threads()
     del training
@@ -501,7 +501,7 @@ def test_what_tinker_programs_ask_a_service(service, tiny_folder, tmp_path):
         training.forward_backward_custom(tiny.datums(1), loss, loss_type_input="logits")
 
 
-def test_the_likeliest_tokens_of_a_prompt(service, tiny_folder):
+def test_the_most_probable_tokens_of_a_prompt(service, tiny_folder):
     client = service.create_sampling_client(base_model=str(tiny_folder))
     params, prompt = cookbook.SamplingParams(max_tokens=1, seed=1), [5, 6, 7, 8]
     answer = client.sample(prompt, 1, params, include_prompt_logprobs=True, topk_prompt_logprobs=tiny.VOCABULARY).result()

@@ -55,7 +55,7 @@ def rank_of(rank: int, count: int, meeting: Path, job: Callable[..., None], *arg
 
 
 def example() -> dict[str, torch.Tensor]:
-    """Every kind of thing that has to come back to the bit."""
+    """Return a tensor of every kind that has to be restored to the bit."""
     torch.manual_seed(0)
     return {
         "matrix": torch.randn(5, 3),  # 5 rows are no multiple of 2 ranks
@@ -75,7 +75,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def spread(tensors: dict[str, torch.Tensor], dim: int = 0) -> dict[str, torch.Tensor]:
-    """``tensors`` cut up among the ranks; the scalar stays with everyone, and one is everyone's as a DTensor."""
+    """Split ``tensors`` among the ranks; every rank keeps the scalar, and one tensor is a replicated DTensor."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     found = {}
     for name, tensor in tensors.items():
@@ -203,7 +203,7 @@ def go_on_after_three(model: Path, kind: str, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_of_two_ranks_goes_on_in_one_process_and_then_in_three(tiny_folder, tmp_path, kind):
+def test_a_checkpoint_of_two_ranks_resumes_in_one_process_and_then_in_three(tiny_folder, tmp_path, kind):
     on_ranks(2, tmp_path, save_after_two, tiny_folder, kind, tmp_path / "two")
     assert manifest.verify(tmp_path / "two")["step"] == 2
     assert (tmp_path / "two" / ("adapter_model.safetensors" if kind == "lora" else "model.safetensors")).is_file()

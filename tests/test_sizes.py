@@ -21,6 +21,7 @@ LIMITS = {
     "modules in losses": 16,
     "lines of a file": 500,
     "lines of a function": 60,
+    "lines of a recipe": 59,
     "classes of one name": 1,
     "Any per 1,000 lines": 8,
     "files of an SFT step": 30,
@@ -45,6 +46,10 @@ def test_files_and_functions_are_short() -> None:
     paths = figures.modules(PACKAGE)
     check("lines of a file", {str(path): figures.num_lines(path) for path in paths})
     check("lines of a function", {f"{path}:{name}": n for path in paths for name, n in figures.function_lengths(path)})
+
+
+def test_recipes_are_short() -> None:
+    check("lines of a recipe", {path.name: figures.num_lines(path) for path in (PACKAGE.parent / "recipes").glob("*.py")})
 
 
 def test_a_class_name_stands_for_one_class() -> None:

@@ -1,4 +1,4 @@
-"""``status.json``: whoever looks into a run's folder learns how it stands, and a run that failed looks failed."""
+"""``status.json``: a run's folder shows the state of the run, also after a failure."""
 
 import json
 import signal
@@ -45,7 +45,7 @@ def test_from_the_start_to_the_end():
 
 
 @pytest.mark.slow
-def test_stopped_and_gone_on_with():
+def test_stopped_and_resumed():
     stop = hook("if step == 2 and not run.first_step:\n    os.kill(os.getpid(), signal.SIGTERM)")
     assert train(*SMALL["orpo"], *QUIET, *stop) == 130
     last = told()
@@ -72,7 +72,7 @@ def test_failed(kind, capsys):
 
 
 @pytest.mark.slow
-def test_killed_it_says_running_and_nobody_holds_the_lock(capsys):
+def test_killed_it_says_running_and_no_process_holds_the_lock(capsys):
     process = start([*SMALL["orpo"], *QUIET, "recipe.steps=500", "checkpoint.every=null"])
     deadline = time.monotonic() + 60
     while not Path("run/metrics.jsonl").exists() and time.monotonic() < deadline:
@@ -95,7 +95,7 @@ def test_killed_it_says_running_and_nobody_holds_the_lock(capsys):
 
 
 @pytest.mark.slow
-def test_a_refused_resume_leaves_it_as_it_was():
+def test_a_refused_resume_changes_nothing():
     assert train(*SMALL["orpo"], *QUIET) == 0
     before = Path("run/status.json").read_bytes()
     assert train(*SMALL["orpo"], *QUIET, "seed=1") == 2
@@ -103,7 +103,7 @@ def test_a_refused_resume_leaves_it_as_it_was():
 
 
 def fork(**changes: str) -> list[str]:
-    """The words that run an SFT recipe whose loop runs over other ``turns``, or which asks for its ``update`` otherwise."""
+    """Return words that run a fork of SFT with another expression for the steps (``turns``) or for ``update``."""
     assert run(["fork", "sft", "mine"]) == 0
     code = Path("recipes/mine.py").read_text()
     whole = {"turns": "run.steps(len(batches) if cfg.steps is None else cfg.steps, evaluate)", "update": "run.optim_step(step)"}
@@ -124,7 +124,7 @@ def test_a_run_that_has_trained_nothing_has_failed(capsys):
 
 
 @pytest.mark.slow
-def test_a_recipe_whose_turns_are_no_steps_cannot_be_gone_on_with_and_fails(capsys):
+def test_a_recipe_whose_turns_are_no_steps_cannot_be_resumed_and_fails(capsys):
     words = fork(turns="run.steps(cfg.steps)", update="run.optim_step(step) if step.index else {}")
     assert train(*words, *QUIET) == 2
     error = "error: recipe: after 3 turns of run.steps the model has seen 2 optimizer steps; call run.optim_step(step) once a "

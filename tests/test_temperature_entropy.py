@@ -15,13 +15,13 @@ from cookbook.losses import GRPO
 from cookbook.sampling.trajectory import Trajectory
 from cookbook.types import SamplingParams
 
-HEATS = [0.5, None, 2.0, 0.7, None, 1.3]  # None: the datum carries no temperature
+TEMPERATURES = [0.5, None, 2.0, 0.7, None, 1.3]  # None: the datum carries no temperature
 
 
 def heated():
     """Datums of six temperatures."""
-    pairs = zip(tiny.datums(6), HEATS, strict=True)
-    return [datum if heat is None else datum.with_inputs(temperature=np.array(heat)) for datum, heat in pairs]
+    pairs = zip(tiny.datums(6), TEMPERATURES, strict=True)
+    return [datum if t is None else datum.with_inputs(temperature=np.array(t)) for datum, t in pairs]
 
 
 def plain(network, data):
@@ -29,8 +29,8 @@ def plain(network, data):
     logprobs, entropies = [], []
     for row in data:
         logits = network(input_ids=torch.tensor([row.model_input.to_ints()]), use_cache=False).logits[0]
-        heat = row.loss_fn_inputs["temperature"].array if "temperature" in row.loss_fn_inputs else 1.0
-        scaled = (logits / float(heat)).log_softmax(-1)
+        divisor = row.loss_fn_inputs["temperature"].array if "temperature" in row.loss_fn_inputs else 1.0
+        scaled = (logits / float(divisor)).log_softmax(-1)
         logprobs.append(scaled.gather(-1, row.loss_fn_inputs["target_tokens"].to_torch()[:, None])[:, 0])
         entropies.append(-(scaled.exp() * scaled).sum(-1))
     return logprobs, entropies
@@ -75,15 +75,14 @@ def test_tokens_that_only_the_bonus_moves_count(make_engine):
     assert engine.counts.num_loss_tokens == trained
 
 
-@pytest.mark.parametrize("heat", [0.6, 1.0, 1.7])
-def test_on_policy_rollouts_have_a_ratio_of_one_at_any_temperature(make_engine, heat):
-    """Birth certificate: the sampler's own logprobs, computed with its cache, under its temperature."""
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+def test_on_policy_rollouts_have_a_ratio_of_one_at_any_temperature(make_engine, temperature):
+    """The sampler's logprobs, computed with its cache and at its temperature, equal the trainer's."""
     engine = make_engine()
     prompt = list(range(65, 75))
-    requests = [SampleRequest(prompt, 4, SamplingParams(max_tokens=8, temperature=heat, stop=[]), seed=3)]
-    data = [
-        Trajectory.single(prompt, "", drawn, "").datums(1.0, heat)[0] for drawn in sample(engine.model, requests, 0, 10_000)[0]
-    ]
+    requests = [SampleRequest(prompt, 4, SamplingParams(max_tokens=8, temperature=temperature, stop=[]), seed=3)]
+    samples = sample(engine.model, requests, 0, 10_000)[0]
+    data = [Trajectory.single(prompt, "", drawn, "").datums(1.0, temperature)[0] for drawn in samples]
     metrics = engine.forward_backward(data, GRPO(kl_beta=0.0)).metrics
     assert metrics["loss/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
     assert abs(metrics["kl/sampler_trainer_k3"]) < 1e-9

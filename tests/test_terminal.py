@@ -89,7 +89,7 @@ def test_without_a_terminal_nothing_is_redrawn(variable, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("here")
 def test_a_run_shows_what_it_does(monkeypatch, capsys):
-    """Every activity, as if each tick came at its beginning."""
+    """Show every activity, as if the clock ticked when each one starts."""
     seen = []
     monkeypatch.setattr(terminal._Display, "wake", lambda self: seen.append(terminal.line()))
     assert train(*SMALL["grpo"], "loss.kl_beta=0.1", "recipe.steps=1", "out=run") == 0

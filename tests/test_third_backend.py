@@ -152,7 +152,7 @@ def test_a_deployment_serves_its_checkpoints(mine, tiny_folder):
 
 
 class Elsewhere:
-    """A backend that can do nothing but train."""
+    """A backend that can only train."""
 
     def make_trainer(self, model, *, seed, folder):
         raise AssertionError("not reached")

@@ -29,7 +29,7 @@ def accuracy(model: Path, out: str) -> float:
     return rows(out)[0]["eval/accuracy"]
 
 
-def test_the_shipped_model_can_be_made_again():
+def test_the_shipped_model_can_be_rebuilt():
     shipped, made = packaged("data") / "tiny", Path("made").resolve()
     subprocess.run([sys.executable, ROOT / "scripts" / "make_tiny_model.py", made], check=True, cwd=ROOT)
     assert {path.name for path in made.iterdir()} == {path.name for path in shipped.iterdir()}

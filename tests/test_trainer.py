@@ -40,7 +40,7 @@ def test_it_computes_what_the_engine_computes(make_trainer, make_engine):
     assert all(torch.equal(a, b) for a, b in zip(tiny.weights(trainer.engine), tiny.weights(engine), strict=True))
 
 
-def test_calls_return_at_once_and_run_in_the_order_they_were_made(make_trainer):
+def test_calls_do_not_block_and_run_in_the_order_they_were_made(make_trainer):
     trainer, order, gate = make_trainer(), [], threading.Event()
 
     def slow(data, logprobs):
@@ -63,7 +63,7 @@ def test_calls_return_at_once_and_run_in_the_order_they_were_made(make_trainer):
 
 
 def test_the_batch_is_the_one_that_was_passed(make_trainer):
-    """The caller may go on with its list."""
+    """The caller may change its list after the call."""
     trainer, gate = make_trainer(), threading.Event()
     reference = trainer.reference()
     trainer.forward_backward_custom(tiny.datums(1), lambda _, rows: (gate.wait(10) and rows[0].sum(), {}))
@@ -77,7 +77,7 @@ def test_the_batch_is_the_one_that_was_passed(make_trainer):
 
 
 def test_the_arrays_are_those_that_were_passed(make_trainer):
-    """The caller may go on with its buffers, and with the memory behind them."""
+    """The caller may change its buffers, and the memory of them, after the call."""
     trainer, gate = make_trainer(), threading.Event()
     reference = trainer.reference()
     tokens, weights = np.arange(1, 9), torch.linspace(0.5, 1.0, 8)
@@ -205,22 +205,22 @@ def fails(future, message=MISSING, kind=DataError):
         future.result()
 
 
-def test_an_error_nobody_reads_stops_every_step_until_one_is_read(make_trainer):
+def test_an_unread_error_stops_every_step_until_one_is_read(make_trainer):
     trainer, data = make_trainer(), tiny.datums(4)
     before = tiny.weights(trainer.engine)
     trainer.forward_backward(data, "cross_entropy")
-    trainer.forward_backward(BAD, "cross_entropy")  # nobody looks
+    trainer.forward_backward(BAD, "cross_entropy")  # its result is not read
     steps = []
     for _ in range(2):
         trainer.forward_backward(data, "cross_entropy").result()
         steps.append(trainer.optim_step(ADAM))
-    assert trainer.forward(data, "dpo").result()  # what needs no step goes on; both steps have had their turn
+    assert trainer.forward(data, "dpo").result()  # a forward needs no step, so it works; both steps have run
     assert trainer.engine.step == 0
     fails(steps[1])
     fails(steps[0])
     assert tiny.difference(tiny.weights(trainer.engine), before) == 0
 
-    fresh = make_trainer()  # a step has told: the next gradient is a clean one
+    fresh = make_trainer()  # the step has reported the error: the next gradient starts from zero
     for one in (trainer, fresh):
         one.forward_backward(data, "dpo")
         one.optim_step(ADAM).result()
@@ -270,7 +270,7 @@ def test_a_call_that_fails_midway_takes_no_earlier_gradient_with_it_unseen(make_
     assert all(torch.equal(a, b) for a, b in zip(tiny.weights(trainer.engine), tiny.weights(fresh.engine), strict=True))
 
 
-def test_the_end_of_the_run_tells_what_nobody_has_read(make_trainer):
+def test_the_end_of_the_run_reports_unread_errors(make_trainer):
     trainer = make_trainer()
     trainer.forward_backward(BAD, "cross_entropy")
     with pytest.raises(DataError, match=MISSING):
@@ -361,7 +361,7 @@ def test_a_bug_in_a_loss_keeps_its_trace(make_trainer):
         (lambda t: t.save_weights_for_sampler_ext("a", checkpoint_type="diff"), "got 'diff'"),
     ],
 )
-def test_mistakes_that_need_no_model_are_told_at_once(make_trainer, call, message):
+def test_mistakes_that_need_no_model_are_raised_by_the_call(make_trainer, call, message):
     trainer = make_trainer()
     with pytest.raises(CookbookError, match=message):
         call(trainer)
@@ -455,7 +455,7 @@ def test_options_out_of_range(options, message):
 
 
 @pytest.mark.parametrize("device", ["warp", "cuda"])
-def test_a_device_that_is_not_there(device):
+def test_a_device_that_is_missing(device):
     if device == "cuda" and torch.cuda.is_available():
         pytest.skip("it is there")
     with pytest.raises(ConfigError, match=r"backend\.device: "):
@@ -493,7 +493,7 @@ def test_a_job_that_was_accepted_while_another_thread_closes_is_done():
         assert answer.result().result(timeout=5) == "done"
 
 
-def test_the_worker_ends_when_nobody_holds_it():
+def test_the_worker_ends_without_references_to_it():
     worker = Worker(1)
     thread, last = worker.thread, worker.submit(lambda: time.sleep(0.05) or "done")
     del worker

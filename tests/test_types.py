@@ -240,15 +240,15 @@ def test_a_tinker_datum_is_a_datum(tinker):
         model_input=tinker.ModelInput.from_ints([1, 2, 3]),
         loss_fn_inputs={"target_tokens": [2, 3, 4], "weights": [0.0, 0.5, 1.0], "mine": np.float32([1, 2, 3])},
     )
-    ours = as_datum(theirs, 0)
-    assert ours.model_input == ModelInput.from_ints([1, 2, 3])
-    assert {key: value.tolist() for key, value in ours.loss_fn_inputs.items()} == {
+    converted = as_datum(theirs, 0)
+    assert converted.model_input == ModelInput.from_ints([1, 2, 3])
+    assert {key: value.tolist() for key, value in converted.loss_fn_inputs.items()} == {
         "target_tokens": [2, 3, 4],
         "weights": [0.0, 0.5, 1.0],
         "mine": [1.0, 2.0, 3.0],
     }
-    assert ours.loss_fn_inputs["target_tokens"].dtype == "int64"
-    assert as_datum(ours, 0) is ours
+    assert converted.loss_fn_inputs["target_tokens"].dtype == "int64"
+    assert as_datum(converted, 0) is converted
 
 
 def test_a_tinker_input_of_several_chunks_is_one_sequence(tinker):
@@ -265,9 +265,9 @@ def test_sparse_tinker_tensors_become_dense(tinker):
     weights[4, :2] = torch.tensor([0.25, 0.75])
     theirs = tinker.Datum(tinker.ModelInput.from_ints([1] * 6), {"target_tokens": targets, "weights": weights})
     assert theirs.loss_fn_inputs["target_tokens"].sparse_crow_indices is not None
-    ours = as_datum(theirs, 0)
-    np.testing.assert_array_equal(ours.loss_fn_inputs["target_tokens"].array, targets.numpy())
-    np.testing.assert_array_equal(ours.loss_fn_inputs["weights"].array, weights.numpy())
+    converted = as_datum(theirs, 0)
+    np.testing.assert_array_equal(converted.loss_fn_inputs["target_tokens"].array, targets.numpy())
+    np.testing.assert_array_equal(converted.loss_fn_inputs["weights"].array, weights.numpy())
 
 
 def test_a_bad_tinker_datum_is_named(tinker):

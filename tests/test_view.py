@@ -91,7 +91,7 @@ def test_a_member_that_a_kill_cut_short_is_ignored_and_then_removed(tmp_path, lo
     assert gzip.decompress(path.read_bytes()) == b"one\ntwo\n"
 
 
-def test_a_full_file_keeps_evenly_spaced_steps_and_says_so_once(tmp_path, caplog):
+def test_a_full_file_keeps_evenly_spaced_steps_and_reports_it_once(tmp_path, caplog):
     path = tmp_path / "x.gz"
     random = np.random.default_rng(0)
     texts = {step: random.bytes(60).hex() + "\n" for step in range(1, 101)}

@@ -189,14 +189,14 @@ def test_servers_that_are_there_are_used_again(trainer, deployment):
     again = VllmConfig(**COMMON).deploy(trainer, live=True)
     assert DeploymentManager().running()["tests"] == [one]
     by_url = VllmConfig(url=one.url).deploy(trainer, live=True)
-    for found in (by_url, again):  # each begins with a base, whatever the server holds
+    for found in (by_url, again):  # each begins with a base; the server's weights do not count
         assert kind_of(found.load(0).result()) == "base"
         found.close()
     assert one.alive
 
 
 def test_the_command_and_a_run_find_the_same_servers(trainer, capsys):
-    """Made by the one, used by the other; then two of them, which are given the same weights and take turns."""
+    """The command starts a server and a run uses it; then two servers get the same weights and take turns."""
     settings = [f"deployment.python={PYTHON}", "deployment.max_length=512"]
     assert run(["deployments", "create", "tests", *settings]) == 0
     first = DeploymentManager().running()["tests"]
@@ -255,9 +255,9 @@ def has_amx():
 
 
 def test_served_in_bfloat16(trainer):
-    """Other kernels than float32's. What is served are the trainer's weights, rounded, and answers are theirs within 8 bits.
+    """Other kernels than float32's. The server holds the trainer's weights, rounded; logprobs agree within 8 bits.
 
-    With AMX alone, a server that ends at its first tokens is accepted, if one line says so and names the remedy.
+    With AMX alone, a server that ends at its first tokens is accepted if one line reports the end and names the remedy.
     """
     config = VllmConfig(**{**COMMON, "name": "bfloat16", "dtype": "bfloat16"})
     try:
@@ -373,7 +373,7 @@ def lagging(trainer):
     found.close()
 
 
-def test_older_weights_come_back_when_they_are_asked_again(trainer, lagging):
+def test_older_weights_are_loaded_again_for_a_new_request(trainer, lagging):
     samplers, drawn = [], []
     for _ in range(3):  # a base and two deltas
         samplers.append(lagging.load(trainer.step).result())
@@ -414,7 +414,7 @@ def test_a_resume_between_two_syncs_has_exactly_the_older_weights(trainer, laggi
     ids=["one process", "shards", "a job", "a job of Slurm"],
 )
 def test_grpo_with_samples_that_lag_behind(tmp_path, where, request):
-    """Stopped between two syncs, it goes on sampling from the older weights."""
+    """A run that was stopped between two syncs continues to sample from the older weights."""
     if where:
         pytest.importorskip("tinker", reason="needs the package tinker")
     words = ["recipe=grpo", "deployment=vllm", f"deployment.python={PYTHON}", "deployment.max_length=512", "recipe.steps=5"]

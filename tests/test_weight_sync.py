@@ -97,7 +97,7 @@ def tiny_bytes(trainer) -> int:
     return sum(tensor.nbytes for tensor in sampler_checkpoints.on_disk(trainer.engine.model.network).values())
 
 
-def test_bases_now_and_then_and_old_chains_deleted(trainer, served):
+def test_regular_bases_and_old_chains_deleted(trainer, served):
     trainer.folder.mkdir(exist_ok=True)
     foreign = trainer.folder / "sync-best"
     foreign.mkdir()
@@ -106,7 +106,7 @@ def test_bases_now_and_then_and_old_chains_deleted(trainer, served):
         syncer.sync(trainer.step)
         train(trainer)
     assert served.got == [BASE, DELTA, BASE, DELTA, BASE]
-    foreign.rmdir()  # it is none of ours, and was left alone
+    foreign.rmdir()  # no folder of the syncer, so it was not deleted
     assert folders(trainer) == [BASE, BASE, DELTA]
 
 
@@ -149,12 +149,12 @@ def test_a_deployment_that_lies_about_readiness(trainer, served):
     assert serves_the_trainers(served, trainer)
 
 
-def test_a_replica_that_has_started_anew(trainer, served):
+def test_a_replica_that_has_restarted(trainer, served):
     syncer = ChainSyncer(trainer, served)
     syncer.sync(0)
     served.holders[1] = WeightStore()
     syncer.sync(train(trainer))
-    # One that has started anew and was given the same weights by somebody else is still another.
+    # A restarted replica is another one, even if another process has loaded the same weights into it.
     old, served.holders[0] = served.holders[0], WeightStore()
     served.holders[0]._serving = old._serving
     syncer.sync(train(trainer))
@@ -166,7 +166,7 @@ def test_a_replica_that_has_started_anew(trainer, served):
     assert serves_the_trainers(served, trainer)
 
 
-def test_a_replica_whose_weights_somebody_else_has_changed(trainer, served, make_trainer):
+def test_a_replica_whose_weights_another_process_has_changed(trainer, served, make_trainer):
     syncer = ChainSyncer(trainer, served)
     syncer.sync(0)
     served.load(Path(trainer.save_weights_for_sampler_ext("mine").result().path), 0)

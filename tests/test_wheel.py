@@ -16,7 +16,7 @@ pytest.importorskip("hatchling", reason="the development tools are not installed
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """The folder of commands of an environment with the wheel, and nothing else but what it depends on."""
+    """Return the commands' folder of an environment with only the wheel and its dependencies."""
     place = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(place), str(ROOT)]
     subprocess.run(build, check=True, capture_output=True)

@@ -46,7 +46,7 @@ def test_every_step_has_its_own_learning_rate(monkeypatch):
 
 
 def test_an_update_uses_the_learning_rate_it_was_given(make_trainer):
-    """Adam's first step moves every weight by the learning rate, whatever the gradient; a later one by the later rate."""
+    """Adam's first step moves every weight by the learning rate, for any gradient; a later one by the later rate."""
     trainer = make_trainer()
     moved = []
     for lr in (1e-3, 0.0, 5e-4):
@@ -60,7 +60,7 @@ def test_an_update_uses_the_learning_rate_it_was_given(make_trainer):
 
 
 def test_every_step_samples_with_its_own_seed():
-    """Same weights, same prompts: equal samples would teach the same thing again and again."""
+    """Same weights, same prompts: equal samples would repeat the same lesson in every step."""
     write("zero.py", "def zero(completion, row):\n    return 0.0 if len(completion) % 2 else 1e-9\n")
     words = ["recipe.steps=3", "recipe.prompts_per_step=4", "data.limit=4", "data.shuffle=false", "optim.lr=1e-30"]
     words += ["model.random=true", "rollout.log_samples=16", "eval.every=null"]
@@ -284,7 +284,7 @@ def test_the_lag_of_samples_is_told_in_optimizer_steps():
 
 
 def test_weights_on_the_server_stay_while_a_sampler_holds_them(tiny_folder, tmp_path):
-    """Hosted servers keep nothing but what is saved there, so that deleting it would end the sampler."""
+    """Hosted servers keep only saved checkpoints, so deleting one would end its sampler."""
     pytest.importorskip("tinker")
     import servertools
 
@@ -311,7 +311,7 @@ def test_weights_on_the_server_stay_while_a_sampler_holds_them(tiny_folder, tmp_
 
 
 def test_a_published_sampler_outlives_the_states_saved_after_it(tiny_folder, tmp_path):
-    """It has its weights from the run as it was; the state that a restart begins from has others."""
+    """The sampler keeps the weights of its time; the state that a restart loads has newer ones."""
     pytest.importorskip("tinker")
     import servertools
     from test_server_durability import Client, passing, stepping

@@ -87,7 +87,7 @@ def plain_logprobs(network: Any, data: Sequence[Datum]) -> list[Tensor]:
 
 
 def plain_gradients(network: Any, data: Sequence[Datum], loss: Callable[..., Any]) -> list[Tensor]:
-    """The gradient of ``loss`` by autograd through the whole model at once, one tensor a trained parameter."""
+    """Return the gradient of ``loss`` by autograd through the whole model: one tensor per trained parameter."""
     value, _ = loss(data, plain_logprobs(network, data))
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     found = torch.autograd.grad(value, trained, allow_unused=True)
