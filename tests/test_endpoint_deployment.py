@@ -154,13 +154,19 @@ def test_a_stopped_request_returns_its_tokens_and_its_scores_are_not_computed(se
 
 
 def test_a_shutdown_ends_long_answers_with_status_503(server, deployment):
+    """While the worker is busy with a long call."""
+    assert httpx.post(f"{server.url}/v1/completions", json=BODY).status_code == 200
+    deployment.answers.clear()
     deployment.waits = True
+    free = threading.Event()
+    server.service.host.worker.submit(free.wait)
     answers = []
     asked = threading.Thread(target=lambda: answers.append(httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60)))
     asked.start()
     wait_until(lambda: deployment.answers)
     server.call(lambda: drain(server.service, 0.2))
     asked.join()
+    free.set()
     assert answers[0].status_code == 503 and "the server stops" in answers[0].json()["error"]["message"]
     assert deployment.answers[0].done() and not server.service.endpoint.num_unfinished
 

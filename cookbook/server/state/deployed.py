@@ -48,7 +48,7 @@ class Reloadable(Protocol):
 
 @runtime_checkable
 class Killable(Protocol):
-    """A deployment with processes that :meth:`kill` ends at once. ``close`` waits until they have ended."""
+    """A deployment with processes. :meth:`kill` ends them without a wait; ``close`` waits until they have ended."""
 
     def kill(self) -> None: ...
 
