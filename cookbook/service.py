@@ -17,14 +17,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 from cookbook.backends.client_factory import ClientBackend, ClientTrainer, HeadBackend, ModelInfo, PromptSampler
-from cookbook.backends.failures import Failures
 from cookbook.backends.local import LocalConfig
 from cookbook.backends.remote.config import RemoteConfig
 from cookbook.engine.head.linear_logprobs import HeadImpl
 from cookbook.engine.loss_gradient import LossFunction
 from cookbook.engine.model import ModelConfig
 from cookbook.errors import ConfigError
-from cookbook.futures import Future
+from cookbook.futures import Failures, Future
 from cookbook.types import (
     AdamParams,
     Checkpoint,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from cookbook.utils import paths
 
 TINY = paths.packaged("data") / "tiny"
 DEPLOYMENT = ["deployment=vllm", f"deployment.python={PYTHON}", "deployment.max_length=512"]
+SERVES = r"serving .* on (http://\S+)"
 # Of float32 through two programs.
 CLOSE = 1e-4
 BODY = {"prompt": "3+4=", "max_tokens": 12, "seed": 5, "logprobs": 0}
@@ -39,20 +41,31 @@ def environment(tmp_path_factory):
     }
 
 
+def serving(folder, environment, *words):
+    """A server in a process of its own."""
+    command = [sys.executable, "-m", "cookbook", "serve", *DEPLOYMENT, "server.port=0", f"out={folder / 'out'}", *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, cwd=folder, env=environment, text=True, **pipes)
+
+
+def read_until(server, pattern):
+    """The match of the first line of the server's output that has one."""
+    lines = []
+    for line in server.stdout:
+        lines.append(line)
+        if found := re.search(pattern, line):
+            return found
+    pytest.fail("".join(lines))
+
+
 @pytest.fixture(scope="module")
 def url(environment, tmp_path_factory):
     """A server with two keys. Its vLLM server ends with it."""
     folder = tmp_path_factory.mktemp("serve")
     (folder / "keys").write_text("one: tml-one\ntwo: tml-two\n")
-    words = [*DEPLOYMENT, "server.port=0", f"server.keys_file={folder / 'keys'}", f"out={folder / 'out'}"]
-    command = [sys.executable, "-m", "cookbook", "serve", *words]
-    with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True) as server:
+    with serving(folder, environment, f"server.keys_file={folder / 'keys'}") as server:
         try:
-            found = None
-            while found is None and (line := server.stdout.readline()):
-                found = re.search(r"serving .* on (http://\S+)", line)
-            assert found is not None, "the server did not start"
-            yield found[1]
+            yield read_until(server, SERVES)[1]
         finally:
             server.terminate()
     with pytest.MonkeyPatch.context() as patch:
@@ -172,6 +185,34 @@ def test_private_weights_and_clients_that_leave(http, url, trained, environment,
     wait_until(lambda: metric(server.url, "num_requests_running") + metric(server.url, "num_requests_waiting") == 0)
     assert metric(server.url, "generation_tokens_total") - before < 128 * 400
     http.post("/v1/completions", json={"model": named, **BODY}).raise_for_status()
+
+
+def test_signals_end_the_servers(tmp_path, environment, monkeypatch):
+    """SIGTERM while vLLM starts, and the second Ctrl-C while an answer is computed."""
+    state = tmp_path / "state"
+    monkeypatch.setenv("XDG_STATE_HOME", str(state))
+    environment = {**environment, "XDG_STATE_HOME": str(state)}
+    manager = DeploymentManager()
+    with serving(tmp_path, environment) as server:
+        read_until(server, "starting vLLM at")
+        assert manager.running()
+        server.terminate()
+        assert server.wait(60) == 128 + signal.SIGTERM
+    assert not manager.running()
+    with serving(tmp_path, environment) as server:
+        url = read_until(server, SERVES)[1]
+        [[served]] = manager.running().values()
+        body = {"token_ids": [10, 20, 30], "sampling_params": {"max_tokens": 400, "n": 128, "ignore_eos": True}}
+        connection = HTTPConnection(url.removeprefix("http://"))
+        connection.request("POST", "/inference/v1/generate", json.dumps(body))
+        wait_until(lambda: metric(served.url, "num_requests_running"))
+        server.send_signal(signal.SIGINT)
+        read_until(server, "press Ctrl-C again")
+        server.send_signal(signal.SIGINT)
+        assert server.wait(10) == 128 + signal.SIGINT
+        connection.close()
+    wait_until(lambda: not served.alive)
+    assert not manager.running()
 
 
 def test_an_agent_learns_through_it(tmp_path, environment):

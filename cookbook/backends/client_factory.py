@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from cookbook.backends.failures import Failures
 from cookbook.engine.model import ModelConfig
-from cookbook.futures import Future
+from cookbook.futures import Failures, Future
 from cookbook.protocols import Sampler, Trainer
 from cookbook.types import Checkpoint, JsonObject, Prompt, SampleResponse, SamplingParams
 

@@ -64,23 +64,18 @@ def serve(
     server.check_tls()
     files.make_folders(out)
     exclusive = contextlib.nullcontext() if server.durability == "off" else files.locked(out)
-    with exclusive, open_listener(server) if channel is None else channel.listener() as listener:
+    with exclusive, contextlib.ExitStack() as closing:
+        listener = closing.enter_context(open_listener(server) if channel is None else channel.listener())
         host = Host(model, backend, seed=seed, names=tuple(server.names), graph_bytes=int(server.graphs_gb * (1 << 30)))
-        deployed = None if deployment is None else Deployed(deployment, host, out)
+        closing.callback(host.close)
+        deployed = None
+        if deployment is not None:
+            # Servers of the deployment are ended also by a signal during their start.
+            signal.signal(signal.SIGTERM, _exit_in_order)
+            deployed = closing.enter_context(contextlib.closing(Deployed(deployment, host, out)))
         service = Service(host, Catalog(out, host.public, seed), server, deployed)
         log_to(out / LOG_FILE)
-        address, port = listener.getsockname()[:2]
-        scheme = "http" if server.tls_cert is None else "https"
-        url = f"{scheme}://[{address}]:{port}" if ":" in address else f"{scheme}://{address}:{port}"
-        if server.address_file is not None:
-            try:
-                files.write_text(Path(server.address_file), f"{url}\n")
-            except OSError as error:
-                raise ConfigError(
-                    f"server.address_file: cannot write {server.address_file!r}: {error.strerror}; choose a file in a writable "
-                    "folder"
-                ) from None
-        print(f"serving {model.name} on {url}  (checkpoints in {out})", flush=True)
+        print(f"serving {model.name} on {_write_address(server, listener)}  (checkpoints in {out})", flush=True)
         config = uvicorn.Config(
             create_app(service),
             log_level="warning",
@@ -94,10 +89,29 @@ def serve(
         # Uvicorn stops on SIGTERM, and raises the signal again after its shutdown. Ignore it then, so that the code after run()
         # runs.
         signal.signal(signal.SIGTERM, lambda *_: None)
+        DrainingServer(config, service, channel).run(sockets=[listener])
+
+
+def _exit_in_order(number: int, _: FrameType | None) -> NoReturn:
+    """End the process by an exception, so that open contexts are closed. A second signal does not interrupt them."""
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
+def _write_address(server: ServerConfig, listener: socket.socket) -> str:
+    """Return the URL of the server, and write it to ``server.address_file``. Raises ConfigError: the file is not writable."""
+    address, port = listener.getsockname()[:2]
+    scheme = "http" if server.tls_cert is None else "https"
+    url = f"{scheme}://[{address}]:{port}" if ":" in address else f"{scheme}://{address}:{port}"
+    if server.address_file is not None:
         try:
-            DrainingServer(config, service, channel).run(sockets=[listener])
-        finally:
-            service.close()
+            files.write_text(Path(server.address_file), f"{url}\n")
+        except OSError as error:
+            raise ConfigError(
+                f"server.address_file: cannot write {server.address_file!r}: {error.strerror}; choose a file in a writable "
+                "folder"
+            ) from None
+    return url
 
 
 def open_listener(server: ServerConfig) -> socket.socket:
@@ -190,9 +204,13 @@ class DrainingServer(uvicorn.Server):
 def _exit_now(service: Service, message: str, code: int) -> NoReturn:
     """End the process without waiting for its threads. As after a kill, the logs are whole, and a restart continues."""
     print(f"\n{message}", file=sys.stderr, flush=True)
-    service.attempts.end()
-    sys.stdout.flush()
-    os._exit(code)
+    try:
+        service.attempts.end()
+        if service.deployed is not None:
+            service.deployed.kill()
+        sys.stdout.flush()
+    finally:
+        os._exit(code)
 
 
 async def drain(service: Service, limit_s: float) -> None:

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from cookbook.backends.client_factory import ClientTrainer, PromptSampler, checkpoint_path
-from cookbook.backends.failures import Failures
 from cookbook.backends.local.trainer import LocalTrainer
 from cookbook.checkpoints import inventory, manifest
 from cookbook.engine.model import LORA_FILE, ModelConfig
 from cookbook.errors import CheckpointError, ConfigError
-from cookbook.futures import Future, done
+from cookbook.futures import Failures, Future, done
 from cookbook.protocols import EngineBackend
 from cookbook.types import Checkpoint, GetServerCapabilitiesResponse, JsonObject, SupportedModel
 from cookbook.utils.paths import packaged

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cookbook.backends.client_factory import ModelData, ModelInfo, checkpoint_path
-from cookbook.backends.failures import CallFuture, Failures, PendingStep
 from cookbook.backends.local.kept_graphs import Graphs
 from cookbook.backends.local.sample_queue import SHARDED, LocalSampler, SampleQueue
 from cookbook.backends.worker import Lane, Worker, with_remedy
@@ -19,7 +18,7 @@ from cookbook.engine.engine import Engine
 from cookbook.engine.loss_gradient import LossFunction
 from cookbook.engine.model import ModelConfig, SharedBase
 from cookbook.errors import BackendError, ConfigError, RolloutError
-from cookbook.futures import Future
+from cookbook.futures import CallFuture, Failures, Future, PendingStep
 from cookbook.losses.base import loss_of_call
 from cookbook.losses.normalization import as_normalization
 from cookbook.protocols import MAX_BATCH_TOKENS, EngineBackend, LaggingSampler, Sampler

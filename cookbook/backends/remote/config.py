@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cookbook.backends.client_factory import ClientTrainer, checkpoint_path
-from cookbook.backends.failures import Failures
 from cookbook.backends.remote import pointers
 from cookbook.backends.remote.connection import SERVER_FIELDS, Connection, refuse_adapter, require_tinker
 from cookbook.backends.remote.sampler import RemoteSampler
 from cookbook.backends.remote.trainer import RemoteTrainer
 from cookbook.engine.model import ModelConfig
 from cookbook.errors import ConfigError
+from cookbook.futures import Failures
 from cookbook.protocols import Backend
 from cookbook.types import Checkpoint, JsonObject
 

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from cookbook.backends.failures import CallFuture, Failures, PendingStep
 from cookbook.backends.remote import convert
 from cookbook.backends.remote.connection import FAILURES_READ, Connection
 from cookbook.backends.remote.linearized_loss import KEYS, LINEAR, LinearizedLoss, PendingGradient, check_loss, linearize
@@ -21,7 +20,7 @@ from cookbook.backends.worker import Worker
 from cookbook.engine.forward import empty_output
 from cookbook.engine.loss_gradient import LossFunction, accumulate
 from cookbook.errors import BackendError, ConfigError
-from cookbook.futures import Future
+from cookbook.futures import CallFuture, Failures, Future, PendingStep
 from cookbook.losses.base import Loss, loss_of_call
 from cookbook.losses.normalization import Normalization, as_normalization
 from cookbook.types import AdamParams, Datum, ForwardBackwardOutput, JsonObject, OptimStepOutput, as_adam, as_datum

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cookbook.backends.client_factory import ModelData, ModelInfo, checkpoint_path
-from cookbook.backends.failures import Failures
 from cookbook.backends.remote import convert, pointers
 from cookbook.backends.remote.connection import Connection
 from cookbook.backends.remote.linearized_loss import LINEAR, PendingGradient
@@ -24,7 +23,7 @@ from cookbook.checkpoints import store
 from cookbook.checkpoints.snapshots import tokenizer_digests
 from cookbook.engine.model import ModelConfig, context_length, load_tokenizer
 from cookbook.errors import BackendError, CheckpointError, ConfigError, RolloutError
-from cookbook.futures import Future
+from cookbook.futures import Failures, Future
 from cookbook.protocols import MAX_BATCH_TOKENS, Sampler
 from cookbook.types import Array, Checkpoint, Datum, JsonObject, as_datum, request_seed
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -170,6 +172,7 @@ class VllmDeployment:
         self._config = config
         self._trainer = trainer
         self._end = contextlib.ExitStack()
+        self._kill: Callable[[], None] = lambda: None
         try:
             self.servers = self._servers(live)
             self._end.callback(self.servers.close)
@@ -192,7 +195,16 @@ class VllmDeployment:
         return TOLERANCES[self._config.options(self._trainer).dtype] if tolerance == "auto" else tolerance
 
     def close(self) -> None:
-        self._end.close()
+        try:
+            self._end.close()
+        except BaseException:
+            # Such as a second Ctrl-C.
+            self.kill()
+            raise
+
+    def kill(self) -> None:
+        """End the servers that :meth:`close` would end, without waiting for them."""
+        self._kill()
 
     def _servers(self, live: bool) -> Servers:
         trainer, config, clients = self._trainer, self._config, self._clients()
@@ -215,6 +227,7 @@ class VllmDeployment:
         self._end.enter_context(manager.held(name))
         if config.on_exit == "delete":
             self._end.callback(manager.delete, name)
+            self._kill = functools.partial(manager.kill, name)
         started = time.monotonic()
         running = manager.create(name, config.options(self._trainer), config.replicas, config.startup_s)
         for one in running:

@@ -205,6 +205,13 @@ def birth(pid: int) -> str | None:
     return None if fields[0] == "Z" else fields[19]
 
 
+def kill(pid: int, born: str) -> None:
+    """End the server and its child processes with SIGKILL, without waiting for them."""
+    if birth(pid) in (born, None):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+
+
 def stop(pid: int, born: str) -> None:
     """End the server and its child processes, with SIGTERM and after a while with SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):

@@ -149,6 +149,12 @@ class DeploymentManager:
             self._end(name, place, one)
         shutil.rmtree(self.folder / name, ignore_errors=True)
 
+    def kill(self, name: str) -> None:
+        """End the servers without waiting for them, and delete the deployment."""
+        for one in self._replicas(name).values():
+            process.kill(one.pid, one.born)
+        shutil.rmtree(self.folder / name, ignore_errors=True)
+
     def reap(self, prefix: str) -> None:
         """Delete unused deployments whose name has this prefix; killed runs leave them."""
         for name in self.running():

@@ -234,9 +234,13 @@ class DeploymentSampler:
         """Export the checkpoint. A bound method, so that holding the callable keeps the sampler and its checkpoint alive."""
         sampler_checkpoints.export(checkpoint, folder)
 
-    def _submit(self, tokens: list[int], options: JsonObject, read: Callable[[JsonObject], T]) -> Future[T]:
+    def reload(self) -> None:
+        """Make the servers load these weights, if they have others."""
         if self.before is not None:
             self.before()
+
+    def _submit(self, tokens: list[int], options: JsonObject, read: Callable[[JsonObject], T]) -> Future[T]:
+        self.reload()
         model = {"model": self.adapter} if self.adapter is not None else {}
         return self.pool.submit({**model, "token_ids": tokens, "sampling_params": options}, read)
 

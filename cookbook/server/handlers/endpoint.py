@@ -19,6 +19,7 @@ from cookbook.errors import BackendError, CheckpointError, CookbookError, DataEr
 from cookbook.server.handlers.sampling import exceeded_limit
 from cookbook.server.keys import caller_name
 from cookbook.server.state.catalog import SCHEME, Address, CheckpointRecord
+from cookbook.server.state.deployed import DeployedFuture
 from cookbook.server.state.endpoint import OWNER, Caller
 from cookbook.server.state.samplers import SamplingSession, file_bytes
 from cookbook.server.state.service import Service
@@ -221,8 +222,13 @@ class Completion:
                 if stream:
                     future.on_tokens = functools.partial(_report, loop, self._events, index)
                 self._futures.append(future)
-                # Without an id: a restart does not replay the request.
-                self._size.batcher.add("", future, functools.partial(self._finish, index))
+                finish = functools.partial(self._finish, index)
+                if isinstance(future, DeployedFuture):
+                    # Not through the worker, which may be busy with a long call.
+                    future.add_done_callback(functools.partial(loop.call_soon_threadsafe, finish))
+                else:
+                    # Without an id: a restart does not replay the request.
+                    self._size.batcher.add("", future, finish)
 
     def stop(self) -> None:
         """Stop the computation, because the client has disconnected or has all of its results."""

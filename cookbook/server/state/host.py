@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cookbook.backends.failures import ServedFailures
 from cookbook.backends.local import LocalTrainer
 from cookbook.backends.local.kept_graphs import KeptGraphs
 from cookbook.backends.local.sample_queue import SHARDED, LocalSampler, SampleQueue
@@ -21,6 +20,7 @@ from cookbook.engine.loss_gradient import LossFunction
 from cookbook.engine.model import ModelConfig, SharedBase, resolved
 from cookbook.engine.shape import is_adapter
 from cookbook.errors import BackendError, ConfigError
+from cookbook.futures import ServedFailures
 from cookbook.protocols import EngineBackend
 from cookbook.server.wire.bodies import Refused
 from cookbook.types import Datum, ForwardBackwardOutput

@@ -134,12 +134,6 @@ class Service:
         # The event loop keeps only weak references to tasks, so a task without another reference could be collected.
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def close(self) -> None:
-        """End the deployment and the worker thread."""
-        if self.deployed is not None:
-            self.deployed.close()
-        self.host.close()
-
     # ---- sessions ------------------------------------------------------------------------------------------------
 
     def note_request(self) -> None:
@@ -467,6 +461,8 @@ class Service:
         for run in self.runs.values():
             run.lane.clear()
         self.endpoint.drop()
+        if self.deployed is not None:
+            self.deployed.abandon()
 
     # ---- tasks ---------------------------------------------------------------------------------------------------
 
