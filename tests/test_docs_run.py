@@ -111,6 +111,8 @@ def place(filled: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  #
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("COOKBOOK_CACHE", str(here / "cache"))
+    # The records of jobs: the id of a deleted job stays taken.
+    monkeypatch.setenv("XDG_STATE_HOME", str(here / "state"))
     return here / "pages"
 
 
