@@ -256,6 +256,6 @@ def test_check_env_plays_a_program_and_plan_refuses_it(capsys):
     write("agent.py", CALLS + 'message = chat([user(os.environ["COOKBOOK_SEED"])])\nprint(len(message["content"]))\n')
     command = f'command="{sys.executable} agent.py"'
     assert run(["check", "env", "agent", command, "max_turns=2"]) == 0
-    assert "played on 1,000 numbered rows" in capsys.readouterr().out
+    assert "played on env[train]:0 and the next rows" in capsys.readouterr().out
     assert run(["plan", "recipe=grpo", "env=agent", f"env.{command}"]) == 2
     assert "env: plan cannot know the calls of a program" in capsys.readouterr().err

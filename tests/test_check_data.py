@@ -255,7 +255,7 @@ def test_a_plan_names_the_optimizer_and_says_that_nothing_is_held_out(tmp_path):
 def test_what_would_have_to_be_downloaded_is_not_counted():
     found = facts("recipe=sft", "data=hub", "data.name=some/where", "recipe.epochs=3", "recipe.batch_size=64")
     assert found["data"] == "some/where[train], of the hub, not read; held out: of the hub, not read"
-    assert found["steps"] == "3 x the rows, 64 a step"
+    assert found["steps"] == "3 x the rows, 64 per step"
 
 
 @pytest.mark.slow

@@ -98,8 +98,8 @@ COMPOSED = [
     (["optim="], "optim: no option given (choices: adafactor, adamw)"),
     (
         ["experiment=mine"],
-        "unknown experiment 'mine'. (choices: dpo_pairs, grpo_chain_sum, grpo_gsm8k, grpo_judge, grpo_lora, grpo_remote, "
-        "grpo_second_try, grpo_sums, orpo_pairs, sft_chat)",
+        "unknown experiment 'mine'. (choices: dpo_pairs, grpo_chain_sum, grpo_gsm8k, grpo_gsm8k_tiny, grpo_judge, "
+        "grpo_lora, grpo_remote, grpo_second_try, grpo_sums, orpo_pairs, sft_chat)",
     ),
     (
         ["optim.lr=1e-5,1e-6"],

@@ -59,6 +59,22 @@ GSM8K = [
 WITHOUT_GRADIENT = ("my_env.py:GuessNumber",)
 
 
+# An environment whose episodes are rows of the data.
+OF_ROWS = """
+
+class MyClass:
+    def reset(self, question, answer):
+        self.answer = answer
+        return question
+
+    def step(self, text):
+        return None
+
+    def get_reward(self):
+        return 0.0
+"""
+
+
 def blocks(name: str) -> list[str]:
     """The Python of a page."""
     [page] = (page for page in PAGES if page.stem == name)
@@ -79,7 +95,8 @@ def prepare() -> None:
     Path("chats").mkdir()
     Path("chats/a.jsonl.gz").write_bytes(gzip.compress(Path("chats.jsonl").read_bytes()))
     Path("rubric.txt").write_text("Is it right?\n{prompt}\n<answer>\n{completion}\n</answer>\nEnd with 'Score: N'.\n")
-    Path("my_env.py").write_text(blocks("environments")[0])
+    Path("my_env.py").write_text(blocks("environments")[0] + OF_ROWS)
+    Path("rows.jsonl").write_text('{"question": "2+3=", "answer": "5"}\n' * 3)
     Path("my_file.py").write_text(blocks("rewards")[0])
     Path("focal.py").write_text(blocks("own-recipe")[0])
     Path("my_tracker.py").write_text(blocks("trackers")[0])

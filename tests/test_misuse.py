@@ -84,7 +84,10 @@ def copy_of_tiny(name: str, *without: str) -> Path:
             ("~reward", "reward: recipe=grpo learns from rewards; choose one, for example reward=number"),
             ("reward=python", "reward.target: missing; Python needs text"),
             ("reward=python reward.target=mine.py:f", "reward.target: mine.py does not exist in "),
-            ("+hook.mine._target_=my_hooks.Mine", "hook.mine._target_: the module 'my_hooks' is neither in this folder "),
+            (
+                "+hook.mine._target_=no_hooks.Mine",
+                "hook.mine._target_: the module 'no_hooks' is neither in this folder ",
+            ),
             ("backend.device=cuda:99", "backend.device: "),
             ("backend.device=mps", "backend.device: the GPU of a Mac does not support float64"),
             ("backend.device=meta", "backend.device: expected auto, cpu or cuda"),

@@ -162,7 +162,7 @@ COMPOSED: dict[str, dict[str, object] | str] = {
     "backend.api_key_file=key": {"backend.api_key_file": "key", "model.name": "Qwen/Qwen3-8B"},
     "serve model=tiny": {"model.random": False},
     "serve backend.ranks=2": {"backend.ranks": 2},
-    "serve model=qwen3_0p6b deployment=vllm": {**QWEN, "deployment.replicas": 1},
+    "serve model=qwen3_0p6b deployment=vllm": {**QWEN, "model.dtype": "bfloat16", "deployment.replicas": 1},
     "train recipe=sft model=tiny backend.ranks=2": {"backend.ranks": 2, "model.random": False},
     "train recipe=sft model=qwen3_0p6b backend.gpus=8": {"backend.gpus": 8, "backend.ranks": None},
     "train recipe=sft model=qwen3_0p6b backend.gpus=8 backend.shard=all eval.answers=false": {
@@ -228,7 +228,7 @@ def request(command: str, config: Path) -> bridge.ComposeRequest:
         asked: list[bridge.ComposeRequest] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(bridge, "run", lambda request, job: asked.append(request))
-            evaluate.evaluate(given["target"], overrides)
+            evaluate.evaluate(given["target"], overrides, evaluate.TaskOptions(None, None, None, False))
         return asked[0]
     name = "serve" if command.startswith("serve") else "train"
     return bridge.ComposeRequest(

@@ -127,6 +127,6 @@ def test_a_run_that_has_trained_nothing_has_failed(capsys):
 def test_a_recipe_whose_turns_are_no_steps_cannot_be_resumed_and_fails(capsys):
     words = fork(turns="run.steps(cfg.steps)", update="run.optim_step(step) if step.index else {}")
     assert train(*words, *QUIET) == 2
-    error = "error: recipe: after 3 turns of run.steps the model has seen 2 optimizer steps; call run.optim_step(step) once a "
-    assert capsys.readouterr().err == f"{error}turn\n"
+    error = "error: recipe: after 3 turns of run.steps the model has seen 2 optimizer steps; call run.optim_step(step) once "
+    assert capsys.readouterr().err == f"{error}per turn\n"
     assert told()["state"] == "failed" and len(rows("run")) == 3
