@@ -514,6 +514,16 @@ SetEnv PATH={path} PYTHONPATH={root} OMP_NUM_THREADS=1 XDG_STATE_HOME={state}
 """
 
 
+@contextlib.contextmanager
+def ended(command: list, **options) -> Iterator[subprocess.Popen]:
+    """The command runs beside the body, and ends with it: an error in the body is seen, not waited on."""
+    with subprocess.Popen(command, **options) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+
+
 @pytest.fixture
 def login(manager, tmp_path) -> Iterator[list[str]]:
     """The command that connects to an SSH server of this machine, and whose commands have the manager's table."""
@@ -530,10 +540,9 @@ def login(manager, tmp_path) -> Iterator[list[str]]:
     (folder / "config").write_text(SSHD_CONFIG.format(**values))
     options = ["StrictHostKeyChecking=no", f"UserKnownHostsFile={folder}/known", "BatchMode=yes", "LogLevel=ERROR"]
     client = ["ssh", "-i", str(folder / "laptop"), "-p", str(port), *(word for one in options for word in ("-o", one))]
-    with subprocess.Popen([sshd, "-D", "-e", "-f", folder / "config"], stderr=(folder / "log").open("wb")) as server:
+    with ended([sshd, "-D", "-e", "-f", folder / "config"], stderr=(folder / "log").open("wb")):
         until(lambda: subprocess.run([*client, "127.0.0.1", "true"], check=False).returncode == 0, (folder / "log").read_text)
         yield client
-        server.terminate()
 
 
 @pytest.mark.slow
@@ -543,13 +552,14 @@ def test_a_laptop_trains_a_job_through_ssh(login, undisturbed, tmp_path):
     at_login = f"cd {tmp_path} && cookbook jobs"
     subprocess.run([*login, "127.0.0.1", f"{at_login} create mine model=tiny job=local"], check=True)
     forward = [*login, "-L", f"{near}:127.0.0.1:{far}", "127.0.0.1", f"{at_login} attach mine --port {far}"]
-    with subprocess.Popen(forward, stdin=subprocess.DEVNULL) as tunnel:
+    with ended(forward, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as tunnel:
+        # Before attach listens, ssh takes a connection and closes it.
+        assert any(line.startswith("next: cookbook train") for line in tunnel.stdout)
         key = subprocess.run([*login, "127.0.0.1", f"cat {tmp_path}/runs/jobs/mine/key"], check=True, capture_output=True)
         Path("key").write_bytes(key.stdout)
         Path("key").chmod(0o600)
         driver = Driver("backend=remote", f"backend.base_url=http://127.0.0.1:{near}", "backend.api_key_file=key")
         driver.wait()
-        tunnel.terminate()
     assert same_numbers(driver.run, undisturbed)
 
 
