@@ -277,15 +277,21 @@ class AgentRunner(EpisodeRunner):
         """Notice programs that have ended, and stop those that exceed their time."""
         while not self._is_closed:
             for session in list(self._running.values()):
-                assert session.program is not None
-                code = session.program.exit_code()
-                if code is not None:
-                    self._stop(session, self._outcome(session, session.program, code))
-                elif session.deadline is not None and time.monotonic() > session.deadline:
-                    limit = f"{self._config.timeout_s:g} s"
-                    message = f"the program has neither called the model nor ended in {limit}; fix it, or raise env.timeout_s"
-                    self._stop(session, {"failure": message, "ended": "timeout"})
+                with self._changed:
+                    # Another thread may have stopped it, and closed the files that an outcome is read from.
+                    if session.key in self._running:
+                        self._end_if_over(session)
             time.sleep(POLL_S)
+
+    def _end_if_over(self, session: ProgramSession) -> None:
+        assert session.program is not None
+        code = session.program.exit_code()
+        if code is not None:
+            self._stop(session, self._outcome(session, session.program, code))
+        elif session.deadline is not None and time.monotonic() > session.deadline:
+            limit = f"{self._config.timeout_s:g} s"
+            message = f"the program has neither called the model nor ended in {limit}; fix it, or raise env.timeout_s"
+            self._stop(session, {"failure": message, "ended": "timeout"})
 
     def _outcome(self, session: ProgramSession, program: Program, code: int) -> JsonObject:
         """Return the end of a program that has ended by itself."""
