@@ -166,7 +166,7 @@ def test_ctrl_c_inside_of_omegaconf_is_ctrl_c():
     """Seen by ``make kills``: its clearing up fails, and it makes an error of its own of that."""
     from omegaconf.errors import ConfigAttributeError
 
-    from cookbook.cli.hydra.composer import _is_interrupt
+    from cookbook.utils.signals import is_interrupt
 
     def clearing_up():
         try:
@@ -180,7 +180,20 @@ def test_ctrl_c_inside_of_omegaconf_is_ctrl_c():
         except AttributeError as cause:
             raise ConfigAttributeError("no attribute") from cause
     except ConfigAttributeError as error:
-        assert _is_interrupt(error) and not _is_interrupt(ConfigAttributeError("a slip"))
+        assert is_interrupt(error) and not is_interrupt(ConfigAttributeError("a slip"))
+
+
+def test_ctrl_c_inside_of_an_import_of_transformers_is_ctrl_c():
+    from cookbook.engine.model import _cannot_load
+
+    try:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise ImportError("could not import module 'Qwen3ForCausalLM'")
+    except ImportError as error:
+        with pytest.raises(KeyboardInterrupt):
+            _cannot_load("weights", "tiny", error)
 
 
 def test_one_warning_of_bitsandbytes_is_hidden_and_no_other(caplog):

@@ -80,6 +80,22 @@ def test_a_server_in_a_process_of_its_own_is_killed_resumes_and_ends_on_request(
     assert "\nfinishing accepted requests and saving runs; press Ctrl-C again to stop immediately\n" in told
 
 
+@pytest.mark.slow
+def test_ctrl_c_at_the_first_line_stops_in_order(tmp_path, tiny_folder):
+    """The signal comes before Uvicorn handles signals."""
+    command = [sys.executable, "-m", "cookbook", "serve", f"model.name={tiny_folder}", "server.port=0", "out=out"]
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path, **pipes) as server:
+        assert server.stdout.readline().startswith("serving ")
+        server.send_signal(signal.SIGINT)
+        _, told = server.communicate(timeout=60)
+    assert server.returncode == 130
+    assert told.endswith("finishing accepted requests and saving runs; press Ctrl-C again to stop immediately\n")
+    assert "Warning" not in told and "Traceback" not in told
+
+
 def _train(training):
     tokens = list(range(40, 60))
     inputs = {"target_tokens": tokens[1:], "weights": [1.0] * 19}

@@ -22,6 +22,7 @@ from cookbook import terminal
 from cookbook.engine.parallel import Ranks
 from cookbook.errors import BackendError, ConfigError
 from cookbook.utils import hub, paths
+from cookbook.utils.signals import is_interrupt
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -444,6 +445,9 @@ def _must_exist(name: str) -> None:
 
 
 def _cannot_load(what: str, name: str, error: BaseException) -> str:
+    # transformers reports an import that Ctrl-C stopped as a missing package.
+    if is_interrupt(error):
+        raise KeyboardInterrupt from error
     if Path(name).is_dir():
         described = any((Path(name) / file).is_file() for file in ("config.json", LORA_FILE))
         problem = _first_line(error).rstrip(" .:") if described else "no config.json"

@@ -75,7 +75,6 @@ def serve(
             deployed = closing.enter_context(contextlib.closing(Deployed(deployment, host, out)))
         service = Service(host, Catalog(out, host.public, seed), server, deployed)
         log_to(out / LOG_FILE)
-        print(f"serving {model.name} on {_write_address(server, listener)}  (checkpoints in {out})", flush=True)
         config = uvicorn.Config(
             create_app(service),
             log_level="warning",
@@ -86,10 +85,11 @@ def serve(
             ssl_certfile=server.tls_cert,
             ssl_keyfile=server.tls_key,
         )
-        # Uvicorn stops on SIGTERM, and raises the signal again after its shutdown. Ignore it then, so that the code after run()
-        # runs.
-        signal.signal(signal.SIGTERM, lambda *_: None)
-        DrainingServer(config, service, channel).run(sockets=[listener])
+        uvicorn_server = DrainingServer(config, service, channel)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, uvicorn_server.handle_outside)
+        print(f"serving {model.name} on {_write_address(server, listener)}  (checkpoints in {out})", flush=True)
+        uvicorn_server.run(sockets=[listener])
 
 
 def _exit_in_order(number: int, _: FrameType | None) -> NoReturn:
@@ -143,6 +143,18 @@ class DrainingServer(uvicorn.Server):
         self.service = service
         self._channel = channel
         self._has_signal = False
+        # A signal before Uvicorn handled signals.
+        self._early: int | None = None
+
+    def handle_outside(self, sig: int, frame: FrameType | None) -> None:
+        """Handle a signal before Uvicorn does, and the signal that Uvicorn raises again after its shutdown.
+
+        An early signal waits until the server has started. A later SIGTERM is ignored, so that the code after ``run`` runs.
+        """
+        if self._early is None and not self._has_signal:
+            self._early = sig
+        elif sig == signal.SIGINT:
+            raise KeyboardInterrupt
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # An idle server may be shutting down before its first signal.
@@ -167,6 +179,8 @@ class DrainingServer(uvicorn.Server):
             channel.ready()
 
     async def main_loop(self) -> None:
+        if self._early is not None and not self._has_signal:
+            self.handle_exit(self._early, None)
         tasks = [asyncio.create_task(show_status(self.service)), asyncio.create_task(self._end_if_idle())]
         try:
             await super().main_loop()

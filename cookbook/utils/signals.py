@@ -20,6 +20,15 @@ class Interrupted(KeyboardInterrupt):
         self.step = step
 
 
+def is_interrupt(error: BaseException | None) -> bool:
+    """Whether Ctrl-C caused ``error``: a library may turn an interrupt into an error of its own."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 class InterruptGuard:
     """Context in which the first signal sets ``asked``, and the second raises KeyboardInterrupt immediately."""
 

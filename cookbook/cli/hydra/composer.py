@@ -31,6 +31,7 @@ from cookbook.cli.hydra import conf_files, errors, shorthand
 from cookbook.config.typed import TARGET
 from cookbook.errors import ConfigError, CookbookError
 from cookbook.utils import paths
+from cookbook.utils.signals import is_interrupt
 from cookbook.utils.suggest import did_you_mean
 
 RERUN = "config-of-an-earlier-run"
@@ -144,7 +145,7 @@ class Composer:
         except CookbookError:
             raise
         except PROBLEMS as error:
-            if _is_interrupt(error):
+            if is_interrupt(error):
                 raise KeyboardInterrupt from error
             raise ConfigError(errors.explain(error, self.keys)) from error
 
@@ -347,12 +348,3 @@ def _flat(node: DictConfig, prefix: str = "") -> Iterator[str]:
         yield f"{prefix}{key!s}"
         if isinstance(value, DictConfig):
             yield from _flat(value, f"{prefix}{key!s}.")
-
-
-def _is_interrupt(error: BaseException | None) -> bool:
-    """Whether Ctrl-C caused ``error``: an interrupt during OmegaConf's cleanup becomes an error of OmegaConf."""
-    while error is not None:
-        if isinstance(error, KeyboardInterrupt):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
