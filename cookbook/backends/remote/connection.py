@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from cookbook.backends.remote import convert
 from cookbook.backends.remote.convert import ErrorTranslator
 from cookbook.backends.remote.watchdog import Watchdog
-from cookbook.engine.model import ModelConfig
+from cookbook.engine.model import ModelConfig, resolved
 from cookbook.errors import BackendError, ConfigError, CookbookError
 from cookbook.futures import Future
 from cookbook.losses.base import Loss
@@ -185,7 +185,7 @@ class Connection:
         Raises:
             BackendError: the server does not serve the model.
         """
-        for name in (model.name, Path(model.name).name):
+        for name in (model.name, Path(resolved(model.name)).name):
             if name in self._lengths:
                 return name
         choices = ", ".join(sorted(self._lengths, key=len)) or "none"

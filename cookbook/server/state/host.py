@@ -83,7 +83,7 @@ class Host:
         self.model = model
         self.config = config.for_serving(trains=True)
         self.name = resolved(model.name)
-        self.names = frozenset({self.name, model.name, Path(model.name).name, *names})
+        self.names = frozenset({self.name, model.name, Path(self.name).name, *names})
         self._aliases = names
         self.worker = Worker(config.threads)
         self.graphs = KeptGraphs(graph_bytes)
@@ -262,7 +262,8 @@ class Host:
 
 def _is_public(name: str) -> bool:
     """Whether the name of a model is no path of this machine."""
-    return not Path(name).is_absolute() and not Path(name).is_dir()
+    # The bare name of a folder is public, also if the server runs in the parent of this folder.
+    return not Path(name).is_absolute() and (Path(name).name == name != ".." or not Path(name).is_dir())
 
 
 def target_modules(*, attention: bool, mlp: bool) -> str | list[str]:
