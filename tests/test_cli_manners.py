@@ -196,6 +196,26 @@ def test_ctrl_c_inside_of_an_import_of_transformers_is_ctrl_c():
             _cannot_load("weights", "tiny", error)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["serve", "model=tiny", "server.port=0"], "out: cannot write to runs/serve: Not a directory; choose another folder"),
+        (["train", "recipe=sft", "seed=0,1", "-m"], "sweep: cannot write to runs/sweep-"),
+        (["jobs", "create", "mine", "model=tiny", "job=local"], "job.folder: cannot write to "),
+    ],
+    ids=lambda one: one[0] if isinstance(one, list) else None,
+)
+def test_a_folder_that_cannot_be_written_is_one_line(words, message, tmp_path, monkeypatch, capsys):
+    """Root may write anywhere: a file stands where a folder is needed."""
+    pytest.importorskip("tinker" if words[0] == "jobs" else "fastapi")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    Path("runs").touch()
+    assert run(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {message}") and error.count("\n") == 1
+
+
 def test_one_warning_of_bitsandbytes_is_hidden_and_no_other(caplog):
     """peft imports bitsandbytes, which warns on every use of LoRA that a 4-bit kernel for CPUs is missing."""
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is an extra")

@@ -111,7 +111,10 @@ def test_reconstruct(folder, capsys, make_trainer):
 
 
 def test_export_leaves_the_optimizer_out(folder, capsys):
+    # The files of the export can be written, also if those of the checkpoint cannot.
+    (folder / "checkpoints" / "step-000005" / "config.json").chmod(0o444)
     assert cookbook(capsys, "export", folder / "checkpoints" / "step-000005", folder / "model")[0] == 0
+    assert (folder / "model" / "config.json").stat().st_mode & 0o200
     before, after = (
         {path.name for path in one.iterdir()} for one in (folder / "checkpoints" / "step-000005", folder / "model")
     )
@@ -168,6 +171,13 @@ def test_prune(folder, capsys):
     assert cookbook(capsys, "verify", folder)[0] == 0
     assert cookbook(capsys, "prune", folder, "--keep", "0")[0] == 0
     assert names(folder) == ["notes", "step-000005"]
+
+
+def test_a_run_without_a_lock_is_not_pruned(folder, capsys):
+    """As in a folder that is write-protected, which root would not notice."""
+    (folder / ".lock").mkdir()
+    code, _, errors = cookbook(capsys, "prune", folder, "--keep", "1")
+    assert code == 2 and errors == [f"error: weights: cannot write to {folder}: Is a directory; make the folder writable"]
 
 
 def test_a_run_under_way_is_not_pruned(folder, capsys):

@@ -295,7 +295,8 @@ def export(folder: Path, out: Path, *, merged: bool = False) -> Checkpoint:
                 names = [name for name, _ in tensor_digests.tensors_in(path)]
                 save_file({name: full.tensors[name] for name in names}, aside / path.name, metadata={"format": "pt"})
             elif path.name != manifest.NAME:
-                shutil.copy2(path, aside / path.name)
+                # Without the mode: the card of a write-protected checkpoint is replaced below.
+                shutil.copyfile(path, aside / path.name)
         kept = {key: facts[key] for key in ("step", "base_model", "dtype", "lora", "weights") if key in facts}
         card.write(aside, {**facts, "kind": "base"})
         manifest.write(aside, {**kept, "kind": "base"})

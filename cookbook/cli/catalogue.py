@@ -245,7 +245,9 @@ def _write(texts: Mapping[Path, str]) -> None:
         for unwanted in texts:
             with contextlib.suppress(OSError):
                 unwanted.unlink()
-        raise ConfigError(f"fork: cannot write {paths.shown(path)}: {error.strerror}") from error
+        raise ConfigError(
+            f"fork: cannot write {paths.shown(path)}: {error.strerror}; run the command in a writable folder"
+        ) from error
 
 
 def _colored(line: str) -> str:

@@ -191,5 +191,9 @@ def _named(folder: Path) -> Path:
 def _run_locked(folder: Path) -> Iterator[None]:
     """Hold the run's lock, if there is a run: its next delta needs its predecessor."""
     run = next((one for one in (folder, folder.parent) if (one / run_folder.CONFIG).is_file()), None)
-    with files.locked(run) if run is not None else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(files.locked(run) if run is not None else contextlib.nullcontext())
+        except OSError as error:
+            raise ConfigError(f"weights: cannot write to {run}: {error.strerror}; make the folder writable") from None
         yield

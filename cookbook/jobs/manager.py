@@ -329,7 +329,12 @@ class TrainerJobManager:
     def _start(self, job: TrainerJob, launcher: JobLauncher, number: int) -> None:
         files = _files(job, number)
         if not files.script.exists():
-            command.prepare(files, job.folder, job.trainer, launcher, job.cwd)
+            try:
+                command.prepare(files, job.folder, job.trainer, launcher, job.cwd)
+            except OSError as error:
+                raise ConfigError(
+                    f"job.folder: cannot write to {job.folder}: {error.strerror}; choose another folder"
+                ) from None
         handle = launcher.start(files)
         self._table.set_attempt(job.job_id, number, handle=handle)
         kind = type(launcher).__module__.rpartition(".")[2]

@@ -21,6 +21,7 @@ from cookbook.backends.group.supervisor import RankChannel
 from cookbook.engine.model import ModelConfig
 from cookbook.errors import ConfigError
 from cookbook.protocols import DeploymentConfig, EngineBackend
+from cookbook.run.hooks import writing_to
 from cookbook.server.app import create_app
 from cookbook.server.config import ServerConfig
 from cookbook.server.connections import BoundedConnection, fit_connections
@@ -62,9 +63,10 @@ def serve(
     # Fail on missing keys now, before the model is loaded, which takes long.
     server.key_ring()
     server.check_tls()
-    files.make_folders(out)
-    exclusive = contextlib.nullcontext() if server.durability == "off" else files.locked(out)
-    with exclusive, contextlib.ExitStack() as closing:
+    with contextlib.ExitStack() as closing:
+        with writing_to(out):
+            files.make_folders(out)
+            closing.enter_context(contextlib.nullcontext() if server.durability == "off" else files.locked(out))
         listener = closing.enter_context(open_listener(server) if channel is None else channel.listener())
         host = Host(model, backend, seed=seed, names=tuple(server.names), graph_bytes=int(server.graphs_gb * (1 << 30)))
         closing.callback(host.close)

@@ -133,6 +133,11 @@ def _sweep(composer: Composer, job: Job, optimizing: bool) -> None:
             # A recipe's own ValueError is a bug, and keeps its trace.
             raise
         raise ConfigError(errors.explain(error, composer.keys)) from error
+    except OSError as error:
+        # An error in a file of a run is a bug, and keeps its trace.
+        if error.filename is None or not folder.is_relative_to(error.filename):
+            raise
+        raise ConfigError(f"sweep: cannot write to {folder}: {error.strerror}; run the command in a writable folder") from None
     finally:
         del os.environ[SWEEP]
         _tidy(folder)
@@ -149,7 +154,8 @@ def _sweep(composer: Composer, job: Job, optimizing: bool) -> None:
 
 def _tidy(folder: Path) -> None:
     """Delete Hydra's record of the sweep, because every run has its own. A launcher's files stay."""
-    (folder / "multirun.yaml").unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        (folder / "multirun.yaml").unlink()
     for empty in (folder, folder.parent):
         with contextlib.suppress(OSError):
             empty.rmdir()
