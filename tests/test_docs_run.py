@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 import re
 import shutil
 import sys
@@ -14,26 +15,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from evaltools import need_lm_eval
 from runtools import ROOT, checkpoint, here, train  # noqa: F401 - here is a fixture
 from test_gallery import judge
 from test_readme import COMPOSED, FOUND, PAGES
 
+from cookbook.backends.local import LocalConfig, LocalTrainer
 from cookbook.cli.app import run
+from cookbook.engine.model import ModelConfig
 from cookbook.sampling.rewards import Limits
+from cookbook.types import AdamParams, Datum, ModelInput
 
-# Commands that need what this machine lacks, or run until they are stopped; and the test that runs them.
+# Commands that run in tests/test_docs_servers.py: they need a server, a job, a hub, or run until they are stopped.
+SERVED = r"^serve|backend=remote|--serve|job=|^jobs (create|attach|logs|stop|delete)|push runs/mine user/name --private"
+# Commands that do not run as printed, and why; the test that proves them.
 ELSEWHERE = {
-    r"deployments create|deployments (scale|warm-up|delete)|deployment=vllm": "test_vllm.py, with vLLM",
-    r"job=|^jobs (create|attach|logs|stop|delete)": "test_jobs.py",
-    r"^serve|backend=remote|experiment=grpo_remote|--serve": "test_server_command.py, test_gallery.py, test_view.py: a server",
-    r"backend.gpus|backend.ranks=2": "test_ranks.py, test_sharded.py",
-    r"--tasks|reward=ifeval": "test_lm_eval.py, test_rewards_packages.py, with lm-eval",
-    r"env=textarena|check env textarena": "test_environment_games.py, with textarena",
-    r"env=agent|check env agent": "test_agents.py",
-    r"experiment=": "test_gallery.py",
-    r"weights reconstruct": "test_cli_weights.py: a chain of deltas",
-    r"push runs/mine user/name --private": "test_push.py: a hub",
-    r"^train .* -m$": "test_sweeps.py",
+    "^deployments (create|scale|warm-up|delete)": "vLLM: test_vllm.py::test_the_command_and_a_run_find_the_same_servers",
+    "^serve .*deployment=vllm": "vLLM: test_vllm_endpoint.py::test_samples_are_those_of_the_named_weights",
+    "backend.*deployment=vllm": "vLLM, GPUs: test_vllm.py::test_grpo_on_two_ranks_learns_through_it",
+    "deployment=vllm.*lora": "vLLM: test_vllm.py::test_grpo_of_an_adapter_learns_through_it",
+    "deployment=vllm.*on_exit=keep": "vLLM: test_vllm.py::test_grpo_with_samples_that_lag_behind",
+    "deployment=vllm": "vLLM: test_vllm.py::test_grpo_learns_through_it",
+    "experiment=": "three steps of each, with its judge, server or packages: test_gallery.py::test_an_experiment_runs",
 }
 # Names on the pages, and the files of this repository that the test uses instead.
 STANDS_FOR = {
@@ -46,6 +49,10 @@ STANDS_FOR = {
     "runs/grpo-20261122-031132-ac58": "runs/mine",
     "runs/mine/checkpoints/step-000050": "CHECKPOINT",
     "/tmp/mine.html": "mine.html",
+    # Two processes in place of eight GPUs.
+    "backend.gpus=8": "backend.ranks=2",
+    # The tasks of lm-eval with these names download their documents.
+    "gsm8k,ifeval": "my_task",
 }
 SHORT = ["data.limit=24", "eval.limit=2", "rollout.max_tokens=16", "eval.max_tokens=16", "recipe.steps=1"]
 GSM8K = [
@@ -55,8 +62,9 @@ GSM8K = [
     "data.eval_split=null",
     "data.eval_fraction=0",
 ]
-# The shipped model can do nothing of what these ask: a run without any gradient ends with exit code 2, saved.
-WITHOUT_GRADIENT = ("my_env.py:GuessNumber",)
+IFEVAL = ["data.name=null", "data.path=ifeval.jsonl", "data.eval_path=ifeval.jsonl", "data.eval_split=null"]
+# The shipped model can play no game: a run without any gradient ends with exit code 2, saved.
+WITHOUT_GRADIENT = ("env=textarena",)
 
 
 # An environment whose episodes are rows of the data.
@@ -72,6 +80,18 @@ class MyClass:
 
     def get_reward(self):
         return 0.0
+"""
+# A task of lm-eval.
+TASK = """\
+task: my_task
+dataset_path: json
+dataset_kwargs: {data_files: {test: gsm8k.jsonl}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["=", " "], max_gen_toks: 8, do_sample: false}
+metric_list: [{metric: exact_match}]
 """
 
 
@@ -97,6 +117,7 @@ def prepare() -> None:
     Path("rubric.txt").write_text("Is it right?\n{prompt}\n<answer>\n{completion}\n</answer>\nEnd with 'Score: N'.\n")
     Path("my_env.py").write_text(blocks("environments")[0] + OF_ROWS)
     Path("rows.jsonl").write_text('{"question": "2+3=", "answer": "5"}\n' * 3)
+    Path("my_opponent.py").write_text(blocks("environments")[1])
     Path("my_file.py").write_text(blocks("rewards")[0])
     Path("focal.py").write_text(blocks("own-recipe")[0])
     Path("my_tracker.py").write_text(blocks("trackers")[0])
@@ -109,6 +130,21 @@ def prepare() -> None:
     Path("conf/backend").mkdir(parents=True)
     Path("conf/backend/mine.yaml").write_text("_target_: my_backend.MyBackend\n")
     assert run(["fork", "grpo", "my_grpo"]) == run(["fork", "loss", "grpo", "my_loss"]) == 0
+    shutil.copytree(ROOT / "examples", "examples")
+    # A program that needs no row of the data.
+    agent = Path("examples/agent.py").read_text().replace("json.loads(sys.argv[1])", '{"prompt": "2+3=", "answer": "5"}')
+    Path("agent.py").write_text(agent)
+    Path("tasks").mkdir()
+    Path("tasks/my_task.yaml").write_text(TASK)
+    instructions = '"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]'
+    Path("ifeval.jsonl").write_text("".join(f'{{"prompt": "{n}+1=", {instructions}}}\n' for n in range(4)))
+    chain = LocalTrainer(ModelConfig("my-model"), LocalConfig(), seed=0, folder=Path("chain"))
+    chain.save_weights_for_sampler_ext("v0", checkpoint_type="base").result()
+    datum = Datum(ModelInput.from_ints([10, 11, 12]), {"target_tokens": [11, 12, 13], "weights": [0.0, 1.0, 1.0]})
+    chain.forward_backward([datum], "cross_entropy")
+    chain.optim_step(AdamParams(learning_rate=1e-3)).result()
+    chain.save_weights_for_sampler_ext("v1", checkpoint_type="delta").result()
+    chain.close()
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +164,10 @@ def place(filled: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  #
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("COOKBOOK_CACHE", str(here / "cache"))
+    # The programs that a command names `python`, and servers in processes of their own.
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     # The records of jobs: the id of a deleted job stays taken.
     monkeypatch.setenv("XDG_STATE_HOME", str(here / "state"))
     return here / "pages"
@@ -140,15 +180,19 @@ def words_of(command: str) -> list[str]:
         words = [word.replace(name, other) for word in words]
     if words[:2] == ["check", "loss"]:
         words = [word.replace("my_file.py", "focal.py") for word in words]
-    step = checkpoint("runs/adapter" if "--merged" in words else "runs/mine")
+    step = Path("chain/v1") if "reconstruct" in words else checkpoint("runs/adapter" if "--merged" in words else "runs/mine")
     words = [word.replace("CHECKPOINT", str(step)) for word in words]
     if words[0] in ("train", "eval", "plan") or words[:2] in (["check", "config"], ["check", "data"]):
         if "--cfg" not in words and "--config" not in words:
             words += [one for one in SHORT if words[0] == "train" or not one.startswith("recipe.steps")]
-        words += GSM8K if any("gsm8k" in word for word in words) else []
+        words += GSM8K if "data=gsm8k" in words else IFEVAL if "data=ifeval" in words else []
+        words += ["--task-folder", "tasks"] if "--tasks" in words and "--task-folder" not in words else []
     if words[0] == "train" and "--cfg" not in words:
         grpo = any("grpo" in word for word in words) or "--config" in words
-        words += ["recipe.prompts_per_step=4" if grpo else "recipe.batch_size=4", "out=runs/new"]
+        words += ["recipe.prompts_per_step=4" if grpo else "recipe.batch_size=4"]
+        words += [] if "-m" in words else ["out=runs/new"]
+        # A second for each rollout's process.
+        words += ["recipe.group_size=2"] if "env=agent" in words else []
     return words
 
 
@@ -156,14 +200,17 @@ def elsewhere(command: str) -> str | None:
     return next((test for pattern, test in ELSEWHERE.items() if re.search(pattern, command)), None)
 
 
-HERE = [one for one in FOUND if elsewhere(one) is None and not isinstance(COMPOSED.get(one), str)]
+RUN = [one for one in FOUND if elsewhere(one) is None and not isinstance(COMPOSED.get(one), str)]
+LM_EVAL = [one for one in RUN if re.search("--tasks|reward=ifeval", one)]
+HERE = [one for one in RUN if one not in LM_EVAL and not re.search(SERVED, one)]
 
 
 def test_what_is_run_elsewhere_is_run_there() -> None:
-    assert len(HERE) > 55
-    assert all(any(re.search(pattern, one) for one in FOUND) for pattern in ELSEWHERE)
-    named = {name for test in ELSEWHERE.values() for name in re.findall(r"test_\w+\.py", test)}
-    assert all((ROOT / "tests" / name).is_file() for name in named)
+    assert len(HERE) > 65 and len(LM_EVAL) == 3
+    assert {elsewhere(one) for one in FOUND} == {*ELSEWHERE.values(), None}
+    for reason in ELSEWHERE.values():
+        file, name = reason.rpartition(": ")[2].split("::")
+        assert f"\ndef {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
@@ -174,7 +221,7 @@ def test_a_command_runs(command: str, place: Path, monkeypatch: pytest.MonkeyPat
             shutil.rmtree(name)
     if "gguf" in command:
         pytest.importorskip("gguf", reason="gguf is an extra")
-    for name in ("wandb", "trackio", "tensorboard"):
+    for name in ("wandb", "trackio", "tensorboard", "textarena"):
         if name in command:
             pytest.importorskip(name, reason=f"{name} is an extra")
     if "trackio" in command:
@@ -189,6 +236,13 @@ def test_a_command_runs(command: str, place: Path, monkeypatch: pytest.MonkeyPat
 @contextmanager
 def none() -> Iterator[None]:
     yield None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", LM_EVAL)
+def test_a_command_with_lm_eval_runs(command: str, place: Path) -> None:
+    need_lm_eval()
+    assert run(words_of(command)) == 0
 
 
 # Python
