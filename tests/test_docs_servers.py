@@ -169,5 +169,6 @@ def test_two_nodes_of_torchrun_serve_one_model(place: Path) -> None:  # noqa: F8
     finally:
         for node in nodes:
             os.killpg(node.pid, signal.SIGTERM)
-        told = [node.communicate(timeout=300)[0] for node in nodes]
-    assert not any("Traceback" in one for one in told)
+        # torchrun itself prints a trace when it is stopped.
+        told = "".join(node.communicate(timeout=300)[0] for node in nodes)
+    assert [row["step"] for row in rows("runs/new")] == [0, 1] and told.count("serving ") == 1

@@ -43,7 +43,7 @@ Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create; it m
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the deployment, as in deployment.name.")]
 CacheFolder = Annotated[
     Path | None,
-    typer.Option("--folder", help="As data.cache. Default: $COOKBOOK_CACHE, $HF_HOME/cookbook or ~/.cache/cookbook."),
+    typer.Option("--folder", help="Folder of the cache; default: $COOKBOOK_CACHE, $HF_HOME/cookbook or ~/.cache/cookbook."),
 ]
 JobName = Annotated[str, typer.Argument(metavar="JOB", help="Name of the job; cookbook jobs list prints it.")]
 

@@ -185,7 +185,7 @@ function showHeader() {
     h("b", { class: `run${run.number}` }, run.name), " ",
     h("span", { class: "dim" }, [run.config["recipe.name"], baseName(run.config["model.name"] ?? ""), run.config["loss.name"] ?? "",
       `${run.status.state ?? "unknown state"} at step ${run.status.step ?? "?"}`].filter(Boolean).join(" · ")),
-    run.status.error ? h("span", { class: "dim", title: run.status.error }, " · error") : null)));
+    run.status.error && run.status.state !== "interrupted" ? h("span", { class: "dim", title: run.status.error }, " · error") : null)));
   document.title = `${runs.map(run => run.name).join(" and ")} - cookbook view`;
 }
 
@@ -236,7 +236,7 @@ function chart(name, series) {
   drawing.addEventListener("mouseleave", () => tell(right));
   drawing.addEventListener("click", event => change({ step: stepAt(event), everywhere: false }));
   return h("div", { class: "chart" }, h("div", { class: "name" }, h("span", {}, name), values), drawing,
-    h("div", { class: "name dim" }, h("span", {}, range), h("span", {}, `steps ${left} to ${right}`)));
+    h("div", { class: "name dim" }, h("span", {}, range), h("span", {}, `steps ${left}–${right}`)));
 }
 
 function showTools() {
