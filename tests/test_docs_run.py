@@ -63,8 +63,8 @@ GSM8K = [
     "data.eval_fraction=0",
 ]
 IFEVAL = ["data.name=null", "data.path=ifeval.jsonl", "data.eval_path=ifeval.jsonl", "data.eval_split=null"]
-# The shipped model can play no game: a run without any gradient ends with exit code 2, saved.
-WITHOUT_GRADIENT = ("env=textarena",)
+# The shipped model wins no game of this: a run without any gradient ends with exit code 2, saved.
+WITHOUT_GRADIENT = ("env.game=TicTacToe-v0",)
 
 
 # An environment whose episodes are rows of the data.
