@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +49,26 @@ class Guess:
         if text == self.letter:
             return None, 1.0 / self.tries
         return f"not {text}, try {self.tries}", 0.0
+"""
+
+DUEL = """
+class Duel:
+    '''Two players say four words in turn; the model's side has the parity of the seed.'''
+
+    def reset(self, seed):
+        self.side, self.said = seed % 2, []
+        self.opponent_moves = self.side == 1
+        return "first"
+
+    def step(self, text):
+        self.said.append(text)
+        if len(self.said) == 4:
+            return None
+        self.opponent_moves = len(self.said) % 2 != self.side
+        return f"second {text}" if len(self.said) == 1 else text
+
+    def get_reward(self):
+        return float(len(self.said[self.side]))
 """
 
 TOOLS = """
@@ -213,7 +234,7 @@ def test_an_environment_that_raises_ends_its_own_episode(workers, caplog):
     found, _ = played(config, Scripted(renderer().tokenizer, ["raise", "a"]), [{"letter": "a"}], num_samples=2)
     assert [(one.ended, one.reward) for one in found[0]] == [("error", -1.0), ("done", 1.0)]
     assert caplog.text.count("ValueError: no such letter (guess.py:16)") == 1
-    with pytest.raises(RolloutError, match="here:1: env: step or a tool raised ValueError: no such letter"):
+    with pytest.raises(RolloutError, match="here:1: env: step raised ValueError: no such letter"):
         played(guess(workers=workers, on_error="fail"), Scripted(renderer().tokenizer, "raise"), [{"letter": "a"}])
 
 
@@ -232,6 +253,50 @@ def test_without_lockstep_the_same_episodes_are_played():
     sampler = Scripted(renderer().tokenizer, "b", "b", "a", "a")
     found, _ = played(guess(lockstep=False), sampler, [{"letter": "a"}, {"letter": "a"}])
     assert [one[0].reward for one in found.values()] == [0.5, 0.5]
+
+
+def duel(**options):
+    write("duel.py", DUEL)
+    return PythonEnvironment(target="duel.py:Duel", **options)
+
+
+@pytest.mark.parametrize(("seed", "own"), [(0, ["a", "ccc"]), (1, ["bb", "d"])])
+def test_in_self_play_one_side_is_trained_and_each_side_has_its_own_tokens(seed, own):
+    sampler = Scripted(renderer().tokenizer, "a", "bb", "ccc", "d")
+    found, _ = played(duel(workers=0, timeout_s=None), sampler, [{"seed": seed}])
+    [one] = found[0]
+    assert [turn.text for turn in one.turns] == own and one.reward == len(own[0]) and one.ended == "done"
+    # Each turn is sampled after the words of its own side: user, assistant, user.
+    said = [re.sub(r"<.im_start.>\w+\n|<.im_end.>\n?", "", renderer().printed(tokens)) for tokens, *_ in sampler.prompts]
+    assert said == ["first", "second a", "firstabb", "second abbccc"] and len({seed for *_, seed, _ in sampler.prompts}) == 4
+    [datum] = one.datums(1.0)
+    assert sum(datum.loss_fn_inputs["weights"].data) == sum(len(turn.tokens) for turn in one.turns)
+    assert [m["content"] for m in one.messages()][1::2] == own
+
+
+def test_the_opponent_answers_the_last_turn_and_replays_after_its_process_has_ended():
+    sampler = Scripted(renderer().tokenizer, "a", "bb")
+    found, _ = played(duel(workers=0, timeout_s=None, max_turns=1), sampler, [{"seed": 0}])
+    assert [turn.text for turn in found[0][0].turns] == ["a"] and found[0][0].ended == "max_turns" and not sampler.turns
+    with contextlib.closing(EnvironmentRunner(duel(timeout_s=30.0))) as environment:
+        episode, first = environment.begin(Row("here:1", {"seed": 0}))
+        assert not first.result().opponent_moves
+        assert environment.act(episode, Segment("model", [], "a")).result().opponent_moves
+        environment._processes[0]._running[0].kill()
+        environment._processes[0]._running[0].wait()
+        answer = environment.act(episode, Segment("model", [], "bb")).result()
+        assert (answer.observation, answer.opponent_moves) == ("bb", False)
+
+
+@pytest.mark.slow
+def test_self_play_resumes_bit_for_bit():
+    grpo = [word for word in SMALL["grpo"] if not word.startswith(("data", "reward"))]
+    duel()
+    words = ["env=duel.py:Duel", *(word for word in ENV if word.startswith(("recipe", "eval")))]
+    assert train(*grpo, *words, "out=whole") == 0
+    assert train(*grpo, *words, "recipe.steps=2", "out=parts") == 0
+    assert train(*grpo, *words, "env.workers=2", "out=parts") == 0
+    assert timeless("whole")[-1] == timeless("parts")[-1] and rows("whole")[-1]["rollout/turns_max"] == 2.0
 
 
 def test_tools_are_called_and_errors_are_answered():
@@ -365,6 +430,7 @@ def test_calls_that_were_read_from_tokens_reach_the_tools():
     [
         ("pass", "has no method reset"),
         ("def reset(self): pass", "has neither step"),
+        ("def __init__(self, path): pass", "cannot be constructed (TypeError: E.__init__() missing 1 required positional"),
         ("def reset(self): pass\n    def look(self, x): pass", "the tool E.look cannot be described to the model"),
     ],
 )
