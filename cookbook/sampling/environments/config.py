@@ -157,8 +157,8 @@ class EnvironmentConfig:
             raise
         except Exception as error:
             raise ConfigError(
-                f"env: the environment cannot be constructed ({described(error)}); give the class an __init__ without arguments "
-                "that raises nothing"
+                f"env: the environment cannot be constructed ({described(error)}); give the class an __init__ "
+                "without arguments that raises nothing"
             ) from error
         return Contract.of(environment)
 
