@@ -179,7 +179,7 @@ def _earned(value: object) -> EarnedReward:
 
 def _number(value: object, method: str) -> float:
     try:
-        number = float(value) if isinstance(value, SupportsFloat) else float("nan")
+        number = float(value) if isinstance(value, float | int | SupportsFloat) else float("nan")
     except (TypeError, ValueError):
         number = float("nan")
     if not abs(number) < float("inf"):
