@@ -235,4 +235,7 @@ def _end(episode: int) -> tuple[int, str, list[Any]]:
 
 def handler(configuration: JsonObject) -> Handler:
     """Construct the environments of a worker process."""
-    return Instances(construct_target(configuration, "env"))
+    config: EnvironmentConfig = construct_target(configuration, "env")
+    # The schemas of tools import transformers: that belongs to the start of the process, not to the first call and its limit.
+    _ = config.contract
+    return Instances(config)
