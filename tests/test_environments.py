@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
+import os
 import re
+import signal
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny
-from runtools import SMALL, here, rows, timeless, train, write  # noqa: F401 - here is a fixture
+from runtools import SMALL, TWO_TURNS, bits, checkpoint, here, rows, start, timeless, train, write  # noqa: F401 - here is a fixture
 from transformers import AutoTokenizer
 
 from cookbook.cli.app import run
@@ -590,6 +594,65 @@ def test_a_run_in_an_environment_repeats_and_resumes_bit_for_bit():
     assert all(abs(row["kl/sampler_trainer_k1"]) < 1e-6 for row in whole[1:])
     samples = [json.loads(line) for line in Path("whole/samples.jsonl").read_text().splitlines()]
     assert any(len(sample.get("turns", [])) == 4 for sample in samples)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_in_the_middle_of_an_episode_ends_as_an_undisturbed_one():
+    """Killed by SIGKILL in the second turn of an episode of step 3: rewards, tokens and weights are the same at the end."""
+    write(
+        "slow.py",
+        """
+import pathlib, time
+
+class Slow:
+    def reset(self, seed):
+        self.turn = 0
+        return f"{seed % 7}+{seed % 5}="
+
+    def step(self, text):
+        self.turn += 1
+        with open("calls", "a") as calls:
+            calls.write("x")
+        if self.turn == 2 and pathlib.Path("wait").exists() and pathlib.Path("calls").stat().st_size > 75:
+            pathlib.Path("hangs").touch()
+            time.sleep(600)
+        return None if self.turn == 2 else "again", len(text) / 10
+""",
+    )
+    grpo = [word for word in SMALL["grpo"] if not word.startswith(("data", "reward"))]
+    # Two calls for each of 16 episodes of a step.
+    words = [*grpo, "env=slow.py:Slow", "env.max_turns=3", *ENV[1:4], "eval.every=null", "checkpoint.every=1"]
+    assert train(*words, "out=whole") == 0
+    Path("calls").unlink()
+    Path("wait").touch()
+    process = start([*words, "out=killed"])
+    deadline = time.monotonic() + 240
+    try:
+        while not Path("hangs").exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    Path("wait").unlink()
+    assert 1 <= rows("killed")[-1]["step"] <= 3
+    assert train(*words, "out=killed") == 0
+    assert timeless("whole") == timeless("killed") and len(timeless("whole")) >= 4
+    assert bits(checkpoint("whole")) == bits(checkpoint("killed"))
+    stored = [gzip.decompress(Path(folder, "rollouts.jsonl.gz").read_bytes()) for folder in ("whole", "killed")]
+    assert stored[0] == stored[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["cispo", "dapo", "dr_grpo", "dro", "gspo", "importance_sampling", "ppo"])
+def test_every_loss_trains_in_an_environment(loss):
+    write("two.py", TWO_TURNS)
+    grpo = [word for word in SMALL["grpo"] if not word.startswith(("data", "reward"))]
+    words = [*grpo, "env=two.py:Two", *ENV[1:4], "recipe.steps=2", "eval.every=null", "weight_sync.every=2"]
+    assert train(*words, f"loss={loss}", "out=run") == 0
+    *_, first, second = rows("run")
+    assert first["rollout/turns_max"] == 2.0 and abs(first["kl/sampler_trainer_k1"]) < 1e-6
+    assert first["optim/grad_norm"] > 0.0 and (first["sync/version_lag"], second["sync/version_lag"]) == (0.0, 1.0)
 
 
 @pytest.mark.slow
