@@ -89,11 +89,11 @@ def main() -> None:
     parser.add_argument("--now", nargs="+", default=[], help="keys of the configuration for this version only")
     parser.add_argument("words", nargs="*", help="keys of the configuration that both versions know")
     given = parser.parse_args()
-    # Both run on one core, which other processes slow down alike.
+    # Both run on one core, whose load slows both versions equally.
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     with tempfile.TemporaryDirectory() as folder:
         versions = {"before": (given.before.resolve(), given.words), "now": (HERE, [*given.words, *given.now])}
-        # Warm up one after the other: a start takes longer than a step.
+        # The starts are not measured.
         runs = {name: Version(code, Path(folder) / name, given.steps, words) for name, (code, words) in versions.items()}
         last = {name: run.stepped() for name, run in runs.items()}
         steps: dict[str, list[float]] = {name: [] for name in runs}
