@@ -1,8 +1,9 @@
 """CPU seconds of a one-turn GRPO step, of this version and another: ``python benchmarks/grpo.py --before CHECKOUT``.
 
-Each round trains the shipped tiny model on its sums for 5 and for 25 steps, with each version in turn, in processes of their
-own on one thread. The difference of the two divided by 20 is the CPU time of a step, user and system, without imports, loading
-and evaluation. The versions are interleaved: read the ratio. The losses and rewards of all steps are compared as well.
+Both versions train the shipped tiny model on its sums, each in a process of its own, on one thread of the same core. They step
+in turn: a hook stops each process after a step until the other has made the same one. The CPU time of a step is the process's,
+user and system. As both make a step within the same second with the same numbers, the ratios of the steps hardly depend on what
+else the machine does: read their median. The losses and rewards of all steps are compared as well.
 
     git worktree add /tmp/before c611549   # the last commit without environments
 """
@@ -16,53 +17,102 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
+import cookbook
+
 HERE = Path(__file__).resolve().parent.parent
-SHORT, LONG = 5, 25
 # `loss` is absent, and compared as None, in steps without a gradient.
-COMPARED = ("loss", "reward/mean", "rollout/tokens", "eval/accuracy")
+COMPARED = ("loss", "reward/mean", "rollout/tokens")
+# Environment variable of the child processes: the pipes to write to and to read from.
+PIPES = "GRPO_PIPES"
 
 
-def train(code: Path, out: Path, steps: int, words: list[str]) -> float:
-    """Train in a process of its own. Return its CPU seconds."""
-    command = [sys.executable, "-m", "cookbook", "train", "recipe=grpo", f"recipe.steps={steps}", f"out={out}", *words]
-    environment = {**os.environ, "PYTHONPATH": str(code), "OMP_NUM_THREADS": "1"}
-    with out.with_suffix(".log").open("wb") as log:
-        process = subprocess.Popen(command, env=environment, cwd=code, stdout=log, stderr=subprocess.STDOUT)
-        _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise SystemExit(out.with_suffix(".log").read_text())
-    return usage.ru_utime + usage.ru_stime
+class Turn(cookbook.Hook):
+    """Writes the CPU seconds of the process after each step, and waits for its next turn."""
+
+    def on_step(self, run: object, step: int, metrics: Mapping[str, float]) -> None:
+        to_parent, from_parent = map(int, os.environ[PIPES].split())
+        os.write(to_parent, f"{time.process_time()}\n".encode())
+        os.read(from_parent, 1)
 
 
-def numbers(out: Path) -> list[tuple[object, ...]]:
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [(row["step"], *(row.get(name) for name in COMPARED)) for row in rows]
+class Version:
+    """A run of one version, which makes a step at a time."""
+
+    def __init__(self, code: Path, out: Path, steps: int, words: list[str]) -> None:
+        self.out = out
+        self._log = out.with_suffix(".log")
+        own, self._turn = os.pipe()
+        times, to_parent = os.pipe()
+        self._times = os.fdopen(times)
+        command = [sys.executable, "-m", "cookbook", "train", "recipe=grpo", f"recipe.steps={steps}", f"out={out}"]
+        quiet = ["eval.every=null", "checkpoint.every=null", "checkpoint.final=false", "+hook.turn._target_=grpo.Turn"]
+        path = f"{code}{os.pathsep}{HERE / 'benchmarks'}"
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", PIPES: f"{to_parent} {own}"}
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*command, *quiet, *words],
+                env=environment,
+                cwd=code,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(to_parent, own),
+            )
+        os.close(own)
+        os.close(to_parent)
+
+    def stepped(self) -> float:
+        """Wait for the end of the step. Return the CPU seconds of the process so far."""
+        line = self._times.readline()
+        if not line:
+            raise SystemExit(self._log.read_text())
+        return float(line)
+
+    def go(self) -> None:
+        os.write(self._turn, b"1")
+
+    def numbers(self) -> list[tuple[object, ...]]:
+        """Wait for the end of the run. Return the numbers of its steps."""
+        if self._process.wait():
+            raise SystemExit(self._log.read_text())
+        rows = [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
+        return [(row["step"], *(row.get(name) for name in COMPARED)) for row in rows]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, required=True, help="checkout of the version to compare with")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=41)
+    parser.add_argument("--now", nargs="+", default=[], help="keys of the configuration for this version only")
     parser.add_argument("words", nargs="*", help="keys of the configuration that both versions know")
     given = parser.parse_args()
-    versions = {"before": given.before.resolve(), "now": HERE}
-    steps: dict[str, list[float]] = {name: [] for name in versions}
+    # Both run on one core, whose load slows both versions equally.
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(given.rounds):
-            for name, code in versions.items():
-                outs = [Path(folder) / f"{name}-{number}-{count}" for count in (SHORT, LONG)]
-                short, long = (train(code, out, count, given.words) for out, count in zip(outs, (SHORT, LONG), strict=True))
-                steps[name].append((long - short) / (LONG - SHORT))
-            before, now = (steps[name][-1] for name in versions)
-            print(
-                f"round {number + 1}: CPU s per step {before:.3f} before, {now:.3f} now, ratio {now / before:.2f}", flush=True
-            )
-        same = numbers(Path(folder) / f"before-0-{LONG}") == numbers(Path(folder) / f"now-0-{LONG}")
-    middle = {name: statistics.median(values) for name, values in steps.items()}
-    print(f"median: {middle['before']:.3f} before, {middle['now']:.3f} now, ratio {middle['now'] / middle['before']:.2f}")
-    print(f"{', '.join(COMPARED)} of {LONG} steps: {'equal bit for bit' if same else 'DIFFERENT'}")
+        versions = {"before": (given.before.resolve(), given.words), "now": (HERE, [*given.words, *given.now])}
+        # The starts are not measured.
+        runs = {name: Version(code, Path(folder) / name, given.steps, words) for name, (code, words) in versions.items()}
+        last = {name: run.stepped() for name, run in runs.items()}
+        steps: dict[str, list[float]] = {name: [] for name in runs}
+        for step in range(1, given.steps):
+            # The first of two may find other contents in the caches: take turns.
+            for name in sorted(runs, reverse=step % 2 == 0):
+                runs[name].go()
+                now = runs[name].stepped()
+                steps[name].append(now - last[name])
+                last[name] = now
+        for run in runs.values():
+            run.go()
+        same = runs["before"].numbers() == runs["now"].numbers()
+    ratios = [now / before for before, now in zip(steps["before"], steps["now"], strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    seconds = ", ".join(f"{statistics.median(values):.3f} {name}" for name, values in steps.items())
+    print(f"median CPU s of a step: {seconds}; ratio of {len(ratios)} steps {middle:.3f} (quartiles {low:.3f}, {high:.3f})")
+    print(f"sum of the CPU s: ratio {sum(steps['now']) / sum(steps['before']):.3f}")
+    print(f"{', '.join(COMPARED)} of {given.steps} steps: {'equal bit for bit' if same else 'DIFFERENT'}")
 
 
 if __name__ == "__main__":

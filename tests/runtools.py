@@ -18,6 +18,17 @@ ROOT = Path(__file__).resolve().parent.parent
 LITTLE = ["data.limit=24", "eval.limit=4", "eval.every=2"]
 # The demo's values; with another model or other data a recipe's own values allow hundreds of tokens.
 BRIEF = ["rollout.max_tokens=16", "eval.max_tokens=16"]
+# An environment of two turns whose rewards differ for any model.
+TWO_TURNS = """
+class Two:
+    def reset(self, seed):
+        self.turns = 0
+        return f"{seed % 7}+{seed % 5}="
+
+    def step(self, text):
+        self.turns += 1
+        return None if self.turns == 2 else "again", sum(map(ord, text)) % 7 / 7
+"""
 # Three steps of each recipe, a second of work at most.
 SMALL = {
     "sft": ["recipe=sft", "recipe.steps=3", "recipe.batch_size=6", *LITTLE],

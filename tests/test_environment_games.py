@@ -98,12 +98,41 @@ def test_an_opponent_moves_between_two_moves_of_the_model():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", TWO_PLAYERS)
+def test_in_self_play_the_model_moves_for_both_sides(name):
+    """The trained side alternates with the seed. Each observation is for the player whose turn it is."""
+    needs_textarena()
+    config = TextArena(game=f"{name}-v0", opponent="self")
+    assert played(config, [3, 4]) == [*played(config, [3]), *played(config, [4])]
+    for seed in (0, 1):
+        game, numbers, turns = config.make(), random.Random(0), set()
+        said = game.reset(seed=seed)
+        for _ in range(6):
+            turns.add(game.opponent_moves)
+            if said is not None:
+                assert game.opponent_moves == (game._game.state.current_player_id != seed)
+                said = moved(game, said, numbers)
+        assert turns == {True, False}
+
+
+@pytest.mark.slow
+def test_a_game_of_two_sides_is_won_by_one():
+    needs_textarena()
+    for seed, reward in ((0, 1.0), (1, -1.0)):
+        game = TextArena(game="TicTacToe-v0", opponent="self").make()
+        game.reset(seed=seed)
+        sides = [(game.step(move), game.opponent_moves)[1] for move in ("[0]", "[8]", "[1]", "[7]")]
+        assert sides == [seed == 0, seed == 1] * 2 and game.step("[2]") is None and game.get_reward() == reward
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"game": "GuesTheNumber"}, "env.game: textarena has no game 'GuesTheNumber'. Did you mean 'GuessTheNumber-v0'?"),
         ({"game": "TicTacToe-v0"}, "env.opponent: TicTacToe-v0 is for two players; set env.opponent=FILE.py:FUNCTION"),
         ({"game": "GuessTheNumber-v0", "opponent": "a.py:b"}, "env.opponent: GuessTheNumber-v0 is for one player"),
+        ({"game": "GuessTheNumber-v0", "opponent": "self"}, "env.opponent: GuessTheNumber-v0 is for one player"),
         ({"game": "GuessTheNumber-v0", "options": {"most": 3}}, "unexpected keyword argument 'most'"),
         (
             {"game": "SecretMafia-v0"},
@@ -129,6 +158,19 @@ def test_a_run_in_a_game():
     size = ["recipe.steps=2", "recipe.prompts_per_step=2", "recipe.group_size=2", "eval.limit=2"]
     assert train("recipe=grpo", *words, *size, "out=run") in (0, 2)
     assert rows("run")[-1]["rollout/env_errors"] == 0.0 and rows("run")[-1]["rollout/turns_max"] > 1
+
+
+@pytest.mark.slow
+def test_a_run_against_itself_is_evaluated_against_an_opponent(capsys):
+    needs_textarena()
+    write("other.py", OPPONENT)
+    game = ["env=textarena", "env.game=TicTacToe-v0", "env.workers=0", "env.timeout_s=null", "env.max_turns=3"]
+    size = ["recipe.steps=2", "recipe.prompts_per_step=2", "recipe.group_size=2", "eval.limit=2", "rollout.max_tokens=8"]
+    assert train("recipe=grpo", *game, "env.opponent=self", *size, "out=run") in (0, 2)
+    assert rows("run")[-1]["rollout/env_errors"] == 0.0
+    capsys.readouterr()
+    assert run(["eval", "run", *game, "env.opponent=other.py:opponent"]) == 0
+    assert "eval/reward" in capsys.readouterr().out
 
 
 def test_without_the_package_one_line_says_how_to_install_it(monkeypatch, capsys):

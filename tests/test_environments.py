@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
+import os
+import re
+import signal
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny
-from runtools import SMALL, here, rows, timeless, train, write  # noqa: F401 - here is a fixture
+from runtools import SMALL, TWO_TURNS, bits, checkpoint, here, rows, start, timeless, train, write  # noqa: F401 - here is a fixture
 from transformers import AutoTokenizer
 
 from cookbook.cli.app import run
@@ -48,6 +53,26 @@ class Guess:
         if text == self.letter:
             return None, 1.0 / self.tries
         return f"not {text}, try {self.tries}", 0.0
+"""
+
+DUEL = """
+class Duel:
+    '''Two players say four words in turn; the model's side has the parity of the seed.'''
+
+    def reset(self, seed):
+        self.side, self.said = seed % 2, []
+        self.opponent_moves = self.side == 1
+        return "first"
+
+    def step(self, text):
+        self.said.append(text)
+        if len(self.said) == 4:
+            return None
+        self.opponent_moves = len(self.said) % 2 != self.side
+        return f"second {text}" if len(self.said) == 1 else text
+
+    def get_reward(self):
+        return float(len(self.said[self.side]))
 """
 
 TOOLS = """
@@ -213,7 +238,7 @@ def test_an_environment_that_raises_ends_its_own_episode(workers, caplog):
     found, _ = played(config, Scripted(renderer().tokenizer, ["raise", "a"]), [{"letter": "a"}], num_samples=2)
     assert [(one.ended, one.reward) for one in found[0]] == [("error", -1.0), ("done", 1.0)]
     assert caplog.text.count("ValueError: no such letter (guess.py:16)") == 1
-    with pytest.raises(RolloutError, match="here:1: env: step or a tool raised ValueError: no such letter"):
+    with pytest.raises(RolloutError, match="here:1: env: step raised ValueError: no such letter"):
         played(guess(workers=workers, on_error="fail"), Scripted(renderer().tokenizer, "raise"), [{"letter": "a"}])
 
 
@@ -232,6 +257,50 @@ def test_without_lockstep_the_same_episodes_are_played():
     sampler = Scripted(renderer().tokenizer, "b", "b", "a", "a")
     found, _ = played(guess(lockstep=False), sampler, [{"letter": "a"}, {"letter": "a"}])
     assert [one[0].reward for one in found.values()] == [0.5, 0.5]
+
+
+def duel(**options):
+    write("duel.py", DUEL)
+    return PythonEnvironment(target="duel.py:Duel", **options)
+
+
+@pytest.mark.parametrize(("seed", "own"), [(0, ["a", "ccc"]), (1, ["bb", "d"])])
+def test_in_self_play_one_side_is_trained_and_each_side_has_its_own_tokens(seed, own):
+    sampler = Scripted(renderer().tokenizer, "a", "bb", "ccc", "d")
+    found, _ = played(duel(workers=0, timeout_s=None), sampler, [{"seed": seed}])
+    [one] = found[0]
+    assert [turn.text for turn in one.turns] == own and one.reward == len(own[0]) and one.ended == "done"
+    # Each turn is sampled after the words of its own side: user, assistant, user.
+    said = [re.sub(r"<.im_start.>\w+\n|<.im_end.>\n?", "", renderer().printed(tokens)) for tokens, *_ in sampler.prompts]
+    assert said == ["first", "second a", "firstabb", "second abbccc"] and len({seed for *_, seed, _ in sampler.prompts}) == 4
+    [datum] = one.datums(1.0)
+    assert sum(datum.loss_fn_inputs["weights"].data) == sum(len(turn.tokens) for turn in one.turns)
+    assert [m["content"] for m in one.messages()][1::2] == own
+
+
+def test_the_opponent_answers_the_last_turn_and_replays_after_its_process_has_ended():
+    sampler = Scripted(renderer().tokenizer, "a", "bb")
+    found, _ = played(duel(workers=0, timeout_s=None, max_turns=1), sampler, [{"seed": 0}])
+    assert [turn.text for turn in found[0][0].turns] == ["a"] and found[0][0].ended == "max_turns" and not sampler.turns
+    with contextlib.closing(EnvironmentRunner(duel(timeout_s=30.0))) as environment:
+        episode, first = environment.begin(Row("here:1", {"seed": 0}))
+        assert not first.result().opponent_moves
+        assert environment.act(episode, Segment("model", [], "a")).result().opponent_moves
+        environment._processes[0]._running[0].kill()
+        environment._processes[0]._running[0].wait()
+        answer = environment.act(episode, Segment("model", [], "bb")).result()
+        assert (answer.observation, answer.opponent_moves) == ("bb", False)
+
+
+@pytest.mark.slow
+def test_self_play_resumes_bit_for_bit():
+    grpo = [word for word in SMALL["grpo"] if not word.startswith(("data", "reward"))]
+    duel()
+    words = ["env=duel.py:Duel", *(word for word in ENV if word.startswith(("recipe", "eval")))]
+    assert train(*grpo, *words, "out=whole") == 0
+    assert train(*grpo, *words, "recipe.steps=2", "out=parts") == 0
+    assert train(*grpo, *words, "env.workers=2", "out=parts") == 0
+    assert timeless("whole")[-1] == timeless("parts")[-1] and rows("whole")[-1]["rollout/turns_max"] == 2.0
 
 
 def test_tools_are_called_and_errors_are_answered():
@@ -365,6 +434,7 @@ def test_calls_that_were_read_from_tokens_reach_the_tools():
     [
         ("pass", "has no method reset"),
         ("def reset(self): pass", "has neither step"),
+        ("def __init__(self, path): pass", "cannot be constructed (TypeError: E.__init__() missing 1 required positional"),
         ("def reset(self): pass\n    def look(self, x): pass", "the tool E.look cannot be described to the model"),
     ],
 )
@@ -524,6 +594,65 @@ def test_a_run_in_an_environment_repeats_and_resumes_bit_for_bit():
     assert all(abs(row["kl/sampler_trainer_k1"]) < 1e-6 for row in whole[1:])
     samples = [json.loads(line) for line in Path("whole/samples.jsonl").read_text().splitlines()]
     assert any(len(sample.get("turns", [])) == 4 for sample in samples)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_in_the_middle_of_an_episode_ends_as_an_undisturbed_one():
+    """Killed by SIGKILL in the second turn of an episode of step 3: rewards, tokens and weights are the same at the end."""
+    write(
+        "slow.py",
+        """
+import pathlib, time
+
+class Slow:
+    def reset(self, seed):
+        self.turn = 0
+        return f"{seed % 7}+{seed % 5}="
+
+    def step(self, text):
+        self.turn += 1
+        with open("calls", "a") as calls:
+            calls.write("x")
+        if self.turn == 2 and pathlib.Path("wait").exists() and pathlib.Path("calls").stat().st_size > 75:
+            pathlib.Path("hangs").touch()
+            time.sleep(600)
+        return None if self.turn == 2 else "again", len(text) / 10
+""",
+    )
+    grpo = [word for word in SMALL["grpo"] if not word.startswith(("data", "reward"))]
+    # Two calls for each of 16 episodes of a step.
+    words = [*grpo, "env=slow.py:Slow", "env.max_turns=3", *ENV[1:4], "eval.every=null", "checkpoint.every=1"]
+    assert train(*words, "out=whole") == 0
+    Path("calls").unlink()
+    Path("wait").touch()
+    process = start([*words, "out=killed"])
+    deadline = time.monotonic() + 240
+    try:
+        while not Path("hangs").exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    Path("wait").unlink()
+    assert 1 <= rows("killed")[-1]["step"] <= 3
+    assert train(*words, "out=killed") == 0
+    assert timeless("whole") == timeless("killed") and len(timeless("whole")) >= 4
+    assert bits(checkpoint("whole")) == bits(checkpoint("killed"))
+    stored = [gzip.decompress(Path(folder, "rollouts.jsonl.gz").read_bytes()) for folder in ("whole", "killed")]
+    assert stored[0] == stored[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["cispo", "dapo", "dr_grpo", "dro", "gspo", "importance_sampling", "ppo"])
+def test_every_loss_trains_in_an_environment(loss):
+    write("two.py", TWO_TURNS)
+    grpo = [word for word in SMALL["grpo"] if not word.startswith(("data", "reward"))]
+    words = [*grpo, "env=two.py:Two", *ENV[1:4], "recipe.steps=2", "eval.every=null", "weight_sync.every=2"]
+    assert train(*words, f"loss={loss}", "out=run") == 0
+    *_, first, second = rows("run")
+    assert first["rollout/turns_max"] == 2.0 and abs(first["kl/sampler_trainer_k1"]) < 1e-6
+    assert first["optim/grad_norm"] > 0.0 and (first["sync/version_lag"], second["sync/version_lag"]) == (0.0, 1.0)
 
 
 @pytest.mark.slow

@@ -99,6 +99,12 @@ COMPOSED: dict[str, dict[str, object] | str] = {
     "train recipe=grpo env=textarena env.game=TicTacToe-v0 env.opponent=my_opponent.py:opponent model=Qwen/Qwen3-0.6B": {
         **QWEN, "env.opponent": "my_opponent.py:opponent",
     },
+    "train recipe=grpo env=textarena env.game=TicTacToe-v0 env.opponent=self model=Qwen/Qwen3-0.6B out=runs/mine": {
+        **QWEN, "env.opponent": "self",
+    },
+    "eval runs/mine env=textarena env.game=TicTacToe-v0 env.opponent=my_opponent.py:opponent": {
+        **DEMO, "env.opponent": "my_opponent.py:opponent",
+    },
     "train recipe=dpo model=HuggingFaceTB/SmolLM2-135M-Instruct data=trl-lib/ultrafeedback_binarized": {
         "model.name": "HuggingFaceTB/SmolLM2-135M-Instruct", "data.name": "trl-lib/ultrafeedback_binarized", "data.path": None,
         "optim.lr": 1e-6, "recipe.epochs": 1, "schedule.warmup_ratio": 0.1, "eval.max_tokens": 512,

@@ -17,7 +17,7 @@ import pytest
 import servertools
 import tiny
 from marks import rest_slow
-from runtools import BRIEF, SMALL, here, rows, same_numbers, timeless, train, write  # noqa: F401 - here is a fixture
+from runtools import BRIEF, SMALL, TWO_TURNS, here, rows, same_numbers, timeless, train, write  # noqa: F401 - here is a fixture
 
 from cookbook.backends.local import LocalConfig, LocalTrainer
 from cookbook.backends.remote import connection, convert, pointers, watchdog
@@ -110,11 +110,15 @@ def test_the_next_command_of_a_run_downloads_its_weights_and_samples_from_them(r
             ["reward=python", "reward.target=reward.py:reward", *LAGGING, "rollout.refill=3", "data.curriculum={}"],
             marks=pytest.mark.slow,
         ),
+        pytest.param("grpo", ["env=two.py:Two", "env.chat=false", "weight_sync.every=2"], marks=pytest.mark.slow),
     ],
 )
 def test_a_run_has_the_numbers_of_the_embedded_one(recipe, options, model, backend):
     write("reward.py", REWARD)
-    words = [*SMALL[recipe], *model, *options]
+    write("two.py", TWO_TURNS)
+    # The rows of an environment are numbers.
+    small = [word for word in SMALL[recipe] if not (word.startswith("data") and options[:1] == ["env=two.py:Two"])]
+    words = [*small, *model, *options]
     assert train(*words, "out=embedded") == 0
     assert train(*words, *backend, "out=remote") == 0
     assert same_numbers("remote", "embedded")

@@ -26,8 +26,10 @@ from runtools import BRIEF, ROOT, SMALL, here, rows, start, timeless, train  # n
 from cookbook.cli.app import run
 from cookbook.cli.view.command import PageHandler
 from cookbook.cli.view.page import ViewedRun
+from cookbook.data import RenderedPrompt
 from cookbook.run.rollout_store import RolloutStore, StepFile
 from cookbook.run.stored_steps import ROLLOUTS, StoredSteps, blocks
+from cookbook.sampling.rollouts import RolloutGroup
 
 
 def stored(folder):
@@ -432,6 +434,8 @@ def test_filters_search_and_steps(tab, tmp_path):
     assert tab.texts(".note") == ["step 3: 4 of 6 match, in 2 groups"]
     tab.change("high", "0.5")
     assert tab.texts(".note") == ["step 3: 2 of 6 match, in 2 groups"]
+    # The trajectory that matches is open, and the others are pale.
+    assert "reward 0.25" in tab.texts(".trajectory[open] summary")[0] and len(tab.texts(".trajectory.out")) == 2
     tab.change("low", "")
     tab.change("high", "")
     tab.change("search", "NO IDEA")
@@ -451,6 +455,26 @@ def test_filters_search_and_steps(tab, tmp_path):
     tab.run("document.getElementById('metric-filter').value = 'mean'; document.getElementById('metric-filter').oninput()")
     assert tab.texts(".chart .name > :first-child")[0] == "reward/mean" and len(tab.texts(".chart")) == 1
     assert tab.errors == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runs", [1, 2])
+def test_a_phone_shows_one_column(tmp_path, tab, runs):
+    del tab
+    folders = [viewtools.write_run(tmp_path / name) for name in ("first", "second")[:runs]]
+    # Rows of an environment have no prompt: the list shows the first observation.
+    store = RolloutStore(folders[0], 1.0, viewtools.renderer(), pairs=False)
+    shown = viewtools.group(viewtools.renderer())
+    row = RenderedPrompt([], shown.prompt.row, "", "")
+    store.sampled([RolloutGroup(row, shown.trajectories, shown.rewards, parts=shown.parts)])
+    store.write(4)
+    assert run(["view", *map(str, folders), "--out", str(tmp_path / "view.html")]) == 0
+    with browser.page(390, 844) as phone:
+        phone.open((tmp_path / "view.html").as_uri())
+        assert phone.texts(".group .question")[0] == "Guess a number: "
+        assert phone.run("document.documentElement.scrollWidth") == 390
+        widths = phone.run("[...document.querySelectorAll('.list, .detail')].map(one => one.offsetWidth)")
+        assert len(widths) == 2 * runs and min(widths) > 350 and phone.errors == []
 
 
 @pytest.mark.slow

@@ -151,7 +151,11 @@ class Draw:
 
 @dataclass(eq=False)
 class _Attempt:
-    """An episode under way. ``waiting`` is the environment's answer to its last completion; ``ended`` says why it ended."""
+    """An episode under way. ``waiting`` is the environment's answer to its last completion; ``ended`` says why it ended.
+
+    ``conversation`` is that of the next turn. In self-play, it is the opponent's in every other turn, and ``own`` is the one
+    that is trained. ``num_turns`` counts the turns of both, ``num_opponent_turns`` those of the opponent.
+    """
 
     draw: int
     number: int
@@ -159,8 +163,10 @@ class _Attempt:
     episode: Episode
     waiting: Pending[Reply]
     conversation: Transcript | None = None
+    own: Transcript | None = None
     ended: str = ""
     num_turns: int = 0
+    num_opponent_turns: int = 0
     calls: tuple[int, int, int] = (0, 0, 0)
     reward: Pending[EarnedReward | None] | None = None
 
@@ -183,7 +189,7 @@ class _Attempt:
         # Without a completion, a reward has nothing to score.
         if isinstance(found, Failure) or (found is None and not self.num_turns):
             found = EarnedReward(error_reward)
-        branches = self.conversation.branches if self.conversation is not None else ()
+        branches = self.own.branches if self.own is not None else ()
         ended = "error" if failed and self.ended not in ("error", "timeout") else self.ended
         reward, parts = (None, {}) if found is None else (found.value, found.parts)
         return Trajectory(branches, ended, reward, *self.calls, parts=parts)
@@ -323,9 +329,11 @@ class _Rounds:
         environment, prompt = self._environment, self._draws[attempt.draw].prompt
         if attempt.conversation is not None and reply.done:
             return "done"
-        if attempt.num_turns >= environment.config.max_turns:
+        if not reply.opponent_moves and attempt.num_turns - attempt.num_opponent_turns >= environment.config.max_turns:
             return "max_turns"
         attempt.conversation = environment.observe(attempt.episode, prompt, self._renderer, reply)
+        if not reply.opponent_moves:
+            attempt.own = attempt.conversation
         context = self._renderer.max_length
         return "context" if context is not None and len(attempt.conversation.tokens) >= context else ""
 
@@ -356,6 +364,7 @@ class _Rounds:
                 assert attempt.conversation is not None
                 completions[attempt] = attempt.conversation.add(sample)
                 attempt.num_turns += 1
+                attempt.num_opponent_turns += attempt.conversation is not attempt.own
 
         has_samples = self._has_samples or any(one.num_turns for one in self._attempts)
         result = self._retrier.sample(requests, arrived, has_samples=has_samples)

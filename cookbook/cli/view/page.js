@@ -124,6 +124,12 @@ function piecesOf(segment, group, block) {
   return pieces;
 }
 
+// The prompt of a group; the first observation of an environment whose rows have no prompt.
+function questionOf(group, block) {
+  const first = segmentsOf(group.trajectories[0] ?? { branches: [] })[0];
+  return group.question || (first ? textOf(first, group, block) : "");
+}
+
 // Summary of a trajectory: its reward, and the loss per token of a row.
 function summary(trajectory) {
   const trained = segmentsOf(trajectory).filter(wasTrained);
@@ -153,7 +159,7 @@ function matcher() {
 function entryOf(group, index, block, matches) {
   const summaries = group.trajectories.map(summary), rewards = summaries.map(one => one.reward).filter(one => one !== undefined && one !== null);
   return {
-    step: block.step, index, row: group.row, question: group.question, summaries, rewards,
+    step: block.step, index, row: group.row, question: questionOf(group, block), summaries, rewards,
     hits: group.trajectories.map(trajectory => matches(group, trajectory, block)),
     mean: mean(rewards), spread: rewards.length ? Math.max(...rewards) - Math.min(...rewards) : 0,
     longest: Math.max(...summaries.map(one => one.tokens)), loss: Math.max(...summaries.map(one => one.loss ?? -Infinity)),
@@ -318,7 +324,7 @@ function segmentView(segment, group, block, largest, isLater) {
   return h("div", { class: `segment ${segment.author}` }, h("div", { class: "label" }, label.filter(Boolean).join(" · ")), body);
 }
 
-function trajectoryView(run, group, index, block, largest, isChosen) {
+function trajectoryView(run, group, index, block, largest, isChosen, isHit) {
   const trajectory = group.trajectories[index], one = summary(trajectory), shares = trajectory.branches.length;
   const preview = textOf(segmentsOf(trajectory).findLast(wasTrained) ?? { tokens: [] }, group, block);
   const facts = [
@@ -332,7 +338,7 @@ function trajectoryView(run, group, index, block, largest, isChosen) {
     ...["calls", "malformed_calls", "failed_calls"].filter(name => trajectory[name]).map(name => h("span", { class: "dim" }, `${name.replace("_", " ")}: ${trajectory[name]}`)),
     h("span", { class: "preview" }, preview),
   ];
-  const card = h("details", { class: isChosen ? "trajectory chosen" : "trajectory" }, h("summary", {}, h("span", { class: "facts" }, facts)));
+  const card = h("details", { class: `trajectory${isChosen ? " chosen" : ""}${isHit ? "" : " out"}` }, h("summary", {}, h("span", { class: "facts" }, facts)));
   // The tokens are added when the card is opened first: a group may have many long trajectories.
   card.addEventListener("toggle", () => { if (card.open && card.children.length === 1) fill(); });
   const fill = () => trajectory.branches.forEach((branch, number) => {
@@ -344,14 +350,15 @@ function trajectoryView(run, group, index, block, largest, isChosen) {
   return card;
 }
 
-function groupView(run, group, block, largest) {
-  const chosen = Math.min(state.trajectory, group.trajectories.length - 1);
+function groupView(run, group, block, largest, hits) {
+  // After a new search or filter, the first trajectory that matches is open.
+  const chosen = Math.min(state.row === null ? Math.max(0, hits.indexOf(true)) : state.trajectory, group.trajectories.length - 1);
   const steps = `step ${block.step}${block.step === state.step ? "" : ", the nearest stored step"}`;
   const head = h("div", { class: "facts" }, h("h2", {}, baseName(group.row) || "row"), h("span", { class: "dim" }, steps),
     h("span", { class: "dim" }, group.row.slice(0, -baseName(group.row).length || undefined)),
     group.trajectories.length > 1 ? h("button", { onclick: event => event.target.closest(".detail").querySelectorAll(".trajectory").forEach(card => { card.open = true; }) }, "open all") : null);
   const prompt = group.prompt.length ? segmentView({ author: "prompt" }, group, block, largest, false) : "";
-  return [head, prompt, group.trajectories.map((_, index) => trajectoryView(run, group, index, block, largest, index === chosen))];
+  return [head, prompt, group.trajectories.map((_, index) => trajectoryView(run, group, index, block, largest, index === chosen, hits[index]))];
 }
 
 // ---- drawing ---------------------------------------------------------------------------------------------------------
@@ -390,7 +397,7 @@ function pane(run, block, largest) {
   if (index < 0 || (state.row === null && hits.length)) index = hits.length ? hits[0].index : 0;
   if (!state.everywhere) fillList(run, made, hits, entries, index, `step ${block.step}`);
   if (block.problem) detail.append(block.problem);
-  else if (block.groups.length) detail.append(...groupView(run, block.groups[index], block, largest).flat());
+  else if (block.groups.length) detail.append(...groupView(run, block.groups[index], block, largest, entries[index].hits).flat());
   return made;
 }
 
@@ -455,6 +462,8 @@ function listen() {
     if (event.key === "ArrowLeft" || event.key === "ArrowRight") move(event.key === "ArrowLeft" ? -1 : 1);
   });
   addEventListener("mouseover", event => showTip(event));
+  // The lists begin below the tools, which may take two lines.
+  new ResizeObserver(() => document.documentElement.style.setProperty("--tools", `${$("tools").offsetHeight}px`)).observe($("tools"));
 }
 
 function showTip(event) {

@@ -56,13 +56,14 @@ def check_environment(config: EnvironmentConfig, rows: Sequence[Row], runner: Ru
     config = dataclasses.replace(config, on_error="end")
     renderer = _tiny_renderer()
     with contextlib.closing(runner(config, renderer)) as environment:
+        environment.warns = False
         alone = [play(environment, renderer, row) for row in rows]
         again = [play(environment, renderer, row) for row in rows]
         together = _interleaved(environment, renderer, rows)
     failures = [one.failure for one in alone if one.failure]
     if failures:
-        failed = CheckResult("plays", State.failed, failures[0], "such episodes end with env.error_reward", "fix it")
-        return [failed]
+        harm, remedy = f"such episodes end with the reward env.error_reward={config.error_reward:g}", "fix the environment"
+        return [CheckResult("plays", State.failed, failures[0], harm, remedy)]
     # The first call of a worker process waits for its start, which is not part of any time limit.
     slowest = max(min(one.slowest_s, other.slowest_s) for one, other in zip(alone, again, strict=True))
     return [

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from cookbook.config import python_file
-from cookbook.errors import ConfigError
+from cookbook.errors import ConfigError, CookbookError, described
 from cookbook.types import JsonObject
 
 # Methods that belong to the contract. All other public methods are tools, unless the class has `step`.
@@ -86,8 +86,11 @@ def _reward_range(environment: object) -> tuple[float, float] | None:
 
 def tools_of(environment: object) -> dict[str, Callable[..., object]]:
     """Return the public methods by name; none if the environment has ``step``."""
-    if callable(getattr(environment, "step", None)):
-        return {}
+    return {} if callable(getattr(environment, "step", None)) else public_methods(environment)
+
+
+def public_methods(environment: object) -> dict[str, Callable[..., object]]:
+    """Return the public methods by name, without those of the contract."""
     kind = type(environment)
     names = [name for name in dir(kind) if not name.startswith("_") and name not in CONTRACT]
     return {name: getattr(environment, name) for name in names if inspect.isroutine(getattr(kind, name))}
@@ -143,8 +146,21 @@ class EnvironmentConfig:
 
     @cached_property
     def contract(self) -> Contract:
-        """The methods that the environment offers. Raises ConfigError: it lacks a method, or a tool cannot be described."""
-        return Contract.of(self.make())
+        """The methods that the environment offers.
+
+        Raises:
+            ConfigError: the environment cannot be constructed or lacks a method, or a tool cannot be described.
+        """
+        try:
+            environment = self.make()
+        except CookbookError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"env: the environment cannot be constructed ({described(error)}); give the class an __init__ "
+                "without arguments that raises nothing"
+            ) from error
+        return Contract.of(environment)
 
     def fingerprint(self) -> str:
         """Fingerprint: the same in every process, and different for different environments."""

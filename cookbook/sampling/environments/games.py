@@ -1,4 +1,4 @@
-"""Games of the package textarena: for one player, or for two against the user's own opponent."""
+"""Games of the package textarena: for one player, or for two, against the user's own opponent or the model itself."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from cookbook.utils.suggest import did_you_mean
 Opponent = Callable[[str], str]
 """Function of the user that returns the other player's move; its argument is all that this player has seen."""
 
-# The model is the first player.
-MODEL, OPPONENT = 0, 1
+# Value of env.opponent: the model makes the moves of both players.
+SELF = "self"
 # Variants of a game that repeat earlier messages in every observation, or pass them as a list.
 VARIANTS = ("-train", "-raw")
 # Characters of a game's own error that a message shows: some print a page.
@@ -31,8 +31,8 @@ LONGEST_REASON = 200
 class TextArena(EnvironmentConfig):
     """A game of the package textarena, by its name, with its own options. The reward is the game's, from -1 to 1.
 
-    The model gets the messages of the game since its last move. A game for two players needs an ``opponent``,
-    ``file.py:function``. A game that is not over after ``max_turns`` moves of the model gives 0.
+    The model gets the messages of the game since its last move. A game for two players needs an ``opponent``:
+    ``file.py:function``, or ``self``. A game that is not over after ``max_turns`` moves of the model gives 0.
 
     Raises:
         ConfigError: the package is not installed, or the game is unknown, does not start here, or is for other players.
@@ -51,7 +51,7 @@ class TextArena(EnvironmentConfig):
         if needs_opponent and self.opponent is None:
             raise ConfigError(
                 f"env.opponent: {self.game} is for two players; set env.opponent=FILE.py:FUNCTION, a function that gets the "
-                "text that the other player has seen, and returns its move"
+                "text that the other player has seen, and returns its move, or env.opponent=self"
             )
         if not needs_opponent and self.opponent is not None:
             raise ConfigError(f"env.opponent: {self.game} is for one player; drop env.opponent")
@@ -61,11 +61,11 @@ class TextArena(EnvironmentConfig):
         return Game(self._start, self._num_players, self._opponent)
 
     def fingerprint(self) -> str:
-        return super().fingerprint() + (digest_of(self.opponent) if self.opponent else "")
+        return super().fingerprint() + (digest_of(self.opponent) if self.opponent and self._opponent else "")
 
     @functools.cached_property
     def _opponent(self) -> Opponent | None:
-        if self.opponent is None:
+        if self.opponent is None or self.opponent == SELF:
             return None
         opponent: Opponent = python_file.named(self.opponent, "env.opponent", signature="(observation)")
         return opponent
@@ -139,9 +139,14 @@ class _Draws:
 
 
 class Game:
-    """One game of textarena as an environment."""
+    """One game of textarena as an environment.
+
+    Without an opponent, the model plays itself: its trained side is the first player in games of an even seed, else the second.
+    """
 
     reward_range = (-1.0, 1.0)
+    # Read after each call: whether the observation is for the side that is not trained.
+    opponent_moves = False
 
     def __init__(self, start: Callable[[int, int], Any], num_players: int, opponent: Opponent | None) -> None:
         self._start = start
@@ -153,6 +158,7 @@ class Game:
 
     def reset(self, seed: int) -> str:
         self._draws = _Draws(seed)
+        self._side = seed % 2 if self._num_players > 1 and self._opponent is None else 0
         with self._draws.used():
             self._game = self._start(self._num_players, seed)
             observation = self._until_the_model_moves()
@@ -166,16 +172,16 @@ class Game:
             return self._until_the_model_moves()
 
     def get_reward(self) -> float:
-        return float(self._game.close()[0][MODEL]) if self._is_over else 0.0
+        return float(self._game.close()[0][self._side]) if self._is_over else 0.0
 
     def _until_the_model_moves(self) -> str | None:
-        """Make the moves of the opponent. Return the new messages to the model, or None if the game is over."""
+        """Make the moves of an opponent in Python. Return the new messages to the model, or None if the game is over."""
         while not self._is_over:
             player, messages = self._game.get_observation()
             said = [self._shown(author, text) for author, text, kind in messages if not self._is_own(player, author, kind)]
-            if player == MODEL:
+            if player == self._side or self._opponent is None:
+                self.opponent_moves = player != self._side
                 return "\n".join(said)
-            assert self._opponent is not None
             self._seen += said
             self._is_over, _ = self._game.step(self._opponent("\n".join(self._seen)))
         return None

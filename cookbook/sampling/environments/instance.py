@@ -18,9 +18,6 @@ from cookbook.sampling.environments.tool_calls import Calls, ToolCall, parse_cal
 from cookbook.sampling.workers import Handler, trace_of
 from cookbook.types import JsonObject
 
-# Names of the calls of :class:`Instances`, for error messages.
-NAMES = {"act": "step or a tool", "reward": "get_reward"}
-
 
 class EnvironmentFailedError(Exception):
     """A method of an environment has returned something that the contract does not allow."""
@@ -30,7 +27,8 @@ class EnvironmentFailedError(Exception):
 class Reply:
     """Answer of an environment. Lists of messages go through the chat template; None ends the episode.
 
-    ``calls``, ``malformed_calls`` and ``failed_calls`` count calls of tools in the turn.
+    ``calls``, ``malformed_calls`` and ``failed_calls`` count calls of tools in the turn. ``opponent_moves``: the observation is
+    for the other player of a game, whose turn is next.
     """
 
     observation: str | list[JsonObject] | None
@@ -38,6 +36,7 @@ class Reply:
     calls: int = 0
     malformed_calls: int = 0
     failed_calls: int = 0
+    opponent_moves: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Instance:
         # The environment may change its arguments, and the row is used again.
         given = copy.deepcopy(given)
         observation = self._run(self._environment.reset(**given))
-        return Reply(_observation(observation, "reset"))
+        return self._reply(_observation(observation, "reset"))
 
     def act(self, text: str, read: Calls | None = None) -> Reply:
         """Answer a completion: by ``step``, or by the results of the tools that it calls. Without a call, it is the last.
@@ -81,6 +80,7 @@ class Instance:
         for call in calls:
             content, name = self._called(call, reply)
             reply.observation.append({"role": "tool", "name": name, "content": content})
+        reply.opponent_moves = self._opponent_moves
         return reply
 
     def reward(self) -> EarnedReward | None:
@@ -131,7 +131,14 @@ class Instance:
         said = _observation(result, "step")
         if said is None and done is False:
             raise EnvironmentFailedError("step returned no observation with done=False; return text, or done=True")
-        return Reply(said, done=said is None if done is None else done)
+        return self._reply(said, done=said is None if done is None else done)
+
+    def _reply(self, said: str | list[JsonObject] | None, *, done: bool = False) -> Reply:
+        return Reply(said, done, opponent_moves=self._opponent_moves)
+
+    @property
+    def _opponent_moves(self) -> bool:
+        return getattr(self._environment, "opponent_moves", False) is True
 
     def _run(self, result: Any) -> Any:
         """Wait for a coroutine, in an event loop that lives as long as the episode."""
@@ -172,7 +179,7 @@ def _earned(value: object) -> EarnedReward:
 
 def _number(value: object, method: str) -> float:
     try:
-        number = float(value) if isinstance(value, SupportsFloat) else float("nan")
+        number = float(value) if isinstance(value, float | int | SupportsFloat) else float("nan")
     except (TypeError, ValueError):
         number = float("nan")
     if not abs(number) < float("inf"):
@@ -195,7 +202,8 @@ class Instances:
         except EnvironmentFailedError as error:
             return {"failure": str(error), "trace": None}
         except Exception as error:  # noqa: BLE001 - the environment is the user's code
-            return {"failure": f"{NAMES.get(method, method)} raised {described(error)}", "trace": trace_of(error)}
+            name = called_method(method, self._config.contract)
+            return {"failure": f"{name} raised {described(error)}", "trace": trace_of(error)}
 
     def close(self) -> None:
         """End all episodes."""
@@ -216,10 +224,18 @@ class Instances:
         return None
 
 
+def called_method(call: str, contract: Contract) -> str:
+    """Return the name of the user's method behind a call of :class:`Instances`, for error messages."""
+    return {"act": "a tool" if contract.tools else "step", "reward": "get_reward"}.get(call, call)
+
+
 def _end(episode: int) -> tuple[int, str, list[Any]]:
     return episode, "close", []
 
 
 def handler(configuration: JsonObject) -> Handler:
     """Construct the environments of a worker process."""
-    return Instances(construct_target(configuration, "env"))
+    config: EnvironmentConfig = construct_target(configuration, "env")
+    # The schemas of tools import transformers: that belongs to the start of the process, not to the first call and its limit.
+    _ = config.contract
+    return Instances(config)

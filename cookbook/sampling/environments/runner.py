@@ -17,7 +17,7 @@ from cookbook.futures import done
 from cookbook.sampling import workers
 from cookbook.sampling.environments.config import EnvironmentConfig
 from cookbook.sampling.environments.conversation import Conversation, Transcript
-from cookbook.sampling.environments.instance import NAMES, EarnedReward, Instances, Reply
+from cookbook.sampling.environments.instance import EarnedReward, Instances, Reply, called_method
 from cookbook.sampling.environments.tool_calls import CallReader, Calls, token_reader
 from cookbook.sampling.trajectory import Segment, Trajectory
 from cookbook.sampling.workers import WorkerEndedError, WorkerProcess, WorkerStartError, WorkerTimeoutError
@@ -63,7 +63,8 @@ class Episode:
     """One attempt at a row in an environment.
 
     A worker process that is stopped takes the state of all its episodes with it. ``acted`` are the calls so far, which replay
-    an episode in the next process; ``process`` is the start of the process that has the state.
+    an episode in the next process; ``process`` is the start of the process that has the state. ``conversation`` is the current
+    one of ``conversations``, by whether the opponent moves.
     """
 
     number: int
@@ -71,18 +72,20 @@ class Episode:
     acted: list[tuple[str, list[Any]]] = field(default_factory=list)
     process: int = 0
     conversation: Conversation | None = None
+    conversations: dict[bool, Conversation] = field(default_factory=dict)
 
 
 class EpisodeRunner:
     """Plays episodes.
 
-    ``limit``: the largest number of episodes at a time; None: no limit.
+    ``limit``: the largest number of episodes at a time; None: no limit. ``warns``: whether failures are logged as warnings.
 
     Raises:
         ConfigError: the environment lacks a method.
     """
 
     limit: int | None = None
+    warns = True
 
     def __init__(self, config: EnvironmentConfig) -> None:
         self.config = config
@@ -145,7 +148,7 @@ class EpisodeRunner:
             raise RolloutError(message)
         if self.config.on_error == "fail":
             raise RolloutError(f"{message}; fix the environment, or set env.on_error=end")
-        if answer["failure"] not in self._said:
+        if self.warns and answer["failure"] not in self._said:
             self._said.add(answer["failure"])
             remedy = "rollout/env_errors counts such episodes, and env.on_error=fail stops the run"
             log.warning("%s; the episode ends with reward %g; %s", message, self.config.error_reward, remedy)
@@ -177,11 +180,14 @@ class EnvironmentRunner(EpisodeRunner):
 
     def observe(self, episode: Episode, prompt: RenderedPrompt, renderer: Renderer, reply: Reply) -> Transcript:
         """Add an observation to the tokens of the episode, and return them."""
-        if episode.conversation is None:
-            episode.conversation = Conversation(renderer, prompt, reply.observation, self.contract.tools)
+        conversation = episode.conversations.get(reply.opponent_moves)
+        if conversation is None:
+            conversation = Conversation(renderer, prompt, reply.observation, self.contract.tools)
+            episode.conversations[reply.opponent_moves] = conversation
         else:
-            episode.conversation.observe(reply.observation or "")
-        return episode.conversation
+            conversation.observe(reply.observation or "")
+        episode.conversation = conversation
+        return conversation
 
     def act(self, episode: Episode, turn: Segment) -> Pending[Reply]:
         """Return the answer to a completion."""
@@ -244,7 +250,7 @@ class EnvironmentRunner(EpisodeRunner):
         return self._threads[worker].submit(self._call, self._processes[worker], episode, method, arguments)
 
     def _call(self, process: WorkerProcess, episode: Episode, method: str, arguments: list[Any]) -> JsonObject:
-        name = NAMES.get(method, method)
+        name = called_method(method, self.contract)
         timeout = f"{self.config.timeout_s:g} s" if self.config.timeout_s else ""
         try:
             process.start()

@@ -58,14 +58,16 @@ class RewardRunner:
         self._key = key
         self._parts: dict[str, RewardRunner] = {}
         self._named: Sequence[str] = ()
+        self._service: ServiceReward | None = None
         self._processes: list[WorkerProcess] = []
         if isinstance(reward, Weighted):
             self._parts = {name: RewardRunner(part, f"{key}.parts.{name}") for name, part in reward.parts.items()}
         else:
             self._function = _function(reward)
-            is_service = isinstance(reward, ServiceReward)
-            self._named = SERVICE_NAMES if is_service else named_parameters(self._function)
-            if isinstance(reward, Limits) and reward.workers and not is_service:
+            # Python compares a value with a protocol member by member, too slowly for every completion.
+            self._service = reward if isinstance(reward, ServiceReward) else None
+            self._named = SERVICE_NAMES if self._service is not None else named_parameters(self._function)
+            if isinstance(reward, Limits) and reward.workers and self._service is None:
                 configuration = workers.configuration(reward, key)
                 self._processes = [WorkerProcess(HANDLER, configuration, reward.timeout_s) for _ in range(reward.workers)]
         self._idle: queue.SimpleQueue[WorkerProcess] = queue.SimpleQueue()
@@ -113,7 +115,7 @@ class RewardRunner:
         """Return the runners of the rewards that run in the main process: of this reward, or of its parts."""
         if self._parts:
             return [one for part in self._parts.values() for one in part.immediate()]
-        return [] if self._processes or isinstance(self.reward, ServiceReward) else [self]
+        return [] if self._processes or self._service is not None else [self]
 
     def fingerprint(self) -> str:
         """Text that differs between different rewards, and is the same in every process."""
@@ -128,16 +130,16 @@ class RewardRunner:
         """Stop the processes and their current calls."""
         for part in self._parts.values():
             part.close()
-        if isinstance(self.reward, ServiceReward):
-            self.reward.close()
+        if self._service is not None:
+            self._service.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in self._processes:
             process.retire()
         self._threads.shutdown()
 
     def _start(self, given: Arguments) -> Callable[[], list[Score] | RewardFailure]:
-        if isinstance(self.reward, ServiceReward):
-            answer = self.reward.start(**given.by_name)
+        if self._service is not None:
+            answer = self._service.start(**given.by_name)
             return lambda: call(lambda **_: answer(), given)
         if self._processes:
             return self._threads.submit(self._call_worker, given).result
@@ -299,7 +301,7 @@ def _score(value: object) -> Score | RewardFailure:
 
 def _number(value: object, place: str) -> float | RewardFailure:
     try:
-        number = float(value) if isinstance(value, SupportsFloat) else None
+        number = float(value) if isinstance(value, float | int | SupportsFloat) else None
     # An array of several numbers.
     except (TypeError, ValueError):
         number = None
