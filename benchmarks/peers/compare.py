@@ -22,10 +22,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from startup import cpu_until
 from workloads import COMPLETION_TOKENS, DEFAULTS, GROUP, LR, PRECISIONS, WORKLOADS, Folder, Setting, Workload
-
-from cookbook.engine.precision import instructions
 
 HERE = Path(__file__).parent
 SAME_LOSS = 1e-4  # relative: float32 rounding is 1e-7, a token more or less in the mean 1e-3
@@ -34,6 +33,7 @@ SAME_SAMPLES = 0.1  # relative: where untrained models happen to end their sampl
 STARTUP_REACH = 2.0
 STARTUP_ROWS = 8  # TRL's default; all that either side reads
 OURS = {"float32": {}, "medium": {"backend.matmul_precision": "medium"}, "autocast": {"backend.autocast": "bfloat16"}}
+FLAGS = ("avx2", "avx512_f", "avx512_bf16", "amx_bf16")  # instructions that products use, as torch names them
 Results = dict[str, list[dict[str, Any]]]  # by candidate, one a round
 
 
@@ -64,15 +64,18 @@ def main() -> int:
 
 
 def _facts(folder: Folder) -> str:
-    """Return the facts that the figures depend on: CPU, commit, rows, load."""
+    """Return the facts that the figures depend on: commit, CPU and its flags, torch, rows, load."""
     cpus = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     name = next((line.partition(":")[2].strip() for line in cpus if line.startswith("model name")), "unknown CPU")
     asked = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    changed = subprocess.run([*asked[:3], "status", "--porcelain", "--untracked-files=no"], capture_output=True, check=False)
+    commit += " with changes" if changed.stdout else ""
+    flags = " ".join(name for name in FLAGS if torch.cpu.get_capabilities().get(name)) or "no vector instructions"
     source = (folder.root / "source.txt").read_text(encoding="utf-8").strip()
     return (
-        f"Commit {commit}; {name}, {instructions() or 'no bfloat16 instructions'}, {os.cpu_count()} cores, load at the start "
-        f"{os.getloadavg()[0]:.1f}; one thread a process, CPU seconds; rows: {source}."
+        f"Commit {commit}; {name} ({flags}), {os.cpu_count()} cores, load at the start {os.getloadavg()[0]:.1f}; torch "
+        f"{torch.__version__}; one thread a process, CPU seconds; rows: {source}."
     )
 
 

@@ -24,7 +24,7 @@ from torch.nn.functional import dropout as drop
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from cookbook.engine.fast_path import FastPathError
-from cookbook.engine.precision import EXACT, attended
+from cookbook.engine.precision import EXACT, attended, half_attention, multiplies_half
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -297,13 +297,17 @@ def _attend(
         grouped = query.shape[1] != key.shape[1]
         return varlen(query, key, value, *layout.offsets, *longest, scale=params.scale, window_size=size, enable_gqa=grouped)
     compute = _plain if params.is_plain else attend_by_scores
-    if params.is_plain and query.device.type == "cpu" and (query.element_size() < 4 or _is_reduced()):
+    is_reduced = params.is_plain and query.device.type == "cpu" and (query.element_size() < 4 or _is_reduced())
+    if is_reduced:
         compute = functools.partial(attended, _plain)
     queries = torch.split(query, [block.count * block.queries for block in layout.blocks])
     sizes = [block.count * block.keys for block in layout.blocks]
     outputs = []
     for block, q, k, v in zip(layout.blocks, queries, torch.split(key, sizes), torch.split(value, sizes), strict=True):
         q, k, v = (x.view(block.count, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        if is_reduced and not params.dropout and multiplies_half(q, k):
+            outputs.append(half_attention(q, k, v, window, params.scale).transpose(1, 2).flatten(0, 1))
+            continue
         mask = layout.mask(block, window)
         outputs.append(compute(q, k, v, mask, mask is None, params).transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]

@@ -1,6 +1,6 @@
 """Precision of the products of training passes."""
 
-from cookbook.engine.precision.attended import attended
+from cookbook.engine.precision.attention import attended, half_attention, multiplies_half
 from cookbook.engine.precision.choice import DEFAULT, EXACT, Precision, instructions
 
-__all__ = ["DEFAULT", "EXACT", "Precision", "attended", "instructions"]
+__all__ = ["DEFAULT", "EXACT", "Precision", "attended", "half_attention", "instructions", "multiplies_half"]
