@@ -1,7 +1,8 @@
 """Break the code on purpose, one line at a time, and see that a test notices: ``python tests/mutants.py [WORD ...]``.
 
 Each mutant is a text of a file, its replacement, and the tests that have to fail then. With words, only the mutants
-whose file, texts or tests contain one of them run. The exit status is 1 if any survives. Run it in a clean checkout: it edits and restores files.
+whose file, texts or tests contain one of them run. The exit status is 1 if any survives. Run it in a clean checkout: it edits
+and restores files.
 """
 
 from __future__ import annotations

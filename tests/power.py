@@ -1,8 +1,8 @@
 """A power failure on a disk that keeps only what was forced to it: contents by file, names by folder.
 
 POSIX promises no more than that. Real file systems usually keep more, so a missing fsync shows on no machine that tests run on.
-Deletions take effect immediately, which is the worst case. Names may also reach the disk without a sync, and before the contents of
-their files: ``survivors`` can write that disk too.
+Deletions take effect immediately, which is the worst case. Names may also reach the disk without a sync, and before the
+contents of their files: ``survivors`` can write that disk too.
 """
 
 from __future__ import annotations
