@@ -5,11 +5,22 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+
+
+# The sums in the formats of data sets for distillation: a question and its answer, as messages.
+REASONING: dict[str, Callable[[list[Row]], Row]] = {
+    "zwhe99/DeepMath-103K": lambda turns: {"question": turns[0]["content"]},
+    "allenai/tulu-3-sft-mixture": lambda turns: {"messages": turns},
+    "open-thoughts/OpenThoughts3-1.2M": lambda turns: {
+        "conversations": [{"from": name, "value": turn["content"]} for name, turn in zip(("human", "gpt"), turns, strict=True)]
+    },
+    "tangqiaoyu/ToolAlpaca": lambda turns: {"instruction": turns[0]["content"], "output": turns[1]["content"]},
+}
 
 
 def prepare(folder: Path, data: Path, models: Sequence[str]) -> None:
@@ -30,8 +41,9 @@ def prepare(folder: Path, data: Path, models: Sequence[str]) -> None:
     # The name of the configuration that the recipes ask for, as a hub would give it.
     splits = "".join(f"  - split: {split}\n    path: main/{split}.jsonl\n" for split in ("train", "test"))
     (folder / "openai" / "gsm8k" / "README.md").write_text(f"---\nconfigs:\n- config_name: main\n  data_files:\n{splits}---\n")
-    prompts = ({"question": row["messages"][2]["content"]} for row in sums(4096))
-    write(folder / "zwhe99" / "DeepMath-103K" / "train.jsonl", prompts)
+    asked = [row["messages"][2:] for row in sums(4096)]
+    for place, make in REASONING.items():
+        write(folder / place / "train.jsonl", map(make, asked))
 
 
 def preference(row: Row) -> Row:

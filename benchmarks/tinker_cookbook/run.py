@@ -112,6 +112,30 @@ RECIPES = {
         0.3,
         True,
     ),
+    "on_policy_multi_teacher": Recipe(
+        "distillation.on_policy_multi_teacher",
+        f"{LEARN} model_name={CHAT} deepmath_teacher_model={CHAT} deepmath_teacher_checkpoint={{chat_sl}} "
+        f"tulu3_teacher_model={CHAT} tulu3_teacher_checkpoint={{chat_sl}} deepmath_groups_per_batch=8 tulu3_groups_per_batch=8 "
+        "group_size=4 max_tokens=8 max_steps=12 learning_rate=2e-3 eval_every=0",
+        "teacher_kl",
+        0.3,
+        True,
+    ),
+    "off_policy_reasoning": Recipe(
+        "distillation.off_policy_reasoning",
+        f"{LEARN} model_name={CHAT} batch_size=32 buffer_size=64 max_prompts=640 max_steps=20 learning_rate=3e-3 eval_every=0",
+        "train_mean_nll",
+        0.3,
+        True,
+    ),
+    "sdft, reverse": Recipe(
+        "sdft.train",
+        f"{LEARN} model_name={CHAT} dataset=toolalpaca groups_per_batch=16 max_tokens=8 max_steps=12 learning_rate=2e-3 "
+        "reverse=true eval_every=0",
+        "sdft/reverse_kl_mean",
+        0.01,
+        True,
+    ),
     "rl_loop": Recipe(
         "rl_loop",
         f"model_name={BASE} batch_size=8 group_size=8 max_tokens=16 max_steps=8 lora_rank=16 learning_rate=2e-3",
