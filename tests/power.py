@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,42 +56,41 @@ class Disk:
         path, inode = Path(f"/proc/self/fd/{descriptor}"), os.fstat(descriptor).st_ino
         self._kept.setdefault(inode, []).append(descriptor)
         if path.is_dir():
-            self.names[inode] = {one.name: (one.stat().st_ino, one.is_dir()) for one in path.resolve().iterdir()}
+            self.names[inode] = _names(path.resolve())
         else:
             self.contents[inode] = path.read_bytes()
 
-    def survivors(self, to: Path, *, with_names: bool = False) -> Path:
+    def survivors(self, to: Path, early: Callable[[Path], bool] = lambda folder: False) -> Path:
         """The tree below ``root`` as a restart would find it, written to the new folder ``to``.
 
-        ``with_names``: all present names have reached the disk, but of contents only those that were forced to it.
+        ``early``: whether the present names in a folder have reached the disk although the folder was not forced to it.
         """
-        if with_names:
-            self._copy_names(self.root, to)
-        else:
-            self._restore(self.root.stat().st_ino, to)
+        self._restore(self.root.stat().st_ino, self.root.resolve(), to, early)
         return to
 
-    def _copy_names(self, folder: Path, to: Path) -> None:
+    def _restore(self, inode: int, folder: Path | None, to: Path, early: Callable[[Path], bool]) -> None:
         to.mkdir(parents=True)
-        for path in folder.iterdir():
-            if path.is_dir():
-                self._copy_names(path, to / path.name)
-            else:
-                (to / path.name).write_bytes(self.contents.get(path.stat().st_ino, b""))
-
-    def _restore(self, inode: int, to: Path) -> None:
-        to.mkdir(parents=True)
-        for name, (inner, is_folder) in self.names.get(inode, {}).items():
+        names = _names(folder) if folder is not None and early(folder) else self.names.get(inode, {})
+        for name, (inner, is_folder) in names.items():
             is_deleted = inner in self._kept and os.fstat(self._kept[inner][0]).st_nlink == 0
             # A file that a rename has replaced is not deleted: until the folder is forced, the name may still lead to it.
-            if is_deleted and not Path(f"/proc/self/fd/{self._kept[inode][0]}", name).exists():
+            if is_deleted and not (folder is not None and (folder / name).exists()):
                 continue
             if is_folder:
-                self._restore(inner, to / name)
+                self._restore(inner, self._place(inner, folder and folder / name), to / name, early)
             else:  # empty if its content was never forced
                 (to / name).write_bytes(self.contents.get(inner, b""))
+
+    def _place(self, inode: int, expected: Path | None) -> Path | None:
+        """Where a folder is now: it may have been renamed since its name was forced."""
+        known = Path(f"/proc/self/fd/{self._kept[inode][0]}").resolve() if inode in self._kept else None
+        return next((one for one in (known, expected) if one is not None and one.exists() and one.stat().st_ino == inode), None)
 
     def close(self) -> None:
         for descriptors in self._kept.values():
             for descriptor in descriptors:
                 os.close(descriptor)
+
+
+def _names(folder: Path) -> dict[str, tuple[int, bool]]:
+    return {one.name: (one.stat().st_ino, one.is_dir()) for one in folder.iterdir()}

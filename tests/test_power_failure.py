@@ -34,8 +34,10 @@ def failing(tmp_path, monkeypatch):
 
     def make(root, check=None, delay_s=0.0):
         def at_sync():
-            for with_names in (False, True):
-                check(disks[-1].survivors(tmp_path / f"moment-{next(moments)}", with_names=with_names))
+            # Names reach the disk when they are forced to it, or all before, or those of one folder before.
+            folders = [root.resolve(), *(path for path in root.resolve().rglob("*") if path.is_dir())]
+            for early in (set(), set(folders), *({folder} for folder in folders)):
+                check(disks[-1].survivors(tmp_path / f"moment-{next(moments)}", early.__contains__))
 
         root.mkdir(exist_ok=True)
         disks.append(power.Disk(root, monkeypatch, at_sync if check else None, delay_s))
