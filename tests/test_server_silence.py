@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -23,6 +22,8 @@ from cookbook.server import app
 from cookbook.server.handlers import recovery, silence
 from cookbook.server.state import countdown, endpoint
 from cookbook.server.state.countdown import Countdown
+
+tinker = pytest.importorskip("tinker")
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -201,17 +202,17 @@ def test_a_process_that_was_stopped_by_a_signal_keeps_its_clients(tiny_folder, t
     with subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
         try:
             url = re.search(r"http://127.0.0.1:\d+", server.stdout.readline())[0]
-            client = Client(SimpleNamespace(url=url))
-            run = client.run()
-            client.result("forward_backward", passing(run, 1))
-            server.send_signal(signal.SIGSTOP)
-            time.sleep(20)
-            server.send_signal(signal.SIGCONT)
-            # The cleanup runs several times.
-            time.sleep(3)
-            metrics = httpx.get(f"{url}/metrics").text
-            assert "\ncookbook_silent_sessions 0\n" in metrics and "\ncookbook_training_runs 1\n" in metrics
-            assert b"error" not in client.result("optim_step", stepping(run, 2))
+            with tinker.ServiceClient(base_url=url, api_key="tml-any") as service:
+                training = service.create_lora_training_client("tiny", rank=2).result()
+                training.save_state("before").result()
+                server.send_signal(signal.SIGSTOP)
+                time.sleep(20)
+                server.send_signal(signal.SIGCONT)
+                # The cleanup runs several times.
+                time.sleep(3)
+                metrics = httpx.get(f"{url}/metrics").text
+                assert "\ncookbook_silent_sessions 0\n" in metrics and "\ncookbook_training_runs 1\n" in metrics
+                training.save_state("after").result()
         finally:
             server.kill()
 
