@@ -391,7 +391,7 @@ def test_of_several_calls_that_had_begun_at_an_end_none_is_blamed_until_it_ends_
     assert ended() == [3, 2, 2, 2]
 
 
-def test_suspects_are_computed_one_after_the_other_and_others_in_their_pauses(turns):
+def test_suspects_are_computed_sequentially_and_others_in_their_pauses(turns):
     queue, order = turns
     worker, begun = Worker(1), []
     worker.on_slice(lambda *purposes: begun.append(sorted(purposes)), lambda purpose: purpose.startswith("suspect"))

@@ -35,7 +35,7 @@ EXAMPLE = (
     f"User: How many r's are in strawberry?{SUFFIX}Assistant: Let's spell the word out and number all the letters: 1) s 2) t "
     "3) r 4) a 5) w 6) b 7) e 8) r 9) r 10) y. We have r's at positions 3, 8, and 9. \\boxed{3}\n\n"
 )
-WORDS = ("good", "poor")  # answers of the policy, of which the rubric of hub.py wants the first
+WORDS = ("good", "poor")  # answers of the policy, the rubric of hub.py asks for the first
 
 
 def prepare(folder: Path, model: Path, name: str) -> Path:

@@ -24,7 +24,7 @@ class Attempts:
     synced: it must survive the end of the process only. ``folder`` None: count nothing.
 
     An end counts against the only call that had begun. If several had begun, all are suspects, and the worker computes suspects
-    one after the other (:meth:`is_suspect`). An end during one of them counts against it alone, and for two: the end that made
+    sequentially (:meth:`is_suspect`). An end during one of them counts against it alone, and for two: the end that made
     it a suspect counts as well. Other calls that had begun then become suspects.
     """
 
