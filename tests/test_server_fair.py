@@ -267,7 +267,9 @@ class Client:
         return self.post("asample", {**body, "prompt": prompt, "sampling_params": {"max_tokens": 4, "seed": 7, **params}})
 
     def result(self, answer):
-        return self.post("retrieve_future", answer.json())
+        while b"try_again" in (found := self.post("retrieve_future", answer.json())).content:
+            pass
+        return found
 
 
 @pytest.fixture
