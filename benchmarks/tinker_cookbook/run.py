@@ -156,7 +156,7 @@ RECIPES = {
         # The builder again, with other sizes: by default a step has 128 x 16 samples.
         f"model_name={BASE} dataset_builder=tinker_cookbook.recipes.math_rl.math_env:Gsm8kDatasetBuilder "
         f"dataset_builder.batch_size=8 dataset_builder.group_size=8 dataset_builder.model_name_for_tokenizer={BASE} "
-        "dataset_builder.renderer_name=role_colon max_tokens=16 max_steps=8 lora_rank=16 learning_rate=2e-3",
+        "dataset_builder.renderer_name=role_colon max_tokens=24 max_steps=8 lora_rank=16 learning_rate=2e-3",
         "env/all/reward/total",
         0.3,
         base="examinee",
