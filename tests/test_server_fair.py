@@ -484,6 +484,7 @@ model, out, port = sys.argv[1:]
 passes = []
 
 def end():
+    time.sleep(5)  # the client gets its answer first
     os.kill(os.getpid(), signal.SIGKILL)
 
 pause = CallThread._pause
