@@ -67,8 +67,14 @@ def _game(draw: random.Random) -> Turns:
 
 
 def _exam(draw: random.Random) -> Turns:
-    """A sum in the prompt of GSM8K, an answer of the policy of ``rubric``, or a score of its grader."""
-    kind = draw.randrange(3)
+    """A sum in the prompt of GSM8K, an answer of the policy of ``rubric``, a score of its grader, or the end of any answer.
+
+    Without such ends, a grader that has said anything else continues to the 2,048 tokens that the recipe allows.
+    """
+    kind = draw.randrange(4)
+    if kind == 3:
+        said = "".join(draw.choices("abcdefghijklmnopqrstuvwxyz <>/{}0123456789\n", k=draw.randint(1, 40)))
+        return [(f"User: How are you?\n\nAssistant: {said}", False), ("\n\nUser:", True)]
     if kind == 0:
         question = f"User: What is {draw.randint(0, 2)} + {draw.randint(0, 2)}?{SUFFIX}Assistant:"
         return [(EXAMPLE, False), (question, False), (f" \\boxed{{{draw.randint(0, 4)}}}\n\nUser:", True)]
