@@ -30,10 +30,11 @@ WRONG = (
 )
 SAID = ("Guess: 512", "I say 512")  # the format, and what is not
 
-SUFFIX = " Provide a numerical answer without units, written inside \\boxed{}.\n\n"
+# What rl_loop appends to a question, and what rl_basic does.
+SUFFIXES = (" Provide a numerical answer without units, written inside \\boxed{}.", " Write your answer in \\boxed{} format.")
 EXAMPLE = (
-    f"User: How many r's are in strawberry?{SUFFIX}Assistant: Let's spell the word out and number all the letters: 1) s 2) t "
-    "3) r 4) a 5) w 6) b 7) e 8) r 9) r 10) y. We have r's at positions 3, 8, and 9. \\boxed{3}\n\n"
+    "User: How many r's are in strawberry?{suffix}\n\nAssistant: Let's spell the word out and number all the letters: 1) s 2) t "
+    "3) r 4) a 5) w 6) b 7) e 8) r 9) r 10) y. We have r's at positions 3, 8, and 9. \\boxed{{3}}\n\n"
 )
 WORDS = ("good", "poor")  # answers of the policy, the rubric of hub.py asks for the first
 
@@ -76,8 +77,9 @@ def _exam(draw: random.Random) -> Turns:
         said = "".join(draw.choices("abcdefghijklmnopqrstuvwxyz <>/{}0123456789\n", k=draw.randint(1, 40)))
         return [(f"User: How are you?\n\nAssistant: {said}", False), ("\n\nUser:", True)]
     if kind == 0:
-        question = f"User: What is {draw.randint(0, 2)} + {draw.randint(0, 2)}?{SUFFIX}Assistant:"
-        return [(EXAMPLE, False), (question, False), (f" \\boxed{{{draw.randint(0, 4)}}}\n\nUser:", True)]
+        suffix = draw.choice(SUFFIXES)
+        question = f"User: What is {draw.randint(0, 2)} + {draw.randint(0, 2)}?{suffix}\n\nAssistant:"
+        return [(EXAMPLE.format(suffix=suffix), False), (question, False), (f" \\boxed{{{draw.randint(0, 4)}}}\n\nUser:", True)]
     word = draw.choice(WORDS)
     if kind == 1:
         return [("User: How are you?\n\nAssistant:", False), (f" {word}\n\nUser:", True)]
