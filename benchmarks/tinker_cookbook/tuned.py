@@ -33,8 +33,8 @@ SAID = ("Guess: 512", "I say 512")  # the format, and what is not
 # What rl_loop appends to a question, and what rl_basic does.
 SUFFIXES = (" Provide a numerical answer without units, written inside \\boxed{}.", " Write your answer in \\boxed{} format.")
 EXAMPLE = (
-    "User: How many r's are in strawberry?{suffix}\n\nAssistant: Let's spell the word out and number all the letters: 1) s 2) t "
-    "3) r 4) a 5) w 6) b 7) e 8) r 9) r 10) y. We have r's at positions 3, 8, and 9. \\boxed{{3}}\n\n"
+    "User: How many r's are in strawberry?{suffix}\n\nAssistant: Let's spell the word out and number all the letters: 1) s 2) "
+    "t 3) r 4) a 5) w 6) b 7) e 8) r 9) r 10) y. We have r's at positions 3, 8, and 9. \\boxed{{3}}\n\n"
 )
 WORDS = ("good", "poor")  # answers of the policy, the rubric of hub.py asks for the first
 
