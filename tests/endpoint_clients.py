@@ -130,7 +130,8 @@ def main(inspect: str, verifiers: str) -> None:
         chat = Chat("row", parse_messages([{"role": "user", "content": f"{a}+{b}="}], "row", "messages"), 1, None)
         sample = sampler.sample(renderer.prompts([chat])[0][0], 1, SamplingParams(max_tokens=8, temperature=0.0)).result()
         completions[f"{a}+{b}="] = completed_text(renderer, sample.sequences[0].tokens, ())
-        right += completions[f"{a}+{b}="].strip() == str(a + b)
+        # As inspect-ai's match does: at the end of the text.
+        right += completions[f"{a}+{b}="].strip().endswith(str(a + b))
     trainer.close()
     evaluation = found["inspect"]
     assert evaluation["completions"] == completions

@@ -1,13 +1,16 @@
 """Break the code on purpose, one line at a time, and see that a test notices: ``python tests/mutants.py [WORD ...]``.
 
-Each mutant is a text of a file, its replacement, and the tests that have to fail then. With words, only the mutants whose file
-or text contains one of them run. The exit status is 1 if any survives. Run it in a clean checkout: it edits and restores files.
+Each mutant is a text of a file, its replacement, and the tests that have to fail then. With words, only the mutants
+whose file, texts or tests contain one of them run. The exit status is 1 if any survives. Run it in a clean checkout: it edits
+and restores files.
 """
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,33 +22,36 @@ ENGINE_SEED = "self.options.seed * 1_000_003 + self.step * 10_007 + self.seeds"
 # (file below cookbook/, text that occurs once, replacement, tests)
 MUTANTS = (
     # What is forced to the disk, and when it is acknowledged.
-    ("utils/files.py", "        sync(aside)\n", "", POWER),
-    ("utils/files.py", "        aside.replace(path)\n        sync(path.parent)\n", "        aside.replace(path)\n", POWER),
+    # :func:`unsynced` removes each sync; here are those that come too late.
     (
         "utils/files.py",
-        "        path.mkdir(exist_ok=True)\n        sync(path.parent)\n",
-        "        path.mkdir(exist_ok=True)\n",
+        "        sync(aside)\n        aside.replace(path)\n",
+        "        aside.replace(path)\n        sync(path)\n",
         POWER,
     ),
     ("checkpoints/manifest.py", '[*folder.rglob("*"), folder]', "[folder]", POWER),
     ("checkpoints/manifest.py", '[*folder.rglob("*"), folder]', '[*folder.rglob("*")]', POWER),
-    ("checkpoints/store.py", "    files.sync(folder.parent)\n", "", POWER),
-    ("checkpoints/sharded.py", "            files.sync(path)", "            pass", POWER),
-    ("server/journal/log.py", "            files.sync_descriptor(self._file.fileno())", "            pass", POWER),
-    ("server/journal/log.py", "lambda: files.sync_descriptor(file.fileno())", "lambda: None", POWER),
-    ("server/journal/log.py", "                files.sync(self.folder)", "                pass", POWER),
+    (
+        "checkpoints/store.py",
+        "    files.sync(folder.parent)\n    shutil.rmtree(old, ignore_errors=True)\n",
+        "    shutil.rmtree(old, ignore_errors=True)\n    files.sync(folder.parent)\n",
+        POWER,
+    ),
     (
         "server/journal/log.py",
         "self._synced_bytes = max(self._synced_bytes, appended)",
         "self._synced_bytes = self._appended_bytes",
         POWER,
     ),
-    ("server/journal/durability.py", "                    files.sync(path)", "                    pass", POWER),
-    ("server/journal/durability.py", "                files.sync(folder.parent)", "                pass", POWER),
-    ("server/routes/common.py", "    await request.log.synced()\n", "", POWER),
-    ("server/routes/session.py", "    await session.log.synced()\n", "", POWER),
-    ("server/handlers/sampling.py", "            await owner.log.synced()\n", "", POWER),
-    ("server/state/snapshots.py", "            await log.synced()\n", "", POWER),
+    (
+        "server/journal/durability.py",
+        '                for path in [*temporary.rglob("*"), temporary]:\n                    files.sync(path)\n'
+        '            temporary.rename(folder)\n            if self.level == "synced":\n',
+        '                temporary.rename(folder)\n                for path in [*folder.rglob("*"), folder]:\n'
+        "                    files.sync(path)\n            else:\n                temporary.rename(folder)\n"
+        '            if self.level == "synced":\n',
+        POWER,
+    ),
     # Learning rates, seeds and versions of the right step.
     ("run/run.py", "self.schedule.factor(step.index + 1, step.total)", "self.schedule.factor(step.index, step.total)", WIRING),
     ("sampling/rollouts.py", "one.seed * 1_000_003 + index", "one.seed * 1_000_003", WIRING),
@@ -190,6 +196,44 @@ MUTANTS = (
 )
 
 
+# Where data are forced to the disk, and what forces them.
+STORES = ("utils/files.py", "server", "checkpoints")
+SYNCS = ("sync", "sync_descriptor", "fsync", "synced")
+
+
+def unsynced() -> Iterator[tuple[str, str, str, str]]:
+    """Yield mutants in which one sync is missing, and those in which the acknowledgement does not wait for one."""
+    for path in sorted(path for store in STORES for path in _modules(ROOT / "cookbook" / store)):
+        text = path.read_text(encoding="utf-8")
+        lines = text.splitlines(keepends=True)
+        for node in ast.walk(ast.parse(text)):
+            awaited = node.value if isinstance(node, ast.Await) else node
+            if not isinstance(awaited, ast.Call) or _called(awaited) not in SYNCS:
+                continue
+            # An awaited call is found twice: here by its await.
+            if (_called(awaited) == "synced") != isinstance(node, ast.Await):
+                continue
+            code = ast.get_source_segment(text, node) or ""
+            # Lines above make the text occur once.
+            first = node.lineno - 1
+            while text.count(old := "".join(lines[first : node.lineno])) != 1:
+                first -= 1
+            news = ["None"]
+            if isinstance(node, ast.Await):
+                news.append(f"__import__('asyncio').ensure_future({code.removeprefix('await ')})")
+            for new in news:
+                before, _, after = old.rpartition(code)
+                yield str(path.relative_to(ROOT / "cookbook")), old, before + new + after, POWER
+
+
+def _modules(path: Path) -> list[Path]:
+    return [path] if path.is_file() else list(path.rglob("*.py"))
+
+
+def _called(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
 def survives(name: str, old: str, new: str, tests: str) -> bool:
     """Whether ``tests`` pass with ``old`` replaced by ``new``."""
     path = ROOT / "cookbook" / name
@@ -214,7 +258,8 @@ def _pass(tests: list[str], marked: str) -> bool:
 
 
 def main(words: list[str]) -> int:
-    chosen = [one for one in MUTANTS if not words or any(word in one[0] or word in one[1] for word in words)]
+    mutants = (*unsynced(), *MUTANTS)
+    chosen = [one for one in mutants if not words or any(word in part for word in words for part in one)]
     found = []
     for mutant in chosen:
         found.append(survives(*mutant))

@@ -163,7 +163,8 @@ def changed(valid: Any, draw: Draw, rng: random.Random) -> bytes:
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         inner = list(places(value))[1:]
         if not inner or rng.random() < 0.03:
-            value = draw(extremes)
+            # A copy: later changes are made in place, and hypothesis draws the same object again.
+            value = copy.deepcopy(draw(extremes))
             continue
         _change(value, inner, draw, rng)
     return dumped(value)

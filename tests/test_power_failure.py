@@ -6,6 +6,7 @@ The disk of ``power.Disk`` keeps only data that were forced to it, so every miss
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import sys
 import threading
@@ -25,15 +26,21 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the disk of the
 
 @pytest.fixture
 def failing(tmp_path, monkeypatch):
-    """``failing(root, check)``: a Disk on ``root``; at every fsync ``check`` gets what a power failure would leave then."""
-    disks = []
+    """``failing(root, check)``: a Disk on ``root``.
 
-    def make(root, check=None):
+    Before and after every fsync, ``check`` gets what a power failure would leave then.
+    """
+    disks, moments = [], itertools.count()
+
+    def make(root, check=None, delay_s=0.0):
         def at_sync():
-            check(disks[-1].survivors(tmp_path / f"after-{len(disks)}-{disks[-1].num_syncs}"))
+            # Names reach the disk when they are forced to it, or all before, or those of one folder before.
+            folders = [root.resolve(), *(path for path in root.resolve().rglob("*") if path.is_dir())]
+            for early in (set(), set(folders), *({folder} for folder in folders)):
+                check(disks[-1].survivors(tmp_path / f"moment-{next(moments)}", early.__contains__))
 
         root.mkdir(exist_ok=True)
-        disks.append(power.Disk(root, monkeypatch, at_sync if check else None))
+        disks.append(power.Disk(root, monkeypatch, at_sync if check else None, delay_s))
         return disks[-1]
 
     yield make
@@ -167,7 +174,8 @@ def test_what_the_server_acknowledged_outlives_a_power_failure(failing, tiny_fol
     servertools = pytest.importorskip("servertools")
     from test_server_durability import Client, passing, stepping
 
-    left, disk = {}, failing(tmp_path / "out")
+    # Slow syncs: a request that is acknowledged before its sync is then not on the copy.
+    left, disk = {}, failing(tmp_path / "out", delay_s=0.2)
     with servertools.running(tiny_folder, tmp_path / "out", names=["tiny"]) as server:
         client = Client(server)
         left["session"] = disk.survivors(tmp_path / "session")

@@ -64,10 +64,10 @@ class Client:
         return self.result("asample", {"sampling_session_id": sampler, "seq_id": number, "prompt": prompt, **params})
 
 
-def passing(run, number, seed=0, loss="cross_entropy", forward_only=False):
+def passing(run, number, seed=0, loss="cross_entropy", forward_only=False, count=3):
     """The bytes of a pass."""
     rng = np.random.default_rng(seed)
-    rows = [rng.integers(0, tiny.VOCABULARY, 9).tolist() for _ in range(3)]
+    rows = [rng.integers(0, tiny.VOCABULARY, 9).tolist() for _ in range(count)]
     data = [
         tinker.Datum(
             model_input=tinker.ModelInput.from_ints(row[:-1]),

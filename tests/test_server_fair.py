@@ -267,7 +267,9 @@ class Client:
         return self.post("asample", {**body, "prompt": prompt, "sampling_params": {"max_tokens": 4, "seed": 7, **params}})
 
     def result(self, answer):
-        return self.post("retrieve_future", answer.json())
+        while b"try_again" in (found := self.post("retrieve_future", answer.json())).content:
+            pass
+        return found
 
 
 @pytest.fixture
@@ -370,6 +372,46 @@ def test_the_requests_that_were_computed_at_the_end_of_a_process_are_counted(tmp
     assert (later.count("s:sample:0/1"), later.count("s:sample:0/2"), later.count("s:sample:0/3")) == (0, 3, 0)
 
 
+def test_of_several_calls_that_had_begun_at_an_end_none_is_blamed_until_it_ends_a_process_alone(tmp_path):
+    def ended(*calls):
+        """The counts of the requests 1 to 4 after a process ended with these calls."""
+        Attempts(tmp_path).computing(*calls)
+        return [Attempts(tmp_path).count(name) for name in "1234"]
+
+    def suspects():
+        attempts = Attempts(None)
+        attempts._counts = Attempts(tmp_path)._counts
+        return [name for name in "1234" if attempts.is_suspect(name)]
+
+    # A pass and a batch of two samples, one of which pauses.
+    assert ended("1", "2\n3") == [0, 0, 0, 0] and suspects() == ["1", "2", "3"]
+    # A suspect and a new request, which becomes a suspect: the end counts against the suspect, and the one before as well.
+    assert ended("4", "1") == [2, 0, 0, 0] and suspects() == ["1", "2", "3", "4"]
+    assert ended("2\n3") == [2, 2, 2, 0]
+    assert ended("4", "", "4") == [2, 2, 2, 2]
+    assert ended("1") == [3, 2, 2, 2]
+    assert ended() == [3, 2, 2, 2]
+
+
+def test_suspects_are_computed_sequentially_and_others_in_their_pauses(turns):
+    queue, order = turns
+    worker, begun = Worker(1), []
+    worker.on_slice(lambda *purposes: begun.append(sorted(purposes)), lambda purpose: purpose.startswith("suspect"))
+    go = held(worker)
+    jobs = []
+    for name in ("suspect 1", "suspect 2", "new"):
+        with backend_worker.purpose(name):
+            jobs.append(queue(worker.lane(Account()), name, 30, 0.1))
+    go.set()
+    for job in jobs:
+        job.result(10)
+    worker.close()
+    assert ["new", "suspect 1"] in begun and ["new", "suspect 2"] in begun
+    assert not any({"suspect 1", "suspect 2"} <= set(purposes) for purposes in begun)
+    # The other suspect and the new job have equal turns.
+    assert order[:20].count("new") == pytest.approx(10, abs=2) and begun[-1] == []
+
+
 FATAL = """
 import os, sys, time
 from pathlib import Path
@@ -423,6 +465,80 @@ def test_a_request_that_ends_the_process_fails_after_two_attempts(tiny_folder, t
     assert client.result(client.sample()).status_code == 200
     step = client.post("optim_step", {"model_id": run, "seq_id": 2, "adam_params": {"learning_rate": 0.1}})
     assert "error" not in client.result(step).json()
+    server.kill()
+    server.wait()
+
+
+# A pass of 13 rows needs memory that is there for 12 passes through the model, and not beside a sample.
+PAUSED = """
+import os, signal, sys, time
+from pathlib import Path
+from cookbook.backends.local import LocalConfig
+from cookbook.backends.pausable import CallThread
+from cookbook.engine.decoding.decoder import Decoder
+from cookbook.engine.engine import Engine
+from cookbook.engine.model import ModelConfig
+from cookbook.server.config import ServerConfig
+from cookbook.server.serve import serve
+model, out, port = sys.argv[1:]
+passes = []
+
+def end():
+    time.sleep(5)  # the client gets its answer first
+    os.kill(os.getpid(), signal.SIGKILL)
+
+pause = CallThread._pause
+def paused(self, holds_memory):
+    if passes:
+        time.sleep(0.5)
+        passes.append(holds_memory)
+        len(passes) > 12 and end()
+    pause(self, holds_memory)
+CallThread._pause = paused
+
+begin = Engine.forward_backward
+def begun(self, data, *rest, **more):
+    len(data) == 13 and passes.append(None)
+    return begin(self, data, *rest, **more)
+Engine.forward_backward = begun
+
+admit = Decoder._admit
+Decoder._admit = lambda self: end() if passes else admit(self)
+config = LocalConfig(micro_batch_tokens=8)
+serve(ModelConfig(model), config, ServerConfig(port=int(port), names=["tiny"]), seed=0, out=Path(out))
+"""
+
+
+@pytest.mark.slow
+def test_a_paused_request_that_ends_the_process_fails_and_the_one_that_ran_meanwhile_does_not(tiny_folder, tmp_path):
+    """Two ends of the process: at the first, the sample runs and the pass has paused. Each works, or fails, alone."""
+    pytest.importorskip("tinker")
+    from test_server_durability import passing
+
+    port = servertools.free_port()
+    command = [sys.executable, "-c", PAUSED, str(tiny_folder), str(tmp_path / "out"), str(port)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+    def start():
+        server = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        assert "serving" in server.stdout.readline()
+        return server
+
+    server = start()
+    client, other = (Client(f"http://127.0.0.1:{port}") for _ in range(2))
+    lora = {"rank": 2, "seed": 1}
+    asked = {"session_id": client.session, "model_seq_id": 0, "base_model": "tiny", "lora_config": lora}
+    run = client.result(client.post("create_model", asked)).json()["model_id"]
+    content, kind = passing(run, 1, count=13), {"content-type": "application/x-protobuf"}
+    fatal = httpx.post(f"{client.url}/api/v1/forward_backward", content=content, headers=kind, timeout=60)
+    innocent = other.sample()
+    for _ in range(2):
+        assert server.wait(300) == -signal.SIGKILL
+        server = start()
+    assert "2 processes of the server ended while they computed this request" in client.result(fatal).json()["error"]
+    assert other.result(innocent).headers["content-type"] == "application/x-protobuf"
+    step = client.post("optim_step", {"model_id": run, "seq_id": 2, "adam_params": {"learning_rate": 0.1}})
+    assert "2 processes of the server ended" in client.result(step).json()["error"]
     server.kill()
     server.wait()
 

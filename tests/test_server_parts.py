@@ -45,7 +45,7 @@ RUN = "s1:train:0"
 
 def test_a_request_is_computed_even_if_its_attempt_cannot_be_counted(tmp_path, caplog):
     attempts, thread = Attempts(tmp_path), Worker(1)
-    thread.on_slice(attempts.computing)
+    thread.on_slice(attempts.computing, attempts.is_suspect)
     (tmp_path / "read only").touch()
     attempts._file = os.open(tmp_path / "read only", os.O_RDONLY)
     with caplog.at_level("INFO", "cookbook.server"), contextlib.closing(thread):

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
+import httpx
 import pytest
 import servertools
 from servertools import wait_until
@@ -15,6 +22,10 @@ from cookbook.server import app
 from cookbook.server.handlers import recovery, silence
 from cookbook.server.state import countdown, endpoint
 from cookbook.server.state.countdown import Countdown
+
+tinker = pytest.importorskip("tinker")
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 class Returning(Client):
@@ -180,6 +191,30 @@ def test_clients_get_their_full_time_again_after_a_stop_of_the_server(start, mon
         server.call(lambda: asyncio.sleep(0.2))
         assert client.session in service.sessions
         assert service.sessions[client.session].last_seen > time.monotonic() - 60
+
+
+@pytest.mark.slow
+def test_a_process_that_was_stopped_by_a_signal_keeps_its_clients(tiny_folder, tmp_path):
+    """SIGSTOP for longer than a session may be silent."""
+    options = ["server.port=0", "server.names=[tiny]", "server.session_timeout_s=15", "out=out"]
+    command = [sys.executable, "-m", "cookbook", "serve", f"model.name={tiny_folder}", *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            url = re.search(r"http://127.0.0.1:\d+", server.stdout.readline())[0]
+            with tinker.ServiceClient(base_url=url, api_key="tml-any") as service:
+                training = service.create_lora_training_client("tiny", rank=2).result()
+                training.save_state("before").result()
+                server.send_signal(signal.SIGSTOP)
+                time.sleep(20)
+                server.send_signal(signal.SIGCONT)
+                # The cleanup runs several times.
+                time.sleep(3)
+                metrics = httpx.get(f"{url}/metrics").text
+                assert "\ncookbook_silent_sessions 0\n" in metrics and "\ncookbook_training_runs 1\n" in metrics
+                training.save_state("after").result()
+        finally:
+            server.kill()
 
 
 def test_a_countdown_starts_again_after_a_stop_of_the_server(monkeypatch):

@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import guesser
 import hub
+import tuned
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "runs" / "tinker-cookbook"
@@ -39,7 +39,7 @@ class Recipe:
     by: float
     falls: bool = False
     log: str | None = None  # name of the run to resume; None: a new run
-    base: str = "tiny"  # the model that is served to it: the shipped one, or "guesser"
+    base: str = "tiny"  # the model that is served to it: the shipped one, or one of tuned.py
 
 
 LEARN = "lora_rank=16 renderer_name=qwen3_instruct"
@@ -103,6 +103,74 @@ RECIPES = {
         0.3,
         True,
     ),
+    "on_policy_distillation": Recipe(
+        # The teacher is what chat_sl has trained.
+        "distillation.on_policy_distillation",
+        f"{LEARN} model_name={CHAT} teacher_model={CHAT} teacher_checkpoint={{chat_sl}} groups_per_batch=16 group_size=4 "
+        "max_tokens=8 max_steps=12 learning_rate=2e-3 eval_every=0",
+        "teacher_kl",
+        0.3,
+        True,
+    ),
+    "on_policy_multi_teacher": Recipe(
+        "distillation.on_policy_multi_teacher",
+        f"{LEARN} model_name={CHAT} deepmath_teacher_model={CHAT} deepmath_teacher_checkpoint={{chat_sl}} "
+        f"tulu3_teacher_model={CHAT} tulu3_teacher_checkpoint={{chat_sl}} deepmath_groups_per_batch=8 tulu3_groups_per_batch=8 "
+        "group_size=4 max_tokens=8 max_steps=12 learning_rate=2e-3 eval_every=0",
+        "teacher_kl",
+        0.3,
+        True,
+    ),
+    "off_policy_reasoning": Recipe(
+        "distillation.off_policy_reasoning",
+        f"{LEARN} model_name={CHAT} batch_size=32 buffer_size=64 max_prompts=640 max_steps=20 learning_rate=3e-3 eval_every=0",
+        "train_mean_nll",
+        0.3,
+        True,
+    ),
+    "sdft, reverse": Recipe(
+        "sdft.train",
+        f"{LEARN} model_name={CHAT} dataset=toolalpaca groups_per_batch=16 max_tokens=8 max_steps=12 learning_rate=2e-3 "
+        "reverse=true eval_every=0",
+        "sdft/reverse_kl_mean",
+        0.01,
+        True,
+    ),
+    "rl_loop": Recipe(
+        "rl_loop",
+        f"model_name={BASE} batch_size=8 group_size=8 max_tokens=16 max_steps=8 lora_rank=16 learning_rate=2e-3",
+        "reward/total",
+        0.3,
+        base="examinee",
+    ),
+    "rl_loop, importance_sampling": Recipe(
+        "rl_loop",
+        f"model_name={BASE} batch_size=8 group_size=8 max_tokens=16 max_steps=8 lora_rank=16 learning_rate=2e-3 "
+        "loss_fn=importance_sampling",
+        "reward/total",
+        0.3,
+        base="examinee",
+    ),
+    "rl_basic": Recipe(
+        "rl_basic",
+        # The builder again, with other sizes: by default a step has 128 x 16 samples.
+        f"model_name={BASE} dataset_builder=tinker_cookbook.recipes.math_rl.math_env:Gsm8kDatasetBuilder "
+        f"dataset_builder.batch_size=8 dataset_builder.group_size=8 dataset_builder.model_name_for_tokenizer={BASE} "
+        "dataset_builder.renderer_name=role_colon max_tokens=24 max_steps=8 lora_rank=16 learning_rate=2e-3",
+        "env/all/reward/total",
+        0.3,
+        base="examinee",
+    ),
+    "rubric": Recipe(
+        # The grader is the same base model.
+        "rubric.train",
+        f"model_name={BASE} renderer_name=role_colon grader_llm_name={BASE} grader_renderer_name=role_colon groups_per_batch=8 "
+        "train_group_size=8 train_jsonl_path=rubric_train.jsonl test_jsonl_path=rubric_test.jsonl lora_rank=16 max_tokens=16 "
+        "max_steps=8 learning_rate=2e-3 eval_every=4",
+        "env/all/reward/total",
+        0.3,
+        base="examinee",
+    ),
     "guess_number": Recipe(
         "multiplayer_rl.guess_number.train",
         f"model_name={BASE} renderer_name=role_colon batch_size=4 group_size=8 max_tokens=20 max_steps=10 learning_rate=5e-4 "
@@ -131,8 +199,8 @@ def main(python: str, names: list[str]) -> int:
 @contextlib.contextmanager
 def serving(base: str) -> Iterator[str]:
     model, names = ROOT / "data" / "tiny", f"server.names=[{CHAT},{BASE}]"
-    if base == "guesser":
-        model = guesser.prepare(FOLDER / "models", model)
+    if base != "tiny":
+        model = tuned.prepare(FOLDER / "models", model, base)
     overrides = [f"model.name={model}", "server.port=0", names, f"out={FOLDER}/serve-{base}"]
     command = [sys.executable, "-m", "cookbook", "serve", *overrides]
     with (
@@ -153,8 +221,8 @@ def run(python: str, url: str, name: str, recipe: Recipe) -> bool:
     """Whether the recipe ended well and its metric moved as it should. Prints a line of the table."""
     log = FOLDER / "logs" / folder_name(recipe.log or name)
     exists = "resume" if recipe.log else "delete"
-    arguments = [*recipe.arguments.split(), f"log_path={log}"]
-    if recipe.module not in ("sl_loop", "sl_basic"):
+    arguments = [*recipe.arguments.replace("{chat_sl}", newest("chat_sl")).split(), f"log_path={log}"]
+    if recipe.module not in ("sl_loop", "sl_basic", "rl_loop", "rl_basic"):
         arguments.append(f"behavior_if_log_dir_exists={exists}")
     else:
         shutil.rmtree(log, ignore_errors=True)
@@ -181,6 +249,12 @@ def run(python: str, url: str, name: str, recipe: Recipe) -> bool:
 
 def folder_name(name: str) -> str:
     return re.sub(r"\W+", "-", name)
+
+
+def newest(name: str) -> str:
+    """Return the sampler's address of the newest checkpoint of an earlier run, if there is one."""
+    rows = hub.read(file) if (file := FOLDER / "logs" / name / "checkpoints.jsonl").exists() else []
+    return next((row["sampler_path"] for row in reversed(rows) if row.get("sampler_path")), "")
 
 
 def series(file: Path, metric: str) -> list[float]:

@@ -98,11 +98,18 @@ class JobQueue:
 
 
 class JobSchedule:
-    """The queues of one thread. It calls ``on_slice`` with the purpose of its next job, and with "" before it waits."""
+    """The queues of one thread.
+
+    Attributes:
+        on_slice: called with the purposes of the jobs that have begun, the one that computes next first; before the thread
+            waits, without purposes.
+        is_suspect: whether a job with this purpose begins only once no other such job has begun.
+    """
 
     def __init__(self) -> None:
-        self.on_slice: Callable[[str], None] = lambda purpose: None
-        self._purpose = ""
+        self.on_slice: Callable[..., None] = lambda *purposes: None
+        self.is_suspect: Callable[[str], bool] = lambda purpose: False
+        self._purposes: tuple[str, ...] = ()
         # Queues with jobs.
         self._ready: list[JobQueue] = []
         self._changed = threading.Condition()
@@ -178,18 +185,27 @@ class JobSchedule:
         with self._changed:
             self._current = None
             if not self._ready:
-                self._announce("")
+                self._announce(())
             while not self._ready:
                 if self._closed:
                     return None
                 self._changed.wait()
-            self._current = queue = min(self._ready, key=lambda one: one.rank)
+            self._current = queue = min(self._candidates(), key=lambda one: one.rank)
             return queue
+
+    def _candidates(self) -> list[JobQueue]:
+        """Return the queues that may run next: while a suspect job has begun, none whose first job is another suspect."""
+        suspects = [one for one in self._ready if self.is_suspect(one.jobs[0].purpose)]
+        if not any(one.jobs[0].has_begun for one in suspects):
+            return self._ready
+        return [one for one in self._ready if one not in suspects or one.jobs[0].has_begun or one.is_dropping]
 
     def _run_slice(self, queue: JobQueue) -> None:
         """Run the first job of the queue to its end, or until another queue is further behind."""
-        self._announce(queue.jobs[0].purpose)
         queue.jobs[0].has_begun = True
+        with self._changed:
+            paused = [one.jobs[0].purpose for one in self._ready if one is not queue and one.jobs[0].has_begun]
+        self._announce((queue.jobs[0].purpose, *paused))
         steps, is_running = queue.jobs[0].steps, True
         while is_running and not queue.is_dropping:
             started = time.perf_counter()
@@ -206,10 +222,10 @@ class JobSchedule:
                 if not queue.jobs:
                     self._remove(queue)
 
-    def _announce(self, purpose: str) -> None:
-        if purpose != self._purpose:
-            self._purpose = purpose
-            self.on_slice(purpose)
+    def _announce(self, purposes: tuple[str, ...]) -> None:
+        if purposes != self._purposes:
+            self._purposes = purposes
+            self.on_slice(*purposes)
 
     def _is_ahead(self, queue: JobQueue) -> bool:
         """Whether the use of ``queue`` exceeds that of another queue with jobs by more than ``SLICE_S``."""
@@ -337,9 +353,12 @@ class Worker(Lane):
         # Run this on the thread itself: torch's thread count is a setting of each thread.
         self.submit(lambda: torch.set_num_threads(threads))
 
-    def on_slice(self, callback: Callable[[str], None]) -> None:
-        """Call ``callback`` on the thread with the purpose of the job that the thread computes next."""
-        self._schedule.on_slice = callback
+    def on_slice(self, callback: Callable[..., None], is_suspect: Callable[[str], bool]) -> None:
+        """Call ``callback`` on the thread with the purposes of the jobs that have begun, the one that computes next first.
+
+        Of the jobs whose purpose ``is_suspect``, one begins when the one before has ended.
+        """
+        self._schedule.on_slice, self._schedule.is_suspect = callback, is_suspect
 
     def lane(self, account: Account, share: float = 1.0, *, pauses: bool = False) -> Lane:
         """Return a new lane. Lanes of one ``account`` share its part of the thread; see :class:`JobQueue` for ``share``.

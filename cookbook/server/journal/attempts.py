@@ -12,16 +12,24 @@ from cookbook.server.metrics import log_event
 from cookbook.utils import files
 
 CURRENT, COUNTS = "computing", "attempts.json"
+# Separates the calls in the file.
+BETWEEN = "\n\n"
 
 
 class Attempts:
     """Counts for each request the processes that ended while they computed it.
 
-    The worker thread writes the ids of the requests that it computes into the file ``computing``, without a sync: the file must
-    survive the end of the process only. ``folder`` None: count nothing.
+    The worker thread writes the ids of the requests that have begun into the file ``computing``: of the call that it computes,
+    and of those that have paused, because a call that has paused may hold the memory that the other one lacked. The file is not
+    synced: it must survive the end of the process only. ``folder`` None: count nothing.
+
+    An end counts against the only call that had begun. If several had begun, all are suspects, and the worker computes suspects
+    sequentially (:meth:`is_suspect`). An end during one of them counts against it alone, and for two: the end that made
+    it a suspect counts as well. Other calls that had begun then become suspects.
     """
 
     def __init__(self, folder: Path | None) -> None:
+        # Suspects have the count 0.
         self._counts: Counter[str] = Counter()
         self._folder = folder
         self._file: int | None = None
@@ -32,18 +40,33 @@ class Attempts:
             self._counts.update(json.loads((folder / COUNTS).read_text()))
         with contextlib.suppress(OSError, ValueError):
             length, _, ids = (folder / CURRENT).read_text().partition("\n")
-            self._counts.update(filter(None, ids[: int(length)].split("\n")))
+            # Two jobs of one request are one call.
+            calls = dict.fromkeys(filter(None, ids[: int(length)].split(BETWEEN)))
+            self._count_end([call.split("\n") for call in calls])
         self._write()
         self._file = os.open(folder / CURRENT, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
 
-    def computing(self, ids: str) -> None:
-        """Record that the worker now computes the requests ``ids``, one per line; empty: none.
+    def _count_end(self, calls: list[list[str]]) -> None:
+        """Count the end of a process in which ``calls``, each with the ids of its requests, had begun."""
+        counted = [call for call in calls if len(calls) == 1 or self.is_suspect("\n".join(call))]
+        for request_id in (one for call in counted for one in call):
+            self._counts[request_id] += 2 if self._counts.get(request_id) == 0 else 1
+        for request_id in (one for call in calls for one in call):
+            self._counts.setdefault(request_id, 0)
+
+    def is_suspect(self, ids: str) -> bool:
+        """Whether an earlier process ended while a call with one of the requests ``ids``, one per line, had begun."""
+        return bool(self._counts) and any(request_id in self._counts for request_id in ids.split("\n"))
+
+    def computing(self, *calls: str) -> None:
+        """Record that ``calls``, each the ids of its requests, one per line, have begun and not ended.
 
         An error is logged once and not raised: it would end the worker thread, and only the count would be missing.
         """
         if self._file is None:
             return
         try:
+            ids = BETWEEN.join(filter(None, calls))
             os.pwrite(self._file, f"{len(ids)}\n{ids}".encode(), 0)
         except OSError as error:
             # Otherwise the next process would blame earlier requests. This needs no disk space.
@@ -58,12 +81,12 @@ class Attempts:
 
     def forget(self, request_id: str) -> None:
         """Drop the count of a request that is settled."""
-        if self._counts.pop(request_id, 0):
+        if self._counts.pop(request_id, None) is not None:
             self._write()
 
     def end(self) -> None:
         """Count nothing for the request that is computed now: a signal ends the process, not the request."""
-        self.computing("")
+        self.computing()
         self._file = None
 
     def _write(self) -> None:

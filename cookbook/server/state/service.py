@@ -106,7 +106,7 @@ class Service:
         self.downloads = Downloads(catalog)
         self.durability = Durability(catalog.folder, config.durability)
         self.attempts = Attempts(catalog.folder if self.durability.is_on else None)
-        host.worker.on_slice(self.attempts.computing)
+        host.worker.on_slice(self.attempts.computing, self.attempts.is_suspect)
         self.sessions: dict[str, Session] = {}
         self.runs: dict[str, TrainingRun] = {}
         # Ids of runs that are being created. They count towards server.max_runs.
