@@ -118,14 +118,20 @@ class Engine(PerRank):
 
     def _spread(self, hollow: HollowModel | None) -> None:
         """Shard the weights over the ranks; a ``hollow`` network reads its weights now."""
-        if self.ranks.shards:
+        if not self.ranks.shards:
+            return
+
+        def place() -> None:
             # Verify the trimmed last layer now: the verification needs unsharded weights.
             _ = self.passes.last_layer
-        self.ranks.spread(self.model.network)
-        if hollow is not None:
-            # Modules are in reference cycles, so only a collection frees the memory of the twin.
-            gc.collect()
-            self.ranks.together(hollow.read)
+            self.ranks.spread(self.model.network)
+            if hollow is not None:
+                # Modules are in reference cycles, so only a collection frees the memory of the twin.
+                gc.collect()
+                hollow.read()
+
+        # In the first pass, the other ranks would wait for a rank that has failed here.
+        self.ranks.together(place)
         self.ranks.try_pass(self.model.network)
 
     def _fitting_tokens(self, optimizer: str) -> int | None:

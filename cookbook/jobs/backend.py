@@ -85,7 +85,7 @@ class JobBackend:
         if isinstance(self.launcher, Preflight):
             self.launcher.preflight(model, backend)
 
-    def config(self, job_id: str, folder: Path | None = None) -> TrainerJobConfig:
+    def config(self, job_id: str, folder: Path | None = None, *, one_client: bool = False) -> TrainerJobConfig:
         """Return the description of the job."""
         return TrainerJobConfig(
             base_model=str(self.model_node["name"]),
@@ -95,6 +95,7 @@ class JobBackend:
             backend=self.backend_node,
             seed=self.seed,
             folder=folder,
+            one_client=one_client,
         )
 
     def make_trainer(self, model: ModelConfig, *, seed: int, folder: Path) -> Trainer:
@@ -121,7 +122,7 @@ class JobBackend:
         manager, gpus = TrainerJobManager(say=terminal.say), self.gpus
         job_id = _job_id(manager, folder)
         try:
-            manager.create(self.config(job_id, None if self.launcher.folder else folder / "trainer"))
+            manager.create(self.config(job_id, None if self.launcher.folder else folder / "trainer", one_client=True))
             with contextlib.ExitStack() as stack:
                 with terminal.doing("waiting for the trainer job"):
                     all_logprobs = bool(self.backend_node.get("all_logprobs", False))
