@@ -678,7 +678,7 @@ if os.environ.get("RANK") == "1":
 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", ["BackendError('model.name: unreadable here')", "OSError(5, 'Input/output error', 'model')"])
-def test_a_node_that_cannot_load_the_model_fails_the_job_at_once(error, slurm, manager, tiny_folder, tmp_path):
+def test_a_node_that_cannot_load_the_model_ends_the_job(error, slurm, manager, tiny_folder, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(UNREADABLE.format(error=error))
     launcher = SlurmJob(nodes=2, environment={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
     config = TrainerJobConfig(base_model=str(tiny_folder), launcher=launcher, requested_job_id="mine", backend={"shard": "all"})
