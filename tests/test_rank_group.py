@@ -67,6 +67,10 @@ def test_two_ranks_train_as_one_process(recipe):
                 ["backend.shard=all", "eval.answers=false", "backend.optimizer=adafactor", "optim=adafactor"],
                 "adafactor cannot update",
             ),
+            (
+                ["backend.shard=all", "eval.answers=false", "backend.optimizer=adamw8bit", "job=local"],
+                "adamw8bit cannot update",
+            ),
             (["deployment=vllm", "deployment.gpus=[1000]"], "deployment.gpus: this machine has "),
             (["deployment=vllm", "deployment.gpus=[0,0]"], "deployment.gpus: expected different numbers of GPUs, got [0, 0]"),
             (["deployment=vllm", "deployment.gpus=[0,1,2]", "deployment.replicas=2"], "deployment.gpus: every server needs as"),

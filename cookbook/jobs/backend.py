@@ -13,6 +13,7 @@ from pathlib import Path
 from cookbook import terminal
 from cookbook.backends.remote.connection import refuse_adapter, require_tinker
 from cookbook.engine.model import AUTO, ModelConfig
+from cookbook.engine.optimizer import update_rule
 from cookbook.errors import ConfigError
 from cookbook.jobs.endpoint import LOOPBACK, JobEndpoint
 from cookbook.jobs.launcher import JobLauncher, NodesLauncher
@@ -79,9 +80,11 @@ class JobBackend:
         return "none" if shard == AUTO else shard
 
     def preflight(self, model: ModelConfig, backend: Backend) -> None:
-        """Raises ConfigError: a package or a command is missing, or the trainer cannot make the adapter."""
+        """Raises ConfigError: a package or a command is missing, or the trainer cannot make the adapter or the update."""
         require_tinker()
         refuse_adapter(model)
+        if self.shard_of(model) != "none":
+            update_rule(self.optimizer).require_sharding()
         if isinstance(self.launcher, Preflight):
             self.launcher.preflight(model, backend)
 
