@@ -26,6 +26,7 @@ import slurmtools
 from marks import rest_slow
 from omegaconf import OmegaConf
 from runtools import LITTLE, here, rows, same_numbers, timeless  # noqa: F401 - here is a fixture
+from test_rank_group import long_run
 
 import cookbook
 from cookbook.backends.remote import pointers
@@ -646,6 +647,51 @@ def test_two_nodes_of_two_ranks_shard_the_weights_within_a_node(slurm, manager, 
     assert run(["train", *sft, "out=one"]) == 0
     losses = [[row["loss"] for row in rows(out) if "loss" in row] for out in (driver.run, "one")]
     assert len(losses[0]) == 4 and losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["job=local backend.ranks=2", "job=slurm backend.ranks=2", "job=slurm job.nodes=2"])
+def test_a_sharded_rank_that_runs_out_of_memory_ends_the_job_in_one_line(words, slurm, manager, tmp_path):
+    recipe = long_run(tmp_path)
+    driver = Driver(*words.split(), "backend.shard=all", f"+job.environment.PYTHONPATH={tmp_path}:{ROOT}", recipe=recipe)
+    assert driver.process.wait(LONG_S) == 2, driver.output()
+    job = driver.job()
+    assert job.state is JobState.FAILED and len(job.attempts) == 1, driver.output()
+    line = driver.output().splitlines()[-1]
+    assert line == f"error: job: trainer job {job.job_id} is FAILED: {job.reason}"
+    assert "error: out of memory: " in line and "backend.micro_batch_tokens" in line
+    assert not processes(tmp_path)
+
+
+# The node of the second rank cannot load the model.
+UNREADABLE = """
+import os
+if os.environ.get("RANK") == "1":
+    from unittest.mock import Mock
+
+    import cookbook.engine.ranks.loading
+    from cookbook.errors import BackendError
+
+    cookbook.engine.ranks.loading._architecture = Mock(side_effect={error})
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", ["BackendError('model.name: unreadable here')", "OSError(5, 'Input/output error', 'model')"])
+def test_a_node_that_cannot_load_the_model_ends_the_job(error, slurm, manager, tiny_folder, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(UNREADABLE.format(error=error))
+    launcher = SlurmJob(nodes=2, environment={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    config = TrainerJobConfig(base_model=str(tiny_folder), launcher=launcher, requested_job_id="mine", backend={"shard": "all"})
+    manager.create(config)
+    with pytest.raises(BackendError) as failure:
+        manager.wait_until_ready("mine")
+    job = manager.get("mine")
+    assert job.state is JobState.FAILED and len(job.attempts) == 1
+    assert str(failure.value).startswith("trainer job mine is FAILED: attempt 1 has ended (FAILED, exit code ")
+    assert eval(error).args[-1] in str(failure.value)
+    # The failure belongs to the attempt.
+    (tmp_path / "sitecustomize.py").unlink()
+    assert manager.reconnect("mine").attempt.number == 2
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from transformers import AutoModelForCausalLM
 
+import cookbook
 from cookbook import DPO, GRPO, CrossEntropy, FusedOutputLoss, LinearCrossEntropyLoss, PipelineLoss
 from cookbook.errors import BackendError, ConfigError, DataError
 from cookbook.types import Datum
@@ -146,6 +148,16 @@ class Stages:
         return {self.names[id(one)]: one.grad for part in self.parts for one in part.parameters()}
 
 
+def run_page(part: str, stages: Stages, **names: Any) -> dict[str, Any]:
+    """Run the block of docs/python-api.md that contains ``part``, and return its variables."""
+    page = (ROOT / "docs" / "python-api.md").read_text(encoding="utf-8")
+    block = next(text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if part in text)
+    names |= {"cookbook": cookbook, "part": stages.parts[-1], "stage": stages.first, "n_microbatches": MICRO_BATCHES}
+    names |= {"Schedule1F1B": stages.schedule_class, "num_rows": ROWS, "num_tokens": TOKENS}
+    exec(compile(block, "docs/python-api.md", "exec"), names)
+    return names
+
+
 def unused(*_: object) -> Tensor:
     raise AssertionError("a loss function was called on a rank without the last stage")
 
@@ -158,15 +170,15 @@ def one_round(stages: Stages, kind: str) -> None:
         loss = unused if stages.layer is None else PlainLoss(stages.layer)
         stages.schedule(loss).step(tokens, target=labels)
         return
-    loss = unused if stages.layer is None else LinearCrossEntropyLoss(stages.layer)
-    count = int((labels[:, 1:] != -100).sum())
-    schedule = stages.schedule(loss, scale_grads=False)
-    schedule.step(tokens, target=labels, loss_kwargs={"num_items_in_batch": count}, return_outputs=False)
+    run_page("num_items_in_batch", stages, tokens=tokens, labels=labels, num_labels=int((labels[:, 1:] != -100).sum()))
 
 
 def two_rounds(stages: Stages, name: str) -> dict[str, Any]:
     _, make_data, make_loss, options = LOSSES[name]
     options, data, loss = dict(options), make_data(), make_loss()
+    if name == "dpo":
+        result = run_page("pipeline.forward_backward", stages, data=data, my_loss=loss)["result"]
+        return {} if result is None else {"value": result[0], "metrics": result[1], "own": None}
     head = None
     if stages.layer is not None:
         if options.pop("other", False):

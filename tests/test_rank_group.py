@@ -67,6 +67,10 @@ def test_two_ranks_train_as_one_process(recipe):
                 ["backend.shard=all", "eval.answers=false", "backend.optimizer=adafactor", "optim=adafactor"],
                 "adafactor cannot update",
             ),
+            (
+                ["backend.shard=all", "eval.answers=false", "backend.optimizer=adamw8bit", "job=local"],
+                "adamw8bit cannot update",
+            ),
             (["deployment=vllm", "deployment.gpus=[1000]"], "deployment.gpus: this machine has "),
             (["deployment=vllm", "deployment.gpus=[0,0]"], "deployment.gpus: expected different numbers of GPUs, got [0, 0]"),
             (["deployment=vllm", "deployment.gpus=[0,1,2]", "deployment.replicas=2"], "deployment.gpus: every server needs as"),
@@ -163,7 +167,7 @@ def test_a_diverged_run_ends_in_one_line(capsys):
 # The second rank gets no memory for a gradient, also after a restart.
 LIMITED = """
 import os, resource
-if os.environ["RANK"] == "1":
+if os.environ.get("RANK") == "1":
     import psutil
     from cookbook.engine.ranks.commands import Follower
     execute = Follower._execute
@@ -178,17 +182,22 @@ if os.environ["RANK"] == "1":
 """
 
 
+def long_run(folder: Path) -> list[str]:
+    """Return the words of a run with large steps, and let Python processes of the test import ``LIMITED`` at their start."""
+    # Equal prompts would be computed once.
+    talks = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "12345678" * 50}] for n in range(100)]
+    (folder / "long.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    (folder / "sitecustomize.py").write_text(LIMITED)
+    sizes = ["recipe.batch_size=90", "recipe.steps=2", "eval.limit=4", "eval.answers=false"]
+    return ["recipe=sft", f"data={folder}/long.jsonl", *sizes]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the memory of a process")
 @pytest.mark.parametrize("shard", ["none", "all"])
-def test_a_rank_that_runs_out_of_memory_ends_the_run_in_one_line(shard, monkeypatch, capsys):
-    # Equal prompts would be computed once.
-    talks = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "12345678" * 50}] for n in range(100)]
-    Path("long.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
-    code = f"exec({LIMITED!r}); ".replace("{", "{{").replace("}", "}}")
-    monkeypatch.setattr(supervisor, "MAIN", supervisor.MAIN.replace("from cookbook.server", code + "from cookbook.server"))
-    words = ["recipe=sft", "recipe.batch_size=90", "recipe.steps=2", "data=long.jsonl", "eval.limit=4", "eval.answers=false"]
-    assert train(*words, RANKS, f"backend.shard={shard}", "out=run") == 2
+def test_a_rank_that_runs_out_of_memory_ends_the_run_in_one_line(shard, monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert train(*long_run(tmp_path), RANKS, f"backend.shard={shard}", "out=run") == 2
     errors = capsys.readouterr().err
     assert errors.splitlines()[-1].startswith("error: out of memory: ") and "backend.micro_batch_tokens" in errors
     assert "starting the 2 ranks again" not in errors and not kill_ranks.ranks_of(psutil.Process())

@@ -24,6 +24,7 @@ from cookbook.checkpoints.tensor_digests import Weights
 from cookbook.engine.parallel import Ranks, RanksLostError
 from cookbook.engine.ranks.commands import EXIT_LOST, Leader, PerRank
 from cookbook.engine.ranks.processes import ProcessRanks, _listener
+from cookbook.errors import BackendError
 
 SHARDS = ("none", "all")
 # Relative to one process. Sums in another order lose some of the 16 or 7 digits.
@@ -266,6 +267,19 @@ def test_a_rank_that_cannot_copy_its_part_ends_the_group():
     layout = gathered._Layout(ranks, None, {"weight": torch.empty(2, device="meta")}, None, [["weight"]], {})  # type: ignore[arg-type]
     with pytest.raises(RanksLostError, match=r"^rank 1 of 2: NotImplementedError: Cannot copy out of meta tensor"):
         layout.gather(lambda *_: None, kept={})
+
+
+def test_an_error_that_ends_the_command_of_one_rank_alone_ends_the_group(monkeypatch):
+    """The other ranks are in the middle of the command, and would wait for the rank at the next agreement."""
+    ranks = ProcessRanks.__new__(ProcessRanks)
+    ranks.rank, ranks.size = 0, 2
+    error = BackendError("model.name: unreadable")
+    monkeypatch.setattr(ProcessRanks, "gathered", lambda _, own: [own, (True, error)])
+    with pytest.raises(RanksLostError, match=r"rank 0 of 2: one rank alone failed: model\.name: unreadable") as lost:
+        ranks.together(lambda: None)
+    assert lost.value.__cause__ is error
+    with pytest.raises(BackendError, match=r"model\.name: unreadable"):
+        ranks.together(lambda: None, ends_command=True)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from cookbook.config.nodes import build
 from cookbook.config.typed import convert
 from cookbook.engine.model import ModelConfig
-from cookbook.errors import ConfigError
+from cookbook.errors import ConfigError, CookbookError
 from cookbook.protocols import DeploymentConfig, EngineBackend, Preflight, RankBackend, SeparateDeployment
 
 if TYPE_CHECKING:
@@ -27,6 +27,24 @@ def run(cfg: DictConfig, _: list[str]) -> None:
         ConfigError: a wrong value, or a package of the extra ``server`` is missing.
         BackendError: the model cannot be loaded.
     """
+    try:
+        _serve(cfg)
+    except Exception as error:
+        # srun ends with the exit code of another rank, which the failure of this one has ended.
+        if _is_rank():
+            from cookbook.server.config import record_failure
+
+            message = f"rank {os.environ['RANK']} failed: {type(error).__name__}: {error}"
+            record_failure(cfg.server.get("failure_file"), str(error) if isinstance(error, CookbookError) else message)
+        raise
+
+
+def _is_rank() -> bool:
+    """Whether srun or torchrun has started this process as one rank of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def _serve(cfg: DictConfig) -> None:
     try:
         from cookbook.server.config import ServerConfig
         from cookbook.server.rank import choose_gpu, exit_now, serve_on_ranks
@@ -46,7 +64,7 @@ def run(cfg: DictConfig, _: list[str]) -> None:
     deployment = _deployment(cfg, model, backend)
     if deployment is not None or not isinstance(backend, RankBackend):
         serve(model, backend, server, seed=seed, out=out, deployment=deployment)
-    elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    elif _is_rank():
         choose_gpu()
         serve_on_ranks(model, backend, server, backend.shard_of(model), seed=seed, out=out)
         exit_now(0)
@@ -63,7 +81,7 @@ def _deployment(cfg: DictConfig, model: ModelConfig, backend: EngineBackend) -> 
     deployment: DeploymentConfig = build(cfg.deployment, "deployment")
     if not isinstance(deployment, SeparateDeployment):
         raise ConfigError("deployment: cookbook serve samples in its own process without a deployment; leave deployment out")
-    if isinstance(backend, RankBackend) and (backend.num_ranks > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1):
+    if isinstance(backend, RankBackend) and (backend.num_ranks > 1 or _is_rank()):
         raise ConfigError("deployment: cookbook serve needs one rank for a deployment of its own; leave backend.ranks at 1")
     if isinstance(deployment, Preflight) and isinstance(backend, RankBackend):
         deployment.preflight(model, backend)

@@ -83,8 +83,7 @@ class Engine(PerRank):
             twin.router_coefficient if twin else router_coefficient(model.network, model.config.router_aux_loss_coef)
         )
         # Number of finished optimizer steps, and of changes of the weights.
-        self.step = 0
-        self.version = 0
+        self.step = self.version = 0
         # Since the last optimizer step: counts of tokens and sequences with a gradient, reductions of the calls' losses, names
         # of losses that declare no reduction, and the number of seeds drawn.
         self.counts = GradientCounts()
@@ -105,7 +104,10 @@ class Engine(PerRank):
             twin.packing if twin else capabilities.usable_packing(model, options.packing, shared_prompts=shared)
         )
         del twin
-        self._spread(hollow)
+        if self.ranks.shards:
+            # In the first pass, the other ranks would wait for a rank that has failed before the pass.
+            self.ranks.together(lambda: self._spread(hollow))
+            self.ranks.try_pass(model.network)
         self.gradients = GradientBuffer([parameter for _, parameter in model.trainable()], self.ranks)
         if options.activation_checkpointing is None:
             # Stored in the options, so that copies of this engine do not decide again.
@@ -118,15 +120,13 @@ class Engine(PerRank):
 
     def _spread(self, hollow: HollowModel | None) -> None:
         """Shard the weights over the ranks; a ``hollow`` network reads its weights now."""
-        if self.ranks.shards:
-            # Verify the trimmed last layer now: the verification needs unsharded weights.
-            _ = self.passes.last_layer
+        # Verify the trimmed last layer now: the verification needs unsharded weights.
+        _ = self.passes.last_layer
         self.ranks.spread(self.model.network)
         if hollow is not None:
             # Modules are in reference cycles, so only a collection frees the memory of the twin.
             gc.collect()
-            self.ranks.together(hollow.read)
-        self.ranks.try_pass(self.model.network)
+            hollow.read()
 
     def _fitting_tokens(self, optimizer: str) -> int | None:
         per_token, share = self.passes.trial_bytes_per_token, self.ranks.held_share()

@@ -13,6 +13,7 @@ from pathlib import Path
 from cookbook import terminal
 from cookbook.backends.remote.connection import refuse_adapter, require_tinker
 from cookbook.engine.model import AUTO, ModelConfig
+from cookbook.engine.optimizer import update_rule
 from cookbook.errors import ConfigError
 from cookbook.jobs.endpoint import LOOPBACK, JobEndpoint
 from cookbook.jobs.launcher import JobLauncher, NodesLauncher
@@ -79,13 +80,15 @@ class JobBackend:
         return "none" if shard == AUTO else shard
 
     def preflight(self, model: ModelConfig, backend: Backend) -> None:
-        """Raises ConfigError: a package or a command is missing, or the trainer cannot make the adapter."""
+        """Raises ConfigError: a package or a command is missing, or the trainer cannot make the adapter or the update."""
         require_tinker()
         refuse_adapter(model)
+        if self.shard_of(model) != "none":
+            update_rule(self.optimizer).require_sharding()
         if isinstance(self.launcher, Preflight):
             self.launcher.preflight(model, backend)
 
-    def config(self, job_id: str, folder: Path | None = None) -> TrainerJobConfig:
+    def config(self, job_id: str, folder: Path | None = None, *, one_client: bool = False) -> TrainerJobConfig:
         """Return the description of the job."""
         return TrainerJobConfig(
             base_model=str(self.model_node["name"]),
@@ -95,6 +98,7 @@ class JobBackend:
             backend=self.backend_node,
             seed=self.seed,
             folder=folder,
+            one_client=one_client,
         )
 
     def make_trainer(self, model: ModelConfig, *, seed: int, folder: Path) -> Trainer:
@@ -121,7 +125,7 @@ class JobBackend:
         manager, gpus = TrainerJobManager(say=terminal.say), self.gpus
         job_id = _job_id(manager, folder)
         try:
-            manager.create(self.config(job_id, None if self.launcher.folder else folder / "trainer"))
+            manager.create(self.config(job_id, None if self.launcher.folder else folder / "trainer", one_client=True))
             with contextlib.ExitStack() as stack:
                 with terminal.doing("waiting for the trainer job"):
                     all_logprobs = bool(self.backend_node.get("all_logprobs", False))

@@ -28,6 +28,7 @@ _REFUSED = {
     "address_file": "remove it, the address is in the table of jobs",
     "idle_h": "set job.idle_h",
     "idle_file": "remove it",
+    "failure_file": "remove it",
     "tls_cert": _ENCRYPT,
     "tls_key": _ENCRYPT,
 }
@@ -60,6 +61,7 @@ def prepare(attempt: AttemptFiles, job_folder: Path, trainer: JsonObject, launch
         "address_file": str(attempt.url),
         "idle_h": launcher.idle_h,
         "idle_file": str(attempt.idle),
+        "failure_file": str(attempt.failure),
     }
     config = {**trainer, "server": {**trainer["server"], **listening}, "out": str(job_folder / STATE)}
     files.write_text(attempt.folder / "serve.yaml", yaml.safe_dump(config, sort_keys=False))

@@ -77,6 +77,11 @@ class AttemptFiles:
         return self.folder / "idle"
 
     @property
+    def failure(self) -> Path:
+        """File with the error that has ended the trainer, if another attempt would meet it again."""
+        return self.folder / "failure"
+
+    @property
     def exit_code(self) -> Path:
         """Exit code of the trainer. The file exists once the trainer has ended, unless its node or script was killed."""
         return self.folder / "exit"

@@ -65,6 +65,8 @@ class TrainerJobConfig:
         seed: of sampling from the base model.
         folder: folder of the job, which the trainer's node can write; None: named by the id, in ``launcher.folder``, or in
             ``runs/jobs`` without one.
+        one_client: the job has a single client. It then fails if a rank with a shard of the model runs out of memory; with
+            several clients the ranks start again, and only the request that ends them twice fails.
     """
 
     base_model: str
@@ -74,14 +76,16 @@ class TrainerJobConfig:
     backend: JsonObject = field(default_factory=dict)
     seed: int = 0
     folder: str | Path | None = None
+    one_client: bool = False
 
     def trainer(self) -> JsonObject:
         """Return the configuration of ``cookbook serve``, without its address and its folder."""
         model = {key: value for key, value in self.model.items() if key not in OF_CLIENTS}
+        target = "cookbook.server.config.ServerConfig"
         return {
             "model": {typed.TARGET: "cookbook.engine.model.ModelConfig", **model, "name": self.base_model},
             "backend": {typed.TARGET: "cookbook.backends.local.LocalConfig", **self.backend},
-            "server": {typed.TARGET: "cookbook.server.config.ServerConfig", **self.launcher.server},
+            "server": {typed.TARGET: target, "one_client": self.one_client, **self.launcher.server},
             "seed": self.seed,
         }
 
@@ -378,10 +382,10 @@ class TrainerJobManager:
         settled = attempt.ready is not None and (interrupted or now - attempt.ready > SETTLED_S)
         failures = 0 if settled else job.failures + 1
         self._table.set_failures(job.job_id, failures)
-        if code in FINAL or failures > launcher.max_failures:
-            self._finish(
-                job, JobState.FAILED, f"attempt {attempt.number} has ended ({outcome}): {_last_line(launcher, files, attempt)}"
-            )
+        failure = _text(files.failure)
+        if failure or code in FINAL or failures > launcher.max_failures:
+            reason = f"error: {failure}" if failure else _last_line(launcher, files, attempt)
+            self._finish(job, JobState.FAILED, f"attempt {attempt.number} has ended ({outcome}): {reason}")
             return
         self._table.set_state(job.job_id, JobState.PENDING, only_active=True)
         delay = f" in {_backoff_s(failures):g} s" if failures else ""
@@ -471,6 +475,14 @@ def _backoff_s(failures: int) -> float:
 
 def _exit_code(files: AttemptFiles) -> int | None:
     try:
-        return int(files.exit_code.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return int(_text(files.exit_code))
+    except ValueError:
         return None
+
+
+def _text(path: Path) -> str:
+    """Return the line in a file; empty if the file does not exist."""
+    try:
+        return " ".join(path.read_text(encoding="utf-8").split())
+    except OSError:
+        return ""

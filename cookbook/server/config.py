@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import ssl
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from cookbook.errors import ConfigError
 from cookbook.server.keys import KeyRing
+from cookbook.utils import files
 
 DURABILITY_LEVELS = ("synced", "written", "off")
 # All other numbers must be above 0.
@@ -30,6 +32,8 @@ class ServerConfig:
     address_file: str | None = None
     idle_h: float | None = None
     idle_file: str | None = None
+    failure_file: str | None = None
+    one_client: bool = False
     max_request_mb: int = 256
     max_results_mb: int = 1024
     max_pending_mb: int = 1024
@@ -57,7 +61,7 @@ class ServerConfig:
         for name, value in vars(self).items():
             if name in MAY_BE_ZERO and not value >= 0:
                 raise ConfigError(f"server.{name}: expected 0 or more, got {value}")
-            if name not in MAY_BE_ZERO and isinstance(value, int | float) and not value > 0:
+            if name not in MAY_BE_ZERO and type(value) in (int, float) and not value > 0:
                 raise ConfigError(f"server.{name}: expected a number above 0, got {value}")
         if (self.tls_cert is None) != (self.tls_key is None):
             missing = "tls_cert" if self.tls_cert is None else "tls_key"
@@ -99,3 +103,11 @@ class ServerConfig:
                 f"or ${self.keys_env}, or use 127.0.0.1"
             )
         return ring
+
+
+def record_failure(failure_file: str | None, message: str) -> None:
+    """Write the error that ends a server to ``server.failure_file``. Of several ranks, the first one writes."""
+    if failure_file is not None and not Path(failure_file).exists():
+        # Without the file, the manager of the job starts the server again.
+        with contextlib.suppress(OSError):
+            files.write_text(Path(failure_file), f"{message}\n")

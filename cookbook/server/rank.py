@@ -21,7 +21,7 @@ from cookbook.engine.model import ModelConfig
 from cookbook.engine.parallel import RanksLostError
 from cookbook.errors import CookbookError
 from cookbook.protocols import RankBackend
-from cookbook.server.config import ServerConfig
+from cookbook.server.config import ServerConfig, record_failure
 from cookbook.utils import gpus
 
 
@@ -85,7 +85,7 @@ def serve_on_ranks(
         # Rank 0 finishes accepted requests, which needs all ranks, before it ends the others.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-    leader = commands.start(ranks, None if channel is None else functools.partial(report_lost, channel))
+    leader = commands.start(ranks, functools.partial(report_lost, server, channel))
     from cookbook.server.serve import serve
 
     serve(model, backend, server, seed=seed, out=out, channel=channel)
@@ -93,17 +93,21 @@ def serve_on_ranks(
         leader.end()
 
 
-def report_lost(channel: RankChannel, error: RanksLostError) -> None:
-    """Report to the supervisor why the ranks are lost. A private group is not restarted after a lack of memory."""
+def report_lost(server: ServerConfig, channel: RankChannel | None, error: RanksLostError) -> None:
+    """Report why the ranks are lost, to the supervisor or to the manager of the job.
+
+    The server of one client is not restarted after a lack of memory.
+    """
     from cookbook.backends.worker import with_remedy
 
-    cause = error.__cause__ or error
-    known = with_remedy(cause)
-    # Only the ranks of a private group have a key here; a restart would run out of memory again. A server for several clients
-    # starts again, and refuses the request that ends its ranks a second time.
-    if known is not cause and channel.config["key"] is not None:
-        channel.error(str(known))
-    else:
+    known = with_remedy(error.__cause__ or error)
+    # A restart would run out of memory again. A server for several clients starts again, and refuses the request that ends its
+    # ranks a second time.
+    if isinstance(known, CookbookError) and server.one_client:
+        record_failure(server.failure_file, str(known))
+        if channel is not None:
+            channel.error(str(known))
+    elif channel is not None:
         channel.lost(str(error))
 
 

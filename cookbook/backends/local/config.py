@@ -275,5 +275,7 @@ class LocalConfig:
 @led
 def _make_engine(here: Placed, config: type[LocalConfig], settings: Mapping[str, Any], model: ModelConfig, seed: int) -> Engine:
     """Load this rank's part of a model, and return its engine."""
-    made = config(**settings)
-    return made._engine(load_on(joined(), model, joined().device or made.torch_device(), seed), seed)
+    made, ranks = config(**settings), joined()
+    # If one rank alone raised an error, the others would wait for it in the first collective operation of the engine.
+    loaded = ranks.together(lambda: load_on(ranks, model, ranks.device or made.torch_device(), seed))
+    return made._engine(loaded, seed)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 RANKS = ".ranks"
 # The only client is this process, so there are practically no limits.
 SERVER = {
+    "one_client": True,
     "durability": "written",
     "checkpoint_s": 300.0,
     "max_request_mb": 1 << 20,

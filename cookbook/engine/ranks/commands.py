@@ -84,7 +84,7 @@ class Leader:
             self._within.command = True
             if aside:
                 return function(*args, **kwargs)
-            result = self._ranks.together(lambda: function(*args, **kwargs))
+            result = self._ranks.together(lambda: function(*args, **kwargs), ends_command=True)
             # Another thread may read the objects, to send a command.
             with self._sending:
                 for one in _per_rank(result):
@@ -158,7 +158,7 @@ class Follower:
 
     def _execute(self, packed: bytes) -> None:
         try:
-            result = self._ranks.together(lambda: self._unpacked(packed)())
+            result = self._ranks.together(lambda: self._unpacked(packed)(), ends_command=True)
         except RanksLostError:
             raise
         except Exception:

@@ -138,7 +138,8 @@ def _folder(ranks: Ranks, config: ModelConfig) -> Path | None:
     if not ranks.shards or config.random:
         return None
     folder = Path(resolved(config.name))
-    if not folder.is_dir():
+    # The ranks of another node may have another disk. All of them download, or none.
+    if not all(ranks.gathered(folder.is_dir())):
         download = functools.partial(
             snapshot_download, config.name, revision=config.revision, allow_patterns=["*.json", "*.safetensors"]
         )

@@ -199,7 +199,7 @@ class ProcessRanks(Ranks):
         found: T = result if self.rank == 0 else answer[0]  # type: ignore[assignment]
         return found
 
-    def together(self, job: Callable[[], T]) -> T:
+    def together(self, job: Callable[[], T], *, ends_command: bool = False) -> T:
         result: list[T] = []
         own: BaseException | None = None
         try:
@@ -208,7 +208,12 @@ class ProcessRanks(Ranks):
             raise
         except BaseException as caught:  # noqa: BLE001 - it is raised below, on all ranks
             own = caught
-        errors = [error for error in self.gathered(None if own is None else portable(own)) if error is not None]
+        answers = self.gathered((ends_command, None if own is None else portable(own)))
+        errors = [error for _, error in answers if error is not None]
+        if len({place for place, _ in answers}) > 1:
+            # An error has ended the command of one rank, and the other ranks are still inside the command.
+            cause = own or errors[0]
+            raise RanksLostError(f"rank {self.rank} of {self.size}: one rank alone failed: {cause}") from cause
         if errors:
             raise own or errors[0]
         return result[0]
