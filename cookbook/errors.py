@@ -73,6 +73,11 @@ class MovedAttributeError(CookbookError, AttributeError):
     """Error of a hook or recipe that reads an attribute of the run which has moved."""
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of the message; the name of the class without a message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def described(error: BaseException) -> str:
     """The class, message and place of an exception in the user's code: ``KeyError: 'a' (my_hook.py:7)``.
 

@@ -23,7 +23,7 @@ from cookbook.data.files import COMPRESSED, FORMATS, PARQUET, check_same_format,
 from cookbook.data.row_table import RowBuffer, select
 from cookbook.data.rows import DataConfig, RejectedRows, Row, RowSource, sources
 from cookbook.data.splits import SequentialReader, SplitReader
-from cookbook.errors import ConfigError, DataError
+from cookbook.errors import ConfigError, DataError, first_line
 from cookbook.utils import hub, paths
 
 if TYPE_CHECKING:
@@ -447,8 +447,7 @@ def _one_line(where: str) -> Iterator[None]:
         raise
     except (OSError, ValueError, DatasetsError) as error:
         # The cause of a DatasetGenerationError has the useful text.
-        cause = error.__cause__ or error
-        lines = str(cause).strip().splitlines() or [type(cause).__name__]
+        problem = first_line(error.__cause__ or error)
         is_offline = isinstance(error, ConnectionError)
         remedy = (
             "pass data.path=<file or folder with the data>"
@@ -456,6 +455,6 @@ def _one_line(where: str) -> Iterator[None]:
             else "check data.name or data.path, data.subset and data.split"
         )
         if Path(where).is_dir():
-            problem = f"cannot read the folder as a dataset ({lines[0].rstrip('.')})"
+            problem = f"cannot read the folder as a dataset ({problem.rstrip('.')})"
             raise DataError(f"{where}: {problem}; pass one of its files, or {remedy}") from error
-        raise DataError(f"{where}: {lines[0]}; {remedy}") from error
+        raise DataError(f"{where}: {problem}; {remedy}") from error

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from cookbook.errors import CookbookError
+from cookbook.errors import CookbookError, first_line
 
 if TYPE_CHECKING:
     from cookbook.engine.model import LanguageModel
@@ -64,8 +64,7 @@ def trial() -> Iterator[None]:
         raise
     except Exception as error:
         log.debug("the trial of a fast path failed", exc_info=True)
-        first_line = (str(error).strip().splitlines() or [""])[0]
-        raise FastPathError(f"a trial of a faster path fails: {type(error).__name__}: {first_line[:160]}") from error
+        raise FastPathError(f"a trial of a faster path fails: {type(error).__name__}: {first_line(error)[:160]}") from error
 
 
 def probe_tokens(model: LanguageModel, start: int, count: int) -> list[int]:

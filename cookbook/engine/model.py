@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cookbook import terminal
 from cookbook.engine.parallel import Ranks
-from cookbook.errors import BackendError, ConfigError
+from cookbook.errors import BackendError, ConfigError, first_line
 from cookbook.utils import hub, paths
 from cookbook.utils.signals import is_interrupt
 
@@ -313,7 +313,7 @@ def _network(config: ModelConfig, base: str, seed: int) -> PreTrainedModel:
     except (OSError, ValueError, KeyError, json.JSONDecodeError, RuntimeError, ImportError, SafetensorError) as error:
         if attention and (isinstance(error, ImportError) or "attention" in str(error) or "attn_" in str(error)):
             raise ConfigError(
-                f"model.attn_implementation: {_first_line(error).rstrip(' .')}, got {attention}; set it to auto, or install "
+                f"model.attn_implementation: {first_line(error).rstrip(' .')}, got {attention}; set it to auto, or install "
                 "the missing package"
             ) from None
         raise BackendError(_cannot_load("weights", base, error)) from None
@@ -367,7 +367,7 @@ def add_lora(network: PreTrainedModel, config: ModelConfig, seed: int) -> PreTra
         try:
             return get_peft_model(network, lora)
         except ValueError as error:
-            raise ConfigError(f"model.lora_target_modules: {_first_line(error)}") from None
+            raise ConfigError(f"model.lora_target_modules: {first_line(error)}") from None
 
 
 def _not_adaptable(network: PreTrainedModel, lora: LoraConfig) -> list[str]:
@@ -450,17 +450,13 @@ def _cannot_load(what: str, name: str, error: BaseException) -> str:
         raise KeyboardInterrupt from error
     if Path(name).is_dir():
         described = any((Path(name) / file).is_file() for file in ("config.json", LORA_FILE))
-        problem = _first_line(error).rstrip(" .:") if described else "no config.json"
+        problem = first_line(error).rstrip(" .:") if described else "no config.json"
         remedy = "pass a folder with config.json, tokenizer files and *.safetensors"
         return f"model.name: cannot load the {what} in {name!r}: {problem}; {remedy}"
     return (
         f"model.name: cannot load {name!r}: no local folder has this name, and the Hugging Face hub did not provide the model "
-        f"({_first_line(error)}); check the name and your network, or pass a local folder"
+        f"({first_line(error)}); check the name and your network, or pass a local folder"
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 CACHE_LINE = 64  # bytes

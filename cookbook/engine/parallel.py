@@ -71,8 +71,12 @@ class Ranks:
         """
         return job()
 
-    def together(self, job: Callable[[], T]) -> T:
-        """Run ``job`` on every rank, and return each rank's own result. If it fails on any rank, raise that error on all."""
+    def together(self, job: Callable[[], T], *, ends_command: bool = False) -> T:
+        """Run ``job`` on every rank, and return each rank's own result. If it fails on any rank, raise that error on all.
+
+        ``ends_command``: ``job`` is a whole command of rank 0. A rank that reaches its end while another rank is in the middle
+        has failed alone.
+        """
         return job()
 
     def gathered(self, value: T) -> list[T]:

@@ -21,7 +21,6 @@ from cookbook.backends.group.supervisor import RankChannel
 from cookbook.engine.model import ModelConfig
 from cookbook.errors import ConfigError
 from cookbook.protocols import DeploymentConfig, EngineBackend
-from cookbook.run.hooks import writing_to
 from cookbook.server.app import create_app
 from cookbook.server.config import ServerConfig
 from cookbook.server.connections import BoundedConnection, fit_connections
@@ -64,7 +63,7 @@ def serve(
     server.key_ring()
     server.check_tls()
     with contextlib.ExitStack() as closing:
-        with writing_to(out):
+        with files.writing_to(out):
             files.make_folders(out)
             closing.enter_context(contextlib.nullcontext() if server.durability == "off" else files.locked(out))
         listener = closing.enter_context(open_listener(server) if channel is None else channel.listener())

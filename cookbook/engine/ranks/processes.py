@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from cookbook.engine.parallel import SHARDS, Ranks, RanksLostError, Sliceable
-from cookbook.errors import BackendError, ConfigError
+from cookbook.errors import BackendError, ConfigError, first_line
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -241,8 +241,7 @@ class ProcessRanks(Ranks):
         except RanksLostError:
             raise
         except Exception as error:
-            lines = str(error).strip().splitlines() or [""]
-            raise RanksLostError(f"rank {self.rank} of {self.size}: {type(error).__name__}: {lines[0]}") from error
+            raise RanksLostError(f"rank {self.rank} of {self.size}: {type(error).__name__}: {first_line(error)}") from error
 
     # ---- sharded passes ------------------------------------------------------------------------------------------
 
