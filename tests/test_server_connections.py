@@ -92,6 +92,30 @@ def test_a_connection_without_a_request_is_closed_also_if_its_header_arrives_slo
             time.sleep(0.05)
 
 
+def test_a_header_without_an_end_closes_its_connection_and_a_long_body_does_not(listening, monkeypatch):
+    monkeypatch.setattr(connections, "IDLE_S", 500.0)
+
+    async def app(scope, receive, send):
+        while (await receive()).get("more_body"):
+            pass
+        await answer(scope, receive, send)
+
+    port = listening(100, app)
+    with connected(port) as endless:
+        sent = 0
+        with pytest.raises(OSError, match=r"reset|Broken"):
+            while sent < 50 * MB:
+                sent += endless.send(b"GET / HTTP/1.1\r\nx: " if not sent else b"y" * (1 << 20))
+    body = bytes(4 * MB)
+    post = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with connected(port) as busy:
+        # The next header begins in a read that is longer than a header may be.
+        busy.sendall(post + body + post[:20])
+        assert b"200" in busy.recv(1000)
+        busy.sendall(post[20:] + body)
+        assert b"200" in busy.recv(1000)
+
+
 @pytest.mark.slow
 def test_a_response_that_its_client_does_not_read_is_dropped_and_a_slow_computation_is_not(listening):
     began, go_on = threading.Event(), threading.Event()

@@ -9,7 +9,7 @@ import resource
 import time
 from typing import Any
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 log = logging.getLogger("cookbook")
 
@@ -17,6 +17,8 @@ log = logging.getLogger("cookbook")
 IDLE_S = 30.0
 # Seconds between two log lines about connections above the limit.
 WARN_EVERY_S = 60.0
+# Largest header of a request, beyond its first read. The parser itself knows no limit.
+MAX_HEADER_BYTES = 64 << 10
 # Files that the server may open besides connections: logs, checkpoints, and the files of libraries.
 OTHER_FILES = 1024
 
@@ -39,7 +41,7 @@ def fit_connections(configured: int) -> int:
     return fitting
 
 
-class BoundedConnection(H11Protocol):
+class BoundedConnection(HttpToolsProtocol):
     """Connection of a client, closed ``IDLE_S`` seconds after its last request.
 
     Above ``limit`` connections, a new one closes the connection that has been without a request for the longest time. If all
@@ -56,6 +58,9 @@ class BoundedConnection(H11Protocol):
         # of the number of bytes that the client has to read.
         self.idle_since = self._unread_since = time.monotonic()
         self._unread_bytes = 0
+        # Whether a header is incomplete, whether it began in the last read, and its bytes after that read.
+        self._in_header = self._began = False
+        self._header_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -83,6 +88,23 @@ class BoundedConnection(H11Protocol):
         super().connection_lost(exc)
         if self._timer is not None:
             self._timer.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        self._began = False
+        super().data_received(data)
+        if self._in_header and not self._began:
+            self._header_bytes += len(data)
+            if self._header_bytes > MAX_HEADER_BYTES:
+                self.abort()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_header = self._began = True
+        self._header_bytes = 0
+
+    def on_headers_complete(self) -> None:
+        self._in_header = False
+        super().on_headers_complete()
 
     def on_response_complete(self) -> None:
         self.idle_since = time.monotonic()
