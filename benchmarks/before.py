@@ -1,11 +1,11 @@
-"""CPU seconds of a one-turn GRPO step, of this version and another: ``python benchmarks/grpo.py --before CHECKOUT``.
+"""CPU seconds of a step, of this version and another: ``python benchmarks/before.py CHECKOUT recipe=grpo [KEY=VALUE ...]``.
 
-Both versions train the shipped tiny model on its sums, each in a process of its own, on one thread of the same core. They step
+Both versions train with the same keys, each in a process of its own, on one thread of the same core. They step
 in turn: a hook stops each process after a step until the other has made the same one. The CPU time of a step is the process's,
 user and system. As both make a step within the same second with the same numbers, the ratios of the steps hardly depend on what
 else the machine does: read their median. The losses and rewards of all steps are compared as well.
 
-    git worktree add /tmp/before c611549   # the last commit without environments
+    git worktree add /tmp/before c611549   # the last commit without environments; 700e00b: before the packages
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from pathlib import Path
 import cookbook
 
 HERE = Path(__file__).resolve().parent.parent
-# `loss` is absent, and compared as None, in steps without a gradient.
+# `loss` is absent, and compared as None, in steps without a gradient; rewards are those of GRPO.
 COMPARED = ("loss", "reward/mean", "rollout/tokens")
 # Environment variable of the child processes: the pipes to write to and to read from.
-PIPES = "GRPO_PIPES"
+PIPES = "BEFORE_PIPES"
 
 
 class Turn(cookbook.Hook):
@@ -48,8 +48,8 @@ class Version:
         own, self._turn = os.pipe()
         times, to_parent = os.pipe()
         self._times = os.fdopen(times)
-        command = [sys.executable, "-m", "cookbook", "train", "recipe=grpo", f"recipe.steps={steps}", f"out={out}"]
-        quiet = ["eval.every=null", "checkpoint.every=null", "checkpoint.final=false", "+hook.turn._target_=grpo.Turn"]
+        command = [sys.executable, "-m", "cookbook", "train", f"recipe.steps={steps}", f"out={out}"]
+        quiet = ["eval.every=null", "checkpoint.every=null", "checkpoint.final=false", "+hook.turn._target_=before.Turn"]
         path = f"{code}{os.pathsep}{HERE / 'benchmarks'}"
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", PIPES: f"{to_parent} {own}"}
         with self._log.open("wb") as log:
@@ -84,15 +84,15 @@ class Version:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", type=Path, required=True, help="checkout of the version to compare with")
+    parser.add_argument("checkout", type=Path, help="the version to compare with")
     parser.add_argument("--steps", type=int, default=41)
     parser.add_argument("--now", nargs="+", default=[], help="keys of the configuration for this version only")
-    parser.add_argument("words", nargs="*", help="keys of the configuration that both versions know")
+    parser.add_argument("words", nargs="+", help="keys of the configuration that both versions know")
     given = parser.parse_args()
     # Both run on one core, whose load slows both versions equally.
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     with tempfile.TemporaryDirectory() as folder:
-        versions = {"before": (given.before.resolve(), given.words), "now": (HERE, [*given.words, *given.now])}
+        versions = {"before": (given.checkout.resolve(), given.words), "now": (HERE, [*given.words, *given.now])}
         # The starts are not measured.
         runs = {name: Version(code, Path(folder) / name, given.steps, words) for name, (code, words) in versions.items()}
         last = {name: run.stepped() for name, run in runs.items()}
