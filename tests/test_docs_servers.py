@@ -7,9 +7,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,9 @@ def started(found: list[str], shows: str, **environment: str) -> Iterator[str]:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen([sys.executable, "-m", "cookbook", *found], env={**os.environ, **environment}, **pipes) as process:
         seen: list[str] = []
+        # A command that hangs ends, and the test fails.
+        late = threading.Timer(900, process.kill)
+        late.start()
         try:
             for line in process.stdout:
                 seen.append(line)
@@ -76,7 +80,8 @@ def started(found: list[str], shows: str, **environment: str) -> Iterator[str]:
                 raise AssertionError("".join(seen))
         finally:
             process.send_signal(signal.SIGINT)
-            rest = process.communicate(timeout=300)[0]
+            rest = process.communicate()[0]
+            late.cancel()
     assert process.returncode in (0, 130) and "Traceback" not in rest
 
 
@@ -168,7 +173,8 @@ def test_two_nodes_of_torchrun_serve_one_model(place: Path) -> None:  # noqa: F8
         assert run(words(WITHOUT_KEY, **{URL: f"http://127.0.0.1:{port}"})) == 0
     finally:
         for node in nodes:
-            os.killpg(node.pid, signal.SIGTERM)
+            with suppress(ProcessLookupError):
+                os.killpg(node.pid, signal.SIGTERM)
         # torchrun itself prints a trace when it is stopped.
         told = "".join(node.communicate(timeout=300)[0] for node in nodes)
     assert [row["step"] for row in rows("runs/new")] == [0, 1] and told.count("serving ") == 1

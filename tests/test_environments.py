@@ -75,6 +75,17 @@ class Duel:
         return float(len(self.said[self.side]))
 """
 
+OVER = """
+class Over:
+    opponent_moves = True
+
+    def reset(self):
+        return "first"
+
+    def step(self, text):
+        return None
+"""
+
 TOOLS = """
 class Shop:
     def reset(self, **row):
@@ -276,6 +287,13 @@ def test_in_self_play_one_side_is_trained_and_each_side_has_its_own_tokens(seed,
     [datum] = one.datums(1.0)
     assert sum(datum.loss_fn_inputs["weights"].data) == sum(len(turn.tokens) for turn in one.turns)
     assert [m["content"] for m in one.messages()][1::2] == own
+
+
+def test_a_game_that_the_opponent_ends_before_the_first_turn_has_the_reward_of_an_error():
+    write("over.py", OVER)
+    config = PythonEnvironment(target="over.py:Over", workers=0, timeout_s=None, error_reward=-0.5)
+    found, _ = played(config, Scripted(renderer().tokenizer, "a"), [{}])
+    assert [(one.turns, one.reward, one.ended) for one in found[0]] == [([], -0.5, "done")]
 
 
 def test_the_opponent_answers_the_last_turn_and_replays_after_its_process_has_ended():

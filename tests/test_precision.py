@@ -216,8 +216,9 @@ def test_attention_in_bfloat16_is_chosen_by_shape_and_instructions(monkeypatch, 
     operand = torch.zeros(1, 1, keys, width)
     for name in ("avx512_bf16", None):
         monkeypatch.setattr("cookbook.engine.precision.attention.instructions", lambda name=name: name)
-        assert multiplies_half(operand.bfloat16(), operand) == (expected and name is not None)
-        assert not multiplies_half(operand, operand)
+        assert multiplies_half(operand.bfloat16(), operand, operand) == (expected and name is not None)
+        assert not multiplies_half(operand, operand, operand)
+        assert not multiplies_half(operand.bfloat16(), operand, operand[..., : width // 2])
 
 
 @pytest.mark.parametrize("options", [{"precision": MIXED}, {"dtype": "bfloat16"}], ids=str)
@@ -227,7 +228,7 @@ def test_packed_runs_use_attention_in_bfloat16(make_engine, monkeypatch, options
     engine, calls = make_engine(**options), []
     data = tiny.datums(6)
     other = gradient(engine, data)
-    monkeypatch.setattr("cookbook.engine.attention.multiplies_half", lambda query, key: key.shape[2] > 20)
+    monkeypatch.setattr("cookbook.engine.attention.multiplies_half", lambda query, key, value: key.shape[2] > 20)
     monkeypatch.setattr("cookbook.engine.attention.half_attention", lambda *of: calls.append(of) or half_attention(*of))
     found = gradient(engine, data)
     assert calls

@@ -15,12 +15,15 @@ import psutil
 import pytest
 from kill_ranks import gone
 from marks import rest_slow
+from omegaconf import OmegaConf
 from runtools import LITTLE, SMALL, bits, checkpoint, here, rows, start, train  # noqa: F401 - here is a fixture
 
 from cookbook import Hook
 from cookbook.backends.group import supervisor
 from cookbook.backends.group.supervisor import RankSupervisor
+from cookbook.cli import serve
 from cookbook.cli.app import run
+from cookbook.engine.parallel import RanksLostError
 from cookbook.errors import BackendError
 
 pytest.importorskip("tinker", reason="needs the package tinker")
@@ -162,6 +165,27 @@ def test_a_diverged_run_ends_in_one_line(capsys):
     assert train(*SFT, RANKS, "optim.lr=1e30", "optim.grad_clip_norm=0", "out=diverged") == 2
     assert "optim_step: the gradient norm is nan" in capsys.readouterr().err.splitlines()[-1]
     assert not kill_ranks.ranks_of(psutil.Process())
+
+
+@pytest.mark.parametrize(
+    ("error", "recorded"),
+    [
+        (BackendError("model.name: unreadable"), "model.name: unreadable\n"),
+        (OSError("no disk"), "rank 1 failed: OSError: no disk\n"),
+        (RanksLostError("closed by peer"), None),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_a_rank_records_its_own_failure_and_not_that_others_are_lost(error, recorded, monkeypatch):
+    def fails(_):
+        raise error
+
+    monkeypatch.setattr(serve, "_serve", fails)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(type(error)):
+        serve.run(OmegaConf.create({"server": {"failure_file": "failure"}}), [])
+    assert (Path("failure").read_text() if Path("failure").exists() else None) == recorded
 
 
 # The second rank gets no memory for a gradient, also after a restart.

@@ -88,9 +88,12 @@ def test_ctrl_c_at_the_first_line_stops_in_order(tmp_path, tiny_folder):
         signal.signal(signal.SIGINT, signal.default_int_handler)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path, **pipes) as server:
-        assert server.stdout.readline().startswith("serving ")
-        server.send_signal(signal.SIGINT)
-        _, told = server.communicate(timeout=60)
+        try:
+            assert server.stdout.readline().startswith("serving ")
+            server.send_signal(signal.SIGINT)
+            _, told = server.communicate(timeout=300)
+        finally:
+            server.kill()
     assert server.returncode == 130
     assert told.endswith("finishing accepted requests and saving runs; press Ctrl-C again to stop immediately\n")
     assert "Warning" not in told and "Traceback" not in told

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -267,8 +269,9 @@ class Client:
         return self.post("asample", {**body, "prompt": prompt, "sampling_params": {"max_tokens": 4, "seed": 7, **params}})
 
     def result(self, answer):
+        deadline = time.monotonic() + 300
         while b"try_again" in (found := self.post("retrieve_future", answer.json())).content:
-            pass
+            assert time.monotonic() < deadline
         return found
 
 
@@ -519,28 +522,29 @@ def test_a_paused_request_that_ends_the_process_fails_and_the_one_that_ran_meanw
     command = [sys.executable, "-c", PAUSED, str(tiny_folder), str(tmp_path / "out"), str(port)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
-    def start():
-        server = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-        assert "serving" in server.stdout.readline()
-        return server
+    with contextlib.ExitStack() as ends:
 
-    server = start()
-    client, other = (Client(f"http://127.0.0.1:{port}") for _ in range(2))
-    lora = {"rank": 2, "seed": 1}
-    asked = {"session_id": client.session, "model_seq_id": 0, "base_model": "tiny", "lora_config": lora}
-    run = client.result(client.post("create_model", asked)).json()["model_id"]
-    content, kind = passing(run, 1, count=13), {"content-type": "application/x-protobuf"}
-    fatal = httpx.post(f"{client.url}/api/v1/forward_backward", content=content, headers=kind, timeout=60)
-    innocent = other.sample()
-    for _ in range(2):
-        assert server.wait(300) == -signal.SIGKILL
+        def start():
+            server = ends.enter_context(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+            ends.callback(server.kill)
+            assert "serving" in server.stdout.readline()
+            return server
+
         server = start()
-    assert "2 processes of the server ended while they computed this request" in client.result(fatal).json()["error"]
-    assert other.result(innocent).headers["content-type"] == "application/x-protobuf"
-    step = client.post("optim_step", {"model_id": run, "seq_id": 2, "adam_params": {"learning_rate": 0.1}})
-    assert "2 processes of the server ended" in client.result(step).json()["error"]
-    server.kill()
-    server.wait()
+        client, other = (Client(f"http://127.0.0.1:{port}") for _ in range(2))
+        lora = {"rank": 2, "seed": 1}
+        asked = {"session_id": client.session, "model_seq_id": 0, "base_model": "tiny", "lora_config": lora}
+        run = client.result(client.post("create_model", asked)).json()["model_id"]
+        content, kind = passing(run, 1, count=13), {"content-type": "application/x-protobuf"}
+        fatal = httpx.post(f"{client.url}/api/v1/forward_backward", content=content, headers=kind, timeout=60)
+        innocent = other.sample()
+        for _ in range(2):
+            assert server.wait(300) == -signal.SIGKILL
+            server = start()
+        assert "2 processes of the server ended while they computed this request" in client.result(fatal).json()["error"]
+        assert other.result(innocent).headers["content-type"] == "application/x-protobuf"
+        step = client.post("optim_step", {"model_id": run, "seq_id": 2, "adam_params": {"learning_rate": 0.1}})
+        assert "2 processes of the server ended" in client.result(step).json()["error"]
 
 
 @pytest.mark.slow

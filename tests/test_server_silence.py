@@ -210,7 +210,7 @@ def test_a_process_that_was_stopped_by_a_signal_keeps_its_clients(tiny_folder, t
                 server.send_signal(signal.SIGCONT)
                 # The cleanup runs several times.
                 time.sleep(3)
-                metrics = httpx.get(f"{url}/metrics").text
+                metrics = httpx.get(f"{url}/metrics", timeout=60).text
                 assert "\ncookbook_silent_sessions 0\n" in metrics and "\ncookbook_training_runs 1\n" in metrics
                 training.save_state("after").result()
         finally:

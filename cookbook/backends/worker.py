@@ -103,7 +103,7 @@ class JobSchedule:
     Attributes:
         on_slice: called with the purposes of the jobs that have begun, the one that computes next first; before the thread
             waits, without purposes.
-        is_suspect: whether a job with this purpose begins only once no other such job has begun.
+        is_suspect: whether a job with this purpose begins only if no other such job has begun.
     """
 
     def __init__(self) -> None:
@@ -356,7 +356,7 @@ class Worker(Lane):
     def on_slice(self, callback: Callable[..., None], is_suspect: Callable[[str], bool]) -> None:
         """Call ``callback`` on the thread with the purposes of the jobs that have begun, the one that computes next first.
 
-        Of the jobs whose purpose ``is_suspect``, one begins when the one before has ended.
+        A job whose purpose ``is_suspect`` begins only if no other such job has begun.
         """
         self._schedule.on_slice, self._schedule.is_suspect = callback, is_suspect
 

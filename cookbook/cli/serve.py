@@ -32,10 +32,13 @@ def run(cfg: DictConfig, _: list[str]) -> None:
     except Exception as error:
         # srun ends with the exit code of another rank, which the failure of this one has ended.
         if _is_rank():
+            from cookbook.engine.parallel import RanksLostError
             from cookbook.server.config import record_failure
 
             message = f"rank {os.environ['RANK']} failed: {type(error).__name__}: {error}"
-            record_failure(cfg.server.get("failure_file"), str(error) if isinstance(error, CookbookError) else message)
+            # A restart replaces lost ranks.
+            if not isinstance(error, RanksLostError):
+                record_failure(cfg.server.get("failure_file"), str(error) if isinstance(error, CookbookError) else message)
         raise
 
 

@@ -186,8 +186,8 @@ class _Attempt:
         """Return the ended episode. One that the environment has ended by an error has ``error_reward``."""
         found = self.reward.result() if self.reward is not None else Failure("")
         failed = isinstance(found, Failure)
-        # Without a completion, a reward has nothing to score.
-        if isinstance(found, Failure) or (found is None and not self.num_turns):
+        # Without a completion of the trained side, a reward has nothing to score.
+        if isinstance(found, Failure) or (found is None and self.num_turns == self.num_opponent_turns):
             found = EarnedReward(error_reward)
         branches = self.own.branches if self.own is not None else ()
         ended = "error" if failed and self.ended not in ("error", "timeout") else self.ended

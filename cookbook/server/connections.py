@@ -17,7 +17,7 @@ log = logging.getLogger("cookbook")
 IDLE_S = 30.0
 # Seconds between two log lines about connections above the limit.
 WARN_EVERY_S = 60.0
-# Largest header of a request, beyond its first read. The parser itself knows no limit.
+# Largest header of a request, and largest trailer, beyond its first read. The parser itself has no limit.
 MAX_HEADER_BYTES = 64 << 10
 # Files that the server may open besides connections: logs, checkpoints, and the files of libraries.
 OTHER_FILES = 1024
@@ -58,8 +58,8 @@ class BoundedConnection(HttpToolsProtocol):
         # of the number of bytes that the client has to read.
         self.idle_since = self._unread_since = time.monotonic()
         self._unread_bytes = 0
-        # Whether a header is incomplete, whether it began in the last read, and its bytes after that read.
-        self._in_header = self._began = False
+        # Whether the last read had the start of a request or a part of a body, and the bytes since the last such read.
+        self._has_advanced = False
         self._header_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -90,21 +90,20 @@ class BoundedConnection(HttpToolsProtocol):
             self._timer.cancel()
 
     def data_received(self, data: bytes) -> None:
-        self._began = False
+        self._has_advanced = False
         super().data_received(data)
-        if self._in_header and not self._began:
-            self._header_bytes += len(data)
-            if self._header_bytes > MAX_HEADER_BYTES:
-                self.abort()
+        # All other bytes are of headers, and after a body in chunks of trailers, which the parser keeps as well.
+        self._header_bytes = 0 if self._has_advanced else self._header_bytes + len(data)
+        if self._header_bytes > MAX_HEADER_BYTES:
+            self.abort()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_header = self._began = True
-        self._header_bytes = 0
+        self._has_advanced = True
 
-    def on_headers_complete(self) -> None:
-        self._in_header = False
-        super().on_headers_complete()
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._has_advanced = True
 
     def on_response_complete(self) -> None:
         self.idle_since = time.monotonic()

@@ -152,7 +152,7 @@ class DrainingServer(uvicorn.Server):
 
         An early signal waits until the server has started. A later SIGTERM is ignored, so that the code after ``run`` runs.
         """
-        if self._early is None and not self._has_signal:
+        if self._early is None and not (self._has_signal or self.started):
             self._early = sig
         elif sig == signal.SIGINT:
             raise KeyboardInterrupt

@@ -55,10 +55,12 @@ class _Attended(torch.autograd.Function):
             return (None, None, None, *torch.autograd.grad(out, operands, gradient))
 
 
-def multiplies_half(query: Tensor, key: Tensor) -> bool:
+def multiplies_half(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether :func:`half_attention` is faster than :func:`attended`: bfloat16 on a CPU that multiplies it, and long runs."""
     half = query.dtype == torch.bfloat16 or torch.is_autocast_enabled("cpu")
     width = query.shape[3]
+    # Some models, such as DeepSeek's, have values of another width.
+    half = half and value.shape[3] == width
     return half and instructions() is not None and width >= LEAST_WIDTH and key.shape[2] * width >= LEAST_KEY_VALUES
 
 

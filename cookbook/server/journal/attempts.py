@@ -24,8 +24,8 @@ class Attempts:
     synced: it must survive the end of the process only. ``folder`` None: count nothing.
 
     An end counts against the only call that had begun. If several had begun, all are suspects, and the worker computes suspects
-    sequentially (:meth:`is_suspect`). An end during one of them counts against it alone, and for two: the end that made
-    it a suspect counts as well. Other calls that had begun then become suspects.
+    sequentially (:meth:`is_suspect`). An end after a suspect has begun counts against this suspect alone, together with the
+    end that made it a suspect. Other calls that had begun then become suspects.
     """
 
     def __init__(self, folder: Path | None) -> None:
