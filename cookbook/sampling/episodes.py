@@ -329,7 +329,10 @@ class _Rounds:
         environment, prompt = self._environment, self._draws[attempt.draw].prompt
         if attempt.conversation is not None and reply.done:
             return "done"
-        if not reply.opponent_moves and attempt.num_turns - attempt.num_opponent_turns >= environment.config.max_turns:
+        # An opponent that begins makes one turn more.
+        limit = environment.config.max_turns + reply.opponent_moves
+        own = attempt.num_turns - attempt.num_opponent_turns
+        if (attempt.num_opponent_turns if reply.opponent_moves else own) >= limit:
             return "max_turns"
         attempt.conversation = environment.observe(attempt.episode, prompt, self._renderer, reply)
         if not reply.opponent_moves:

@@ -135,7 +135,7 @@ def _sweep(composer: Composer, job: Job, optimizing: bool) -> None:
         raise ConfigError(errors.explain(error, composer.keys)) from error
     except OSError as error:
         # An error in a file of a run is a bug, and keeps its trace.
-        if error.filename is None or not folder.is_relative_to(error.filename):
+        if not isinstance(error.filename, str) or not folder.is_relative_to(error.filename):
             raise
         raise ConfigError(f"sweep: cannot write to {folder}: {error.strerror}; run the command in a writable folder") from None
     finally:

@@ -212,7 +212,7 @@ class ProcessRanks(Ranks):
         errors = [error for _, error in answers if error is not None]
         if len({place for place, _ in answers}) > 1:
             # An error has ended the command of one rank, and the other ranks are still inside the command.
-            cause = own or errors[0]
+            cause = own or next(iter(errors), None)
             raise RanksLostError(f"rank {self.rank} of {self.size}: one rank alone failed: {cause}") from cause
         if errors:
             raise own or errors[0]
