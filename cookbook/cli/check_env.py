@@ -17,7 +17,7 @@ from cookbook.errors import ConfigError
 from cookbook.run.builder import episode_runner
 from cookbook.sampling.environments import EnvironmentConfig, numbered_rows
 from cookbook.sampling.environments.check import ROWS, check_environment
-from cookbook.sampling.environments.config import NUMBERED, public_methods
+from cookbook.sampling.environments.config import NUMBERED
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -61,7 +61,7 @@ def run(target: str, options: Sequence[str], *, table: bool) -> None:
         )
     tools = [str(tool["function"]["name"]) for tool in contract.tools]
     declared = f"tools: {', '.join(tools)}" if tools else "answers text with text"
-    if not tools and (ignored := public_methods(config.make())):
-        declared += f"; {', '.join(ignored)} cannot be called as tools, because the class has step"
+    if contract.ignored:
+        declared += f"; {', '.join(contract.ignored)} cannot be called as tools, because the class has step"
     played = f"{target}, played on {rows[0].where} and the next rows"
     report("check env", target, played, declared, check_environment(config, rows, episode_runner), table=table)

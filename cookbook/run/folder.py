@@ -28,7 +28,7 @@ from cookbook.checkpoints import manifest, store
 from cookbook.config.typed import with_new_names
 from cookbook.errors import CheckpointError, ConfigError, CookbookError, HookError
 from cookbook.run import hooks
-from cookbook.run.hooks import Status, logging_to
+from cookbook.run.hooks import Status, logging_to, writing_to
 from cookbook.run.identity import MISSING, Identity, differences
 from cookbook.types import JsonObject
 from cookbook.utils import files
@@ -108,7 +108,7 @@ def examine(out: str | None, resume: str, cfg: DictConfig, identity: Identity) -
             pass
     _compared(folder, resume_from, identity)
     nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    with files.writing_to(folder):
+    with writing_to(folder):
         if not nearest.is_dir() or not os.access(nearest, os.W_OK):
             code = errno.EACCES if nearest.is_dir() else errno.ENOTDIR
             raise OSError(code, os.strerror(code))
@@ -170,7 +170,7 @@ def opened(
     folder = _folder(out, named, cfg.recipe.name, new_id)
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     with contextlib.ExitStack() as stack:
-        with files.writing_to(folder):
+        with writing_to(folder):
             files.make_folders(folder)
             stack.enter_context(files.locked(folder))
         try:
@@ -231,7 +231,7 @@ def _prepare(
     resolved = plain(cfg) | {"out": None, "resume": "auto"}
     earlier = _compared(out, resume_from, identity)
     facts = environment(overrides)
-    with files.writing_to(out):
+    with writing_to(out):
         if earlier != resolved:
             files.write_text(out / CONFIG, OmegaConf.to_yaml(OmegaConf.create(resolved)))
         # environment.json describes the run's first process; log.txt has the environment of each later process.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cookbook.errors import CookbookError, HookError, described
+from cookbook.errors import ConfigError, CookbookError, HookError, described
 from cookbook.utils import files
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class Status(Hook):
         Raises:
             ConfigError: the file cannot be written at the start. Later such an error is a warning, and the run continues.
         """
-        with files.writing_to(self.folder):
+        with writing_to(self.folder):
             self._write(RUNNING)
         try:
             yield
@@ -202,6 +202,15 @@ def read_status(folder: Path) -> JsonObject | None:
     return content if isinstance(content, dict) else None
 
 
+@contextlib.contextmanager
+def writing_to(place: Path, remedy: str = "choose another folder with out=...") -> Iterator[None]:
+    """Raise ConfigError with ``remedy`` if the block raises OSError: a run folder, or a file, cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"out: cannot write to {place}: {error.strerror}; {remedy}") from None
+
+
 def _one_line(error: BaseException) -> str:
     """Return the error as the terminal shows it, on one line."""
     if isinstance(error, CookbookError):
@@ -220,7 +229,7 @@ def logging_to(out: Path) -> Iterator[None]:
     Raises:
         ConfigError: the file cannot be opened.
     """
-    with files.writing_to(out / "log.txt"):
+    with writing_to(out / "log.txt"):
         file = logging.FileHandler(out / "log.txt", encoding="utf-8")
     file.handleError = lambda record: None  # type: ignore[method-assign]
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))

@@ -21,6 +21,7 @@ from cookbook.errors import ConfigError, described
 from cookbook.futures import Future
 from cookbook.protocols import Sampler, SampleTracker, Tracker, Trainer
 from cookbook.run.folder import METRICS
+from cookbook.run.hooks import writing_to
 from cookbook.run.rollout_store import RolloutStore
 from cookbook.sampling.evaluation import SHOWN, Example
 from cookbook.terminal import Console
@@ -134,7 +135,7 @@ class JsonLines:
         self._file: TextIO | None = None
 
     def write(self, step: int, values: JsonObject) -> None:
-        with files.writing_to(self.path, DISK_FULL):
+        with writing_to(self.path, DISK_FULL):
             self._file = self._file or self.path.open("a", encoding="utf-8")
             self.last = {key: _finite(value) for key, value in values.items() if key != "step"}
             self._file.write(_line({"step": step, **self.last}))
@@ -155,7 +156,7 @@ class JsonLines:
         whole = "".join(_line(row) for row in rows if row["step"] <= step)
         if whole.encode() == self.path.read_bytes():
             return
-        with files.writing_to(self.path, DISK_FULL):
+        with writing_to(self.path, DISK_FULL):
             if damaged:
                 names = (self.path.with_name(f"{self.path.name}.damaged-{n}") for n in itertools.count(1))
                 copy = next(name for name in names if not name.exists())

@@ -32,6 +32,7 @@ import numpy as np
 
 from cookbook.data import Renderer, RowDatum
 from cookbook.futures import Future
+from cookbook.run.hooks import writing_to
 from cookbook.run.stored_steps import FIELDS, HEADER, ROLLOUTS, START, StoredSteps, blocks
 from cookbook.sampling.rollouts import RolloutGroup
 from cookbook.sampling.trajectory import Segment, Trajectory
@@ -101,13 +102,13 @@ class RolloutStore:
             self._numbers.round()
             head = {"step": step, **self._pieces.head(lines)}
             text = "".join(JSON.encode(line) + "\n" for line in (head, *lines))
-            with files.writing_to(self._file.path, "free disk space and run the same command to resume"):
+            with writing_to(self._file.path, "free disk space and run the same command to resume"):
                 self._file.append(step, text)
         self.clear()
 
     def keep_until(self, step: int) -> None:
         """Drop later steps, which the resumed run repeats."""
-        with files.writing_to(self._file.path):
+        with writing_to(self._file.path):
             self._file.keep_until(step)
 
     def _lines(self) -> list[Line]:

@@ -23,6 +23,7 @@ from cookbook.errors import ConfigError
 from cookbook.protocols import Sampler
 from cookbook.run import folder as run_folder
 from cookbook.run.builder import collect_garbage_from_here, environment_runner, reward_runner, sampling_target
+from cookbook.run.hooks import writing_to
 from cookbook.run.settings import Settings, preflight, settings
 from cookbook.sampling.environments import numbered_rows, prompts
 from cookbook.sampling.evaluation import FINGERPRINT, Evaluation, Evaluator
@@ -196,7 +197,7 @@ def _written(out: str | None, target: Target, facts: JsonObject, evaluation: Eva
         "metrics": evaluation.metrics,
         "completions": [asdict(example) for example in evaluation.examples],
     }
-    with files.writing_to(file, "give a file, for example out=result.json"):
+    with writing_to(file, "give a file, for example out=result.json"):
         file.parent.mkdir(parents=True, exist_ok=True)
         files.write_text(file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     return file

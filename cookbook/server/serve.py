@@ -63,9 +63,11 @@ def serve(
     server.key_ring()
     server.check_tls()
     with contextlib.ExitStack() as closing:
-        with files.writing_to(out):
+        try:
             files.make_folders(out)
             closing.enter_context(contextlib.nullcontext() if server.durability == "off" else files.locked(out))
+        except OSError as error:
+            raise ConfigError(f"out: cannot write to {out}: {error.strerror}; choose another folder with out=...") from None
         listener = closing.enter_context(open_listener(server) if channel is None else channel.listener())
         host = Host(model, backend, seed=seed, names=tuple(server.names), graph_bytes=int(server.graphs_gb * (1 << 30)))
         closing.callback(host.close)

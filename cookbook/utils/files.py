@@ -90,15 +90,6 @@ def sync_descriptor(descriptor: int) -> None:
 
 
 @contextlib.contextmanager
-def writing_to(place: Path, remedy: str = "choose another folder with out=...") -> Iterator[None]:
-    """Raise ConfigError with ``remedy`` if the block raises OSError: a run folder, or a file, cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"out: cannot write to {place}: {error.strerror}; {remedy}") from None
-
-
-@contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold the lock of ``folder`` for this process. A second attempt fails, in this process and in another.
 

@@ -26,7 +26,8 @@ class Contract:
 
     ``tools`` are schemas for chat templates; ``columns`` are the parameters that ``reset`` names, ``required`` those without a
     default. ``takes_all``: it takes all columns of a row. ``reward_range``: the lowest and the highest reward of an episode, if
-    the class declares them; ``cookbook check env`` compares.
+    the class declares them; ``cookbook check env`` compares. ``ignored``: public methods of a class with ``step``, which are no
+    tools.
     """
 
     tools: list[JsonObject]
@@ -34,6 +35,7 @@ class Contract:
     required: frozenset[str]
     takes_all: bool
     reward_range: tuple[float, float] | None = None
+    ignored: tuple[str, ...] = ()
 
     @property
     def reads_rows(self) -> bool:
@@ -65,6 +67,7 @@ class Contract:
             required=frozenset(one.name for one in named if one.default is one.empty),
             takes_all=any(one.kind is one.VAR_KEYWORD for one in parameters),
             reward_range=_reward_range(environment),
+            ignored=() if tools else tuple(public_methods(environment)),
         )
 
 
