@@ -157,6 +157,8 @@ def test_a_real_terminal():
         shown = ""
         os.write(leader, b"half")
         until("half")
+        # Python's readline notices no signal while it reads a key.
+        time.sleep(2)
         process.send_signal(signal.SIGINT)
         until("> ")
         os.write(leader, b"\x04")
