@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import leading
@@ -23,7 +24,7 @@ from cookbook.checkpoints import gathered, manifest, sampler_checkpoints
 from cookbook.checkpoints.tensor_digests import Weights
 from cookbook.engine.parallel import Ranks, RanksLostError
 from cookbook.engine.ranks.commands import EXIT_LOST, Leader, PerRank
-from cookbook.engine.ranks.processes import ProcessRanks, _listener
+from cookbook.engine.ranks.processes import Agreement, ProcessRanks, _listener
 from cookbook.errors import BackendError
 
 SHARDS = ("none", "all")
@@ -269,17 +270,30 @@ def test_a_rank_that_cannot_copy_its_part_ends_the_group():
         layout.gather(lambda *_: None, kept={})
 
 
-def test_an_error_that_ends_the_command_of_one_rank_alone_ends_the_group(monkeypatch):
+@pytest.mark.parametrize("other", [True, Agreement(ends_command=True, error=BackendError("model.name: unreadable"))])
+def test_an_error_that_takes_one_rank_alone_out_of_a_command_ends_the_group(other):
     """The other ranks are in the middle of the command, and would wait for the rank at the next agreement."""
     ranks = ProcessRanks.__new__(ProcessRanks)
     ranks.rank, ranks.size = 0, 2
+
+    def gather(values: list[object], own: object) -> None:
+        values[:] = [own, other]
+
+    ranks._dist = SimpleNamespace(all_gather_object=gather)
     error = BackendError("model.name: unreadable")
-    monkeypatch.setattr(ProcessRanks, "gathered", lambda _, own: [own, (True, error)])
+
+    def fail() -> None:
+        raise error
+
     with pytest.raises(RanksLostError, match=r"rank 0 of 2: one rank alone failed: model\.name: unreadable") as lost:
-        ranks.together(lambda: None)
-    assert lost.value.__cause__ is error
-    with pytest.raises(BackendError, match=r"model\.name: unreadable"):
-        ranks.together(lambda: None, ends_command=True)
+        ranks.together(fail)
+    assert str(lost.value.__cause__) == str(error)
+    if isinstance(other, Agreement):
+        for inside in (lambda: ranks.gathered(True), lambda: ranks.together(lambda: None)):
+            with pytest.raises(RanksLostError, match=r"one rank alone failed: model\.name"):
+                inside()
+        with pytest.raises(BackendError, match=r"model\.name: unreadable"):
+            ranks.together(lambda: None, ends_command=True)
 
 
 @pytest.mark.slow

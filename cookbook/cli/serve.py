@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 from cookbook.config.nodes import build
 from cookbook.config.typed import convert
 from cookbook.engine.model import ModelConfig
+from cookbook.engine.parallel import RanksLostError
 from cookbook.errors import ConfigError, CookbookError
 from cookbook.protocols import DeploymentConfig, EngineBackend, Preflight, RankBackend, SeparateDeployment
 
@@ -30,15 +31,12 @@ def run(cfg: DictConfig, _: list[str]) -> None:
     try:
         _serve(cfg)
     except Exception as error:
-        # srun ends with the exit code of another rank, which the failure of this one has ended.
-        if _is_rank():
-            from cookbook.engine.parallel import RanksLostError
+        # srun ends with the exit code of another rank, which the failure of this one has ended. A restart replaces lost ranks.
+        if _is_rank() and not isinstance(error, RanksLostError):
             from cookbook.server.config import record_failure
 
             message = f"rank {os.environ['RANK']} failed: {type(error).__name__}: {error}"
-            # A restart replaces lost ranks.
-            if not isinstance(error, RanksLostError):
-                record_failure(cfg.server.get("failure_file"), str(error) if isinstance(error, CookbookError) else message)
+            record_failure(cfg.server.get("failure_file"), str(error) if isinstance(error, CookbookError) else message)
         raise
 
 

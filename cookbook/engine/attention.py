@@ -306,10 +306,11 @@ def _attend(
     for block, q, k, v in zip(layout.blocks, queries, torch.split(key, sizes), torch.split(value, sizes), strict=True):
         q, k, v = (x.view(block.count, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
         if is_reduced and not params.dropout and multiplies_half(q, k, v):
-            outputs.append(half_attention(q, k, v, window, params.scale).transpose(1, 2).flatten(0, 1))
-            continue
-        mask = layout.mask(block, window)
-        outputs.append(compute(q, k, v, mask, mask is None, params).transpose(1, 2).flatten(0, 1))
+            out = half_attention(q, k, v, window, params.scale)
+        else:
+            mask = layout.mask(block, window)
+            out = compute(q, k, v, mask, mask is None, params)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 

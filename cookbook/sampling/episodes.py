@@ -154,7 +154,7 @@ class _Attempt:
     """An episode under way. ``waiting`` is the environment's answer to its last completion; ``ended`` says why it ended.
 
     ``conversation`` is that of the next turn. In self-play, it is the opponent's in every other turn, and ``own`` is the one
-    that is trained. ``num_turns`` counts the turns of both, ``num_opponent_turns`` those of the opponent.
+    that is trained. ``num_turns`` counts the turns of both.
     """
 
     draw: int
@@ -165,10 +165,14 @@ class _Attempt:
     conversation: Transcript | None = None
     own: Transcript | None = None
     ended: str = ""
-    num_turns: int = 0
+    num_own_turns: int = 0
     num_opponent_turns: int = 0
     calls: tuple[int, int, int] = (0, 0, 0)
     reward: Pending[EarnedReward | None] | None = None
+
+    @property
+    def num_turns(self) -> int:
+        return self.num_own_turns + self.num_opponent_turns
 
     def turn_params(self, context: int | None, *, own_seed: bool) -> SamplingParams:
         """Return the parameters of the next turn, with as many tokens as the context has left."""
@@ -187,7 +191,7 @@ class _Attempt:
         found = self.reward.result() if self.reward is not None else Failure("")
         failed = isinstance(found, Failure)
         # Without a completion of the trained side, a reward has nothing to score.
-        if isinstance(found, Failure) or (found is None and self.num_turns == self.num_opponent_turns):
+        if isinstance(found, Failure) or (found is None and not self.num_own_turns):
             found = EarnedReward(error_reward)
         branches = self.own.branches if self.own is not None else ()
         ended = "error" if failed and self.ended not in ("error", "timeout") else self.ended
@@ -331,8 +335,7 @@ class _Rounds:
             return "done"
         # An opponent that begins makes one turn more.
         limit = environment.config.max_turns + reply.opponent_moves
-        own = attempt.num_turns - attempt.num_opponent_turns
-        if (attempt.num_opponent_turns if reply.opponent_moves else own) >= limit:
+        if (attempt.num_opponent_turns if reply.opponent_moves else attempt.num_own_turns) >= limit:
             return "max_turns"
         attempt.conversation = environment.observe(attempt.episode, prompt, self._renderer, reply)
         if not reply.opponent_moves:
@@ -366,8 +369,10 @@ class _Rounds:
             for attempt, sample in zip(turns[index], samples, strict=True):
                 assert attempt.conversation is not None
                 completions[attempt] = attempt.conversation.add(sample)
-                attempt.num_turns += 1
-                attempt.num_opponent_turns += attempt.conversation is not attempt.own
+                if attempt.conversation is attempt.own:
+                    attempt.num_own_turns += 1
+                else:
+                    attempt.num_opponent_turns += 1
 
         has_samples = self._has_samples or any(one.num_turns for one in self._attempts)
         result = self._retrier.sample(requests, arrived, has_samples=has_samples)

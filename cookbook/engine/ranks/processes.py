@@ -16,7 +16,7 @@ import socket
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -127,6 +127,13 @@ def saving_group() -> ProcessGroup:
     return group
 
 
+class Agreement(NamedTuple):
+    """The message of a rank at the end of a common job: whether the job was a whole command, and the error that ended it."""
+
+    ends_command: bool
+    error: BaseException | None
+
+
 class ProcessRanks(Ranks):
     """One of several processes that have initialized torch.distributed.
 
@@ -208,13 +215,8 @@ class ProcessRanks(Ranks):
             raise
         except BaseException as caught:  # noqa: BLE001 - it is raised below, on all ranks
             own = caught
-        answers = self.gathered((ends_command, None if own is None else portable(own)))
-        errors = [error for _, error in answers if error is not None]
-        if len({place for place, _ in answers}) > 1:
-            # An error has ended the command of one rank, and the other ranks are still inside the command.
-            cause = own or next(iter(errors), None)
-            raise RanksLostError(f"rank {self.rank} of {self.size}: one rank alone failed: {cause}") from cause
-        if errors:
+        answers = self.gathered(Agreement(ends_command, None if own is None else portable(own)))
+        if errors := [one.error for one in answers if one.error is not None]:
             raise own or errors[0]
         return result[0]
 
@@ -222,6 +224,11 @@ class ProcessRanks(Ranks):
         values: list[T | None] = [None] * self.size
         with self.lockstep():
             self._dist.all_gather_object(values, value)
+        agreements = [one if isinstance(one, Agreement) else None for one in values]
+        if len({one and one.ends_command for one in agreements}) > 1:
+            # An error has taken one rank out of what the other ranks are still computing.
+            cause = next((one.error for one in agreements if one and one.error), None)
+            raise RanksLostError(f"rank {self.rank} of {self.size}: one rank alone failed: {cause}") from cause
         return values  # type: ignore[return-value]
 
     def totals(self, values: Sequence[float]) -> list[float]:
