@@ -91,7 +91,7 @@ test-vllm: $(VENV)/tools .venv-vllm/installed ## The tests that start a vLLM ser
 
 test-lm-eval: $(VENV)/tools .venv-lm-eval/installed ## The tests of lm-eval's tasks and checkers
 	COOKBOOK_LM_EVAL=$$(echo $(CURDIR)/.venv-lm-eval/lib/python3*/site-packages) $(BIN)/python -m pytest -m slow tests/test_lm_eval.py \
-		tests/test_rewards_packages.py -o faulthandler_timeout=1200
+		tests/test_rewards_packages.py tests/test_docs_run.py::test_a_command_with_lm_eval_runs -o faulthandler_timeout=1200
 
 # Programs that call the endpoint of `cookbook serve`. They need different versions of openai.
 .venv-inspect/installed: NEEDS := inspect-ai openai

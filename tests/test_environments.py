@@ -617,26 +617,19 @@ def test_a_run_in_an_environment_repeats_and_resumes_bit_for_bit():
 @pytest.mark.slow
 def test_a_run_that_is_killed_in_the_middle_of_an_episode_ends_as_an_undisturbed_one():
     """Killed by SIGKILL in the second turn of an episode of step 3: rewards, tokens and weights are the same at the end."""
-    write(
-        "slow.py",
-        """
+    slow = """
 import pathlib, time
 
-class Slow:
-    def reset(self, seed):
-        self.turn = 0
-        return f"{seed % 7}+{seed % 5}="
-
+class Slow(Two):
     def step(self, text):
-        self.turn += 1
         with open("calls", "a") as calls:
             calls.write("x")
-        if self.turn == 2 and pathlib.Path("wait").exists() and pathlib.Path("calls").stat().st_size > 75:
+        if self.turns == 1 and pathlib.Path("wait").exists() and pathlib.Path("calls").stat().st_size > 75:
             pathlib.Path("hangs").touch()
             time.sleep(600)
-        return None if self.turn == 2 else "again", len(text) / 10
-""",
-    )
+        return super().step(text)
+"""
+    write("slow.py", TWO_TURNS + slow)
     grpo = [word for word in SMALL["grpo"] if not word.startswith(("data", "reward"))]
     # Two calls for each of 16 episodes of a step.
     words = [*grpo, "env=slow.py:Slow", "env.max_turns=3", *ENV[1:4], "eval.every=null", "checkpoint.every=1"]
