@@ -111,6 +111,30 @@ def test_plan_names_what_a_rank_holds(words, line, capsys):
     assert line in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        (["job=local", RANKS], ["precision highest", "2 replicas; each holds 12.5 MB of weights, twice"]),
+        (["job=slurm", RANKS, "job.nodes=2"], ["machine a CPU of the job", "4 replicas; each holds 12.5 MB of weights, twice"]),
+        # This machine has no GPU.
+        (["job=slurm", "job.gpus=1"], ["machine a GPU of the job"]),
+        (
+            ["job=slurm", "backend.gpus=8"],
+            [
+                "machine a GPU of the job",
+                "8 replicas; each holds 12.5 MB",
+                "If they do not fit on one GPU: 8 shards; each holds 1.6 MB",
+            ],
+        ),
+        (["job=ray", "backend.gpus=8", "backend.shard=all", "eval.answers=false"], ["ranks 8 shards; each holds 1.6 MB"]),
+    ],
+)
+def test_plan_of_a_job_is_that_of_its_trainer(words, lines, capsys):
+    assert run(["plan", *SFT, "model=tiny", *words]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert [line for line in lines if line not in told] == []
+
+
 def test_a_recipe_with_rollouts_is_not_sharded(capsys):
     assert train("recipe=grpo", RANKS, "backend.shard=node", "eval.answers=false", "out=bad") == 2
     error = "a recipe with rollouts does not sample from sharded weights, got node; set deployment=vllm, or backend.shard=none"

@@ -16,8 +16,9 @@ from cookbook.data import Renderer, load_rows
 from cookbook.engine.batch.plan import CPU_PASS_TOKENS
 from cookbook.engine.estimate import Estimate, estimate
 from cookbook.engine.memory import free_bytes, shortage_of
-from cookbook.engine.model import load_tokenizer
+from cookbook.engine.model import AUTO, load_tokenizer
 from cookbook.errors import ConfigError
+from cookbook.jobs.backend import JobBackend
 from cookbook.losses.base import Scope
 from cookbook.protocols import PlannedBackend, RankBackend
 from cookbook.run.preflight import RENDERED_ROWS
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 # Resident memory besides the weights, with the CPU build of torch and a model of any size: 383 to 399 MB in
 # eight cases of benchmarks/plan.py, of which 115 MB are pages of libraries.
 PYTHON = 0.39e9
+
+NOT_RECOMPUTED = "no; backend.activation_checkpointing=true saves memory, and costs time"
 
 
 @dataclass(frozen=True)
@@ -54,12 +57,14 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
         CookbookError: the configuration is wrong, the data cannot be read, or the model is unknown.
     """
     typed = settings(cfg)
-    backend = typed.backend
+    job = typed.backend if isinstance(typed.backend, JobBackend) else None
+    backend = typed.backend if job is None else job.engine
     if not isinstance(backend, PlannedBackend):
-        raise ConfigError("backend: plan estimates the embedded trainer's work; use backend=local and job=none")
+        raise ConfigError("backend: plan estimates the embedded trainer's work; use backend=local")
     shape = _shape(typed, cfg.recipe.name)
-    device = backend.torch_device()
-    cpu = device.type == "cpu"
+    # The memory of another machine is not known here.
+    device = backend.torch_device() if job is None or job.is_here else None
+    cpu = device.type == "cpu" if device is not None else not (job and job.asks_for_gpus)
     budget = min(backend.micro_batch_tokens, CPU_PASS_TOKENS) if cpu else backend.micro_batch_tokens
     pass_tokens = min(max(budget, shape.longest), shape.tokens)
     rows = max(1, round(pass_tokens / shape.longest))
@@ -77,13 +82,18 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
         optimizer=backend.optimizer,
     )
     needs = of_step(checkpointing=bool(backend.recomputes))
-    why = "as configured" if backend.recomputes else None
-    if backend.recomputes is None and needs.recomputable and (why := _shortage(needs, pass_tokens, device)):
-        needs = of_step(checkpointing=True)
-    tables.facts(
-        [*_lines(needs, shape, backend.optimizer, why), ("precision", precision(backend)), *_ranks(needs, typed)],
-        table=sys.stdout.isatty(),
-    )
+    recomputed = "yes: as configured" if backend.recomputes else NOT_RECOMPUTED
+    if backend.recomputes is None and needs.recomputable:
+        if device is None:
+            recomputed = "if memory is short on the trainer's machine; this estimate keeps them"
+        elif why := _shortage(needs, pass_tokens, device):
+            needs, recomputed = of_step(checkpointing=True), f"yes: {why}"
+    if device is None:
+        place = ("machine", f"{'a CPU' if cpu else 'a GPU'} of the job, whose free memory is not known here")
+    else:
+        place = ("precision", precision(backend))
+    lines = [*_lines(needs, shape, backend.optimizer, recomputed), place, *_ranks(needs, typed)]
+    tables.facts(lines, table=sys.stdout.isatty())
 
 
 def _shortage(needs: Estimate, pass_tokens: int, device: torch.device) -> str | None:
@@ -143,10 +153,9 @@ def _episode_lengths(typed: Settings, env: EnvironmentConfig, renderer: Renderer
     return [length if renderer.max_length is None else min(length, renderer.max_length) for length in lengths]
 
 
-def _lines(needs: Estimate, shape: StepShape, optimizer: str, recomputed: str | None) -> list[tuple[str, str]]:
-    """``recomputed``: why activations are recomputed in the backward pass; None: they are kept."""
+def _lines(needs: Estimate, shape: StepShape, optimizer: str, recomputed: str) -> list[tuple[str, str]]:
+    """``recomputed``: whether activations are recomputed in the backward pass, and why."""
     most = f", at most{shape.basis}"
-    kept = "no; backend.activation_checkpointing=true saves memory, and costs time"
     lines = [
         ("parameters", f"{needs.parameters:,}, of which {needs.trained:,} are trained"),
         ("step", f"{shape.sequences:,} sequences of up to {shape.longest:,} tokens, {shape.tokens:,} in total{most}"),
@@ -156,7 +165,7 @@ def _lines(needs: Estimate, shape: StepShape, optimizer: str, recomputed: str | 
         ("optimizer", f"{_size(needs.moments)}, {optimizer}"),
         ("reference", f"{_size(needs.reference)}, a frozen copy" if needs.reference else ""),
         ("activations", f"{_size(needs.temporary)} at the worst moment of the backward pass"),
-        ("recomputed", f"yes: {recomputed}" if recomputed else kept),
+        ("recomputed", recomputed),
         ("allocator", f"{_size(needs.allocator)} of freed blocks that the C library keeps"),
         ("memory", f"{_size(needs.peak)} at the peak, plus {_size(PYTHON)} of Python and torch"),
         ("arithmetic", f"{needs.flops_per_token * shape.tokens:.3g} floating-point operations per step, forward and backward"),
@@ -167,20 +176,18 @@ def _lines(needs: Estimate, shape: StepShape, optimizer: str, recomputed: str | 
 def _ranks(needs: Estimate, typed: Settings) -> list[tuple[str, str]]:
     """Describe what a rank holds besides its activations, which are those of its own passes; nothing for a single process."""
     backend = typed.backend
-    if not isinstance(backend, RankBackend) or backend.num_ranks == 1:
+    if not isinstance(backend, RankBackend | JobBackend) or backend.num_ranks == 1:
         return []
-    is_sharded = backend.shard_of(typed.model) != "none"
     # The server of the ranks keeps the base weights.
     state = 2 * needs.weights + needs.gradients + needs.moments + needs.reference
-    held = (
-        f"each holds {_size(state / (backend.num_ranks if is_sharded else 1))} of weights, twice, gradients and optimizer state"
-    )
-    return [
-        (
-            "ranks",
-            f"{backend.num_ranks} shards; {held}, and one layer" if is_sharded else f"{backend.num_ranks} replicas; {held}",
-        )
-    ]
+    held = "{} {}; each holds {} of weights, twice, gradients and optimizer state"
+    replicas = held.format(backend.num_ranks, "replicas", _size(state))
+    shards = held.format(backend.num_ranks, "shards", _size(state / backend.num_ranks)) + ", and one layer"
+    if backend.shard_of(typed.model) != "none":
+        return [("ranks", shards)]
+    if isinstance(backend, JobBackend) and backend.asks_for_gpus and backend.backend_node.get("shard", AUTO) == AUTO:
+        return [("ranks", f"{replicas}. If they do not fit on one GPU: {shards}")]
+    return [("ranks", replicas)]
 
 
 def _size(count: float) -> str:

@@ -62,11 +62,20 @@ class JobBackend:
         return isinstance(self.engine, CheckpointBackend) and self.engine.writes_checkpoints
 
     @property
+    def is_here(self) -> bool:
+        """Whether the trainer is a process of this machine."""
+        return self.launcher.host == LOOPBACK
+
+    @property
+    def asks_for_gpus(self) -> bool:
+        """Whether the configuration asks for GPUs. Without, the trainer still takes a GPU if its machine has one."""
+        asked = self.backend_node.get("gpus") or getattr(self.launcher, "gpus", 0)
+        return bool(asked) or str(self.backend_node.get("device")).startswith("cuda")
+
+    @property
     def gpus(self) -> tuple[int, ...]:
         """Numbers of the GPUs of this machine with which the trainer computes, if it is a process of this machine."""
-        if self.launcher.host != LOOPBACK or not isinstance(self.engine, RankBackend):
-            return ()
-        return self.engine.gpu_numbers()
+        return self.engine.gpu_numbers() if self.is_here and isinstance(self.engine, RankBackend) else ()
 
     @property
     def num_ranks(self) -> int:
