@@ -51,7 +51,7 @@ def stored(folder):
 def test_steps_are_found_without_reading_them_and_zcat_prints_all(tmp_path):
     file = StepFile(tmp_path / "x.gz", 10_000)
     for step in (1, 2, 5):
-        file.append(step, f"text of {step}\n" * step)
+        file.append(step, f"text of {step}\n".encode() * step)
     assert [block.step for block in blocks(tmp_path / "x.gz")] == [1, 2, 5]
     text = subprocess.run(["gzip", "-dc", tmp_path / "x.gz"], capture_output=True, check=True).stdout.decode()
     assert text == "".join(f"text of {step}\n" * step for step in (1, 2, 5))
@@ -62,11 +62,11 @@ def test_the_steps_of_a_file_that_a_live_run_replaces_are_listed_and_read_throug
     path = tmp_path / "x.gz"
     file = StepFile(path, 10_000)
     for step in range(1, 9):
-        file.append(step, f"text of {step}\n" * step)
+        file.append(step, f"text of {step}\n".encode() * step)
     with StoredSteps(path) as stored:
         small = StepFile(path, path.stat().st_size)
         while len(blocks(path)) == 8:
-            small.append(10, "text of 10\n")
+            small.append(10, b"text of 10\n")
         assert [gzip.decompress(stored.member(step)).decode() for step in stored.blocks] == [
             f"text of {step}\n" * step for step in range(1, 9)
         ]
@@ -81,15 +81,15 @@ def test_the_steps_of_a_file_that_a_live_run_replaces_are_listed_and_read_throug
 def test_a_member_that_a_kill_cut_short_is_ignored_and_then_removed(tmp_path, lost):
     path = tmp_path / "x.gz"
     file = StepFile(path, 10_000)
-    file.append(1, "one\n")
+    file.append(1, b"one\n")
     whole = path.read_bytes()
-    file.append(2, "two\n")
+    file.append(2, b"two\n")
     path.write_bytes(path.read_bytes()[:-lost])
     assert [block.step for block in blocks(path)] == [1]
     resumed = StepFile(path, 10_000)
     resumed.keep_until(2)
     assert path.read_bytes() == whole
-    resumed.append(2, "two\n")
+    resumed.append(2, b"two\n")
     assert gzip.decompress(path.read_bytes()) == b"one\ntwo\n"
 
 
@@ -104,7 +104,7 @@ def test_a_full_file_keeps_evenly_spaced_steps_and_reports_it_once(tmp_path, cap
             file = StepFile(path, 1500)
             file.keep_until(59)
         if file.takes(step):
-            file.append(step, text)
+            file.append(step, text.encode())
         assert path.stat().st_size <= 1500
     kept = [block.step for block in blocks(path)]
     every = kept[0]
@@ -116,8 +116,8 @@ def test_a_full_file_keeps_evenly_spaced_steps_and_reports_it_once(tmp_path, cap
 def test_a_step_larger_than_the_limit_is_left_out(tmp_path, caplog):
     file = StepFile(tmp_path / "x.gz", 200)
     for step in (1, 2):
-        file.append(step, np.random.default_rng(step).bytes(400).hex())
-    file.append(3, "small\n")
+        file.append(step, np.random.default_rng(step).bytes(400).hex().encode())
+    file.append(3, b"small\n")
     assert [block.step for block in blocks(tmp_path / "x.gz")] == [3]
     assert caplog.text.count("step 1 alone needs") == 1 and "step 2" not in caplog.text
 
@@ -126,11 +126,11 @@ def test_one_huge_step_costs_every_second_step_at_most(tmp_path):
     random = np.random.default_rng(0)
     file = StepFile(tmp_path / "x.gz", 2000)
     for step in range(1, 11):
-        file.append(step, random.bytes(60).hex())
-    file.append(12, random.bytes(1400).hex())
+        file.append(step, random.bytes(60).hex().encode())
+    file.append(12, random.bytes(1400).hex().encode())
     assert [block.step for block in blocks(tmp_path / "x.gz")] == [2, 4, 6, 8, 10]
     # If steps stay this large, the next one finds space.
-    file.append(16, random.bytes(1400).hex())
+    file.append(16, random.bytes(1400).hex().encode())
     assert [block.step for block in blocks(tmp_path / "x.gz")] == [4, 8, 16]
 
 
