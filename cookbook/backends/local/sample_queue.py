@@ -36,8 +36,8 @@ from cookbook.types import (
 )
 
 SHARDED = (
-    "sampling: weights that are sharded over ranks would be gathered for every token; sample from vLLM (deployment=vllm), or set "
-    "backend.shard=none"
+    "sampling: weights that are sharded over ranks would be gathered for every token; sample from vLLM (deployment=vllm), or "
+    "set backend.shard=none"
 )
 STOPPED = "sample: stopped on request"
 T = TypeVar("T")
