@@ -89,6 +89,7 @@ SLOW = {
 HYBRID = [
     *(case("node", "custom", **variant) for variant in VARIANTS[:6]),
     *(case(shard, "grpo", **LORA) for shard in SHARDS),
+    case("node", "sft", repeats=True),
 ]
 # With these datums no division into equal shares exists.
 UNEQUAL = {"one", "longest"}
