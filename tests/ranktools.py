@@ -212,6 +212,7 @@ def compared(model: str, case: dict[str, Any], ranks: ProcessRanks) -> dict[str,
     start = torch.cat([p.detach().double().reshape(-1) for _, p in engine_of(model, case, None).model.trainable()])
     return {
         "shares": [count / sum(tokens) for count in tokens],
+        "tokens": sum(tokens) / alone.passes.num_tokens,
         "overlap": overlap,
         "metrics": max(_apart(one["metrics"], other["metrics"]) for one, other in zip(steps, expected, strict=True)),
         "logprobs": max(

@@ -322,6 +322,19 @@ def test_a_mistake_is_one_line_before_anything_starts(words, problem, manager, m
     assert problem in refusal(capsys, "train", "recipe=grpo", "debug=fast", "out=run", *words)
 
 
+@pytest.mark.parametrize("command", [("train", "recipe=grpo", "debug=fast"), ("jobs", "create", "mine")])
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["model.name=./nowhere"], "model.name: no such folder './nowhere'"),
+        (["backend.ranks=2", "backend.shard=all", "backend.optimizer=adamw8bit"], "adamw8bit cannot update weights"),
+    ],
+)
+def test_a_mistake_of_the_trainer_creates_no_job(command, words, problem, manager, capsys):
+    assert problem in refusal(capsys, *command, "job=local", *words)
+    assert not manager.list()
+
+
 @pytest.mark.parametrize("body", [b"<html>", b"[]", b"{}"])
 def test_a_web_server_that_is_not_ray_is_one_line(body):
     with (

@@ -123,9 +123,15 @@ def test_plan_names_what_a_rank_holds(words, line, capsys):
             [
                 "machine a GPU of the job",
                 "8 replicas; each holds 12.5 MB",
-                "If they do not fit on one GPU: 8 shards; each holds 1.6 MB",
+                "If a replica fills over half of a GPU: 8 shards; each holds 1.6 MB",
             ],
         ),
+        # Each node holds a whole copy.
+        (
+            ["job=slurm", RANKS, "job.nodes=2", "backend.shard=node", "eval.answers=false"],
+            ["4 shards, 2 on each node; each holds 6.2 MB of weights, twice"],
+        ),
+        (["job=slurm", RANKS, "job.nodes=2", "backend.shard=all", "eval.answers=false"], ["4 shards; each holds 3.1 MB"]),
         (["job=ray", "backend.gpus=8", "backend.shard=all", "eval.answers=false"], ["ranks 8 shards; each holds 1.6 MB"]),
     ],
 )

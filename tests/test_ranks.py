@@ -89,6 +89,7 @@ SLOW = {
 HYBRID = [
     *(case("node", "custom", **variant) for variant in VARIANTS[:6]),
     *(case(shard, "grpo", **LORA) for shard in SHARDS),
+    case("node", "sft", repeats=True),
 ]
 # With these datums no division into equal shares exists.
 UNEQUAL = {"one", "longest"}
@@ -113,11 +114,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return save_models(tmp_path_factory.mktemp("models"))
 
 
-def check(cases: list[dict[str, Any]], count: int, models: dict[str, str], folder: Path, **variables: str) -> None:
-    """Run all cases in one group, and report every one that differs from one process."""
+def check(
+    cases: list[dict[str, Any]], count: int, models: dict[str, str], folder: Path, **variables: str
+) -> dict[str, dict[str, Any]]:
+    """Run all cases in one group, and report every one that differs from one process. Return the results."""
     given = [{**one, "model": models[one["model"]]} for one in cases]
     results = ranktools.results_of(count, folder, given, **variables)
     differences(cases, results, count)
+    return results
 
 
 def differences(cases: list[dict[str, Any]], results: dict[str, dict[str, Any]], count: int) -> None:
@@ -409,7 +413,10 @@ def test_a_killed_rank_ends_the_group(models, tmp_path, shard, victim):
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", SHARDS)
 def test_two_ranks_compute_every_loss_and_every_option(models, tmp_path, shard):
-    check(SLOW[shard], 2, models, tmp_path)
+    results = check([*SLOW[shard], case(shard, "sft")], 2, models, tmp_path)
+    # The ranks compute every token once, as one process does, also for a custom loss: no logprobs are computed twice.
+    for one in (case(shard, "sft"), case(shard, "custom"), case(shard, "custom", **LORA), case(shard, "custom", **UNTIED)):
+        assert results[one["name"]]["tokens"] == 1.0, one["name"]
 
 
 @pytest.mark.slow

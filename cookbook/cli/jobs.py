@@ -28,11 +28,13 @@ def create(name: str, cfg: DictConfig) -> None:
 
     Raises:
         ConfigError: a wrong value, or the launcher refuses the job.
+        BackendError: the model does not exist.
     """
     seed = convert(cfg.seed, int, "seed")
     backend = job_backend(cfg, seed)
     if backend is None:
         raise ConfigError("jobs: job=none starts no job; choose job=local, job=slurm or job=ray")
+    backend.check_model()
     manager = TrainerJobManager(say=print)
     job = manager.create(backend.config(name))
     print(f"trainer job {name}: {job.state.value}; next: {shlex.join(['cookbook', 'jobs', 'attach', name])}")

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 # eight cases of benchmarks/plan.py, of which 115 MB are pages of libraries.
 PYTHON = 0.39e9
 
+HELD = "each holds {} of weights, twice, gradients and optimizer state"
 NOT_RECOMPUTED = "no; backend.activation_checkpointing=true saves memory, and costs time"
 
 
@@ -180,13 +181,19 @@ def _ranks(needs: Estimate, typed: Settings) -> list[tuple[str, str]]:
         return []
     # The server of the ranks keeps the base weights.
     state = 2 * needs.weights + needs.gradients + needs.moments + needs.reference
-    held = "{} {}; each holds {} of weights, twice, gradients and optimizer state"
-    replicas = held.format(backend.num_ranks, "replicas", _size(state))
-    shards = held.format(backend.num_ranks, "shards", _size(state / backend.num_ranks)) + ", and one layer"
-    if backend.shard_of(typed.model) != "none":
-        return [("ranks", shards)]
+    nodes = backend.nodes if isinstance(backend, JobBackend) else 1
+    per_node = backend.num_ranks // nodes
+
+    def shards(shard: str) -> str:
+        # With `node`, every node has a whole copy.
+        where, share = (f", {per_node} on each node", per_node) if shard == "node" and nodes > 1 else ("", backend.num_ranks)
+        return f"{backend.num_ranks} shards{where}; {HELD.format(_size(state / share))}, and one layer"
+
+    if (shard := backend.shard_of(typed.model)) != "none":
+        return [("ranks", shards(shard))]
+    replicas = f"{backend.num_ranks} replicas; {HELD.format(_size(state))}"
     if isinstance(backend, JobBackend) and backend.asks_for_gpus and backend.backend_node.get("shard", AUTO) == AUTO:
-        return [("ranks", f"{replicas}. If they do not fit on one GPU: {shards}")]
+        replicas += f". If a replica fills over half of a GPU: {shards('node')}"
     return [("ranks", replicas)]
 
 

@@ -6,12 +6,15 @@ import contextlib
 import hashlib
 import itertools
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from cookbook import terminal
+from cookbook.backends.group import start
 from cookbook.backends.remote.connection import refuse_adapter, require_tinker
+from cookbook.config import typed
 from cookbook.engine.model import AUTO, ModelConfig
 from cookbook.engine.optimizer import update_rule
 from cookbook.errors import ConfigError
@@ -50,6 +53,8 @@ class JobBackend:
             raise ConfigError(
                 f"job: the trainer of a job computes with backend=local, got {type(self.engine).__name__}; leave backend= out"
             )
+        if self._shard not in ("none", AUTO):
+            update_rule(self.optimizer).require_sharding()
 
     @property
     def optimizer(self) -> str:
@@ -78,22 +83,36 @@ class JobBackend:
         return self.engine.gpu_numbers() if self.is_here and isinstance(self.engine, RankBackend) else ()
 
     @property
+    def nodes(self) -> int:
+        """Number of nodes of the job."""
+        return self.launcher.nodes if isinstance(self.launcher, NodesLauncher) else 1
+
+    @property
     def num_ranks(self) -> int:
         """Number of processes of the trainer, on all nodes of its job."""
-        nodes = self.launcher.nodes if isinstance(self.launcher, NodesLauncher) else 1
-        return nodes * (self.engine.num_ranks if isinstance(self.engine, RankBackend) else 1)
+        return self.nodes * (self.engine.num_ranks if isinstance(self.engine, RankBackend) else 1)
 
     def shard_of(self, model: ModelConfig) -> str:
         """Return how the trainer is configured to hold the model. The trainer's machine decides about ``auto``."""
-        shard = str(self.backend_node.get("shard", AUTO))
-        return "none" if shard == AUTO else shard
+        return "none" if self._shard == AUTO else self._shard
+
+    @property
+    def _shard(self) -> str:
+        return str(self.backend_node.get("shard", AUTO))
+
+    def check_model(self) -> None:
+        """Check that the model exists, if the trainer loads it as this process would. Raises CookbookError.
+
+        Another machine or environment may have other models.
+        """
+        launcher = self.launcher
+        if self.is_here and launcher.interpreter == sys.executable and not (launcher.setup or launcher.environment):
+            start.check_model(typed.construct_target(self.model_node, "model"))
 
     def preflight(self, model: ModelConfig, backend: Backend) -> None:
-        """Raises ConfigError: a package or a command is missing, or the trainer cannot make the adapter or the update."""
+        """Raises ConfigError: a package or a command is missing, or the trainer cannot make the adapter."""
         require_tinker()
         refuse_adapter(model)
-        if self.shard_of(model) != "none":
-            update_rule(self.optimizer).require_sharding()
         if isinstance(self.launcher, Preflight):
             self.launcher.preflight(model, backend)
 
@@ -129,8 +148,9 @@ class JobBackend:
 
         Raises:
             ConfigError: the launcher refuses the job.
-            BackendError: no attempt of the job becomes ready.
+            BackendError: the model does not exist, or no attempt of the job becomes ready.
         """
+        self.check_model()
         manager, gpus = TrainerJobManager(say=terminal.say), self.gpus
         job_id = _job_id(manager, folder)
         try:

@@ -35,7 +35,10 @@ from cookbook.types import (
     request_seed,
 )
 
-SHARDED = "sampling: weights that are sharded over ranks would be gathered for every token; set backend.shard=none"
+SHARDED = (
+    "sampling: weights that are sharded over ranks would be gathered for every token; sample from vLLM (deployment=vllm), or "
+    "set backend.shard=none"
+)
 STOPPED = "sample: stopped on request"
 T = TypeVar("T")
 # Limit on the versions of the weights for which requests without a seed are counted. Far fewer are sampled from at a time.
