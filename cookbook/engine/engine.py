@@ -95,7 +95,6 @@ class Engine(PerRank):
         # Whether the current call has begun to add to the accumulated gradient.
         self._is_accumulating = False
         self._call_gradients = CallGradients(keeps_error=self.ranks.shards)
-        self._vocabulary = int(model.network.config.get_text_config().vocab_size)
         # Token budget of a pass; a longer datum has a pass of its own.
         self._pass_tokens = min(options.micro_batch_tokens, CPU_PASS_TOKENS if model.device.type == "cpu" else 1 << 62)
         # With dropout, all members of a prefix group would get the same dropout mask for their common prefix.
@@ -264,7 +263,7 @@ class Engine(PerRank):
 
     def _plan_passes(self, data: Sequence[Datum], loss: LossFunction | None) -> list[MicroBatch]:
         """Check the datums, and return the micro-batches of this rank."""
-        check_data(data, self._vocabulary, self.model.max_length)
+        check_data(data, self.model.vocabulary_size, self.model.max_length)
         planned = plan(data, self._pass_tokens, self.packing, self.ranks.rank, self.ranks.size)
         self.model.log_once(planned.layout, f"sequences are {planned.layout}: {planned.reason}")
         if isinstance(loss, Loss):

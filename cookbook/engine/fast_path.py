@@ -69,8 +69,7 @@ def trial() -> Iterator[None]:
 
 def probe_tokens(model: LanguageModel, start: int, count: int) -> list[int]:
     """Return ``count`` token ids of a fixed sequence, from index ``start``; adjacent tokens differ."""
-    vocabulary = int(model.network.config.get_text_config().vocab_size)
-    return [(index * 7 + 3) % vocabulary for index in range(start, start + count)]
+    return [(index * 7 + 3) % model.vocabulary_size for index in range(start, start + count)]
 
 
 def plain_logits(model: LanguageModel, tokens: Sequence[int]) -> Tensor:

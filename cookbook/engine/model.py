@@ -104,11 +104,15 @@ class LanguageModel:
         """Context length, tokens; a large number if no limit is known."""
         return context_length(self.network.config, self.tokenizer) or 1 << 30
 
+    @functools.cached_property
+    def vocabulary_size(self) -> int:
+        """Number of token ids that the model knows."""
+        return int(self.network.config.get_text_config().vocab_size)
+
     @property
     def class_name(self) -> str:
         """Class name of the base model, without adapters."""
-        network = self.network.get_base_model() if self.is_lora else self.network
-        return type(network).__name__
+        return type(self.network.get_base_model() if self.is_lora else self.network).__name__
 
     def log_once(self, subject: str, line: str, level: int = logging.INFO) -> None:
         """Log ``line`` unless ``subject`` has been logged for this model or a copy of it."""
@@ -304,11 +308,7 @@ def _network(config: ModelConfig, base: str, seed: int) -> PreTrainedModel:
                 torch.manual_seed(seed)
                 return AutoModelForCausalLM.from_config(architecture, dtype=DTYPES[config.dtype], attn_implementation=attention)
         network, info = AutoModelForCausalLM.from_pretrained(
-            base,
-            dtype=DTYPES[config.dtype],
-            attn_implementation=attention,
-            output_loading_info=True,
-            **common,
+            base, dtype=DTYPES[config.dtype], attn_implementation=attention, output_loading_info=True, **common
         )
     except (OSError, ValueError, KeyError, json.JSONDecodeError, RuntimeError, ImportError, SafetensorError) as error:
         if attention and (isinstance(error, ImportError) or "attention" in str(error) or "attn_" in str(error)):

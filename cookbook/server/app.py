@@ -15,7 +15,7 @@ from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cookbook.backends.remote.connection import HUB_PATH
+from cookbook.backends.remote.connection import API
 from cookbook.errors import CheckpointError, ConfigError
 from cookbook.server.handlers.recovery import recover
 from cookbook.server.handlers.silence import restore, unload_silent_sessions
@@ -30,7 +30,6 @@ from cookbook.server.wire.encode import error_response
 from cookbook.utils.version import __version__
 
 log = logging.getLogger("cookbook")
-API = "/api/v1"
 # Seconds between two searches for silent clients, and between two deletions of old log files.
 CLEANUP_S, PRUNE_S = 1.0, 30.0
 # Routes without authentication: health probes have no key, and download URLs are signed.
@@ -57,11 +56,9 @@ def create_app(service: Service) -> FastAPI:
 
 def add_routes(app: FastAPI) -> FastAPI:
     """Add every route of the server, and return the application."""
-    for part in (session, requests, runs):
-        app.include_router(part.router, prefix=API)
-    app.include_router(session.metrics_router)
-    app.include_router(endpoint.router)
-    app.include_router(hub.router, prefix=HUB_PATH)
+    # FastAPI tries the routes in order, so those of every step come first. It tries the routes of an included router twice.
+    for router in (requests.router, session.router, runs.router, endpoint.router, session.metrics_router, hub.router):
+        app.router.routes.extend(router.routes)
     return app
 
 

@@ -18,6 +18,8 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cookbook.backends.remote.connection import API
+
 LOG = logging.getLogger("cookbook.server")
 # The event log is rotated at this size; three old files are kept.
 LOG_BYTES = 16 << 20
@@ -127,7 +129,7 @@ class RequestObserver:
             await self.app(scope, receive, observed_send)
         finally:
             # Count by route pattern: paths contain ids, so their number, and that of the labels, would be unlimited.
-            route = getattr(scope.get("route"), "path", "other")
+            route = getattr(scope.get("route"), "path", "other").removeprefix(API)
             self.metrics.http_requests[route, str(status)] += 1
             milliseconds = round(1000 * (time.monotonic() - start), 1)
             # The address of a download is a credential.

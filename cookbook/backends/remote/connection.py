@@ -32,7 +32,8 @@ T = TypeVar("T")
 
 log = logging.getLogger("cookbook")
 
-PATH = "/api/v1/cookbook"
+API = "/api/v1"
+PATH = f"{API}/cookbook"
 # Path of the tokenizer's files, which follow the layout of the Hugging Face hub.
 HUB_PATH = "/hub"
 # Version of the protocol. Increase it with every change that makes client and server of different versions incompatible.

@@ -79,7 +79,7 @@ def completing_tokens(model: LanguageModel, strings: Sequence[str]) -> Tensor:
 
     These are tokens whose text contains the last character of a string, or an incomplete character.
     """
-    vocabulary = int(model.network.config.get_text_config().vocab_size)
+    vocabulary = model.vocabulary_size
     if not strings:
         return torch.zeros(vocabulary, dtype=torch.bool)
     lasts = {string[-1:] for string in strings} | {PART_OF_A_CHARACTER}
@@ -182,7 +182,7 @@ def check_prompt(model: LanguageModel, prompt: Sequence[int], max_tokens: int | 
     Raises:
         RolloutError: the prompt is empty, holds an invalid token, or leaves no space for a completion.
     """
-    vocabulary = model.network.config.get_text_config().vocab_size
+    vocabulary = model.vocabulary_size
     if not prompt:
         raise RolloutError("prompt: is empty; give at least one token")
     if min(prompt) < 0 or max(prompt) >= vocabulary:

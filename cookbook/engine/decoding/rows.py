@@ -170,9 +170,8 @@ class WholeSequences:
     def _run(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         """Return the next-token logits, from plain forward passes: no mask, no padding, no cache."""
         logits: dict[int, Tensor] = {}
-        vocabulary = int(self._model.network.config.get_text_config().vocab_size)
         for indices in _by_length(sequences):
-            batch_size = max(1, LOGITS_BYTES // (4 * vocabulary * len(sequences[indices[0]])))
+            batch_size = max(1, LOGITS_BYTES // (4 * self._model.vocabulary_size * len(sequences[indices[0]])))
             for start in range(0, len(indices), batch_size):
                 rows = indices[start : start + batch_size]
                 ids = torch.tensor([sequences[row] for row in rows], device=self._model.device)

@@ -15,7 +15,8 @@ from cookbook.server.wire.encode import JSON
 from cookbook.types import JsonObject
 
 
-def service_of(request: HttpRequest) -> Service:
+async def service_of(request: HttpRequest) -> Service:
+    """Return the application's service. A coroutine: FastAPI would run a function in another thread."""
     service: Service = request.app.state.service
     return service
 

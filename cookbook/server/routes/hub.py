@@ -12,12 +12,13 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Response
 
+from cookbook.backends.remote.connection import HUB_PATH
 from cookbook.server.routes.common import CurrentService
 from cookbook.server.state.service import Service
 from cookbook.server.wire.encode import JSON
 from cookbook.types import JsonObject
 
-router = APIRouter()
+router = APIRouter(prefix=HUB_PATH)
 # Files that transformers reads to load a tokenizer. Weights are not served.
 FILES = (
     "added_tokens.json",

@@ -8,13 +8,14 @@ from typing import Any
 
 from fastapi import APIRouter, Response
 
+from cookbook.backends.remote.connection import API
 from cookbook.server.handlers import create_run, sampling, training
 from cookbook.server.routes.common import Body, CurrentService, acknowledge, json_body
 from cookbook.server.wire import bodies
 from cookbook.server.wire.encode import JSON, PROTOBUF
 from cookbook.types import JsonObject
 
-router = APIRouter()
+router = APIRouter(prefix=API)
 
 PROTOBUF_BODY = {"requestBody": {"required": True, "content": {PROTOBUF: {"schema": {"type": "string", "format": "binary"}}}}}
 # Seconds for which a poll for results waits (long polling). Clients close the connection after 45 seconds.

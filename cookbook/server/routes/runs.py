@@ -8,6 +8,7 @@ from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Depends, Request
 
+from cookbook.backends.remote.connection import API
 from cookbook.server.routes.common import Body, CurrentService, json_body
 from cookbook.server.state.catalog import TYPES, Address, CheckpointRecord, RunInfo
 from cookbook.server.state.service import Service
@@ -17,7 +18,7 @@ from cookbook.types import JsonObject
 OWNER = "cookbook"
 T = TypeVar("T")
 
-router = APIRouter()
+router = APIRouter(prefix=API)
 
 
 @router.get("/training_runs")

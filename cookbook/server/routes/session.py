@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Response
 from fastapi.responses import FileResponse
 
-from cookbook.backends.remote.connection import WIRE
+from cookbook.backends.remote.connection import API, WIRE
 from cookbook.checkpoints import manifest
 from cookbook.losses import LOSSES
 from cookbook.server.handlers import sampling
@@ -19,7 +19,7 @@ from cookbook.server.wire.encode import JSON
 from cookbook.types import JsonObject
 from cookbook.utils.version import __version__
 
-router = APIRouter()
+router = APIRouter(prefix=API)
 TEXT_FILES = (".json", ".md", ".jinja")
 # Without the prefix /api/v1: Prometheus expects /metrics.
 metrics_router = APIRouter()
