@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
+# What `make docs` writes: the pages, and MkDocs' site.
+BUILD = ROOT / "build"
 LINK = re.compile(r"(\]\()(?!https?:|#)([\w./-]+)((?:#[\w-]+)?\))")
 # Place in docs/coming-from.md for the table of all names.
 NAMES_MARK = "<!-- names -->"
@@ -67,7 +70,7 @@ FILES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", type=Path, nargs="?", default=ROOT / "build" / "docs")
+    parser.add_argument("out", type=Path, nargs="?", default=BUILD / "docs")
     parser.add_argument("--drawings", action="store_true", help="write the drawings of docs/ and stop")
     parser.add_argument("--run", type=Path, help="describe the files of this run; by default a short run is trained")
     arguments = parser.parse_args()
@@ -75,12 +78,37 @@ def main() -> None:
         for name, text in drawings().items():
             (DOCS / name).write_text(text, encoding="utf-8")
         return
-    write(pages(arguments.run), arguments.out)
+    # Before the run for the page of files, which takes half a minute.
+    with written(arguments.out):
+        empty(arguments.out)
+    if arguments.out == BUILD / "docs":
+        # MkDocs prints a trace if it cannot write there.
+        with written(BUILD / "site"):
+            empty(BUILD / "site")
+    texts = pages(arguments.run)
+    with written(arguments.out):
+        write(texts, arguments.out)
+
+
+@contextmanager
+def written(folder: Path) -> Iterator[None]:
+    """Context that writes into the folder; an error of the disk is one line."""
+    try:
+        yield
+    except OSError as error:
+        raise SystemExit(f"make_docs: cannot write {folder}: {error.strerror}; make the folder writable") from None
+
+
+def empty(folder: Path) -> None:
+    """Create the folder, or remove what it holds."""
+    if folder.is_dir():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
 
 
 def write(texts: Mapping[str, str], out: Path) -> None:
     """Write the pages, drawings and assets; what was in the folder is removed."""
-    shutil.rmtree(out, ignore_errors=True)
+    empty(out)
     for name, text in texts.items():
         path = out / name
         path.parent.mkdir(parents=True, exist_ok=True)

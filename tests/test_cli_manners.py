@@ -1,5 +1,6 @@
 """First steps of a new user: names that are slightly wrong, pipes that end early, lines without new information."""
 
+import signal
 import subprocess
 import sys
 import time
@@ -228,3 +229,17 @@ def test_one_warning_of_bitsandbytes_is_hidden_and_no_other(caplog):
     ops.logger.warning(text, "no module")
     ops.logger.warning("Failed to load something else")
     assert [record.getMessage() for record in caplog.records] == ["Failed to load something else"]
+
+
+# Ctrl-C
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_an_interrupted_import_ends_the_command_without_a_trace(ignored):
+    # A package `typer` that is interrupted while it is imported.
+    Path("typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nraise SystemExit(7)\n")
+    program = "import os, signal, sys\nif sys.argv.pop(1) == 'True': signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    program += "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    words = [sys.executable, "-c", program, str(ignored), "-m", "cookbook", "--help"]
+    done = subprocess.run(words, env={"PYTHONPATH": f".:{ROOT}"}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout + done.stderr) == (7 if ignored else -signal.SIGINT, "")

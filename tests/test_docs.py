@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -109,6 +110,14 @@ def test_the_navigation_names_pages_and_the_drawings_are_those_of_the_script() -
     assert named - {path.stem for path in (ROOT / "docs").glob("*.md")} == set()
     for name, drawing in make_docs().drawings().items():
         assert (ROOT / "docs" / name).read_text(encoding="utf-8") == drawing, "run scripts/make_docs.py --drawings"
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    words = [sys.executable, str(ROOT / "scripts" / "make_docs.py"), str(tmp_path / "file" / "docs")]
+    done = subprocess.run(words, capture_output=True, text=True)
+    line = f"make_docs: cannot write {tmp_path}/file/docs: Not a directory; make the folder writable\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", line)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 from runtools import here, rows, train  # noqa: F401 - here is a fixture
 from test_examples import example
+
+from cookbook.cli.app import run
 
 ROOT = Path(__file__).parents[1]
 NAMES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -53,6 +56,9 @@ def needed(name: str, folder: Path) -> Iterator[list[str]]:
 
         with servertools.running(ROOT / "data" / "tiny", folder / "server") as server:
             yield [f"backend.base_url={server.url}"]
+    elif name == "sft_distill":
+        example("teacher").main(str(ROOT / "data" / "tiny"), Path("teacher.jsonl"), limit=24)
+        yield []
     else:
         if name == "grpo_chain_sum":
             pytest.importorskip("reasoning_gym")
@@ -68,6 +74,19 @@ def test_an_experiment_runs(name: str, tmp_path: Path) -> None:
     with needed(name, tmp_path) as words:
         assert train(f"experiment={name}", *limit, *sizes, *words, "out=run") == 0
     assert [row["step"] for row in rows("run") if row["step"]] == [1, 2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("here")
+def test_the_answers_of_a_teacher_are_those_of_its_newest_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("recipe=grpo", *LITTLE, "recipe.prompts_per_step=4", "out=run") == 0
+    example("teacher").main("run", Path("teacher.jsonl"), limit=3)
+    conversations = [json.loads(line)["messages"] for line in Path("teacher.jsonl").read_text().splitlines()]
+    assert [user["content"] for user, _ in conversations] == ["27+10=", "48+25=", "21+2="]
+    for user, assistant in conversations:
+        capsys.readouterr()
+        assert run(["sample", "run", user["content"]]) == 0
+        assert capsys.readouterr().out.strip() == assistant["content"]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ and checkpoints load again. ``python tests/families.py`` prints a table of all."
 from __future__ import annotations
 
 import copy
+import json
+import shutil
 
 import families
 import numpy as np
@@ -194,6 +196,18 @@ def test_an_attention_that_is_not_there_is_one_line(tiny_folder, asked):
     with pytest.raises(ConfigError, match=rf"^model\.attn_implementation: .*got {asked}; set it to auto") as raised:
         load(ModelConfig(str(tiny_folder), attn_implementation=asked), torch.device("cpu"), 0)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "gptq"])
+@pytest.mark.parametrize("random", [False, True])
+def test_a_quantized_base_is_refused(tiny_folder, tmp_path, method, random):
+    copied = shutil.copytree(tiny_folder, tmp_path / "quantized")
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method}}))
+    with pytest.raises(BackendError) as raised:
+        load(ModelConfig(str(copied), random=random, lora_rank=4), torch.device("cpu"), 0)
+    expected = f"model.name: quantized weights are not supported, got '{copied}'; use the 16-bit model"
+    assert str(raised.value) == expected
 
 
 def test_a_package_that_a_model_needs_is_one_line(tiny_folder, monkeypatch):

@@ -134,6 +134,8 @@ COMPOSED: dict[str, dict[str, object] | str] = {
     "train recipe=grpo +hook.note._target_=my_hooks.Note debug=fast": {"hook.note._target_": "my_hooks.Note"},
     "train recipe=sft backend=mine debug=fast": {"backend._target_": "my_backend.MyBackend"},
     "train experiment=sft_chat": {"recipe.name": "sft", "model.random": False, "recipe.epochs": 4, "optim.lr": 1e-3},
+    "train experiment=sft_distill": {"data.path": "teacher.jsonl", "model.random": False, "recipe.epochs": 4, "optim.lr": 1e-3},
+    "train experiment=grpo_sums out=runs/teacher": DEMO,
     "train experiment=dpo_pairs": {"recipe.name": "dpo", "optim.lr": 5e-5},
     "train experiment=orpo_pairs": {"recipe.name": "orpo", "optim.lr": 3e-4},
     "train experiment=grpo_sums": DEMO,

@@ -302,8 +302,11 @@ def _network(config: ModelConfig, base: str, seed: int) -> PreTrainedModel:
     attention = None if config.attn_implementation == "auto" else config.attn_implementation
     common = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     try:
+        architecture = AutoConfig.from_pretrained(base, **common)
+        # transformers loads mxfp4, the format of gpt-oss, as ordinary weights where its kernels are missing.
+        if (quantized := getattr(architecture, "quantization_config", None)) and quantized.get("quant_method") != "mxfp4":
+            raise BackendError(f"model.name: quantized weights are not supported, got {base!r}; use the 16-bit model")
         if config.random:
-            architecture = AutoConfig.from_pretrained(base, **common)
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
                 return AutoModelForCausalLM.from_config(architecture, dtype=DTYPES[config.dtype], attn_implementation=attention)
@@ -316,7 +319,7 @@ def _network(config: ModelConfig, base: str, seed: int) -> PreTrainedModel:
                 f"model.attn_implementation: {first_line(error).rstrip(' .')}, got {attention}; set it to auto, or install "
                 "the missing package"
             ) from None
-        raise BackendError(_cannot_load("weights", base, error)) from None
+        raise error if isinstance(error, BackendError) else BackendError(_cannot_load("weights", base, error)) from None
     # transformers would initialize missing weights at random.
     if missing := sorted(info["missing_keys"]):
         raise BackendError(
