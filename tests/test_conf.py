@@ -100,7 +100,9 @@ def different(node, cls) -> list[str]:
         for field in dataclasses.fields(cls)
         if field.init and {field.default, field.default_factory} != {dataclasses.MISSING}
     }
-    return [key for key, default in defaults.items() if node[key] != plain(default)]
+    # A key that follows one of another group has the class's default without that group.
+    followed = {key: None for key in defaults if str(node[key]).startswith("${oc.select:")}
+    return [key for key, default in defaults.items() if {**node, **followed}[key] != plain(default)]
 
 
 def plain(value):

@@ -712,7 +712,7 @@ def test_a_node_that_cannot_load_the_model_ends_the_job(error, slurm, manager, t
 def test_slurm_refuses_a_job_in_one_line(slurm, manager, capsys):
     line = refusal(capsys, "train", "recipe=grpo", "debug=fast", "out=run", "job=slurm", "job.partition=mian")
     assert "job.partition: Slurm has no partition 'mian' for this job. Did you mean 'main'? (choices: main;" in line
-    assert "sbatch refused the job" in refusal(capsys, "jobs", "create", "big", "job=slurm", "job.gpus=4")
+    assert "sbatch refused the job" in refusal(capsys, "jobs", "create", "big", "job=slurm", "backend.gpus=4")
     assert "sbatch refused the job" in refusal(capsys, "jobs", "create", "long", "job=slurm", "job.time=soon")
     assert not manager.list()
 

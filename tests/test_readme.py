@@ -181,7 +181,7 @@ COMPOSED: dict[str, dict[str, object] | str] = {
     "train recipe=grpo model=qwen3_8b backend.gpus=6 backend.shard=all deployment=vllm deployment.replicas=2": {
         "backend.gpus": 6, "deployment.replicas": 2, "deployment.gpus": None,
     },
-    "train recipe=grpo job=slurm job.gpus=8 backend.gpus=8 backend.shard=all deployment=vllm": {**DEMO, "job.gpus": 8},
+    "train recipe=grpo job=slurm backend.gpus=8 backend.shard=all deployment=vllm": {**DEMO, "job.gpus": 8},
     "train recipe=grpo backend=remote backend.base_url=http://127.0.0.1:8000": DEMO,
     "train recipe=grpo deployment=vllm": DEMO,
     "train recipe=grpo deployment=vllm model.lora_rank=16 weight_sync.every=4": DEMO,

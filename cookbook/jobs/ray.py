@@ -21,7 +21,7 @@ class RayJob(JobOptions):
     """Jobs of a Ray cluster. A handle is a submission id. ``conf/job/ray.yaml`` explains the fields."""
 
     cluster: str = "http://127.0.0.1:8265"
-    gpus: float = 0
+    gpus: float | None = None
     cpus: float = 1
     pending_s: float = 172800.0
 
@@ -31,7 +31,7 @@ class RayJob(JobOptions):
                 "entrypoint": f"bash {files.script}",
                 "submission_id": files.name,
                 "entrypoint_num_cpus": self.cpus,
-                "entrypoint_num_gpus": self.gpus,
+                "entrypoint_num_gpus": self.gpus or 0,
             }
             answer = self._ask("POST", "", body)
             if answer.status_code != httpx.codes.OK:

@@ -41,7 +41,7 @@ class SlurmJob(JobOptions):
     """Batch jobs of Slurm. A handle is the number of a job. ``conf/job/slurm.yaml`` explains the fields."""
 
     partition: str | None = None
-    gpus: int = 0
+    gpus: int | None = None
     cpus: int = 1
     nodes: int = 1
     time: str | None = None
@@ -53,8 +53,8 @@ class SlurmJob(JobOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, least in (("gpus", 0), ("cpus", 1), ("nodes", 1), ("signal_s", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"job.{name}: expected {least} or more, got {getattr(self, name)}")
+            if (count := getattr(self, name)) is not None and count < least:
+                raise ConfigError(f"job.{name}: expected {least} or more, got {count}")
 
     def preflight(self, model: ModelConfig, backend: Backend) -> None:
         """Raises ConfigError: the commands of Slurm are not installed here."""
