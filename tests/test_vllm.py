@@ -447,15 +447,18 @@ def test_grpo_of_an_adapter_learns_through_it(tmp_path):
     assert all((row["kl/sampler_trainer_k3"] < 1e-8) == (row["sync/version_lag"] == 0) for row in rows[1:])
 
 
-def test_grpo_learns_through_it(tmp_path):
+@pytest.mark.parametrize(("chosen", "turns"), [([], None), (["env=arithmetic"], 2.0)], ids=["one turn", "two turns"])
+def test_grpo_learns_through_it(tmp_path, chosen, turns):
     """The shipped model answers 19% of the held-out sums; 12 steps later well over a half."""
     words = ["recipe=grpo", "deployment=vllm", f"deployment.python={PYTHON}", "deployment.max_length=512", "recipe.steps=12"]
+    words += chosen
     command = [sys.executable, "-m", "cookbook", "train", *words, f"out={tmp_path / 'run'}"]
     subprocess.run(command, check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["eval/accuracy"] < 0.2 and rows[-1]["eval/accuracy"] > 0.6
     # The sampler's logprobs are the trainer's, to float32: were a sync left out, k3 would be 1e-3 and more.
     assert all(row["kl/sampler_trainer_k3"] < 1e-8 and row["sync/version_lag"] == 0 for row in rows[1:])
+    assert rows[1].get("rollout/turns_max") == turns
     assert not [name for name in DeploymentManager().running() if name.startswith(PRIVATE)]  # its own has ended with it
 
 
