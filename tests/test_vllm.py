@@ -140,8 +140,8 @@ def test_samples_come_from_exactly_the_trainers_weights(trainer, deployment):
 
 def test_requests_under_way_are_finished_on_the_weights_they_began_with(trainer, deployment):
     old, before = deployment.load(0).result(), trainer.reference()
-    futures = [old.sample(PROMPT, 4, LONG) for _ in range(8)]
     train(trainer)
+    futures = [old.sample(PROMPT, 4, LONG) for _ in range(8)]
     time.sleep(0.3)  # they are on their way, and take longer
     assert not any(future.done() for future in futures)
     new, after = deployment.load(1).result(), trainer.reference()
