@@ -51,7 +51,7 @@ def test_arithmetic_is_that_of_the_matrix_products(tiny_folder, make_engine):
 
 @pytest.mark.slow
 def test_states_are_counted_by_their_bytes(tiny_folder, make_engine):
-    count = make_engine().model.num_parameters
+    count = make_engine().model.network.num_parameters()
     full = found(tiny_folder, reference=True)
     assert (full.parameters, full.trained) == (count, count)
     assert (full.weights, full.gradients, full.moments, full.reference) == (4 * count, 4 * count, 8 * count, 4 * count)
@@ -142,7 +142,7 @@ def test_the_command_says_it_in_words(capsys, tmp_path, monkeypatch):
 def test_it_decides_on_recomputing_as_the_engine_does(
     capsys, monkeypatch, make_engine, tiny_folder, free, budget, recomputed, planned
 ):
-    weights = make_engine().model.num_parameters * 4
+    weights = make_engine().model.network.num_parameters() * 4
     monkeypatch.setattr("cookbook.engine.memory.free_bytes", lambda device: free * 10**6 - weights)
     engine = make_engine(activation_checkpointing=None, micro_batch_tokens=budget)
     assert engine.options.activation_checkpointing is recomputed

@@ -34,8 +34,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 AUTO = "auto"
 LORA_FILE = "adapter_config.json"
 
-# PEFT imports bitsandbytes, which warns on every use of LoRA about a missing 4-bit CPU kernel. Cookbook does not use the
-# kernel.
+# PEFT imports bitsandbytes, which warns on every use of LoRA about a missing 4-bit CPU kernel that cookbook does not use.
 logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
     lambda record: not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
 )
@@ -155,10 +154,6 @@ class LanguageModel:
         """Return names and parameters that require a gradient, in a fixed order; tied weights occur once."""
         return [(name, p) for name, p in self.network.named_parameters() if p.requires_grad]
 
-    @property
-    def num_parameters(self) -> int:
-        return sum(p.numel() for p in self.network.parameters())
-
 
 def load(config: ModelConfig, device: torch.device, seed: int, shared: SharedBase | None = None) -> LanguageModel:
     """Load a model, or with ``config.random`` initialize it from ``seed``; add a LoRA adapter if ``lora_rank`` > 0.
@@ -223,20 +218,26 @@ def with_dtype(config: ModelConfig) -> ModelConfig:
     """
     if config.dtype != AUTO:
         return config
-    from transformers import AutoConfig
-
     _must_exist(config.name)
     adapter = _adapter_config(config.name)
-    base = adapter["base_model_name_or_path"] if adapter else config.name
-    try:
-        architecture = AutoConfig.from_pretrained(
-            resolved(base), revision=config.revision, trust_remote_code=config.trust_remote_code
-        )
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        remedy = f"; or write its folder into {config.name}/{LORA_FILE}, as base_model_name_or_path" if adapter else ""
-        raise BackendError(_cannot_load("configuration", base, error) + remedy) from None
+    architecture = _architecture(config, resolved(adapter["base_model_name_or_path"] if adapter else config.name))
     stored = architecture.dtype or architecture.get_text_config().dtype
     return replace(config, dtype="bfloat16" if stored in (torch.bfloat16, torch.float16) else "float32")
+
+
+def _architecture(config: ModelConfig, base: str) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    try:
+        found = AutoConfig.from_pretrained(base, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError, json.JSONDecodeError, ImportError) as error:
+        is_adapter = base != resolved(config.name)
+        remedy = f"; or write its folder into {config.name}/{LORA_FILE}, as base_model_name_or_path" if is_adapter else ""
+        raise BackendError(_cannot_load("configuration", base, error) + remedy) from None
+    # transformers loads mxfp4, the format of gpt-oss, as ordinary weights where its kernels are missing.
+    if (quantized := getattr(found, "quantization_config", None)) and quantized.get("quant_method") != "mxfp4":
+        raise BackendError(f"model.name: quantized weights are not supported, got {base!r}; use the 16-bit model")
+    return found
 
 
 def context_length(architecture: PreTrainedConfig | None, tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -296,16 +297,13 @@ def resolved(name: str) -> str:
 
 
 def _network(config: ModelConfig, base: str, seed: int) -> PreTrainedModel:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
+    architecture = _architecture(config, base)
     # None: transformers chooses, sdpa if the model supports it.
     attention = None if config.attn_implementation == "auto" else config.attn_implementation
     common = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     try:
-        architecture = AutoConfig.from_pretrained(base, **common)
-        # transformers loads mxfp4, the format of gpt-oss, as ordinary weights where its kernels are missing.
-        if (quantized := getattr(architecture, "quantization_config", None)) and quantized.get("quant_method") != "mxfp4":
-            raise BackendError(f"model.name: quantized weights are not supported, got {base!r}; use the 16-bit model")
         if config.random:
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
@@ -319,7 +317,7 @@ def _network(config: ModelConfig, base: str, seed: int) -> PreTrainedModel:
                 f"model.attn_implementation: {first_line(error).rstrip(' .')}, got {attention}; set it to auto, or install "
                 "the missing package"
             ) from None
-        raise error if isinstance(error, BackendError) else BackendError(_cannot_load("weights", base, error)) from None
+        raise BackendError(_cannot_load("weights", base, error)) from None
     # transformers would initialize missing weights at random.
     if missing := sorted(info["missing_keys"]):
         raise BackendError(
@@ -351,8 +349,7 @@ def add_lora(network: PreTrainedModel, config: ModelConfig, seed: int) -> PreTra
     width = network.config.get_text_config().hidden_size
     if config.lora_rank > width:
         raise ConfigError(
-            f"model.lora_rank: must be at most the model's hidden size of {width}, got {config.lora_rank}; lower it, or set it "
-            "to 0 to train every parameter"
+            f"model.lora_rank: must be at most the model's hidden size of {width}, got {config.lora_rank}; lower it, or set 0"
         )
     lora = LoraConfig(
         r=config.lora_rank,

@@ -239,7 +239,7 @@ class LocalTrainer:
         model = self.engine.model
         name = model.config.name
         data = ModelData(model.network.config.model_type, name, model.tokenizer.name_or_path)
-        return ModelInfo(data, name, model.config.lora_rank, model.is_lora, model.num_parameters, model.max_length)
+        return ModelInfo(data, name, model.config.lora_rank, model.is_lora, model.network.num_parameters(), model.max_length)
 
     @property
     def model_config(self) -> ModelConfig:
