@@ -493,4 +493,8 @@ def _processes() -> str:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("make_docs: interrupted", file=sys.stderr)
+        sys.exit(130)

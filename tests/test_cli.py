@@ -99,7 +99,7 @@ COMPOSED = [
     (
         ["experiment=mine"],
         "unknown experiment 'mine'. (choices: dpo_pairs, grpo_chain_sum, grpo_gsm8k, grpo_gsm8k_tiny, grpo_judge, "
-        "grpo_lora, grpo_remote, grpo_second_try, grpo_sums, orpo_pairs, sft_chat, sft_distill)",
+        "grpo_lora, grpo_remote, grpo_second_try, grpo_sums, grpo_tools, orpo_pairs, sft_chat, sft_distill, sft_tools)",
     ),
     (
         ["optim.lr=1e-5,1e-6"],

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -118,6 +120,17 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     done = subprocess.run(words, capture_output=True, text=True)
     line = f"make_docs: cannot write {tmp_path}/file/docs: Not a directory; make the folder writable\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", line)
+
+
+def test_ctrl_c_is_one_line(tmp_path: Path) -> None:
+    words = [sys.executable, str(ROOT / "scripts" / "make_docs.py"), str(tmp_path / "docs")]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    # The folder appears before the run for the page of files.
+    while process.poll() is None and not (tmp_path / "docs").exists():
+        time.sleep(0.02)
+    # A terminal interrupts all processes of its session.
+    os.killpg(process.pid, signal.SIGINT)
+    assert (*process.communicate(), process.returncode) == ("", "make_docs: interrupted\n", 130)
 
 
 @pytest.mark.slow

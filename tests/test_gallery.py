@@ -12,14 +12,24 @@ from pathlib import Path
 import pytest
 from runtools import here, rows, train  # noqa: F401 - here is a fixture
 from test_examples import example
+from transformers import AutoTokenizer
 
 from cookbook.cli.app import run
+from cookbook.data import RenderedPrompt, Renderer, Row
+from cookbook.data.formats import Chat
+from cookbook.data.messages import ChatMessage
+from cookbook.sampling.environments import PythonEnvironment
+from cookbook.sampling.environments.conversation import Conversation
+from cookbook.sampling.environments.instance import Instance
+from cookbook.types import Sample
 
 ROOT = Path(__file__).parents[1]
 NAMES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
 # On top of debug=fast: few prompts, no evaluation of long answers; for the real model, the shipped one in its place.
 LITTLE = ["debug=fast", "data.limit=24", "eval.limit=2", "rollout.max_tokens=16", "eval.max_tokens=16"]
 SHIPPED = ["model=tiny", "data=arithmetic"]
+CALCULATOR = f"{ROOT / 'examples' / 'calculator.py'}:Calculator"
+TOOLS = f"model.chat_template={ROOT / 'examples' / 'calculator.jinja'}"
 
 
 def test_every_experiment_has_a_section_with_its_command() -> None:
@@ -59,6 +69,13 @@ def needed(name: str, folder: Path) -> Iterator[list[str]]:
     elif name == "sft_distill":
         example("teacher").main(str(ROOT / "data" / "tiny"), Path("teacher.jsonl"), limit=24)
         yield []
+    elif name == "sft_tools":
+        example("calculator").main(Path("calls.jsonl"), limit=24)
+        yield [TOOLS]
+    elif name == "grpo_tools":
+        # The shipped model before sft_tools has no right answer under this template, so that GRPO would have no gradient.
+        Path("length.py").write_text("def reward(completion, row): return len(completion) % 5 / 5")
+        yield [f"model.name={ROOT / 'data' / 'tiny'}", TOOLS, f"env.target={CALCULATOR}", "reward=length.py:reward"]
     else:
         if name == "grpo_chain_sum":
             pytest.importorskip("reasoning_gym")
@@ -87,6 +104,30 @@ def test_the_answers_of_a_teacher_are_those_of_its_newest_checkpoint(capsys: pyt
         capsys.readouterr()
         assert run(["sample", "run", user["content"]]) == 0
         assert capsys.readouterr().out.strip() == assistant["content"]
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("number", [0, 1], ids=["a call", "no call"])
+def test_a_conversation_about_the_calculator_has_the_tokens_of_an_episode(number: int) -> None:
+    example("calculator").main(Path("calls.jsonl"), limit=2)
+    row = json.loads(Path("calls.jsonl").read_text().splitlines()[number])
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "data" / "tiny")
+    tokenizer.chat_template = (ROOT / "examples" / "calculator.jinja").read_text()
+    text = tokenizer.apply_chat_template(row["messages"], tools=row["tools"], tokenize=False)
+    answers = [part.partition("<|im_end|>")[0] for part in text.split("<|im_start|>assistant\n")[1:]]
+
+    contract = PythonEnvironment(target=CALCULATOR).contract
+    episode = Instance(example("calculator").Calculator(), contract)
+    question = Chat("", (ChatMessage("user", row["messages"][0]["content"]),))
+    prompt = RenderedPrompt([], Row("", {}), "", "", question)
+    talk = Conversation(Renderer(tokenizer, 256), prompt, episode.reset(row, 0).observation, contract.tools)
+    for answer in answers:
+        tokens = [*tokenizer.encode(answer), tokenizer.eos_token_id]
+        reply = episode.act(talk.add(Sample(tokens, [-0.5] * len(tokens), "stop", 0)).text)
+        if not reply.done:
+            talk.observe(reply.observation or "")
+    assert reply.done and len(answers) == (2 if number == 0 else 1) and len(talk.branches) == 1
+    assert tokenizer.decode(talk.tokens) + "\n" == text
 
 
 @pytest.mark.parametrize(

@@ -193,6 +193,11 @@ def test_the_answer_composes(capsys):
                 "unknown option '--fsdp'; cookbook's key is backend.shard: all shards weights, gradients and optimizer state "
                 "over the processes of backend.gpus",
             ),
+            (
+                ["--adapter", "qlora"],
+                "unknown option '--adapter'; cookbook's key is model.lora_rank: a rank above 0, such as 16, trains a LoRA "
+                "adapter; a 4-bit base (qlora) is not supported",
+            ),
             (["--nonsense_of_mine", "8"], "No such option: --nonsense_of_mine"),
         ],
         fast=4,

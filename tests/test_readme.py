@@ -136,6 +136,11 @@ COMPOSED: dict[str, dict[str, object] | str] = {
     "train experiment=sft_chat": {"recipe.name": "sft", "model.random": False, "recipe.epochs": 4, "optim.lr": 1e-3},
     "train experiment=sft_distill": {"data.path": "teacher.jsonl", "model.random": False, "recipe.epochs": 4, "optim.lr": 1e-3},
     "train experiment=grpo_sums out=runs/teacher": DEMO,
+    "train experiment=sft_tools": {"data.path": "calls.jsonl", "out": "runs/sft_tools", "recipe.epochs": 6, "optim.lr": 3e-3},
+    "train experiment=grpo_tools": {
+        "model.name": "runs/sft_tools/checkpoints/step-000378", "env.max_turns": 2, "recipe.steps": 40,
+        "data.chat": True, "rollout.max_tokens": 64, "optim.lr": 1e-4,
+    },
     "train experiment=dpo_pairs": {"recipe.name": "dpo", "optim.lr": 5e-5},
     "train experiment=orpo_pairs": {"recipe.name": "orpo", "optim.lr": 3e-4},
     "train experiment=grpo_sums": DEMO,
