@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -108,6 +109,26 @@ def test_samples_under_way_are_computed_when_the_client_returns(start):
         be_silent(server, client.session)
         result = client.fetch(promise["request_id"]).content
         assert result == client.result("asample", {**body, "seq_id": 2})
+
+
+def test_a_client_that_waits_for_a_result_is_not_silent_and_its_wait_outlives_a_silence(start, endless):
+    with start() as server:
+        client, service = Returning(server), server.service
+        asked = {"session_id": client.session, "sampling_session_seq_id": 0, "base_model": "tiny"}
+        sampler = client.post("create_sampling_session", asked)["sampling_session_id"]
+        body = {"sampling_session_id": sampler, "num_samples": 60, "sampling_params": {"max_tokens": 2, "seed": 1}, "seq_id": 1}
+        request_id = client.post("asample", {**body, "prompt": {"chunks": [{"tokens": [5, 6, 7]}]}})["request_id"]
+        (request,) = service.requests.unsettled()
+        service.sessions[client.session].last_seen -= 100
+        with ThreadPoolExecutor() as pool:
+            waiting = pool.submit(client.fetch, request_id)
+            wait_until(lambda: service.sessions[client.session].last_seen > time.monotonic() - 50)
+            # The client waits, and its computer sleeps.
+            service.sessions[client.session].last_seen -= service.config.session_timeout_s
+            server.call(lambda: silence.unload_silent_sessions(service))
+            wait_until(request.settled.is_set)
+            endless.set()
+            assert waiting.result(60).headers["content-type"] == "application/x-protobuf"
 
 
 def test_a_silent_session_is_kept_for_its_time_and_then_named(start):

@@ -371,11 +371,23 @@ class Service:
         return self.samplers.was_evicted(sampler_id) and not self.tenants.hides(sampler_id)
 
     async def fetch(self, request_id: str, wait_s: float) -> StoredResult | None:
-        """Return a result, as ``RequestStore.fetch``. Raises Refused: as that function; 429, the session is being restored."""
+        """Return a result, as ``RequestStore.fetch``, and update the session's last-seen time.
+
+        Raises:
+            Refused: as ``RequestStore.fetch``; 429, the session was silent: it is being restored, or left memory meanwhile.
+        """
         self.wake(request_id)
         if self.tenants.hides(request_id):
             raise unknown_request(request_id)
-        return await self.requests.fetch(request_id, wait_s)
+        if (session := self.sessions.get(session_of(request_id))) is not None:
+            session.last_seen = time.monotonic()
+        try:
+            return await self.requests.fetch(request_id, wait_s)
+        except Refused:
+            # The retry of the client restores the session. Without a retry the session stays on disk.
+            if session_of(request_id) not in self.silent:
+                raise
+            raise Refused(429, f"retrieve_future: the session of {request_id!r} is silent; retry later") from None
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
