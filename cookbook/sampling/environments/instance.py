@@ -113,7 +113,7 @@ class Instance:
             result = self._run(tool(**call.arguments))
             return (result if isinstance(result, str) else json.dumps(result, default=str)), call.name
         # The model gets the error as an answer, as in TRL.
-        except Exception as error:  # noqa: BLE001 - the tool is the user's code
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the tool is the user's code
             reply.failed_calls += 1
             return f"error: {error}", call.name
 
@@ -201,7 +201,7 @@ class Instances:
             return {"result": self._result(episode, method, arguments)}
         except EnvironmentFailedError as error:
             return {"failure": str(error), "trace": None}
-        except Exception as error:  # noqa: BLE001 - the environment is the user's code
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the environment is the user's code
             name = called_method(method, self._config.contract)
             return {"failure": f"{name} raised {described(error)}", "trace": trace_of(error)}
 

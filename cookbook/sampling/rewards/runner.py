@@ -261,7 +261,7 @@ def call(reward: Callable[..., object], given: Arguments) -> list[Score] | Rewar
         value = reward(*given.by_place, **given.by_name)
     except CookbookError as error:
         return RewardFailure(f"reward: {error}", error, of_row=isinstance(error, DataError))
-    except Exception as error:  # noqa: BLE001 - the reward is the user's code
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the reward is the user's code
         return RewardFailure(f"the reward raised {described(error)}; fix the reward or row", error)
     size = given.group_size
     if size is None:
