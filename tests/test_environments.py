@@ -385,6 +385,13 @@ def test_a_reward_of_named_parts():
     assert found[0][0].ended == "error"
 
 
+def test_rewards_whose_sum_is_not_finite_end_the_episode(caplog):
+    write("huge.py", GUESS.replace("0.0", "1e308"))
+    config = PythonEnvironment(target="huge.py:Guess", workers=0, timeout_s=None)
+    found, _ = played(config, Scripted(renderer().tokenizer, "b", "b", "a"), [{"letter": "a"}])
+    assert (found[0][0].ended, found[0][0].reward) == ("error", 0.0) and "step returned inf as the reward" in caplog.text
+
+
 def test_check_env_plays_the_rows_and_compares_the_declared_range(capsys):
     write("quiz.py", GUESS + "    reward_range = (0, 0.4)\n    def get_reward(self): return 0.5 * self.tries\n")
     words = ["check", "env", "quiz.py:Guess", "env.workers=0", "env.timeout_s=null", "max_turns=1"]

@@ -88,7 +88,8 @@ class Instance:
         get_reward = getattr(self._environment, "get_reward", None)
         if get_reward is not None:
             return _earned(self._run(get_reward()))
-        return EarnedReward(sum(self._rewards)) if self._rewards else None
+        # A sum of finite numbers may overflow.
+        return EarnedReward(_number(sum(self._rewards), "step")) if self._rewards else None
 
     def close(self) -> None:
         """Call the environment's ``close``, if it has one."""
@@ -174,7 +175,7 @@ def _earned(value: object) -> EarnedReward:
     if not value or not all(isinstance(name, str) and name.split() == [name] for name in value):
         raise EnvironmentFailedError(f"get_reward returned the parts {value!r}; return one or more, named without spaces")
     parts = {name: _number(part, f"get_reward, as {name!r},") for name, part in value.items()}
-    return EarnedReward(sum(parts.values()), parts)
+    return EarnedReward(_number(sum(parts.values()), "get_reward"), parts)
 
 
 def _number(value: object, method: str) -> float:

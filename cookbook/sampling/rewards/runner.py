@@ -296,7 +296,9 @@ def _score(value: object) -> Score | RewardFailure:
         if isinstance(number, RewardFailure):
             return number
         parts[name] = number
-    return Score(sum(parts.values()), parts)
+    # A sum of finite numbers may overflow.
+    total = _number(sum(parts.values()), " as the sum of its parts")
+    return total if isinstance(total, RewardFailure) else Score(total, parts)
 
 
 def _number(value: object, place: str) -> float | RewardFailure:
