@@ -29,6 +29,7 @@ from cookbook.sampling.environments.conversation import Conversation
 from cookbook.sampling.environments.instance import EarnedReward, Instance
 from cookbook.sampling.environments.tool_calls import ToolCall, parse_calls, token_reader
 from cookbook.sampling.episodes import Draw, Episodes, Retrier
+from cookbook.sampling.rollouts import RolloutGroup, turn_metrics
 from cookbook.sampling.trajectory import Segment, Trajectory
 from cookbook.types import Sample, SampleResponse, SamplingParams
 
@@ -237,6 +238,7 @@ def test_limits_end_an_episode():
     sampler = Scripted(renderer().tokenizer, long, long, long)
     found, _ = played(guess(), sampler, [{"letter": "a"}])
     assert found[0][0].ended == "context" and sampler.prompts[-1][3] <= 20
+    assert turn_metrics([RolloutGroup(prompt({}), found[0], [0.0])])["rollout/context"] == 1.0
     # The last observation, for which no completion follows, is not trained on.
     [branch], [datum] = found[0][0].branches, found[0][0].datums(1.0)
     assert branch[-1].author == "environment"
@@ -251,6 +253,38 @@ def test_an_environment_that_raises_ends_its_own_episode(workers, caplog):
     assert caplog.text.count("ValueError: no such letter (guess.py:16)") == 1
     with pytest.raises(RolloutError, match="here:1: env: step raised ValueError: no such letter"):
         played(guess(workers=workers, on_error="fail"), Scripted(renderer().tokenizer, "raise"), [{"letter": "a"}])
+
+
+def test_an_exit_inside_an_environment_ends_its_own_episode():
+    write("exits.py", GUESS.replace('raise ValueError("no such letter")', "exit(3)"))
+    config = PythonEnvironment(target="exits.py:Guess", workers=0, timeout_s=None)
+    found, _ = played(config, Scripted(renderer().tokenizer, ["raise", "a"]), [{"letter": "a"}], num_samples=2)
+    assert [(one.ended, one.reward) for one in found[0]] == [("error", 0.0), ("done", 1.0)]
+    write("leave.py", TOOLS.replace('KeyError("not for sale")', "SystemExit(3)"))
+    shop = PythonEnvironment(target="leave.py:Shop")
+    said = Instance(shop.make(), shop.contract).act('<tool_call>{"name": "price", "arguments": {"item": "moon"}}</tool_call>')
+    assert said.failed_calls == 1 and said.observation == [{"role": "tool", "name": "price", "content": "error: 3"}]
+
+
+def test_an_observation_that_cannot_be_a_prompt_ends_its_own_episode(caplog, capsys):
+    half = GUESS.replace('return f"not {text}', 'return "\\ud800" if text == "half" else f"not {text}')
+    write("half.py", half.replace('"half" else', '"half" or text == "1" else').replace("self, letter,", "self, letter='a',"))
+    options = {"target": "half.py:Guess", "workers": 0, "timeout_s": None, "error_reward": -1.0}
+    found, _ = played(PythonEnvironment(**options), Scripted(renderer().tokenizer, ["half", "a"]), [{}], num_samples=2)
+    assert [(one.ended, one.reward) for one in found[0]] == [("error", -1.0), ("done", 1.0)]
+    assert caplog.text.count("the next prompt is refused: text: holds half of a surrogate pair") == 1
+    with pytest.raises(RolloutError, match=r"here:1: env: the next prompt is refused: .*; fix the environment, or set"):
+        played(PythonEnvironment(**options, on_error="fail"), Scripted(renderer().tokenizer, "half"), [{}])
+    write("rows.jsonl", '{"letter": "a"}\n')
+    words = ["env.workers=0", "env.timeout_s=null", "data=rows.jsonl"]
+    assert run(["check", "env", "half.py:Guess", *words]) == 2
+    said = capsys.readouterr()
+    assert "an observation is refused: text: holds half" in said.out and said.err.count("error:") == 1
+    # Without a turn, an episode that fills the context would have no metric and no reason.
+    write("long.py", GUESS.replace('return f"guess', 'return "9" * 300 * len(letter) + f"guess'))
+    options = {"target": "long.py:Guess", "workers": 0, "timeout_s": None}
+    found, _ = played(PythonEnvironment(**options), Scripted(renderer().tokenizer), [{"letter": "a"}])
+    assert found[0][0].ended == "error" and "tokens, and the context 256; return a shorter observation" in caplog.text
 
 
 @pytest.mark.slow
@@ -349,6 +383,13 @@ def test_a_reward_of_named_parts():
     config = PythonEnvironment(target="no_parts.py:Guess", workers=0, timeout_s=None)
     found, _ = played(config, Scripted(renderer().tokenizer, "a"), [{"letter": "a"}])
     assert found[0][0].ended == "error"
+
+
+def test_rewards_whose_sum_is_not_finite_end_the_episode(caplog):
+    write("huge.py", GUESS.replace("0.0", "1e308"))
+    config = PythonEnvironment(target="huge.py:Guess", workers=0, timeout_s=None)
+    found, _ = played(config, Scripted(renderer().tokenizer, "b", "b", "a"), [{"letter": "a"}])
+    assert (found[0][0].ended, found[0][0].reward) == ("error", 0.0) and "step returned inf as the reward" in caplog.text
 
 
 def test_check_env_plays_the_rows_and_compares_the_declared_range(capsys):
@@ -453,6 +494,7 @@ def test_calls_that_were_read_from_tokens_reach_the_tools():
         ("pass", "has no method reset"),
         ("def reset(self): pass", "has neither step"),
         ("def __init__(self, path): pass", "cannot be constructed (TypeError: E.__init__() missing 1 required positional"),
+        ("def __init__(self): exit(3)", "cannot be constructed (SystemExit: 3"),
         ("def reset(self): pass\n    def look(self, x): pass", "the tool E.look cannot be described to the model"),
     ],
 )

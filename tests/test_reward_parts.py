@@ -44,6 +44,7 @@ def test_a_mapping_is_the_sum_of_its_parts():
         ({}, "the reward returned no parts; return one number or at least one part"),
         ({"correct": None}, "the reward returned NoneType as 'correct', not a number; return one float"),
         ({"correct": float("nan")}, "the reward returned nan as 'correct'; return a finite number"),
+        ({"a": 1e308, "b": 1e308}, "the reward returned inf as the sum of its parts; return a finite number"),
         ({"two words": 1.0}, "the reward's parts have the name 'two words'; use a text without spaces"),
         ({1: 1.0}, "the reward's parts have the name 1; use a text without spaces"),
     ],

@@ -205,6 +205,13 @@ def test_only_errors_are_renamed():
         score(interrupted, ["a"], ROWS[:1])
     assert issubclass(RolloutError, CookbookError)
 
+    # The run would end without a message.
+    def leaves(completion, row):
+        raise SystemExit(3)
+
+    with pytest.raises(RolloutError, match=r"train.jsonl:1: the reward raised SystemExit: 3"):
+        score(leaves, ["a"], ROWS[:1])
+
 
 def test_the_shipped_configurations_are_the_classes_defaults():
     from omegaconf import OmegaConf

@@ -30,7 +30,7 @@ SHOWN = 4
 IN_A_ROW = 3
 # Share of completions that reach rollout.max_tokens.
 CUT_OFF = 0.5
-CONSTANT, TIED, NO_GRADIENT, TRUNCATED = "constant", "tied", "no_gradient", "truncated"
+CONSTANT, TIED, NO_GRADIENT, TRUNCATED, ENV_ERRORS = "constant", "tied", "no_gradient", "truncated", "env_errors"
 
 LOOK = "read the completions in samples.jsonl"
 REMEDIES = {
@@ -210,6 +210,7 @@ class Health:
             # A server may report no norm; a step that has trained no token has no gradient.
             NO_GRADIENT: metrics.get("optim/grad_norm", metrics.get("tokens/trained", 1.0)) == 0.0,
             TRUNCATED: metrics.get("rollout/truncated_frac", 0.0) > CUT_OFF,
+            ENV_ERRORS: metrics.get("rollout/env_errors", 0.0) > 0,
         }
         self.reward = mean if equal else None
         self.rewarded = self.rewarded or (mean is not None and mean > 0)
@@ -235,6 +236,8 @@ class Health:
         return f"every reward was {self.reward:g}{never}"
 
     def _remedy(self, kind: str) -> str:
+        if kind == CONSTANT and self.streaks.get(ENV_ERRORS):
+            return "fix the environment: it ended episodes by errors (rollout/env_errors), and log.txt has the reasons"
         if kind == CONSTANT and self.rewarded:
             return f"{LOOK}: if they are right, train on harder prompts, else check the reward function"
         return REMEDIES[kind]

@@ -270,8 +270,9 @@ def turn_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """Return the metrics of episodes in an environment.
 
     ``rollout/branches`` is the number of episodes whose earlier turns the chat template rewrites, ``rollout/env_errors`` of
-    those that have ended by an error or a time limit, ``rollout/max_turns`` of those cut off by ``env.max_turns``. Calls of
-    tools are counted: all that were made, those that could not be read, and those that raised.
+    those that have ended by an error or a time limit, ``rollout/max_turns`` of those cut off by ``env.max_turns``,
+    ``rollout/context`` of those that have filled the model's context. Calls of tools are counted: all that were made, those
+    that could not be read, and those that raised.
     """
     attempts = [trajectory for group in groups for trajectory in group.trajectories]
     turns = [len(attempt.turns) for attempt in attempts]
@@ -280,6 +281,7 @@ def turn_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         "rollout/turns_max": float(max(turns)),
         "rollout/branches": float(sum(len(attempt.branches) > 1 for attempt in attempts)),
         "rollout/max_turns": float(sum(attempt.ended == "max_turns" for attempt in attempts)),
+        "rollout/context": float(sum(attempt.ended == "context" for attempt in attempts)),
         "rollout/env_errors": float(sum(attempt.ended in ("error", "timeout") for attempt in attempts)),
         "rollout/tool_calls": float(sum(attempt.calls for attempt in attempts)),
         "rollout/malformed_calls": float(sum(attempt.malformed_calls for attempt in attempts)),

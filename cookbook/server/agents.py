@@ -210,10 +210,6 @@ class AgentRunner(EpisodeRunner):
             session.offer()
         return self._pending(session)
 
-    def unreadable(self, episode: Episode, error: DataError) -> None:
-        """Record a call that cannot be rendered. Raises RolloutError: ``env.on_error=fail``."""
-        self._failure(episode, {"failure": f"a call cannot be rendered: {error}"})
-
     def reward(self, episode: Episode) -> Pending[EarnedReward | None]:
         """Return the reward that the program prints at its end. A program that still runs has no more calls."""
         session = self._sessions[episode.number]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from cookbook.check.bench import CheckResult, State
 from cookbook.data import RenderedPrompt, Renderer, Row
 from cookbook.data.formats import Chat
-from cookbook.errors import ConfigError
+from cookbook.errors import ConfigError, DataError
 from cookbook.sampling.environments.agent import AgentEnvironment
 from cookbook.sampling.environments.config import EnvironmentConfig
 from cookbook.sampling.environments.conversation import Conversation
@@ -173,11 +173,14 @@ def turn_tokens(config: EnvironmentConfig, prompts: Sequence[RenderedPrompt], re
             if episode.failure:
                 raise ConfigError(f"env: {episode.failure}; fix the environment (cookbook check env)")
             opening, *observations = episode.observations
-            conversation = Conversation(renderer, prompt, _observed(opening), config.contract.tools)
-            first = max(first, len(conversation.tokens) - len(prompt.tokens))
-            for observation in filter(None, observations):
-                answered = _continued(conversation, renderer, observation)
-                later = max(later, len(conversation.tokens) - len(answered))
+            try:
+                conversation = Conversation(renderer, prompt, _observed(opening), config.contract.tools)
+                first = max(first, len(conversation.tokens) - len(prompt.tokens))
+                for observation in filter(None, observations):
+                    answered = _continued(conversation, renderer, observation)
+                    later = max(later, len(conversation.tokens) - len(answered))
+            except DataError as error:
+                raise ConfigError(f"env: an observation is refused: {error}; cookbook check env shows it") from None
     return first, later
 
 
@@ -202,6 +205,15 @@ def _exact_tokens(config: EnvironmentConfig, played: Sequence[PlayedEpisode]) ->
     if isinstance(config, AgentEnvironment):
         return CheckResult("tokens", State.skipped, "every call of a program is rendered as a whole; rollout/branches counts")
     renderer = _tiny_renderer()
+    try:
+        return _turns_continue(config, played, renderer)
+    except DataError as error:
+        harm, remedy = f"such episodes end with the reward env.error_reward={config.error_reward:g}", "return other text"
+        return CheckResult("tokens", State.failed, f"an observation is refused: {error}", harm, remedy)
+
+
+def _turns_continue(config: EnvironmentConfig, played: Sequence[PlayedEpisode], renderer: Renderer) -> CheckResult:
+    """Return the result of a comparison of the tokens. Raises DataError: an observation cannot be rendered."""
     for episode in played:
         opening, *later = episode.observations
         conversation = Conversation(

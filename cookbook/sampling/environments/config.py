@@ -158,7 +158,7 @@ class EnvironmentConfig:
             environment = self.make()
         except CookbookError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"env: the environment cannot be constructed ({described(error)}); give the class an __init__ "
                 "without arguments that raises nothing"

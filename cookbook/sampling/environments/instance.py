@@ -88,7 +88,8 @@ class Instance:
         get_reward = getattr(self._environment, "get_reward", None)
         if get_reward is not None:
             return _earned(self._run(get_reward()))
-        return EarnedReward(sum(self._rewards)) if self._rewards else None
+        # A sum of finite numbers may overflow.
+        return EarnedReward(_number(sum(self._rewards), "step")) if self._rewards else None
 
     def close(self) -> None:
         """Call the environment's ``close``, if it has one."""
@@ -113,7 +114,7 @@ class Instance:
             result = self._run(tool(**call.arguments))
             return (result if isinstance(result, str) else json.dumps(result, default=str)), call.name
         # The model gets the error as an answer, as in TRL.
-        except Exception as error:  # noqa: BLE001 - the tool is the user's code
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the tool is the user's code
             reply.failed_calls += 1
             return f"error: {error}", call.name
 
@@ -174,7 +175,7 @@ def _earned(value: object) -> EarnedReward:
     if not value or not all(isinstance(name, str) and name.split() == [name] for name in value):
         raise EnvironmentFailedError(f"get_reward returned the parts {value!r}; return one or more, named without spaces")
     parts = {name: _number(part, f"get_reward, as {name!r},") for name, part in value.items()}
-    return EarnedReward(sum(parts.values()), parts)
+    return EarnedReward(_number(sum(parts.values()), "get_reward"), parts)
 
 
 def _number(value: object, method: str) -> float:
@@ -201,7 +202,7 @@ class Instances:
             return {"result": self._result(episode, method, arguments)}
         except EnvironmentFailedError as error:
             return {"failure": str(error), "trace": None}
-        except Exception as error:  # noqa: BLE001 - the environment is the user's code
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the environment is the user's code
             name = called_method(method, self._config.contract)
             return {"failure": f"{name} raised {described(error)}", "trace": trace_of(error)}
 

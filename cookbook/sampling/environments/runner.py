@@ -108,8 +108,8 @@ class EpisodeRunner:
         raise NotImplementedError
 
     def unreadable(self, episode: Episode, error: DataError) -> None:
-        """Record an observation that cannot be rendered. Raises RolloutError: it ends the run."""
-        raise RolloutError(f"env: {error}") from error
+        """Record a prompt that cannot be sampled. Raises RolloutError: ``env.on_error=fail``."""
+        self._failure(episode, {"failure": f"the next prompt is refused: {error}"})
 
     def reward(self, episode: Episode) -> Pending[EarnedReward | None]:
         """Return the reward of the episode, None if the environment gives none."""
@@ -183,6 +183,8 @@ class EnvironmentRunner(EpisodeRunner):
         conversation = episode.conversations.get(reply.opponent_moves)
         if conversation is None:
             conversation = Conversation(renderer, prompt, reply.observation, self.contract.tools)
+            if renderer.max_length is not None and (length := len(conversation.tokens)) >= renderer.max_length:
+                raise DataError(f"it has {length} tokens, and the context {renderer.max_length}; return a shorter observation")
             episode.conversations[reply.opponent_moves] = conversation
         else:
             conversation.observe(reply.observation or "")

@@ -261,7 +261,7 @@ def call(reward: Callable[..., object], given: Arguments) -> list[Score] | Rewar
         value = reward(*given.by_place, **given.by_name)
     except CookbookError as error:
         return RewardFailure(f"reward: {error}", error, of_row=isinstance(error, DataError))
-    except Exception as error:  # noqa: BLE001 - the reward is the user's code
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the reward is the user's code
         return RewardFailure(f"the reward raised {described(error)}; fix the reward or row", error)
     size = given.group_size
     if size is None:
@@ -296,7 +296,9 @@ def _score(value: object) -> Score | RewardFailure:
         if isinstance(number, RewardFailure):
             return number
         parts[name] = number
-    return Score(sum(parts.values()), parts)
+    # A sum of finite numbers may overflow.
+    total = _number(sum(parts.values()), " as the sum of its parts")
+    return total if isinstance(total, RewardFailure) else Score(total, parts)
 
 
 def _number(value: object, place: str) -> float | RewardFailure:
