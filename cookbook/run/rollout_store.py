@@ -42,8 +42,6 @@ log = logging.getLogger("cookbook")
 
 # Decimals of log-probabilities, their differences and advantages.
 DECIMALS = 4
-# orjson writes NaN and infinity, which JSON does not have, as null.
-JSON_OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 # Of zlib. Level 6 needs twice the time and saves 4% of the bytes.
 LEVEL = 4
 # Counts of a trajectory that are stored unless they are 0.
@@ -83,10 +81,11 @@ class RolloutStore:
         self._pairs = pairs
         self._groups: list[RolloutGroup] = []
         self._passes: list[tuple[Sequence[Datum], Future[ForwardBackwardOutput]]] = []
+        self._numbers = RoundedNumbers()
 
     def clear(self) -> None:
         """Forget the groups and datums since the last finished step, which the recipe has not updated with."""
-        self._groups, self._passes = [], []
+        self._groups, self._passes, self._numbers = [], [], RoundedNumbers()
 
     def sampled(self, groups: Sequence[RolloutGroup]) -> None:
         self._groups += groups
@@ -98,8 +97,10 @@ class RolloutStore:
         """Write the finished step. Raise ConfigError if the disk refuses."""
         if self._file.takes(step):
             lines = self._lines()
+            self._numbers.round()
             head = {"step": step, **self._pieces.head(lines)}
-            text = b"".join(orjson.dumps(line, option=JSON_OPTIONS) for line in (head, *lines))
+            # orjson writes NaN and infinity, which JSON does not have, as null.
+            text = b"".join(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE) for line in (head, *lines))
             with writing_to(self._file.path, "free disk space and run the same command to resume"):
                 self._file.append(step, text)
         self.clear()
@@ -155,11 +156,22 @@ class RolloutStore:
         if not self._pieces.spell(segment.tokens, segment.text):
             line["text"] = segment.text
         if segment.author == "model":
-            sampled = np.asarray(segment.logprobs, dtype=np.float64)
-            line |= {"stop": segment.stop_reason, "step": segment.step, "logprobs": _rounded(sampled)}
+            line |= {"stop": segment.stop_reason, "step": segment.step, "logprobs": self._numbers.add(segment.logprobs)}
             if trained is not None:
                 # Position t of a datum predicts token t + 1.
-                line |= _trained(trained, slice(start - 1, start - 1 + len(segment.tokens)), sampled)
+                span = slice(start - 1, start - 1 + len(segment.tokens))
+                line |= self._trained(trained, span, segment.logprobs)
+        return line
+
+    def _trained(self, trained: TrainedDatum, span: slice, sampled: Sequence[float]) -> Line:
+        """Return the entries of sampled tokens that were trained on; ``span`` is their place in the datum."""
+        line: Line = {}
+        if (advantages := trained.values("advantages")) is not None:
+            line["advantage"] = self._numbers.add(advantages[span].tolist())
+        if trained.logprobs is not None and trained.logprobs.ndim == 1:
+            # Float64, as the sampler's numbers.
+            own = trained.logprobs[span].tolist()
+            line["shift"] = self._numbers.add([one - other for one, other in zip(own, sampled, strict=True)])
         return line
 
     def _rows(self, trained: Sequence[TrainedDatum]) -> list[Line]:
@@ -188,7 +200,7 @@ class RolloutStore:
             if not self._pieces.spell(own, text):
                 segment["text"] = text
             if is_data and trained.logprobs is not None and trained.logprobs.ndim == 1:
-                segment["logprobs"] = _rounded(trained.logprobs[start - 1 : start - 1 + len(own)])
+                segment["logprobs"] = self._numbers.add(trained.logprobs[start - 1 : start - 1 + len(own)].tolist())
             segments.append(segment)
         return segments
 
@@ -248,21 +260,28 @@ def _outputs(data: Sequence[Datum], output: Future[ForwardBackwardOutput]) -> It
         yield TrainedDatum(datum, None if logprobs is None else logprobs.to_numpy())
 
 
-def _trained(trained: TrainedDatum, span: slice, sampled: Array) -> Line:
-    """Return the entries of sampled tokens that were trained on; ``span`` is their place in the datum."""
-    line: Line = {}
-    if (advantages := trained.values("advantages")) is not None:
-        line["advantage"] = _rounded(advantages[span])
-    if trained.logprobs is not None and trained.logprobs.ndim == 1:
-        line["shift"] = _rounded(trained.logprobs[span].astype(np.float64) - sampled)
-    return line
+class RoundedNumbers:
+    """Lists of numbers that are rounded together: one call of numpy costs less than one call for each number or list."""
 
+    def __init__(self) -> None:
+        self._lists: list[list[float]] = []
 
-def _rounded(values: Array) -> Array:
-    """Return the values in float64 with few decimals; one value if all are equal."""
-    # Float64 is written in fewer digits. Adding 0 turns -0.0, which needs more space, into 0.0.
-    rounded = np.round(values.astype(np.float64), DECIMALS) + 0.0
-    return rounded[:1] if (rounded == rounded[:1]).all() else rounded
+    def add(self, values: Sequence[float]) -> list[float]:
+        """Return a copy of the values, which :meth:`round` will round."""
+        self._lists.append(list(values))
+        return self._lists[-1]
+
+    def round(self) -> None:
+        """Round all lists. Equal numbers become one."""
+        exact = np.fromiter(itertools.chain.from_iterable(self._lists), dtype=np.float64)
+        # Adding 0 turns -0.0, which needs more space, into 0.0.
+        rounded: list[float] = (np.round(exact, DECIMALS) + 0.0).tolist()
+        start = 0
+        for values in self._lists:
+            end = start + len(values)
+            own = rounded[start:end]
+            values[:] = own[:1] if len(set(own)) == 1 else own
+            start = end
 
 
 class StepFile:
