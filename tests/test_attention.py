@@ -220,24 +220,24 @@ def test_the_variable_length_kernel_of_torch(window):
 def test_samples_read_their_prompt_once_and_see_what_each_would_alone(change):
     """Four samples of two prompts, 4 heads on 2: as of every row by itself, its prompt copied in front of its own keys."""
     draw = functools.partial(torch.randn, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    query, key, value = draw(4, 4, 1, 8), draw(4, 2, 3, 8), draw(4, 2, 3, 8)  # of the newest three, two are written
-    layer = draw(2, 2, 5, 8), draw(2, 2, 5, 8), draw(4, 2, 1, 8), draw(4, 2, 1, 8)
+    query, key, value = draw(4, 4, 1, 8), draw(4, 2, 4, 8), draw(4, 2, 4, 8)  # of four columns, three are filled
+    layer = draw(2, 2, 5, 8), draw(2, 2, 5, 8)
     of, members, places, mask = [0, 0, 1, 1], None, None, None
     if change != "in order":
         of, members, places = [1, 0, 0, 0], torch.tensor([1, 2, 3, 0, 0, 0]), torch.tensor([3, 0, 1, 2])
     if change == "padded":
-        mask = torch.ones(4, 1, 1, 8, dtype=torch.bool)
+        mask = torch.ones(4, 1, 1, 9, dtype=torch.bool)
         mask[0, ..., :2] = mask[0, ..., 5] = False
     rule = AttentionParams(0.3, 0.0, 2.0 if change == "soft-capped" else None, draw(4) if change == "sinks" else None)
     slots = 2 if members is None else 3
-    found = SharedPrefixKV([layer], 2, slots, members, places, mask).attend(query, key, value, 0, rule)
+    found = SharedPrefixKV([layer], 3, slots, members, places, mask).attend(query, key, value, 0, rule)
     for row, prompt in enumerate(of):
-        read = zip(layer[:2], layer[2:], (key, value), strict=True)
-        keys, values = (torch.cat([of_all[prompt], own[row], newest[row, :, :2]], 1) for of_all, own, newest in read)
+        read = zip(layer, (key, value), strict=True)
+        keys, values = (torch.cat([of_all[prompt], own[row, :, :3]], 1) for of_all, own in read)
         for head in range(4):
             scores = keys[head // 2] @ query[row, head, 0] * rule.scale
             scores = scores if rule.softcap is None else 2.0 * torch.tanh(scores / 2.0)
-            weights = scores.exp() * (1 if mask is None else mask[row, 0, 0])
+            weights = scores.exp() * (1 if mask is None else mask[row, 0, 0, :8])
             total = weights.sum() + (0 if rule.sinks is None else rule.sinks[head].exp())
             assert torch.allclose(found[row, head, 0], weights @ values[head // 2] / total, rtol=0, atol=1e-14)
 

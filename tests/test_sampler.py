@@ -367,7 +367,7 @@ def test_the_cache_keeps_a_prompt_once_as_long_as_a_row_continues_it():
     given = cache.arguments(torch.ones(5, 1))
     prompts = given["prompts"]
     last = torch.randn(2, 5, 2, 1, 4)
-    newest = given["past_key_values"].update(*last, 0)
+    own = given["past_key_values"].update(*last, 0)
     assert given["attention_mask"] is None
     assert prompts.row_of_slot.view(3, 2).tolist() == [[2, 2], [0, 1], [3, 4]] and prompts.slot_of_row.tolist() == [
         2,
@@ -377,13 +377,14 @@ def test_the_cache_keeps_a_prompt_once_as_long_as_a_row_continues_it():
         5,
     ]
     expected = [[0, 0, 0, 1, 1, 1, 1]] * 2 + [[0, 1, 1, 1, 1, 1, 1]] + [[1, 1, 1, 1, 1, 0, 1]] * 2
-    assert prompts.mask[:, 0, 0].int().tolist() == expected and prompts.written == 1
+    assert prompts.mask[:, 0, 0, :7].int().tolist() == expected and prompts.filled == 2
+    assert prompts.mask.shape[-1] == 5 + own[0].shape[2]
     for place in (0, 1):
-        of_prompts, own = prompts.layers[0][place], prompts.layers[0][2 + place]
+        of_prompts = prompts.layers[0][place]
         one, other = (getattr(c.layers[0], ("keys", "values")[place]) for c in (first, second))
         assert torch.equal(of_prompts[:2, :, 1:], one[[1, 2]]) and torch.equal(of_prompts[2], other[0])
-        assert torch.equal(own[:3], new[place][[4, 3, 2]]) and not own[3:].any()
-        assert torch.equal(newest[place][:, :, :1], last[place]) and not newest[place][:, :, 1:].any()
+        assert torch.equal(own[place][:3, :, :1], new[place][[4, 3, 2]]) and not own[place][3:, :, :1].any()
+        assert torch.equal(own[place][:, :, 1:2], last[place]) and not own[place][:, :, 2:].any()
 
 
 @pytest.fixture

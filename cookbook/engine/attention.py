@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout as drop
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from cookbook.engine.fast_path import FastPathError
 from cookbook.engine.precision import EXACT, attended, half_attention, multiplies_half
@@ -43,14 +43,17 @@ class AttentionParams:
     def is_plain(self) -> bool:
         return self.softcap is None and self.sinks is None
 
-    def weights(self, scores: Tensor, mask: Tensor | None) -> Tensor:
+    def weights(self, scores: Tensor, mask: Tensor | None, filled: int | None = None) -> Tensor:
         """Return the softmax of ``scores`` over the keys, in the same shape, ``(N, heads, queries, keys)``.
 
-        ``mask``: true where a query sees a key, of a shape that broadcasts. With sinks, the weights sum to less than 1.
+        ``mask``: true where a query sees a key, of a shape that broadcasts. ``filled``: no query sees a key after this number;
+        ``scores`` may be changed. With sinks, the weights sum to less than 1.
         """
         keys = scores.shape[-1]
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
+        if filled is not None:
+            scores[..., filled:] = torch.finfo(scores.dtype).min
         # Finite, because left padding of a prompt sees no key, and a softmax over -inf alone is NaN.
         if mask is not None:
             scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
@@ -84,19 +87,17 @@ def attend_by_scores(
 class SharedPrefixKV:
     """Keys and values for a decoding step in which several rows share one copy of their prompt.
 
-    Each row attends to its prompt, its own earlier tokens, and a short tail with its newest tokens. Rows are arranged as
-    ``prompts * slots``, so that all rows of a prompt read it in one matrix product; ``slots`` is the largest number of rows of
-    a prompt, and unused slots repeat a row.
+    Each row attends to its prompt and its own tokens. Rows are arranged as ``prompts * slots``, so that all rows of a prompt
+    read it in one matrix product; ``slots`` is the largest number of rows of a prompt, and unused slots repeat a row.
 
-    ``layers``: for each layer, keys and values of the prompts and of the rows' own tokens without the tail, ``(prompts or rows,
-    key heads, columns, D)`` each. ``written``: number of filled columns of the tail, including the new token. ``row_of_slot``:
-    ``(prompts * slots,)``, the row in each slot. ``slot_of_row``: ``(rows,)``, the slot of each row. Both are None if the rows
-    are already in slot order. ``mask``: ``(rows, 1, 1, columns)``, true where a column holds a token of the row; None:
-    everywhere.
+    ``layers``: for each layer, keys and values of the prompts, ``(prompts, key heads, columns, D)`` each. ``filled``: number
+    of columns of the rows' own tokens that hold tokens, including the new one. ``row_of_slot``: ``(prompts * slots,)``, the row
+    in each slot. ``slot_of_row``: ``(rows,)``, the slot of each row. Both are None if the rows are already in slot order.
+    ``mask``: ``(rows, 1, 1, columns)``, false where a filled column holds no token of the row; None: nowhere.
     """
 
-    layers: list[tuple[Tensor, Tensor, Tensor, Tensor]]
-    written: int
+    layers: list[tuple[Tensor, Tensor]]
+    filled: int
     slots: int
     row_of_slot: Tensor | None
     slot_of_row: Tensor | None
@@ -105,19 +106,17 @@ class SharedPrefixKV:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: int, params: AttentionParams) -> Tensor:
         """Attend from the new tokens, ``query`` ``(rows, heads, 1, D)``; return the same shape.
 
-        ``key`` and ``value``: the tail, ``(rows, key heads, columns, D)``, of which the first ``written`` columns hold tokens.
-        The products read the whole tail, because contiguous memory is faster; unfilled columns get no weight.
+        ``key`` and ``value``: of the rows' own tokens, ``(rows, key heads, columns, D)``; the first ``filled`` columns hold
+        tokens. The products read all columns, because contiguous memory is faster; unfilled columns get no weight.
         """
-        prompt_keys, prompt_values, keys, values = self.layers[layer]
+        prompt_keys, prompt_values = self.layers[layer]
         grouped = query.reshape(len(query), key.shape[1], -1, query.shape[-1]) * params.scale
         before = self._ungroup(self._group_by_prompt(grouped) @ prompt_keys.transpose(-1, -2))
-        own, newest = grouped @ keys.transpose(-1, -2), grouped @ key.transpose(-1, -2)
-        scores = torch.cat([before, own, newest[..., : self.written]], -1)
-        weights = params.weights(scores.flatten(1, 2).unsqueeze(2), self.mask).view_as(scores)
-        sizes = [before.shape[-1], own.shape[-1], self.written]
-        of_prompts, of_own, of_newest = torch.split(weights, sizes, -1)
-        of_newest = pad(of_newest, (0, key.shape[2] - self.written))
-        out: Tensor = self._ungroup(self._group_by_prompt(of_prompts) @ prompt_values) + of_own @ values + of_newest @ value
+        scores = torch.cat([before, grouped @ key.transpose(-1, -2)], -1)
+        filled = before.shape[-1] + self.filled
+        weights = params.weights(scores.flatten(1, 2).unsqueeze(2), self.mask, filled).view_as(scores)
+        of_prompts, of_own = torch.split(weights, [before.shape[-1], key.shape[2]], -1)
+        out: Tensor = self._ungroup(self._group_by_prompt(of_prompts) @ prompt_values) + of_own @ value
         return out.reshape(*query.shape[:3], value.shape[-1])
 
     def _group_by_prompt(self, x: Tensor) -> Tensor:

@@ -230,10 +230,9 @@ def _padding(mask: Tensor) -> int:
     return int(mask.any(0).int().argmax())
 
 
-# Width of the tail, a short buffer for new tokens. Appending to the main buffers at every step would need spare columns, and a
-# CPU reads contiguous keys and values two to four times as fast as strided ones. So new tokens go to the tail, which is
-# appended to the main buffers when it is full, or when rows enter or leave.
-TAIL_COLUMNS = 16
+# Number of columns that are added for the rows' next tokens, when all are filled. That copies all tokens; but a CPU reads whole
+# buffers two to four times as fast as a part of their columns, so the products read the free columns, too, and they are few.
+FREE_COLUMNS = 16
 
 
 class PromptCache:
@@ -282,9 +281,9 @@ class PromptCache:
         layers = [layer.read() for layer in self._layers]
         mask = None
         if self._seen is not None:
-            columns = torch.arange(self._layers[0].columns + 1, device=new.device)
+            columns = torch.arange(self._layers[0].width, device=new.device)
             mask = torch.cat([self._seen, columns >= self._first_columns], 1)[:, None, None]
-        prompts = replace(self._prompts, layers=layers, written=self._layers[0].written + 1, mask=mask)
+        prompts = replace(self._prompts, layers=layers, filled=self._layers[0].columns + 1, mask=mask)
         return {"past_key_values": self._states, "attention_mask": None, "prompts": prompts}
 
     def _assign_slots(self) -> None:
@@ -309,31 +308,32 @@ class PromptCache:
 
 
 class _SharedPromptLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of one layer. ``update`` returns only the tail, of which ``written`` columns are filled."""
+    """Keys and values of one layer. ``update`` returns those of the rows' own tokens, of which ``columns`` are filled."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.written = 0
+        self.columns = 0
         self._parts: list[_LayerStates] = []
 
     @property
-    def columns(self) -> int:
-        """Number of columns after the prompts."""
-        return self._parts[0].own.shape[2] + self.written if self._parts else 0
+    def width(self) -> int:
+        """Number of columns after the prompts, filled or not."""
+        return self._parts[0].own.shape[2]
 
-    def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return keys and values of the prompts, then of the rows without the tail. Ensures a free column in the tail."""
-        if self.written == TAIL_COLUMNS:
-            self._empty_tail()
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values of the prompts. Ensures a free column for the next token."""
         keys, values = self._parts
-        return keys.prompts, values.prompts, keys.own, values.own
+        if self.columns == self.width:
+            for part in self._parts:
+                part.own = pad(part.own, (0, 0, 0, FREE_COLUMNS))
+        return keys.prompts, values.prompts
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        """Append one token per row to the tail. Return keys and values of the whole tail."""
-        keys, values = (part.tail for part in self._parts)
-        keys[:, :, self.written : self.written + 1] = key_states
-        values[:, :, self.written : self.written + 1] = value_states
-        self.written += 1
+        """Append one token per row. Return keys and values of all columns after the prompts."""
+        keys, values = (part.own for part in self._parts)
+        keys[:, :, self.columns : self.columns + 1] = key_states
+        values[:, :, self.columns : self.columns + 1] = value_states
+        self.columns += 1
         return keys, values
 
     def enter(self, keys: Tensor, values: Tensor, rows: int) -> None:
@@ -341,26 +341,18 @@ class _SharedPromptLayer(CacheLayerMixin):  # type: ignore[misc]
         if not self._parts:
             self.lazy_initialization(keys, values)
         for part, prompts in zip(self._parts, (keys, values), strict=True):
-            part.enter(prompts, rows)
+            part.prompts = _stacked(part.prompts, prompts).contiguous()
+            part.own = torch.cat([part.own, part.own.new_zeros(rows, *part.own.shape[1:])])
 
     def keep(self, rows: list[int], first: int, prompts: list[int], padding: int) -> None:
         """Keep only ``rows``, from column ``first`` on, and ``prompts``, from column ``padding`` on."""
-        self._empty_tail()
         for part in self._parts:
-            part.own = _select(part.own, rows, first)
-            part.tail = part.tail[: len(rows)]
+            part.own = _select(part.own[:, :, : self.columns], rows, first)
             part.prompts = _select(part.prompts, prompts, padding)
-        self._parts = self._parts if rows else []
-
-    def _empty_tail(self) -> None:
-        for part in self._parts:
-            part.own = torch.cat([part.own, part.tail[:, :, : self.written]], 2)
-            part.tail = torch.zeros_like(part.tail)
-        self.written = 0
+        self.columns, self._parts = (self.columns - first, self._parts) if rows else (0, [])
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        empty = [states[:0, :, :0] for states in (key_states, value_states)]
-        self._parts = [_LayerStates(states, states, pad(states, (0, 0, TAIL_COLUMNS, 0))) for states in empty]
+        self._parts = [_LayerStates(states[:0, :, :0], states[:0, :, :0]) for states in (key_states, value_states)]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.columns + query_length, 0
@@ -374,7 +366,7 @@ class _SharedPromptLayer(CacheLayerMixin):  # type: ignore[misc]
 
 @dataclass
 class _LayerStates:
-    """The keys or the values of one layer: of the prompts, of the rows' own tokens, and of the tail with the newest tokens.
+    """The keys or the values of one layer: of the prompts, and of the rows' own tokens.
 
     Shape ``(prompts or rows, heads, columns, D)`` each. Unused columns are 0, because they are multiplied by weights of 0, and
     uninitialized memory may hold NaN.
@@ -382,11 +374,6 @@ class _LayerStates:
 
     prompts: Tensor
     own: Tensor
-    tail: Tensor
-
-    def enter(self, prompts: Tensor, rows: int) -> None:
-        self.prompts = _stacked(self.prompts, prompts).contiguous()
-        self.own, self.tail = (torch.cat([part, part.new_zeros(rows, *part.shape[1:])]) for part in (self.own, self.tail))
 
 
 def _select(states: Tensor, rows: list[int], first: int) -> Tensor:
