@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tiny import byte_tokenizer
+from tokenizers import decoders
 
 from cookbook.data import (
     Columns,
@@ -293,3 +294,17 @@ def test_the_bytes_of_what_is_trained_are_counted(renderer: Renderer) -> None:
     row = Row("rows:1", {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "né €"}]})
     (datum,) = conversation_datums([row], renderer, DataConfig())
     assert int(datum.loss_fn_inputs["num_bytes"].array) == len("né €".encode())
+
+
+@pytest.mark.parametrize("decoder", ["bytes", "other"])
+def test_the_bytes_of_any_tokens_are_those_of_their_text(decoder: str) -> None:
+    """Random tokens: characters of several tokens, parts of characters, special tokens, empty rows; in any order of calls."""
+    tokenizer = byte_tokenizer()
+    if decoder == "other":
+        tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    renderer, draw = Renderer(tokenizer), np.random.default_rng(0)
+    rows = [draw.integers(0, len(tokenizer), count).astype(np.int32) for count in draw.integers(0, 12, 100)]
+    rows += [np.array(tokenizer.encode(text), np.int32) for text in ("né €", " a b", "漢字 and 😀")]
+    expected = [len(text.encode()) for text in tokenizer.batch_decode(rows, skip_special_tokens=True)]
+    assert [size for row in rows[50:] for size in renderer.num_bytes([row])] == expected[50:]
+    assert renderer.num_bytes(rows) == expected and renderer.num_bytes([]) == []

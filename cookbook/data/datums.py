@@ -195,7 +195,7 @@ def _datums(
 def _with_num_bytes(encoded: Iterator[EncodedRow], renderer: Renderer) -> Iterator[EncodedRow]:
     while block := list(itertools.islice(encoded, BATCH)):
         # Nothing predicts the first token.
-        trained = [np.asarray(one.tokens)[1:][np.asarray(one.weights)[1:] != 0].tolist() for one in block]
+        trained = [np.asarray(one.tokens)[1:][np.asarray(one.weights)[1:] != 0] for one in block]
         for one, size in zip(block, renderer.num_bytes(trained), strict=True):
             yield EncodedRow(one.row, one.question, one.tokens, one.weights, size)
 
@@ -355,7 +355,7 @@ class _RowFilter:
             return None
         if cut:
             rendered = Rendered(rendered.tokens[:limit], rendered.weights[:limit])
-        if np.any(rendered.weights[1:]):  # nothing predicts the first token
+        if rendered.weights[1:].any():  # nothing predicts the first token
             return rendered
         reason = f"nothing to train on in the first {limit} tokens" if cut else "nothing to train on, all weights are 0"
         self._reject(FIT, where, "on_empty", f"{place}: {reason}; remove the row or set data.on_empty=skip")

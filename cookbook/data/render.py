@@ -32,6 +32,8 @@ T = TypeVar("T")
 SURROGATE = re.compile("[\ud800-\udfff]")
 # A tokenizer prints this character for the bytes of a character that is not complete.
 PART_OF_A_CHARACTER = "\ufffd"
+# In place of a token's number of bytes: not decoded yet, and part of a character or dependent on other tokens.
+NOT_DECODED, UNKNOWN = -2, -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +61,7 @@ class Renderer:
         self.tokenizer = tokenizer
         self.max_length = max_length
         self._template = ChatTemplate(tokenizer)
+        self._bytes_of_token = np.empty(0, dtype=np.int64)
 
     @property
     def unused_fields(self) -> Sequence[str]:
@@ -158,14 +161,35 @@ class Renderer:
         """Whether the chat template prints tools."""
         return self._template.prints_tools
 
-    def num_bytes(self, rows: Sequence[Sequence[int]]) -> list[int]:
+    def num_bytes(self, rows: Sequence[npt.NDArray[np.int32]]) -> list[int]:
         """Return the number of UTF-8 bytes of the text of each row of tokens, without special tokens."""
+        if not rows:
+            return []
+        counts = self._token_bytes(np.concatenate(rows))
+        ends = np.cumsum([len(row) for row in rows])
+        sums, unknown = (np.diff(np.append(0, one.cumsum())[ends], prepend=0) for one in (counts, counts == UNKNOWN))
+        undecided = unknown.nonzero()[0]
+        sums[undecided] = [len(text.encode()) for text in self._texts([rows[row].tolist() for row in undecided])]
+        return list(sums.tolist())
+
+    def _token_bytes(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+        """Return the number of bytes that each token adds to a text, in the shape of ``tokens``."""
+        # Other decoders change a token's text by its place, such as the first space of a text.
+        if not self._decodes_bytes:
+            return np.full(len(tokens), UNKNOWN)
+        missing = max(int(tokens.max(initial=0)) + 1 - len(self._bytes_of_token), 0)
+        self._bytes_of_token = np.append(self._bytes_of_token, np.full(missing, NOT_DECODED))
+        new = np.unique(tokens[self._bytes_of_token[tokens] == NOT_DECODED])
+        texts = self._texts([[token] for token in new.tolist()])
+        self._bytes_of_token[new] = [UNKNOWN if PART_OF_A_CHARACTER in text else len(text.encode()) for text in texts]
+        return self._bytes_of_token[tokens]
+
+    def _texts(self, rows: list[list[int]]) -> list[str]:
         if not rows:  # transformers would decode no row as one row
             return []
         # The model's tokenizer looks at every token in Python before it calls the library's.
         decode = self.tokenizer.backend_tokenizer.decode_batch if self._decodes_as_standard else self._decoded
-        texts = decode(rows, skip_special_tokens=True)
-        return [len(text.encode()) for text in texts]
+        return list(decode(rows, skip_special_tokens=True))
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -282,6 +306,13 @@ class Renderer:
         own, base = type(self.tokenizer), PreTrainedTokenizerBase
         is_standard = own.batch_decode is base.batch_decode and own.decode is base.decode
         return is_standard and own._decode is PreTrainedTokenizerFast._decode
+
+    @cached_property
+    def _decodes_bytes(self) -> bool:
+        """Whether a text is its tokens' bytes, one after the other, as with the tokenizers of GPT-2, Llama 3 and Qwen."""
+        from tokenizers.decoders import ByteLevel
+
+        return self._decodes_as_standard and isinstance(self.tokenizer.backend_tokenizer.decoder, ByteLevel)
 
     def _decoded(self, rows: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
         texts: list[str] = self.tokenizer.batch_decode(
