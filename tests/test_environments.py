@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import itertools
 import json
 import os
 import re
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ from cookbook.data import DataConfig, RenderedPrompt, Renderer, Row
 from cookbook.data.formats import Chat, Plain
 from cookbook.data.messages import ChatMessage
 from cookbook.errors import ConfigError, RolloutError, SampleRefusedError
-from cookbook.futures import done
+from cookbook.futures import Future, done
 from cookbook.sampling import environments
 from cookbook.sampling.environments import EnvironmentRunner, PythonEnvironment, ready
 from cookbook.sampling.environments.conversation import Conversation
@@ -302,6 +304,94 @@ def test_without_lockstep_the_same_episodes_are_played():
     sampler = Scripted(renderer().tokenizer, "b", "b", "a", "a")
     found, _ = played(guess(lockstep=False), sampler, [{"letter": "a"}, {"letter": "a"}])
     assert [one[0].reward for one in found.values()] == [0.5, 0.5]
+
+
+class Knowing(Scripted):
+    """A sampler that says x, and then the letters of the row.
+
+    ``late``: the first completion of a waits for :meth:`release`. ``errors``: the first requests of second turns raise them.
+    """
+
+    def __init__(self, tokenizer, late=False, errors=()):
+        super().__init__(tokenizer)
+        self.late, self.errors, self.held = late, list(errors), []
+
+    def sample(self, prompt, num_samples=1, sampling_params=None):
+        said = renderer().printed(prompt.to_ints())
+        is_first, letters = "not x" not in said, "bb" if "guess 2" in said else "a"
+        if not is_first and self.errors:
+            raise self.errors.pop()
+        self.turns.append("x" if is_first else letters)
+        sampled = super().sample(prompt, num_samples, sampling_params)
+        if self.late and is_first and letters == "a":
+            self.held.append((Future(), sampled.result()))
+            return self.held[-1][0]
+        return sampled
+
+    def release(self):
+        for future, response in self.held:
+            future.set_result(response)
+
+
+def played_until(config, sampler, over, retries=2):
+    """Play the letters a and bb. ``over`` is called when the episode of bb has ended. Return how both have ended."""
+    found = {}
+
+    def ended(index, trajectories):
+        found[index] = trajectories[0]
+        if index == 1:
+            over()
+
+    with contextlib.closing(EnvironmentRunner(config)) as environment:
+        draws = [Draw(prompt({"letter": letter}), 1, SamplingParams(max_tokens=20, seed=5)) for letter in ("a", "bb")]
+        failed = Episodes(renderer(), Retrier(retries, 4), None, environment).play(sampler, draws, ended)
+    return {index: (one.ended, len(one.turns), one.reward) for index, one in found.items()}, failed
+
+
+RIGHT = ("done", 2, 0.5)
+
+
+@pytest.mark.parametrize("method", ["reset(self, letter, seed=None)", "step(self, text)", "get_reward(self)"])
+def test_without_lockstep_a_slow_environment_holds_no_other_episode(method):
+    """The method of the first episode returns after the second episode has ended, which takes two more turns."""
+    slow = "letter" if method.startswith("reset") else "self.letter"
+    wait = f"        while {slow} == 'a' and not pathlib.Path('over').exists(): time.sleep(0.01)\n"
+    text = "import pathlib\n" + GUESS + "\n    def get_reward(self):\n        return 1.0 / self.tries\n"
+    head, body = text.split(f"    def {method}:\n")
+    write("slow.py", f"{head}    def {method}:\n{wait}{body}")
+    config = PythonEnvironment(target="slow.py:Guess", workers=2, timeout_s=30.0, lockstep=False)
+    assert played_until(config, Knowing(renderer().tokenizer), Path("over").touch)[0] == {0: RIGHT, 1: RIGHT}
+
+
+def test_without_lockstep_a_slow_completion_holds_no_other_episode():
+    sampler = Knowing(renderer().tokenizer, late=True)
+    assert played_until(guess(lockstep=False), sampler, sampler.release)[0] == {0: RIGHT, 1: RIGHT}
+
+
+@pytest.mark.parametrize("lockstep", [True, False])
+def test_requests_of_later_turns_are_retried_and_then_dropped(lockstep, monkeypatch):
+    monkeypatch.setattr("cookbook.sampling.episodes.FIRST_WAIT_S", 0.0)
+    busy, refused = ConnectionError("busy"), SampleRefusedError("too long")
+    for errors, retries, dropped in [([busy] * 3, 2, 0), ([refused], 0, 1), ([busy] * 3, 1, 1)]:
+        sampler = Knowing(renderer().tokenizer, errors=errors)
+        found, failed = played_until(guess(lockstep=lockstep), sampler, lambda: None, retries=retries)
+        assert list(found.values()) == [RIGHT] * (2 - dropped) and len(failed.failed) == dropped
+    with pytest.raises(RolloutError, match="sampling: 4 consecutive requests failed, the last with: busy"):
+        played_until(guess(lockstep=lockstep), Knowing(renderer().tokenizer, errors=[busy] * 9), lambda: None)
+
+
+@pytest.mark.parametrize(("last", "lines"), [(12.0, 1), (11.0, 0)])
+def test_a_long_wait_of_rounds_names_the_option_once(last, lines, caplog, monkeypatch):
+    """The first answer of a round comes after a second, the other one later. Each step has three rounds."""
+    caplog.set_level("INFO", "cookbook")
+    clock = itertools.chain(*itertools.repeat([0.0, 1.0, 2.0, 0.0, 1.0, 2.0, 0.0, 1.0, last], 2))
+    monkeypatch.setattr("cookbook.sampling.episodes.time", SimpleNamespace(monotonic=clock.__next__))
+    with contextlib.closing(EnvironmentRunner(guess())) as environment:
+        for _ in range(2):
+            draws = [Draw(prompt({"letter": letter}), 1, SamplingParams(max_tokens=20, seed=5)) for letter in ("a", "bb")]
+            sampler = Knowing(renderer().tokenizer)
+            Episodes(renderer(), Retrier(0, 4), None, environment).play(sampler, draws, lambda *_: None)
+    assert caplog.text.count("have waited 10 s for slow environments; with env.lockstep=false") == lines
 
 
 def duel(**options):
@@ -776,11 +866,14 @@ def test_a_question_of_reasoning_gym_is_rewritten_and_repeated_after_a_wrong_ans
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_chain_sum_is_learned_in_two_turns(seed):
-    """From about 0 to about 40% right, greedy, on held-out rows, in ten steps."""
+    """From about 0 to over 40% right, greedy, on 1,000 held-out rows, in ten steps.
+
+    The lowest of seeds 0 to 5 is 44.0%; the standard error of an accuracy is 1.6 points.
+    """
     pytest.importorskip("reasoning_gym", reason="the extra reasoning-gym is not installed")
     assert run(["train", "experiment=grpo_chain_sum", "checkpoint.final=false", f"seed={seed}", "out=run"]) == 0
     first, last = rows("run")[0], rows("run")[-1]
-    assert last["step"] == 10 and first["eval/accuracy"] < 0.05 and last["eval/accuracy"] >= 0.38
+    assert last["step"] == 10 and first["eval/accuracy"] < 0.05 and last["eval/accuracy"] >= 0.4
 
 
 @pytest.mark.slow

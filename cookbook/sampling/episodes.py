@@ -7,6 +7,9 @@ advance in rounds: the completions of a round are sampled together, then the env
     round 1   ... the same tokens + answer -> completion -> answer
     ...       until the environment is done, or max_turns, or the context is full
 
+The rounds make the batches of the sampler a function of the rows and seeds, not of the time, so that runs repeat bit for bit.
+With ``env.lockstep=false`` each episode advances as soon as its own completion or answer has arrived.
+
 A request that fails is retried, dropped with all episodes of its prompt, or ends the run.
 """
 
@@ -19,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -97,7 +101,7 @@ class Retrier:
 
     def _round(self, requests: Mapping[int, Request], arrived: Arrived) -> dict[int, Exception]:
         """Make each request once. Return the errors of the failed ones, in the order of the requests."""
-        indices = {_submitted(request): index for index, request in requests.items()}
+        indices = {submitted(request): index for index, request in requests.items()}
         in_order = deque(indices)
         failed = {}
         for future in concurrent.futures.as_completed(indices):
@@ -105,11 +109,20 @@ class Retrier:
                 arrived(indices[future], future.result().sequences)
             while in_order and in_order[0].done():
                 first = in_order.popleft()
-                if (error := self._count(first.exception())) is not None:
+                if (error := self.count(first.exception())) is not None:
                     failed[indices[first]] = error
         return failed
 
-    def _count(self, error: BaseException | None) -> Exception | None:
+    def wait_s(self, error: Exception, num_failures: int, *, has_samples: bool) -> float | None:
+        """Return the seconds until the next attempt of a request that has failed ``num_failures`` times; None: it is dropped.
+
+        ``has_samples``: see :meth:`sample`.
+        """
+        if isinstance(error, PERMANENT) or (num_failures > self._retries and has_samples):
+            return None
+        return float(min(FIRST_WAIT_S * 2 ** (num_failures - 1), LONGEST_WAIT_S))
+
+    def count(self, error: BaseException | None) -> Exception | None:
         """Count one finished request; None means success. Return the error.
 
         Raises:
@@ -130,7 +143,7 @@ class Retrier:
         return error
 
 
-def _submitted(request: Request) -> concurrent.futures.Future[SampleResponse]:
+def submitted(request: Request) -> concurrent.futures.Future[SampleResponse]:
     """Make a request and return its future; a request that raises gives a failed future."""
     try:
         return request()
@@ -169,10 +182,27 @@ class _Attempt:
     num_opponent_turns: int = 0
     calls: tuple[int, int, int] = (0, 0, 0)
     reward: Pending[EarnedReward | None] | None = None
+    # Without lockstep: the requested completion of the next turn, and how often its request has failed.
+    requested: concurrent.futures.Future[SampleResponse] | None = None
+    num_failures: int = 0
 
     @property
     def num_turns(self) -> int:
         return self.num_own_turns + self.num_opponent_turns
+
+    @property
+    def awaited(self) -> concurrent.futures.Future[Any]:
+        """The completion, answer or reward that the episode waits for."""
+        return self.requested or (self.reward or self.waiting).future
+
+    def add(self, sample: Sample) -> Segment:
+        """Add the completion of a turn, and return it."""
+        assert self.conversation is not None
+        if self.conversation is self.own:
+            self.num_own_turns += 1
+        else:
+            self.num_opponent_turns += 1
+        return self.conversation.add(sample)
 
     def turn_params(self, context: int | None, *, own_seed: bool) -> SamplingParams:
         """Return the parameters of the next turn, with as many tokens as the context has left."""
@@ -255,7 +285,7 @@ class Episodes:
 
 
 class _Rounds:
-    """The rounds of one call of :meth:`Episodes.play` with an environment."""
+    """The episodes of one call of :meth:`Episodes.play` with an environment: in rounds, or without lockstep each on its own."""
 
     def __init__(
         self,
@@ -275,16 +305,16 @@ class _Rounds:
         self._has_samples = has_samples
         self._failed: dict[int, Exception] = {}
         self._num_retries = 0
+        self._held_s = 0.0
 
     def play(self) -> FailedRequests:
         told: set[int] = set()
-        while waiting := self._begin([one for one in self._attempts if not one.ended and one.draw not in self._failed]):
-            answered = self._answered(waiting)
-            for attempt in answered:
-                self._read(attempt)
-            self._sample([attempt for attempt in answered if not attempt.ended])
-            unfinished = {one.draw for one in self._attempts if not one.ended} | {index for index, _ in self._queued}
+        advance = self._round if self._environment.config.lockstep else self._advance
+        while under_way := self._begin(self._under_way()):
+            advance(under_way)
+            unfinished = {one.draw for one in self._under_way()} | {index for index, _ in self._queued}
             told |= self._tell(told, unfinished - self._failed.keys())
+        self._environment.report_held(self._held_s)
         if self._draws and not self._has_samples and len(self._failed) == len(self._draws):
             first = self._failed[min(self._failed)]
             raise RolloutError(f"sampling: requests of all {len(self._draws)} prompts were refused; the first: {first}")
@@ -301,12 +331,64 @@ class _Rounds:
                 self._attempts.append(waiting[-1])
         return waiting
 
-    def _answered(self, waiting: Sequence[_Attempt]) -> Sequence[_Attempt]:
-        """Return the attempts to continue: all of them, or with ``env.lockstep=false`` those whose answers have arrived."""
-        if self._environment.config.lockstep:
-            return waiting
-        concurrent.futures.wait([one.waiting.future for one in waiting], return_when=concurrent.futures.FIRST_COMPLETED)
-        return [one for one in waiting if one.waiting.done()]
+    def _under_way(self) -> list[_Attempt]:
+        """Return the attempts that have not ended. Without lockstep, an attempt ends when its reward has arrived."""
+        rewards = not self._environment.config.lockstep
+        return [
+            one
+            for one in self._attempts
+            if one.draw not in self._failed and (not one.ended or (rewards and one.reward and not one.reward.done()))
+        ]
+
+    def _round(self, attempts: Sequence[_Attempt]) -> None:
+        """Wait for the answers to all attempts, then sample the next turn of those that continue."""
+        started = half = time.monotonic()
+        for count, _ in enumerate(concurrent.futures.as_completed([one.waiting.future for one in attempts]), 1):
+            if 2 * count <= len(attempts) + 1:
+                half = time.monotonic()
+        # Answers that arrive at equal distances hold no episode.
+        self._held_s += max(0.0, time.monotonic() - half - (half - started))
+        for attempt in attempts:
+            self._read(attempt)
+        self._sample([attempt for attempt in attempts if not attempt.ended])
+
+    def _advance(self, attempts: Sequence[_Attempt]) -> None:
+        """Wait for one completion, answer or reward. Continue the attempts that have got theirs."""
+        concurrent.futures.wait([one.awaited for one in attempts], return_when=concurrent.futures.FIRST_COMPLETED)
+        failed: dict[_Attempt, float] = {}
+        for attempt in attempts:
+            if attempt.draw in self._failed or not attempt.awaited.done():
+                continue
+            if attempt.requested is not None:
+                self._completed(attempt, attempt.requested, failed)
+            elif not attempt.ended:
+                self._read(attempt)
+                if not attempt.ended:
+                    attempt.requested = submitted(self._turn([attempt]))
+        if failed:
+            time.sleep(max(failed.values()))
+            self._num_retries += len(failed)
+        for attempt in failed:
+            attempt.requested = submitted(self._turn([attempt]))
+
+    def _completed(
+        self, attempt: _Attempt, requested: concurrent.futures.Future[SampleResponse], failed: dict[_Attempt, float]
+    ) -> None:
+        """Pass a completion to the environment. Add a request to retry to ``failed``, with the seconds until then."""
+        attempt.requested = None
+        error = self._retrier.count(requested.exception())
+        if error is None:
+            attempt.num_failures = 0
+            [sample] = requested.result().sequences
+            attempt.waiting = self._environment.act(attempt.episode, attempt.add(sample))
+            return
+        attempt.num_failures += 1
+        has_samples = self._has_samples or any(one.num_turns for one in self._attempts)
+        wait_s = self._retrier.wait_s(error, attempt.num_failures, has_samples=has_samples)
+        if wait_s is None:
+            self._failed[attempt.draw] = error
+        else:
+            failed[attempt] = wait_s
 
     def _read(self, attempt: _Attempt) -> None:
         """Take the environment's answer: the attempt ends, or its next turn has a prompt."""
@@ -352,10 +434,8 @@ class _Rounds:
         for _, group in itertools.groupby(attempts, lambda one: (one.draw, one.num_turns)):
             same = list(group)
             first = same[0].conversation
-            # Which attempts are ready together depends on the time, unless a round waits for all.
             together = (
-                self._environment.config.lockstep
-                and same[0].num_turns == 0
+                same[0].num_turns == 0
                 and all(one.conversation and first and one.conversation.tokens == first.tokens for one in same)
                 and all(one.turn_params(None, own_seed=False) == same[0].turn_params(None, own_seed=False) for one in same)
             )
@@ -367,12 +447,7 @@ class _Rounds:
 
         def arrived(index: int, samples: list[Sample]) -> None:
             for attempt, sample in zip(turns[index], samples, strict=True):
-                assert attempt.conversation is not None
-                completions[attempt] = attempt.conversation.add(sample)
-                if attempt.conversation is attempt.own:
-                    attempt.num_own_turns += 1
-                else:
-                    attempt.num_opponent_turns += 1
+                completions[attempt] = attempt.add(sample)
 
         has_samples = self._has_samples or any(one.num_turns for one in self._attempts)
         result = self._retrier.sample(requests, arrived, has_samples=has_samples)

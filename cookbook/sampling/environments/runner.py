@@ -32,6 +32,8 @@ NAMED = frozenset({"seed"})
 CLOSE_S = 5.0
 # Held-out rows of an environment that reads no data, with eval.limit=null.
 NUM_EVAL = 200
+# Seconds that the rounds of a step may wait for slow environments. After a longer wait, one log line names env.lockstep.
+HELD_S = 10.0
 HANDLER = "cookbook.sampling.environments.instance:handler"
 
 
@@ -133,6 +135,16 @@ class EpisodeRunner:
                 "env: some episodes had a reward of the environment, and others none; return (observation, reward) from every "
                 "step, with 0.0 where nothing is earned, or define get_reward"
             )
+
+    def report_held(self, held_s: float) -> None:
+        """Log once if the rounds of a step have waited long for slow answers.
+
+        ``held_s``: seconds by which the later half of the answers took longer than the earlier half.
+        """
+        if held_s >= HELD_S and "held" not in self._said:
+            self._said.add("held")
+            remedy = "with env.lockstep=false the other episodes continue, but runs no longer repeat bit for bit"
+            log.info("env: the rounds of a step have waited %.0f s for slow environments; %s", held_s, remedy)
 
     def _failure(self, episode: Episode, answer: JsonObject) -> Failure:
         """Return the failure, and say it once.
