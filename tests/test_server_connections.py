@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import re
 import resource
@@ -152,7 +151,7 @@ def test_a_response_that_its_client_does_not_read_is_dropped_and_a_slow_computat
 
 @pytest.mark.slow
 def test_idle_connections_give_way_to_new_ones_and_busy_ones_do_not(listening, monkeypatch, caplog):
-    monkeypatch.setattr(connections.BoundedConnection, "_warned_at", -math.inf)
+    monkeypatch.setattr(connections.BoundedConnection, "_above_limit", connections.Repeats())
     monkeypatch.setattr(connections, "IDLE_S", 500.0)
     go_on = threading.Event()
 
