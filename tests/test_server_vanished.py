@@ -15,8 +15,7 @@ import httpx
 import pytest
 import servertools
 from servertools import wait_until
-from test_server_fair import LARGE, Client, held, is_idle, turns  # noqa: F401 - turns is a fixture
-from test_server_fair import clock as clock
+from test_server_fair import LARGE, Client, clock, held, is_idle, turns  # noqa: F401 - clock and turns are fixtures
 
 from cookbook.backends.worker import Account, Worker
 from cookbook.errors import BackendError
@@ -79,6 +78,29 @@ def test_a_lane_that_resumes_before_the_worker_noticed_its_pause_continues():
     running.result(10)
     worker.close()
     assert next(steps) == 1
+
+
+def test_a_lane_that_resumes_while_its_job_is_dropped_begins_it_anew():
+    worker = Worker(1)
+    lane, begun, go, dropped = worker.lane(Account()), threading.Event(), threading.Event(), []
+
+    def job():
+        begun.set()
+        try:
+            go.wait(10)
+            yield
+        except GeneratorExit:
+            dropped.append("once")
+            lane.resume()
+            raise
+
+    running = lane.submit_steps(job)
+    assert begun.wait(10)
+    lane.pause()
+    go.set()
+    running.result(10)
+    worker.close()
+    assert dropped == ["once"]
 
 
 def test_jobs_of_a_paused_lane_can_be_dropped():

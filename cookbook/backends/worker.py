@@ -146,7 +146,7 @@ class JobSchedule:
                 raise BackendError("the trainer is closed; create a new one")
             if queue.is_closed:
                 raise BackendError("the session of this call has ended; create a new client")
-            if not queue.jobs and not queue.is_paused:
+            if not queue.jobs:
                 self._add(queue)
             queue.jobs.append(job)
             self._changed.notify()
