@@ -390,9 +390,9 @@ def test_a_body_that_is_no_request_is_refused(body):
 
 
 def test_tokens_outside_the_vocabulary_are_refused(post):
-    for path, body in ((TEXTS, {**TEXT, "prompt": [5, 9999]}), (GENERATE, {"token_ids": [9999]})):
-        status, found = post(path, body)
-        assert status == 400 and "holds token 9999" in found["error"]["message"]
+    for path, field, body in ((TEXTS, "prompt", TEXT), (GENERATE, "token_ids", {})):
+        status, found = post(path, {**body, field: [5, 9999]})
+        assert status == 400 and found["error"]["message"].startswith(f"{field}: holds token 9999, but the vocabulary has ")
     with_stream = post(TEXTS, {**TEXT, "prompt": [5, -1]})
     assert with_stream[0] == 400
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
+import logging
 import os
 import re
 import resource
@@ -152,7 +152,7 @@ def test_a_response_that_its_client_does_not_read_is_dropped_and_a_slow_computat
 
 @pytest.mark.slow
 def test_idle_connections_give_way_to_new_ones_and_busy_ones_do_not(listening, monkeypatch, caplog):
-    monkeypatch.setattr(connections.BoundedConnection, "_warned_at", -math.inf)
+    monkeypatch.setattr(connections.BoundedConnection, "_above_limit", connections.Repeats())
     monkeypatch.setattr(connections, "IDLE_S", 500.0)
     go_on = threading.Event()
 
@@ -201,6 +201,56 @@ def test_more_idle_connections_than_the_server_may_open_files_keep_no_client_out
             assert created.status_code == 200, created.text
         assert len(list(Path(f"/proc/{server.pid}/fd").iterdir())) < MAX_FILES - 200
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_warnings_that_clients_cause_again_and_again_are_counted(monkeypatch, caplog):
+    """Invalid requests, and one that upgrades to a protocol that the server does not speak."""
+
+    async def attack():
+        configured = uvicorn.Config(answer, log_config=None, ws="none", lifespan="off")
+        configured.load()
+        state, upgrade = uvicorn.server.ServerState(), b"GET / HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+        loop = asyncio.get_running_loop()
+        make = lambda: connections.BoundedConnection(configured, state, {}, limit=100)  # noqa: E731
+        async with await loop.create_server(make, "127.0.0.1", 0) as listener:
+            for sent in (*[b"?\r\n\r\n"] * 20, upgrade):
+                reader, writer = await asyncio.open_connection(*listener.sockets[0].getsockname())
+                writer.write(sent)
+                assert b"HTTP/1.1" in await reader.read(100)
+                writer.close()
+
+    monkeypatch.setattr(connections, "_WARNINGS", connections._RepeatedWarnings())
+    logger = logging.getLogger("uvicorn.error")
+    monkeypatch.setattr(logger, "filters", [])
+    asyncio.run(attack())
+    invalid, upgrade, websockets = caplog.messages
+    assert invalid == "Invalid HTTP request received." and upgrade == "Unsupported upgrade request."
+    assert websockets.startswith("No supported WebSocket library")
+    monkeypatch.setattr(connections, "WARN_EVERY_S", 0.0)
+    asyncio.run(attack())
+    counted = "Invalid HTTP request received. (20 times since the last such line)"
+    assert caplog.messages[3:5] == [counted, invalid]
+    # Errors of the server are not counted but printed.
+    for _ in range(2):
+        logger.error("broken")
+    assert caplog.messages[-2:] == ["broken"] * 2
+
+
+@pytest.mark.slow
+def test_invalid_requests_fill_no_log(tiny_folder, tmp_path):
+    command = [sys.executable, "-m", "cookbook", "serve", f"model.name={tiny_folder}", "server.port=0", "out=out"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, **pipes) as server:
+        try:
+            port = int(re.search(r"http://127.0.0.1:(\d+)", server.stdout.readline())[1])
+            for _ in range(50):
+                with connected(port) as client:
+                    client.sendall(b"?\r\n\r\n")
+                    assert b"400 Bad Request" in client.recv(1000)
+        finally:
+            server.kill()
+        assert server.stderr.read().count("Invalid HTTP request received") == 1
 
 
 def test_the_limit_of_connections_leaves_files_for_everything_else(monkeypatch, caplog):

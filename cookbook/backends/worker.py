@@ -61,12 +61,21 @@ class Account:
 
 @dataclass(eq=False)
 class Job:
-    """``steps`` is a generator that pauses between steps. ``future`` gets an error if the job is dropped before its end."""
+    """``begin`` returns a generator that pauses between steps. ``future`` gets an error if the job is dropped."""
 
-    steps: Steps
+    begin: Callable[[], Steps]
     future: Future[Any]
     purpose: str = field(default_factory=PURPOSE.get)
     has_begun: bool = False
+    steps: Steps = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.steps = self.begin()
+
+    def restart(self) -> None:
+        """Drop what the job has computed. Its next step is the first one again."""
+        self.steps.close()
+        self.steps, self.has_begun = self.begin(), False
 
 
 @dataclass(eq=False)
@@ -77,6 +86,7 @@ class JobQueue:
         share: part of the seconds that counts as use. A queue with 0.5 gets twice the seconds of a queue with 1.
         is_closed: the jobs are dropped, the current one at its next pause.
         drops_begun: the job that has begun is dropped at its next pause. The queue stays open.
+        is_paused: no job runs; see :meth:`Lane.pause`.
     """
 
     account: Account
@@ -84,12 +94,13 @@ class JobQueue:
     used_s: float = 0.0
     is_closed: bool = False
     drops_begun: bool = False
+    is_paused: bool = False
     jobs: deque[Job] = field(default_factory=deque)
 
     @property
     def is_dropping(self) -> bool:
-        """Whether the first job is dropped at its next turn."""
-        return self.is_closed or self.drops_begun
+        """Whether the first job, or what it has computed, is dropped at its next turn."""
+        return self.is_closed or self.drops_begun or self.is_paused
 
     @property
     def rank(self) -> tuple[bool, float, float]:
@@ -110,7 +121,7 @@ class JobSchedule:
         self.on_slice: Callable[..., None] = lambda *purposes: None
         self.is_suspect: Callable[[str], bool] = lambda purpose: False
         self._purposes: tuple[str, ...] = ()
-        # Queues with jobs.
+        # Queues with jobs, except paused ones.
         self._ready: list[JobQueue] = []
         self._changed = threading.Condition()
         self._closed = False
@@ -152,8 +163,26 @@ class JobSchedule:
         Without arguments, drop the jobs of all queues.
         """
         with self._changed:
-            for queue in queues or self._ready:
+            for queue in queues or tuple(self._ready):
                 queue.is_closed = True
+                self._resume(queue)
+
+    def pause(self, queue: JobQueue) -> None:
+        """Run no job of ``queue`` until :meth:`resume`; see :meth:`Lane.pause`."""
+        with self._changed:
+            # The thread takes the queue at its next turn, because only the thread may restart a job.
+            queue.is_paused = True
+
+    def resume(self, queue: JobQueue) -> None:
+        """Run the jobs of ``queue`` again. A job that has not been restarted yet continues."""
+        with self._changed:
+            self._resume(queue)
+
+    def _resume(self, queue: JobQueue) -> None:
+        queue.is_paused = False
+        if queue.jobs and queue not in self._ready:
+            self._add(queue)
+            self._changed.notify()
 
     def clear(self, queue: JobQueue) -> None:
         """Drop the jobs of ``queue``, the one that has begun at its next pause. The queue stays open."""
@@ -162,7 +191,7 @@ class JobSchedule:
             count = 1 if queue.jobs and (queue is self._current or queue.jobs[0].has_begun) else 0
             queue.drops_begun = count == 1
             dropped = list(queue.jobs)[count:]
-            if queue.jobs and not count:
+            if queue in self._ready and not count:
                 self._remove(queue)
             for _ in dropped:
                 queue.jobs.pop()
@@ -176,6 +205,8 @@ class JobSchedule:
                 self._drop(queue, len(queue.jobs))
             elif queue.drops_begun:
                 self._drop(queue, 1)
+            elif queue.is_paused:
+                self._set_aside(queue)
             else:
                 self._run_slice(queue)
             # Drop the reference now: the queue holds the data of its jobs, and the next job may arrive much later.
@@ -251,6 +282,14 @@ class JobSchedule:
         for job in jobs:
             _fail(job)
 
+    def _set_aside(self, queue: JobQueue) -> None:
+        """Restart the job of a paused queue that has begun, and take the queue out of the turns."""
+        if queue.jobs[0].has_begun:
+            queue.jobs[0].restart()
+        with self._changed:
+            if queue.is_paused:
+                self._remove(queue)
+
     def _add(self, queue: JobQueue) -> None:
         account = queue.account
         self._update_clocks(account)
@@ -317,7 +356,7 @@ class Lane:
         """
         submitted: Future[T] = Future() if future is None else future
         submitted.answered_by = self.thread
-        self._schedule.put(self._queue, Job(_run_job(job, submitted), submitted))
+        self._schedule.put(self._queue, Job(lambda: _run_job(job, submitted), submitted))
         return submitted
 
     def close(self) -> None:
@@ -328,6 +367,17 @@ class Lane:
     def drop(self) -> None:
         """Close the lane and drop its jobs, the current one at its next pause. Their futures get a BackendError."""
         self._schedule.drop(self._queue)
+
+    def pause(self) -> None:
+        """Run no job until :meth:`resume`. The current job stops at its next pause, and begins anew afterwards.
+
+        What it has computed until then is dropped, so its second beginning must have the result of the first.
+        """
+        self._schedule.pause(self._queue)
+
+    def resume(self) -> None:
+        """Run the jobs again."""
+        self._schedule.resume(self._queue)
 
     def clear(self) -> None:
         """Drop the jobs, the current one at its next pause. Their futures get a BackendError. The lane stays open."""

@@ -7,6 +7,7 @@ import logging
 import math
 import resource
 import time
+from collections import defaultdict
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -15,7 +16,7 @@ log = logging.getLogger("cookbook")
 
 # Seconds for which a connection stays open without a request, or with a response of which its client reads nothing.
 IDLE_S = 30.0
-# Seconds between two log lines about connections above the limit.
+# Seconds between two log lines about the same fault of clients.
 WARN_EVERY_S = 60.0
 # Largest header of a request, and largest trailer, beyond its first read. The parser itself has no limit.
 MAX_HEADER_BYTES = 64 << 10
@@ -41,6 +42,43 @@ def fit_connections(configured: int) -> int:
     return fitting
 
 
+class Repeats:
+    """Counts an event that clients cause, so that the log tells of it every ``WARN_EVERY_S`` seconds at most."""
+
+    def __init__(self) -> None:
+        self._told_at = -math.inf
+        self._count = 0
+
+    def count(self) -> int:
+        """Count one event. Return the number of events since the last log line if it is time for the next, else 0."""
+        self._count += 1
+        now = time.monotonic()
+        if now - self._told_at < WARN_EVERY_S:
+            return 0
+        count, self._count, self._told_at = self._count, 0, now
+        return count
+
+
+class _RepeatedWarnings(logging.Filter):
+    """Drops repeated warnings of Uvicorn, such as those about invalid requests, and adds their number to the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._repeats: defaultdict[str, Repeats] = defaultdict(Repeats)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno != logging.WARNING:
+            return True
+        # The format without its arguments, so that the number of entries is limited.
+        count = self._repeats[record.msg].count()
+        if count > 1:
+            record.msg = f"{record.msg} ({count} times since the last such line)"
+        return count > 0
+
+
+_WARNINGS = _RepeatedWarnings()
+
+
 class BoundedConnection(HttpToolsProtocol):
     """Connection of a client, closed ``IDLE_S`` seconds after its last request.
 
@@ -48,11 +86,12 @@ class BoundedConnection(HttpToolsProtocol):
     have a request, the new one is closed. Clients send a request again if its connection was closed.
     """
 
-    # Time of the last log line about connections above the limit, of any connection.
-    _warned_at = -math.inf
+    # Connections above the limit, of the whole process.
+    _above_limit = Repeats()
 
     def __init__(self, *args: Any, limit: int, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.logger.addFilter(_WARNINGS)
         self._limit = limit
         # Times on the monotonic clock: of the start of the connection or the end of its last response, and of the last change
         # of the number of bytes that the client has to read.
@@ -72,17 +111,12 @@ class BoundedConnection(HttpToolsProtocol):
         super().connection_made(transport)
         self._check_later()
         if len(self.connections) > self._limit:
-            self._warn()
+            if self._above_limit.count():
+                log.warning(
+                    "more than %d connections: those without a request are closed; raise server.max_connections", self._limit
+                )
             idle = (one for one in self.connections if isinstance(one, BoundedConnection) and not one.has_request)
             min(idle, key=lambda one: one.idle_since).abort()
-
-    def _warn(self) -> None:
-        now = time.monotonic()
-        if now - BoundedConnection._warned_at >= WARN_EVERY_S:
-            BoundedConnection._warned_at = now
-            log.warning(
-                "more than %d connections: those without a request are closed; raise server.max_connections", self._limit
-            )
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

@@ -233,10 +233,10 @@ def _exit_now(service: Service, message: str, code: int) -> NoReturn:
 async def drain(service: Service, limit_s: float) -> None:
     """Refuse new requests, wait up to ``limit_s`` seconds for accepted ones, and save every run that has trained.
 
-    Requests that take longer are stopped. With a log, a restart recomputes them.
+    Requests that take longer are stopped. With a log, a restart recomputes them, and the paused samples of vanished clients.
     """
     service.requests.closing = True
-    pending = service.requests.unsettled()
+    pending = [request for request in service.requests.unsettled() if not service.is_paused(request)]
     log_event("shutdown", pending=len(pending), runs=len(service.runs))
     with contextlib.suppress(TimeoutError):
         accepted = [request.settled.wait() for request in pending]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,8 +93,16 @@ class SampleQueue:
         self.waiting: list[_PendingSample] = []
         # Number of requests without a seed so far, by step; the step that was used last is the last one.
         self._unseeded: dict[int, int] = {}
+        # The batch that has begun, as long as it is in memory.
+        self._begun: Callable[[], RankSampling | None] = lambda: None
         # Rollouts may sample from several threads.
         self._lock = threading.Lock()
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens of the batch that has begun, which are in memory. Of several ranks, those of the first."""
+        begun = self._begun()
+        return 0 if begun is None else begun.num_drawn
 
     def add(
         self,
@@ -166,6 +175,8 @@ class SampleQueue:
         """Compute ``batch``, with a pause after every step. An invalid request fails alone, and so does a stopped one."""
         try:
             engine = engine_of()
+            # A request that failed alone has its error already if the batch begins anew.
+            batch = [pending for pending in batch if not pending.future.done()]
             batch = [pending for pending in batch if _is_valid(engine, pending)]
             drawn = [pending for pending in batch if pending.request is not None]
             samples = yield from self._sampled(engine, drawn, step)
@@ -193,6 +204,7 @@ class SampleQueue:
         if not requests:
             return {}
         sampling = _begin(engine, requests, step, self.max_batch_tokens)
+        self._begun = weakref.ref(sampling)
         # Several ranks agree about every slice, which takes longer than a step of a small model.
         steps = 1 if engine.ranks.size == 1 else ROUND_TOKENS
         running = set(range(len(drawn)))
@@ -216,6 +228,11 @@ class RankSampling(PerRank):
         self._count = len(requests)
         own = requests[self.ranks.rank :: self.ranks.size]
         self._own = SlicedSampling(engine.model, own, step, max_batch_tokens)
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens that this rank has drawn."""
+        return self._own.num_drawn
 
     @led
     def advance(self, steps: int) -> bool:

@@ -76,6 +76,11 @@ class SlicedSampling:
         self._decoder = Decoder(model, samples, max_batch_tokens, method)
         self._pauses = self._decoder.steps()
 
+    @property
+    def num_drawn(self) -> int:
+        """Tokens that are drawn, up to the last complete round."""
+        return sum(len(one.tokens) for of_request in self._states for one in of_request)
+
     def advance(self, steps: int) -> bool:
         """Compute the next ``steps`` steps, or fewer at the end. Return whether more follow."""
         return all(next(self._pauses, _END) is not _END for _ in range(steps))

@@ -154,6 +154,15 @@ async def text_prompts(service: Service, prompts: Sequence[str | list[int]]) -> 
     return tokens
 
 
+def check_tokens(service: Service, tokens: Sequence[int], field: str) -> None:
+    """Raise InvalidField if a token is not in the vocabulary. The engine also checks, but calls every field a prompt."""
+    vocabulary = service.host.vocabulary_size
+    for token in tokens:
+        if not 0 <= token < vocabulary:
+            message = f"holds token {token}, but the vocabulary has {vocabulary} tokens; use this model's tokenizer"
+            raise InvalidField(field, message)
+
+
 def _check_size(service: Service, num_characters: int, field: str) -> None:
     """Refuse a text that is too long before it is tokenized, because other requests wait for the tokenizer."""
     if num_characters > TOKEN_CHARACTERS * service.host.info.max_context_length:

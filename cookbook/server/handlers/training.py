@@ -176,7 +176,7 @@ def _publish(service: Service, fields: bodies.SaveWeightsForSampler) -> Work:
 
     def result(sampler: LocalSampler) -> StoredResult:
         # Raises if the session has ended meanwhile. Without this check the weights would stay in memory.
-        sampler = sampler.on(service.session(run.session_id).queue)
+        sampler = sampler.on(service.open_session(run.session_id).queue)
         info, number = run.info, fields.seq_id
         session = SamplingSession(
             sampler_id, run.session_id, info.base_model, None, sampler, info.seed, number, trained_bytes(sampler)

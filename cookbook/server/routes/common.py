@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import asyncio
+from collections.abc import Coroutine
+from typing import Annotated, TypeVar
 
 from fastapi import Depends
 from fastapi import Request as HttpRequest
+from starlette.requests import ClientDisconnect
 
 from cookbook.server.state.requests import Request
 from cookbook.server.state.service import Service
@@ -13,6 +16,8 @@ from cookbook.server.wire.bodies import RequestBody
 from cookbook.server.wire.decode import MIB, decompress
 from cookbook.server.wire.encode import JSON
 from cookbook.types import JsonObject
+
+T = TypeVar("T")
 
 
 async def service_of(request: HttpRequest) -> Service:
@@ -62,3 +67,23 @@ async def acknowledge(request: Request, **more: object) -> JsonObject:
     """
     await request.log.synced()
     return {"request_id": request.request_id, **more}
+
+
+async def unless_disconnected(request: HttpRequest, work: Coroutine[None, None, T]) -> T:
+    """Return the result of ``work``. Raises ClientDisconnect: the client has disconnected, and ``work`` is cancelled."""
+    working, gone = asyncio.create_task(work), asyncio.create_task(_disconnect(request))
+    # An unread error would be logged.
+    working.add_done_callback(lambda task: task.cancelled() or task.exception())
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        gone.cancel()
+        working.cancel()
+
+
+async def _disconnect(request: HttpRequest) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

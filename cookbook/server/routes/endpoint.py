@@ -10,14 +10,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 from fastapi.responses import StreamingResponse
-from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from cookbook.errors import CookbookError
 from cookbook.server.handlers import endpoint
 from cookbook.server.handlers.endpoint import Completion, Question
 from cookbook.server.keys import caller_name
-from cookbook.server.routes.common import Body, CurrentService, json_body
+from cookbook.server.routes.common import Body, CurrentService, json_body, unless_disconnected
 from cookbook.server.state.endpoint import Caller
 from cookbook.server.state.service import Service
 from cookbook.server.wire import openai, openai_results
@@ -66,7 +65,7 @@ async def chat_completions(service: CurrentService, request: HttpRequest, body: 
     head, renderer = Head("chatcmpl", kind, fields.model, weights.sampler_id), service.host.renderer
     if fields.stream:
         return EventStream(completion, _events(completion, fields, head, [prompt], ChatParts(renderer, fields)))
-    answers = await _unless_disconnected(request, completion)
+    answers = await _answers(request, completion)
     return await _encoded(answers, lambda: openai_results.chat(renderer, fields, head, answers[0]))
 
 
@@ -90,7 +89,7 @@ async def completions(service: CurrentService, request: HttpRequest, body: Body)
     if fields.stream:
         parts = CompletionParts(renderer, fields, len(prompts))
         return EventStream(completion, _events(completion, fields, head, prompts, parts))
-    answers = await _unless_disconnected(request, completion)
+    answers = await _answers(request, completion)
     return await _encoded(answers, lambda: openai_results.completions(renderer, fields, head, answers))
 
 
@@ -98,13 +97,14 @@ async def completions(service: CurrentService, request: HttpRequest, body: Body)
 async def generate(service: CurrentService, request: HttpRequest, body: Body) -> Response:
     """Generate from token ids, in vLLM's format."""
     fields = openai.parse(GenerateBody, body)
+    endpoint.check_tokens(service, fields.token_ids, "token_ids")
     params = fields.sampling_params
     weights = await endpoint.weights_of(service, fields.model)
     score, top = params.prompt_logprobs is not None, max(params.logprobs or 0, params.prompt_logprobs or 0)
     question = Question(fields.token_ids, params.params(params.max_tokens), params.max_tokens, params.n, score, top)
     completion = Completion(service, _caller(service), weights, [question])
     completion.start()
-    answers = await _unless_disconnected(request, completion)
+    answers = await _answers(request, completion)
     head = {
         "request_id": fields.request_id or f"gen-{secrets.token_hex(12)}",
         "model": fields.model or endpoint.base_names(service)[0],
@@ -128,34 +128,21 @@ async def _encoded(answers: Sequence[Answer], encode: Callable[[], JsonObject]) 
     return Response(await asyncio.to_thread(body) if num_tokens > LARGE_TOKENS else body(), media_type=JSON)
 
 
-async def _unless_disconnected(request: HttpRequest, completion: Completion) -> list[Answer]:
+async def _answers(request: HttpRequest, completion: Completion) -> list[Answer]:
     """Return the completions.
 
     Raises:
         ClientDisconnect: the client has disconnected, and the computation is stopped.
         Refused: the request is invalid, or the server stops.
     """
-    computed = asyncio.create_task(completion.answers())
-    # An unread error would be logged.
-    computed.add_done_callback(lambda task: task.cancelled() or task.exception())
-    gone = asyncio.create_task(_disconnect(request))
     try:
-        await asyncio.wait({computed, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not computed.done():
-            raise ClientDisconnect
-        return computed.result()
-    except Refused:
-        raise
+        return await unless_disconnected(request, completion.answers())
     except CookbookError as error:
+        if isinstance(error, Refused):
+            raise
         raise Refused(endpoint.status_of(error), str(error)) from None
     finally:
-        gone.cancel()
         completion.stop()
-
-
-async def _disconnect(request: HttpRequest) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 # ---- streams ---------------------------------------------------------------------------------------------------------

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Coroutine
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Response
+from fastapi import Request as HttpRequest
+from starlette.requests import ClientDisconnect
 
 from cookbook.backends.remote.connection import API
 from cookbook.server.handlers import create_run, sampling, training
-from cookbook.server.routes.common import Body, CurrentService, acknowledge, json_body
+from cookbook.server.routes.common import Body, CurrentService, acknowledge, json_body, unless_disconnected
+from cookbook.server.state.service import Service
 from cookbook.server.wire import bodies
 from cookbook.server.wire.encode import JSON, PROTOBUF
 from cookbook.types import JsonObject
 
+T = TypeVar("T")
 router = APIRouter(prefix=API)
 
 PROTOBUF_BODY = {"requestBody": {"required": True, "content": {PROTOBUF: {"schema": {"type": "string", "format": "binary"}}}}}
@@ -104,10 +109,10 @@ async def asample(service: CurrentService, body: Body) -> JsonObject:
 
 
 @router.post("/retrieve_future", openapi_extra=json_body(bodies.FutureBody))
-async def retrieve_future(service: CurrentService, body: Body) -> Response:
+async def retrieve_future(service: CurrentService, request: HttpRequest, body: Body) -> Response:
     """Return the result, or a ``try_again`` response after ``LONG_POLL_S`` seconds."""
     request_id = bodies.parse(bodies.FutureBody, body).request_id
-    result = await service.fetch(request_id, LONG_POLL_S)
+    result = await _polled(service, request, request_id, service.fetch(request_id, LONG_POLL_S))
     if result is not None:
         body = service.without_paths(result.body.decode()).encode() if result.is_failure else result.body
         return Response(body, media_type=result.content_type)
@@ -116,7 +121,7 @@ async def retrieve_future(service: CurrentService, body: Body) -> Response:
 
 
 @router.post("/retrieve_futures", openapi_extra=json_body(bodies.RetrieveFutures))
-async def retrieve_futures(service: CurrentService, body: Body) -> JsonObject:
+async def retrieve_futures(service: CurrentService, request: HttpRequest, body: Body) -> JsonObject:
     """Return the requests of a sampling session that were settled after the client's cursor."""
     fields = bodies.parse(bodies.RetrieveFutures, body)
     sampler_id = fields.target.sampling_session_id
@@ -127,13 +132,34 @@ async def retrieve_futures(service: CurrentService, body: Body) -> JsonObject:
     service.requests.acknowledge(request_id for request_id in fields.retrieved_request_ids if request_id.startswith(prefix))
     wait_s = LONG_POLL_S if fields.timeout is None else min(fields.timeout, LONG_POLL_S)
     feed = service.requests.completions
-    completions, cursor = await feed.after(sampler_id, fields.target.cloned_sampler_id, fields.prev_cursor, wait_s)
+    waiting = feed.after(sampler_id, fields.target.cloned_sampler_id, fields.prev_cursor, wait_s)
+    completions, cursor = await _polled(service, request, sampler_id, waiting)
     return {"completions": completions, "cursor": cursor}
+
+
+async def _polled(service: Service, request: HttpRequest, object_id: str, waiting: Coroutine[None, None, T]) -> T:
+    """Return the result of ``waiting``, as long as the client of ``object_id`` is connected.
+
+    Raises:
+        ClientDisconnect: the client has disconnected; see :class:`Presence`.
+    """
+    session = service.heard(object_id)
+    if session is None:
+        # The session is silent or has ended, or belongs to another key.
+        return await waiting
+    try:
+        with session.presence.poll():
+            return await unless_disconnected(request, waiting)
+    except ClientDisconnect:
+        if session.session_id in service.sessions:
+            session.presence.lost()
+        raise
 
 
 @router.post("/cancel_future", status_code=204, openapi_extra=json_body(bodies.FutureBody))
 async def cancel_future(service: CurrentService, body: Body) -> None:
     """Cancel a request. An unknown request is no error, because its result may have been dropped."""
     request_id = bodies.parse(bodies.FutureBody, body).request_id
+    service.heard(request_id)
     if not service.tenants.hides(request_id):
         service.requests.cancel(request_id)

@@ -54,6 +54,11 @@ class Caller:
             self._classes[size] = SizeClass(lane, host.sample_queue(lane), Batcher(lane))
         return self._classes[size]
 
+    @property
+    def num_drawn(self) -> int:
+        """Tokens of its unfinished completions, in memory."""
+        return sum(one.queue.num_drawn for one in self._classes.values())
+
     def drop(self) -> None:
         """Stop all requests."""
         for one in self._classes.values():
@@ -93,6 +98,11 @@ class Endpoint:
         self.num_unfinished -= 1
         if not self.num_unfinished:
             self.idle.set()
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens of unfinished completions, in memory."""
+        return sum(caller.num_drawn for caller in self.callers.values())
 
     def drop(self) -> None:
         """Stop all requests."""

@@ -31,6 +31,7 @@ from cookbook.server.state.catalog import Address, Catalog, CheckpointRecord, Do
 from cookbook.server.state.deployed import Deployed
 from cookbook.server.state.endpoint import Endpoint
 from cookbook.server.state.host import Host
+from cookbook.server.state.presence import Presence
 from cookbook.server.state.requests import SAMPLE, Request, RequestStore, unknown_request
 from cookbook.server.state.run import TrainingRun
 from cookbook.server.state.samplers import Batcher, SamplerCache, SamplingSession
@@ -62,6 +63,7 @@ class Session:
         account: its use of the worker thread, which all sessions share.
         lane: the part of its work that is sampling.
         queue: requests to its samplers, which ``batcher`` groups into batches.
+        presence: pauses ``lane`` while its client has vanished.
         pending_tokens: tokens that its unsettled requests may sample.
         training_tokens: tokens of its unsettled training requests.
         num_joined: number of clients in other processes that share a sampler, by id of the sampler.
@@ -78,10 +80,19 @@ class Session:
     pending_tokens: int = 0
     training_tokens: int = 0
     last_seen: float = field(default_factory=time.monotonic)
+    presence: Presence = field(init=False)
     run_ids: list[str] = field(default_factory=list)
     sampler_ids: list[str] = field(default_factory=list)
     losses: dict[str, GraphLoss] = field(default_factory=dict)
     num_joined: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.presence = Presence(self.session_id, self.lane, lambda: self.pending_tokens > 0)
+
+    def heard(self) -> None:
+        """Note that the client has sent a request."""
+        self.last_seen = time.monotonic()
+        self.presence.heard()
 
 
 class Service:
@@ -173,7 +184,13 @@ class Service:
         return self.sessions[session_id]
 
     def session(self, session_id: str) -> Session:
-        """Return the session and update its last-seen time.
+        """Return the session that a request of its client names. Raises Refused: as :meth:`open_session`."""
+        session = self.open_session(session_id)
+        session.heard()
+        return session
+
+    def open_session(self, session_id: str) -> Session:
+        """Return a session for work of the server itself, which is no sign of the client.
 
         Raises:
             Refused: 404, the session is unknown; 429, it was silent and is being restored.
@@ -182,9 +199,7 @@ class Service:
         if session_id not in self.sessions or self.tenants.hides(session_id):
             reason = self._why_ended(session_id) or ": it has ended"
             raise Refused(404, f"unknown session {session_id!r}{reason}")
-        session = self.sessions[session_id]
-        session.last_seen = time.monotonic()
-        return session
+        return self.sessions[session_id]
 
     def wake(self, owner_id: str) -> None:
         """Restore the session if it is silent. ``owner_id``: id of a session, run, sampler or request.
@@ -232,6 +247,7 @@ class Service:
     def free(self, session: Session) -> None:
         """Free the memory of a session that was removed from ``sessions``, and stop its work."""
         session_id = session.session_id
+        session.presence.end()
         session.lane.drop()
         for sampler_id in [known for known in self.unfinished_batches if known.startswith(f"{session_id}:")]:
             del self.unfinished_batches[sampler_id]
@@ -284,11 +300,15 @@ class Service:
         logs = [log for session in self.sessions.values() for log in (session.log, session.samples)]
         log_bytes = sum(log.num_bytes for log in [*logs, *(run.log for run in self.runs.values())])
         pending_bytes = self.requests.pending_bytes + self.uploads.num_bytes
+        num_paused = sum(session.presence.is_paused for session in self.sessions.values())
+        num_drawn = self.endpoint.num_drawn + sum(session.queue.num_drawn for session in self.sessions.values())
         return [
             ("calls_pending", "Requests that are accepted and not settled.", len(self.requests.unsettled())),
             ("endpoint_pending", "Requests of the endpoint that are not answered.", self.endpoint.num_unfinished),
             ("silent_sessions", "Sessions on disk only, because their clients are silent.", len(self.silent)),
             ("sessions", "Open sessions; each client has one.", len(self.sessions)),
+            ("paused_sessions", "Open sessions whose sampling is paused, because their clients have vanished.", num_paused),
+            ("drawn_tokens", "Tokens of unfinished samples, in memory.", num_drawn),
             ("training_runs", "Training runs in memory.", len(self.runs)),
             ("samplers", "Sampling sessions in memory.", len(self.samplers)),
             ("samplers_let_go_total", "Sampling sessions that were evicted.", self.samplers.num_evicted),
@@ -334,7 +354,7 @@ class Service:
 
     def add_run(self, run: TrainingRun) -> None:
         """Add a run to its session. Raises Refused (404): the session ended while the run was created."""
-        session = self.session(run.session_id)
+        session = self.open_session(run.session_id)
         self.runs[run.info.run_id] = run
         if self.durability.is_on:
             snapshots = StateSnapshots(run, self.host, self.samplers, self.config)
@@ -358,7 +378,7 @@ class Service:
 
     def add_sampler(self, sampler: SamplingSession) -> None:
         """Add a sampling session. Raises Refused (404): the session ended while the sampler was created."""
-        sampler_ids = self.session(sampler.session_id).sampler_ids
+        sampler_ids = self.open_session(sampler.session_id).sampler_ids
         self.samplers.add(sampler)
         if sampler.sampler_id not in sampler_ids:
             sampler_ids.append(sampler.sampler_id)
@@ -370,8 +390,20 @@ class Service:
         """Whether a sampling session of the caller was evicted."""
         return self.samplers.was_evicted(sampler_id) and not self.tenants.hides(sampler_id)
 
+    def heard(self, object_id: str) -> Session | None:
+        """Note that a client has sent a request about an object. Returns its session if it is in memory."""
+        session = None if self.tenants.hides(object_id) else self.sessions.get(session_of(object_id))
+        if session is not None:
+            session.heard()
+        return session
+
+    def is_paused(self, request: Request) -> bool:
+        """Whether an unsettled request is a sample whose client has vanished."""
+        session = self.sessions.get(session_of(request.scope))
+        return request.kind == SAMPLE and session is not None and session.presence.is_paused
+
     async def fetch(self, request_id: str, wait_s: float) -> StoredResult | None:
-        """Return a result, as ``RequestStore.fetch``, and update the session's last-seen time.
+        """Return a result, as ``RequestStore.fetch``.
 
         Raises:
             Refused: as ``RequestStore.fetch``; 429, the session was silent: it is being restored, or left memory meanwhile.
@@ -379,8 +411,6 @@ class Service:
         self.wake(request_id)
         if self.tenants.hides(request_id):
             raise unknown_request(request_id)
-        if (session := self.sessions.get(session_of(request_id))) is not None:
-            session.last_seen = time.monotonic()
         try:
             return await self.requests.fetch(request_id, wait_s)
         except Refused:
