@@ -91,7 +91,7 @@ COMPOSED: dict[str, dict[str, object] | str] = {
         "env.command": "python examples/agent.py {row}", "optim.lr": 3e-4, "env.workers": 16,
     },
     "train recipe=grpo env=arithmetic recipe.steps=15": {"env.max_turns": 2, "recipe.steps": 15, "optim.lr": 1e-4},
-    "train experiment=grpo_chain_sum": {"env.task": "chain_sum", "recipe.steps": 10, "optim.lr": 4e-4, "optim.beta1": 0.5},
+    "train experiment=grpo_chain_sum": {"env.task": "chain_sum", "recipe.steps": 10, "optim.lr": 3e-4, "optim.beta1": 0.5},
     "train recipe=grpo env=my_env.py:Sums env.max_turns=2 recipe.steps=15": {"env.target": "my_env.py:Sums"},
     "train recipe=grpo env=textarena env.game=GuessTheNumber-v0 model=Qwen/Qwen3-0.6B": {
         **QWEN, "env.game": "GuessTheNumber-v0", "env.max_turns": 20,
