@@ -203,7 +203,7 @@ def test_more_idle_connections_than_the_server_may_open_files_keep_no_client_out
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_warnings_that_clients_cause_again_and_again_are_counted(monkeypatch, caplog):
+def test_warnings_that_clients_cause_repeatedly_are_counted(monkeypatch, caplog):
     """Invalid requests, and one that upgrades to a protocol that the server does not speak."""
 
     async def attack():

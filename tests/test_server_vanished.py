@@ -30,7 +30,7 @@ tinker = pytest.importorskip("tinker")
 # ---- the worker ------------------------------------------------------------------------------------------------------
 
 
-def test_a_paused_lane_keeps_its_jobs_and_begins_them_anew(turns):  # noqa: F811
+def test_a_paused_lane_keeps_its_jobs_and_starts_them_again(turns):  # noqa: F811
     """One job has begun, one waits, and one comes during the pause."""
     queue, order = turns
     worker = Worker(1)
@@ -80,7 +80,7 @@ def test_a_lane_that_resumes_before_the_worker_noticed_its_pause_continues():
     assert next(steps) == 1
 
 
-def test_a_lane_that_resumes_while_its_job_is_dropped_begins_it_anew():
+def test_a_lane_that_resumes_while_its_job_is_dropped_starts_it_again():
     worker = Worker(1)
     lane, begun, go, dropped = worker.lane(Account()), threading.Event(), threading.Event(), []
 
@@ -154,7 +154,7 @@ def vanish(server, client, answer):
 
 
 @pytest.mark.parametrize("sign", ["poll", "feed", "heartbeat", "request", "cancellation"])
-def test_the_next_request_of_a_client_draws_its_samples_from_the_beginning(server, endless, sign):
+def test_the_next_request_of_a_client_draws_its_samples_from_the_start(server, endless, sign):
     client, other = Client(server.url), Client(server.url)
     answer = client.sample(60, seed=None)
     vanish(server, client, answer)
@@ -203,7 +203,7 @@ def test_a_client_that_sends_anything_or_has_another_poll_is_not_paused(server, 
     assert presence._countdown is None
 
 
-def test_an_ordinary_client_that_polls_again_and_again_is_not_paused(server, endless, monkeypatch):
+def test_an_ordinary_client_that_polls_repeatedly_is_not_paused(server, endless, monkeypatch):
     """Polls end after their time, and one because a sampling client of the session ends while the other one waits."""
     monkeypatch.setattr(requests, "LONG_POLL_S", 0.05)
     counted = server.service.metrics.http_requests

@@ -369,9 +369,9 @@ class Lane:
         self._schedule.drop(self._queue)
 
     def pause(self) -> None:
-        """Run no job until :meth:`resume`. The current job stops at its next pause, and begins anew afterwards.
+        """Run no job until :meth:`resume`. The current job stops at its next pause, and starts again afterwards.
 
-        What it has computed until then is dropped, so its second beginning must have the result of the first.
+        What it has computed until then is dropped, so its second start must have the result of the first.
         """
         self._schedule.pause(self._queue)
 

@@ -43,7 +43,7 @@ def fit_connections(configured: int) -> int:
 
 
 class Repeats:
-    """Counts an event that clients cause, so that the log tells of it every ``WARN_EVERY_S`` seconds at most."""
+    """Counts an event that clients cause, so that the log reports it every ``WARN_EVERY_S`` seconds at most."""
 
     def __init__(self) -> None:
         self._told_at = -math.inf

@@ -175,7 +175,7 @@ class SampleQueue:
         """Compute ``batch``, with a pause after every step. An invalid request fails alone, and so does a stopped one."""
         try:
             engine = engine_of()
-            # A request that failed alone has its error already if the batch begins anew.
+            # A request that failed alone has its error already if the batch starts again.
             batch = [pending for pending in batch if not pending.future.done()]
             batch = [pending for pending in batch if _is_valid(engine, pending)]
             drawn = [pending for pending in batch if pending.request is not None]

@@ -20,10 +20,10 @@ class Presence:
 
     A client that waits for samples has an open poll. If a poll ends because its connection closes, no other poll is open, and
     the client sends nothing for ``grace_s`` seconds, it has vanished. The lane then drops what was drawn. The next request of
-    the client resumes the lane, which draws the same tokens from the beginning.
+    the client resumes the lane, which draws the same tokens from the start.
 
     A client that returns after a pause has lost the work of its lane, so it gets more time from then on. Without this rule a
-    client whose connections are closed again and again would never get its samples.
+    client whose connections are closed repeatedly would never get its samples.
 
     Args:
         session_id: id of the session, for the event log.
