@@ -482,6 +482,14 @@ def test_rewards_whose_sum_is_not_finite_end_the_episode(caplog):
     assert (found[0][0].ended, found[0][0].reward) == ("error", 0.0) and "step returned inf as the reward" in caplog.text
 
 
+@pytest.mark.parametrize(("max_turns", "turns", "end"), [(7, 7, "max_turns"), (30, 20, "the check")])
+def test_check_env_plays_to_the_limit(max_turns, turns, end, capsys):
+    write("endless.py", "class Endless:\n    def reset(self): return 'go'\n    def step(self, text): return 'more', 0.0\n")
+    assert run(["check", "env", "endless.py:Endless", "workers=0", "timeout_s=null", f"max_turns={max_turns}"]) == 0
+    said = capsys.readouterr().out
+    assert f"ended by {end}" in said and f"{turns} turns in the longest episode, env.max_turns={max_turns}; " in said
+
+
 def test_check_env_plays_the_rows_and_compares_the_declared_range(capsys):
     write("quiz.py", GUESS + "    reward_range = (0, 0.4)\n    def get_reward(self): return 0.5 * self.tries\n")
     words = ["check", "env", "quiz.py:Guess", "env.workers=0", "env.timeout_s=null", "max_turns=1"]

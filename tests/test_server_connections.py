@@ -222,6 +222,10 @@ def test_warnings_that_clients_cause_repeatedly_are_counted(monkeypatch, caplog)
     monkeypatch.setattr(connections, "_WARNINGS", connections._RepeatedWarnings())
     logger = logging.getLogger("uvicorn.error")
     monkeypatch.setattr(logger, "filters", [])
+    # Whatever a server of an earlier test has configured.
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(logger, "propagate", False)
+    monkeypatch.setattr(logger, "level", logging.INFO)
     asyncio.run(attack())
     invalid, upgrade, websockets = caplog.messages
     assert invalid == "Invalid HTTP request received." and upgrade == "Unsupported upgrade request."

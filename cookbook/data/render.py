@@ -309,7 +309,7 @@ class Renderer:
 
     @cached_property
     def _decodes_bytes(self) -> bool:
-        """Whether a text is its tokens' bytes, one after the other, as with the tokenizers of GPT-2, Llama 3 and Qwen."""
+        """Whether a text is its tokens' bytes, in order, as with the tokenizers of GPT-2, Llama 3 and Qwen."""
         from tokenizers.decoders import ByteLevel
 
         return self._decodes_as_standard and isinstance(self.tokenizer.backend_tokenizer.decoder, ByteLevel)

@@ -66,9 +66,8 @@ def _normalized(x: Tensor, weight: Tensor, eps: float, offset: float, dtype: tor
     """Return the normalized ``x``, and ``r = 1 / sqrt(mean(x^2) + eps)``."""
     # vector_norm reads x once, while the mean of x^2 would take two passes.
     rows = _at_least_float32(x)
-    norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-    # One operation for mean(x^2) + eps: with few rows, as in sampling, each takes as long as the norm.
-    r = norm.new_full((), eps).addcmul(norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    r = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    r.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     return (rows * r).mul_(_gain(weight, offset)).to(dtype), r
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +25,9 @@ from cookbook.utils.paths import packaged
 
 # Rows that are played.
 ROWS = 3
-# Answers of every episode, in turn; a call of each tool precedes them.
+# Turns of an episode, if env.max_turns allows more.
+MOST_TURNS = 20
+# Answers of every episode, repeatedly; a call of each tool precedes them.
 TEXTS = ("1", "yes", "", "a longer answer\nof two lines", "<tool_call>{broken</tool_call>")
 
 
@@ -37,6 +40,10 @@ class PlayedEpisode:
     reward: float | None = None
     failure: str = ""
     slowest_s: float = 0.0
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.observations) - 1
 
     def facts(self) -> str:
         """All but the times."""
@@ -72,7 +79,7 @@ def check_environment(config: EnvironmentConfig, rows: Sequence[Row], runner: Ru
         _same("independent", alone, together, "episodes played in turn", "episodes of one process would disturb each other"),
         _exact_tokens(config, alone),
         _rewards([one.reward for one in alone], environment.contract.reward_range),
-        CheckResult("time", State.noted, f"the slowest call took {slowest:.3f} s; the limit is {_limit(config)}"),
+        _limits(config, max(one.num_turns for one in alone), slowest),
     ]
 
 
@@ -92,14 +99,18 @@ def _rewards(rewards: Sequence[float | None], declared: tuple[float, float] | No
     return CheckResult("rewards", State.passed, f"{given}, all from {low:g} to {high:g} as declared")
 
 
-def _limit(config: EnvironmentConfig) -> str:
-    return "off (env.timeout_s=null)" if config.timeout_s is None else f"env.timeout_s={config.timeout_s:g}"
+def _limits(config: EnvironmentConfig, num_turns: int, slowest_s: float) -> CheckResult:
+    """Report the longest episode and the slowest call. A call that exceeds its limit ends an episode, which has failed then."""
+    limit = "env.timeout_s=null sets none" if config.timeout_s is None else f"env.timeout_s={config.timeout_s:g}"
+    turns = f"{num_turns} turns in the longest episode, env.max_turns={config.max_turns}"
+    return CheckResult("limits", State.passed, f"{turns}; {slowest_s:.3f} s for the slowest call, {limit}")
 
 
 def answers(environment: EpisodeRunner) -> list[str]:
-    """Return the made-up answers of an episode: for tools, a call of each without arguments first."""
+    """Return the made-up answers of an episode that does not end itself."""
     calls = [json.dumps({"name": tool["function"]["name"], "arguments": {}}) for tool in environment.contract.tools]
-    return [*(f"<tool_call>{call}</tool_call>" for call in calls), *TEXTS][: environment.config.max_turns]
+    texts = itertools.cycle([*(f"<tool_call>{call}</tool_call>" for call in calls), *TEXTS])
+    return list(itertools.islice(texts, min(environment.config.max_turns, MOST_TURNS)))
 
 
 def play(environment: EpisodeRunner, renderer: Renderer, row: Row) -> PlayedEpisode:
@@ -122,7 +133,7 @@ def _interleaved(environment: EpisodeRunner, renderer: Renderer, rows: Sequence[
                 started = time.monotonic()
                 _read(one, environment.act(state, _made_up(renderer, text)).result(), started)
     for one, state in zip(found, begun, strict=True):
-        one.ended = one.ended or "max_turns"
+        one.ended = one.ended or ("max_turns" if one.num_turns == environment.config.max_turns else "the check")
         if not one.failure:
             reward = environment.reward(state).result()
             if isinstance(reward, Failure):

@@ -14,6 +14,7 @@ from cookbook.losses import LOSSES
 from cookbook.server.handlers import sampling
 from cookbook.server.metrics import CONTENT_TYPE
 from cookbook.server.routes.common import Body, CurrentService, json_body
+from cookbook.server.state.service import Service
 from cookbook.server.wire import bodies
 from cookbook.server.wire.encode import JSON
 from cookbook.types import JsonObject
@@ -161,4 +162,30 @@ async def download(service: CurrentService, token: str, file: str) -> Response:
 @metrics_router.get("/metrics")
 async def metrics(service: CurrentService) -> Response:
     """Return the metrics of the server in the format of Prometheus."""
-    return Response(service.metrics.exposition(service.gauges()), media_type=CONTENT_TYPE)
+    return Response(service.metrics.exposition(_gauges(service)), media_type=CONTENT_TYPE)
+
+
+def _gauges(service: Service) -> list[tuple[str, str, float]]:
+    """Return the gauges for the metrics: name, help text and value."""
+    logs = [log for session in service.sessions.values() for log in (session.log, session.samples)]
+    log_bytes = sum(log.num_bytes for log in [*logs, *(run.log for run in service.runs.values())])
+    pending_bytes = service.requests.pending_bytes + service.uploads.num_bytes
+    num_paused = sum(session.presence.is_paused for session in service.sessions.values())
+    num_drawn = service.endpoint.num_drawn + sum(session.queue.num_drawn for session in service.sessions.values())
+    return [
+        ("calls_pending", "Requests that are accepted and not settled.", len(service.requests.unsettled())),
+        ("endpoint_pending", "Requests of the endpoint that are not answered.", service.endpoint.num_unfinished),
+        ("silent_sessions", "Sessions on disk only, because their clients are silent.", len(service.silent)),
+        ("sessions", "Open sessions; each client has one.", len(service.sessions)),
+        ("paused_sessions", "Open sessions whose sampling is paused, because their clients have vanished.", num_paused),
+        ("drawn_tokens", "Tokens of unfinished samples, in memory.", num_drawn),
+        ("training_runs", "Training runs in memory.", len(service.runs)),
+        ("samplers", "Sampling sessions in memory.", len(service.samplers)),
+        ("samplers_let_go_total", "Sampling sessions that were evicted.", service.samplers.num_evicted),
+        ("sampler_bytes", "Bytes of weights that only sampling sessions use.", service.samplers.num_bytes),
+        ("answers", "Requests in memory, settled or not.", len(service.requests)),
+        ("pending_bytes", "Bytes of requests that are not settled, and of incomplete uploads.", pending_bytes),
+        ("log_bytes", "Bytes of logs on disk, without snapshots.", log_bytes),
+        ("result_bytes", "Bytes of results kept for clients.", service.requests.kept_bytes),
+        ("graph_bytes", "Bytes of forward passes kept for a backward pass.", service.host.graphs.num_bytes),
+    ]

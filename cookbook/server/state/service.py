@@ -293,33 +293,6 @@ class Service:
             text = re.sub(rf"(?<![\w./-]){re.escape(folder)}(?![\w.-])", shown, text)
         return text
 
-    # ---- metrics -------------------------------------------------------------------------------------------------
-
-    def gauges(self) -> list[tuple[str, str, float]]:
-        """Return the gauges for the metrics: name, help text and value."""
-        logs = [log for session in self.sessions.values() for log in (session.log, session.samples)]
-        log_bytes = sum(log.num_bytes for log in [*logs, *(run.log for run in self.runs.values())])
-        pending_bytes = self.requests.pending_bytes + self.uploads.num_bytes
-        num_paused = sum(session.presence.is_paused for session in self.sessions.values())
-        num_drawn = self.endpoint.num_drawn + sum(session.queue.num_drawn for session in self.sessions.values())
-        return [
-            ("calls_pending", "Requests that are accepted and not settled.", len(self.requests.unsettled())),
-            ("endpoint_pending", "Requests of the endpoint that are not answered.", self.endpoint.num_unfinished),
-            ("silent_sessions", "Sessions on disk only, because their clients are silent.", len(self.silent)),
-            ("sessions", "Open sessions; each client has one.", len(self.sessions)),
-            ("paused_sessions", "Open sessions whose sampling is paused, because their clients have vanished.", num_paused),
-            ("drawn_tokens", "Tokens of unfinished samples, in memory.", num_drawn),
-            ("training_runs", "Training runs in memory.", len(self.runs)),
-            ("samplers", "Sampling sessions in memory.", len(self.samplers)),
-            ("samplers_let_go_total", "Sampling sessions that were evicted.", self.samplers.num_evicted),
-            ("sampler_bytes", "Bytes of weights that only sampling sessions use.", self.samplers.num_bytes),
-            ("answers", "Requests in memory, settled or not.", len(self.requests)),
-            ("pending_bytes", "Bytes of requests that are not settled, and of incomplete uploads.", pending_bytes),
-            ("log_bytes", "Bytes of logs on disk, without snapshots.", log_bytes),
-            ("result_bytes", "Bytes of results kept for clients.", self.requests.kept_bytes),
-            ("graph_bytes", "Bytes of forward passes kept for a backward pass.", self.host.graphs.num_bytes),
-        ]
-
     def _observe_settled(self, request: Request) -> None:
         assert request.result is not None
         self.attempts.forget(request.request_id)
