@@ -876,13 +876,13 @@ def test_a_question_of_reasoning_gym_is_rewritten_and_repeated_after_a_wrong_ans
 def test_chain_sum_is_learned_in_two_turns(seed):
     """From about 0 to about 45% right, greedy, on 1,000 held-out rows, in ten steps.
 
-    Seeds 0 to 5 reach 45.0% to 48.6%. The bound is two standard errors of an accuracy, 1.6 points each, below the lowest: other
+    Seeds 0 to 5 reach 44.5% to 47.3%. The bound is two standard errors of an accuracy, 1.6 points each, below the lowest: other
     CPUs round differently, which has the effect of another seed.
     """
     pytest.importorskip("reasoning_gym", reason="the extra reasoning-gym is not installed")
     assert run(["train", "experiment=grpo_chain_sum", "checkpoint.final=false", f"seed={seed}", "out=run"]) == 0
     first, last = rows("run")[0], rows("run")[-1]
-    assert last["step"] == 10 and first["eval/accuracy"] < 0.05 and last["eval/accuracy"] >= 0.418
+    assert last["step"] == 10 and first["eval/accuracy"] < 0.05 and last["eval/accuracy"] >= 0.413
 
 
 @pytest.mark.slow
