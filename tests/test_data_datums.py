@@ -306,5 +306,6 @@ def test_the_bytes_of_any_tokens_are_those_of_their_text(decoder: str) -> None:
     rows = [draw.integers(0, len(tokenizer), count).astype(np.int32) for count in draw.integers(0, 12, 100)]
     rows += [np.array(tokenizer.encode(text), np.int32) for text in ("né €", " a b", "漢字 and 😀")]
     expected = [len(text.encode()) for text in tokenizer.batch_decode(rows, skip_special_tokens=True)]
-    assert [size for row in rows[50:] for size in renderer.num_bytes([row])] == expected[50:]
-    assert renderer.num_bytes(rows) == expected and renderer.num_bytes([]) == []
+    alone = [renderer.num_bytes(row, np.array([len(row)])) for row in rows[50:]]
+    assert [size for sizes in alone for size in sizes] == expected[50:]
+    assert renderer.num_bytes(np.concatenate(rows), np.cumsum([len(row) for row in rows])) == expected

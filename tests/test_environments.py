@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from cookbook.data import DataConfig, RenderedPrompt, Renderer, Row
 from cookbook.data.formats import Chat, Plain
 from cookbook.data.messages import ChatMessage
 from cookbook.errors import ConfigError, RolloutError, SampleRefusedError
-from cookbook.futures import Future, done
+from cookbook.futures import Future, LazyFuture, done
 from cookbook.sampling import environments
 from cookbook.sampling.environments import EnvironmentRunner, PythonEnvironment, ready
 from cookbook.sampling.environments.conversation import Conversation
@@ -366,6 +367,50 @@ def test_without_lockstep_a_slow_environment_holds_no_other_episode(method):
 def test_without_lockstep_a_slow_completion_holds_no_other_episode():
     sampler = Knowing(renderer().tokenizer, late=True)
     assert played_until(guess(lockstep=False), sampler, sampler.release)[0] == {0: RIGHT, 1: RIGHT}
+
+
+def test_without_lockstep_a_retry_delays_no_other_episode(monkeypatch):
+    """The retry is due at 2 s on a clock that stands until the other episode has ended."""
+    ends = []
+    monkeypatch.setattr(Retrier, "wait_s", lambda *_, **__: 2.0)
+    clock = SimpleNamespace(monotonic=lambda: 3.0 * len(ends), sleep=lambda _: pytest.fail("the thread sleeps"))
+    monkeypatch.setattr("cookbook.sampling.episodes.time", clock)
+    sampler = Knowing(renderer().tokenizer, errors=[ConnectionError("busy")])
+    assert played_until(guess(lockstep=False), sampler, lambda: ends.append(1))[0] == {0: RIGHT, 1: RIGHT}
+
+
+class Batches(Knowing):
+    """Computes requests that are made together as one batch, whose completions arrive one by one, as the embedded sampler."""
+
+    def __init__(self, tokenizer):
+        super().__init__(tokenizer)
+        self.waiting, self.sizes = [], []
+
+    def sample(self, prompt, num_samples=1, sampling_params=None):
+        future = LazyFuture(self.flush)
+        self.waiting.append((future, super().sample(prompt, num_samples, sampling_params).result()))
+        return future
+
+    def flush(self):
+        batch, self.waiting = self.waiting, []
+        self.sizes.append(len(batch))
+        for future, _ in batch:
+            future.started()
+
+        def compute():
+            for future, response in batch:
+                time.sleep(0.01)
+                future.set_result(response)
+
+        threading.Thread(target=compute).start()
+
+
+def test_without_lockstep_turns_of_different_episodes_share_a_batch():
+    sampler = Batches(renderer().tokenizer)
+    with contextlib.closing(EnvironmentRunner(guess(lockstep=False))) as environment:
+        draws = [Draw(prompt({"letter": letter}), 4, SamplingParams(max_tokens=20, seed=5)) for letter in ("a", "bb")]
+        Episodes(renderer(), Retrier(0, 4), None, environment).play(sampler, draws, lambda *_: None)
+    assert sampler.sizes == [8, 8]
 
 
 @pytest.mark.parametrize("lockstep", [True, False])

@@ -194,9 +194,14 @@ def _datums(
 
 def _with_num_bytes(encoded: Iterator[EncodedRow], renderer: Renderer) -> Iterator[EncodedRow]:
     while block := list(itertools.islice(encoded, BATCH)):
+        ends = np.cumsum([len(one.tokens) for one in block])
+        tokens, weights = (np.concatenate([getattr(one, name) for one in block]) for name in ("tokens", "weights"))
         # Nothing predicts the first token.
-        trained = [np.asarray(one.tokens)[1:][np.asarray(one.weights)[1:] != 0] for one in block]
-        for one, size in zip(block, renderer.num_bytes(trained), strict=True):
+        trained = weights != 0
+        trained[np.append(0, ends[:-1])] = False
+        ends_of_trained = np.append(0, trained.cumsum())[ends]
+        sizes = renderer.num_bytes(tokens[trained].astype(np.int32), ends_of_trained)
+        for one, size in zip(block, sizes, strict=True):
             yield EncodedRow(one.row, one.question, one.tokens, one.weights, size)
 
 

@@ -161,15 +161,17 @@ class Renderer:
         """Whether the chat template prints tools."""
         return self._template.prints_tools
 
-    def num_bytes(self, rows: Sequence[npt.NDArray[np.int32]]) -> list[int]:
-        """Return the number of UTF-8 bytes of the text of each row of tokens, without special tokens."""
-        if not rows:
-            return []
-        counts = self._token_bytes(np.concatenate(rows))
-        ends = np.cumsum([len(row) for row in rows])
+    def num_bytes(self, tokens: npt.NDArray[np.int32], ends: npt.NDArray[np.int64]) -> list[int]:
+        """Return the number of UTF-8 bytes of the text of each row of tokens, without special tokens.
+
+        ``tokens``: those of all rows, in order. ``ends``: for each row, the number of tokens up to its end.
+        """
+        counts = self._token_bytes(tokens)
         sums, unknown = (np.diff(np.append(0, one.cumsum())[ends], prepend=0) for one in (counts, counts == UNKNOWN))
         undecided = unknown.nonzero()[0]
-        sums[undecided] = [len(text.encode()) for text in self._texts([rows[row].tolist() for row in undecided])]
+        starts = np.append(0, ends[:-1])
+        rows = [tokens[starts[row] : ends[row]].tolist() for row in undecided]
+        sums[undecided] = [len(text.encode()) for text in self._texts(rows)]
         return list(sums.tolist())
 
     def _token_bytes(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:

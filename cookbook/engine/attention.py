@@ -93,7 +93,7 @@ class SharedPrefixKV:
     ``layers``: for each layer, keys and values of the prompts, ``(prompts, key heads, columns, D)`` each. ``filled``: number
     of columns of the rows' own tokens that hold tokens, including the new one. ``row_of_slot``: ``(prompts * slots,)``, the row
     in each slot. ``slot_of_row``: ``(rows,)``, the slot of each row. Both are None if the rows are already in slot order.
-    ``mask``: ``(rows, 1, 1, columns)``, false where a filled column holds no token of the row; None: nowhere.
+    ``mask``: ``(rows, 1, 1, columns)``, true where a filled column holds a token of the row; None: everywhere.
     """
 
     layers: list[tuple[Tensor, Tensor]]

@@ -8,7 +8,8 @@ advance in rounds: the completions of a round are sampled together, then the env
     ...       until the environment is done, or max_turns, or the context is full
 
 The rounds make the batches of the sampler a function of the rows and seeds, not of the time, so that runs repeat bit for bit.
-With ``env.lockstep=false`` each episode advances as soon as its own completion or answer has arrived.
+With ``env.lockstep=false`` each episode advances as soon as its own completion or answer has arrived, and its next completion
+is part of the next batch.
 
 A request that fails is retried, dropped with all episodes of its prompt, or ends the run.
 """
@@ -28,7 +29,7 @@ import numpy as np
 
 from cookbook.data import RenderedPrompt, Renderer
 from cookbook.errors import ConfigError, DataError, RolloutError, SampleRefusedError, SamplerUnavailableError
-from cookbook.futures import Future
+from cookbook.futures import Future, LazyFuture
 from cookbook.protocols import Sampler
 from cookbook.sampling.environments.conversation import Transcript
 from cookbook.sampling.environments.instance import EarnedReward, Reply
@@ -60,8 +61,9 @@ class FailedRequests:
 class Retrier:
     """Makes sampling requests and retries those whose failure may be transient.
 
-    A request has its own seed, so every attempt gives the same samples. Consecutive failures are counted in the order of the
-    requests, across batches: what a run does depends on which requests fail, and not on when they fail.
+    A request has its own seed, so every attempt gives the same samples. Consecutive failures are counted across batches, in the
+    order of the requests of :meth:`sample`: what a run does depends on which requests fail, and not on when they fail. Callers
+    of :meth:`count` choose the order.
 
     Args:
         retries: of one request, before it is dropped.
@@ -182,8 +184,10 @@ class _Attempt:
     num_opponent_turns: int = 0
     calls: tuple[int, int, int] = (0, 0, 0)
     reward: Pending[EarnedReward | None] | None = None
-    # Without lockstep: the requested completion of the next turn, and how often its request has failed.
+    # Without lockstep: the requested completion of the next turn; the time from which it may be requested, None if it was or if
+    # the environment has not answered yet; and how often the request has failed.
     requested: concurrent.futures.Future[SampleResponse] | None = None
+    due_at: float | None = None
     num_failures: int = 0
 
     @property
@@ -305,7 +309,7 @@ class _Rounds:
         self._has_samples = has_samples
         self._failed: dict[int, Exception] = {}
         self._num_retries = 0
-        self._held_s = 0.0
+        self._waited_s = 0.0
 
     def play(self) -> FailedRequests:
         told: set[int] = set()
@@ -314,7 +318,7 @@ class _Rounds:
             advance(under_way)
             unfinished = {one.draw for one in self._under_way()} | {index for index, _ in self._queued}
             told |= self._tell(told, unfinished - self._failed.keys())
-        self._environment.report_held(self._held_s)
+        self._environment.report_wait(self._waited_s)
         if self._draws and not self._has_samples and len(self._failed) == len(self._draws):
             first = self._failed[min(self._failed)]
             raise RolloutError(f"sampling: requests of all {len(self._draws)} prompts were refused; the first: {first}")
@@ -346,35 +350,45 @@ class _Rounds:
         for count, _ in enumerate(concurrent.futures.as_completed([one.waiting.future for one in attempts]), 1):
             if 2 * count <= len(attempts) + 1:
                 half = time.monotonic()
-        # Answers that arrive at equal distances hold no episode.
-        self._held_s += max(0.0, time.monotonic() - half - (half - started))
+        # Answers that arrive at equal intervals are no reason for other rounds.
+        self._waited_s += max(0.0, time.monotonic() - half - (half - started))
         for attempt in attempts:
             self._read(attempt)
         self._sample([attempt for attempt in attempts if not attempt.ended])
 
     def _advance(self, attempts: Sequence[_Attempt]) -> None:
-        """Wait for one completion, answer or reward. Continue the attempts that have got theirs."""
-        concurrent.futures.wait([one.awaited for one in attempts], return_when=concurrent.futures.FIRST_COMPLETED)
-        failed: dict[_Attempt, float] = {}
+        """Request the turns that are due, wait for a completion, answer or reward, and continue the attempts that got one."""
+        seconds = self._request_due(attempts)
+        awaited = [one.awaited for one in attempts if one.due_at is None]
+        if awaited:
+            concurrent.futures.wait(awaited, seconds, return_when=concurrent.futures.FIRST_COMPLETED)
+        elif seconds:
+            time.sleep(seconds)
         for attempt in attempts:
-            if attempt.draw in self._failed or not attempt.awaited.done():
+            if attempt.due_at is not None or not attempt.awaited.done():
                 continue
             if attempt.requested is not None:
-                self._completed(attempt, attempt.requested, failed)
-            elif not attempt.ended:
+                self._completed(attempt, attempt.requested)
+            # An environment of this process has answered its completion by now.
+            is_dropped = attempt.draw in self._failed
+            if not (is_dropped or attempt.ended or attempt.due_at is not None) and attempt.waiting.done():
                 self._read(attempt)
-                if not attempt.ended:
-                    attempt.requested = submitted(self._turn([attempt]))
-        if failed:
-            time.sleep(max(failed.values()))
-            self._num_retries += len(failed)
-        for attempt in failed:
-            attempt.requested = submitted(self._turn([attempt]))
+                attempt.due_at = None if attempt.ended else 0.0
 
-    def _completed(
-        self, attempt: _Attempt, requested: concurrent.futures.Future[SampleResponse], failed: dict[_Attempt, float]
-    ) -> None:
-        """Pass a completion to the environment. Add a request to retry to ``failed``, with the seconds until then."""
+    def _request_due(self, attempts: Sequence[_Attempt]) -> float | None:
+        """Request the turns that are due. Return the seconds until the next retry; None: no retry is to be awaited."""
+        # The sampler computes requests that are made together as one batch, so the next ones are made after the batch.
+        if any(isinstance(one.requested, LazyFuture) for one in attempts):
+            return None
+        now = time.monotonic()
+        for attempt in attempts:
+            if attempt.due_at is not None and attempt.due_at <= now:
+                self._num_retries += attempt.num_failures > 0
+                attempt.due_at, attempt.requested = None, submitted(self._turn([attempt]))
+        return min((one.due_at - now for one in attempts if one.due_at is not None), default=None)
+
+    def _completed(self, attempt: _Attempt, requested: concurrent.futures.Future[SampleResponse]) -> None:
+        """Pass a completion to the environment. A request that has failed is due again later."""
         attempt.requested = None
         error = self._retrier.count(requested.exception())
         if error is None:
@@ -388,7 +402,7 @@ class _Rounds:
         if wait_s is None:
             self._failed[attempt.draw] = error
         else:
-            failed[attempt] = wait_s
+            attempt.due_at = time.monotonic() + wait_s
 
     def _read(self, attempt: _Attempt) -> None:
         """Take the environment's answer: the attempt ends, or its next turn has a prompt."""

@@ -40,10 +40,9 @@ class PlayedEpisode:
     reward: float | None = None
     failure: str = ""
     slowest_s: float = 0.0
-
-    @property
-    def num_turns(self) -> int:
-        return len(self.observations) - 1
+    num_turns: int = 0
+    num_opponent_turns: int = 0
+    opponent_moves: bool = False
 
     def facts(self) -> str:
         """All but the times."""
@@ -100,17 +99,26 @@ def _rewards(rewards: Sequence[float | None], declared: tuple[float, float] | No
 
 
 def _limits(config: EnvironmentConfig, num_turns: int, slowest_s: float) -> CheckResult:
-    """Report the longest episode and the slowest call. A call that exceeds its limit ends an episode, which has failed then."""
+    """Report the longest episode and the slowest call. An episode with a call that exceeds its limit fails the first check."""
     limit = "env.timeout_s=null sets none" if config.timeout_s is None else f"env.timeout_s={config.timeout_s:g}"
     turns = f"{num_turns} turns in the longest episode, env.max_turns={config.max_turns}"
-    return CheckResult("limits", State.passed, f"{turns}; {slowest_s:.3f} s for the slowest call, {limit}")
+    return CheckResult("limits", State.noted, f"{turns}; {slowest_s:.3f} s for the slowest call, {limit}")
 
 
 def answers(environment: EpisodeRunner) -> list[str]:
-    """Return the made-up answers of an episode that does not end itself."""
+    """Return the made-up answers of an episode, which are repeated."""
     calls = [json.dumps({"name": tool["function"]["name"], "arguments": {}}) for tool in environment.contract.tools]
-    texts = itertools.cycle([*(f"<tool_call>{call}</tool_call>" for call in calls), *TEXTS])
-    return list(itertools.islice(texts, min(environment.config.max_turns, MOST_TURNS)))
+    return [*(f"<tool_call>{call}</tool_call>" for call in calls), *TEXTS]
+
+
+def _has_ended(one: PlayedEpisode, config: EnvironmentConfig) -> bool:
+    """Whether the episode has ended. One that has reached the limit of turns ends here, as in training."""
+    limit = min(config.max_turns, MOST_TURNS)
+    # An opponent that begins makes one turn more.
+    has_turn = one.num_opponent_turns <= limit if one.opponent_moves else one.num_turns < limit
+    if not one.ended and not has_turn:
+        one.ended = "max_turns" if limit == config.max_turns else "the check"
+    return bool(one.ended)
 
 
 def play(environment: EpisodeRunner, renderer: Renderer, row: Row) -> PlayedEpisode:
@@ -127,13 +135,17 @@ def _interleaved(environment: EpisodeRunner, renderer: Renderer, rows: Sequence[
         state, pending = environment.begin(row)
         _read(one, pending.result(), started)
         begun.append(state)
-    for text in answers(environment):
-        for one, state in zip(found, begun, strict=True):
-            if not one.ended:
-                started = time.monotonic()
-                _read(one, environment.act(state, _made_up(renderer, text)).result(), started)
+    texts = answers(environment)
+    for number in itertools.count():
+        playing = [(one, state) for one, state in zip(found, begun, strict=True) if not _has_ended(one, environment.config)]
+        if not playing:
+            break
+        for one, state in playing:
+            one.num_turns += not one.opponent_moves
+            one.num_opponent_turns += one.opponent_moves
+            started = time.monotonic()
+            _read(one, environment.act(state, _made_up(renderer, texts[number % len(texts)])).result(), started)
     for one, state in zip(found, begun, strict=True):
-        one.ended = one.ended or ("max_turns" if one.num_turns == environment.config.max_turns else "the check")
         if not one.failure:
             reward = environment.reward(state).result()
             if isinstance(reward, Failure):
@@ -156,6 +168,7 @@ def _read(one: PlayedEpisode, reply: Reply | Failure, started: float) -> None:
         return
     one.observations.append(reply.observation)
     one.ended = "done" if reply.done else ""
+    one.opponent_moves = reply.opponent_moves
 
 
 def _same(check: str, first: Sequence[PlayedEpisode], second: Sequence[PlayedEpisode], how: str, harm: str) -> CheckResult:

@@ -32,8 +32,8 @@ NAMED = frozenset({"seed"})
 CLOSE_S = 5.0
 # Held-out rows of an environment that reads no data, with eval.limit=null.
 NUM_EVAL = 200
-# Seconds that the rounds of a step may wait for slow environments. After a longer wait, one log line names env.lockstep.
-HELD_S = 10.0
+# Seconds that the rounds of a step may wait for slow environments. After a longer wait, one line names env.lockstep.
+LONG_WAIT_S = 10.0
 HANDLER = "cookbook.sampling.environments.instance:handler"
 
 
@@ -136,15 +136,15 @@ class EpisodeRunner:
                 "step, with 0.0 where nothing is earned, or define get_reward"
             )
 
-    def report_held(self, held_s: float) -> None:
-        """Log once if the rounds of a step have waited long for slow answers.
+    def report_wait(self, waited_s: float) -> None:
+        """Say once that the rounds of a step have waited long for slow answers.
 
-        ``held_s``: seconds by which the later half of the answers took longer than the earlier half.
+        ``waited_s``: seconds by which the later half of the answers took longer than the earlier half.
         """
-        if held_s >= HELD_S and "held" not in self._said:
-            self._said.add("held")
+        if waited_s >= LONG_WAIT_S and "wait" not in self._said:
+            self._said.add("wait")
             remedy = "with env.lockstep=false the other episodes continue, but runs no longer repeat bit for bit"
-            log.info("env: the rounds of a step have waited %.0f s for slow environments; %s", held_s, remedy)
+            log.warning("env: the rounds of a step have waited %.0f s for slow environments; %s", waited_s, remedy)
 
     def _failure(self, episode: Episode, answer: JsonObject) -> Failure:
         """Return the failure, and say it once.
