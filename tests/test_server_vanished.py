@@ -177,14 +177,9 @@ def test_the_next_request_of_a_client_draws_its_samples_from_the_start(server, e
     assert not presence_of(server, client.session).is_paused
 
 
-def test_a_client_that_sends_anything_or_has_another_poll_is_not_paused(server, endless):
+def test_a_client_that_has_another_poll_is_not_paused(server, endless):
     client = Client(server.url)
     answer, presence = client.sample(60), presence_of(server, client.session)
-    presence.grace_s = 100.0
-    Poll(server, "retrieve_future", answer.json()).close()
-    wait_until(lambda: presence._countdown is not None)
-    client.post("session_heartbeat", {"session_id": client.session})
-    assert presence._countdown is None and not presence.is_paused
     presence.grace_s = 0.01
     feed = Poll(server, "retrieve_futures", {"target": {"sampling_session_id": client.sampler}})
     poll = Poll(server, "retrieve_future", answer.json())
@@ -203,6 +198,21 @@ def test_a_client_that_sends_anything_or_has_another_poll_is_not_paused(server, 
     assert presence._countdown is None
 
 
+def test_a_request_after_the_closed_poll_postpones_the_pause_but_does_not_prevent_it(server, endless):
+    """A client may be killed while a request of it is in the kernel of the server, which reads it after the poll has ended."""
+    client = Client(server.url)
+    answer, presence = client.sample(60), presence_of(server, client.session)
+    presence.grace_s = 100.0
+    Poll(server, "retrieve_future", answer.json()).close()
+    wait_until(lambda: presence._countdown is not None)
+    before = presence._countdown
+    client.post("session_heartbeat", {"session_id": client.session})
+    assert presence._countdown not in (None, before) and not presence.is_paused
+    presence.grace_s = 0.01
+    client.post("session_heartbeat", {"session_id": client.session})
+    wait_until(lambda: presence.is_paused)
+
+
 def test_an_ordinary_client_that_polls_repeatedly_is_not_paused(server, endless, monkeypatch):
     """Polls end after their time, and one because a sampling client of the session ends while the other one waits."""
     monkeypatch.setattr(requests, "LONG_POLL_S", 0.05)
@@ -212,11 +222,18 @@ def test_an_ordinary_client_that_polls_repeatedly_is_not_paused(server, endless,
         params = tinker.SamplingParams(max_tokens=4, stop=[], seed=7)
         asked = [one.sample(tinker.ModelInput.from_ints([5, 6, 7]), 60, params) for one in (sampler, ending)]
         wait_until(lambda: counted["/retrieve_futures", "200"] > 20)
-        monkeypatch.setattr(requests, "LONG_POLL_S", 30.0)
         (session,) = server.service.sessions.values()
         lost, original = [], session.presence.lost
         session.presence.lost = lambda: lost.append(original())
-        wait_until(lambda: session.presence._num_polls == 2)
+        opened, poll = [], session.presence.poll
+
+        def lengthen():
+            """Each of the two clients opens one more poll, which lasts."""
+            monkeypatch.setattr(requests, "LONG_POLL_S", 30.0)
+            session.presence.poll = lambda: opened.append(None) or poll()
+
+        server.call(lengthen)
+        wait_until(lambda: len(opened) == 2)
         ending._futures_poller.close()
         wait_until(lambda: lost and session.presence._countdown is None)
         assert not session.presence.is_paused and session.presence.grace_s == presence.GRACE_S
