@@ -117,6 +117,56 @@ def test_jobs_of_a_paused_lane_can_be_dropped():
     worker.close()
 
 
+@pytest.mark.parametrize("is_set_aside", [True, False])
+@pytest.mark.parametrize("end", ["close", "drop_all", "close of the lane"])
+def test_the_end_of_a_worker_settles_the_jobs_of_its_paused_lanes(end, is_set_aside):
+    worker = Worker(1)
+    lane, go = worker.lane(Account()), held(worker)
+    waiting = lane.submit(lambda: "done")
+    lane.pause()
+    if is_set_aside:
+        go.set()
+        wait_until(lambda: not worker._schedule._ready)
+    if end == "drop_all":
+        worker.drop_all()
+        go.set()
+        assert isinstance(waiting.exception(10), BackendError)
+    else:
+        # In a thread of its own, because without the repair it would wait forever.
+        closing = threading.Thread(target=worker.close if end == "close" else lane.close, daemon=True)
+        closing.start()
+        if end == "close":
+            wait_until(lambda: worker._schedule._closed)
+            lane.pause()
+        go.set()
+        assert waiting.result(10) == "done"
+        closing.join(10)
+        assert not closing.is_alive()
+    worker.close()
+
+
+def test_a_job_that_is_dropped_while_the_pause_restarts_it_is_settled():
+    worker = Worker(1)
+    lane, begun, go = worker.lane(Account()), threading.Event(), threading.Event()
+
+    def job():
+        begun.set()
+        try:
+            go.wait(10)
+            yield
+        finally:
+            lane.clear()
+
+    running = lane.submit_steps(job)
+    assert begun.wait(10)
+    lane.pause()
+    go.set()
+    assert isinstance(running.exception(10), BackendError)
+    lane.resume()
+    assert lane.submit(lambda: "open").result(10) == "open"
+    worker.close()
+
+
 # ---- a server in a thread --------------------------------------------------------------------------------------------
 
 
