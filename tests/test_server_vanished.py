@@ -384,7 +384,7 @@ def test_a_shutdown_does_not_wait_for_paused_samples(server, endless):
     assert unsettled.request_id == answer.json()["request_id"]
 
 
-def test_paused_samples_do_not_count_towards_the_quota_of_their_key(tiny_folder, tmp_path, endless):
+def test_paused_samples_count_towards_the_quota_of_their_key(tiny_folder, tmp_path, endless):
     (tmp_path / "keys").write_text("alice: tml-alice max_tokens=300\n")
 
     class Keyed(Client):
@@ -400,6 +400,8 @@ def test_paused_samples_do_not_count_towards_the_quota_of_their_key(tiny_folder,
         presence = presence_of(server, client.session)
         server.call(presence.lost)
         wait_until(lambda: presence.is_paused)
+        assert other.sample(60).status_code == 429
+        assert client.post(f"sessions/{client.session}/finish", {}).status_code == 204
         assert other.sample(60).status_code == 200
 
 
