@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import re
@@ -380,6 +381,20 @@ def test_a_shutdown_does_not_wait_for_paused_samples(server, endless):
     vanish(server, client, answer)
     # The limit is longer than a test may take.
     server.call(lambda: drain(server.service, 1000))
+    (unsettled,) = server.service.requests.unsettled()
+    assert unsettled.request_id == answer.json()["request_id"]
+
+
+def test_a_shutdown_does_not_wait_for_a_client_that_vanishes_during_it(server, endless):
+    client = Client(server.url)
+    answer = client.sample(60)
+    poll = Poll(server, "retrieve_future", answer.json())
+    wait_until(lambda: not is_idle(server))
+    ending = asyncio.run_coroutine_threadsafe(drain(server.service, 1000), server.loop)
+    wait_until(lambda: server.service.requests.closing)
+    assert not ending.done()
+    poll.close()
+    ending.result(60)
     (unsettled,) = server.service.requests.unsettled()
     assert unsettled.request_id == answer.json()["request_id"]
 
