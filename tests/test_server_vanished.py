@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import re
@@ -117,6 +118,56 @@ def test_jobs_of_a_paused_lane_can_be_dropped():
     worker.close()
 
 
+@pytest.mark.parametrize("is_set_aside", [True, False])
+@pytest.mark.parametrize("end", ["close", "drop_all", "close of the lane"])
+def test_the_end_of_a_worker_settles_the_jobs_of_its_paused_lanes(end, is_set_aside):
+    worker = Worker(1)
+    lane, go = worker.lane(Account()), held(worker)
+    waiting = lane.submit(lambda: "done")
+    lane.pause()
+    if is_set_aside:
+        go.set()
+        wait_until(lambda: not worker._schedule._ready)
+    if end == "drop_all":
+        worker.drop_all()
+        go.set()
+        assert isinstance(waiting.exception(10), BackendError)
+    else:
+        # In a thread of its own, because without the repair it would wait forever.
+        closing = threading.Thread(target=worker.close if end == "close" else lane.close, daemon=True)
+        closing.start()
+        if end == "close":
+            wait_until(lambda: worker._schedule._closed)
+            lane.pause()
+        go.set()
+        assert waiting.result(10) == "done"
+        closing.join(10)
+        assert not closing.is_alive()
+    worker.close()
+
+
+def test_a_job_that_is_dropped_while_the_pause_restarts_it_is_settled():
+    worker = Worker(1)
+    lane, begun, go = worker.lane(Account()), threading.Event(), threading.Event()
+
+    def job():
+        begun.set()
+        try:
+            go.wait(10)
+            yield
+        finally:
+            lane.clear()
+
+    running = lane.submit_steps(job)
+    assert begun.wait(10)
+    lane.pause()
+    go.set()
+    assert isinstance(running.exception(10), BackendError)
+    lane.resume()
+    assert lane.submit(lambda: "open").result(10) == "open"
+    worker.close()
+
+
 # ---- a server in a thread --------------------------------------------------------------------------------------------
 
 
@@ -177,14 +228,9 @@ def test_the_next_request_of_a_client_draws_its_samples_from_the_start(server, e
     assert not presence_of(server, client.session).is_paused
 
 
-def test_a_client_that_sends_anything_or_has_another_poll_is_not_paused(server, endless):
+def test_a_client_that_has_another_poll_is_not_paused(server, endless):
     client = Client(server.url)
     answer, presence = client.sample(60), presence_of(server, client.session)
-    presence.grace_s = 100.0
-    Poll(server, "retrieve_future", answer.json()).close()
-    wait_until(lambda: presence._countdown is not None)
-    client.post("session_heartbeat", {"session_id": client.session})
-    assert presence._countdown is None and not presence.is_paused
     presence.grace_s = 0.01
     feed = Poll(server, "retrieve_futures", {"target": {"sampling_session_id": client.sampler}})
     poll = Poll(server, "retrieve_future", answer.json())
@@ -203,6 +249,21 @@ def test_a_client_that_sends_anything_or_has_another_poll_is_not_paused(server, 
     assert presence._countdown is None
 
 
+def test_a_request_after_the_closed_poll_postpones_the_pause_but_does_not_prevent_it(server, endless):
+    """A client may be killed while a request of it is in the kernel of the server, which reads it after the poll has ended."""
+    client = Client(server.url)
+    answer, presence = client.sample(60), presence_of(server, client.session)
+    presence.grace_s = 100.0
+    Poll(server, "retrieve_future", answer.json()).close()
+    wait_until(lambda: presence._countdown is not None)
+    before = presence._countdown
+    client.post("session_heartbeat", {"session_id": client.session})
+    assert presence._countdown not in (None, before) and not presence.is_paused
+    presence.grace_s = 0.01
+    client.post("session_heartbeat", {"session_id": client.session})
+    wait_until(lambda: presence.is_paused)
+
+
 def test_an_ordinary_client_that_polls_repeatedly_is_not_paused(server, endless, monkeypatch):
     """Polls end after their time, and one because a sampling client of the session ends while the other one waits."""
     monkeypatch.setattr(requests, "LONG_POLL_S", 0.05)
@@ -212,11 +273,18 @@ def test_an_ordinary_client_that_polls_repeatedly_is_not_paused(server, endless,
         params = tinker.SamplingParams(max_tokens=4, stop=[], seed=7)
         asked = [one.sample(tinker.ModelInput.from_ints([5, 6, 7]), 60, params) for one in (sampler, ending)]
         wait_until(lambda: counted["/retrieve_futures", "200"] > 20)
-        monkeypatch.setattr(requests, "LONG_POLL_S", 30.0)
         (session,) = server.service.sessions.values()
         lost, original = [], session.presence.lost
         session.presence.lost = lambda: lost.append(original())
-        wait_until(lambda: session.presence._num_polls == 2)
+        opened, poll = [], session.presence.poll
+
+        def lengthen():
+            """Each of the two clients opens one more poll, which lasts."""
+            monkeypatch.setattr(requests, "LONG_POLL_S", 30.0)
+            session.presence.poll = lambda: opened.append(None) or poll()
+
+        server.call(lengthen)
+        wait_until(lambda: len(opened) == 2)
         ending._futures_poller.close()
         wait_until(lambda: lost and session.presence._countdown is None)
         assert not session.presence.is_paused and session.presence.grace_s == presence.GRACE_S
@@ -317,7 +385,21 @@ def test_a_shutdown_does_not_wait_for_paused_samples(server, endless):
     assert unsettled.request_id == answer.json()["request_id"]
 
 
-def test_paused_samples_do_not_count_towards_the_quota_of_their_key(tiny_folder, tmp_path, endless):
+def test_a_shutdown_does_not_wait_for_a_client_that_vanishes_during_it(server, endless):
+    client = Client(server.url)
+    answer = client.sample(60)
+    poll = Poll(server, "retrieve_future", answer.json())
+    wait_until(lambda: not is_idle(server))
+    ending = asyncio.run_coroutine_threadsafe(drain(server.service, 1000), server.loop)
+    wait_until(lambda: server.service.requests.closing)
+    assert not ending.done()
+    poll.close()
+    ending.result(60)
+    (unsettled,) = server.service.requests.unsettled()
+    assert unsettled.request_id == answer.json()["request_id"]
+
+
+def test_paused_samples_count_towards_the_quota_of_their_key(tiny_folder, tmp_path, endless):
     (tmp_path / "keys").write_text("alice: tml-alice max_tokens=300\n")
 
     class Keyed(Client):
@@ -333,6 +415,8 @@ def test_paused_samples_do_not_count_towards_the_quota_of_their_key(tiny_folder,
         presence = presence_of(server, client.session)
         server.call(presence.lost)
         wait_until(lambda: presence.is_paused)
+        assert other.sample(60).status_code == 429
+        assert client.post(f"sessions/{client.session}/finish", {}).status_code == 204
         assert other.sample(60).status_code == 200
 
 

@@ -123,6 +123,8 @@ class JobSchedule:
         self._purposes: tuple[str, ...] = ()
         # Queues with jobs, except paused ones.
         self._ready: list[JobQueue] = []
+        # Paused queues with jobs that have left the turns.
+        self._paused: list[JobQueue] = []
         self._changed = threading.Condition()
         self._closed = False
         self._current: JobQueue | None = None
@@ -152,9 +154,11 @@ class JobSchedule:
             self._changed.notify()
 
     def close(self) -> None:
-        """Let :meth:`run` return once all queued jobs have run."""
+        """Let :meth:`run` return once all queued jobs have run, also those of paused queues."""
         with self._changed:
             self._closed = True
+            for queue in (*self._ready, *self._paused):
+                self._resume(queue)
             self._changed.notify()
 
     def drop(self, *queues: JobQueue) -> None:
@@ -163,7 +167,7 @@ class JobSchedule:
         Without arguments, drop the jobs of all queues.
         """
         with self._changed:
-            for queue in queues or tuple(self._ready):
+            for queue in queues or (*self._ready, *self._paused):
                 queue.is_closed = True
                 self._resume(queue)
 
@@ -171,7 +175,7 @@ class JobSchedule:
         """Run no job of ``queue`` until :meth:`resume`; see :meth:`Lane.pause`."""
         with self._changed:
             # The thread takes the queue at its next turn, because only the thread may restart a job.
-            queue.is_paused = True
+            queue.is_paused = not self._closed
 
     def resume(self, queue: JobQueue) -> None:
         """Run the jobs of ``queue`` again. A job that has not been restarted yet continues."""
@@ -180,7 +184,8 @@ class JobSchedule:
 
     def _resume(self, queue: JobQueue) -> None:
         queue.is_paused = False
-        if queue.jobs and queue not in self._ready:
+        if queue in self._paused:
+            self._paused.remove(queue)
             self._add(queue)
             self._changed.notify()
 
@@ -188,10 +193,13 @@ class JobSchedule:
         """Drop the jobs of ``queue``, the one that has begun at its next pause. The queue stays open."""
         with self._changed:
             # Only the thread of the schedule may drop a job that has begun.
-            count = 1 if queue.jobs and (queue is self._current or queue.jobs[0].has_begun) else 0
+            is_aside = queue in self._paused
+            count = 1 if queue.jobs and not is_aside and (queue is self._current or queue.jobs[0].has_begun) else 0
             queue.drops_begun = count == 1
             dropped = list(queue.jobs)[count:]
-            if queue in self._ready and not count:
+            if is_aside:
+                self._paused.remove(queue)
+            elif queue in self._ready and not count:
                 self._remove(queue)
             for _ in dropped:
                 queue.jobs.pop()
@@ -287,8 +295,10 @@ class JobSchedule:
         if queue.jobs[0].has_begun:
             queue.jobs[0].restart()
         with self._changed:
-            if queue.is_paused:
+            # Jobs may have been dropped meanwhile: the one that has begun is dropped at the next turn.
+            if queue.is_paused and not queue.drops_begun:
                 self._remove(queue)
+                self._paused.append(queue)
 
     def _add(self, queue: JobQueue) -> None:
         account = queue.account
@@ -360,7 +370,8 @@ class Lane:
         return submitted
 
     def close(self) -> None:
-        """Wait for the queued jobs."""
+        """Wait for the queued jobs. A paused lane resumes."""
+        self.resume()
         # Jobs run in order, so when this one has run, all earlier ones have.
         self.submit(lambda: None).result()
 

@@ -35,6 +35,7 @@ LOG_FILE = "requests.jsonl"
 # Name of the checkpoint of each run that is saved at shutdown.
 CHECKPOINT_NAME = "shutdown"
 STATUS_S = 1.0
+DRAIN_TICK_S = 0.05
 # Seconds after server.drain_s in which runs are saved and connections closed.
 END_S = 4.0
 
@@ -236,15 +237,22 @@ async def drain(service: Service, limit_s: float) -> None:
     Requests that take longer are stopped. With a log, a restart recomputes them, and the paused samples of vanished clients.
     """
     service.requests.closing = True
-    pending = [request for request in service.requests.unsettled() if not service.is_paused(request)]
-    log_event("shutdown", pending=len(pending), runs=len(service.runs))
+    log_event("shutdown", pending=_num_pending(service), runs=len(service.runs))
     with contextlib.suppress(TimeoutError):
-        accepted = [request.settled.wait() for request in pending]
-        await asyncio.wait_for(asyncio.gather(service.endpoint.idle.wait(), *accepted), limit_s)
+        async with asyncio.timeout(limit_s):
+            await service.endpoint.idle.wait()
+            # Clients may vanish, and return, until the end.
+            while _num_pending(service):
+                await asyncio.sleep(DRAIN_TICK_S)
     service.abandon_work()
     for run in service.runs.values():
         if run.trainer.step:
             await service.save_run(run, CHECKPOINT_NAME)
+
+
+def _num_pending(service: Service) -> int:
+    """Return the number of accepted requests that are neither settled nor paused."""
+    return sum(not service.is_paused(request) for request in service.requests.unsettled())
 
 
 async def show_status(service: Service) -> None:

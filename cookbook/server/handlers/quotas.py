@@ -42,15 +42,15 @@ def check_tokens(service: Service, session: Session, kind: str, num_tokens: int)
 def exceeded_quota(service: Service, owner: str | None, num_tokens: int) -> str | None:
     """Return a message if unfinished requests of ``owner`` and a request of ``num_tokens`` exceed the quota of tokens.
 
-    Requests of the endpoint count too; samples of a client that has vanished do not. A request that exceeds the quota alone
-    runs alone.
+    Requests of the endpoint count too, and samples of a client that has vanished, because they resume at any time. A request
+    that exceeds the quota alone runs alone.
     """
     key = service.tenants.keys.named(owner)
     limit = None if key is None else key.quota.max_tokens
     if limit is None:
         return None
     own = [one for one in service.sessions.values() if service.tenants.owner_of(one.session_id) == owner]
-    pending = sum((0 if one.presence.is_paused else one.pending_tokens) + one.training_tokens for one in own)
+    pending = sum(one.pending_tokens + one.training_tokens for one in own)
     pending += service.endpoint.callers[owner or ""].pending_tokens
     if not pending or pending + num_tokens <= limit:
         return None

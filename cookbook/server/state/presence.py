@@ -41,7 +41,11 @@ class Presence:
 
     def heard(self) -> None:
         """Note that the client has sent a request."""
-        self.end()
+        if self._countdown is not None:
+            # The request may have waited in the kernel since before the connection was closed, so it does not show that the
+            # client still runs. A client that waits for samples has an open poll when the new countdown ends.
+            self._countdown.cancel()
+            self._countdown = Countdown(self.grace_s, self._end_grace)
         if self.is_paused:
             self.is_paused = False
             self.grace_s *= RETURNED
@@ -63,7 +67,7 @@ class Presence:
             self._countdown = Countdown(self.grace_s, self._end_grace)
 
     def end(self) -> None:
-        """Stop the countdown, because the client was heard or the session ends."""
+        """Stop the countdown, because the session ends."""
         if self._countdown is not None:
             self._countdown.cancel()
             self._countdown = None
