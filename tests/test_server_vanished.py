@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import json
 import re
 import subprocess
 import sys
 import threading
+import weakref
 from http.client import HTTPConnection
 from urllib.parse import urlsplit
 
@@ -373,6 +375,19 @@ def test_a_paused_session_can_end_or_leave_memory(server, endless, end):
         assert (found if b"try_again" not in found.content else client.result(answer)).content == again.result(
             again.sample(60)
         ).content
+
+
+def test_an_ended_session_is_freed_without_the_garbage_collector(server):
+    client = Client(server.url)
+    client.result(client.sample())
+    session = weakref.ref(server.service.sessions[client.session])
+    gc.collect()
+    gc.disable()
+    try:
+        client.post(f"sessions/{client.session}/finish", {})
+        wait_until(lambda: session() is None)
+    finally:
+        gc.enable()
 
 
 def test_a_shutdown_does_not_wait_for_paused_samples(server, endless):

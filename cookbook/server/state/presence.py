@@ -71,6 +71,9 @@ class Presence:
         if self._countdown is not None:
             self._countdown.cancel()
             self._countdown = None
+        # The function refers to the session, which refers to this object. With such a cycle the session would stay in memory
+        # until the garbage collector runs.
+        self._has_work = lambda: False
 
     def _end_grace(self) -> None:
         self._countdown = None
