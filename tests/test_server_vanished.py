@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import json
 import re
 import subprocess
 import sys
 import threading
+import weakref
 from http.client import HTTPConnection
 from urllib.parse import urlsplit
 
@@ -19,11 +21,12 @@ from servertools import wait_until
 from test_server_fair import LARGE, Client, clock, held, is_idle, turns  # noqa: F401 - clock and turns are fixtures
 
 from cookbook.backends.worker import Account, Worker
-from cookbook.errors import BackendError
-from cookbook.server.handlers import silence
+from cookbook.errors import BackendError, ConfigError
+from cookbook.server.handlers import silence, training
 from cookbook.server.routes import requests
 from cookbook.server.serve import drain
 from cookbook.server.state import presence
+from cookbook.server.wire import messages_pb2 as pb
 
 tinker = pytest.importorskip("tinker")
 
@@ -317,6 +320,23 @@ def test_work_of_the_server_is_no_sign_of_its_client(server, endless):
     assert client.result(sample).headers["content-type"] == "application/x-protobuf"
 
 
+def test_a_queued_request_that_begins_is_no_sign_of_its_client(server, endless):
+    client, service = Client(server.url), server.service
+    asked = {"session_id": client.session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4, "seed": 1}}
+    run = client.result(client.post("create_model", asked)).json()["model_id"]
+    saved = client.result(client.post("save_weights", {"model_id": run, "seq_id": 1, "path": "one"})).json()["path"]
+    body = json.dumps({"model_id": run, "seq_id": 2, "path": saved, "optimizer": False}).encode()
+    work = server.call(lambda: training.read(service, "load_weights", body)).work
+    client.sample(60)
+    presence = presence_of(server, client.session)
+    server.call(presence.lost)
+    wait_until(lambda: presence.is_paused)
+    server.call(lambda: asyncio.wrap_future(work.begin(service.runs[run].trainer)))
+    with pytest.raises(ConfigError, match="unknown custom loss"):
+        server.call(lambda: training._custom_loss(service, pb.ForwardBackwardRequest(model_id=run), {"loss_id": "none"}))
+    assert presence.is_paused
+
+
 def test_a_client_without_pending_samples_is_not_paused_and_one_that_returns_gets_more_time(server, endless):
     client = Client(server.url)
     presence, small = presence_of(server, client.session), client.sample()
@@ -332,6 +352,10 @@ def test_a_client_without_pending_samples_is_not_paused_and_one_that_returns_get
         vanish(server, client, answer)
         client.post("session_heartbeat", {"session_id": client.session})
         assert not presence.is_paused and presence.grace_s == before * 4 ** (number + 1)
+    for _ in range(3):
+        server.call(presence._end_grace)
+        client.post("session_heartbeat", {"session_id": client.session})
+    assert not presence.is_paused and presence.grace_s == 30.0
 
 
 def test_requests_of_a_batch_that_failed_alone_do_not_fail_again(server, endless):
@@ -373,6 +397,19 @@ def test_a_paused_session_can_end_or_leave_memory(server, endless, end):
         assert (found if b"try_again" not in found.content else client.result(answer)).content == again.result(
             again.sample(60)
         ).content
+
+
+def test_an_ended_session_is_freed_without_the_garbage_collector(server):
+    client = Client(server.url)
+    client.result(client.sample())
+    session = weakref.ref(server.service.sessions[client.session])
+    gc.collect()
+    gc.disable()
+    try:
+        client.post(f"sessions/{client.session}/finish", {})
+        wait_until(lambda: session() is None)
+    finally:
+        gc.enable()
 
 
 def test_a_shutdown_does_not_wait_for_paused_samples(server, endless):

@@ -16,6 +16,7 @@ from cookbook.server.state.requests import Request, Work
 from cookbook.server.state.samplers import SamplingSession, trained_bytes
 from cookbook.server.state.service import Service
 from cookbook.server.state.snapshots import loaded_folder
+from cookbook.server.state.tenants import session_of
 from cookbook.server.wire import bodies
 from cookbook.server.wire import messages_pb2 as pb
 from cookbook.server.wire.decode import CUSTOM, forward_backward_input, parse_forward_backward
@@ -80,7 +81,7 @@ def _custom_loss(service: Service, message: pb.ForwardBackwardRequest, options: 
         ConfigError: the session has not created the loss, or the request is a forward pass.
     """
     loss_id = options.get("loss_id")
-    losses = service.session(service.run(message.model_id).session_id).losses
+    losses = service.open_session(session_of(message.model_id)).losses
     if not isinstance(loss_id, str) or loss_id not in losses:
         raise ConfigError(f"forward_backward: unknown custom loss {loss_id!r}; call create_custom_loss in this session first")
     if message.forward_only:
@@ -195,11 +196,13 @@ def _load_weights(service: Service, fields: bodies.LoadWeights) -> Work:
     """Return the work of loading a checkpoint into an existing run."""
     run_id, number = fields.model_id, fields.seq_id
     assert run_id is not None and number is not None
+    # Not in ``begin``: a queued request that begins is no sign of the client.
+    log_folder = service.run(run_id).log.folder
 
     def begin(trainer: LocalTrainer) -> Future[None]:
         address = Address.parse(fields.path)
         # A replay loads the checkpoint again, but the client may delete it before a snapshot covers this request: link it.
-        checkpoint = service.linked_checkpoint(address, loaded_folder(service.run(run_id).log.folder, number), run_id)
+        checkpoint = service.linked_checkpoint(address, loaded_folder(log_folder, number), run_id)
         return trainer.load_state(str(checkpoint), optimizer=fields.optimizer)
 
     result = {"type": "load_weights", "path": fields.path, "model_id": run_id}

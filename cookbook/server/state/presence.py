@@ -13,6 +13,7 @@ from cookbook.server.state.countdown import Countdown
 GRACE_S = 0.5
 # Factor of these seconds for a client that has returned, such as one whose connections a proxy closes after a while.
 RETURNED = 4
+MAX_GRACE_S = 30.0
 
 
 class Presence:
@@ -48,7 +49,7 @@ class Presence:
             self._countdown = Countdown(self.grace_s, self._end_grace)
         if self.is_paused:
             self.is_paused = False
-            self.grace_s *= RETURNED
+            self.grace_s = min(self.grace_s * RETURNED, MAX_GRACE_S)
             log_event("sampling resumed", session=self._session_id)
             self._lane.resume()
 
@@ -71,6 +72,9 @@ class Presence:
         if self._countdown is not None:
             self._countdown.cancel()
             self._countdown = None
+        # The function refers to the session, which refers to this object. With such a cycle the session would stay in memory
+        # until the garbage collector runs.
+        self._has_work = lambda: False
 
     def _end_grace(self) -> None:
         self._countdown = None
