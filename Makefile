@@ -160,7 +160,7 @@ bench-gpu: $(VENV)/installed ## Training, the output head, several GPUs: tokens 
 	$(BIN)/python benchmarks/ranks.py --gpus
 
 # Real rows where GSM8K lies beside the checkout, random ones of its lengths elsewhere. PEERS="--rounds 1 --only sft-mid".
-bench-peers: $(VENV)/installed .venv-trl/installed ## Speed and memory beside TRL's, as a table and JSON: some two hours
+bench-peers: $(VENV)/installed .venv-trl/installed ## Speed and memory beside TRL's, as a table and JSON: two to four hours
 	$(BIN)/python benchmarks/peers/prepare.py runs/peers
 	$(BIN)/python benchmarks/peers/compare.py runs/peers --trl .venv-trl/bin/python --json runs/peers/peers.json $(PEERS)
 

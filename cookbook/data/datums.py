@@ -200,7 +200,7 @@ def _with_num_bytes(encoded: Iterator[EncodedRow], renderer: Renderer) -> Iterat
         trained = weights != 0
         trained[np.append(0, ends[:-1])] = False
         ends_of_trained = np.append(0, trained.cumsum())[ends]
-        sizes = renderer.num_bytes(tokens[trained].astype(np.int32), ends_of_trained)
+        sizes = renderer.num_bytes(tokens[trained], ends_of_trained)
         for one, size in zip(block, sizes, strict=True):
             yield EncodedRow(one.row, one.question, one.tokens, one.weights, size)
 

@@ -87,16 +87,16 @@ class Retrier:
         """
         dropped: dict[int, Exception] = {}
         waiting, num_retries = list(range(len(requests))), 0
-        for attempt in itertools.count():
+        for attempt in itertools.count(1):
             failed = self._round({index: requests[index] for index in waiting}, arrived)
-            dropped |= {index: error for index, error in failed.items() if isinstance(error, PERMANENT)}
+            some_succeeded = has_samples or len(failed) + len(dropped) < len(requests)
+            waits = {index: self.wait_s(error, attempt, has_samples=some_succeeded) for index, error in failed.items()}
+            dropped |= {index: failed[index] for index, wait_s in waits.items() if wait_s is None}
             waiting = [index for index in failed if index not in dropped]
-            none_succeeded = not has_samples and len(waiting) + len(dropped) == len(requests)
-            if not waiting or (attempt >= self._retries and not none_succeeded):
+            if not waiting:
                 break
             num_retries += len(waiting)
-            time.sleep(min(FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S))
-        dropped |= {index: failed[index] for index in waiting}
+            time.sleep(max(wait_s for wait_s in waits.values() if wait_s is not None))
         if requests and not has_samples and len(dropped) == len(requests):
             raise RolloutError(f"sampling: all {len(requests)} requests were refused; the first: {dropped[min(dropped)]}")
         return FailedRequests(dict(sorted(dropped.items())), num_retries)
@@ -251,7 +251,7 @@ class Episodes:
             RolloutError: see :class:`Retrier`; or the environment has failed, with ``env.on_error=fail``.
         """
         if self.environment is not None:
-            return _Rounds(self, self.environment, sampler, draws, ended, has_samples=has_samples).play()
+            return _EpisodeLoop(self, self.environment, sampler, draws, ended, has_samples=has_samples).play()
 
         def arrived(index: int, samples: list[Sample]) -> None:
             prompt = draws[index].prompt
@@ -288,7 +288,7 @@ class Episodes:
         return result
 
 
-class _Rounds:
+class _EpisodeLoop:
     """The episodes of one call of :meth:`Episodes.play` with an environment: in rounds, or without lockstep each on its own."""
 
     def __init__(
@@ -350,7 +350,7 @@ class _Rounds:
         for count, _ in enumerate(concurrent.futures.as_completed([one.waiting.future for one in attempts]), 1):
             if 2 * count <= len(attempts) + 1:
                 half = time.monotonic()
-        # Answers that arrive at equal intervals are no reason for other rounds.
+        # Answers at equal intervals count nothing: then every environment is slow, or the machine.
         self._waited_s += max(0.0, time.monotonic() - half - (half - started))
         for attempt in attempts:
             self._read(attempt)
