@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +39,26 @@ SMALL = {
 }
 
 
+@contextmanager
+def inside(folder: Path) -> Iterator[Path]:
+    """Change into ``folder``. What this adds to ``sys.path``, and the modules imported from there, are removed afterwards."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", list(sys.path))
+        known = set(sys.modules)
+        yield folder
+        for name in set(sys.modules) - known:
+            module = sys.modules[name]
+            # A package without __init__.py has no file.
+            if str(folder) in str(getattr(module, "__file__", None) or list(getattr(module, "__path__", ""))):
+                del sys.modules[name]
+
+
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Change into an empty folder. Modules imported from it are removed from ``sys.modules`` afterwards."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    known = set(sys.modules)
-    yield tmp_path
-    for name in set(sys.modules) - known:
-        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", None)):
-            del sys.modules[name]
+def here(tmp_path: Path) -> Iterator[Path]:
+    """Change into an empty folder."""
+    with inside(tmp_path):
+        yield tmp_path
 
 
 def train(*words: str) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from evaltools import need_lm_eval
-from runtools import ROOT, checkpoint, here, train  # noqa: F401 - here is a fixture
+from runtools import ROOT, checkpoint, here, inside, train  # noqa: F401 - here is a fixture
 from test_gallery import judge
 from test_readme import COMPOSED, FOUND, PAGES
 
@@ -46,7 +46,6 @@ STANDS_FOR = {
     "qwen3_0p6b": "./my-model",
     "trl-lib/ultrafeedback_binarized": "pairs.jsonl",
     "RUN/config.yaml": "runs/mine/config.yaml",
-    "runs/grpo-20261122-031132-ac58": "runs/mine",
     "runs/mine/checkpoints/step-000050": "CHECKPOINT",
     "/tmp/mine.html": "mine.html",
     # Two processes in place of eight GPUs.
@@ -150,8 +149,7 @@ def prepare() -> None:
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pages")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
+    with inside(folder):
         prepare()
     return folder
 
@@ -175,7 +173,8 @@ def place(filled: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  #
 
 def words_of(command: str) -> list[str]:
     """Return the words of a command of the pages, shortened, with local substitutes for names of the hub."""
-    words = list(FOUND[command].words)
+    # A folder that a run of the README named by the time.
+    words = [re.sub(r"runs/grpo-\d{8}-\d{6}-\w{4}", "runs/mine", word) for word in FOUND[command].words]
     for name, other in STANDS_FOR.items():
         words = [word.replace(name, other) for word in words]
     if words[:2] == ["check", "loss"]:
