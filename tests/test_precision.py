@@ -189,8 +189,10 @@ RUNS = [(300, 300, None), (64, 400, None), (200, 500, None), (300, 300, 70), (30
 
 @pytest.mark.parametrize(("queries", "keys", "window"), RUNS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_attention_in_bfloat16_is_near_that_of_float64(queries, keys, window, dtype):
+@pytest.mark.parametrize("kept", [True, False], ids=["weights kept", "weights computed again"])
+def test_attention_in_bfloat16_is_near_that_of_float64(queries, keys, window, dtype, kept, monkeypatch):
     """Measured 0.002 and 0.005. Scores reach 30; if they were rounded to bfloat16, gradients would be off by 0.04."""
+    monkeypatch.setattr("cookbook.engine.precision.attention.MOST_KEYS_KEPT", keys if kept else keys - 1)
     torch.manual_seed(0)
     shapes = [(2, heads, count, 64) for heads, count in ((4, queries), (2, keys), (2, keys))]
     exact = [(2 * torch.randn(shape)).bfloat16().double().requires_grad_() for shape in shapes]
@@ -201,6 +203,7 @@ def test_attention_in_bfloat16_is_near_that_of_float64(queries, keys, window, dt
         found = half_attention(*rounded, window, 0.3)
     expected = scaled_dot_product_attention(*exact, mask, scale=0.3, enable_gqa=True)
     slope = torch.randn(expected.shape).bfloat16()
+    assert len(found.grad_fn.saved_tensors) == 3 + (-(-queries // 128) if kept else 0)
     gradients = torch.autograd.grad(found, rounded, slope)
     assert found.dtype == torch.bfloat16
     assert [one.dtype for one in gradients] == [dtype] * 3
@@ -210,10 +213,10 @@ def test_attention_in_bfloat16_is_near_that_of_float64(queries, keys, window, dt
 
 
 @pytest.mark.parametrize(
-    ("keys", "width", "expected"), [(313, 64, True), (312, 64, False), (1500, 32, False), (157, 128, True)]
+    ("heads", "count", "width", "expected"), [(8, 125, 64, True), (8, 124, 64, False), (4, 250, 32, True), (4, 249, 32, False)]
 )
-def test_attention_in_bfloat16_is_chosen_by_shape_and_instructions(monkeypatch, keys, width, expected):
-    operand = torch.zeros(1, 1, keys, width)
+def test_attention_in_bfloat16_is_chosen_by_shape_and_instructions(monkeypatch, heads, count, width, expected):
+    operand = torch.zeros(1, heads, count, width)
     for name in ("avx512_bf16", None):
         monkeypatch.setattr("cookbook.engine.precision.attention.instructions", lambda name=name: name)
         assert multiplies_half(operand.bfloat16(), operand, operand) == (expected and name is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -13,10 +14,13 @@ from cookbook.engine.precision.choice import EXACT, Precision, instructions
 
 # Below these sizes, blocks of attention are slower at medium precision: each is a product of its own.
 LEAST_QUERIES, LEAST_WIDTH = 512, 64
-# Least number of keys times width for products of bfloat16: 157 keys of 128 numbers, 313 of 64.
-LEAST_KEY_VALUES = 20_000
+# Least number of multiplications of the scores for products of bfloat16, which are compiled for each shape: a run of 125 tokens
+# with 8 heads of 64, 250 with 4 of 32, or 16 runs of 63 with 4 of 32.
+LEAST_MULTIPLICATIONS = 8_000_000
 # Queries of one block. The scores of a block stay in the cache.
 BLOCK_QUERIES = 128
+# Most keys of a run whose weights are kept for the backward pass: with 8 heads of 64, 16 KB a token and layer.
+MOST_KEYS_KEPT = 2048
 
 
 def attended(compute: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, *rest: object) -> Tensor:
@@ -56,12 +60,11 @@ class _Attended(torch.autograd.Function):
 
 
 def multiplies_half(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether :func:`half_attention` is faster than :func:`attended`: bfloat16 on a CPU that multiplies it, and long runs."""
+    """Whether :func:`half_attention` is faster than :func:`attended`: bfloat16 on a CPU that multiplies it, and much of it."""
     half = query.dtype == torch.bfloat16 or torch.is_autocast_enabled("cpu")
-    width = query.shape[3]
     # Some models, such as DeepSeek's, have values of another width.
-    half = half and value.shape[3] == width
-    return half and instructions() is not None and width >= LEAST_WIDTH and key.shape[2] * width >= LEAST_KEY_VALUES
+    half = half and value.shape[3] == query.shape[3] and instructions() is not None
+    return half and query.numel() * key.shape[2] >= LEAST_MULTIPLICATIONS
 
 
 def half_attention(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float) -> Tensor:
@@ -69,7 +72,7 @@ def half_attention(query: Tensor, key: Tensor, value: Tensor, window: int | None
 
     ``query``: ``(N, heads, queries, D)``, the last of the tokens of ``key`` and ``value``, ``(N, key heads, keys, D)``.
     ``window``: number of keys that a query sees; None: all earlier ones. Returns bfloat16 in the shape of ``query``. Forward
-    and backward take 0.65 (350 tokens, D=128) to 0.82 (1,536 tokens, D=64) of the time of torch's kernel for float32
+    and backward take 0.45 (350 tokens, D=128) to 0.65 (1,536 tokens, D=64) of the time of torch's kernel for bfloat16
     (AVX512-BF16). Products of bfloat16 return bfloat16: scores of 20 would be off by 0.06, so they are products of float32.
     """
     out: Tensor = _HalfAttention.apply(window, scale, query, key, value)  # type: ignore[no-untyped-call]
@@ -77,18 +80,21 @@ def half_attention(query: Tensor, key: Tensor, value: Tensor, window: int | None
 
 
 class _HalfAttention(torch.autograd.Function):
-    """Attention by blocks of queries, which recomputes the weights in its backward pass."""
+    """Attention by blocks of queries. The backward pass of long runs computes the weights again."""
 
     @staticmethod
     def forward(ctx: Any, window: int | None, scale: float, *operands: Tensor) -> Tensor:
         ctx.dtypes = [one.dtype for one in operands]
         query, key, value = (one.bfloat16() for one in operands)
-        ctx.save_for_backward(query, key, value)
         ctx.window, ctx.scale = window, scale
+        keeps = any(ctx.needs_input_grad) and key.shape[2] <= MOST_KEYS_KEPT
         grouped, keys, values = _by_key_head(query, key, value)
         out = torch.empty_like(grouped)
-        for queries, seen, weights in _weights(grouped, keys, window, scale):
+        kept = []
+        for (queries, seen), weights in zip(_blocks(grouped, keys, window), _weights(grouped, keys, window, scale), strict=True):
             out[:, :, queries] = torch.bmm(weights, values[:, seen]).view_as(out[:, :, queries])
+            kept += [weights] if keeps else []
+        ctx.save_for_backward(query, key, value, *kept)
         return out.view(query.shape)
 
     @staticmethod
@@ -99,21 +105,20 @@ class _HalfAttention(torch.autograd.Function):
         With weights ``P`` and ``dP = dO V^T``: ``dV = P^T dO``, ``dS = P (dP - rowsum(P dP))``, ``dQ = scale dS K``, and ``dK =
         scale dS^T Q``.
         """
-        query, key, value = ctx.saved_tensors
+        query, key, value, *kept = ctx.saved_tensors
         grouped, keys, values = _by_key_head(query, key, value)
         upstream = gradient.bfloat16().reshape(grouped.shape)
         d_query = torch.empty_like(grouped)
         d_key, d_value = (torch.zeros(one.shape) for one in (keys, values))
-        unused = keys.new_zeros(1)
-        for queries, seen, weights in _weights(grouped, keys, ctx.window, ctx.scale):
+        blocks = _blocks(grouped, keys, ctx.window)
+        for (queries, seen), weights in zip(blocks, kept or _weights(grouped, keys, ctx.window, ctx.scale), strict=True):
             rows, slopes = (one[:, :, queries].flatten(1, 2) for one in (grouped, upstream))
             d_value[:, seen] += torch.bmm(weights.transpose(1, 2), slopes)
             d_weights = torch.bmm(slopes, values[:, seen].transpose(1, 2))
-            d_scores = torch.ops.aten._softmax_backward_data(d_weights, weights, -1, weights.dtype)
-            d_rows = torch.baddbmm(unused, d_scores, keys[:, seen], beta=0, alpha=ctx.scale)
-            d_query[:, :, queries] = d_rows.view_as(d_query[:, :, queries])
-            d_key[:, seen] += torch.baddbmm(unused, d_scores.transpose(1, 2), rows, beta=0, alpha=ctx.scale)
-        pairs = zip((d_query, d_key, d_value), (query, key, value), ctx.dtypes, strict=True)
+            d_scores = torch.ops.aten._softmax_backward_data.out(d_weights, weights, -1, weights.dtype, grad_input=d_weights)
+            d_query[:, :, queries] = torch.bmm(d_scores, keys[:, seen]).mul_(ctx.scale).view_as(d_query[:, :, queries])
+            d_key[:, seen] += torch.bmm(d_scores.transpose(1, 2), rows)
+        pairs = zip((d_query, d_key.mul_(ctx.scale), d_value), (query, key, value), ctx.dtypes, strict=True)
         return None, None, *(one.view(like.shape).to(dtype) for one, like, dtype in pairs)
 
 
@@ -127,27 +132,32 @@ def _by_key_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
     return query.reshape(heads, -1, *query.shape[2:]), key.flatten(0, 1), value.flatten(0, 1)
 
 
-def _weights(query: Tensor, key: Tensor, window: int | None, scale: float) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield blocks of queries, the keys that a block sees, and the weights, ``(N * key heads, queries of the block, keys)``.
-
-    Arguments as :func:`_by_key_head` returns them.
-    """
-    heads, group, count, _ = query.shape
-    # Products of two bfloat16 numbers are exact in float32. Those at medium precision are the faster ones with AMX.
-    precision = Precision("medium" if instructions() == "amx_bf16" else EXACT)
-    exact, unused = key.float(), torch.zeros(1)
-    before = key.shape[1] - count
+def _blocks(query: Tensor, key: Tensor, window: int | None) -> Iterator[tuple[slice, slice]]:
+    """Yield blocks of queries, and the keys that a block sees. Arguments as :func:`_by_key_head` returns them."""
+    count, before = query.shape[2], key.shape[1] - query.shape[2]
     for start in range(0, count, BLOCK_QUERIES):
         stop = min(start + BLOCK_QUERIES, count)
-        first = 0 if window is None else before + start - window + 1
-        seen = slice(max(0, first), before + stop)
-        rows = query[:, :, start:stop].flatten(1, 2).float()
+        yield slice(start, stop), slice(0 if window is None else max(0, before + start - window + 1), before + stop)
+
+
+def _weights(query: Tensor, key: Tensor, window: int | None, scale: float) -> Iterator[Tensor]:
+    """Yield the weights of each block, ``(N * key heads, queries of the block, keys that it sees)``."""
+    heads, group, _, _ = query.shape
+    # Products of two bfloat16 numbers are exact in float32. Those at medium precision are the faster ones with AMX.
+    precision = Precision("medium" if instructions() == "amx_bf16" else EXACT)
+    scaled = (key.float() * scale).transpose(1, 2)
+    # One piece of memory for the scores of every block.
+    memory = torch.empty(heads * group * BLOCK_QUERIES * key.shape[1])
+    for queries, seen in _blocks(query, key, window):
+        rows = query[:, :, queries].flatten(1, 2).float()
+        shape = heads, rows.shape[1], seen.stop - seen.start
         with torch.autocast("cpu", enabled=False), precision.backward():
-            scores = torch.baddbmm(unused, rows, exact[:, seen].transpose(1, 2), beta=0, alpha=scale)
-        by_query = scores.view(heads, group, stop - start, -1)
-        later = torch.ones(stop - start, stop - start, dtype=torch.bool).triu(1)
-        by_query[..., start - stop :].masked_fill_(later, -torch.inf)
-        if window is not None and first + stop - start > 1:
-            outside = torch.ones(by_query.shape[2:], dtype=torch.bool).tril(first - seen.start - 1)
-            by_query.masked_fill_(outside, -torch.inf)
-        yield slice(start, stop), seen, torch.softmax(scores, -1, out=scores).bfloat16()
+            scores = torch.bmm(rows, scaled[:, :, seen], out=memory[: math.prod(shape)].view(shape))
+        size = queries.stop - queries.start
+        by_query = scores.view(heads, group, size, -1)
+        by_query[..., -size:] += torch.full((size, size), -torch.inf).triu_(1)
+        # Relative to the first key that the first query sees, or would see if it existed.
+        first = None if window is None else key.shape[1] - query.shape[2] + queries.start - window + 1 - seen.start
+        if first is not None and first + size > 1:
+            by_query.masked_fill_(torch.ones(by_query.shape[2:], dtype=torch.bool).tril(first - 1), -torch.inf)
+        yield torch.softmax(scores, -1, out=scores).bfloat16()
