@@ -27,6 +27,7 @@ from cookbook.engine.engine import Engine, EngineOptions
 from cookbook.engine.estimate import COUNTED, estimate
 from cookbook.engine.memory import keep_freed_memory
 from cookbook.engine.model import ModelConfig, load
+from cookbook.engine.precision import Precision
 from cookbook.losses import get_loss
 from cookbook.types import AdamParams, datum_from_tokens_weights
 from cookbook.utils.paths import packaged
@@ -36,7 +37,7 @@ REACH = 0.15
 
 @dataclass(frozen=True)
 class Case:
-    """``rows`` sequences of ``width`` tokens in one pass."""
+    """``rows`` sequences of ``width`` tokens in one pass. ``autocast``: products of bfloat16 over float32 weights."""
 
     name: str
     kind: str
@@ -44,6 +45,11 @@ class Case:
     width: int
     shape: dict[str, Any]
     model: dict[str, Any] = field(default_factory=dict)
+    autocast: str | None = None
+
+    @property
+    def precision(self) -> Precision:
+        return Precision(autocast=self.autocast)
 
 
 def _decoder(hidden: int, layers: int, vocabulary: int, **more: Any) -> dict[str, Any]:
@@ -65,6 +71,8 @@ CASES = [
     Case("Qwen3, 40M, twice the tokens", "qwen3", 8, 512, WIDE),
     Case("Qwen3, 40M, LoRA", "qwen3", 4, 512, WIDE, {"lora_rank": 16}),
     Case("Qwen3, 40M, bfloat16", "qwen3", 4, 512, WIDE, {"dtype": "bfloat16"}),
+    Case("Qwen3, 40M, autocast", "qwen3", 4, 512, WIDE, autocast="bfloat16"),
+    Case("Qwen3, 18M, autocast, long rows", "qwen3", 2, 1536, _decoder(512, 6, 512, tie_word_embeddings=True), autocast="bfloat16"),
     Case("Qwen3, vocabulary of 151,936", "qwen3", 2, 512, _decoder(256, 2, 151_936, tie_word_embeddings=True)),
     Case("Llama, untied", "llama", 4, 512, _decoder(384, 12, 8_192, tie_word_embeddings=False)),
     Case("Gemma 3", "gemma3_text", 4, 512, _decoder(384, 8, 16_000)),
@@ -83,6 +91,7 @@ CASES = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="a part of the names of the cases")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--train", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -95,7 +104,7 @@ def main() -> None:
     columns = f"{'estimated MB':>14s}{'measured MB':>14s}{'off by':>8s}{'estimated TFLOP':>17s}{'counted':>10s}{'off by':>8s}"
     print(f"{'':32s}{columns}")
     rows = []
-    for case in CASES:
+    for case in (case for case in CASES if arguments.only in case.name):
         with tempfile.TemporaryDirectory() as folder:
             rows.append(compared(case, Path(folder)))
     if arguments.json:
@@ -117,6 +126,7 @@ def compared(case: Case, folder: Path) -> dict[str, Any]:
         retain_bytes=0,
         reference=False,
         cpu=True,
+        precision=case.precision,
     )
     command = [sys.executable, __file__, "--train", case.name, str(folder)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -140,7 +150,7 @@ def train(case: Case, folder: Path) -> None:
     """Two steps; prints the peak of resident memory, bytes, and the operations of matrix products in a step."""
     keep_freed_memory()  # as a trainer does
     model = load(ModelConfig(str(folder), random=True, **case.model), torch.device("cpu"), seed=0)
-    engine = Engine(model, EngineOptions(micro_batch_tokens=case.rows * case.width))
+    engine = Engine(model, EngineOptions(micro_batch_tokens=case.rows * case.width, precision=case.precision))
     draw = np.random.default_rng(0)
     loss = get_loss("cross_entropy")
     tokens = [draw.integers(0, 250, case.width + 1) for _ in range(case.rows)]

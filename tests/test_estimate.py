@@ -14,6 +14,7 @@ from marks import rest_slow
 from cookbook.cli.app import run
 from cookbook.engine.estimate import estimate
 from cookbook.engine.model import ModelConfig
+from cookbook.engine.precision import DEFAULT, Precision
 from cookbook.losses import CrossEntropy
 from cookbook.types import datum_from_tokens_weights
 
@@ -28,6 +29,7 @@ def found(folder, reference=False, passes=1, interleaved=True, retain_bytes=0, c
         "cpu": cpu,
         "checkpointing": checkpointing,
     }
+    options |= {"precision": model.pop("precision", DEFAULT)}
     return estimate(ModelConfig(str(folder), **model), ROWS, WIDTH, step_tokens=passes * ROWS * WIDTH, **options)
 
 
@@ -76,6 +78,23 @@ def test_kept_graphs_are_those_of_a_real_pass(tiny_folder, make_engine):
     # Besides logits, the output layer keeps a few numbers a token. One hidden state, 128 bytes, was saved for a part of the
     # graph without effect: the count of a real pass includes it, unless another storage reuses its address.
     assert found(tiny_folder).saved_per_token == pytest.approx(engine.passes.bytes_per_token - logits, rel=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"precision": Precision(autocast="bfloat16")}], ids=str)
+def test_attention_keeps_its_weights_on_a_cpu_that_multiplies_bfloat16(tiny_folder, make_engine, monkeypatch, options):
+    """Two bytes for each head and each key of a block, and none on a GPU."""
+    monkeypatch.setattr("cookbook.engine.precision.attention.instructions", lambda: "avx512_bf16")
+    monkeypatch.setattr("cookbook.engine.precision.choice.instructions", lambda: "avx512_bf16")
+    monkeypatch.setattr("cookbook.engine.precision.attention.LEAST_MULTIPLICATIONS", 0)
+    gpu, kept = (found(tiny_folder, cpu=cpu, **options).saved_per_token for cpu in (False, True))
+    monkeypatch.setattr("cookbook.engine.precision.attention.MOST_KEYS_KEPT", 0)
+    config = make_engine().model.network.config
+    layers, heads = config.num_hidden_layers, config.num_attention_heads
+    assert kept - found(tiny_folder, **options).saved_per_token == layers * heads * WIDTH * 2
+    assert gpu < kept
+    monkeypatch.setattr("cookbook.engine.precision.attention.MOST_KEYS_KEPT", 1 << 20)
+    assert found(tiny_folder, cpu=False, **options).saved_per_token == gpu
 
 
 @pytest.mark.slow

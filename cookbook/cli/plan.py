@@ -17,10 +17,11 @@ from cookbook.engine.batch.plan import CPU_PASS_TOKENS
 from cookbook.engine.estimate import Estimate, estimate
 from cookbook.engine.memory import free_bytes, shortage_of
 from cookbook.engine.model import AUTO, load_tokenizer
+from cookbook.engine.precision import DEFAULT
 from cookbook.errors import ConfigError
 from cookbook.jobs.backend import JobBackend
 from cookbook.losses.base import Scope
-from cookbook.protocols import PlannedBackend, RankBackend
+from cookbook.protocols import PlannedBackend, PrecisionBackend, RankBackend
 from cookbook.run.preflight import RENDERED_ROWS
 from cookbook.run.settings import Settings, settings
 from cookbook.sampling.environments import AgentEnvironment, EnvironmentConfig, numbered_rows, prompts
@@ -81,6 +82,7 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
         reference=typed.loss.needs_reference,
         cpu=cpu,
         optimizer=backend.optimizer,
+        precision=backend.precision if isinstance(backend, PrecisionBackend) else DEFAULT,
     )
     needs = of_step(checkpointing=bool(backend.recomputes))
     recomputed = "yes: as configured" if backend.recomputes else NOT_RECOMPUTED

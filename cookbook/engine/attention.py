@@ -296,7 +296,7 @@ def _attend(
         grouped = query.shape[1] != key.shape[1]
         return varlen(query, key, value, *layout.offsets, *longest, scale=params.scale, window_size=size, enable_gqa=grouped)
     compute = _plain if params.is_plain else attend_by_scores
-    is_reduced = params.is_plain and query.device.type == "cpu" and (query.element_size() < 4 or _is_reduced())
+    is_reduced = params.is_plain and _is_reduced(query)
     if is_reduced:
         compute = functools.partial(attended, _plain)
     queries = torch.split(query, [block.count * block.queries for block in layout.blocks])
@@ -324,8 +324,10 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
     return scaled_dot_product_attention(query, key, value, mask, params.dropout, causal, scale=params.scale, enable_gqa=grouped)
 
 
-def _is_reduced() -> bool:
-    return torch.get_float32_matmul_precision() != EXACT or torch.is_autocast_enabled("cpu")
+def _is_reduced(query: Tensor) -> bool:
+    """Whether products on a CPU are less precise than float32."""
+    reduced = query.element_size() < 4 or torch.get_float32_matmul_precision() != EXACT or torch.is_autocast_enabled("cpu")
+    return query.device.type == "cpu" and reduced
 
 
 def _supports_varlen(query: Tensor, value: Tensor, params: AttentionParams) -> bool:

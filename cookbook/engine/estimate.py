@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ from cookbook.engine.head.output_head import CHUNK_BYTES
 from cookbook.engine.loss_gradient import SavedBytes
 from cookbook.engine.model import ModelConfig, fresh_network, recompute_activations
 from cookbook.engine.optimizer import RULES, GradientBuffer, state_bytes
+from cookbook.engine.precision import DEFAULT, Precision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -104,19 +105,21 @@ def estimate(
     cpu: bool,
     optimizer: str = "adamw",
     checkpointing: bool = False,
+    precision: Precision = DEFAULT,
 ) -> Estimate:
     """Estimate a step of ``step_tokens`` tokens whose largest pass has ``rows`` sequences of ``width`` tokens.
 
     ``interleaved``: each micro-batch runs forward and backward before the next one; otherwise the loss needs the whole batch,
     and the graphs of all micro-batches are kept, up to ``retain_bytes``. ``reference``: a frozen copy of the weights is in
-    memory. ``checkpointing``: activation checkpointing is on.
+    memory. ``checkpointing``: activation checkpointing is on. ``precision``: of the products, which determines what is saved.
 
     Raises:
         BackendError: the model's configuration cannot be loaded.
     """
     network = _network(config, checkpointing=checkpointing)
+    precision = precision.on(torch.device("cpu")) if cpu else precision
     tokens = rows * width
-    with FakeTensorMode(allow_non_fake_inputs=True), _fallback_experts(), _LiveBytes() as alive:
+    with FakeTensorMode(allow_non_fake_inputs=True), _substitutes(cpu=cpu), _LiveBytes() as alive:
         network.to_empty(device="cpu")
         # to_empty has given tied parameters separate tensors.
         network.tie_weights()
@@ -127,7 +130,7 @@ def estimate(
         before = alive.now
         # With several passes, the peak is in the second, when the gradients of the first exist.
         for _ in range(2 if interleaved and step_tokens > tokens else 1):
-            saved, lost, flops = _pass(network, rows, width, head, alive)
+            saved, lost, flops = _pass(network, rows, width, head, alive, precision)
         del summed
     weights = sum(parameter.nbytes for parameter in network.parameters())
     gradients = sum(parameter.numel() * max(parameter.element_size(), 4) for parameter in trained)
@@ -167,17 +170,18 @@ def _network(config: ModelConfig, *, checkpointing: bool) -> PreTrainedModel:
 
 
 @contextmanager
-def _fallback_experts() -> Iterator[None]:
-    """Context in which mixtures of experts use transformers' fallback operator.
+def _substitutes(*, cpu: bool) -> Iterator[None]:
+    """Context of the pass on fake tensors, which are on a CPU.
 
-    torch's ``grouped_mm`` rejects fake tensors unless they are bfloat16. Shapes and operations are the same.
+    Mixtures of experts use transformers' fallback operator, because torch's ``grouped_mm`` rejects fake tensors unless they are
+    bfloat16; shapes and operations are the same. A pass on a GPU does not use the attention of reduced precision of a CPU.
     """
-    real = moe._can_use_grouped_mm
-    moe._can_use_grouped_mm = lambda *_: False
-    try:
+    with ExitStack() as stack:
+        replaced: list[tuple[object, str]] = [(moe, "_can_use_grouped_mm"), *([] if cpu else [(attention, "_is_reduced")])]
+        for module, name in replaced:
+            stack.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, lambda *_: False)
         yield
-    finally:
-        moe._can_use_grouped_mm = real
 
 
 def _inputs(network: PreTrainedModel, rows: int, width: int) -> dict[str, object]:
@@ -206,7 +210,9 @@ def _restore_own_attention(network: PreTrainedModel) -> None:
         network.set_attn_implementation("sdpa")
 
 
-def _pass(network: PreTrainedModel, rows: int, width: int, head: _Head, alive: _LiveBytes) -> tuple[int, int, int]:
+def _pass(
+    network: PreTrainedModel, rows: int, width: int, head: _Head, alive: _LiveBytes, precision: Precision
+) -> tuple[int, int, int]:
     """Run one pass forward and backward. The network's own output layer computes one position and gets no gradient.
 
     Returns:
@@ -216,7 +222,12 @@ def _pass(network: PreTrainedModel, rows: int, width: int, head: _Head, alive: _
     saved = SavedBytes(network.parameters())
     allocated, now = alive.allocated, alive.now
     with FlopCounterMode(display=False, custom_mapping=COUNTED) as flops:
-        with captured_input(network.get_output_embeddings()) as captured, saved.counted(), skip_masks("layout" in inputs):
+        with (
+            captured_input(network.get_output_embeddings()) as captured,
+            saved.counted(),
+            skip_masks("layout" in inputs),
+            precision.forward(head.weight.device),
+        ):
             network(**inputs, use_cache=False)
         after_forward = alive.allocated
         freed = after_forward - allocated - (alive.now - now)

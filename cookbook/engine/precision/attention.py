@@ -91,7 +91,9 @@ class _HalfAttention(torch.autograd.Function):
         grouped, keys, values = _by_key_head(query, key, value)
         out = torch.empty_like(grouped)
         kept = []
-        for (queries, seen), weights in zip(_blocks(grouped, keys, window), _weights(grouped, keys, window, scale), strict=True):
+        for (queries, seen), weights in zip(
+            _blocks(grouped, keys, window), _weights(grouped, keys, window, scale), strict=True
+        ):
             out[:, :, queries] = torch.bmm(weights, values[:, seen]).view_as(out[:, :, queries])
             kept += [weights] if keeps else []
         ctx.save_for_backward(query, key, value, *kept)
