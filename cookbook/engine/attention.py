@@ -106,18 +106,19 @@ class SharedPrefixKV:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: int, params: AttentionParams) -> Tensor:
         """Attend from the new tokens, ``query`` ``(rows, heads, 1, D)``; return the same shape.
 
-        ``key`` and ``value``: of the rows' own tokens, ``(rows, key heads, columns, D)``; the first ``filled`` columns hold
-        tokens. The products read all columns, because contiguous memory is faster; unfilled columns get no weight.
+        ``key`` and ``value``: of the rows' own tokens, ``(rows, key heads, columns, D)``, at least float32; the first
+        ``filled`` columns hold tokens. The products read all columns, because contiguous memory is faster; unfilled columns get
+        no weight.
         """
         prompt_keys, prompt_values = self.layers[layer]
-        grouped = query.reshape(len(query), key.shape[1], -1, query.shape[-1]) * params.scale
+        grouped = query.to(key.dtype).reshape(len(query), key.shape[1], -1, query.shape[-1]) * params.scale
         before = self._ungroup(self._group_by_prompt(grouped) @ prompt_keys.transpose(-1, -2))
         scores = torch.cat([before, grouped @ key.transpose(-1, -2)], -1)
         filled = before.shape[-1] + self.filled
         weights = params.weights(scores.flatten(1, 2).unsqueeze(2), self.mask, filled).view_as(scores)
         of_prompts, of_own = torch.split(weights, [before.shape[-1], key.shape[2]], -1)
         out: Tensor = self._ungroup(self._group_by_prompt(of_prompts) @ prompt_values) + of_own @ value
-        return out.reshape(*query.shape[:3], value.shape[-1])
+        return out.reshape(*query.shape[:3], value.shape[-1]).to(query.dtype)
 
     def _group_by_prompt(self, x: Tensor) -> Tensor:
         """Group rows by prompt: ``(rows, key heads, queries, N)`` -> ``(prompts, key heads, slots * queries, N)``."""

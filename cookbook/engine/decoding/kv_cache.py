@@ -337,7 +337,8 @@ class _SharedPromptLayer(CacheLayerMixin):  # type: ignore[misc]
         return keys, values
 
     def enter(self, keys: Tensor, values: Tensor, rows: int) -> None:
-        """Add prompts, and ``rows`` new rows that have no own tokens yet."""
+        """Add prompts, and ``rows`` new rows that have no own tokens yet. Half precision is kept in float32."""
+        keys, values = (states.to(torch.promote_types(states.dtype, torch.float32)) for states in (keys, values))
         if not self._parts:
             self.lazy_initialization(keys, values)
         for part, prompts in zip(self._parts, (keys, values), strict=True):
