@@ -169,7 +169,9 @@ class Host:
         keys: int = config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads) * width
         row_tokens = prompt_tokens + num_tokens // num_samples
         rows = min(num_samples, max(self._base_trainer.max_batch_tokens // row_tokens, 1))
-        states = rows * row_tokens * 2 * keys * int(network.dtype.itemsize)
+        # On a CPU, the cache of shared prompts is float32.
+        least = 0 if self._base_trainer.engine.model.device.type == "cuda" else 4
+        states = rows * row_tokens * 2 * keys * max(least, int(network.dtype.itemsize))
         return states + num_samples * SAMPLE_BYTES + num_tokens * TOKEN_BYTES
 
     def new_trainer(
