@@ -236,6 +236,10 @@ def test_packed_runs_use_attention_in_bfloat16(make_engine, monkeypatch, options
     found = gradient(engine, data)
     assert calls
     assert 0 < error(found, other) < LIMIT
+    # The weights of attention that are kept, computed again, or recomputed with the layer, have the same bits.
+    assert error(gradient(make_engine(**options, activation_checkpointing=True), data), found) == 0
+    monkeypatch.setattr("cookbook.engine.precision.attention.MOST_KEYS_KEPT", 0)
+    assert error(gradient(make_engine(**options), data), found) == 0
 
 
 @pytest.mark.parametrize(
