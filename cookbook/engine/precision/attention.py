@@ -80,7 +80,7 @@ def half_attention(query: Tensor, key: Tensor, value: Tensor, window: int | None
 
 
 class _HalfAttention(torch.autograd.Function):
-    """Attention by blocks of queries. The backward pass of long runs computes the weights again."""
+    """Attention by blocks of queries. The backward pass of long runs recomputes the weights."""
 
     @staticmethod
     def forward(ctx: Any, window: int | None, scale: float, *operands: Tensor) -> Tensor:
