@@ -145,16 +145,18 @@ def _blocks(query: Tensor, key: Tensor, window: int | None) -> Iterator[tuple[sl
 def _weights(query: Tensor, key: Tensor, window: int | None, scale: float) -> Iterator[Tensor]:
     """Yield the weights of each block, ``(N * key heads, queries of the block, keys that it sees)``."""
     heads, group, _, _ = query.shape
-    # Products of two bfloat16 numbers are exact in float32. Those at medium precision are the faster ones with AMX.
+    # Products of two bfloat16 numbers are exact in float32. Those at medium precision are the faster ones with AMX. They would
+    # round keys that are scaled, so the result is scaled.
     precision = Precision("medium" if instructions() == "amx_bf16" else EXACT)
-    scaled = (key.float() * scale).transpose(1, 2)
+    exact, unused = key.float().transpose(1, 2), torch.zeros(1)
     # One piece of memory for the scores of every block.
     memory = torch.empty(heads * group * BLOCK_QUERIES * key.shape[1])
     for queries, seen in _blocks(query, key, window):
         rows = query[:, :, queries].flatten(1, 2).float()
         shape = heads, rows.shape[1], seen.stop - seen.start
         with torch.autocast("cpu", enabled=False), precision.backward():
-            scores = torch.bmm(rows, scaled[:, :, seen], out=memory[: math.prod(shape)].view(shape))
+            out = memory[: math.prod(shape)].view(shape)
+            scores = torch.baddbmm(unused, rows, exact[:, :, seen], beta=0, alpha=scale, out=out)
         size = queries.stop - queries.start
         by_query = scores.view(heads, group, size, -1)
         by_query[..., -size:] += torch.full((size, size), -torch.inf).triu_(1)
