@@ -41,7 +41,7 @@ SMALL = {
 
 @contextmanager
 def inside(folder: Path) -> Iterator[Path]:
-    """Change into ``folder``. What this adds to ``sys.path``, and the modules imported from there, are removed afterwards."""
+    """Change into ``folder``. Entries that the block adds to ``sys.path``, and modules from there, are removed afterwards."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(sys, "path", list(sys.path))

@@ -173,7 +173,7 @@ def place(filled: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  #
 
 def words_of(command: str) -> list[str]:
     """Return the words of a command of the pages, shortened, with local substitutes for names of the hub."""
-    # A folder that a run of the README named by the time.
+    # README's run folders are named after their start time.
     words = [re.sub(r"runs/grpo-\d{8}-\d{6}-\w{4}", "runs/mine", word) for word in FOUND[command].words]
     for name, other in STANDS_FOR.items():
         words = [word.replace(name, other) for word in words]

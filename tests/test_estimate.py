@@ -86,14 +86,13 @@ def test_attention_keeps_its_weights_on_a_cpu_that_multiplies_bfloat16(tiny_fold
     """Two bytes for each head and each key of a block, and none on a GPU."""
     monkeypatch.setattr("cookbook.engine.precision.attention.instructions", lambda: "avx512_bf16")
     monkeypatch.setattr("cookbook.engine.precision.choice.instructions", lambda: "avx512_bf16")
-    monkeypatch.setattr("cookbook.engine.precision.attention.LEAST_MULTIPLICATIONS", 0)
+    monkeypatch.setattr("cookbook.engine.precision.attention.LEAST_OF_NARROW_HEADS", 0)
     gpu, kept = (found(tiny_folder, cpu=cpu, **options).saved_per_token for cpu in (False, True))
+    assert gpu < kept
     monkeypatch.setattr("cookbook.engine.precision.attention.MOST_KEYS_KEPT", 0)
     config = make_engine().model.network.config
     layers, heads = config.num_hidden_layers, config.num_attention_heads
     assert kept - found(tiny_folder, **options).saved_per_token == layers * heads * WIDTH * 2
-    assert gpu < kept
-    monkeypatch.setattr("cookbook.engine.precision.attention.MOST_KEYS_KEPT", 1 << 20)
     assert found(tiny_folder, cpu=False, **options).saved_per_token == gpu
 
 

@@ -17,7 +17,7 @@ from cookbook.engine.decoding.requests import SampleRequest
 from cookbook.engine.precision import DEFAULT, Precision, attended, half_attention, instructions, multiplies_half
 from cookbook.errors import ConfigError
 from cookbook.losses import DPO, CrossEntropy
-from cookbook.types import AdamParams, SamplingParams
+from cookbook.types import AdamParams, SamplingParams, datum_from_tokens_weights
 from cookbook.utils.paths import packaged
 
 MEDIUM, MIXED = Precision("medium"), Precision("highest", "bfloat16")
@@ -213,7 +213,7 @@ def test_attention_in_bfloat16_is_near_that_of_float64(queries, keys, window, dt
 
 
 @pytest.mark.parametrize(
-    ("heads", "count", "width", "expected"), [(8, 125, 64, True), (8, 124, 64, False), (4, 250, 32, True), (4, 249, 32, False)]
+    ("heads", "count", "width", "expected"), [(8, 125, 64, True), (8, 124, 64, False), (4, 396, 32, True), (4, 395, 32, False)]
 )
 def test_attention_in_bfloat16_is_chosen_by_shape_and_instructions(monkeypatch, heads, count, width, expected):
     operand = torch.zeros(1, heads, count, width)
@@ -240,6 +240,23 @@ def test_packed_runs_use_attention_in_bfloat16(make_engine, monkeypatch, options
     assert error(gradient(make_engine(**options, activation_checkpointing=True), data), found) == 0
     monkeypatch.setattr("cookbook.engine.precision.attention.MOST_KEYS_KEPT", 0)
     assert error(gradient(make_engine(**options), data), found) == 0
+
+
+def test_the_weights_that_attention_keeps_are_expected_before_the_first_pass(make_engine, monkeypatch):
+    """The choice of activation checkpointing relies on a trial of few tokens, in which attention keeps nothing."""
+    monkeypatch.setattr("cookbook.engine.precision.attention.instructions", lambda: "avx512_bf16")
+    monkeypatch.setattr("cookbook.engine.precision.attention.LEAST_OF_NARROW_HEADS", 100_000)
+    monkeypatch.setattr("cookbook.engine.precision.attention.BLOCK_QUERIES", 4)
+    asked: list[float] = []
+    real: list[float] = []
+    monkeypatch.setattr("cookbook.engine.memory.shortage_of", lambda kept, tokens, *_: asked.append(kept / tokens))
+    for most in (95, 0):
+        monkeypatch.setattr("cookbook.engine.precision.attention.MOST_KEYS_KEPT", most)
+        engine = make_engine(dtype="bfloat16", activation_checkpointing=None, micro_batch_tokens=95)
+        gradient(engine, [datum_from_tokens_weights(np.arange(96), np.ones(96))])
+        real.append(engine.passes.bytes_per_token)
+    # Each of two layers with two heads keeps about 95 bytes for each head.
+    assert 380 == asked[0] - asked[1] == pytest.approx(real[0] - real[1], rel=0.05)
 
 
 @pytest.mark.parametrize(

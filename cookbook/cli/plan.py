@@ -92,7 +92,10 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
         elif why := _shortage(needs, pass_tokens, device):
             needs, recomputed = of_step(checkpointing=True), f"yes: {why}"
     if device is None:
-        place = ("machine", f"{'a CPU' if cpu else 'a GPU'} of the job, whose free memory is not known here")
+        place = (
+            "machine",
+            f"{'a CPU' if cpu else 'a GPU'} of the job; its free memory and its instructions are not known here",
+        )
     else:
         place = ("precision", precision(backend))
     lines = [*_lines(needs, shape, backend.optimizer, recomputed), place, *_ranks(needs, typed)]

@@ -327,8 +327,9 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
 
 def _is_reduced(query: Tensor) -> bool:
     """Whether products on a CPU are less precise than float32."""
-    reduced = query.element_size() < 4 or torch.get_float32_matmul_precision() != EXACT or torch.is_autocast_enabled("cpu")
-    return query.device.type == "cpu" and reduced
+    if query.device.type != "cpu" or query.dtype == torch.float64:
+        return False
+    return query.element_size() < 4 or torch.get_float32_matmul_precision() != EXACT or torch.is_autocast_enabled("cpu")
 
 
 def _supports_varlen(query: Tensor, value: Tensor, params: AttentionParams) -> bool:

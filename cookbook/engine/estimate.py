@@ -117,8 +117,7 @@ def estimate(
         BackendError: the model's configuration cannot be loaded.
     """
     network = _network(config, checkpointing=checkpointing)
-    precision = precision.on(torch.device("cpu")) if cpu else precision
-    tokens = rows * width
+    precision, tokens = precision.on(torch.device("cpu")) if cpu else precision, rows * width
     with FakeTensorMode(allow_non_fake_inputs=True), _substitutes(cpu=cpu), _LiveBytes() as alive:
         network.to_empty(device="cpu")
         # to_empty has given tied parameters separate tensors.
@@ -171,10 +170,10 @@ def _network(config: ModelConfig, *, checkpointing: bool) -> PreTrainedModel:
 
 @contextmanager
 def _substitutes(*, cpu: bool) -> Iterator[None]:
-    """Context of the pass on fake tensors, which are on a CPU.
+    """Context in which functions that would treat fake tensors differently, because they are on a CPU, are replaced.
 
     Mixtures of experts use transformers' fallback operator, because torch's ``grouped_mm`` rejects fake tensors unless they are
-    bfloat16; shapes and operations are the same. A pass on a GPU does not use the attention of reduced precision of a CPU.
+    bfloat16; shapes and operations are the same. Without ``cpu``, attention is not that of a CPU's reduced precision.
     """
     with ExitStack() as stack:
         replaced: list[tuple[object, str]] = [(moe, "_can_use_grouped_mm"), *([] if cpu else [(attention, "_is_reduced")])]

@@ -16,8 +16,10 @@ from collections.abc import Callable
 import psutil
 import torch
 
+from cookbook.engine.attention import is_installed
 from cookbook.engine.model import LanguageModel
 from cookbook.engine.optimizer import state_bytes, update_rule
+from cookbook.engine.precision import kept_bytes_per_token
 
 # Parameters of mallopt, from malloc.h.
 TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8
@@ -58,7 +60,7 @@ def fitting_tokens(
     if not (trained and model.network.supports_gradient_checkpointing):
         return None
     lasting = share * (sum(p.numel() * 4 for p in trained) + state_bytes(update_rule(optimizer), trained))
-    per_token, free = bytes_per_token(), free_bytes(model.device)
+    per_token, free = bytes_per_token() + _kept_by_attention(model, pass_tokens), free_bytes(model.device)
     why = shortage_of(per_token * pass_tokens, pass_tokens, lasting, free)
     if why is None:
         return None
@@ -66,6 +68,14 @@ def fitting_tokens(
     above = f" for passes of over {fitting:,} tokens" if fitting else ""
     model.log_once("checkpointing", f"activation checkpointing is on{above}: {why}")
     return fitting
+
+
+def _kept_by_attention(model: LanguageModel, pass_tokens: int) -> int:
+    """Return the bytes per token that attention of bfloat16 weights keeps in long runs, and not in a trial of few tokens."""
+    config = model.network.config.get_text_config()
+    if model.network.dtype != torch.bfloat16 or model.device.type != "cpu" or not is_installed(model.network):
+        return 0
+    return int(config.num_hidden_layers) * kept_bytes_per_token(int(config.num_attention_heads), pass_tokens)
 
 
 def shortage_of(kept: float, pass_tokens: int, lasting: float, free: float) -> str | None:

@@ -285,8 +285,8 @@ def _supports_shared_prompts(model: LanguageModel, longest: int) -> bool:
     """Whether rows of up to ``longest`` tokens may share one copy of their prompt.
 
     The model must use cookbook's attention and support prefix sharing, and no sliding window may be shorter than a row. Half
-    precision on a GPU is excluded: its fused kernel is faster than the products here, which are float32. Models in which layers
-    share keys and values are excluded, too.
+    precision on a GPU is excluded: the products here are float32, and its fused kernel is not. Models in which layers share
+    keys and values are excluded, too.
     """
     from cookbook.engine.decoding.kv_cache import empty_states
 

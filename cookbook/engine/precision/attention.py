@@ -15,11 +15,11 @@ from cookbook.engine.precision.choice import EXACT, Precision, instructions
 # Below these sizes, blocks of attention are slower at medium precision: each is a product of its own.
 LEAST_QUERIES, LEAST_WIDTH = 512, 64
 # Least number of multiplications of the scores for products of bfloat16, which are compiled for each shape: a run of 125 tokens
-# with 8 heads of 64, 250 with 4 of 32, or 16 runs of 63 with 4 of 32.
-LEAST_MULTIPLICATIONS = 8_000_000
-# Queries of one block. The scores of a block stay in the cache.
+# with 8 heads of 64, or of 395 with 4 of 32.
+LEAST_MULTIPLICATIONS, LEAST_OF_NARROW_HEADS = 8_000_000, 20_000_000
+# Queries of one block. The scores of a block of one run stay in the cache.
 BLOCK_QUERIES = 128
-# Most keys of a run whose weights are kept for the backward pass: with 8 heads of 64, 16 KB a token and layer.
+# Most keys of a run whose weights are kept for the backward pass: 16 KB a token and layer with 8 heads, which see half of them.
 MOST_KEYS_KEPT = 2048
 
 
@@ -60,11 +60,17 @@ class _Attended(torch.autograd.Function):
 
 
 def multiplies_half(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether :func:`half_attention` is faster than :func:`attended`: bfloat16 on a CPU that multiplies it, and much of it."""
+    """Whether :func:`half_attention` is faster than :func:`attended`: bfloat16, on a CPU that multiplies it, and enough."""
     half = query.dtype == torch.bfloat16 or torch.is_autocast_enabled("cpu")
     # Some models, such as DeepSeek's, have values of another width.
     half = half and value.shape[3] == query.shape[3] and instructions() is not None
-    return half and query.numel() * key.shape[2] >= LEAST_MULTIPLICATIONS
+    least = LEAST_MULTIPLICATIONS if query.shape[3] >= LEAST_WIDTH else LEAST_OF_NARROW_HEADS
+    return half and query.numel() * key.shape[2] >= least
+
+
+def kept_bytes_per_token(heads: int, tokens: int) -> int:
+    """Return the bytes of weights that :func:`half_attention` keeps per token and layer, at most, for runs of ``tokens``."""
+    return heads * min(tokens, MOST_KEYS_KEPT) if instructions() is not None else 0
 
 
 def half_attention(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float) -> Tensor:
@@ -120,7 +126,8 @@ class _HalfAttention(torch.autograd.Function):
             d_scores = torch.ops.aten._softmax_backward_data.out(d_weights, weights, -1, weights.dtype, grad_input=d_weights)
             d_query[:, :, queries] = torch.bmm(d_scores, keys[:, seen]).mul_(ctx.scale).view_as(d_query[:, :, queries])
             d_key[:, seen] += torch.bmm(d_scores.transpose(1, 2), rows)
-        pairs = zip((d_query, d_key.mul_(ctx.scale), d_value), (query, key, value), ctx.dtypes, strict=True)
+        d_key *= ctx.scale
+        pairs = zip((d_query, d_key, d_value), (query, key, value), ctx.dtypes, strict=True)
         return None, None, *(one.view(like.shape).to(dtype) for one, like, dtype in pairs)
 
 
@@ -150,13 +157,14 @@ def _weights(query: Tensor, key: Tensor, window: int | None, scale: float) -> It
     precision = Precision("medium" if instructions() == "amx_bf16" else EXACT)
     exact, unused = key.float().transpose(1, 2), torch.zeros(1)
     # One piece of memory for the scores of every block.
-    memory = torch.empty(heads * group * BLOCK_QUERIES * key.shape[1])
+    rows, keys = min(BLOCK_QUERIES, query.shape[2]), key.shape[1]
+    memory = torch.empty(heads * group * rows * (keys if window is None else min(keys, window + rows - 1)))
     for queries, seen in _blocks(query, key, window):
-        rows = query[:, :, queries].flatten(1, 2).float()
-        shape = heads, rows.shape[1], seen.stop - seen.start
+        grouped = query[:, :, queries].flatten(1, 2).float()
+        shape = heads, grouped.shape[1], seen.stop - seen.start
         with torch.autocast("cpu", enabled=False), precision.backward():
             out = memory[: math.prod(shape)].view(shape)
-            scores = torch.baddbmm(unused, rows, exact[:, :, seen], beta=0, alpha=scale, out=out)
+            scores = torch.baddbmm(unused, grouped, exact[:, :, seen], beta=0, alpha=scale, out=out)
         size = queries.stop - queries.start
         by_query = scores.view(heads, group, size, -1)
         by_query[..., -size:] += torch.full((size, size), -torch.inf).triu_(1)

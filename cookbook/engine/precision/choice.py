@@ -29,8 +29,8 @@ AUTOCASTS = {"bfloat16": torch.bfloat16}
 # Instructions that multiply bfloat16, as torch.cpu.get_capabilities names them, and how many times faster than exact products
 # those at medium and those of bfloat16 are, on one thread: amx_bf16 on a Xeon, avx512_bf16 on an EPYC.
 INSTRUCTIONS = {"amx_bf16": (4, 7), "avx512_bf16": (1.2, 2.5)}
-# Caches of oneDNN and torch for products that are compiled for their shapes, 0.7 MB each, and the number that they keep: a step
-# has fewer than 30 shapes. torch's own number is 1,024. Both are read at the first such product of the process.
+# Caches of oneDNN and torch for products that are compiled for their shapes, 0.7 MB each, and the number that they keep: a
+# pass with a row of 1,500 tokens has 60 shapes. torch's own number is 1,024. Both are read at the process's first such product.
 CACHES, COMPILED = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), 128
 
 

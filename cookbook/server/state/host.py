@@ -170,7 +170,7 @@ class Host:
         row_tokens = prompt_tokens + num_tokens // num_samples
         rows = min(num_samples, max(self._base_trainer.max_batch_tokens // row_tokens, 1))
         # On a CPU, the cache of shared prompts is float32.
-        least = 0 if self._base_trainer.engine.model.device.type == "cuda" else 4
+        least = 4 if self._base_trainer.engine.model.device.type == "cpu" else 0
         states = rows * row_tokens * 2 * keys * max(least, int(network.dtype.itemsize))
         return states + num_samples * SAMPLE_BYTES + num_tokens * TOKEN_BYTES
 
