@@ -263,6 +263,11 @@ def test_an_exit_inside_an_environment_ends_its_own_episode():
     config = PythonEnvironment(target="exits.py:Guess", workers=0, timeout_s=None)
     found, _ = played(config, Scripted(renderer().tokenizer, ["raise", "a"]), [{"letter": "a"}], num_samples=2)
     assert [(one.ended, one.reward) for one in found[0]] == [("error", 0.0), ("done", 1.0)]
+    # A coroutine that was cancelled: its exception is no Exception either.
+    write("ends.py", "import asyncio\n" + GUESS.replace('raise ValueError("no such letter")', "raise asyncio.CancelledError"))
+    config = PythonEnvironment(target="ends.py:Guess", workers=0, timeout_s=None)
+    found, _ = played(config, Scripted(renderer().tokenizer, ["raise", "a"]), [{"letter": "a"}], num_samples=2)
+    assert [(one.ended, one.reward) for one in found[0]] == [("error", 0.0), ("done", 1.0)]
     write("leave.py", TOOLS.replace('KeyError("not for sale")', "SystemExit(3)"))
     shop = PythonEnvironment(target="leave.py:Shop")
     said = Instance(shop.make(), shop.contract).act('<tool_call>{"name": "price", "arguments": {"item": "moon"}}</tool_call>')

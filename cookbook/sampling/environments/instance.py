@@ -18,6 +18,9 @@ from cookbook.sampling.environments.tool_calls import Calls, ToolCall, parse_cal
 from cookbook.sampling.workers import Handler, trace_of
 from cookbook.types import JsonObject
 
+# Exceptions of the user's code that end an episode or fail a tool. SystemExit and CancelledError are no children of Exception.
+FAILURES = (Exception, SystemExit, asyncio.CancelledError)
+
 
 class EnvironmentFailedError(Exception):
     """A method of an environment has returned something that the contract does not allow."""
@@ -114,7 +117,7 @@ class Instance:
             result = self._run(tool(**call.arguments))
             return (result if isinstance(result, str) else json.dumps(result, default=str)), call.name
         # The model gets the error as an answer, as in TRL.
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the tool is the user's code
+        except FAILURES as error:
             reply.failed_calls += 1
             return f"error: {error}", call.name
 
@@ -202,7 +205,7 @@ class Instances:
             return {"result": self._result(episode, method, arguments)}
         except EnvironmentFailedError as error:
             return {"failure": str(error), "trace": None}
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the environment is the user's code
+        except FAILURES as error:
             name = called_method(method, self._config.contract)
             return {"failure": f"{name} raised {described(error)}", "trace": trace_of(error)}
 
