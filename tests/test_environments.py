@@ -738,6 +738,17 @@ def test_an_environment_cannot_change_its_row():
     assert values == {"board": [0]} and len({attempt.opening for attempt in found[0]}) == 1
 
 
+def test_every_reset_with_all_columns_gets_a_seed():
+    write(
+        "all.py",
+        "class All:\n    def reset(self, **row): return str(row['seed'])\n    def step(self, text): return None, 1.0\n",
+    )
+    config = PythonEnvironment(target="all.py:All")
+    instance = Instance(config.make(), config.contract)
+    assert instance.reset({"answer": "2"}, 7).observation == "7"
+    assert instance.reset({"answer": "2", "seed": 5}, 7).observation == "5"
+
+
 @pytest.mark.parametrize("on_error", ["end", "fail"])
 def test_a_worker_that_cannot_start_ends_the_run(on_error):
     write("once.py", "import os\nfrom guess import Guess\nif os.environ.get('STARTED'): raise SystemExit(3)\n")

@@ -61,9 +61,9 @@ class Instance:
         self._rewards: list[float] = []
 
     def reset(self, values: JsonObject, seed: int) -> Reply:
-        """Begin the episode of a row. The seed is for a ``reset`` that names it, if the row has no column of that name."""
+        """Begin the episode of a row. The seed is for a ``reset`` that takes it, if the row has no column of that name."""
         contract = self._contract
-        available = {"seed": seed, **values} if "seed" in contract.columns else values
+        available = {"seed": seed, **values}
         given = {key: value for key, value in available.items() if contract.takes_all or key in contract.columns}
         # The environment may change its arguments, and the row is used again.
         given = copy.deepcopy(given)
