@@ -749,6 +749,15 @@ def test_every_reset_with_all_columns_gets_a_seed():
     assert instance.reset({"answer": "2", "seed": 5}, 7).observation == "5"
 
 
+def test_the_result_of_a_tool_keeps_its_characters():
+    write("words.py", TOOLS.replace('return {"apple": 0.5}[item]', 'return {"word": "日本"}'))
+    config = PythonEnvironment(target="words.py:Shop")
+    said = Instance(config.make(), config.contract).act(
+        '<tool_call>{"name": "price", "arguments": {"item": "apple"}}</tool_call>'
+    )
+    assert said.observation == [{"role": "tool", "name": "price", "content": '{"word": "日本"}'}]
+
+
 @pytest.mark.parametrize("on_error", ["end", "fail"])
 def test_a_worker_that_cannot_start_ends_the_run(on_error):
     write("once.py", "import os\nfrom guess import Guess\nif os.environ.get('STARTED'): raise SystemExit(3)\n")

@@ -115,7 +115,7 @@ class Instance:
         reply.calls += 1
         try:
             result = self._run(tool(**call.arguments))
-            return (result if isinstance(result, str) else json.dumps(result, default=str)), call.name
+            return (result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)), call.name
         # The model gets the error as an answer, as in TRL.
         except FAILURES as error:
             reply.failed_calls += 1
