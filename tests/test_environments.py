@@ -540,6 +540,22 @@ def test_check_env_plays_to_the_limit(max_turns, turns, end, capsys):
     assert f"ended by {end}" in said and f"{turns} turns in the longest episode, env.max_turns={max_turns}; " in said
 
 
+def test_check_env_shortens_huge_texts(capsys):
+    endless = "class Long:\n    made = []\n    def reset(self): return 'go'\n    def get_reward(self): return 0.0\n"
+    write("raises.py", endless + "    def step(self, text): raise ValueError('x' * 10**6)\n")
+    write(
+        "differs.py",
+        endless + "    def step(self, text):\n        self.made.append(1)\n        return 'x' * 10**5 + str(self.made)\n",
+    )
+    for target, words in {
+        "raises.py": "step raised ValueError: xxx",
+        "differs.py": 'xxx[1]", "xxx',
+    }.items():
+        assert run(["check", "env", f"{target}:Long", "workers=0", "timeout_s=null", "max_turns=2"]) == 2
+        said = capsys.readouterr().out
+        assert words in said and len(said) < 10_000
+
+
 def test_check_env_plays_the_rows_and_compares_the_declared_range(capsys):
     write("quiz.py", GUESS + "    reward_range = (0, 0.4)\n    def get_reward(self): return 0.5 * self.tries\n")
     words = ["check", "env", "quiz.py:Guess", "env.workers=0", "env.timeout_s=null", "max_turns=1"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, SupportsFloat
 
 from cookbook.config.typed import construct_target
-from cookbook.errors import described
+from cookbook.errors import described, shortened
 from cookbook.sampling.environments.config import Contract, EnvironmentConfig, tools_of
 from cookbook.sampling.environments.tool_calls import Calls, ToolCall, parse_calls
 from cookbook.sampling.workers import Handler, trace_of
@@ -204,7 +204,7 @@ class Instances:
         try:
             return {"result": self._result(episode, method, arguments)}
         except EnvironmentFailedError as error:
-            return {"failure": str(error), "trace": None}
+            return {"failure": shortened(str(error)), "trace": None}
         except FAILURES as error:
             name = called_method(method, self._config.contract)
             return {"failure": f"{name} raised {described(error)}", "trace": trace_of(error)}
