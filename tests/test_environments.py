@@ -540,6 +540,11 @@ def test_check_env_plays_to_the_limit(max_turns, turns, end, capsys):
     assert f"ended by {end}" in said and f"{turns} turns in the longest episode, env.max_turns={max_turns}; " in said
 
 
+def test_check_env_of_none_names_the_mistake(capsys):
+    assert run(["check", "env", "none"]) == 2
+    assert "error: check env: none is no environment; name one (cookbook list envs)" in capsys.readouterr().err
+
+
 def test_check_env_shortens_huge_texts(capsys):
     endless = "class Long:\n    made = []\n    def reset(self): return 'go'\n    def get_reward(self): return 0.0\n"
     write("raises.py", endless + "    def step(self, text): raise ValueError('x' * 10**6)\n")
