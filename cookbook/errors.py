@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+# Characters of the user's values and messages in an error message.
+LONGEST_TEXT = 1000
+
 
 class CookbookError(Exception):
     """Base of every error that the user can fix."""
@@ -91,5 +94,10 @@ def described(error: BaseException) -> str:
     for excluded in ((*libraries, "<", str(Path(__file__).parent)), (*libraries, "<"), ()):
         if own := [frame for frame in frames if not frame.filename.startswith(excluded)]:
             break
-    last = " ".join(traceback.format_exception_only(error)[-1].split())
+    last = shortened(" ".join(traceback.format_exception_only(error)[-1].split()))
     return f"{last} ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else last
+
+
+def shortened(text: str) -> str:
+    """Return the beginning of a text that is too long for an error message."""
+    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}..."

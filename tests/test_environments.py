@@ -263,6 +263,11 @@ def test_an_exit_inside_an_environment_ends_its_own_episode():
     config = PythonEnvironment(target="exits.py:Guess", workers=0, timeout_s=None)
     found, _ = played(config, Scripted(renderer().tokenizer, ["raise", "a"]), [{"letter": "a"}], num_samples=2)
     assert [(one.ended, one.reward) for one in found[0]] == [("error", 0.0), ("done", 1.0)]
+    # A coroutine that was cancelled: its exception is no Exception either.
+    write("ends.py", "import asyncio\n" + GUESS.replace('raise ValueError("no such letter")', "raise asyncio.CancelledError"))
+    config = PythonEnvironment(target="ends.py:Guess", workers=0, timeout_s=None)
+    found, _ = played(config, Scripted(renderer().tokenizer, ["raise", "a"]), [{"letter": "a"}], num_samples=2)
+    assert [(one.ended, one.reward) for one in found[0]] == [("error", 0.0), ("done", 1.0)]
     write("leave.py", TOOLS.replace('KeyError("not for sale")', "SystemExit(3)"))
     shop = PythonEnvironment(target="leave.py:Shop")
     said = Instance(shop.make(), shop.contract).act('<tool_call>{"name": "price", "arguments": {"item": "moon"}}</tool_call>')
@@ -535,6 +540,27 @@ def test_check_env_plays_to_the_limit(max_turns, turns, end, capsys):
     assert f"ended by {end}" in said and f"{turns} turns in the longest episode, env.max_turns={max_turns}; " in said
 
 
+def test_check_env_of_none_names_the_mistake(capsys):
+    assert run(["check", "env", "none"]) == 2
+    assert "error: check env: none is no environment; name one (cookbook list envs)" in capsys.readouterr().err
+
+
+def test_check_env_shortens_huge_texts(capsys):
+    endless = "class Long:\n    made = []\n    def reset(self): return 'go'\n    def get_reward(self): return 0.0\n"
+    write("raises.py", endless + "    def step(self, text): raise ValueError('x' * 10**6)\n")
+    write(
+        "differs.py",
+        endless + "    def step(self, text):\n        self.made.append(1)\n        return 'x' * 10**5 + str(self.made)\n",
+    )
+    for target, words in {
+        "raises.py": "step raised ValueError: xxx",
+        "differs.py": 'xxx[1]", "xxx',
+    }.items():
+        assert run(["check", "env", f"{target}:Long", "workers=0", "timeout_s=null", "max_turns=2"]) == 2
+        said = capsys.readouterr().out
+        assert words in said and len(said) < 10_000
+
+
 def test_check_env_plays_the_rows_and_compares_the_declared_range(capsys):
     write("quiz.py", GUESS + "    reward_range = (0, 0.4)\n    def get_reward(self): return 0.5 * self.tries\n")
     words = ["check", "env", "quiz.py:Guess", "env.workers=0", "env.timeout_s=null", "max_turns=1"]
@@ -731,6 +757,26 @@ def test_an_environment_cannot_change_its_row():
         num_samples=2,
     )
     assert values == {"board": [0]} and len({attempt.opening for attempt in found[0]}) == 1
+
+
+def test_every_reset_with_all_columns_gets_a_seed():
+    write(
+        "all.py",
+        "class All:\n    def reset(self, **row): return str(row['seed'])\n    def step(self, text): return None, 1.0\n",
+    )
+    config = PythonEnvironment(target="all.py:All")
+    instance = Instance(config.make(), config.contract)
+    assert instance.reset({"answer": "2"}, 7).observation == "7"
+    assert instance.reset({"answer": "2", "seed": 5}, 7).observation == "5"
+
+
+def test_the_result_of_a_tool_keeps_its_characters():
+    write("words.py", TOOLS.replace('return {"apple": 0.5}[item]', 'return {"word": "日本"}'))
+    config = PythonEnvironment(target="words.py:Shop")
+    said = Instance(config.make(), config.contract).act(
+        '<tool_call>{"name": "price", "arguments": {"item": "apple"}}</tool_call>'
+    )
+    assert said.observation == [{"role": "tool", "name": "price", "content": '{"word": "日本"}'}]
 
 
 @pytest.mark.parametrize("on_error", ["end", "fail"])

@@ -292,6 +292,17 @@ def test_two_runs_and_another_file(tmp_path):
     assert names == ["run0-step1", "run1-step1", "run1-step2"]
 
 
+def test_a_damaged_store_is_reported(tmp_path, capsys):
+    folder = viewtools.write_run(tmp_path / "a", 2)
+    with (folder / ROLLOUTS).open("ab") as file:
+        file.write(b"hello")
+    assert run(["view", str(folder)]) == 0
+    said = capsys.readouterr()
+    assert "2 steps" in said.out and "a/rollouts.jsonl.gz: the last 5 bytes are no whole step" in said.err
+    (folder / ROLLOUTS).write_bytes((folder / ROLLOUTS).read_bytes()[:-5])
+    assert run(["view", str(folder)]) == 0 and capsys.readouterr().err == ""
+
+
 def test_errors_are_one_line(tmp_path, capsys):
     folder = str(viewtools.write_run(tmp_path / "a", 1))
     for words, message in [

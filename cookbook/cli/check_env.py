@@ -40,6 +40,9 @@ def run(target: str, options: Sequence[str], *, table: bool) -> None:
     def built(cfg: DictConfig, _: object) -> tuple[EnvironmentConfig, list[Row]]:
         config = build(cfg.env, "env", EnvironmentConfig)
         assert isinstance(config, EnvironmentConfig)
+        # env=none has no class.
+        if type(config) is EnvironmentConfig:
+            raise ConfigError(f"check env: {target} is no environment; name one (cookbook list envs), or FILE.py:CLASS")
         if not (reads_data and config.contract.reads_rows):
             return config, numbered_rows(config, "train", 0, None)[:ROWS]
         data = build(cfg.data, "data", DataConfig)

@@ -42,6 +42,7 @@ class StoredSteps:
     """Whole steps of a file in order; none if the file does not exist.
 
     The steps are listed and read through one handle: a live run may replace the file by another with fewer steps at any time.
+    ``unread_bytes``: bytes after the last whole step, which a kill or damage has left.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,7 +52,9 @@ class StoredSteps:
             size = os.fstat(self._file.fileno()).st_size
         except FileNotFoundError:
             self._file, size = io.BytesIO(), 0
-        self.blocks = {block.step: block for block in _blocks(self._file, size)}
+        found = list(_blocks(self._file, size))
+        self.blocks = {block.step: block for block in found}
+        self.unread_bytes = size - (found[-1].start + found[-1].size if found else 0)
 
     def __enter__(self) -> StoredSteps:
         return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Sequence
 from functools import partial
 from http import HTTPStatus
@@ -13,6 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from cookbook.cli.view.page import ViewedRun, empty_page, whole_page
 from cookbook.errors import ConfigError
+from cookbook.run.stored_steps import ROLLOUTS
 from cookbook.utils import files
 
 HOST = "127.0.0.1"
@@ -41,6 +43,11 @@ def run(folders: Sequence[Path], out: Path | None, serve: bool, port: int | None
 
 def _write(runs: Sequence[ViewedRun], path: Path) -> None:
     page, num_steps = whole_page(runs)
+    for run in runs:
+        with run.stored() as stored:
+            if stored.unread_bytes:
+                lost = f"the last {stored.unread_bytes:,} bytes are no whole step, after a kill or damage; the page lacks them"
+                print(f"warning: {run.folder / ROLLOUTS}: {lost}", file=sys.stderr)
     try:
         files.write_text(path, page)
     except OSError as error:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from cookbook.check.bench import CheckResult, State
 from cookbook.data import RenderedPrompt, Renderer, Row
 from cookbook.data.formats import Chat
-from cookbook.errors import ConfigError, DataError
+from cookbook.errors import ConfigError, DataError, shortened
 from cookbook.sampling.environments.agent import AgentEnvironment
 from cookbook.sampling.environments.config import EnvironmentConfig
 from cookbook.sampling.environments.conversation import Conversation
@@ -174,7 +174,12 @@ def _read(one: PlayedEpisode, reply: Reply | Failure, started: float) -> None:
 def _same(check: str, first: Sequence[PlayedEpisode], second: Sequence[PlayedEpisode], how: str, harm: str) -> CheckResult:
     for number, (one, other) in enumerate(zip(first, second, strict=True)):
         if one.facts() != other.facts():
-            found = f"{how}: episode {number} differs: {one.facts()} and {other.facts()}"
+            both = [one.facts(), other.facts()]
+            # Long observations are shown from shortly before their difference.
+            difference = next(place for place, (left, right) in enumerate(zip(*both, strict=False)) if left != right)
+            start = max(difference - 200, 0)
+            shown = " and ".join("..." * (start > 0) + shortened(facts[start:]) for facts in both)
+            found = f"{how}: episode {number} differs: {shown}"
             return CheckResult(
                 check, State.failed, found, harm, "draw from random.Random(seed), and keep no state outside of self"
             )
@@ -248,7 +253,7 @@ def _turns_continue(config: EnvironmentConfig, played: Sequence[PlayedEpisode], 
                 break
             begun = _continued(conversation, renderer, observation)
             if conversation.tokens[: len(begun)] != begun:
-                found = f"the turn after {observation!r} does not begin with the tokens of the turn before it"
+                found = f"the turn after {shortened(repr(observation))} does not begin with the tokens of the turn before it"
                 return CheckResult("tokens", State.failed, found, "the episode becomes several sequences", "return plain text")
     return CheckResult("tokens", State.passed, "every turn begins with the tokens of the turn before it")
 

@@ -12,11 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any, SupportsFloat
 
 from cookbook.config.typed import construct_target
-from cookbook.errors import described
+from cookbook.errors import described, shortened
 from cookbook.sampling.environments.config import Contract, EnvironmentConfig, tools_of
 from cookbook.sampling.environments.tool_calls import Calls, ToolCall, parse_calls
 from cookbook.sampling.workers import Handler, trace_of
 from cookbook.types import JsonObject
+
+# Exceptions of the user's code that end an episode or fail a tool. SystemExit and CancelledError are no children of Exception.
+FAILURES = (Exception, SystemExit, asyncio.CancelledError)
 
 
 class EnvironmentFailedError(Exception):
@@ -58,9 +61,9 @@ class Instance:
         self._rewards: list[float] = []
 
     def reset(self, values: JsonObject, seed: int) -> Reply:
-        """Begin the episode of a row. The seed is for a ``reset`` that names it, if the row has no column of that name."""
+        """Begin the episode of a row. The seed is for a ``reset`` that takes it, if the row has no column of that name."""
         contract = self._contract
-        available = {"seed": seed, **values} if "seed" in contract.columns else values
+        available = {"seed": seed, **values}
         given = {key: value for key, value in available.items() if contract.takes_all or key in contract.columns}
         # The environment may change its arguments, and the row is used again.
         given = copy.deepcopy(given)
@@ -112,9 +115,9 @@ class Instance:
         reply.calls += 1
         try:
             result = self._run(tool(**call.arguments))
-            return (result if isinstance(result, str) else json.dumps(result, default=str)), call.name
+            return (result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)), call.name
         # The model gets the error as an answer, as in TRL.
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the tool is the user's code
+        except FAILURES as error:
             reply.failed_calls += 1
             return f"error: {error}", call.name
 
@@ -201,8 +204,8 @@ class Instances:
         try:
             return {"result": self._result(episode, method, arguments)}
         except EnvironmentFailedError as error:
-            return {"failure": str(error), "trace": None}
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the environment is the user's code
+            return {"failure": shortened(str(error)), "trace": None}
+        except FAILURES as error:
             name = called_method(method, self._config.contract)
             return {"failure": f"{name} raised {described(error)}", "trace": trace_of(error)}
 
