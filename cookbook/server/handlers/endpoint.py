@@ -32,7 +32,7 @@ T = TypeVar("T")
 RUNS = "runs/"
 # Completions of one request, over all of its prompts. The same limit as for requests of sampling clients.
 MAX_COMPLETIONS = 4096
-# Tokens of one request that are scored, if its prompts are short: the worker computes all of them without a pause.
+# Tokens of one request that are scored, if its prompts are short: on several ranks all of them are computed without a pause.
 SCORED_TOKENS = 65_536
 # Prompts that are tokenized before other requests get a turn, and the most characters per token of a text.
 RENDERED, TOKEN_CHARACTERS = 64, 100

@@ -178,7 +178,7 @@ class Service:
         log = self.durability.log(session_id, "log", Record(header))
         samples = self.durability.log(session_id, "samples", Record({"what": "samples"}))
         account = Account()
-        lane = self.host.worker.lane(account)
+        lane = self.host.worker.lane(account, pauses=self.host.can_pause)
         queue, batcher = self.host.sample_queue(lane), Batcher(lane)
         self.sessions[session_id] = Session(session_id, header, log, samples, account, lane, queue, batcher)
         return self.sessions[session_id]
