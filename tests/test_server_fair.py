@@ -26,6 +26,7 @@ from cookbook.backends.worker import HEAD_START_S, SLICE_S, Account, Worker
 from cookbook.engine.model import ModelConfig
 from cookbook.errors import BackendError
 from cookbook.server.journal.attempts import Attempts
+from cookbook.server.serve import drain
 from cookbook.types import AdamParams, Datum, ModelInput
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -602,6 +603,27 @@ def test_a_paused_request_that_ends_the_process_fails_and_the_one_that_ran_meanw
         assert other.result(innocent).headers["content-type"] == "application/x-protobuf"
         step = client.post("optim_step", {"model_id": run, "seq_id": 2, "adam_params": {"learning_rate": 0.1}})
         assert "2 processes of the server ended" in client.result(step).json()["error"]
+
+
+def test_clients_that_wait_for_results_are_answered_when_the_server_ends(server, endless):
+    client = Client(server.url)
+    asked = client.sample(500, **LARGE)
+    polls = {
+        "retrieve_future": asked.json(),
+        "retrieve_futures": {"target": {"sampling_session_id": client.sampler}, "prev_cursor": 0},
+    }
+    answers = {}
+    threads = [
+        threading.Thread(target=lambda one=one, body=body: answers.update({one: client.post(one, body)}))
+        for one, body in polls.items()
+    ]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(server.service.polls) == 2)
+    server.call(lambda: drain(server.service, 0.1))
+    for thread in threads:
+        thread.join()
+    assert {one: answer.status_code for one, answer in answers.items()} == dict.fromkeys(polls, 503)
 
 
 @pytest.mark.slow
