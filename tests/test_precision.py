@@ -189,7 +189,7 @@ RUNS = [(300, 300, None), (64, 400, None), (200, 500, None), (300, 300, 70), (30
 
 @pytest.mark.parametrize(("queries", "keys", "window"), RUNS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kept", [True, False], ids=["weights kept", "weights computed again"])
+@pytest.mark.parametrize("kept", [True, False], ids=["weights kept", "weights recomputed"])
 def test_attention_in_bfloat16_is_near_that_of_float64(queries, keys, window, dtype, kept, monkeypatch):
     """Measured 0.002 and 0.005. Scores reach 30; if they were rounded to bfloat16, gradients would be off by 0.04."""
     monkeypatch.setattr("cookbook.engine.precision.attention.MOST_KEYS_KEPT", keys if kept else keys - 1)
