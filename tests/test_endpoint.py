@@ -364,6 +364,9 @@ REFUSED = [
     (GENERATE, {"sampling_params": {"ignore_eos": True, "stop": ["x"]}}, "sampling_params.ignore_eos"),
     (GENERATE, {"sampling_params": {"repetition_penalty": 1.1}}, "sampling_params.repetition_penalty"),
     (GENERATE, {"sampling_params": {"unknown": 1}}, "sampling_params.unknown"),
+    (GENERATE, {"token_ids": [5, 99_999]}, "token_ids"),
+    (TEXTS, {"prompt": [5, 99_999]}, "prompt"),
+    (TEXTS, {"prompt": [[5], [99_999]], "stream": True}, "prompt"),
     (GENERATE, {"stream": True}, "stream"),
 ]
 

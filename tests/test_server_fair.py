@@ -21,10 +21,12 @@ from servertools import wait_until
 
 from cookbook.backends import worker as backend_worker
 from cookbook.backends.local import LocalConfig, LocalTrainer
+from cookbook.backends.local.sample_queue import SampleQueue
 from cookbook.backends.worker import HEAD_START_S, SLICE_S, Account, Worker
 from cookbook.engine.model import ModelConfig
 from cookbook.errors import BackendError
 from cookbook.server.journal.attempts import Attempts
+from cookbook.server.serve import drain
 from cookbook.types import AdamParams, Datum, ModelInput
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -231,6 +233,33 @@ def test_short_calls_run_in_the_middle_of_a_long_one_and_change_no_bit(trainers,
     assert order[0] == "short"
 
 
+def test_short_calls_run_in_the_middle_of_logprobs_of_prompts_and_change_no_bit(trainers, monkeypatch):
+    """The prompts of a batch are scored by one call."""
+    monkeypatch.setattr(backend_worker, "SLICE_S", 0.0)
+
+    def played(*, pauses):
+        worker, long, other = trainers(pauses=pauses)
+        sampler = long.live_sampler(0).result().on(SampleQueue(long._worker, 1000))
+        order, go, run = [], held(worker), long.engine.passes.run
+        monkeypatch.setattr(long.engine.passes, "run", lambda *args, **more: (order.append("pass"), run(*args, **more)))
+        for lane in (long._worker, other._worker):
+            # The long call is queued first, and no client has used more than the other, so the long call begins.
+            lane._queue.used_s = lane._queue.account.used_s = 0.0
+        scores = [sampler.compute_logprobs(row.model_input) for row in rows_of(0, 40)]
+        sampler._queue.flush()
+        short = other.forward(rows_of(1, 1), "cross_entropy")
+        short.add_done_callback(lambda _: order.append("short"))
+        go.set()
+        wait_until(lambda: "short" in order)
+        return [one.result(60) for one in scores], order
+
+    alone, order = played(pauses=False)
+    assert order == ["pass"] * 40 + ["short"]
+    beside, order = played(pauses=True)
+    assert beside == alone
+    assert 1 <= order.index("short") < 10 and order.count("pass") == 40
+
+
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_a_call_that_is_dropped_in_a_pause_ends_and_its_thread_is_used_again(trainers, is_alone):
     worker, long, other = trainers(pauses=True)
@@ -263,9 +292,10 @@ class Client:
     def post(self, path, body):
         return httpx.post(f"{self.url}/api/v1/{path}", json=body, timeout=60)
 
-    def sample(self, num_samples=1, **params):
-        prompt = {"chunks": [{"tokens": [5, 6, 7]}]}
+    def sample(self, num_samples=1, *, scored=None, **params):
+        prompt = {"chunks": [{"tokens": scored or [5, 6, 7]}]}
         body = {"sampling_session_id": self.sampler, "seq_id": next(self.count), "num_samples": num_samples}
+        body["prompt_logprobs"] = scored is not None
         return self.post("asample", {**body, "prompt": prompt, "sampling_params": {"max_tokens": 4, "seed": 7, **params}})
 
     def result(self, answer):
@@ -295,6 +325,34 @@ def test_another_client_is_answered_while_a_large_request_is_computed(server, en
     assert unsettled == [asked.json()["request_id"]]
     endless.set()
     assert large.result(asked).headers["content-type"] == "application/x-protobuf"
+
+
+def test_the_prompts_of_a_session_and_of_the_endpoint_are_scored_in_turns(tiny_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(backend_worker, "SLICE_S", 0.0)
+    backend = LocalConfig(micro_batch_tokens=32)
+    with servertools.running(tiny_folder, tmp_path, names=["tiny"], backend=backend) as server, contextlib.ExitStack() as end:
+        client, prompts = Client(server.url), [row.model_input.to_ints() for row in rows_of(0, 40)]
+        scored = {"model": "tiny", "prompt": prompts[0], "max_tokens": 0, "echo": True, "logprobs": 0}
+        # The first request creates the sampler of the endpoint, on the worker.
+        httpx.post(f"{server.url}/v1/completions", json=scored)
+        calls, passes = [], server.service.host._base_trainer.engine.passes
+        run = passes.run
+        monkeypatch.setattr(passes, "run", lambda data, *args, **more: (calls.append(id(data)), run(data, *args, **more)))
+        go = held(server.service.host.worker)
+        end.callback(go.set)
+        asked = [client.sample(scored=prompt) for prompt in prompts]
+        posted = threading.Thread(
+            target=httpx.post, args=(f"{server.url}/v1/completions",), kwargs={"json": {**scored, "prompt": prompts}}
+        )
+        posted.start()
+        wait_until(lambda: server.service.endpoint.num_unfinished)
+        go.set()
+        posted.join()
+        for one in asked:
+            client.result(one)
+    for call in (first := calls[0], next(one for one in calls if one != first)):
+        assert calls.count(call) == 40
+        assert len(calls) - calls[::-1].index(call) - calls.index(call) > 40, "no pause between its passes"
 
 
 @pytest.mark.slow
@@ -545,6 +603,27 @@ def test_a_paused_request_that_ends_the_process_fails_and_the_one_that_ran_meanw
         assert other.result(innocent).headers["content-type"] == "application/x-protobuf"
         step = client.post("optim_step", {"model_id": run, "seq_id": 2, "adam_params": {"learning_rate": 0.1}})
         assert "2 processes of the server ended" in client.result(step).json()["error"]
+
+
+def test_clients_that_wait_for_results_are_answered_when_the_server_ends(server, endless):
+    client = Client(server.url)
+    asked = client.sample(500, **LARGE)
+    polls = {
+        "retrieve_future": asked.json(),
+        "retrieve_futures": {"target": {"sampling_session_id": client.sampler}, "prev_cursor": 0},
+    }
+    answers = {}
+    threads = [
+        threading.Thread(target=lambda one=one, body=body: answers.update({one: client.post(one, body)}))
+        for one, body in polls.items()
+    ]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(server.service.polls) == 2)
+    server.call(lambda: drain(server.service, 0.1))
+    for thread in threads:
+        thread.join()
+    assert {one: answer.status_code for one, answer in answers.items()} == dict.fromkeys(polls, 503)
 
 
 @pytest.mark.slow

@@ -358,6 +358,10 @@ class Lane:
 
         return self.submit_steps(steps, future)
 
+    def steps(self, job: Callable[[], T]) -> Generator[None, None, T]:
+        """Run ``job`` as a part of a job of this lane. Yields at its pauses, if the calls of the lane pause."""
+        return job() if self._calls is None else (yield from self._calls.steps(job))
+
     def submit_steps(self, job: Callable[[], Generator[None, None, T]], future: Future[T] | None = None) -> Future[T]:
         """Queue a job that is a generator, which pauses at every ``yield``. Jobs of other lanes may run during a pause.
 

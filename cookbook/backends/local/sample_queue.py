@@ -181,7 +181,8 @@ class SampleQueue:
             drawn = [pending for pending in batch if pending.request is not None]
             samples = yield from self._sampled(engine, drawn, step)
             batch = [pending for pending in batch if not _is_stopped(pending)]
-            logprobs = iter(_prompt_logprobs(engine, [pending.prompt for pending in batch if pending.score]))
+            prompts = [pending.prompt for pending in batch if pending.score]
+            logprobs = iter((yield from self._worker.steps(functools.partial(_prompt_logprobs, engine, prompts))))
             topks = []
             for pending in batch:
                 topks.append(_prompt_topk(engine, pending))

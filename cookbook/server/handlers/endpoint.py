@@ -32,7 +32,7 @@ T = TypeVar("T")
 RUNS = "runs/"
 # Completions of one request, over all of its prompts. The same limit as for requests of sampling clients.
 MAX_COMPLETIONS = 4096
-# Tokens of one request that are scored, if its prompts are short: the worker computes all of them without a pause.
+# Tokens of one request that are scored, if its prompts are short: on several ranks all of them are computed without a pause.
 SCORED_TOKENS = 65_536
 # Prompts that are tokenized before other requests get a turn, and the most characters per token of a text.
 RENDERED, TOKEN_CHARACTERS = 64, 100
@@ -140,12 +140,15 @@ async def chat_prompt(service: Service, fields: ChatBody) -> list[int]:
 
 
 async def text_prompts(service: Service, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-    """Return the tokens of each prompt. Raises InvalidField: a text is too long or is not valid Unicode."""
+    """Return the tokens of each prompt. Raises InvalidField: a text is too long, or a text or a token is invalid."""
 
     def render(part: Sequence[str | list[int]]) -> list[list[int]]:
         renderer = service.host.renderer
         return [renderer.prompt_tokens(prompt) if isinstance(prompt, str) else prompt for prompt in part]
 
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            check_tokens(service, prompt, "prompt")
     tokens: list[list[int]] = []
     for start in range(0, len(prompts), RENDERED):
         part = prompts[start : start + RENDERED]
@@ -155,7 +158,7 @@ async def text_prompts(service: Service, prompts: Sequence[str | list[int]]) -> 
 
 
 def check_tokens(service: Service, tokens: Sequence[int], field: str) -> None:
-    """Raise InvalidField if a token is not in the vocabulary. The engine also checks, but calls every field a prompt."""
+    """Raise InvalidField if a token is not in the vocabulary. The engine would only find it after a stream has begun."""
     vocabulary = service.host.vocabulary_size
     for token in tokens:
         if not 0 <= token < vocabulary:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Coroutine
 from dataclasses import asdict
@@ -142,11 +143,14 @@ async def _polled(service: Service, request: HttpRequest, object_id: str, waitin
 
     Raises:
         ClientDisconnect: the client has disconnected; see :class:`Presence`.
+        Refused: 503, the server has stopped the computation of all requests, because it ends.
     """
-    session = service.heard(object_id)
+    session, task = service.heard(object_id), asyncio.current_task()
+    assert task is not None
     if session is None:
         # The session is silent or has ended, or belongs to another key.
         return await waiting
+    service.polls.add(task)
     try:
         with session.presence.poll():
             return await unless_disconnected(request, waiting)
@@ -154,6 +158,14 @@ async def _polled(service: Service, request: HttpRequest, object_id: str, waitin
         if session.session_id in service.sessions:
             session.presence.lost()
         raise
+    except asyncio.CancelledError:
+        if not service.requests.frozen:
+            raise
+        # Without this, the log of each shutdown would have a traceback per waiting client.
+        task.uncancel()
+        raise bodies.Refused(503, "the server is shutting down; retry later") from None
+    finally:
+        service.polls.discard(task)
 
 
 @router.post("/cancel_future", status_code=204, openapi_extra=json_body(bodies.FutureBody))

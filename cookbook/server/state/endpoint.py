@@ -50,7 +50,7 @@ class Caller:
         """Return the queue of requests with up to ``num_tokens`` tokens. Each class spans a factor of 16."""
         size = num_tokens.bit_length() // 4
         if size not in self._classes:
-            lane = host.worker.lane(self.account)
+            lane = host.worker.lane(self.account, pauses=host.can_pause)
             self._classes[size] = SizeClass(lane, host.sample_queue(lane), Batcher(lane))
         return self._classes[size]
 

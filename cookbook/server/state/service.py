@@ -144,6 +144,8 @@ class Service:
         self.endpoint = Endpoint()
         # The event loop keeps only weak references to tasks, so a task without another reference could be collected.
         self._tasks: set[asyncio.Task[None]] = set()
+        # The HTTP requests of clients that wait for results.
+        self.polls: set[asyncio.Task[object]] = set()
 
     # ---- sessions ------------------------------------------------------------------------------------------------
 
@@ -178,7 +180,7 @@ class Service:
         log = self.durability.log(session_id, "log", Record(header))
         samples = self.durability.log(session_id, "samples", Record({"what": "samples"}))
         account = Account()
-        lane = self.host.worker.lane(account)
+        lane = self.host.worker.lane(account, pauses=self.host.can_pause)
         queue, batcher = self.host.sample_queue(lane), Batcher(lane)
         self.sessions[session_id] = Session(session_id, header, log, samples, account, lane, queue, batcher)
         return self.sessions[session_id]
@@ -467,6 +469,8 @@ class Service:
     def abandon_work(self) -> None:
         """Stop the computation of all requests at shutdown. They stay unsettled, and a restart recomputes them."""
         self.requests.frozen = True
+        for poll in self.polls:
+            poll.cancel()
         for session in self.sessions.values():
             session.lane.drop()
         for sampler in self.samplers.values():
