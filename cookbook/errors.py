@@ -99,5 +99,5 @@ def described(error: BaseException) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return the beginning of a text that is too long for an error message."""
+    """Return the start of a text that is too long for an error message."""
     return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}..."

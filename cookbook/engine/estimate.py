@@ -138,8 +138,7 @@ def estimate(
         temporary += int(min(max(step_tokens - tokens, 0) * saved / tokens, retain_bytes))
     rule = RULES[optimizer]
     update = max((rule.temporary_bytes(one.shape, max(4, one.element_size()), cpu=cpu) for one in trained), default=0)
-    total = sum(parameter.numel() for parameter in network.parameters())
-    count = sum(parameter.numel() for parameter in trained)
+    total, count = (sum(parameter.numel() for parameter in some) for some in (network.parameters(), trained))
     return Estimate(
         parameters=total,
         trained=count,
