@@ -176,8 +176,8 @@ def _same(check: str, first: Sequence[PlayedEpisode], second: Sequence[PlayedEpi
         if one.facts() != other.facts():
             both = [one.facts(), other.facts()]
             # Long observations are shown from shortly before their difference.
-            difference = next(place for place, (left, right) in enumerate(zip(*both, strict=False)) if left != right)
-            start = max(difference - 200, 0)
+            differing = (place for place, (left, right) in enumerate(zip(*both, strict=False)) if left != right)
+            start = max(next(differing, min(map(len, both))) - 200, 0)
             shown = " and ".join("..." * (start > 0) + shortened(facts[start:]) for facts in both)
             found = f"{how}: episode {number} differs: {shown}"
             return CheckResult(
