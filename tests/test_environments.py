@@ -542,7 +542,7 @@ def test_check_env_plays_to_the_limit(max_turns, turns, end, capsys):
 
 def test_check_env_of_none_names_the_mistake(capsys):
     assert run(["check", "env", "none"]) == 2
-    assert "error: check env: none is no environment; name one (cookbook list envs)" in capsys.readouterr().err
+    assert "error: check env: none is not an environment; name one (cookbook list envs)" in capsys.readouterr().err
 
 
 def test_check_env_shortens_huge_texts(capsys):

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from cookbook.backends.local import LocalConfig
 from cookbook.cli.app import run
+from cookbook.engine.attention import attend
 from cookbook.engine.decoding.decoder import sample
 from cookbook.engine.decoding.requests import SampleRequest
 from cookbook.engine.precision import DEFAULT, Precision, attended, half_attention, instructions, multiplies_half
@@ -240,6 +241,15 @@ def test_packed_runs_use_attention_in_bfloat16(make_engine, monkeypatch, options
     assert error(gradient(make_engine(**options, activation_checkpointing=True), data), found) == 0
     monkeypatch.setattr("cookbook.engine.precision.attention.MOST_KEYS_KEPT", 0)
     assert error(gradient(make_engine(**options), data), found) == 0
+
+
+def test_attention_of_float64_stays_exact_at_medium_precision():
+    torch.manual_seed(0)
+    operands = [torch.randn(1, heads, 600, 64, dtype=torch.float64) for heads in (2, 1, 1)]
+    with Precision("medium").backward():
+        found, _ = attend(torch.nn.Module(), *operands, None)
+    expected = scaled_dot_product_attention(*operands, is_causal=True, enable_gqa=True).transpose(1, 2)
+    assert error(found, expected) < 1e-14
 
 
 def test_the_weights_that_attention_keeps_are_expected_before_the_first_pass(make_engine, monkeypatch):

@@ -298,7 +298,7 @@ def test_a_damaged_store_is_reported(tmp_path, capsys):
         file.write(b"hello")
     assert run(["view", str(folder)]) == 0
     said = capsys.readouterr()
-    assert "2 steps" in said.out and "a/rollouts.jsonl.gz: the last 5 bytes are no whole step" in said.err
+    assert "2 steps" in said.out and "a/rollouts.jsonl.gz: the last 5 bytes are not a whole step" in said.err
     (folder / ROLLOUTS).write_bytes((folder / ROLLOUTS).read_bytes()[:-5])
     assert run(["view", str(folder)]) == 0 and capsys.readouterr().err == ""
 

@@ -42,7 +42,7 @@ def run(target: str, options: Sequence[str], *, table: bool) -> None:
         assert isinstance(config, EnvironmentConfig)
         # env=none has no class.
         if type(config) is EnvironmentConfig:
-            raise ConfigError(f"check env: {target} is no environment; name one (cookbook list envs), or FILE.py:CLASS")
+            raise ConfigError(f"check env: {target} is not an environment; name one (cookbook list envs), or FILE.py:CLASS")
         if not (reads_data and config.contract.reads_rows):
             return config, numbered_rows(config, "train", 0, None)[:ROWS]
         data = build(cfg.data, "data", DataConfig)

@@ -117,7 +117,7 @@ def estimate(
         BackendError: the model's configuration cannot be loaded.
     """
     network = _network(config, checkpointing=checkpointing)
-    precision, tokens = precision.on(torch.device("cpu")) if cpu else precision, rows * width
+    tokens = rows * width
     with FakeTensorMode(allow_non_fake_inputs=True), _substitutes(cpu=cpu), _LiveBytes() as alive:
         network.to_empty(device="cpu")
         # to_empty has given tied parameters separate tensors.
@@ -138,7 +138,7 @@ def estimate(
         temporary += int(min(max(step_tokens - tokens, 0) * saved / tokens, retain_bytes))
     rule = RULES[optimizer]
     update = max((rule.temporary_bytes(one.shape, max(4, one.element_size()), cpu=cpu) for one in trained), default=0)
-    total, count = (sum(parameter.numel() for parameter in some) for some in (network.parameters(), trained))
+    total, count = (sum(parameter.numel() for parameter in group) for group in (network.parameters(), trained))
     return Estimate(
         parameters=total,
         trained=count,
@@ -169,10 +169,10 @@ def _network(config: ModelConfig, *, checkpointing: bool) -> PreTrainedModel:
 
 @contextmanager
 def _substitutes(*, cpu: bool) -> Iterator[None]:
-    """Context in which functions that would treat fake tensors differently, because they are on a CPU, are replaced.
+    """Context that adapts the model's code to fake tensors, which are always on a CPU.
 
     Mixtures of experts use transformers' fallback operator, because torch's ``grouped_mm`` rejects fake tensors unless they are
-    bfloat16; shapes and operations are the same. Without ``cpu``, attention is not that of a CPU's reduced precision.
+    bfloat16; shapes and operations are the same. Without ``cpu``, attention is that of a GPU.
     """
     with ExitStack() as stack:
         replaced: list[tuple[object, str]] = [(moe, "_can_use_grouped_mm"), *([] if cpu else [(attention, "_is_reduced")])]
@@ -224,7 +224,7 @@ def _pass(
             captured_input(network.get_output_embeddings()) as captured,
             saved.counted(),
             skip_masks("layout" in inputs),
-            precision.forward(head.weight.device),
+            precision.on(torch.device(head.device)).forward(head.weight.device),
         ):
             network(**inputs, use_cache=False)
         after_forward = alive.allocated

@@ -46,7 +46,9 @@ def _write(runs: Sequence[ViewedRun], path: Path) -> None:
     for run in runs:
         with run.stored() as stored:
             if stored.unread_bytes:
-                lost = f"the last {stored.unread_bytes:,} bytes are no whole step, after a kill or damage; the page lacks them"
+                lost = (
+                    f"the last {stored.unread_bytes:,} bytes are not a whole step, after a kill or damage; the page omits them"
+                )
                 print(f"warning: {run.folder / ROLLOUTS}: {lost}", file=sys.stderr)
     try:
         files.write_text(path, page)

@@ -285,16 +285,16 @@ def _supports_shared_prompts(model: LanguageModel, longest: int) -> bool:
     """Whether rows of up to ``longest`` tokens may share one copy of their prompt.
 
     The model must use cookbook's attention and support prefix sharing, and no sliding window may be shorter than a row. Half
-    precision on a GPU is excluded: the products here are float32, and its fused kernel is not. Models in which layers share
-    keys and values are excluded, too.
+    precision on a GPU is excluded, because the products here would be float32. Models in which layers share keys and values
+    are excluded, too.
     """
     from cookbook.engine.decoding.kv_cache import empty_states
 
     network = model.network
-    fused = network.dtype not in (torch.float32, torch.float64) and model.device.type != "cpu"
+    half_on_gpu = network.dtype not in (torch.float32, torch.float64) and model.device.type != "cpu"
     # Verified once per model, and asked for at every batch.
     support = capabilities.PACKING.get(model.lineage) or capabilities.packing_support(model)
-    if fused or not (attention.is_installed(network) and support.shared):
+    if half_on_gpu or not (attention.is_installed(network) and support.shared):
         return False
     layers = empty_states(network).layers
     windows = [getattr(layer, "sliding_window", None) for layer in layers]

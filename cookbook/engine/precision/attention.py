@@ -15,7 +15,7 @@ from cookbook.engine.precision.choice import EXACT, Precision, instructions
 # Below these sizes, blocks of attention are slower at medium precision: each is a product of its own.
 LEAST_QUERIES, LEAST_WIDTH = 512, 64
 # Least number of multiplications of the scores for products of bfloat16, which are compiled for each shape: a run of 125 tokens
-# with 8 heads of 64, or of 395 with 4 of 32.
+# with 8 heads of 64, or of 396 with 4 of 32.
 LEAST_MULTIPLICATIONS, LEAST_OF_NARROW_HEADS = 8_000_000, 20_000_000
 # Queries of one block. The scores of a block of one run stay in the cache.
 BLOCK_QUERIES = 128
@@ -60,7 +60,7 @@ class _Attended(torch.autograd.Function):
 
 
 def multiplies_half(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether :func:`half_attention` is faster than :func:`attended`: bfloat16, on a CPU that multiplies it, and enough."""
+    """Whether :func:`half_attention` is faster than :func:`attended` for these operands, on this CPU."""
     half = query.dtype == torch.bfloat16 or torch.is_autocast_enabled("cpu")
     # Some models, such as DeepSeek's, have values of another width.
     half = half and value.shape[3] == query.shape[3] and instructions() is not None

@@ -18,7 +18,7 @@ from cookbook.sampling.environments.tool_calls import Calls, ToolCall, parse_cal
 from cookbook.sampling.workers import Handler, trace_of
 from cookbook.types import JsonObject
 
-# Exceptions of the user's code that end an episode or fail a tool. SystemExit and CancelledError are no children of Exception.
+# Exceptions of the user's code that end an episode or fail a tool. SystemExit and CancelledError do not inherit from Exception.
 FAILURES = (Exception, SystemExit, asyncio.CancelledError)
 
 
