@@ -1,8 +1,9 @@
 """One client's large request beside another client's small ones: ``python benchmarks/fair.py``.
 
 The unmodified client and ``cookbook serve`` in a process of its own, on the shipped tiny model. The large request draws 4,096
-samples of up to 4,000 tokens, or with ``--large training`` is a forward-backward pass of 4,000 x 256 tokens. The small ones are
-a training step (forward-backward pass of 8 x 64 tokens, optimizer step) and a sample of 12 tokens, by a client of its own.
+samples of up to 4,000 tokens. With ``--large training`` it is a forward-backward pass of 4,000 x 256 tokens. With ``prompts``
+or ``logprobs`` it is 400 requests with prompts of 4,000 tokens, for 16 tokens or for the logprobs of the prompt. The small ones
+are a training step (forward-backward pass of 8 x 64 tokens, optimizer step) and a sample of 12 tokens, by a client of its own.
 Prints medians and the largest value, alone and beside the large request, and how long the server computes on after the large
 request is cancelled, or its session ends.
 """
@@ -31,9 +32,9 @@ CALLS = 20
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--calls", type=int, default=CALLS)
-    parser.add_argument("--large", choices=("sampling", "training"), default="sampling")
+    parser.add_argument("--large", choices=tuple(START), default="sampling")
     arguments = parser.parse_args()
-    calls, start = arguments.calls, start_large if arguments.large == "sampling" else start_training
+    calls, start = arguments.calls, START[arguments.large]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "model").symlink_to(packaged("data") / "tiny")
         with serving(Path(folder), "synced") as (url, cpu_s), tinker.ServiceClient(base_url=url, api_key="tml-b") as service:
@@ -74,16 +75,47 @@ def start_training(url: str, model: str) -> Callable[[], Any]:
     return lambda: httpx.post(f"{url}/api/v1/sessions/{session_id}/finish").raise_for_status()
 
 
-def start_large(url: str, model: str) -> Callable[[], Any]:
+def start_sampling(url: str, model: str) -> Callable[[], Any]:
     """Send the large request in a session of its own. Returns a function that cancels it."""
-    api = f"{url}/api/v1"
-    session = httpx.post(f"{api}/create_session", json={}).json()["session_id"]
+    return start_samples(url, model, 1, {"num_samples": 4096, "sampling_params": LARGE}, lambda number: PROMPT.to_ints())
+
+
+def start_prompts(url: str, model: str) -> Callable[[], Any]:
+    """Send requests to complete long prompts in a session of their own. Returns a function that cancels them."""
+    return start_samples(url, model, 400, {"sampling_params": {**LARGE, "max_tokens": 16}}, long_prompt)
+
+
+def start_logprobs(url: str, model: str) -> Callable[[], Any]:
+    """Send requests for the logprobs of long prompts in a session of their own. Returns a function that cancels them."""
+    scored = {"sampling_params": {**LARGE, "max_tokens": 1}, "prompt_logprobs": True}
+    return start_samples(url, model, 400, scored, long_prompt)
+
+
+def start_samples(
+    url: str, model: str, count: int, body: dict[str, Any], prompt: Callable[[int], list[int]]
+) -> Callable[[], Any]:
+    """Send ``count`` requests in a session of their own. Returns a function that cancels them."""
+    http = httpx.Client(base_url=f"{url}/api/v1/", timeout=60)
+    session = http.post("create_session", json={}).json()["session_id"]
     asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": model}
-    sampler = httpx.post(f"{api}/create_sampling_session", json=asked).json()["sampling_session_id"]
-    body = {"sampling_session_id": sampler, "seq_id": 0, "num_samples": 4096, "sampling_params": LARGE}
-    answer = httpx.post(f"{api}/asample", json={**body, "prompt": {"chunks": [{"tokens": PROMPT.to_ints()}]}})
-    large = {"request_id": answer.json()["request_id"]}
-    return lambda: httpx.post(f"{url}/api/v1/cancel_future", json=large).raise_for_status()
+    sampler = http.post("create_sampling_session", json=asked).json()["sampling_session_id"]
+    sent = []
+    for number in range(count):
+        one = {"sampling_session_id": sampler, "seq_id": number, "prompt": {"chunks": [{"tokens": prompt(number)}]}}
+        sent.append(http.post("asample", json={**one, **body}).raise_for_status().json()["request_id"])
+
+    def cancel() -> None:
+        for request_id in sent:
+            http.post("cancel_future", json={"request_id": request_id}).raise_for_status()
+
+    return cancel
+
+
+def long_prompt(number: int) -> list[int]:
+    return [(number + token) % 90 + 5 for token in range(4000)]
+
+
+START = {"sampling": start_sampling, "training": start_training, "prompts": start_prompts, "logprobs": start_logprobs}
 
 
 def times(job: Callable[[], Any], count: int) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections import deque
@@ -19,7 +20,7 @@ from cookbook.backends.worker import Account, JobQueue, Lane, Worker
 from cookbook.deployments.embedded import EmbeddedConfig
 from cookbook.engine import capabilities
 from cookbook.engine.decoding import decoder, kv_cache
-from cookbook.engine.decoding.decoder import Decoder, sample, stream
+from cookbook.engine.decoding.decoder import Decoder, SlicedSampling, prefill_parts, sample, stream
 from cookbook.engine.decoding.kv_cache import InPlaceCache, PromptCache
 from cookbook.engine.decoding.requests import SampleRequest, StopCondition, completing_tokens, draw, sample_states
 from cookbook.engine.model import LanguageModel, ModelConfig
@@ -335,6 +336,60 @@ def test_a_round_is_over_when_many_rows_have_ended(model, passes):
     params = [SamplingParams(max_tokens=1 if i < 4 else 9, stop=[]) for i in range(6)]
     sample(model, [SampleRequest([i, i], 1, given, seed=0) for i, given in enumerate(params)], 0, 100_000)
     assert passes == [(6, 2)] + [(2, 1)] * 8
+
+
+@pytest.mark.parametrize(
+    ("lengths", "parts"),
+    [
+        ([100] * 400, [163, 163, 74]),
+        ([1024] * 17, [16, 1]),
+        ([4096] * 3, [1, 1, 1]),  # 16 times the pairs of 1,024 tokens
+        ([2048] * 5, [4, 1]),
+        ([60_000, 10], [1, 1]),
+        ([10, 10, 2048, 2048, 10], [4, 1]),  # every prompt is padded to the longest
+        ([], []),
+    ],
+)
+def test_prompts_enter_in_parts_of_a_limited_cost(lengths, parts):
+    different = [[number, *[1] * (length - 1)] for number, length in enumerate(lengths)]
+    found = list(prefill_parts(different))
+    assert [part.stop - part.start for part in found] == parts
+    assert [prompt for part in found for prompt in different[part]] == different
+
+
+def test_equal_prompts_of_a_part_count_once():
+    assert list(prefill_parts([[1] * 4096] * 100)) == [slice(0, 100)]
+
+
+@either_way
+def test_parts_of_prompts_draw_the_same(model, passes, monkeypatch):
+    whole = ask(model, PROMPTS, num_samples=3, max_tokens=20)
+    passes.clear()
+    monkeypatch.setattr(decoder, "PREFILL_TOKENS", 1)
+    split = ask(model, PROMPTS, num_samples=3, max_tokens=20)
+    assert [shape for shape in passes if shape[1] > 1] == [(1, length) for length in sorted(map(len, PROMPTS)) if length > 1]
+    assert [[one.tokens for one in samples] for samples in split] == [[one.tokens for one in samples] for samples in whole]
+    for one, other in zip(itertools.chain(*split), itertools.chain(*whole), strict=True):
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("dropped", [[1], [0, 1], [1, 2], [0, 1, 2]])
+def test_a_request_that_is_dropped_between_two_parts_does_not_enter(model, passes, monkeypatch, dropped):
+    monkeypatch.setattr(decoder, "PREFILL_TOKENS", 1)
+    requests = [SampleRequest([number, 5, 6], 2, SamplingParams(**FREE), seed=number) for number in range(4)]
+    expected = sample(model, requests, 0, 100_000)
+    passes.clear()
+    sampling = SlicedSampling(model, requests, 0, 100_000)
+    assert sampling.advance(1) and passes == [(1, 3)]
+    sampling.drop(dropped)
+    while sampling.advance(1):
+        pass
+    assert passes.count((1, 3)) == 4 - len(set(dropped) - {0})
+    found = sampling.samples()
+    for number in {0, 1, 2, 3} - set(dropped):
+        assert [one.tokens for one in found[number]] == [one.tokens for one in expected[number]]
+    for number in set(dropped) - {0}:
+        assert not any(one.tokens for one in found[number])
 
 
 def prefilled(rows, width):
@@ -765,6 +820,25 @@ def test_prompts_are_scored(make_trainer, make_engine):
     assert scored[2].result() == [None]
     assert live.sample(PROMPTS[0], 1, GREEDY).result().prompt_logprobs is None
     assert len(live.compute_logprobs(list(range(96))).result()) == 96  # a full context can be scored
+
+
+def test_scoring_ends_for_a_request_that_is_stopped_between_two_parts(make_trainer, monkeypatch):
+    monkeypatch.setattr(decoder, "PREFILL_TOKENS", 1)
+    sampler = make_trainer().live_sampler(0).result()
+    alone = sampler.compute_logprobs(PROMPTS[3]).result()
+    scored, prompts = [], sample_queue._prompt_logprobs
+
+    def stopping(engine, part):
+        scored.extend(part)
+        futures[1].stop()
+        return prompts(engine, part)
+
+    monkeypatch.setattr(sample_queue, "_prompt_logprobs", stopping)
+    futures = [sampler.compute_logprobs(prompt) for prompt in (PROMPTS[0], PROMPTS[1], PROMPTS[3])]
+    with pytest.raises(RolloutError, match="stopped on request"):
+        futures[1].result()
+    assert len(futures[0].result()) == 3 and futures[2].result() == alone
+    assert scored == [PROMPTS[0], PROMPTS[3]]
 
 
 def test_a_sampler_streams(make_trainer):

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from cookbook.backends.worker import SAMPLING_REMEDY, Lane, with_remedy
 from cookbook.checkpoints import store
-from cookbook.engine.decoding.decoder import ROUND_TOKENS, SlicedSampling, stream
+from cookbook.engine.decoding.decoder import ROUND_TOKENS, SlicedSampling, prefill_parts, stream
 from cookbook.engine.decoding.requests import SampleRequest, TokenChunk, check_prompt
 from cookbook.engine.engine import Engine
 from cookbook.engine.parallel import Ranks, led
@@ -181,8 +181,8 @@ class SampleQueue:
             drawn = [pending for pending in batch if pending.request is not None]
             samples = yield from self._sampled(engine, drawn, step)
             batch = [pending for pending in batch if not _is_stopped(pending)]
-            prompts = [pending.prompt for pending in batch if pending.score]
-            logprobs = iter((yield from self._worker.steps(functools.partial(_prompt_logprobs, engine, prompts))))
+            logprobs = yield from self._scored(engine, [pending for pending in batch if pending.score])
+            batch = [pending for pending in batch if not pending.future.done()]
             topks = []
             for pending in batch:
                 topks.append(_prompt_topk(engine, pending))
@@ -193,7 +193,7 @@ class SampleQueue:
             _fail(batch, with_remedy(error, SAMPLING_REMEDY))
             return
         for pending, topk in zip(batch, topks, strict=True):
-            scores = next(logprobs) if pending.score else None
+            scores = logprobs[id(pending)] if pending.score else None
             sequences = samples[id(pending)] if pending.request is not None else None
             pending.future.set_result(scores if sequences is None else SampleResponse(sequences, scores, topk))
 
@@ -219,6 +219,22 @@ class SampleQueue:
                 sampling.drop(stopped)
         samples = sampling.samples() if running else [[] for _ in drawn]
         return {id(pending): sequences for pending, sequences in zip(drawn, samples, strict=True)}
+
+    def _scored(self, engine: Engine, scored: list[_PendingSample]) -> Generator[None, None, dict[int, list[float | None]]]:
+        """Compute the logprobs of the prompts, by the id of the pending request. Pauses after every part of the prompts.
+
+        A request that is stopped in a pause gets its error.
+        """
+        logprobs: dict[int, list[float | None]] = {}
+        waiting = scored
+        while waiting := [pending for pending in waiting if not _is_stopped(pending)]:
+            part = waiting[next(prefill_parts([pending.prompt for pending in waiting]))]
+            prompts = [pending.prompt for pending in part]
+            results = yield from self._worker.steps(functools.partial(_prompt_logprobs, engine, prompts))
+            logprobs |= zip(map(id, part), results, strict=True)
+            waiting = waiting[len(part) :]
+            yield
+        return logprobs
 
 
 class RankSampling(PerRank):

@@ -7,8 +7,8 @@ The batch decodes in rounds of :data:`ROUND_TOKENS` steps; a round ends early if
 tokens stay in tensors on the device. After a round, the tokens are added to their samples, rows that have ended leave the
 batch, and waiting samples are prefilled and enter.
 
-A batch is computed in slices: it pauses after every step, so that other work of the process may run in between. A pause changes
-no number, because the batch keeps its state.
+A batch is computed in slices: it pauses after every step, and after every part of the prompts (:func:`prefill_parts`), so that
+other work of the process may run in between. A pause changes no number, because the batch keeps its state.
 """
 
 from __future__ import annotations
@@ -43,6 +43,10 @@ if TYPE_CHECKING:
     from cookbook.engine.decoding.rows import DecodingMethod, Rows
 
 ROUND_TOKENS = 16
+# Tokens of prompts, with their padding, that one forward pass prefills. Larger passes are not faster, and delay other work. If
+# prompts are longer than LONG_TOKENS, a pass prefills fewer tokens, because the cost of attention grows with the length.
+PREFILL_TOKENS = 16384
+LONG_TOKENS = 1024
 # Steps of a round for streaming: a stream yields this number of tokens at a time.
 STREAM_TOKENS = 4
 # A round ends early when this fraction of its rows has ended.
@@ -156,13 +160,13 @@ class Decoder:
 
         Finished samples have a ``stop_reason``.
         """
-        self._admit()
+        yield from self._admit()
         while self.rows:
             tokens, unfinished = yield from self._round()
             yield list(self.rows)
             self._remove_finished(tokens, unfinished)
             yield []
-            self._admit()
+            yield from self._admit()
 
     def rounds(self) -> Iterator[list[SampleState]]:
         """Yield after each round the samples that got tokens in it."""
@@ -222,16 +226,20 @@ class Decoder:
         if rows:
             self.logits = self.past.step(tokens[rows], unfinished[rows])
 
-    def _admit(self) -> None:
-        """Prefill waiting prompts, each once, and add a row for each of their samples."""
-        samples = self._next_samples()
-        if not samples:
-            return
-        prompts = list(dict.fromkeys(tuple(sample.prompt) for sample in samples))
-        prompt_index = {prompt: index for index, prompt in enumerate(prompts)}
-        logits = self.past.enter(prompts, [prompt_index[tuple(sample.prompt)] for sample in samples])
-        self.logits = torch.cat([self.logits, logits]) if self.rows else logits
-        self.rows += samples
+    def _admit(self) -> Iterator[list[SampleState]]:
+        """Prefill waiting prompts, each once, and add a row for each of their samples. Yield after each part of the prompts."""
+        entering = self._next_samples()
+        # Without space for more rows later, all rows have to enter at once.
+        parts = prefill_parts([sample.prompt for sample in entering]) if self.past.in_place else [slice(None)]
+        for part in parts:
+            samples = [sample for sample in entering[part] if sample.request not in self._dropped]
+            if samples:
+                prompts = list(dict.fromkeys(tuple(sample.prompt) for sample in samples))
+                prompt_index = {prompt: index for index, prompt in enumerate(prompts)}
+                logits = self.past.enter(prompts, [prompt_index[tuple(sample.prompt)] for sample in samples])
+                self.logits = torch.cat([self.logits, logits]) if self.rows else logits
+                self.rows += samples
+                yield []
 
     def _next_samples(self) -> list[SampleState]:
         """Take the samples from the queue that fit into the batch now; at least one if the batch is empty."""
@@ -251,6 +259,23 @@ class Decoder:
                 break
             admitted += [self.waiting.popleft() for _ in range(min(similar, free))]
         return admitted
+
+
+def prefill_parts(prompts: Sequence[Sequence[int]]) -> Iterator[slice]:
+    """Split ``prompts`` into parts of at least one prompt and at most :data:`PREFILL_TOKENS` tokens, with padding.
+
+    Equal prompts of a part count once. A part with prompts longer than :data:`LONG_TOKENS` has a lower limit: its tokens times
+    the length of its longest prompt are at most ``PREFILL_TOKENS * LONG_TOKENS``.
+    """
+    start, part, longest = 0, set[tuple[int, ...]](), 0
+    for index, prompt in enumerate(prompts):
+        part.add(tuple(prompt))
+        longest = max(longest, len(prompt))
+        if len(part) > 1 and len(part) * longest * max(longest, LONG_TOKENS) > PREFILL_TOKENS * LONG_TOKENS:
+            yield slice(start, index)
+            start, part, longest = index, {tuple(prompt)}, len(prompt)
+    if part:
+        yield slice(start, len(prompts))
 
 
 def _compacted(stays: list[bool]) -> list[int]:
