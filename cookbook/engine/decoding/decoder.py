@@ -229,7 +229,7 @@ class Decoder:
     def _admit(self) -> Iterator[list[SampleState]]:
         """Prefill waiting prompts, each once, and add a row for each of their samples. Yield after each part of the prompts."""
         entering = self._next_samples()
-        # Without space for more rows later, all rows have to enter at once.
+        # If rows cannot enter while others are decoded, all prompts are one part.
         parts = prefill_parts([sample.prompt for sample in entering]) if self.past.in_place else [slice(None)]
         for part in parts:
             samples = [sample for sample in entering[part] if sample.request not in self._dropped]
