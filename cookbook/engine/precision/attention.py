@@ -122,10 +122,11 @@ class _HalfAttention(torch.autograd.Function):
         for (queries, seen), weights in zip(blocks, kept or _weights(grouped, keys, ctx.window, ctx.scale), strict=True):
             rows, slopes = (one[:, :, queries].flatten(1, 2) for one in (grouped, upstream))
             d_value[:, seen] += torch.bmm(weights.transpose(1, 2), slopes)
-            d_weights = torch.bmm(slopes, values[:, seen].transpose(1, 2))
+            d_weights = torch.bmm(slopes, _transposed(values[:, seen]))
             d_scores = torch.ops.aten._softmax_backward_data.out(d_weights, weights, -1, weights.dtype, grad_input=d_weights)
-            d_query[:, :, queries] = torch.bmm(d_scores, keys[:, seen]).mul_(ctx.scale).view_as(d_query[:, :, queries])
+            d_query[:, :, queries] = torch.bmm(d_scores, keys[:, seen]).view_as(d_query[:, :, queries])
             d_key[:, seen] += torch.bmm(d_scores.transpose(1, 2), rows)
+        d_query *= ctx.scale
         d_key *= ctx.scale
         pairs = zip((d_query, d_key, d_value), (query, key, value), ctx.dtypes, strict=True)
         return None, None, *(one.view(like.shape).to(dtype) for one, like, dtype in pairs)
@@ -141,6 +142,11 @@ def _by_key_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
     return query.reshape(heads, -1, *query.shape[2:]), key.flatten(0, 1), value.flatten(0, 1)
 
 
+def _transposed(states: Tensor) -> Tensor:
+    """Return ``(N, keys, D)`` as ``(N, D, keys)``. A product would copy a view of other strides element by element."""
+    return states.contiguous().transpose(1, 2)
+
+
 def _blocks(query: Tensor, key: Tensor, window: int | None) -> Iterator[tuple[slice, slice]]:
     """Yield blocks of queries, and the keys that a block sees. Arguments as :func:`_by_key_head` returns them."""
     count, before = query.shape[2], key.shape[1] - query.shape[2]
@@ -152,10 +158,10 @@ def _blocks(query: Tensor, key: Tensor, window: int | None) -> Iterator[tuple[sl
 def _weights(query: Tensor, key: Tensor, window: int | None, scale: float) -> Iterator[Tensor]:
     """Yield the weights of each block, ``(N * key heads, queries of the block, keys that it sees)``."""
     heads, group, _, _ = query.shape
-    # Products of two bfloat16 numbers are exact in float32. Those at medium precision are the faster ones with AMX. They would
-    # round keys that are scaled, so the result is scaled.
-    precision = Precision("medium" if instructions() == "amx_bf16" else EXACT)
-    exact, unused = key.float().transpose(1, 2), torch.zeros(1)
+    # Products of two bfloat16 numbers are exact in float32, so medium precision changes nothing. It would round keys that are
+    # scaled, so the result is scaled.
+    precision = Precision("medium")
+    exact, unused = key.float(), torch.zeros(1)
     # One piece of memory for the scores of every block.
     rows, keys = min(BLOCK_QUERIES, query.shape[2]), key.shape[1]
     memory = torch.empty(heads * group * rows * (keys if window is None else min(keys, window + rows - 1)))
@@ -164,7 +170,7 @@ def _weights(query: Tensor, key: Tensor, window: int | None, scale: float) -> It
         shape = heads, grouped.shape[1], seen.stop - seen.start
         with torch.autocast("cpu", enabled=False), precision.backward():
             out = memory[: math.prod(shape)].view(shape)
-            scores = torch.baddbmm(unused, grouped, exact[:, :, seen], beta=0, alpha=scale, out=out)
+            scores = torch.baddbmm(unused, grouped, _transposed(exact[:, seen]), beta=0, alpha=scale, out=out)
         size = queries.stop - queries.start
         by_query = scores.view(heads, group, size, -1)
         by_query[..., -size:] += torch.full((size, size), -torch.inf).triu_(1)
