@@ -109,6 +109,16 @@ def done(value: T) -> Future[T]:
 # ---- unread errors ---------------------------------------------------------------------------------------------------
 
 
+def call_on(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *arguments: object) -> None:
+    """Call ``callback`` on the event loop, from any thread. Do nothing if the loop is closed, because its server has ended."""
+    try:
+        loop.call_soon_threadsafe(callback, *arguments)
+    except RuntimeError:
+        # The loop may be closed between a check and the call.
+        if not loop.is_closed():
+            raise
+
+
 class Failures:
     """The errors of failed calls that the caller has not read yet, oldest first.
 

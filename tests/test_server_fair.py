@@ -627,6 +627,28 @@ def test_clients_that_wait_for_results_are_answered_when_the_server_ends(server,
 
 
 @pytest.mark.slow
+def test_a_server_that_has_ended_drops_queued_samples_without_a_trace(tiny_folder, tmp_path):
+    """The worker is in the middle of a call until after the event loop has closed."""
+    code = FATAL.replace("end() if len(self.waiting) == 13", "(time.sleep(3), ())[1] if len(self.waiting) == 13")
+    code = code.replace("names=", "drain_s=0.1, names=")
+    port = servertools.free_port()
+    server = subprocess.Popen(
+        [sys.executable, "-c", code, str(tiny_folder), str(tmp_path / "out"), str(port)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert "serving" in server.stdout.readline()
+    client = Client(f"http://127.0.0.1:{port}")
+    assert [client.sample(count).status_code for count in (13, 1, 1, 1)] == [200] * 4
+    server.send_signal(signal.SIGTERM)
+    _, errors = server.communicate(timeout=60)
+    assert server.returncode == 0
+    assert "finishing accepted requests" in errors and "Traceback" not in errors
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("signals", [1, 2])
 def test_a_busy_server_ends_when_told(tiny_folder, tmp_path, signals):
     """The worker is in the middle of a call without pauses; a second signal ends the process immediately."""

@@ -16,6 +16,7 @@ from cookbook.data.formats import Chat
 from cookbook.data.messages import parse_messages
 from cookbook.engine.decoding.requests import TokenChunk
 from cookbook.errors import BackendError, CheckpointError, CookbookError, DataError, SamplerUnavailableError
+from cookbook.futures import call_on
 from cookbook.server.handlers.sampling import exceeded_limit
 from cookbook.server.keys import caller_name
 from cookbook.server.state.catalog import SCHEME, Address, CheckpointRecord
@@ -237,7 +238,7 @@ class Completion:
                 finish = functools.partial(self._finish, index)
                 if isinstance(future, DeployedFuture):
                     # Not through the worker, which may be busy with a long call.
-                    future.add_done_callback(functools.partial(loop.call_soon_threadsafe, finish))
+                    future.add_done_callback(functools.partial(call_on, loop, finish))
                 else:
                     # Without an id: a restart does not replay the request.
                     self._size.batcher.add("", future, finish)
@@ -331,7 +332,7 @@ def _report(
     chunks: list[TokenChunk],
 ) -> None:
     """Report the newest tokens of prompt ``index``, from the worker's thread."""
-    loop.call_soon_threadsafe(events.put_nowait, (index, chunks))
+    call_on(loop, events.put_nowait, (index, chunks))
 
 
 def _admit(service: Service, caller: Caller, questions: Sequence[Question]) -> int:

@@ -14,7 +14,7 @@ from cookbook.backends.local import LocalTrainer
 from cookbook.backends.local.sample_queue import LocalSampler
 from cookbook.backends.worker import Lane
 from cookbook.errors import BackendError
-from cookbook.futures import done
+from cookbook.futures import call_on, done
 from cookbook.server.journal.log import Log
 from cookbook.server.state.catalog import RunInfo
 from cookbook.server.state.countdown import Countdown
@@ -135,7 +135,7 @@ class TrainingRun:
 
         def finish(call: Future[Any]) -> None:
             # This runs on the worker thread before the next call, so the decision read here is that of this call.
-            loop.call_soon_threadsafe(self._finish, request, work, call, self.graphs.take_decision(), ended)
+            call_on(loop, self._finish, request, work, call, self.graphs.take_decision(), ended)
 
         request.start()
         with worker.purpose(request.request_id):

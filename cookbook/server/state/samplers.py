@@ -14,6 +14,7 @@ from pathlib import Path
 from cookbook.backends import worker
 from cookbook.backends.local.sample_queue import LocalSampler
 from cookbook.backends.worker import Lane
+from cookbook.futures import call_on
 from cookbook.server.state.countdown import Countdown
 from cookbook.types import SampleResponse
 
@@ -109,7 +110,7 @@ class Batcher:
         loop = asyncio.get_running_loop()
 
         def done(_: Future[SampleResponse]) -> None:
-            loop.call_soon_threadsafe(callback, sample)
+            call_on(loop, callback, sample)
 
         with self.same_batch:
             is_first = not self._next_batch
