@@ -269,14 +269,20 @@ def test_rewards_are_combined_on_the_command_line(capsys):
     assert shown("reward=[number,format]", "reward.weights=[2,0.5]")["weights"] == [2, 0.5]
     assert shown("reward=[number,format]", "reward.weights={number: 2}")["weights"] == {"number": 2, "format": 1.0}
     assert list(shown("reward=['number']")["parts"]) == ["number"]
+    found = shown("reward=[number,./my rewards/own.py:short]", "reward.weights.short=0.1", "reward.parts.short.workers=2")
+    assert found["weights"] == {"number": 1.0, "short": 0.1}
+    assert found["parts"]["short"]["target"] == "./my rewards/own.py:short" and found["parts"]["short"]["workers"] == 2
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("reward=[number,number]", "reward: number occurs twice; write ./conf/reward/NAME.yaml for the second"),
-        ("reward=[]", "reward: expected names of conf/reward, such as 'reward=[number,format]'"),
-        ("reward=[number,3]", "reward: expected names of conf/reward, such as 'reward=[number,format]'"),
+        ("reward=[own.py:number,number]", "reward: number occurs twice; write ./conf/reward/NAME.yaml for the second"),
+        ("reward=[]", "reward: expected names of conf/reward or FILE.py:FUNCTION, such as 'reward=[number,format]'"),
+        ("reward=[number,3]", "reward: expected names of conf/reward or FILE.py:FUNCTION, such as"),
+        ("reward=[number,own.py:]", "reward: expected names of conf/reward or FILE.py:FUNCTION, such as"),
+        ("reward=[number,own.py:1f]", "reward: expected names of conf/reward or FILE.py:FUNCTION, such as"),
         ("reward=[number,fromat]", "unknown reward 'fromat'. Did you mean 'format'?"),
         ("reward=[number,format] reward.weights.frmat=1", "Did you mean 'reward.weights.format'?"),
         ("reward=[number,format] reward.parts.format.patern=1", "Did you mean 'reward.parts.format.pattern'?"),

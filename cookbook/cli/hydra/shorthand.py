@@ -29,7 +29,7 @@ FORMS = {
     "backend": ["backend=remote backend.base_url=URL"],
     "deployment": ["deployment=vllm deployment.url=URL"],
     "env": ["env=FILE.py:CLASS"],
-    "reward": ["reward=FILE.py:FUNCTION", "'reward=[number,format]'"],
+    "reward": ["reward=FILE.py:FUNCTION", "'reward=[number,FILE.py:FUNCTION]'"],
 }
 # Group -> the option that combines several others.
 COMBINED = {"reward": "weighted"}
@@ -83,7 +83,9 @@ def spelled_out(
 
 
 def combined(group: str, options: Sequence[object] | None, weighted: bool) -> list[str]:
-    """Return the overrides of ``reward=[number,format]``: the option that combines rewards, and each of them as a part of it.
+    """Return the overrides of ``reward=[number,file.py:f]``: the option that combines rewards, and each of them as a part of it.
+
+    The part of ``file.py:f`` is called ``f``.
 
     Args:
         options: as typed; None for a sweep over lists.
@@ -95,12 +97,16 @@ def combined(group: str, options: Sequence[object] | None, weighted: bool) -> li
     """
     if options is None:
         raise ConfigError(f"{group}: a sweep takes names of conf/{group} alone; write ./conf/{group}/NAME.yaml for each list")
-    names = [str(option) for option in options]
+    targets = {str(option): str(option).rpartition(":")[2] for option in options if ".py:" in str(option)}
+    names = [targets.get(str(option), str(option)) for option in options]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"{group}: {', '.join(twice)} occurs twice; write ./conf/{group}/NAME.yaml for the second")
-    if not names or not all(isinstance(option, str) for option in options):
-        raise ConfigError(f"{group}: expected names of conf/{group}, such as '{group}=[number,format]'")
-    parts = [f"+{group}@{group}.parts.{name}={name}" for name in names]
+    strings = all(isinstance(option, str) for option in options)
+    if not names or not strings or not all(name.isidentifier() for name in targets.values()):
+        raise ConfigError(f"{group}: expected names of conf/{group} or FILE.py:FUNCTION, such as '{group}=[number,format]'")
+    presets = dict.fromkeys(targets.values(), CODE[group]["target"])
+    parts = [f"+{group}@{group}.parts.{name}={presets.get(name, name)}" for name in names]
+    parts += [f"{group}.parts.{name}.target={target}" for target, name in targets.items()]
     return [f"{group}={COMBINED[group]}", *parts, *(f"+{group}.weights.{name}=1.0" for name in names if not weighted)]
 
 
