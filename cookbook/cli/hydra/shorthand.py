@@ -83,7 +83,7 @@ def spelled_out(
 
 
 def combined(group: str, options: Sequence[object] | None, weighted: bool) -> list[str]:
-    """Return the overrides of ``reward=[number,file.py:f]``: the option that combines rewards, and each of them as a part of it.
+    """Return the overrides of ``reward=[number,file.py:f]``: the option that combines rewards, and each reward as a part.
 
     The part of ``file.py:f`` is called ``f``.
 
