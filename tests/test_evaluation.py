@@ -161,6 +161,13 @@ def test_recipes_that_learn_from_answers_are_asked_the_same_as_one_that_is_rewar
         assert len(shown) == 3 and shown == [line for line in other.splitlines() if " -> " in line]
 
 
+def test_a_run_of_another_recipe_is_evaluated_in_an_environment(trained, tmp_path):
+    assert run(["eval", str(trained("sft")), "env=arithmetic", f"out={tmp_path}/found.json"]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["env"].startswith("Arithmetic(") and len(found["completions"]) == 6
+    assert found["rows"]["first"].startswith("env[eval]:") and "eval/reward" in found["metrics"]
+
+
 @pytest.mark.slow
 def test_a_checkpoint_and_a_model_are_evaluated_too(trained, capsys):
     folder = trained("dpo")

@@ -121,6 +121,38 @@ def test_a_function_of_the_users(user_file):
     assert score(Python("my_file.py:f", **INLINE), ["abcd", "ab"], ROWS) == [2.0, 0.0]
 
 
+ASYNC = """
+import asyncio
+
+loops = set()
+
+async def f(completion, row):
+    loops.add(id(asyncio.get_running_loop()))
+    await asyncio.sleep(0)
+    if completion == "cancelled":
+        raise asyncio.CancelledError
+    return {"length": len(completion), "loops": len(loops)}
+
+async def of_group(group, row):
+    return [float(len(text)) for text in group]
+"""
+
+
+@pytest.mark.parametrize("limits", [INLINE, {"workers": 1}])
+def test_an_async_function_is_awaited_in_one_loop(user_file, limits):
+    user_file(ASYNC)
+    with closing(RewardRunner(Python("my_file.py:f", **limits))) as runner:
+        scores = [runner.submit_group([text], ROWS[0], [[]]) for text in ("abc", "a")]
+        assert [[one.parts for one in pending()] for pending in scores] == [
+            [{"length": 3.0, "loops": 1.0}],
+            [{"length": 1.0, "loops": 1.0}],
+        ]
+        with pytest.raises(RolloutError, match=r"^train.jsonl:1: the reward raised asyncio.*CancelledError"):
+            runner.submit("cancelled", ROWS[0])()
+    with closing(RewardRunner(Python("my_file.py:of_group", **limits))) as runner:
+        assert [one.value for one in runner.submit_group(["abc", "a"], ROWS[0], [[], []])()] == [3.0, 1.0]
+
+
 def test_a_class_of_the_users_is_made_once(user_file):
     user_file(
         "from dataclasses import dataclass\n"

@@ -75,8 +75,10 @@ class Settings:
         return getattr(self.module, "DATA", None)
 
 
-def settings(cfg: DictConfig) -> Settings:
+def settings(cfg: DictConfig, *, trains: bool = True) -> Settings:
     """Return every part of a composed configuration, typed. No model and no data are loaded.
+
+    ``trains``: whether the recipe runs, so that loss, reward and environment have to suit its data.
 
     Raises:
         ConfigError: an unknown or missing key, a wrong type or value, or parts that do not suit each other.
@@ -101,7 +103,8 @@ def settings(cfg: DictConfig) -> Settings:
         **{name: build(cfg[name], name) for name in ("model", "data", "loss", "rollout", "deployment", "weight_sync")},
         **{name: build(cfg[name], name) for name in ("optim", "schedule", "checkpoint", "eval")},
     )
-    _check_recipe(cfg.recipe.name, typed)
+    if trains:
+        _check_recipe(cfg.recipe.name, typed)
     _check_streaming(typed)
     _check_optimizer(typed.backend, typed.optim)
     return typed

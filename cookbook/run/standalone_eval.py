@@ -74,7 +74,7 @@ def evaluate(cfg: DictConfig, target: Target) -> tuple[JsonObject, Evaluation, P
     Raises:
         CookbookError: an error that the user can fix.
     """
-    typed = settings(cfg)
+    typed = settings(cfg, trains=False)
     preflight(typed, typed.reward)
     refusals = RejectedRows(typed.data)
     rows: Sequence[Row]
@@ -120,7 +120,7 @@ def evaluate_tasks(cfg: DictConfig, target: Target, tasks: Tasks) -> tuple[JsonO
     """
     from cookbook.sampling import lm_eval_tasks
 
-    typed = settings(cfg)
+    typed = settings(cfg, trains=False)
     with _deployed(typed, target) as (sampler, renderer):
         scores = lm_eval_tasks.run(tasks, sampler, renderer, typed.eval.limit, typed.seed)
     options = {"tasks": asdict(tasks), "versions": scores.versions, "limit": typed.eval.limit, "seed": typed.seed}

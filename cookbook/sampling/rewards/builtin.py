@@ -118,9 +118,10 @@ class Python(Limits):
 
     ``function(completion, row)`` returns a number, or a mapping of named parts, whose sum is the reward; ``row`` is the
     dataset's row as it was read. A function with a parameter ``trajectory`` gets the messages from the prompt on. A function
-    with a parameter ``group`` gets all completions of the prompt and returns a list. A class is constructed once per process,
-    without arguments, and its instance is called. The file's folder joins the import path, so that the file may import modules
-    of that folder. By default one worker process calls the function, with a time limit: it may be slow or hang.
+    with a parameter ``group`` gets all completions of the prompt and returns a list. A function may be ``async``. A class is
+    constructed once per process, without arguments, and its instance is called. The file's folder joins the import path, so
+    that the file may import modules of that folder. By default one worker process calls the function, with a time limit: it
+    may be slow or hang.
 
     Raises:
         ConfigError: the file or function does not exist, or the file cannot be imported. Other errors of the file pass through.

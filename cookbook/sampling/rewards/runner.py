@@ -5,12 +5,14 @@ A slow reward in worker processes does not delay sampling, and a worker that han
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import inspect
 import json
 import logging
 import math
 import queue
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -258,10 +260,10 @@ def arguments(
 def call(reward: Callable[..., object], given: Arguments) -> list[Score] | RewardFailure:
     """Return the score of the completion, or of each completion of the group."""
     try:
-        value = reward(*given.by_place, **given.by_name)
+        value = _awaited(reward(*given.by_place, **given.by_name))
     except CookbookError as error:
         return RewardFailure(f"reward: {error}", error, of_row=isinstance(error, DataError))
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the reward is the user's code
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 - the reward is the user's code
         return RewardFailure(f"the reward raised {described(error)}; fix the reward or row", error)
     size = given.group_size
     if size is None:
@@ -280,6 +282,24 @@ def call(reward: Callable[..., object], given: Arguments) -> list[Score] | Rewar
     if len(values) != size:
         return RewardFailure(f"the reward returned {len(values)} values for a group of {size}; return one per completion")
     return scores
+
+
+_loops = threading.local()
+
+
+def _awaited(value: object) -> object:
+    """Return the result of a coroutine, and any other value unchanged.
+
+    The thread keeps its event loop, because the connections of a client that the coroutine uses belong to the loop.
+    """
+    if not inspect.isawaitable(value):
+        return value
+
+    async def result() -> object:
+        return await value
+
+    _loops.current = getattr(_loops, "current", None) or asyncio.new_event_loop()
+    return _loops.current.run_until_complete(result())
 
 
 def _score(value: object) -> Score | RewardFailure:
