@@ -545,6 +545,16 @@ def test_check_env_of_none_names_the_mistake(capsys):
     assert "error: check env: none is not an environment; name one (cookbook list envs)" in capsys.readouterr().err
 
 
+def test_check_env_ends_with_the_first_episode_that_fails(capsys):
+    """An environment that hangs costs its time limit once."""
+    source = (
+        "class Fails:\n    def reset(self): open('resets.txt', 'a').write('1')\n    def step(self, text): raise ValueError\n"
+    )
+    write("fails.py", source)
+    assert run(["check", "env", "fails.py:Fails"]) == 2
+    assert "step raised ValueError" in capsys.readouterr().out and Path("resets.txt").read_text() == "1"
+
+
 def test_check_env_shortens_huge_texts(capsys):
     endless = "class Long:\n    made = []\n    def reset(self): return 'go'\n    def get_reward(self): return 0.0\n"
     write("raises.py", endless + "    def step(self, text): raise ValueError('x' * 10**6)\n")

@@ -63,13 +63,15 @@ def check_environment(config: EnvironmentConfig, rows: Sequence[Row], runner: Ru
     renderer = _tiny_renderer()
     with contextlib.closing(runner(config, renderer)) as environment:
         environment.warns = False
-        alone = [play(environment, renderer, row) for row in rows]
+        alone = []
+        for row in rows:
+            alone.append(play(environment, renderer, row))
+            if failure := alone[-1].failure:
+                # Others may take as long: a call that hangs ends after env.timeout_s.
+                harm = f"such episodes end with the reward env.error_reward={config.error_reward:g}"
+                return [CheckResult("plays", State.failed, failure, harm, "fix the environment")]
         again = [play(environment, renderer, row) for row in rows]
         together = _interleaved(environment, renderer, rows)
-    failures = [one.failure for one in alone if one.failure]
-    if failures:
-        harm, remedy = f"such episodes end with the reward env.error_reward={config.error_reward:g}", "fix the environment"
-        return [CheckResult("plays", State.failed, failures[0], harm, remedy)]
     # The first call of a worker process waits for its start, which is not part of any time limit.
     slowest = max(min(one.slowest_s, other.slowest_s) for one, other in zip(alone, again, strict=True))
     return [
