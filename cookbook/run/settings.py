@@ -78,7 +78,7 @@ class Settings:
 def settings(cfg: DictConfig, *, trains: bool = True) -> Settings:
     """Return every part of a composed configuration, typed. No model and no data are loaded.
 
-    ``trains``: whether the recipe runs, so that loss, reward and environment have to suit its data.
+    ``trains``: whether the recipe runs, so that an environment has to suit its data. An evaluation may have any environment.
 
     Raises:
         ConfigError: an unknown or missing key, a wrong type or value, or parts that do not suit each other.
@@ -103,8 +103,7 @@ def settings(cfg: DictConfig, *, trains: bool = True) -> Settings:
         **{name: build(cfg[name], name) for name in ("model", "data", "loss", "rollout", "deployment", "weight_sync")},
         **{name: build(cfg[name], name) for name in ("optim", "schedule", "checkpoint", "eval")},
     )
-    if trains:
-        _check_recipe(cfg.recipe.name, typed)
+    _check_recipe(cfg.recipe.name, typed, trains=trains)
     _check_streaming(typed)
     _check_optimizer(typed.backend, typed.optim)
     return typed
@@ -152,14 +151,14 @@ PROVIDES = {
 }
 
 
-def _check_recipe(name: str, typed: Settings) -> None:
-    """Reject a loss or a reward that does not suit the recipe's data."""
+def _check_recipe(name: str, typed: Settings, *, trains: bool) -> None:
+    """Reject a loss, a reward or an environment that does not suit the recipe's data."""
     kind, loss = typed.data_kind, typed.loss
     if kind is None:
         return
     if kind not in PROVIDES:
         raise ConfigError(f"recipes/{name}.py: DATA must be one of {', '.join(PROVIDES)}, got {kind!r}")
-    if typed.env is not None and kind != "rollouts":
+    if trains and typed.env is not None and kind != "rollouts":
         raise ConfigError(f"env: recipe={name} trains on {kind}, which no environment gives; choose recipe=grpo, or env=none")
     if kind == "rollouts" and typed.reward is None and typed.env is None:
         raise ConfigError(f"reward: recipe={name} learns from rewards; choose one, for example reward=number")
