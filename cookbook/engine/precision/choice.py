@@ -27,7 +27,8 @@ EXACT = "highest"
 MATMULS = (EXACT, "high", "medium")
 AUTOCASTS = {"bfloat16": torch.bfloat16}
 # Instructions that multiply bfloat16, as torch.cpu.get_capabilities names them, and how many times faster than exact products
-# those at medium and those of bfloat16 are, on one thread: amx_bf16 on a Xeon, avx512_bf16 on two generations of EPYC.
+# those at medium and those of bfloat16 are, on one thread: amx_bf16 on a Xeon, avx512_bf16 on two generations of EPYC. Without
+# amx_bf16, oneDNN's products at medium keep float32 operands: their error is below 1e-6.
 INSTRUCTIONS = {"amx_bf16": ("4", "7"), "avx512_bf16": ("1.2 to 2.2", "2.5 to 4.5")}
 # Caches of oneDNN and torch for products that are compiled for their shapes, 0.7 MB each, and the number that they keep: a
 # pass with a row of 1,500 tokens has 60 shapes. torch's own number is 1,024. Both are read at the process's first such product.
@@ -130,9 +131,10 @@ class Precision:
         if name is None:
             return f"{EXACT}: this CPU has no bfloat16 instructions, so matmul_precision and autocast change nothing here"
         medium, half = INSTRUCTIONS[name]
+        kept = "" if name == "amx_bf16" else " (with float32 operands here)"
         return (
             f"{self}; with {name} of this CPU, exact products take about {medium} times as long as those of "
-            f"backend.matmul_precision=medium, and {half} times as long as those of backend.autocast=bfloat16"
+            f"backend.matmul_precision=medium{kept}, and {half} times as long as those of backend.autocast=bfloat16"
         )
 
 
