@@ -1,13 +1,14 @@
 """Futures: results of calls that may still run. Plain code waits with ``.result()``, async code with ``await``.
 
-:class:`Failures` records the errors of calls that the caller has not read yet. :func:`between` marks the places of a long call
-at which other calls may run.
+:func:`call_on` and :class:`Awaiter` connect plain code with event loops. :class:`Failures` records the errors of calls that the
+caller has not read yet. :func:`between` marks the places of a long call at which other calls may run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import inspect
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
@@ -106,17 +107,54 @@ def done(value: T) -> Future[T]:
     return future
 
 
-# ---- unread errors ---------------------------------------------------------------------------------------------------
+# ---- event loops -----------------------------------------------------------------------------------------------------
 
 
 def call_on(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *arguments: object) -> None:
-    """Call ``callback`` on the event loop, from any thread. Do nothing if the loop is closed, because its server has ended."""
+    """Call ``callback`` on the event loop, from any thread. Do nothing if the loop is closed, because no task is left."""
     try:
         loop.call_soon_threadsafe(callback, *arguments)
     except RuntimeError:
         # The loop may be closed between a check and the call.
         if not loop.is_closed():
             raise
+
+
+class Awaiter:
+    """Waits in plain code for results of the user's functions that may be ``async``.
+
+    All results share one event loop until :meth:`close`, because the connections of a client belong to its loop. If the calling
+    thread runs a loop already, as in a notebook, a result is awaited on a thread of its own.
+    """
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()
+
+    def result(self, value: Any) -> Any:
+        """Return the result of an awaitable, and any other value unchanged."""
+        if not inspect.isawaitable(value):
+            return value
+
+        async def awaited() -> Any:
+            return await value
+
+        with self._lock:
+            loop = self._loop = self._loop or asyncio.new_event_loop()
+            try:
+                asyncio.get_running_loop()
+            except RuntimeError:
+                return loop.run_until_complete(awaited())
+            with concurrent.futures.ThreadPoolExecutor(1) as thread:
+                return thread.submit(loop.run_until_complete, awaited()).result()
+
+    def close(self) -> None:
+        """Close the loop, if a result was awaited."""
+        if self._loop is not None:
+            self._loop.close()
+
+
+# ---- unread errors ---------------------------------------------------------------------------------------------------
 
 
 class Failures:

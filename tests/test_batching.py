@@ -12,7 +12,7 @@ from cookbook.engine.attention import AttentionBlock, AttentionLayout
 from cookbook.engine.batch import collate as collation
 from cookbook.engine.batch import plan as planning
 from cookbook.engine.batch.collate import collate
-from cookbook.engine.batch.plan import WORTH_SHARING, PackingSupport, PrefixGroup, plan, prefix_groups
+from cookbook.engine.batch.plan import MOST_COPIES, WORTH_SHARING, PackingSupport, PrefixGroup, plan, prefix_groups
 from cookbook.types import Datum, ModelInput
 
 CPU = torch.device("cpu")
@@ -179,6 +179,15 @@ def test_a_group_too_large_for_the_budget_is_parted_and_its_prompt_repeated():
     assert prefix_groups(sequences(data), budget=60) == [
         PrefixGroup((group.members[0],), 70) for group in prefix_groups(sequences(data), 60)
     ]
+
+
+@pytest.mark.parametrize("data", [[datum(range(100))] * 50, families(*[(90, [2] * 10)] * 8)], ids=["equal", "prompts"])
+def test_a_pass_has_a_limited_number_of_copies(data):
+    """The output head computes logits for the tokens of every datum, also where the layers compute a prefix once."""
+    batches = plan(data, 120, SHARED).batches
+    copies = [sum(data[index].model_input.length for index in batch.indices) for batch in batches]
+    assert max(copies) <= MOST_COPIES * 120 and min(copies[:-1]) > MOST_COPIES * 120 * 0.7
+    assert sorted(index for batch in batches for index in batch.indices) == list(range(len(data)))
 
 
 def test_parts_too_small_to_pay_share_nothing():

@@ -555,6 +555,17 @@ def test_check_env_ends_with_the_first_episode_that_fails(capsys):
     assert "step raised ValueError" in capsys.readouterr().out and Path("resets.txt").read_text() == "1"
 
 
+def test_check_env_ends_with_a_failure_of_a_later_pass(capsys):
+    write(
+        "later.py",
+        "class Later:\n    made = []\n    def reset(self): self.made.append(1); return 'go'\n"
+        "    def step(self, text):\n        if len(self.made) > 3: raise ValueError\n        return None, 0.0, True\n",
+    )
+    assert run(["check", "env", "later.py:Later", "workers=0", "timeout_s=null"]) == 2
+    said = capsys.readouterr()
+    assert "env[train]:0: step raised ValueError" in said.out and "fails 1 of 1 checks: plays" in said.err
+
+
 def test_check_env_shortens_huge_texts(capsys):
     endless = "class Long:\n    made = []\n    def reset(self): return 'go'\n    def get_reward(self): return 0.0\n"
     write("raises.py", endless + "    def step(self, text): raise ValueError('x' * 10**6)\n")

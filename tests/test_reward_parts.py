@@ -269,20 +269,23 @@ def test_rewards_are_combined_on_the_command_line(capsys):
     assert shown("reward=[number,format]", "reward.weights=[2,0.5]")["weights"] == [2, 0.5]
     assert shown("reward=[number,format]", "reward.weights={number: 2}")["weights"] == {"number": 2, "format": 1.0}
     assert list(shown("reward=['number']")["parts"]) == ["number"]
-    found = shown("reward=[number,./my rewards/own.py:short]", "reward.weights.short=0.1", "reward.parts.short.workers=2")
-    assert found["weights"] == {"number": 1.0, "short": 0.1}
-    assert found["parts"]["short"]["target"] == "./my rewards/own.py:short" and found["parts"]["short"]["workers"] == 2
+    for file in ("./my rewards/own.py", "a,b/own.py", "x=y/own.py", "p (1)/own.py", "~/it's.py"):
+        escaped = file.replace("'", "\\'")
+        words = [f"reward=[number,'{escaped}:short']", "reward.weights.short=0.1", "reward.parts.short.workers=2"]
+        found = shown(*words)
+        assert found["weights"] == {"number": 1.0, "short": 0.1}
+        assert found["parts"]["short"]["target"] == f"{file}:short" and found["parts"]["short"]["workers"] == 2
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("reward=[number,number]", "reward: number occurs twice; write ./conf/reward/NAME.yaml for the second"),
-        ("reward=[own.py:number,number]", "reward: number occurs twice; write ./conf/reward/NAME.yaml for the second"),
-        ("reward=[]", "reward: expected names of conf/reward or FILE.py:FUNCTION, such as 'reward=[number,format]'"),
-        ("reward=[number,3]", "reward: expected names of conf/reward or FILE.py:FUNCTION, such as"),
-        ("reward=[number,own.py:]", "reward: expected names of conf/reward or FILE.py:FUNCTION, such as"),
-        ("reward=[number,own.py:1f]", "reward: expected names of conf/reward or FILE.py:FUNCTION, such as"),
+        ("reward=[number,number]", "reward: number occurs twice; rename a function, or write ./conf/reward/NAME.yaml"),
+        ("reward=[own.py:number,number]", "reward: number occurs twice; rename a function, or write ./conf/reward/NAME.yaml"),
+        ("reward=[]", "reward: expected names of conf/reward or FILE.py:FUNCTION, got []; write, for example, 'reward=["),
+        ("reward=[number,3]", "reward: expected names of conf/reward or FILE.py:FUNCTION, got [number, 3]; write"),
+        ("reward=[number,own.py:]", "reward: expected names of conf/reward or FILE.py:FUNCTION, got [number, own.py:]; write"),
+        ("reward=[own.py:1f]", "reward: expected names of conf/reward or FILE.py:FUNCTION, got [own.py:1f]; write"),
         ("reward=[number,fromat]", "unknown reward 'fromat'. Did you mean 'format'?"),
         ("reward=[number,format] reward.weights.frmat=1", "Did you mean 'reward.weights.format'?"),
         ("reward=[number,format] reward.parts.format.patern=1", "Did you mean 'reward.parts.format.pattern'?"),
@@ -295,7 +298,7 @@ def test_a_slip_in_a_list_of_rewards_is_one_line(capsys, words, message):
 
 def test_a_sweep_over_lists_of_rewards_is_refused(capsys):
     assert train("recipe=grpo", "reward=[number],[format]", "-m") == 2
-    assert "reward: a sweep takes names of conf/reward alone; write ./conf/reward/NAME.yaml" in capsys.readouterr().err
+    assert "reward: a sweep over lists is not supported; write ./conf/reward/NAME.yaml" in capsys.readouterr().err
 
 
 @pytest.mark.slow

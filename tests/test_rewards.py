@@ -1,5 +1,6 @@
 """Rewards: what counts as right, and that no mistake in one is ever a silent zero."""
 
+import asyncio
 import logging
 import os
 import subprocess
@@ -151,6 +152,25 @@ def test_an_async_function_is_awaited_in_one_loop(user_file, limits):
             runner.submit("cancelled", ROWS[0])()
     with closing(RewardRunner(Python("my_file.py:of_group", **limits))) as runner:
         assert [one.value for one in runner.submit_group(["abc", "a"], ROWS[0], [[], []])()] == [3.0, 1.0]
+
+
+def test_an_async_function_is_awaited_also_in_a_notebook(user_file):
+    """The cell of a notebook runs in an event loop."""
+    user_file(ASYNC)
+
+    async def cell():
+        return score(Python("my_file.py:f", **INLINE), ["abc", "a"], ROWS)
+
+    assert asyncio.run(cell()) == [4.0, 2.0]
+
+
+def test_a_coroutine_as_a_value_names_the_remedy(user_file):
+    user_file("async def f(group, row):\n    async def one(): return 1.0\n    return [one() for _ in group]\n")
+    with (
+        closing(RewardRunner(Python("my_file.py:f", **INLINE))) as runner,
+        pytest.raises(RolloutError, match=r"asyncio\.gather"),
+    ):
+        runner.submit_group(["a"], ROWS[0], [[]])()
 
 
 def test_a_class_of_the_users_is_made_once(user_file):

@@ -23,6 +23,8 @@ from cookbook.engine.decoding import decoder, kv_cache
 from cookbook.engine.decoding.decoder import Decoder, SlicedSampling, prefill_parts, sample, stream
 from cookbook.engine.decoding.kv_cache import InPlaceCache, PromptCache
 from cookbook.engine.decoding.requests import SampleRequest, StopCondition, completing_tokens, draw, sample_states
+from cookbook.engine.decoding.rows import METHODS
+from cookbook.engine.fast_path import FastPathError
 from cookbook.engine.model import LanguageModel, ModelConfig
 from cookbook.errors import BackendError, ConfigError, RolloutError
 from cookbook.sampling.rollouts import RolloutConfig
@@ -373,6 +375,35 @@ def test_parts_of_prompts_draw_the_same(model, passes, monkeypatch):
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
 
 
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_prompts_enter_together_if_rows_cannot_enter_later(model, monkeypatch, method):
+    requests = [SampleRequest(prompt, 2, SamplingParams(**FREE), seed=3) for prompt in PROMPTS]
+
+    def drawn():
+        states = [sample_states(model, index, request) for index, request in enumerate(requests)]
+        return [[one.tokens for one in samples] for samples in decoder.decode(model, states, 0, 100_000, method)]
+
+    try:
+        whole = drawn()
+    except FastPathError:
+        pytest.skip(f"{model.class_name} has no {method.name}")
+    monkeypatch.setattr(decoder, "PREFILL_TOKENS", 1)
+    assert drawn() == whole
+
+
+def test_a_slice_of_several_steps_ends_after_a_prefill(model, passes, monkeypatch):
+    """Several ranks agree about slices of 16 steps."""
+    monkeypatch.setattr(decoder, "PREFILL_TOKENS", 1)
+    requests = [SampleRequest([number, 5, 6], 2, SamplingParams(**FREE), seed=number) for number in range(3)]
+    sampling, counts = SlicedSampling(model, requests, 0, 100_000), []
+    # Without the passes of the trial that chooses the method.
+    passes.clear()
+    while sampling.advance(16):
+        counts.append(len(passes))
+        passes.clear()
+    assert counts == [1, 1, 1] and passes == [(6, 1)] * 7
+
+
 @pytest.mark.parametrize("dropped", [[1], [0, 1], [1, 2], [0, 1, 2]])
 def test_a_request_that_is_dropped_between_two_parts_does_not_enter(model, passes, monkeypatch, dropped):
     monkeypatch.setattr(decoder, "PREFILL_TOKENS", 1)
@@ -380,6 +411,7 @@ def test_a_request_that_is_dropped_between_two_parts_does_not_enter(model, passe
     expected = sample(model, requests, 0, 100_000)
     passes.clear()
     sampling = SlicedSampling(model, requests, 0, 100_000)
+    passes.clear()
     assert sampling.advance(1) and passes == [(1, 3)]
     sampling.drop(dropped)
     while sampling.advance(1):
@@ -839,6 +871,33 @@ def test_scoring_ends_for_a_request_that_is_stopped_between_two_parts(make_train
         futures[1].result()
     assert len(futures[0].result()) == 3 and futures[2].result() == alone
     assert scored == [PROMPTS[0], PROMPTS[3]]
+
+
+def test_most_likely_tokens_of_a_stopped_request_are_not_computed(make_trainer, monkeypatch):
+    sampler = make_trainer().live_sampler(0).result()
+    computed, topk = [], sample_queue._prompt_topk
+
+    def stopping(engine, pending):
+        computed.append(pending.prompt)
+        futures[1].stop()
+        return topk(engine, pending)
+
+    monkeypatch.setattr(sample_queue, "_prompt_topk", stopping)
+    futures = [sampler.sample(prompt, 1, GREEDY, topk_prompt_logprobs=2) for prompt in PROMPTS]
+    assert [len(one.result().topk_prompt_logprobs) for one in (futures[0], *futures[2:])] == [3, 1, 3]
+    with pytest.raises(RolloutError, match="stopped on request"):
+        futures[1].result()
+    assert computed == [PROMPTS[0], *PROMPTS[2:]]
+
+
+def test_equal_prompts_are_scored_in_parts(make_trainer, monkeypatch):
+    """They are computed once, but each has logprobs of its own."""
+    monkeypatch.setattr(sample_queue, "PREFILL_TOKENS", 3)
+    sizes, prompts = [], sample_queue._prompt_logprobs
+    monkeypatch.setattr(sample_queue, "_prompt_logprobs", lambda of, part: (sizes.append(len(part)), prompts(of, part))[1])
+    sampler = make_trainer().live_sampler(0).result()
+    scores = [one.result() for one in [sampler.compute_logprobs(PROMPTS[0]) for _ in range(20)]]
+    assert sizes == [8, 8, 4] and scores == [scores[0]] * 20
 
 
 def test_a_sampler_streams(make_trainer):

@@ -7,6 +7,7 @@ for bit.
 from __future__ import annotations
 
 import functools
+import itertools
 import queue
 import threading
 import weakref
@@ -17,7 +18,8 @@ from typing import Any, TypeVar
 
 from cookbook.backends.worker import SAMPLING_REMEDY, Lane, with_remedy
 from cookbook.checkpoints import store
-from cookbook.engine.decoding.decoder import ROUND_TOKENS, SlicedSampling, prefill_parts, stream
+from cookbook.engine.batch.plan import MOST_COPIES
+from cookbook.engine.decoding.decoder import PREFILL_TOKENS, ROUND_TOKENS, SlicedSampling, prefill_parts, stream
 from cookbook.engine.decoding.requests import SampleRequest, TokenChunk, check_prompt
 from cookbook.engine.engine import Engine
 from cookbook.engine.parallel import Ranks, led
@@ -183,18 +185,21 @@ class SampleQueue:
             batch = [pending for pending in batch if not _is_stopped(pending)]
             logprobs = yield from self._scored(engine, [pending for pending in batch if pending.score])
             batch = [pending for pending in batch if not pending.future.done()]
-            topks = []
+            topks = {}
             for pending in batch:
-                topks.append(_prompt_topk(engine, pending))
-                yield
+                if not _is_stopped(pending):
+                    topks[id(pending)] = _prompt_topk(engine, pending)
+                    yield
+            batch = [pending for pending in batch if id(pending) in topks]
         except GeneratorExit:
             raise
         except BaseException as error:  # noqa: BLE001 - raised again when the caller reads a future
             _fail(batch, with_remedy(error, SAMPLING_REMEDY))
             return
-        for pending, topk in zip(batch, topks, strict=True):
+        for pending in batch:
             scores = logprobs[id(pending)] if pending.score else None
             sequences = samples[id(pending)] if pending.request is not None else None
+            topk = topks[id(pending)]
             pending.future.set_result(scores if sequences is None else SampleResponse(sequences, scores, topk))
 
     def _sampled(
@@ -221,14 +226,19 @@ class SampleQueue:
         return {id(pending): sequences for pending, sequences in zip(drawn, samples, strict=True)}
 
     def _scored(self, engine: Engine, scored: list[_PendingSample]) -> Generator[None, None, dict[int, list[float | None]]]:
-        """Compute the logprobs of the prompts, by the id of the pending request. Pauses after every part of the prompts.
+        """Compute the logprobs of the prompts, by the id of the pending request. Pauses between parts of the prompts.
 
         A request that is stopped in a pause gets its error.
         """
         logprobs: dict[int, list[float | None]] = {}
         waiting = scored
         while waiting := [pending for pending in waiting if not _is_stopped(pending)]:
-            part = waiting[next(prefill_parts([pending.prompt for pending in waiting]))]
+            # One part for each rank.
+            parts = itertools.islice(prefill_parts([pending.prompt for pending in waiting]), engine.ranks.size)
+            part = waiting[: max(one.stop for one in parts)]
+            # Equal prompts are computed once, but each has logprobs of its own.
+            ends = itertools.accumulate(len(pending.prompt) for pending in part)
+            part = part[: max(1, sum(end <= MOST_COPIES * PREFILL_TOKENS for end in ends))]
             prompts = [pending.prompt for pending in part]
             results = yield from self._worker.steps(functools.partial(_prompt_logprobs, engine, prompts))
             logprobs |= zip(map(id, part), results, strict=True)

@@ -47,9 +47,14 @@ def quoted(word: str) -> str:
     """Return the override with quotes around slices of splits, ``data.split='train[:10%]'``, and around a command."""
     key, _, value = word.partition("=")
     if key.lstrip("+") == "env.command" and value not in ("", "???") and not (value[0] in "'\"" and value[-1] == value[0]):
-        escaped = value.replace("'", "\\'")
-        return f"{key}='{escaped}'"
+        return f"{key}={_in_quotes(value)}"
     return _SLICED.sub(lambda match: f"'{match[0]}'", word) if word.lstrip("+").startswith(_WITH_SPLITS) else word
+
+
+def _in_quotes(text: str) -> str:
+    """Return the text as Hydra reads it in single quotes."""
+    escaped = text.replace("'", "\\'")
+    return f"'{escaped}'"
 
 
 def spelled_out(
@@ -93,21 +98,32 @@ def combined(group: str, options: Sequence[object] | None, weighted: bool) -> li
             ``reward.weights.format=0.2`` overrides it.
 
     Raises:
-        ConfigError: a sweep, no options, an option that is not a name, or the same option twice.
+        ConfigError: a sweep, no options, an option that is neither a name nor a function of a file, or the same name twice.
     """
     if options is None:
-        raise ConfigError(f"{group}: a sweep takes names of conf/{group} alone; write ./conf/{group}/NAME.yaml for each list")
-    targets = {str(option): str(option).rpartition(":")[2] for option in options if ".py:" in str(option)}
-    names = [targets.get(str(option), str(option)) for option in options]
+        raise ConfigError(f"{group}: a sweep over lists is not supported; write ./conf/{group}/NAME.yaml for each list")
+    texts = [str(option) for option in options]
+    # The name of each part, and its function.
+    parts = [(text.rpartition(":")[2], text) if ".py:" in text else (text, None) for text in texts]
+    names = [name for name, _ in parts]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"{group}: {', '.join(twice)} occurs twice; write ./conf/{group}/NAME.yaml for the second")
-    strings = all(isinstance(option, str) for option in options)
-    if not names or not strings or not all(name.isidentifier() for name in targets.values()):
-        raise ConfigError(f"{group}: expected names of conf/{group} or FILE.py:FUNCTION, such as '{group}=[number,format]'")
-    presets = dict.fromkeys(targets.values(), CODE[group]["target"])
-    parts = [f"+{group}@{group}.parts.{name}={presets.get(name, name)}" for name in names]
-    parts += [f"{group}.parts.{name}.target={target}" for target, name in targets.items()]
-    return [f"{group}={COMBINED[group]}", *parts, *(f"+{group}.weights.{name}=1.0" for name in names if not weighted)]
+        raise ConfigError(
+            f"{group}: {', '.join(twice)} occurs twice; rename a function, or write ./conf/{group}/NAME.yaml for the second"
+        )
+    are_names = all(isinstance(option, str) for option in options) and all(
+        target is None or name.isidentifier() for name, target in parts
+    )
+    if not names or not are_names:
+        raise ConfigError(
+            f"{group}: expected names of conf/{group} or FILE.py:FUNCTION, got [{', '.join(texts)}]; write, for example, "
+            f"'{group}=[number,my.py:f]'"
+        )
+    overrides = [f"{group}={COMBINED[group]}"]
+    for name, target in parts:
+        overrides.append(f"+{group}@{group}.parts.{name}={name if target is None else CODE[group]['target']}")
+        if target is not None:
+            overrides.append(f"{group}.parts.{name}.target={_in_quotes(target)}")
+    return [*overrides, *(f"+{group}.weights.{name}=1.0" for name in names if not weighted)]
 
 
 def _key_of(group: str, values: Sequence[str], is_preset: Callable[[str, str], bool]) -> str | None:

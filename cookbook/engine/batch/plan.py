@@ -64,6 +64,11 @@ class PackingSupport:
     padded: bool = True
 
 
+# A pass computes a shared prefix once, but logprobs for every sequence: the tokens of all its sequences are at most this number
+# of budgets.
+MOST_COPIES = 8
+
+
 @dataclass(frozen=True)
 class PrefixGroup:
     """Sequences, by index, whose first ``prefix`` tokens are equal and computed once. A group of one is all prefix."""
@@ -112,6 +117,8 @@ class BatchPlan:
 
 def plan(data: Sequence[Datum], budget: int, support: PackingSupport, rank: int = 0, num_ranks: int = 1) -> BatchPlan:
     """Split ``data`` into micro-batches of at most ``budget`` tokens; a longer datum has a micro-batch of its own.
+
+    The tokens of a shared prefix count once. Counted for every datum, a micro-batch has at most ``MOST_COPIES`` times as many.
 
     The plan is deterministic, so all ranks compute the same plan.
 
@@ -222,15 +229,16 @@ def _padded(groups: Sequence[PrefixGroup], lengths: Mapping[int, int], budget: i
 def _packed(groups: Sequence[PrefixGroup], lengths: Mapping[int, int], budget: int) -> list[MicroBatch]:
     """Bin packing: first fit, largest group first."""
     batches: list[list[PrefixGroup]] = []
-    free: list[int] = []
+    # Free tokens of each pass, with prefixes counted once, and with prefixes counted for every sequence.
+    free: list[tuple[int, int]] = []
     for group in _largest_first(groups, lengths):
-        need = group.num_tokens(lengths)
-        slot = next((place for place, tokens in enumerate(free) if tokens >= need), len(free))
+        once, each = group.num_tokens(lengths), sum(lengths[index] for index in group.members)
+        slot = next((place for place, (left, copies) in enumerate(free) if left >= once and copies >= each), len(free))
         if slot == len(free):
             batches.append([])
-            free.append(budget)
+            free.append((budget, MOST_COPIES * budget))
         batches[slot].append(group)
-        free[slot] -= need
+        free[slot] = free[slot][0] - once, free[slot][1] - each
     return [MicroBatch(batch, None, sum(group.num_tokens(lengths) for group in batch)) for batch in batches]
 
 
@@ -295,11 +303,12 @@ def _split_to_budget(members: Sequence[int], prefix: int, lengths: Mapping[int, 
     """Split a group that exceeds the budget into as few groups as possible, each of which computes the prefix."""
     groups: list[PrefixGroup] = []
     chunk: dict[int, int] = {}
-    size = prefix
+    size, copies = prefix, 0
     for index in members:
-        if chunk and size + lengths[index] - prefix > budget:
+        copies += lengths[index]
+        if chunk and (size + lengths[index] - prefix > budget or copies > MOST_COPIES * budget):
             groups += _group_or_single(chunk, prefix)
-            chunk, size = {}, prefix
+            chunk, size, copies = {}, prefix, lengths[index]
         chunk[index] = lengths[index]
         size += lengths[index] - prefix
     return groups + _group_or_single(chunk, prefix)

@@ -86,8 +86,13 @@ class SlicedSampling:
         return sum(len(one.tokens) for of_request in self._states for one in of_request)
 
     def advance(self, steps: int) -> bool:
-        """Compute the next ``steps`` steps, or fewer at the end. Return whether more follow."""
-        return all(next(self._pauses, _END) is not _END for _ in range(steps))
+        """Compute the next ``steps`` steps, or fewer at the end or after a prefill. Return whether more follow."""
+        for _ in range(steps):
+            if next(self._pauses, _END) is _END:
+                return False
+            if self._decoder.has_prefilled:
+                break
+        return True
 
     def drop(self, requests: Iterable[int]) -> None:
         """Stop the samples of ``requests``: waiting ones now, those in the batch at the end of the round."""
@@ -153,6 +158,8 @@ class Decoder:
         # (rows, V), next-token logits of every row.
         self.logits: Tensor
         self._dropped: frozenset[int] = frozenset()
+        # Whether the last forward pass was a prefill.
+        self.has_prefilled = False
 
     @torch.no_grad()
     def steps(self) -> Iterator[list[SampleState]]:
@@ -239,7 +246,9 @@ class Decoder:
                 logits = self.past.enter(prompts, [prompt_index[tuple(sample.prompt)] for sample in samples])
                 self.logits = torch.cat([self.logits, logits]) if self.rows else logits
                 self.rows += samples
+                self.has_prefilled = True
                 yield []
+                self.has_prefilled = False
 
     def _next_samples(self) -> list[SampleState]:
         """Take the samples from the queue that fit into the batch now; at least one if the batch is empty."""

@@ -63,15 +63,16 @@ def check_environment(config: EnvironmentConfig, rows: Sequence[Row], runner: Ru
     renderer = _tiny_renderer()
     with contextlib.closing(runner(config, renderer)) as environment:
         environment.warns = False
-        alone = []
-        for row in rows:
-            alone.append(play(environment, renderer, row))
-            if failure := alone[-1].failure:
-                # Others may take as long: a call that hangs ends after env.timeout_s.
-                harm = f"such episodes end with the reward env.error_reward={config.error_reward:g}"
-                return [CheckResult("plays", State.failed, failure, harm, "fix the environment")]
-        again = [play(environment, renderer, row) for row in rows]
-        together = _interleaved(environment, renderer, rows)
+        alone, again, together = list[PlayedEpisode](), list[PlayedEpisode](), list[PlayedEpisode]()
+        one_by_one = [[row] for row in rows]
+        for played, parts in ((alone, one_by_one), (again, one_by_one), (together, [rows])):
+            for part in parts:
+                played += _interleaved(environment, renderer, part)
+                failed = [(row.where, one.failure) for row, one in zip(rows, played, strict=False) if one.failure]
+                if failed:
+                    # No further episode: each of them may hang, too, for env.timeout_s.
+                    harm = f"such episodes end with the reward env.error_reward={config.error_reward:g}"
+                    return [CheckResult("plays", State.failed, ": ".join(failed[0]), harm, "fix the environment")]
     # The first call of a worker process waits for its start, which is not part of any time limit.
     slowest = max(min(one.slowest_s, other.slowest_s) for one, other in zip(alone, again, strict=True))
     return [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
-import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Any, SupportsFloat
 
 from cookbook.config.typed import construct_target
 from cookbook.errors import described, shortened
+from cookbook.futures import Awaiter
 from cookbook.sampling.environments.config import Contract, EnvironmentConfig, tools_of
 from cookbook.sampling.environments.tool_calls import Calls, ToolCall, parse_calls
 from cookbook.sampling.workers import Handler, trace_of
@@ -57,7 +57,8 @@ class Instance:
         self._environment: Any = environment
         self._contract = contract
         self._tools = tools_of(environment)
-        self._loop: asyncio.AbstractEventLoop | None = None
+        # Lives as long as the episode.
+        self._awaiter = Awaiter()
         self._rewards: list[float] = []
 
     def reset(self, values: JsonObject, seed: int) -> Reply:
@@ -67,7 +68,7 @@ class Instance:
         given = {key: value for key, value in available.items() if contract.takes_all or key in contract.columns}
         # The environment may change its arguments, and the row is used again.
         given = copy.deepcopy(given)
-        observation = self._run(self._environment.reset(**given))
+        observation = self._awaiter.result(self._environment.reset(**given))
         return self._reply(_observation(observation, "reset"))
 
     def act(self, text: str, read: Calls | None = None) -> Reply:
@@ -76,7 +77,7 @@ class Instance:
         ``read`` are the calls as read from the tokens; None: they are read from the text.
         """
         if not self._tools:
-            return self._step(self._run(self._environment.step(text)))
+            return self._step(self._awaiter.result(self._environment.step(text)))
         calls = parse_calls(text) if read is None else [one if isinstance(one, str) else ToolCall(*one) for one in read]
         reply = Reply([], done=not calls)
         assert isinstance(reply.observation, list)
@@ -90,7 +91,7 @@ class Instance:
         """Return the reward of the episode: of ``get_reward``, else the sum of the rewards of ``step``; None without any."""
         get_reward = getattr(self._environment, "get_reward", None)
         if get_reward is not None:
-            return _earned(self._run(get_reward()))
+            return _earned(self._awaiter.result(get_reward()))
         # A sum of finite numbers may overflow.
         return EarnedReward(_number(sum(self._rewards), "step")) if self._rewards else None
 
@@ -98,10 +99,9 @@ class Instance:
         """Call the environment's ``close``, if it has one."""
         try:
             if callable(close := getattr(self._environment, "close", None)):
-                self._run(close())
+                self._awaiter.result(close())
         finally:
-            if self._loop is not None:
-                self._loop.close()
+            self._awaiter.close()
 
     def _called(self, call: ToolCall | str, reply: Reply) -> tuple[str, str]:
         """Return the text of a tool's result, or of its failure, and the name of the tool."""
@@ -114,7 +114,7 @@ class Instance:
             return f"error: no tool is called {call.name!r}; there are {', '.join(sorted(self._tools))}", call.name
         reply.calls += 1
         try:
-            result = self._run(tool(**call.arguments))
+            result = self._awaiter.result(tool(**call.arguments))
             return (result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)), call.name
         # The model gets the error as an answer, as in TRL.
         except FAILURES as error:
@@ -143,17 +143,6 @@ class Instance:
     @property
     def _opponent_moves(self) -> bool:
         return getattr(self._environment, "opponent_moves", False) is True
-
-    def _run(self, result: Any) -> Any:
-        """Wait for a coroutine, in an event loop that lives as long as the episode."""
-        if not inspect.isawaitable(result):
-            return result
-        self._loop = self._loop or asyncio.new_event_loop()
-        return self._loop.run_until_complete(_awaited(result))
-
-
-async def _awaited(result: Any) -> Any:
-    return await result
 
 
 def _observation(value: object, method: str) -> str | list[JsonObject] | None:

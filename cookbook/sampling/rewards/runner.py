@@ -12,7 +12,6 @@ import json
 import logging
 import math
 import queue
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, SupportsFloat
 
 from cookbook.config.typed import construct_target
 from cookbook.errors import BadRowError, ConfigError, CookbookError, DataError, RolloutError, described
+from cookbook.futures import Awaiter
 from cookbook.protocols import ServiceReward
 from cookbook.sampling import workers
 from cookbook.sampling.rewards.builtin import Limits, Python
@@ -58,6 +58,7 @@ class RewardRunner:
     def __init__(self, reward: Reward | Weighted, key: str = "reward") -> None:
         self.reward = reward
         self._key = key
+        self._awaiter = Awaiter()
         self._parts: dict[str, RewardRunner] = {}
         self._named: Sequence[str] = ()
         self._service: ServiceReward | None = None
@@ -138,14 +139,15 @@ class RewardRunner:
         for process in self._processes:
             process.retire()
         self._threads.shutdown()
+        self._awaiter.close()
 
     def _start(self, given: Arguments) -> Callable[[], list[Score] | RewardFailure]:
         if self._service is not None:
             answer = self._service.start(**given.by_name)
-            return lambda: call(lambda **_: answer(), given)
+            return lambda: call(lambda **_: answer(), given, self._awaiter)
         if self._processes:
             return self._threads.submit(self._call_worker, given).result
-        return lambda: call(self._function, given)
+        return lambda: call(self._function, given, self._awaiter)
 
     def _call_worker(self, given: Arguments) -> list[Score] | RewardFailure:
         process = self._idle.get()
@@ -182,7 +184,8 @@ def _function(reward: Reward) -> Callable[..., object]:
 def handler(configuration: JsonObject) -> Handler:
     """Construct a reward in a worker process. Its requests are the arguments of a call, by place and by name."""
     function = _function(construct_target(configuration, "reward"))
-    return lambda request: packed(call(function, Arguments(*request)))
+    awaiter = Awaiter()
+    return lambda request: packed(call(function, Arguments(*request), awaiter))
 
 
 # ---- one call ------------------------------------------------------------------------------------------------------
@@ -257,10 +260,10 @@ def arguments(
     return [Arguments(by_name={name: values[name] for name in named}) for values in each]
 
 
-def call(reward: Callable[..., object], given: Arguments) -> list[Score] | RewardFailure:
+def call(reward: Callable[..., object], given: Arguments, awaiter: Awaiter) -> list[Score] | RewardFailure:
     """Return the score of the completion, or of each completion of the group."""
     try:
-        value = _awaited(reward(*given.by_place, **given.by_name))
+        value = awaiter.result(reward(*given.by_place, **given.by_name))
     except CookbookError as error:
         return RewardFailure(f"reward: {error}", error, of_row=isinstance(error, DataError))
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 - the reward is the user's code
@@ -282,24 +285,6 @@ def call(reward: Callable[..., object], given: Arguments) -> list[Score] | Rewar
     if len(values) != size:
         return RewardFailure(f"the reward returned {len(values)} values for a group of {size}; return one per completion")
     return scores
-
-
-_loops = threading.local()
-
-
-def _awaited(value: object) -> object:
-    """Return the result of a coroutine, and any other value unchanged.
-
-    The thread keeps its event loop, because the connections of a client that the coroutine uses belong to the loop.
-    """
-    if not inspect.isawaitable(value):
-        return value
-
-    async def result() -> object:
-        return await value
-
-    _loops.current = getattr(_loops, "current", None) or asyncio.new_event_loop()
-    return _loops.current.run_until_complete(result())
 
 
 def _score(value: object) -> Score | RewardFailure:
@@ -328,7 +313,8 @@ def _number(value: object, place: str) -> float | RewardFailure:
     except (TypeError, ValueError):
         number = None
     if number is None:
-        return RewardFailure(f"the reward returned {type(value).__name__}{place}, not a number; return one float")
+        remedy = "await it, with asyncio.gather if there are several" if inspect.isawaitable(value) else "return one float"
+        return RewardFailure(f"the reward returned {type(value).__name__}{place}, not a number; {remedy}")
     if not math.isfinite(number):
         return RewardFailure(f"the reward returned {number}{place}; return a finite number")
     return number

@@ -17,7 +17,7 @@ from cookbook.server.state.samplers import AnnouncedBatch, SamplingSession, file
 from cookbook.server.state.service import Service
 from cookbook.server.wire.bodies import CreateSamplingSession, Refused, SampleBatch, SampleBody
 from cookbook.server.wire.encode import StoredResult, failure, sample_result
-from cookbook.types import ModelInput, SampleResponse, SamplingParams
+from cookbook.types import Array, ModelInput, SampleResponse, SamplingParams
 
 # Larger results take more than about 10 ms to encode.
 LARGE_RESULT_TOKENS = 100_000
@@ -189,8 +189,12 @@ def compute(service: Service, session: SamplingSession, fields: SampleBody, prom
     # The k most likely tokens at each position of the prompt, if the request asks for them.
     k, topk = fields.topk_prompt_logprobs, None
     if k:
+
+        def most_likely() -> tuple[Array, Array] | None:
+            return None if request.is_cancelled else session.sampler.engine().passes.top_logprobs(prompt, k)
+
         with worker.purpose(request.request_id):
-            topk = owner.lane.submit(lambda: session.sampler.engine().passes.top_logprobs(prompt, k))
+            topk = owner.lane.submit(most_likely)
     params = fields.sampling_params.model_dump()
     if params["seed"] is None:
         params["seed"] = session.seed_of(fields.seq_id)
