@@ -236,6 +236,7 @@ def eval_(
       cookbook eval runs/mine                                  its newest checkpoint; the result goes into its folder
       cookbook eval runs/mine 'eval.pass_at=[1,8]'             pass@k too, from drawn completions
       cookbook eval qwen3_0p6b data=gsm8k reward=number        a model of conf/model, a folder or a hub id
+      cookbook eval runs/mine env=arithmetic                   in an environment
       cookbook eval tiny out=result.json                       the result as a file, every row's completion in it
       cookbook eval runs/mine --tasks gsm8k,ifeval             tasks of lm-eval, eval.limit documents of each
     """
