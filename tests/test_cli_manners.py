@@ -14,6 +14,7 @@ from runtools import ROOT, SMALL, here, rows, train, write  # noqa: F401 - here 
 from cookbook.cli import catalogue
 from cookbook.cli.app import run
 from cookbook.errors import ConfigError
+from cookbook.futures import Awaiter
 from cookbook.sampling.rewards import Python
 from cookbook.sampling.rewards.runner import Arguments, RewardFailure, call
 from cookbook.terminal import Console
@@ -124,7 +125,7 @@ def test_an_evaluation_is_said_when_it_is_new(capsys):
 def test_a_reward_that_raises_in_a_library_is_named_by_the_users_own_line():
     """Where the json module raises is of no use to who wrote the reward."""
     write("mine.py", "import json\n\n\ndef grade(completion, row):\n    return json.loads('{' + completion)['a']\n")
-    found = call(Python("mine.py:grade"), Arguments(["", {}]))
+    found = call(Python("mine.py:grade"), Arguments(["", {}]), Awaiter())
     assert isinstance(found, RewardFailure) and found.message.endswith(" (mine.py:5); fix the reward or row")
 
 

@@ -400,6 +400,27 @@ def test_a_request_of_a_batch_is_cancelled_and_the_others_continue(server, monke
         assert server.service.sessions[client.session].pending_tokens == 0
 
 
+def test_most_likely_tokens_of_cancelled_requests_are_not_computed(server, monkeypatch):
+    client = Client(server.url)
+    client.result(client.sample())
+    computed, passes = [], server.service.host._base_trainer.engine.passes
+    top_logprobs = passes.top_logprobs
+    monkeypatch.setattr(passes, "top_logprobs", lambda tokens, *rest: (computed.append(tokens), top_logprobs(tokens, *rest))[1])
+    go = held(server.service.host.worker)
+    body = {"sampling_session_id": client.sampler, "num_samples": 1, "topk_prompt_logprobs": 2, "prompt_logprobs": True}
+    asked = []
+    for number in range(4):
+        prompt = {"chunks": [{"tokens": [5, 6, number]}]}
+        one = {**body, "seq_id": next(client.count), "prompt": prompt, "sampling_params": {"max_tokens": 1, "seed": 7}}
+        asked.append(client.post("asample", one))
+    for one in asked[1:]:
+        client.post("cancel_future", one.json())
+    go.set()
+    assert client.result(asked[0]).headers["content-type"] == "application/x-protobuf"
+    wait_until(lambda: is_idle(server))
+    assert computed == [[5, 6, 0]]
+
+
 def test_limits_are_refused_by_their_names(server, endless):
     client, config = Client(server.url), server.service.config
     config.max_request_tokens = 89 * 500

@@ -189,12 +189,8 @@ def compute(service: Service, session: SamplingSession, fields: SampleBody, prom
     # The k most likely tokens at each position of the prompt, if the request asks for them.
     k, topk = fields.topk_prompt_logprobs, None
     if k:
-
-        def most_likely() -> tuple[Array, Array] | None:
-            return None if request.is_cancelled else session.sampler.engine().passes.top_logprobs(prompt, k)
-
         with worker.purpose(request.request_id):
-            topk = owner.lane.submit(most_likely)
+            topk = owner.lane.submit(functools.partial(_most_likely, session, request, prompt, k))
     params = fields.sampling_params.model_dump()
     if params["seed"] is None:
         params["seed"] = session.seed_of(fields.seq_id)
@@ -243,6 +239,11 @@ def compute(service: Service, session: SamplingSession, fields: SampleBody, prom
         start()
     else:
         session.batch.add(fields.seq_id, start)
+
+
+def _most_likely(session: SamplingSession, request: Request, prompt: list[int], k: int) -> tuple[Array, Array] | None:
+    """Compute the ``k`` most likely tokens at each position of ``prompt``; None if the request is cancelled."""
+    return None if request.is_cancelled else session.sampler.engine().passes.top_logprobs(prompt, k)
 
 
 async def _settle_large(service: Service, request: Request, encode: Callable[[], StoredResult]) -> None:
