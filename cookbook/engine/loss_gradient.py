@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -277,28 +278,28 @@ def _non_finite_datums(*columns: Mapping[int, Tensor]) -> list[int]:
 class SavedBytes:
     """Bytes of the activations that autograd saves for the backward pass. Each storage counts once; weights do not count.
 
-    Layer inputs that activation checkpointing keeps are not counted: they do not pass the saved-tensor hooks.
+    ``total``: the bytes at the end of :meth:`counted`, without those of graphs that are freed before. Layer inputs that activation
+    checkpointing keeps are not counted: they do not pass the saved-tensor hooks.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._weights = {parameter.untyped_storage()._cdata for parameter in parameters}
-        # By address of the storage. An address cannot be reused while the graph keeps the storage alive.
-        self._sizes: dict[int, int] = {}
-
-    @property
-    def total(self) -> int:
-        return sum(self._sizes.values())
+        self.total = 0
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
         """Context in which saved tensors are counted."""
+        # Address and bytes of each storage. A graph that is freed meanwhile loses its tensor, and the address may be reused.
+        found: list[tuple[int, int, weakref.ref[Tensor]]] = []
 
         def pack(saved: Tensor) -> Tensor:
             storage = saved.untyped_storage()
-            if storage._cdata not in self._weights:
-                self._sizes[storage._cdata] = storage.nbytes()
             # Returning the tensor itself would create a reference cycle between the tensor and its graph node.
-            return saved.detach()
+            kept = saved.detach()
+            if storage._cdata not in self._weights:
+                found.append((storage._cdata, storage.nbytes(), weakref.ref(kept)))
+            return kept
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
             yield
+            self.total = sum({address: size for address, size, kept in found if kept() is not None}.values())
