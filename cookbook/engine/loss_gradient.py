@@ -278,8 +278,8 @@ def _non_finite_datums(*columns: Mapping[int, Tensor]) -> list[int]:
 class SavedBytes:
     """Bytes of the activations that autograd saves for the backward pass. Each storage counts once; weights do not count.
 
-    ``total``: the bytes at the end of :meth:`counted`, without those of graphs that are freed before. Layer inputs that activation
-    checkpointing keeps are not counted: they do not pass the saved-tensor hooks.
+    ``total``: the bytes at the end of :meth:`counted`, without those of graphs that are freed before. Layer inputs that
+    activation checkpointing keeps are not counted: they do not pass the saved-tensor hooks.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
