@@ -647,11 +647,10 @@ def test_clients_that_wait_for_results_are_answered_when_the_server_ends(server,
     assert {one: answer.status_code for one, answer in answers.items()} == dict.fromkeys(polls, 503)
 
 
-@pytest.mark.slow
-def test_a_server_that_has_ended_drops_queued_samples_without_a_trace(tiny_folder, tmp_path):
-    """The worker is in the middle of a call until after the event loop has closed."""
-    code = FATAL.replace("end() if len(self.waiting) == 13", "(time.sleep(3), ())[1] if len(self.waiting) == 13")
-    code = code.replace("names=", "drain_s=0.1, names=")
+def busy_server(tiny_folder, tmp_path, *, seconds, drain_s):
+    """A server in a process of its own, and a client whose request for 13 samples is a call of ``seconds`` without pauses."""
+    code = FATAL.replace("end() if len(self.waiting) == 13", f"(time.sleep({seconds}), ())[1] if len(self.waiting) == 13")
+    code = code.replace("names=", f"drain_s={drain_s}, names=")
     port = servertools.free_port()
     server = subprocess.Popen(
         [sys.executable, "-c", code, str(tiny_folder), str(tmp_path / "out"), str(port)],
@@ -661,7 +660,13 @@ def test_a_server_that_has_ended_drops_queued_samples_without_a_trace(tiny_folde
         text=True,
     )
     assert "serving" in server.stdout.readline()
-    client = Client(f"http://127.0.0.1:{port}")
+    return server, Client(f"http://127.0.0.1:{port}")
+
+
+@pytest.mark.slow
+def test_a_server_that_has_ended_drops_queued_samples_without_a_trace(tiny_folder, tmp_path):
+    """The worker is in the middle of a call until after the event loop has closed."""
+    server, client = busy_server(tiny_folder, tmp_path, seconds=3, drain_s=0.1)
     assert [client.sample(count).status_code for count in (13, 1, 1, 1)] == [200] * 4
     server.send_signal(signal.SIGTERM)
     _, errors = server.communicate(timeout=60)
@@ -673,18 +678,7 @@ def test_a_server_that_has_ended_drops_queued_samples_without_a_trace(tiny_folde
 @pytest.mark.parametrize("signals", [1, 2])
 def test_a_busy_server_ends_when_told(tiny_folder, tmp_path, signals):
     """The worker is in the middle of a call without pauses; a second signal ends the process immediately."""
-    code = FATAL.replace("end() if len(self.waiting) == 13", "__import__('time').sleep(600) if len(self.waiting) == 13")
-    code = code.replace("names=", f"drain_s={0.5 if signals == 1 else 500}, names=")
-    port = servertools.free_port()
-    server = subprocess.Popen(
-        [sys.executable, "-c", code, str(tiny_folder), str(tmp_path / "out"), str(port)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert "serving" in server.stdout.readline()
-    client = Client(f"http://127.0.0.1:{port}")
+    server, client = busy_server(tiny_folder, tmp_path, seconds=600, drain_s=0.5 if signals == 1 else 500)
     assert client.sample(13).status_code == 200
     server.send_signal(signal.SIGTERM)
     assert "finishing accepted requests" in server.stderr.readline() + server.stderr.readline()

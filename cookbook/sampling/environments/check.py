@@ -63,7 +63,9 @@ def check_environment(config: EnvironmentConfig, rows: Sequence[Row], runner: Ru
     renderer = _tiny_renderer()
     with contextlib.closing(runner(config, renderer)) as environment:
         environment.warns = False
-        alone, again, together = list[PlayedEpisode](), list[PlayedEpisode](), list[PlayedEpisode]()
+        alone: list[PlayedEpisode] = []
+        again: list[PlayedEpisode] = []
+        together: list[PlayedEpisode] = []
         one_by_one = [[row] for row in rows]
         for played, parts in ((alone, one_by_one), (again, one_by_one), (together, [rows])):
             for part in parts:
