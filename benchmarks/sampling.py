@@ -1,8 +1,8 @@
 """Tokens per CPU second of the embedded sampler beside transformers' generate: ``python benchmarks/sampling.py``.
 
-The same prompts, 8 completions each of exactly 64 tokens, drawn at temperature 1 without filters. Timed as in ``step.py``. With
-``--vllm PYTHON``, the Python of an environment that has vLLM, also beside a vLLM server over HTTP and, on the larger model, in
-process: every process on one thread, in CPU seconds of all processes together.
+The same prompts, 8 completions each of exactly 64 tokens, drawn at temperature 1 without filters. Timed as in ``step.py``;
+``--prompts 1 --samples 1`` times a single request. With ``--vllm PYTHON``, the Python of an environment that has vLLM, also
+beside a vLLM server over HTTP and, on the larger model, in process: one thread each, in CPU seconds of all processes together.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cookbook.engine.model import ModelConfig, load, load_tokenizer
 from cookbook.types import Array, SamplingParams
 
 TINY = Path(__file__).resolve().parent.parent / "data" / "tiny"
-SAMPLES, TOKENS = 8, 64
+TOKENS = 64
 
 
 def main() -> None:
@@ -36,8 +36,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--tiny", action="store_true", help="leave out the larger model, which takes ten minutes")
     parser.add_argument("--larger", action="store_true", help="leave out the tiny one")
-    parser.add_argument("--vllm", metavar="PYTHON", help="also compare with the vLLM that this Python has")
+    # vLLM starts in a folder of its own.
+    parser.add_argument("--vllm", metavar="PYTHON", type=lambda path: str(Path(path).absolute()), help="compare with its vLLM")
     parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--samples", type=int, default=8, help="completions of each prompt")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -46,10 +48,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name, path, lengths in models(Path(folder), arguments):
             for length in lengths:
-                what = f"{arguments.prompts} prompts x {SAMPLES} x {TOKENS} tokens, {name}, prompts of {length}"
+                what = f"{arguments.prompts} prompts x {arguments.samples} x {TOKENS} tokens, {name}, prompts of {length}"
                 rows += measured(what, path, length, arguments)
     show(rows)
-    rates(rows, arguments.prompts * SAMPLES * TOKENS)
+    rates(rows, arguments.prompts * arguments.samples * TOKENS)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
 
@@ -64,9 +66,9 @@ def measured(what: str, path: Path, length: int, arguments: argparse.Namespace) 
     """All candidates on the same random prompts of ``length`` tokens."""
     prompts = np.random.default_rng(2).integers(0, 256, (arguments.prompts, length))
     with contextlib.ExitStack() as running:
-        found = candidates(path, prompts)
+        found = candidates(path, prompts, arguments.samples)
         if arguments.vllm:
-            asked = (prompts.tolist(), SAMPLES, TOKENS)
+            asked = (prompts.tolist(), arguments.samples, TOKENS)
             folder = Path(running.enter_context(tempfile.TemporaryDirectory()))
             found["vLLM over HTTP"] = running.enter_context(vllm_peer.over_http(arguments.vllm, path, folder, *asked))
             if path != TINY:
@@ -93,12 +95,12 @@ def larger(folder: Path) -> Path:
     return folder
 
 
-def candidates(path: Path, prompts: Array) -> Candidates:
+def candidates(path: Path, prompts: Array, samples: int) -> Candidates:
     """Samplers in this process: the model of transformers, and an engine."""
     network = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     model = Engine(load(ModelConfig(str(path)), torch.device("cpu"), seed=0), EngineOptions()).model
     requests = [
-        SampleRequest(prompt, SAMPLES, SamplingParams(max_tokens=TOKENS, stop=[]), seed)
+        SampleRequest(prompt, samples, SamplingParams(max_tokens=TOKENS, stop=[]), seed)
         for seed, prompt in enumerate(prompts.tolist())
     ]
     ids = torch.from_numpy(prompts)
@@ -109,16 +111,16 @@ def candidates(path: Path, prompts: Array) -> Candidates:
             attention_mask=torch.ones_like(ids),
             do_sample=True,
             top_k=0,
-            num_return_sequences=SAMPLES,
+            num_return_sequences=samples,
             max_new_tokens=TOKENS,
             min_new_tokens=TOKENS,
             pad_token_id=0,
         )
-        assert drawn.shape == (len(prompts) * SAMPLES, prompts.shape[1] + TOKENS)
+        assert drawn.shape == (len(prompts) * samples, prompts.shape[1] + TOKENS)
 
     def cookbook() -> None:
         drawn = sample(model, requests, 0, 1 << 20)
-        assert sum(len(one.tokens) for group in drawn for one in group) == len(prompts) * SAMPLES * TOKENS
+        assert sum(len(one.tokens) for group in drawn for one in group) == len(prompts) * samples * TOKENS
 
     return {"transformers generate": torch.no_grad()(generate), "cookbook": cookbook}
 
