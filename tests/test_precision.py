@@ -16,6 +16,7 @@ from cookbook.engine.attention import attend
 from cookbook.engine.decoding.decoder import sample
 from cookbook.engine.decoding.requests import SampleRequest
 from cookbook.engine.precision import DEFAULT, Precision, attended, half_attention, instructions, multiplies_half
+from cookbook.engine.precision.choice import medium_is_exact
 from cookbook.errors import ConfigError
 from cookbook.losses import DPO, CrossEntropy
 from cookbook.types import AdamParams, SamplingParams, datum_from_tokens_weights
@@ -42,8 +43,8 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-def sampled(engine) -> tuple[list[int], list[float]]:
-    request = SampleRequest([7, 8, 9, 10], 2, SamplingParams(max_tokens=8, seed=3), 0)
+def sampled(engine, num_samples: int = 2) -> tuple[list[int], list[float]]:
+    request = SampleRequest([7, 8, 9, 10], num_samples, SamplingParams(max_tokens=8, seed=3), 0)
     found = sample(engine.model, [request], 0, 1024)[0]
     return [token for one in found for token in one.tokens], [value for one in found for value in one.logprobs]
 
@@ -156,6 +157,60 @@ def test_the_default_enters_no_context(make_engine, monkeypatch):
     gradient(engine, tiny.datums(4))
     with pytest.raises(AssertionError, match="the default precision"):
         gradient(make_engine(precision=MEDIUM), tiny.datums(4))
+
+
+@pytest.mark.parametrize("exact", [pytest.param(True, marks=needs_instructions), False])
+def test_exact_products_of_wide_models_are_those_of_onednn_where_it_is_exact(make_engine, monkeypatch, exact):
+    data, seen = tiny.datums(4), []
+
+    def watched():
+        engine = make_engine()
+        engine.model.network.register_forward_hook(lambda *_: seen.append(torch.get_float32_matmul_precision()))
+        seen.clear()
+        return engine
+
+    narrow = watched()
+    expected, samples = gradient(narrow, data), sampled(narrow, 16)
+    assert set(seen) == {"highest"}
+    monkeypatch.setattr("cookbook.engine.precision.choice.LEAST_HIDDEN", narrow.model.network.config.hidden_size)
+    if not exact or instructions() == "amx_bf16":
+        exact = False
+        monkeypatch.setattr("cookbook.engine.precision.choice.medium_is_exact", lambda: False)
+    wide = watched()
+    found = gradient(wide, data)
+    assert set(seen) == {"medium" if exact else "highest"}
+    # Operands that are rounded to bfloat16 give an error above 1e-3.
+    assert error(found, expected) < 1e-6
+    assert exact or torch.equal(found, expected)
+    seen.clear()
+    tokens, logprobs = sampled(wide, 16)
+    # The prefill of four tokens and rounds of few rows are not faster with oneDNN.
+    assert seen[0] == "highest"
+    assert set(seen) == ({"medium", "highest"} if exact else {"highest"})
+    assert tokens == samples[0]
+    np.testing.assert_allclose(logprobs, samples[1], atol=1e-5)
+    seen.clear()
+    assert sampled(wide, 2)[0]
+    assert set(seen) == {"highest"}
+
+
+def test_rounded_products_are_not_taken_for_exact(monkeypatch):
+    if instructions() == "avx512_bf16":
+        assert medium_is_exact.__wrapped__()
+    monkeypatch.setattr("cookbook.engine.precision.choice.instructions", lambda: "avx512_bf16")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not medium_is_exact.__wrapped__()
+    monkeypatch.setattr("cookbook.engine.precision.choice.instructions", lambda: None)
+    assert not medium_is_exact.__wrapped__()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_other_dtypes_do_not_take_products_of_wide_models(make_engine, monkeypatch, dtype):
+    monkeypatch.setattr("cookbook.engine.precision.choice.LEAST_HIDDEN", 1)
+    monkeypatch.setattr("cookbook.engine.precision.choice.instructions", lambda: "avx512_bf16")
+    network = make_engine(dtype=dtype).model.network
+    assert DEFAULT.used(network, torch.device("cpu")) == DEFAULT
+    assert DEFAULT.used(network.float(), torch.device("cuda")) == DEFAULT
 
 
 def test_a_cpu_without_the_instructions_computes_as_by_default(make_engine, monkeypatch, caplog):

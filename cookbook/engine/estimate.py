@@ -117,6 +117,7 @@ def estimate(
         BackendError: the model's configuration cannot be loaded.
     """
     network = _network(config, checkpointing=checkpointing)
+    precision = precision.used(network, torch.device("cpu" if cpu else "cuda"))
     tokens = rows * width
     with FakeTensorMode(allow_non_fake_inputs=True), _substitutes(cpu=cpu), _LiveBytes() as alive:
         network.to_empty(device="cpu")
@@ -224,7 +225,7 @@ def _pass(
             captured_input(network.get_output_embeddings()) as captured,
             saved.counted(),
             skip_masks("layout" in inputs),
-            precision.on(torch.device(head.device)).forward(head.weight.device),
+            precision.forward(head.weight.device),
         ):
             network(**inputs, use_cache=False)
         after_forward = alive.allocated

@@ -35,6 +35,7 @@ from cookbook.engine.decoding.requests import (
 )
 from cookbook.engine.fast_path import FastPathError, first_working, probe_tokens
 from cookbook.engine.model import LanguageModel, Lineage
+from cookbook.engine.precision import sampling_precision
 from cookbook.errors import RolloutError
 from cookbook.types import Sample, SamplingParams
 
@@ -201,7 +202,7 @@ class Decoder:
             unfinished = ~stopped & (counts < left)
             if step + 1 == steps or int(unfinished.sum()) <= (1 - LEAVE_AT) * rows:
                 break
-            self.logits = self.past.step(chosen, unfinished)
+            self._step(chosen, unfinished)
             yield []
         self._add_tokens(tokens[:, : step + 1], logprobs[:, : step + 1], counts, stopped)
         return chosen, unfinished
@@ -231,7 +232,11 @@ class Decoder:
         self.rows = [self.rows[row] for row in rows]
         self.past.keep(rows)
         if rows:
-            self.logits = self.past.step(tokens[rows], unfinished[rows])
+            self._step(tokens[rows], unfinished[rows])
+
+    def _step(self, tokens: Tensor, unfinished: Tensor) -> None:
+        with sampling_precision(self.model, len(tokens)):
+            self.logits = self.past.step(tokens, unfinished)
 
     def _admit(self) -> Iterator[list[SampleState]]:
         """Prefill waiting prompts, each once, and add a row for each of their samples. Yield after each part of the prompts."""
@@ -243,7 +248,8 @@ class Decoder:
             if samples:
                 prompts = list(dict.fromkeys(tuple(sample.prompt) for sample in samples))
                 prompt_index = {prompt: index for index, prompt in enumerate(prompts)}
-                logits = self.past.enter(prompts, [prompt_index[tuple(sample.prompt)] for sample in samples])
+                with sampling_precision(self.model, sum(map(len, prompts))):
+                    logits = self.past.enter(prompts, [prompt_index[tuple(sample.prompt)] for sample in samples])
                 self.logits = torch.cat([self.logits, logits]) if self.rows else logits
                 self.rows += samples
                 self.has_prefilled = True

@@ -1,7 +1,7 @@
 """Precision of the products of training passes."""
 
 from cookbook.engine.precision.attention import attended, half_attention, kept_bytes_per_token, multiplies_half
-from cookbook.engine.precision.choice import DEFAULT, EXACT, Precision, instructions
+from cookbook.engine.precision.choice import DEFAULT, EXACT, Precision, instructions, sampling_precision
 
 __all__ = [
     "DEFAULT",
@@ -12,4 +12,5 @@ __all__ = [
     "instructions",
     "kept_bytes_per_token",
     "multiplies_half",
+    "sampling_precision",
 ]

@@ -2,6 +2,9 @@
 
 Only passes of an engine run in a reduced precision. Trials at load, probes and sampling compute exactly: a rounding of 0.4%
 would look like a fast path that fails.
+
+Exact products on a CPU are those of MKL, or of oneDNN where that is faster: torch calls oneDNN for products at medium
+precision, and without AMX it does not round their operands.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from cookbook.engine.fast_path import FastPathError, plain_logits, probe_tokens,
 from cookbook.errors import ConfigError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from cookbook.engine.model import LanguageModel
 
 Half = Callable[[], AbstractContextManager[None]]
@@ -27,9 +32,13 @@ EXACT = "highest"
 MATMULS = (EXACT, "high", "medium")
 AUTOCASTS = {"bfloat16": torch.bfloat16}
 # Instructions that multiply bfloat16, as torch.cpu.get_capabilities names them, and how many times faster than exact products
-# those at medium and those of bfloat16 are, on one thread: amx_bf16 on a Xeon, avx512_bf16 on two generations of EPYC. Without
-# amx_bf16, oneDNN's products at medium keep float32 operands: their error is below 1e-6.
-INSTRUCTIONS = {"amx_bf16": ("4", "7"), "avx512_bf16": ("1.2 to 2.2", "2.5 to 4.5")}
+# those at medium and those of bfloat16 are, on one thread: amx_bf16 on a Xeon, avx512_bf16 on two generations of EPYC. With the
+# latter, products at medium are exact too, and the lower numbers are for models whose exact products are also those of oneDNN.
+INSTRUCTIONS = {"amx_bf16": ("4", "7"), "avx512_bf16": ("1 to 2.2", "2 to 4.5")}
+# Least width of a model, and least tokens of a sampler's forward pass, for exact products by oneDNN: 0.45 to 0.7 of the time of
+# MKL's on an EPYC of family 26, whose AVX-512 MKL does not use. With fewer tokens they are slower. Narrower models gain less: a
+# pass at a width of 128 takes 0.73 of the time, and sampling of few rows is slower.
+LEAST_HIDDEN, LEAST_TOKENS = 256, 16
 # Caches of oneDNN and torch for products that are compiled for their shapes, 0.7 MB each, and the number that they keep: a
 # pass with a row of 1,500 tokens has 60 shapes. torch's own number is 1,024. Both are read at the process's first such product.
 CACHES, COMPILED = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), 128
@@ -73,16 +82,19 @@ class Precision:
         """
         self.refuse_half(model.config.dtype)
         if model.device.type == "cpu" and (model.config.dtype == "bfloat16" or self != DEFAULT):
-            missing = [name for name in CACHES if name not in os.environ]
-            os.environ.update(dict.fromkeys(missing, str(COMPILED)))
-            torch.ones(64, 64, dtype=torch.bfloat16).mm(torch.ones(64, 64, dtype=torch.bfloat16))
-            for name in missing:
-                # Processes that this one starts have limits of their own.
-                del os.environ[name]
+            _limit_compiled()
 
     def on(self, device: torch.device) -> Precision:
         """Return the precision that ``device`` has instructions for: exact on a CPU that multiplies float32 only."""
         return self if device.type != "cpu" or instructions() else DEFAULT
+
+    def used(self, network: PreTrainedModel, device: torch.device) -> Precision:
+        """Return the precision to set in torch: that of :meth:`on`, or medium where that is exact too, and faster."""
+        found = self.on(device)
+        if found != DEFAULT or device.type != "cpu" or network.dtype != torch.float32:
+            return found
+        is_wide = getattr(network.config.get_text_config(), "hidden_size", 0) >= LEAST_HIDDEN
+        return Precision("medium") if is_wide and medium_is_exact() else found
 
     def contexts(self, model: LanguageModel, *, untried: bool) -> tuple[Half, Half]:
         """Return the contexts of the two halves of a pass, which change nothing if products are exact.
@@ -93,6 +105,7 @@ class Precision:
         found = self.on(model.device)
         if found != self:
             model.log_once("precision", f"products are exact, not {self}: this CPU has no bfloat16 instructions")
+        found = self.used(model.network, model.device)
         if found == DEFAULT:
             return contextlib.nullcontext, contextlib.nullcontext
         if found.autocast and untried:
@@ -131,14 +144,22 @@ class Precision:
         if name is None:
             return f"{EXACT}: this CPU has no bfloat16 instructions, so matmul_precision and autocast change nothing here"
         medium, half = INSTRUCTIONS[name]
-        kept = "" if name == "amx_bf16" else " (with float32 operands here)"
+        kept, wide = "", ""
+        if name != "amx_bf16":
+            kept, wide = " (exact here)", f"; the lower numbers are for models with a width of at least {LEAST_HIDDEN}"
         return (
             f"{self}; with {name} of this CPU, exact products take about {medium} times as long as those of "
-            f"backend.matmul_precision=medium{kept}, and {half} times as long as those of backend.autocast=bfloat16"
+            f"backend.matmul_precision=medium{kept}, and {half} times as long as those of backend.autocast=bfloat16{wide}"
         )
 
 
 DEFAULT = Precision()
+
+
+def sampling_precision(model: LanguageModel, num_tokens: int) -> AbstractContextManager[None]:
+    """Context of a forward pass of ``num_tokens`` tokens in sampling: exact products, in the faster way."""
+    found = DEFAULT.used(model.network, model.device) if num_tokens >= LEAST_TOKENS else DEFAULT
+    return contextlib.nullcontext() if found == DEFAULT else found.backward()
 
 
 @functools.cache
@@ -146,3 +167,28 @@ def instructions() -> str | None:
     """Return the name of the CPU's fastest instructions for products of bfloat16; None if the CPU has none."""
     found = torch.cpu.get_capabilities()
     return next((name for name in INSTRUCTIONS if found.get(name)), None)
+
+
+@functools.cache
+def medium_is_exact() -> bool:
+    """Whether products at medium precision keep float32 operands on this CPU. Rounding them would give an error of 2e-3."""
+    if instructions() is None:
+        return False
+    _limit_compiled()
+    draw = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(shape, generator=draw, dtype=torch.float32, device="cpu") for shape in ((64, 512), (512, 64)))
+    with Precision("medium").backward():
+        found = left @ right
+    expected = left.double() @ right.double()
+    return bool((found - expected).norm() < 1e-6 * expected.norm())
+
+
+@functools.cache
+def _limit_compiled() -> None:
+    """Limit the number of compiled products that oneDNN and torch keep, before the first of the process."""
+    missing = [name for name in CACHES if name not in os.environ]
+    os.environ.update(dict.fromkeys(missing, str(COMPILED)))
+    torch.ones(64, 64, dtype=torch.bfloat16).mm(torch.ones(64, 64, dtype=torch.bfloat16))
+    for name in missing:
+        # Processes that this one starts have limits of their own.
+        del os.environ[name]
