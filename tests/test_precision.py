@@ -173,9 +173,8 @@ def test_exact_products_of_wide_models_are_those_of_onednn_where_it_is_exact(mak
     expected, samples = gradient(narrow, data), sampled(narrow, 16)
     assert set(seen) == {"highest"}
     monkeypatch.setattr("cookbook.engine.precision.choice.LEAST_HIDDEN", narrow.model.network.config.hidden_size)
-    if not exact or instructions() == "amx_bf16":
-        exact = False
-        monkeypatch.setattr("cookbook.engine.precision.choice.medium_is_exact", lambda: False)
+    exact = exact and medium_is_exact()
+    monkeypatch.setattr("cookbook.engine.precision.choice.is_amd", lambda: exact)
     wide = watched()
     found = gradient(wide, data)
     assert set(seen) == {"medium" if exact else "highest"}
@@ -207,10 +206,12 @@ def test_rounded_products_are_not_taken_for_exact(monkeypatch):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_other_dtypes_do_not_take_products_of_wide_models(make_engine, monkeypatch, dtype):
     monkeypatch.setattr("cookbook.engine.precision.choice.LEAST_HIDDEN", 1)
-    monkeypatch.setattr("cookbook.engine.precision.choice.instructions", lambda: "avx512_bf16")
+    for name, value in (("is_amd", True), ("medium_is_exact", True), ("instructions", "avx512_bf16")):
+        monkeypatch.setattr(f"cookbook.engine.precision.choice.{name}", lambda value=value: value)
     network = make_engine(dtype=dtype).model.network
     assert DEFAULT.used(network, torch.device("cpu")) == DEFAULT
     assert DEFAULT.used(network.float(), torch.device("cuda")) == DEFAULT
+    assert DEFAULT.used(network, torch.device("cpu")) == MEDIUM
 
 
 def test_a_cpu_without_the_instructions_computes_as_by_default(make_engine, monkeypatch, caplog):

@@ -3,8 +3,8 @@
 Only passes of an engine run in a reduced precision. Trials at load, probes and sampling compute exactly: a rounding of 0.4%
 would look like a fast path that fails.
 
-Exact products on a CPU are those of MKL, or of oneDNN where that is faster: torch calls oneDNN for products at medium
-precision, and without AMX it does not round their operands.
+Exact products on a CPU are those of MKL, or of oneDNN on AMD's CPUs with AVX-512, which MKL does not use there. torch calls
+oneDNN for products at medium precision, and without AMX oneDNN does not round their operands.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ AUTOCASTS = {"bfloat16": torch.bfloat16}
 # those at medium and those of bfloat16 are, on one thread: amx_bf16 on a Xeon, avx512_bf16 on two generations of EPYC. With the
 # latter, products at medium are exact too, and the lower numbers are for models whose exact products are also those of oneDNN.
 INSTRUCTIONS = {"amx_bf16": ("4", "7"), "avx512_bf16": ("1 to 2.2", "2 to 4.5")}
-# Least width of a model, and least tokens of a sampler's forward pass, for exact products by oneDNN: 0.45 to 0.7 of the time of
-# MKL's on an EPYC of family 26, whose AVX-512 MKL does not use. With fewer tokens they are slower. Narrower models gain less: a
-# pass at a width of 128 takes 0.73 of the time, and sampling of few rows is slower.
+# Least width of a model, and least tokens of a sampler's forward pass, for exact products by oneDNN: 0.45 to 0.7 of the time
+# of MKL's on an EPYC of family 26. With fewer tokens they are slower. Narrower models gain less: a pass at a width of 128 takes
+# 0.73 of the time, and sampling of few rows is slower.
 LEAST_HIDDEN, LEAST_TOKENS = 256, 16
 # Caches of oneDNN and torch for products that are compiled for their shapes, 0.7 MB each, and the number that they keep: a
 # pass with a row of 1,500 tokens has 60 shapes. torch's own number is 1,024. Both are read at the process's first such product.
@@ -94,7 +94,7 @@ class Precision:
         if found != DEFAULT or device.type != "cpu" or network.dtype != torch.float32:
             return found
         is_wide = getattr(network.config.get_text_config(), "hidden_size", 0) >= LEAST_HIDDEN
-        return Precision("medium") if is_wide and medium_is_exact() else found
+        return Precision("medium") if is_wide and is_amd() and medium_is_exact() else found
 
     def contexts(self, model: LanguageModel, *, untried: bool) -> tuple[Half, Half]:
         """Return the contexts of the two halves of a pass, which change nothing if products are exact.
@@ -144,9 +144,8 @@ class Precision:
         if name is None:
             return f"{EXACT}: this CPU has no bfloat16 instructions, so matmul_precision and autocast change nothing here"
         medium, half = INSTRUCTIONS[name]
-        kept, wide = "", ""
-        if name != "amx_bf16":
-            kept, wide = " (exact here)", f"; the lower numbers are for models with a width of at least {LEAST_HIDDEN}"
+        kept = "" if name == "amx_bf16" else " (exact here)"
+        wide = f"; the lower numbers are for models with a width of at least {LEAST_HIDDEN}" if kept and is_amd() else ""
         return (
             f"{self}; with {name} of this CPU, exact products take about {medium} times as long as those of "
             f"backend.matmul_precision=medium{kept}, and {half} times as long as those of backend.autocast=bfloat16{wide}"
@@ -167,6 +166,11 @@ def instructions() -> str | None:
     """Return the name of the CPU's fastest instructions for products of bfloat16; None if the CPU has none."""
     found = torch.cpu.get_capabilities()
     return next((name for name in INSTRUCTIONS if found.get(name)), None)
+
+
+@functools.cache
+def is_amd() -> bool:
+    return str(torch.cpu.get_capabilities().get("cpu_name")).startswith("AMD")
 
 
 @functools.cache
