@@ -308,7 +308,8 @@ def test_a_request_larger_than_the_budget_is_split_and_draws_the_same(model, bud
 
 @pytest.fixture
 def passes(model):
-    """The ``(rows, columns)`` of every forward pass."""
+    """The ``(rows, columns)`` of every forward pass, without those that choose the method."""
+    ask(model, PROMPTS[:1], num_samples=1)
     shapes = []
     hook = model.network.register_forward_pre_hook(
         lambda _, args, given: shapes.append(tuple(given["input_ids"].shape)), with_kwargs=True
