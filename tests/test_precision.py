@@ -81,6 +81,21 @@ def test_both_halves_of_a_pass_run_at_the_precision(make_engine, options):
 
 
 @needs_instructions
+@pytest.mark.parametrize("chosen", [DEFAULT, *REDUCED], ids=str)
+def test_activation_checkpointing_recomputes_each_layer_once(make_engine, chosen):
+    """Also with several runs in a row, each of which is a part of the backward pass at a precision of its own."""
+    data, found = tiny.datums(8), []
+    for checkpointing in (False, True):
+        engine = make_engine(precision=chosen, activation_checkpointing=checkpointing)
+        layers, calls = engine.model.network.model.layers, []
+        layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(torch.get_float32_matmul_precision()))
+        before = engine.passes.count
+        found.append(gradient(engine, data))
+        assert calls == [chosen.matmul] * ((engine.passes.count - before) * (1 + checkpointing))
+    assert torch.equal(*found)
+
+
+@needs_instructions
 def test_gradients_of_the_shipped_model_are_near_those_of_float32(make_engine):
     shipped = packaged("data") / "tiny"
     found, expected = (gradient(make_engine(name=shipped, precision=one), tiny.datums(8)) for one in (MIXED, DEFAULT))

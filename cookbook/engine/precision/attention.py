@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ MOST_KEYS_KEPT = 2048
 
 
 def attended(compute: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, *rest: object) -> Tensor:
-    """``compute(query, key, value, *rest)`` on a CPU, in float32: exact if the blocks are small, else reduced.
+    """``compute(query, key, value, *rest)`` on a CPU, in float32; exact if the blocks are small, else at the pass's precision.
 
     Float32 operands at medium precision are faster than torch's kernel for bfloat16: 1,536 tokens with 8 heads of 64 take 71 ms
     forward and backward, 95 ms in bfloat16, 122 ms exactly; 150 tokens with 4 heads of 32, ten times, 21 ms, 14 ms and 6 ms
@@ -34,29 +35,52 @@ def attended(compute: Callable[..., Tensor], query: Tensor, key: Tensor, value: 
     half = query.element_size() < 4 or torch.is_autocast_enabled("cpu")
     large = ("medium" if instructions() else EXACT) if half else torch.get_float32_matmul_precision()
     precision = Precision(EXACT if small else large)
-    out: Tensor = _Attended.apply(compute, precision, rest, query.float(), key.float(), value.float())  # type: ignore[no-untyped-call]
-    return out.to(query.dtype)
+    switch = _Switch(precision.matmul)
+    operands: tuple[Tensor, ...] = _SwitchedBack.apply(switch, query.float(), key.float(), value.float())  # type: ignore[no-untyped-call]
+    with torch.autocast("cpu", enabled=False), precision.backward():
+        out = compute(*operands, *rest)
+    result: Tensor = _Switched.apply(switch, out)  # type: ignore[no-untyped-call]
+    return result.to(query.dtype)
 
 
-class _Attended(torch.autograd.Function):
-    """A function with a graph of its own, whose two halves run at a precision of their own."""
+@dataclass
+class _Switch:
+    """Precision of the products of one part of a backward pass, and that of the products around it."""
+
+    inside: str
+    outside: str = EXACT
+
+
+class _Switched(torch.autograd.Function):
+    """Identity at the end of a part of the forward pass, where its backward pass begins.
+
+    A graph of its own for the part would be simpler, but activation checkpointing would recompute the layer for each part.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, compute: Callable[..., Tensor], precision: Precision, rest: tuple[object, ...], *operands: Tensor
-    ) -> Tensor:
-        ctx.precision, differentiable = precision, any(ctx.needs_input_grad)
-        with torch.set_grad_enabled(differentiable), torch.autocast("cpu", enabled=False), precision.backward():
-            ctx.operands = [one.detach().requires_grad_(differentiable) for one in operands]
-            ctx.out = compute(*ctx.operands, *rest)
-        return cast("Tensor", ctx.out.detach())
+    def forward(ctx: Any, switch: _Switch, out: Tensor) -> Tensor:
+        ctx.switch = switch
+        return out.view_as(out)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        operands, out, ctx.operands, ctx.out = ctx.operands, ctx.out, None, None
-        with ctx.precision.backward():
-            return (None, None, None, *torch.autograd.grad(out, operands, gradient))
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        ctx.switch.outside = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(ctx.switch.inside)
+        return None, gradient
+
+
+class _SwitchedBack(torch.autograd.Function):
+    """Identity at the beginning of the part, where its backward pass ends. After an error, the pass does this."""
+
+    @staticmethod
+    def forward(ctx: Any, switch: _Switch, *operands: Tensor) -> tuple[Tensor, ...]:
+        ctx.switch = switch
+        return tuple(one.view_as(one) for one in operands)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        torch.set_float32_matmul_precision(ctx.switch.outside)
+        return None, *gradients
 
 
 def multiplies_half(query: Tensor, key: Tensor, value: Tensor) -> bool:
