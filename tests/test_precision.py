@@ -158,7 +158,7 @@ def test_medium_products_of_bfloat16_numbers_are_those_of_float32(shape):
 
 
 def test_the_default_enters_no_context(make_engine, monkeypatch):
-    """So the bits of a default run do not depend on this module."""
+    """So the bits of a default run of a narrow model do not depend on this module."""
 
     def fail(*_: object) -> None:
         raise AssertionError("the default precision ran code of cookbook.engine.precision")
@@ -175,7 +175,7 @@ def test_the_default_enters_no_context(make_engine, monkeypatch):
 
 
 @pytest.mark.parametrize("exact", [pytest.param(True, marks=needs_instructions), False])
-def test_exact_products_of_wide_models_are_those_of_onednn_where_it_is_exact(make_engine, monkeypatch, exact):
+def test_wide_models_are_computed_by_onednn_if_its_products_are_exact(make_engine, monkeypatch, exact):
     data, seen = tiny.datums(4), []
 
     def watched():

@@ -297,15 +297,15 @@ def _attend(
         grouped = query.shape[1] != key.shape[1]
         return varlen(query, key, value, *layout.offsets, *longest, scale=params.scale, window_size=size, enable_gqa=grouped)
     compute = _plain if params.is_plain else attend_by_scores
-    is_reduced = params.is_plain and _is_reduced(query)
-    if is_reduced:
+    is_set = params.is_plain and _is_precision_set(query)
+    if is_set:
         compute = functools.partial(attended, _plain)
     queries = torch.split(query, [block.count * block.queries for block in layout.blocks])
     sizes = [block.count * block.keys for block in layout.blocks]
     outputs = []
     for block, q, k, v in zip(layout.blocks, queries, torch.split(key, sizes), torch.split(value, sizes), strict=True):
         q, k, v = (x.view(block.count, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-        if is_reduced and not params.dropout and multiplies_half(q, k, v):
+        if is_set and not params.dropout and multiplies_half(q, k, v):
             out = half_attention(q, k, v, window, params.scale)
         else:
             mask = layout.mask(block, window)
@@ -325,8 +325,8 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
     return scaled_dot_product_attention(query, key, value, mask, params.dropout, causal, scale=params.scale, enable_gqa=grouped)
 
 
-def _is_reduced(query: Tensor) -> bool:
-    """Whether products on a CPU are less precise than float32."""
+def _is_precision_set(query: Tensor) -> bool:
+    """Whether products on a CPU are at another precision than torch's default."""
     if query.device.type != "cpu" or query.dtype == torch.float64:
         return False
     return query.element_size() < 4 or torch.get_float32_matmul_precision() != EXACT or torch.is_autocast_enabled("cpu")

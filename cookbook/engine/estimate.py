@@ -117,7 +117,7 @@ def estimate(
         BackendError: the model's configuration cannot be loaded.
     """
     network = _network(config, checkpointing=checkpointing)
-    precision = precision.used(network, torch.device("cpu" if cpu else "cuda"))
+    used = precision.used(network, torch.device("cpu" if cpu else "cuda"))
     tokens = rows * width
     with FakeTensorMode(allow_non_fake_inputs=True), _substitutes(cpu=cpu), _LiveBytes() as alive:
         network.to_empty(device="cpu")
@@ -130,7 +130,7 @@ def estimate(
         before = alive.now
         # With several passes, the peak is in the second, when the gradients of the first exist.
         for _ in range(2 if interleaved and step_tokens > tokens else 1):
-            saved, lost, flops = _pass(network, rows, width, head, alive, precision)
+            saved, lost, flops = _pass(network, rows, width, head, alive, used)
         del summed
     weights = sum(parameter.nbytes for parameter in network.parameters())
     gradients = sum(parameter.numel() * max(parameter.element_size(), 4) for parameter in trained)

@@ -3,8 +3,9 @@
 Only passes of an engine run in a reduced precision. Trials at load, probes and sampling compute exactly: a rounding of 0.4%
 would look like a fast path that fails.
 
-Exact products on a CPU are those of MKL, or of oneDNN on AMD's CPUs with AVX-512, which MKL does not use there. torch calls
-oneDNN for products at medium precision, and without AMX oneDNN does not round their operands.
+Exact products on a CPU are MKL's, or oneDNN's on an AMD CPU with AVX-512, which MKL does not use there. torch calls oneDNN for
+products at medium precision, and without AMX oneDNN does not round their operands. So wide models are trained and sampled at
+medium precision there.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ AUTOCASTS = {"bfloat16": torch.bfloat16}
 # those at medium and those of bfloat16 are, on one thread: amx_bf16 on a Xeon, avx512_bf16 on two generations of EPYC. With the
 # latter, products at medium are exact too, and the lower numbers are for models whose exact products are also those of oneDNN.
 INSTRUCTIONS = {"amx_bf16": ("4", "7"), "avx512_bf16": ("1 to 2.2", "2 to 4.5")}
-# Least width of a model, and least tokens of a sampler's forward pass, for exact products by oneDNN: 0.45 to 0.7 of the time
-# of MKL's on an EPYC of family 26. With fewer tokens they are slower. Narrower models gain less: a pass at a width of 128 takes
-# 0.73 of the time, and sampling of few rows is slower.
+# Least width of a model, and least tokens of a sampler's forward pass, for exact products by oneDNN. From 32 tokens and weights
+# of 256 x 256 on, a product takes 0.44 to 0.8 of the time of MKL's (EPYC of family 26); with few tokens it takes more. oneDNN
+# compiles a product for every new shape: GRPO takes 0.83 of the time at a width of 256, and 1.1 with the shipped model, at 128.
 LEAST_HIDDEN, LEAST_TOKENS = 256, 16
 # Caches of oneDNN and torch for products that are compiled for their shapes, 0.7 MB each, and the number that they keep: a
 # pass with a row of 1,500 tokens has 60 shapes. torch's own number is 1,024. Both are read at the process's first such product.
@@ -89,7 +90,7 @@ class Precision:
         return self if device.type != "cpu" or instructions() else DEFAULT
 
     def used(self, network: PreTrainedModel, device: torch.device) -> Precision:
-        """Return the precision to set in torch: that of :meth:`on`, or medium where that is exact too, and faster."""
+        """Return the precision to set in torch: as :meth:`on`, or medium if that is exact here, and faster."""
         found = self.on(device)
         if found != DEFAULT or device.type != "cpu" or network.dtype != torch.float32:
             return found
@@ -97,7 +98,7 @@ class Precision:
         return Precision("medium") if is_wide and is_amd() and medium_is_exact() else found
 
     def contexts(self, model: LanguageModel, *, untried: bool) -> tuple[Half, Half]:
-        """Return the contexts of the two halves of a pass, which change nothing if products are exact.
+        """Return the contexts of the two halves of a pass.
 
         Raises:
             ConfigError: the model is ``untried``, and its code cannot compute in mixed precision.
@@ -145,7 +146,7 @@ class Precision:
             return f"{EXACT}: this CPU has no bfloat16 instructions, so matmul_precision and autocast change nothing here"
         medium, half = INSTRUCTIONS[name]
         kept = "" if name == "amx_bf16" else " (exact here)"
-        wide = f"; the lower numbers are for models with a width of at least {LEAST_HIDDEN}" if kept and is_amd() else ""
+        wide = f"; medium changes nothing for models with a width of at least {LEAST_HIDDEN}" if kept and is_amd() else ""
         return (
             f"{self}; with {name} of this CPU, exact products take about {medium} times as long as those of "
             f"backend.matmul_precision=medium{kept}, and {half} times as long as those of backend.autocast=bfloat16{wide}"
@@ -156,7 +157,7 @@ DEFAULT = Precision()
 
 
 def sampling_precision(model: LanguageModel, num_tokens: int) -> AbstractContextManager[None]:
-    """Context of a forward pass of ``num_tokens`` tokens in sampling: exact products, in the faster way."""
+    """Context of a forward pass of ``num_tokens`` tokens in sampling: exact products, by the faster library."""
     found = DEFAULT.used(model.network, model.device) if num_tokens >= LEAST_TOKENS else DEFAULT
     return contextlib.nullcontext() if found == DEFAULT else found.backward()
 
