@@ -116,9 +116,8 @@ def estimate(
     Raises:
         BackendError: the model's configuration cannot be loaded.
     """
-    network = _network(config, checkpointing=checkpointing)
+    network, tokens = _network(config, checkpointing=checkpointing), rows * width
     used = precision.used(network, torch.device("cpu" if cpu else "cuda"))
-    tokens = rows * width
     with FakeTensorMode(allow_non_fake_inputs=True), _substitutes(cpu=cpu), _LiveBytes() as alive:
         network.to_empty(device="cpu")
         # to_empty has given tied parameters separate tensors.
@@ -176,7 +175,7 @@ def _substitutes(*, cpu: bool) -> Iterator[None]:
     bfloat16; shapes and operations are the same. Without ``cpu``, attention is that of a GPU.
     """
     with ExitStack() as stack:
-        replaced: list[tuple[object, str]] = [(moe, "_can_use_grouped_mm"), *([] if cpu else [(attention, "_is_reduced")])]
+        replaced: list[tuple[object, str]] = [(moe, "_can_use_grouped_mm"), *([] if cpu else [(attention, "_is_precision_set")])]
         for module, name in replaced:
             stack.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, lambda *_: False)
