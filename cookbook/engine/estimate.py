@@ -175,7 +175,8 @@ def _substitutes(*, cpu: bool) -> Iterator[None]:
     bfloat16; shapes and operations are the same. Without ``cpu``, attention is that of a GPU.
     """
     with ExitStack() as stack:
-        replaced: list[tuple[object, str]] = [(moe, "_can_use_grouped_mm"), *([] if cpu else [(attention, "_is_precision_set")])]
+        replaced: list[tuple[object, str]] = [(moe, "_can_use_grouped_mm")]
+        replaced += [] if cpu else [(attention, "_is_precision_set")]
         for module, name in replaced:
             stack.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, lambda *_: False)
