@@ -208,6 +208,24 @@ def test_wide_models_are_computed_by_onednn_if_its_products_are_exact(make_engin
     assert set(seen) == {"highest"}
 
 
+@needs_instructions
+@pytest.mark.parametrize("options", [{}, {"precision": MEDIUM}, {"precision": MIXED}, {"dtype": "bfloat16"}], ids=str)
+def test_an_error_in_attentions_part_of_the_backward_pass_leaves_nothing_set(make_engine, monkeypatch, options):
+    def fails(*_: object) -> None:
+        # As in a part that runs at medium precision, and ends before it switches back.
+        torch.set_float32_matmul_precision("medium")
+        raise ZeroDivisionError
+
+    engine = make_engine(**options)
+    gradient(engine, tiny.datums(4))
+    monkeypatch.setattr("cookbook.engine.attention._is_precision_set", lambda _: True)
+    monkeypatch.setattr("cookbook.engine.attention.multiplies_half", lambda *_: False)
+    monkeypatch.setattr("cookbook.engine.precision.attention._SwitchedBack.backward", fails)
+    with pytest.raises(ZeroDivisionError):
+        gradient(engine, tiny.datums(4))
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
 def test_rounded_products_are_not_taken_for_exact(monkeypatch):
     if instructions() == "avx512_bf16":
         assert medium_is_exact.__wrapped__()
@@ -226,7 +244,7 @@ def test_other_dtypes_do_not_take_products_of_wide_models(make_engine, monkeypat
     network = make_engine(dtype=dtype).model.network
     assert DEFAULT.used(network, torch.device("cpu")) == DEFAULT
     assert DEFAULT.used(network.float(), torch.device("cuda")) == DEFAULT
-    assert DEFAULT.used(network, torch.device("cpu")) == MEDIUM
+    assert [one.used(network, torch.device("cpu")) for one in (DEFAULT, Precision("high"), MIXED)] == [MEDIUM, MEDIUM, MIXED]
 
 
 def test_a_cpu_without_the_instructions_computes_as_by_default(make_engine, monkeypatch, caplog):

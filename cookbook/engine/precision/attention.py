@@ -70,7 +70,7 @@ class _Switched(torch.autograd.Function):
 
 
 class _SwitchedBack(torch.autograd.Function):
-    """Identity at the start of the part, where its backward pass ends. After an error, the pass does this."""
+    """Identity at the start of the part, where its backward pass ends. After an error, :func:`restored` does."""
 
     @staticmethod
     def forward(ctx: Any, switch: _Switch, *operands: Tensor) -> tuple[Tensor, ...]:

@@ -3,9 +3,9 @@
 Only passes of an engine run in a reduced precision. Trials at load, probes and sampling compute exactly: a rounding of 0.4%
 would look like a fast path that fails.
 
-Exact products on a CPU are MKL's, or oneDNN's on an AMD CPU with AVX-512, which MKL does not use there. torch calls oneDNN for
-products at medium precision, and without AMX oneDNN does not round their operands. So wide models are trained and sampled at
-medium precision there.
+Exact products on a CPU are MKL's, or oneDNN's on an AMD CPU with AVX512-BF16: MKL does not use AVX-512 there. torch calls
+oneDNN for products at medium precision, and without AMX oneDNN does not round their operands. So torch is set to medium for the
+training and sampling of wide models there, and their products are still exact.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ Half = Callable[[], AbstractContextManager[None]]
 EXACT = "highest"
 MATMULS = (EXACT, "high", "medium")
 AUTOCASTS = {"bfloat16": torch.bfloat16}
-# Instructions that multiply bfloat16, as torch.cpu.get_capabilities names them, and how many times faster than exact products
-# those at medium and those of bfloat16 are, on one thread: amx_bf16 on a Xeon, avx512_bf16 on two generations of EPYC. With the
-# latter, products at medium are exact too, and the lower numbers are for models whose exact products are also those of oneDNN.
-INSTRUCTIONS = {"amx_bf16": ("4", "7"), "avx512_bf16": ("1 to 2.2", "2 to 4.5")}
+# Instructions that multiply bfloat16, as torch.cpu.get_capabilities names them, and how many times as fast as exact products
+# those at medium and those of bfloat16 are, on one thread: amx_bf16 on a Xeon, avx512_bf16 on two generations of EPYC.
+INSTRUCTIONS = {"amx_bf16": ("4", "7"), "avx512_bf16": ("1.2 to 2.2", "2 to 4.5")}
 # Least width of a model, and least tokens of a sampler's forward pass, for exact products by oneDNN. From 32 tokens and weights
 # of 256 x 256 on, a product takes 0.44 to 0.8 of the time of MKL's (EPYC of family 26); with few tokens it takes more. oneDNN
 # compiles a product for every new shape: GRPO takes 0.83 of the time at a width of 256, and 1.1 with the shipped model, at 128.
@@ -90,9 +89,9 @@ class Precision:
         return self if device.type != "cpu" or instructions() else DEFAULT
 
     def used(self, network: PreTrainedModel, device: torch.device) -> Precision:
-        """Return the precision to set in torch: as :meth:`on`, or medium if that is exact here, and faster."""
+        """Return the precision to set in torch: that of :meth:`on`, or medium if that is exact and faster here."""
         found = self.on(device)
-        if found != DEFAULT or device.type != "cpu" or network.dtype != torch.float32:
+        if found.autocast or device.type != "cpu" or network.dtype != torch.float32:
             return found
         is_wide = getattr(network.config.get_text_config(), "hidden_size", 0) >= LEAST_HIDDEN
         return Precision("medium") if is_wide and is_amd() and medium_is_exact() else found
@@ -108,7 +107,8 @@ class Precision:
             model.log_once("precision", f"products are exact, not {self}: this CPU has no bfloat16 instructions")
         found = self.used(model.network, model.device)
         if found == DEFAULT:
-            return contextlib.nullcontext, contextlib.nullcontext
+            # Attention of 16-bit weights has a precision of its own, and an error may end its part of the backward pass early.
+            return contextlib.nullcontext, restored
         if found.autocast and untried:
             try:
                 with torch.no_grad(), trial(), found.forward(model.device):
@@ -130,12 +130,9 @@ class Precision:
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
         """Context of the backward half. Mixed precision needs none: gradients have the dtypes of the forward half."""
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision(self.matmul)
-        try:
+        with restored():
+            torch.set_float32_matmul_precision(self.matmul)
             yield
-        finally:
-            torch.set_float32_matmul_precision(before)
 
     def described(self, device: torch.device) -> str:
         """Describe the precision, and the gain of the others on ``device`` by its instructions."""
@@ -145,15 +142,25 @@ class Precision:
         if name is None:
             return f"{EXACT}: this CPU has no bfloat16 instructions, so matmul_precision and autocast change nothing here"
         medium, half = INSTRUCTIONS[name]
-        kept = "" if name == "amx_bf16" else " (exact here)"
-        wide = f"; medium changes nothing for models with a width of at least {LEAST_HIDDEN}" if kept and is_amd() else ""
+        only = f"; only with float32 weights and a width below {LEAST_HIDDEN}" if is_amd() else ""
+        note = "" if name == "amx_bf16" else f" (also exactly{only})"
         return (
-            f"{self}; with {name} of this CPU, exact products take about {medium} times as long as those of "
-            f"backend.matmul_precision=medium{kept}, and {half} times as long as those of backend.autocast=bfloat16{wide}"
+            f"{self}; with {name} of this CPU, backend.autocast=bfloat16 multiplies about {half} times as fast as exactly, "
+            f"and backend.matmul_precision=medium {medium} times{note}"
         )
 
 
 DEFAULT = Precision()
+
+
+@contextlib.contextmanager
+def restored() -> Iterator[None]:
+    """Context that restores torch's precision at its end."""
+    before = torch.get_float32_matmul_precision()
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def sampling_precision(model: LanguageModel, num_tokens: int) -> AbstractContextManager[None]:
