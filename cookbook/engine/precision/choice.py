@@ -3,9 +3,9 @@
 Only passes of an engine run in a reduced precision. Trials at load, probes and sampling compute exactly: a rounding of 0.4%
 would look like a fast path that fails.
 
-Exact products on a CPU are MKL's, or oneDNN's on an AMD CPU with AVX512-BF16: MKL does not use AVX-512 there. torch calls
-oneDNN for products at medium precision, and without AMX oneDNN does not round their operands. So torch is set to medium for the
-training and sampling of wide models there, and their products are still exact.
+Exact products on a CPU are computed by MKL, which does not use AVX-512 on AMD's CPUs. torch calls oneDNN for products at medium
+precision, and without AMX oneDNN does not round their operands. So on an AMD CPU with AVX512-BF16, wide models are trained and
+sampled with torch set to medium, and their products are still exact.
 """
 
 from __future__ import annotations
@@ -178,6 +178,7 @@ def instructions() -> str | None:
 
 @functools.cache
 def is_amd() -> bool:
+    """Whether the CPU is one of AMD."""
     return str(torch.cpu.get_capabilities().get("cpu_name")).startswith("AMD")
 
 
