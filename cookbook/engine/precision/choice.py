@@ -108,7 +108,7 @@ class Precision:
         found = self.used(model.network, model.device)
         if found == DEFAULT:
             # Attention of 16-bit weights has a precision of its own, and an error may end its part of the backward pass early.
-            return contextlib.nullcontext, restored
+            return contextlib.nullcontext, contextlib.nullcontext if model.config.dtype == "float32" else restored
         if found.autocast and untried:
             try:
                 with torch.no_grad(), trial(), found.forward(model.device):
