@@ -357,7 +357,7 @@ class WeightSyncer(Protocol):
 
 
 class Reference(Protocol):
-    """The weights the run started from, frozen."""
+    """Frozen weights: those the run started from, or a teacher's."""
 
     def logprobs(self, data: Sequence[Datum]) -> Future[list[Array]]:
         """Compute a float32 array of shape ``(T,)`` per datum."""

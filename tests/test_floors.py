@@ -61,7 +61,7 @@ ORDER = {
         "evaluation",
         "episodes",
         "environments lm_eval_tasks rewards",
-        "advantages trajectory workers",
+        "advantages teacher trajectory workers",
     ],
     "deployments": ["vllm", "embedded weight_sync"],
     "deployments.vllm": [

@@ -17,7 +17,7 @@ from cookbook.config.nodes import build
 from cookbook.utils.suggest import did_you_mean_key
 
 pytestmark = pytest.mark.usefixtures("here")
-RECIPES = ("sft", "dpo", "orpo", "grpo")
+RECIPES = ("sft", "dpo", "orpo", "grpo", "distill")
 OWN = "your own needs _target_: write {}='{{_target_: package.module.Class}}' with its settings"
 SAMPLE = "7"  # a value where the table converts any
 

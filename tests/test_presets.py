@@ -21,7 +21,7 @@ from cookbook.utils import paths
 
 pytestmark = pytest.mark.usefixtures("here")
 
-RECIPES = ("sft", "grpo", "dpo", "orpo")
+RECIPES = ("sft", "grpo", "dpo", "orpo", "distill")
 CONSTANT, LINEAR = "cookbook.config.optim.Constant", "cookbook.config.optim.Linear"
 # What the commands `cookbook train recipe=...` and `make train` run, as on commit 700e00b.
 TINY = {"model.dtype": "float32", "model.lora_rank": 0, "rollout.max_tokens": 16, "eval.max_tokens": 16, "eval.limit": 200}
@@ -44,6 +44,11 @@ DEMO: dict[str, dict[str, Any]] = {
         **TINY, **PAIRS, "model.random": False, "optim.lr": 3e-4, "schedule._target_": CONSTANT, "schedule.warmup_ratio": None,
         "eval.every": 20,
     },
+    "distill": {
+        **TINY, "model.random": False, "recipe.steps": 20, "recipe.prompts_per_step": 32, "recipe.group_size": 4,
+        "optim.lr": 2e-4, "schedule._target_": CONSTANT, "schedule.warmup_steps": 0, "schedule.warmup_ratio": None,
+        "eval.every": 5,
+    },
 }  # fmt: skip
 LONG = {"rollout.max_tokens": 512, "eval.max_tokens": 512, "schedule.warmup_steps": 0}
 EPOCHS = {**LONG, "recipe.batch_size": 32, "eval.every": 100}
@@ -56,10 +61,15 @@ REAL: dict[str, dict[str, Any]] = {
     },
     "dpo": {**EPOCHS, "recipe.epochs": 1, "optim.lr": 1e-6, "schedule.warmup_ratio": 0.1},
     "orpo": {**EPOCHS, "recipe.epochs": 1, "optim.lr": 1e-6, "schedule.warmup_ratio": 0.1},
+    "distill": {
+        **LONG, "recipe.steps": 200, "recipe.prompts_per_step": 32, "optim.lr": 1e-5, "schedule.warmup_ratio": None,
+        "eval.every": 20,
+    },
 }  # fmt: skip
 SHIPPED = {  # model and data that the demo's values are for
     "sft": {("tiny_random", "arithmetic_chat"), ("tiny", "arithmetic_chat")},
     "grpo": {("tiny", "arithmetic")},
+    "distill": {("tiny", "arithmetic")},
     "dpo": {("tiny", "arithmetic_pairs")},
     "orpo": {("tiny", "arithmetic_pairs")},
 }

@@ -16,7 +16,8 @@ from cookbook.data.render import TextStream
 from cookbook.engine.model import ModelConfig
 from cookbook.errors import CheckpointError, ConfigError, CookbookError, DataError
 from cookbook.run import folder as run_folder
-from cookbook.run.builder import collect_garbage_from_here, sampling_target
+from cookbook.run.builder import collect_garbage_from_here
+from cookbook.run.folder import sampling_target
 from cookbook.types import SamplingParams
 
 COMMANDS = {

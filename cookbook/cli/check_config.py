@@ -82,7 +82,8 @@ def plan(cfg: DictConfig, overrides: list[str]) -> list[tuple[str, str]]:
         ("loss", f"{typed.loss.name}, {type(typed.loss).__module__}.{type(typed.loss).__qualname__}: {described(typed.loss)}"),
         ("reward", _reward(typed)),
         ("rollout", completions if kind == "rollouts" else ""),
-        ("reference", NEEDS_REFERENCE if typed.loss.needs_reference else ""),
+        ("teacher", _teacher(typed) if typed.has_teacher else ""),
+        ("reference", NEEDS_REFERENCE if typed.loss.needs_reference and not typed.has_teacher else ""),
         ("optimizer", _optimizer(typed)),
         ("precision", precision(typed.backend)),
         ("steps", _steps(asdict(typed.recipe), rows)),
@@ -137,6 +138,11 @@ def _reward(typed: Settings) -> str:
     if typed.env is None:
         return own
     return f"the environment's{f'; if it gives none, {own}' if own else ''}"
+
+
+def _teacher(typed: Settings) -> str:
+    name, url = typed.recipe.teacher, typed.recipe.teacher_url
+    return f"{name}{f' at {url}' if url else ''} grades every sampled token; frozen"
 
 
 def _optimizer(typed: Settings) -> str:

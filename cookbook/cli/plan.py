@@ -18,11 +18,12 @@ from cookbook.engine.estimate import Estimate, estimate
 from cookbook.engine.memory import free_bytes, shortage_of
 from cookbook.engine.model import AUTO, load_tokenizer
 from cookbook.engine.precision import DEFAULT
+from cookbook.engine.shape import Shape
 from cookbook.errors import ConfigError
 from cookbook.jobs.backend import JobBackend
 from cookbook.losses.base import Scope
 from cookbook.protocols import PlannedBackend, PrecisionBackend, RankBackend
-from cookbook.run.preflight import RENDERED_ROWS
+from cookbook.run.preflight import RENDERED_ROWS, teacher_shape
 from cookbook.run.settings import Settings, settings
 from cookbook.sampling.environments import AgentEnvironment, EnvironmentConfig, numbered_rows, prompts
 from cookbook.sampling.environments.check import turn_tokens
@@ -79,18 +80,19 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
         step_tokens=shape.tokens,
         interleaved=interleaved,
         retain_bytes=int(backend.retain_gb * (1 << 30)),
-        reference=typed.loss.needs_reference,
+        reference=typed.loss.needs_reference and not typed.has_teacher,
         cpu=cpu,
         optimizer=backend.optimizer,
         precision=backend.precision if isinstance(backend, PrecisionBackend) else DEFAULT,
     )
-    needs = of_step(checkpointing=bool(backend.recomputes))
+    teacher = teacher_shape(typed)
+    needs = _with_teacher(of_step(checkpointing=bool(backend.recomputes)), teacher)
     recomputed = "yes: as configured" if backend.recomputes else NOT_RECOMPUTED
     if backend.recomputes is None and needs.recomputable:
         if device is None:
             recomputed = "if memory is short on the trainer's machine; this estimate keeps them"
         elif why := _shortage(needs, pass_tokens, device):
-            needs, recomputed = of_step(checkpointing=True), f"yes: {why}"
+            needs, recomputed = _with_teacher(of_step(checkpointing=True), teacher), f"yes: {why}"
     if device is None:
         place = (
             "machine",
@@ -100,6 +102,11 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
         place = ("precision", precision(backend))
     lines = [*_lines(needs, shape, backend.optimizer, recomputed), place, *_ranks(needs, typed)]
     tables.facts(lines, table=sys.stdout.isatty())
+
+
+def _with_teacher(needs: Estimate, teacher: Shape | None) -> Estimate:
+    """Return the estimate with a teacher as the frozen reference."""
+    return needs if teacher is None else replace(needs, reference=teacher.weight_bytes)
 
 
 def _shortage(needs: Estimate, pass_tokens: int, device: torch.device) -> str | None:
@@ -169,7 +176,7 @@ def _lines(needs: Estimate, shape: StepShape, optimizer: str, recomputed: str) -
         ("weights", _size(needs.weights)),
         ("gradients", _size(needs.gradients)),
         ("optimizer", f"{_size(needs.moments)}, {optimizer}"),
-        ("reference", f"{_size(needs.reference)}, a frozen copy" if needs.reference else ""),
+        ("reference", f"{_size(needs.reference)}, frozen" if needs.reference else ""),
         ("activations", f"{_size(needs.temporary)} at the worst moment of the backward pass"),
         ("recomputed", recomputed),
         ("allocator", f"{_size(needs.allocator)} of freed blocks that the C library keeps"),

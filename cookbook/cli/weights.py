@@ -16,7 +16,7 @@ from cookbook.checkpoints import card, inventory, manifest, sampler_checkpoints,
 from cookbook.checkpoints.inventory import CheckpointEntry
 from cookbook.errors import CheckpointError, ConfigError
 from cookbook.run import folder as run_folder
-from cookbook.run.builder import sampling_target
+from cookbook.run.folder import sampling_target
 from cookbook.types import Checkpoint
 from cookbook.utils import files, hub, packages, tables
 

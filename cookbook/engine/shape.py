@@ -27,10 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shape:
-    """Properties of a model that are known without its weights. ``max_length``: context length in tokens; None: unknown."""
+    """Properties of a model that are known without its weights.
+
+    ``max_length``: context length in tokens; None: unknown. ``weight_bytes``: size of the weights in memory; 0: unknown.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     max_length: int | None
+    weight_bytes: int = 0
 
 
 def shape_of(config: ModelConfig, *, recompute: bool = False) -> Shape | None:
@@ -63,7 +67,8 @@ def shape_of(config: ModelConfig, *, recompute: bool = False) -> Shape | None:
         _refuse_missing_weights(folder)
     if recompute:
         recompute_activations(network, True)
-    return Shape(tokenizer, context_length(network.config, tokenizer))
+    weight_bytes = sum(parameter.nbytes for parameter in network.parameters())
+    return Shape(tokenizer, context_length(network.config, tokenizer), weight_bytes)
 
 
 def local_folder(config: ModelConfig) -> Path | None:

@@ -7,20 +7,22 @@ import functools
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 from omegaconf import DictConfig
 
 from cookbook import terminal
+from cookbook.backends.client_factory import ClientBackend, ClientTrainer
 from cookbook.backends.local import LocalConfig, LocalTrainer
-from cookbook.backends.remote import pointers
+from cookbook.backends.remote.config import RemoteConfig
 from cookbook.checkpoints import manifest, store
 from cookbook.checkpoints.schedule import Progress
 from cookbook.data import Renderer
-from cookbook.engine.model import ModelConfig
-from cookbook.errors import CheckpointError, ConfigError, CookbookError, HookError
-from cookbook.protocols import Deployment, Reward, Sampler, StartedBackend, Trainer
+from cookbook.engine.model import AUTO, ModelConfig
+from cookbook.errors import ConfigError, CookbookError, HookError
+from cookbook.protocols import Backend, Deployment, Reference, Reward, Sampler, StartedBackend, Trainer
 from cookbook.run import folder as run_folder
 from cookbook.run import preflight, report
 from cookbook.run.data import SplitRows
@@ -29,14 +31,14 @@ from cookbook.run.hooks import Status
 from cookbook.run.identity import Identity
 from cookbook.run.result import RunResult
 from cookbook.run.run import Origin, Run
-from cookbook.run.settings import checked
+from cookbook.run.settings import Settings, checked
 from cookbook.sampling.environments import AgentEnvironment, EnvironmentConfig, EnvironmentRunner, EpisodeRunner
 from cookbook.sampling.evaluation import Evaluator
 from cookbook.sampling.rewards import RewardRunner
 from cookbook.sampling.rollouts import PolicySampling
+from cookbook.sampling.teacher import Teacher
 from cookbook.terminal import warnings_shown
 from cookbook.types import JsonObject, SamplingParams
-from cookbook.utils.paths import packaged
 from cookbook.utils.signals import Interrupted
 
 
@@ -61,6 +63,7 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], JsonObje
         backend = typed.backend
         if isinstance(backend, StartedBackend):
             backend = stack.enter_context(backend.started(status.folder))
+        preflight.teacher_shape(typed)
         trainer = backend.make_trainer(typed.model, seed=typed.seed, folder=status.folder / "checkpoints")
         stack.push(functools.partial(_close, trainer))
         with terminal.doing("computing the digest of the weights"):
@@ -76,11 +79,11 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], JsonObje
         environment = stack.enter_context(environment_runner(typed.env, renderer))
         retrier = typed.rollout.retrier()
         evaluator = Evaluator(typed.eval, renderer, retrier, runner, stop, typed.seed, rows.refusals, environment)
-        # The reference is a copy of the weights that the run started from, before a checkpoint is loaded over them.
-        with terminal.doing("copying the reference weights"):
-            reference = trainer.reference() if typed.loss.needs_reference else None
+        reference = _reference(typed, trainer, identity, status.folder / "teacher", stack)
         origin, sampler = _resumed(status.folder, resume_from, rows, trainer, deployment)
-        sampling = PolicySampling(deployment, typed.weight_sync.every, typed.rollout, evaluator, sampler)
+        sampling = PolicySampling(
+            deployment, typed.weight_sync.every, typed.rollout, evaluator, sampler, needs_reward=not typed.has_teacher
+        )
         run = Run(cfg.recipe.name, rows, trainer, reference, sampling, status, origin)
         run.recorder.keep_until(run.first_step if resume_from else -1)
         # The previous process may have been killed between saving and deleting.
@@ -150,6 +153,62 @@ def collect_garbage_from_here() -> None:
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
+
+
+def _reference(
+    typed: Settings, trainer: Trainer, identity: Identity, folder: Path, stack: contextlib.ExitStack
+) -> Reference | None:
+    """Return the teacher, or a copy of the weights that the run starts from if the loss reads one; None: neither.
+
+    Raises:
+        ConfigError: the teacher has another tokenizer.
+        CookbookError: the teacher cannot be loaded.
+    """
+    if not typed.has_teacher:
+        with terminal.doing("copying the reference weights"):
+            return trainer.reference() if typed.loss.needs_reference else None
+    with terminal.doing("loading the teacher"), _named_as_teacher(typed.recipe.teacher_url):
+        teacher, sampler = _teacher(typed.recipe.teacher, typed.recipe.teacher_url, typed.backend, folder, stack)
+        preflight.compare_vocabularies(typed, trainer.tokenizer, teacher.tokenizer)
+        if (weights := teacher.digests().get("weights")) is not None:
+            identity.measured("teacher", weights)
+    return Teacher(sampler)
+
+
+def _teacher(
+    name: str, url: str | None, backend: Backend, folder: Path, stack: contextlib.ExitStack
+) -> tuple[ClientTrainer, Sampler]:
+    """Load the teacher where the model trains, or find it on the server at ``url``. Return it, and a sampler of its weights."""
+    if isinstance(backend, RemoteConfig):
+        backend = replace(backend, base_url=url or backend.base_url)
+    elif url is not None:
+        backend = RemoteConfig(url)
+    elif isinstance(backend, LocalConfig):
+        # Mixed precision is for training: it needs float32 weights.
+        backend = replace(backend, autocast=None)
+    if not isinstance(backend, ClientBackend):
+        raise ConfigError(f"backend: {type(backend).__name__} cannot load a teacher; set recipe.teacher_url")
+    clients = backend.clients(folder)
+    stack.callback(clients.close)
+    is_remote = isinstance(backend, RemoteConfig)
+    saved = name if is_remote and name.startswith("tinker://") else None
+    if saved is not None:
+        model = clients.saved_model(saved)
+    else:
+        model = clients.model(name, {}) if is_remote else clients.model(run_folder.sampling_target(name), {"dtype": AUTO})
+    teacher = clients.trainer(model, 0, set())
+    stack.callback(teacher.close)
+    return teacher, clients.sampler(teacher, saved)
+
+
+@contextlib.contextmanager
+def _named_as_teacher(url: str | None) -> Iterator[None]:
+    """Name the keys of the teacher in errors that name those of the model."""
+    try:
+        yield
+    except CookbookError as error:
+        text = str(error).replace("model.name", "recipe.teacher")
+        raise type(error)(text if url is None else text.replace("backend.base_url", "recipe.teacher_url")) from None
 
 
 def _close(trainer: Trainer, kind: object, error: BaseException | None, trace: object) -> None:
@@ -227,7 +286,7 @@ def sample(
     Raises:
         CookbookError: ``target`` has no weights, or the prompt does not fit the context.
     """
-    with contextlib.closing(LocalTrainer(ModelConfig(sampling_target(target)), LocalConfig())) as trainer:
+    with contextlib.closing(LocalTrainer(ModelConfig(run_folder.sampling_target(target)), LocalConfig())) as trainer:
         renderer = Renderer(trainer.tokenizer, trainer.max_length)
         chat = getattr(trainer.tokenizer, "chat_template", None)
         tokens = renderer.prompt_tokens([{"role": "user", "content": prompt}] if chat else prompt)
@@ -236,25 +295,3 @@ def sample(
         with terminal.doing("sampling"):
             response = trainer.live_sampler(0).result().sample(tokens, num_samples, params).result()
         return [renderer.text(sequence.tokens) for sequence in response.sequences]
-
-
-def sampling_target(target: str) -> str:
-    """Return the folder or hub id to load; for a run, its newest checkpoint.
-
-    Raises:
-        CheckpointError: the run has no checkpoint, or its weights are on a server.
-    """
-    folder = Path(target)
-    if (folder / run_folder.CONFIG).is_file():
-        checkpoint = store.newest(folder / "checkpoints")
-        if checkpoint is None:
-            raise CheckpointError(f"{target}: this run has no checkpoint yet; wait for one, or lower checkpoint.every")
-        if (server := manifest.read(checkpoint).get(pointers.SERVER)) is not None:
-            if (local := pointers.on_disk(server)) is not None:
-                return str(local)
-            raise CheckpointError(
-                f"{target}: the weights of its checkpoints are on the server at {server['url']}; fetch them with "
-                f"`tinker checkpoint download {server['path']}`, and sample from that folder"
-            )
-        return str(checkpoint)
-    return str(packaged("data") / "tiny") if target == "tiny" and not folder.exists() else target

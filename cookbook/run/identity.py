@@ -36,6 +36,7 @@ MEASURED, PRECISION = "measured", "precision"
 SUBJECTS = {
     "rows": "data: the digest of the training rows",
     "weights": "model.name: the digest of the initial weights",
+    "teacher": "recipe.teacher: the digest of its initial weights",
     "tokenizer": "model.name: the digest of its tokenizer",
     "chat_template": "model.chat_template: the digest of its text",
     PRECISION: "backend.matmul_precision and backend.autocast",

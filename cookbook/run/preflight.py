@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,16 +21,21 @@ from cookbook.checkpoints.snapshots import tokenizer_digests
 from cookbook.data import RejectedRows, Renderer
 from cookbook.data.datum_table import Batches
 from cookbook.data.row_view import answer_text, with_answer
+from cookbook.engine.model import AUTO, ModelConfig, with_dtype
 from cookbook.engine.optimizer import Adafactor
-from cookbook.engine.shape import is_adapter, num_parameters, shape_of
-from cookbook.errors import BadRowError, CookbookError, RolloutError
+from cookbook.engine.shape import Shape, is_adapter, num_parameters, shape_of
+from cookbook.errors import BadRowError, ConfigError, CookbookError, RolloutError
 from cookbook.protocols import OptimizerBackend, PlannedBackend
+from cookbook.run import folder as run_folder
 from cookbook.run.data import SPLITS, Split, SplitRows
 from cookbook.run.folder import check_steps
 from cookbook.run.identity import Identity
 from cookbook.run.settings import Settings
 from cookbook.sampling.rewards import RewardRunner
 from cookbook.types import JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger("cookbook")
 
@@ -78,6 +84,8 @@ def examine(typed: Settings, identity: Identity, folder: Path, done: int) -> tup
         for subject, digest in tokenizer_digests(shape.tokenizer).items():
             identity.measured(subject, digest)
         renderer = Renderer(shape.tokenizer, shape.max_length)
+        if (teacher := teacher_shape(typed)) is not None:
+            compare_vocabularies(typed, shape.tokenizer, teacher.tokenizer)
     # An environment decides how its rows are used, and whether the reward is.
     if typed.env is not None:
         kind = None
@@ -91,6 +99,30 @@ def examine(typed: Settings, identity: Identity, folder: Path, done: int) -> tup
     if (steps := planned_steps(typed, rows.counts.get("train"))) is not None:
         check_steps(folder, done, steps)
     return rows, renderer
+
+
+def teacher_shape(typed: Settings) -> Shape | None:
+    """Return the shape of a teacher that is loaded here; None without one, or if it would have to be downloaded first.
+
+    Raises:
+        ConfigError: the teacher is missing, or is not a model.
+    """
+    name = typed.recipe.teacher if typed.has_teacher and typed.recipe.teacher_url is None else None
+    if name is None or not isinstance(typed.backend, PlannedBackend):
+        return None
+    try:
+        return shape_of(with_dtype(ModelConfig(run_folder.sampling_target(name), dtype=AUTO)))
+    except CookbookError as error:
+        raise ConfigError(f"recipe.teacher: {str(error).removeprefix('model.name: ')}") from None
+
+
+def compare_vocabularies(typed: Settings, own: PreTrainedTokenizerBase, others: PreTrainedTokenizerBase) -> None:
+    """Raise ConfigError unless the teacher's tokenizer has the same tokens."""
+    if own.get_vocab() != others.get_vocab():
+        raise ConfigError(
+            f"recipe.teacher: {typed.recipe.teacher} has another tokenizer, so it cannot grade the model's tokens; choose a "
+            "teacher with the tokenizer of model.name"
+        )
 
 
 def planned_steps(typed: Settings, num_rows: int | None) -> int | None:

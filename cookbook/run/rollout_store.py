@@ -123,8 +123,9 @@ class RolloutStore:
 
     def _group(self, group: RolloutGroup, waiting: Mapping[tuple[int, ...], deque[TrainedDatum]]) -> Line:
         trajectories: list[Line] = []
-        for index, (trajectory, reward) in enumerate(zip(group.trajectories, group.rewards, strict=True)):
-            values: Line = {"reward": float(reward), "ended": trajectory.ended}
+        for index, trajectory in enumerate(group.trajectories):
+            values: Line = {"reward": float(group.rewards[index])} if group.rewards else {}
+            values["ended"] = trajectory.ended
             if parts := group.parts[index] if group.parts else {}:
                 values["parts"] = {name: float(part) for name, part in parts.items()}
             counts = {name: getattr(trajectory, name) for name in COUNTS}

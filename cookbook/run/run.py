@@ -133,6 +133,11 @@ class Run:
         return Progress(self.done, before.tokens + self._earlier_tokens, minutes)
 
     @property
+    def has_reward(self) -> bool:
+        """Whether completions are scored, by a reward or an environment."""
+        return self._sampling.evaluator.has_reward
+
+    @property
     def sampler(self) -> Sampler | None:
         """The sampler of the last weight sync that was due; None before the first."""
         return self._sampling.sampler

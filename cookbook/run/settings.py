@@ -70,6 +70,11 @@ class Settings:
         return self.env if self.env is not None and not self.env.contract.reads_rows else None
 
     @property
+    def has_teacher(self) -> bool:
+        """Whether the recipe has the key ``teacher``: it learns from a teacher, and a reward only measures."""
+        return hasattr(self.recipe, "teacher")
+
+    @property
     def data_kind(self) -> str | None:
         """The kind of data that the recipe learns from, a key of ``PROVIDES``; None if the recipe does not say."""
         return getattr(self.module, "DATA", None)
@@ -133,6 +138,8 @@ def checked(cfg: DictConfig, overrides: list[str]) -> Settings:
     _ = typed.env and typed.env.contract
     preflight(typed, typed.backend, typed.deployment, typed.reward, *typed.trackers, *typed.hooks)
     _check_ranks(typed)
+    if typed.has_teacher:
+        _check_teacher(typed)
     return typed
 
 
@@ -160,7 +167,7 @@ def _check_recipe(name: str, typed: Settings, *, trains: bool) -> None:
         raise ConfigError(f"recipes/{name}.py: DATA must be one of {', '.join(PROVIDES)}, got {kind!r}")
     if trains and typed.env is not None and kind != "rollouts":
         raise ConfigError(f"env: recipe={name} trains on {kind}, which no environment gives; choose recipe=grpo, or env=none")
-    if kind == "rollouts" and typed.reward is None and typed.env is None:
+    if kind == "rollouts" and typed.reward is None and typed.env is None and not typed.has_teacher:
         raise ConfigError(f"reward: recipe={name} learns from rewards; choose one, for example reward=number")
     if kind != "rollouts" and typed.data.curriculum is not None:
         raise ConfigError(f"data.curriculum: recipe={name} samples no prompts, so that they have no pass rate; remove the key")
@@ -170,6 +177,26 @@ def _check_recipe(name: str, typed: Settings, *, trains: bool) -> None:
     if (loss.scope is Scope.pair) != (kind == "preferences"):
         pairs = "compares pairs" if loss.scope is Scope.pair else "does not compare pairs"
         raise ConfigError(f"loss: {what} {pairs}; choose another loss (cookbook list losses)")
+
+
+def _check_teacher(typed: Settings) -> None:
+    """Raises ConfigError: a recipe with a teacher has none, or keys that do not suit one."""
+    name, url, rollout = typed.recipe.teacher, typed.recipe.teacher_url, typed.rollout
+    if not name:
+        raise ConfigError("recipe.teacher: missing; give a run, a checkpoint, a model folder or a hub id")
+    if rollout.temperature != 1:
+        raise ConfigError(
+            f"rollout.temperature: a teacher's logprobs are those at temperature 1, got {rollout.temperature:g}; remove the key"
+        )
+    if typed.reward is None and typed.env is None and (rollout.refill > 1 or typed.data.curriculum is not None):
+        key = "rollout.refill" if rollout.refill > 1 else "data.curriculum"
+        raise ConfigError(f"{key}: chooses prompts by their rewards, and there is no reward; choose one, or remove {key}")
+    backend = typed.backend
+    if url is None and (isinstance(backend, JobBackend) or (isinstance(backend, RankBackend) and backend.num_ranks > 1)):
+        raise ConfigError(
+            "recipe.teacher: a teacher is loaded into this process, and the model trains in others; serve the teacher with "
+            "`cookbook serve`, and set recipe.teacher_url to its address"
+        )
 
 
 def _check_streaming(typed: Settings) -> None:

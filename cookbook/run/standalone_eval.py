@@ -22,7 +22,7 @@ from cookbook.engine.model import ModelConfig
 from cookbook.errors import ConfigError
 from cookbook.protocols import Sampler
 from cookbook.run import folder as run_folder
-from cookbook.run.builder import collect_garbage_from_here, environment_runner, reward_runner, sampling_target
+from cookbook.run.builder import collect_garbage_from_here, environment_runner, reward_runner
 from cookbook.run.hooks import writing_to
 from cookbook.run.settings import Settings, preflight, settings
 from cookbook.sampling.environments import numbered_rows, prompts
@@ -55,12 +55,12 @@ def find(name: str) -> Target:
     """
     folder = Path(name)
     if (folder / run_folder.CONFIG).is_file():
-        checkpoint = Path(sampling_target(name))
+        checkpoint = Path(run_folder.sampling_target(name))
         return Target(str(checkpoint), folder, int(manifest.read(checkpoint)["step"]))
     run = folder.absolute().parent.parent
     if (folder / manifest.NAME).is_file() and (run / run_folder.CONFIG).is_file():
         return Target(name, folder.parent.parent, int(manifest.read(folder)["step"]))
-    return Target(sampling_target(name))
+    return Target(run_folder.sampling_target(name))
 
 
 @warnings_shown()

@@ -130,6 +130,11 @@ class Evaluator:
     refusals: RejectedRows | None = None
     environment: EpisodeRunner | None = None
 
+    @property
+    def has_reward(self) -> bool:
+        """Whether completions are scored, by a reward or an environment."""
+        return self.runner is not None or self.environment is not None
+
     def rewards(self, sampler: Sampler, prompts: Sequence[RenderedPrompt]) -> Evaluation:
         """Return ``eval/reward``, the mean reward, ``eval/accuracy``, the share of at least ``CORRECT``, and pass@k.
 
@@ -138,7 +143,7 @@ class Evaluator:
         Raises:
             ConfigError: there is no reward.
         """
-        if self.runner is None and self.environment is None:
+        if not self.has_reward:
             raise ConfigError("reward: no reward is chosen, and evaluation needs one; choose one, for example reward=number")
         episodes = Episodes(self.renderer, self.retrier, self.runner, self.environment)
         result, scores = self._sample(sampler, prompts, episodes, episodes.scores)

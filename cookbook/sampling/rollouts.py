@@ -229,11 +229,14 @@ class _StepSampling:
             del self.groups[index]
 
 
-def datums(groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float]]) -> list[Datum]:
-    """Return the datums of every group whose completions differ in reward. The others have zero advantages and no gradient."""
+def datums(groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float]] | None = None) -> list[Datum]:
+    """Return the datums of every group whose completions differ in reward. The others have zero advantages and no gradient.
+
+    Without ``advantages``: the datums of all groups, with advantages of 0, for a recipe that computes them per token.
+    """
     data: list[Datum] = []
-    for group, row in zip(groups, advantages, strict=True):
-        if any(row):
+    for group, row in zip(groups, advantages or [[0.0] * len(group.trajectories) for group in groups], strict=True):
+        if advantages is None or any(row):
             for trajectory, advantage in zip(group.trajectories, row, strict=True):
                 data.extend(
                     RowDatum(one.model_input, one.loss_fn_inputs, group.prompt.row.where, group.prompt.question)
@@ -247,22 +250,28 @@ def metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
     ``reward/std`` is over all completions. ``reward/group_std`` is the mean over groups of the standard deviation within a
     group (divisor G - 1, as in z-scored advantages), which TRL logs as ``reward_std``. ``reward/frac_groups_without_spread``
-    is the share of groups without a gradient, ``reward/part/NAME`` the mean of a named part. Lengths are in tokens;
-    ``rollout/truncated_frac`` is the share of completions that reached ``max_tokens``.
+    is the share of groups without a gradient, ``reward/part/NAME`` the mean of a named part. Without rewards these are
+    missing. Lengths are in tokens; ``rollout/truncated_frac`` is the share of completions that reached ``max_tokens``.
     """
-    rewards = np.array([group.rewards for group in groups])
     attempts = [trajectory for group in groups for trajectory in group.trajectories]
     lengths = np.array([attempt.num_sampled_tokens for attempt in attempts])
+    return {
+        **(_reward_metrics(groups) if groups[0].rewards else {}),
+        "rollout/completion_tokens_mean": float(lengths.mean()),
+        "rollout/completion_tokens_max": float(lengths.max()),
+        "rollout/truncated_frac": float(np.mean([attempt.is_truncated for attempt in attempts])),
+        "rollout/tokens": float(lengths.sum()),
+    }
+
+
+def _reward_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    rewards = np.array([group.rewards for group in groups])
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/group_std": float(rewards.std(axis=1, ddof=1).mean()) if rewards.shape[1] > 1 else 0.0,
         "reward/frac_groups_without_spread": float(groups_without_spread(rewards).mean()),
         **part_means([parts for group in groups for parts in group.parts], "reward/part/"),
-        "rollout/completion_tokens_mean": float(lengths.mean()),
-        "rollout/completion_tokens_max": float(lengths.max()),
-        "rollout/truncated_frac": float(np.mean([attempt.is_truncated for attempt in attempts])),
-        "rollout/tokens": float(lengths.sum()),
     }
 
 
@@ -297,7 +306,7 @@ def log_rows(groups: Sequence[RolloutGroup], count: int) -> list[JsonObject]:
             "row": group.prompt.row.where,
             "prompt": group.prompt.question or group.trajectories[i].opening,
             "completion": group.trajectories[i].text,
-            "reward": group.rewards[i],
+            **({"reward": group.rewards[i]} if group.rewards else {}),
             **({"parts": dict(group.parts[i])} if group.parts and group.parts[i] else {}),
             "stop_reason": group.trajectories[i].ended,
             **({"turns": group.trajectories[i].messages()} if len(group.trajectories[i].turns) > 1 else {}),
@@ -317,6 +326,7 @@ class PolicySampling:
         sync_every: optimizer steps between two weight syncs.
         evaluator: evaluates the same weights. Training shares its renderer, reward, seed and count of consecutive failures.
         sampler: of a resumed run, if the run was saved between two weight syncs.
+        needs_reward: whether the recipe learns from rewards. One with a teacher does not.
     """
 
     deployment: Deployment
@@ -324,6 +334,7 @@ class PolicySampling:
     config: RolloutConfig
     evaluator: Evaluator
     sampler: Sampler | None = None
+    needs_reward: bool = True
     on_sync: Callable[[Sampler], None] = lambda sampler: None
     sync_s: float = 0.0
 
@@ -348,10 +359,10 @@ class PolicySampling:
         """Sample ``group_size`` completions of every prompt, with their rewards, for the step after ``index`` steps.
 
         Raises:
-            ConfigError: the run has no reward.
+            ConfigError: the run has no reward, and ``needs_reward``.
         """
         one = self.evaluator
-        if one.runner is None and one.environment is None:
+        if self.needs_reward and one.runner is None and one.environment is None:
             raise ConfigError("reward: this recipe learns from rewards; choose one, for example reward=number")
         seed = one.seed * 1_000_003 + index
         return sample_groups(
