@@ -54,7 +54,7 @@ def copy_of_tiny(name: str, *without: str) -> Path:
     rest_slow(
         [
             ("optin.lr=1", "unknown key 'optin.lr'; write optim.lr=1"),
-            ("recipe.name=grop", "recipe.name: unknown recipe 'grop'. Did you mean 'grpo'? (choices: dpo, grpo, orpo, sft)"),
+            ("recipe.name=grop", "recipe.name: unknown recipe 'grop'. Did you mean 'grpo'? (choices: distill, dpo"),
             ("recipe.steps=2.5", "recipe.steps: expected a whole number, got 2.5"),
             (
                 "backend.optimizer=adafactor",
@@ -100,7 +100,7 @@ def copy_of_tiny(name: str, *without: str) -> Path:
                     "optim.lrr=1",
                     "unknown key 'optim.lrr'. Did you mean 'optim.lr'? (cookbook train --cfg job prints every key)",
                 ),
-                ("recipe=grop", "unknown recipe 'grop'. Did you mean 'grpo'? (choices: dpo, grpo, orpo, sft)"),
+                ("recipe=grop", "unknown recipe 'grop'. Did you mean 'grpo'? (choices: distill, dpo, grpo, orpo, sft)"),
                 ("loss._target_=cookbook.losses.GPRO", "loss._target_: 'cookbook.losses' has no 'GPRO'. Did you mean 'GRPO'?"),
                 ("optim.lr=fast", "optim.lr: expected a number, got 'fast'"),
                 ("recipe=sft recipe.steps=0", "recipe.steps must be at least 1, got 0"),

@@ -136,8 +136,8 @@ COMPOSED: dict[str, dict[str, object] | str] = {
     "train experiment=sft_chat": {"recipe.name": "sft", "model.random": False, "recipe.epochs": 4, "optim.lr": 1e-3},
     "train experiment=sft_distill": {"data.path": "teacher.jsonl", "model.random": False, "recipe.epochs": 4, "optim.lr": 1e-3},
     "train experiment=grpo_sums out=runs/teacher": DEMO,
-    "train recipe=sft model=tiny recipe.steps=200 out=runs/teacher": {"model.random": False, "recipe.steps": 200, "optim.lr": 3e-3},
-    "train recipe=distill recipe.teacher=runs/teacher": {"recipe.teacher": "runs/teacher", "recipe.steps": 20, "optim.lr": 2e-4},
+    "train recipe=sft model=tiny recipe.steps=200 out=runs/teacher": {"model.random": False, "recipe.steps": 200},
+    "train recipe=distill recipe.teacher=runs/teacher": {"recipe.teacher": "runs/teacher", "recipe.steps": 20},
     "train experiment=sft_tools": {"data.path": "calls.jsonl", "out": "runs/sft_tools", "recipe.epochs": 6, "optim.lr": 3e-3},
     "train experiment=grpo_tools": {
         "model.name": "runs/sft_tools/checkpoints/step-000378", "env.max_turns": 2, "recipe.steps": 40,
