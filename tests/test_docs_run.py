@@ -48,6 +48,7 @@ STANDS_FOR = {
     "RUN/config.yaml": "runs/mine/config.yaml",
     "runs/mine/checkpoints/step-000050": "CHECKPOINT",
     "/tmp/mine.html": "mine.html",
+    "recipe.teacher=runs/teacher": "recipe.teacher=runs/mine",
     # Two processes in place of eight GPUs.
     "backend.gpus=8": "backend.ranks=2",
     # The tasks of lm-eval with these names download their documents.
@@ -187,8 +188,8 @@ def words_of(command: str) -> list[str]:
         words += GSM8K if "data=gsm8k" in words else IFEVAL if "data=ifeval" in words else []
         words += ["--task-folder", "tasks"] if "--tasks" in words and "--task-folder" not in words else []
     if words[0] == "train" and "--cfg" not in words:
-        grpo = any("grpo" in word for word in words) or "--config" in words
-        words += ["recipe.prompts_per_step=4" if grpo else "recipe.batch_size=4"]
+        samples = any("grpo" in word or "distill" in word for word in words) or "--config" in words
+        words += ["recipe.prompts_per_step=4" if samples else "recipe.batch_size=4"]
         words += [] if "-m" in words else ["out=runs/new"]
         # A second for each rollout's process.
         words += ["recipe.group_size=2"] if "env=agent" in words else []
