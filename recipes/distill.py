@@ -1,8 +1,8 @@
 """On-policy distillation: sample answers from the model, and let a teacher grade every token of them.
 
-The student p learns on its own mistakes: it samples, and the advantage of token t is how much more likely the teacher f makes
-the token than the weights q that sampled it. Its mean is an estimate of the reverse KL divergence KL(q, f), with the sign
-changed; the loss is the policy gradient of that divergence, a sum over all sampled tokens:
+The student p samples answers. The advantage of token t is the teacher's logprob f minus the logprob q of the weights that
+sampled the token. The mean advantage is an estimate of the reverse KL divergence KL(q, f), with the sign changed; the loss is
+the policy gradient of that divergence, a sum over all sampled tokens:
 
     A_t = f_t - q_t                                                     (logprobs of the sampled token, at temperature 1)
     L   = sum_t -exp(p_t - q_t) A_t
@@ -14,6 +14,7 @@ Source: Agarwal et al., On-Policy Distillation of Language Models (arXiv:2306.13
 
 from dataclasses import dataclass
 
+from cookbook.errors import ConfigError
 from cookbook.run import Run
 from cookbook.sampling import rollouts
 from cookbook.sampling.evaluation import Evaluation
@@ -32,6 +33,10 @@ class Config:
     steps: int = 200
     prompts_per_step: int = 32
     group_size: int = 4
+
+    def __post_init__(self) -> None:
+        if self.group_size < 1:
+            raise ConfigError(f"recipe.group_size must be at least 1, got {self.group_size}")
 
 
 def train(run: Run) -> None:

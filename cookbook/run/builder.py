@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -167,21 +168,25 @@ def _reference(
     if not typed.has_teacher:
         with terminal.doing("copying the reference weights"):
             return trainer.reference() if typed.loss.needs_reference else None
-    with terminal.doing("loading the teacher"), _named_as_teacher(typed.recipe.teacher_url):
-        teacher, sampler = _teacher(typed.recipe.teacher, typed.recipe.teacher_url, typed.backend, folder, stack)
-        preflight.compare_vocabularies(typed, trainer.tokenizer, teacher.tokenizer)
-        if (weights := teacher.digests().get("weights")) is not None:
-            identity.measured("teacher", weights)
+    with terminal.doing("loading the teacher"):
+        with _named_as_teacher(typed.recipe.teacher_url):
+            teacher, sampler, digest = _teacher(typed.recipe.teacher, typed.recipe.teacher_url, typed.backend, folder, stack)
+            tokenizer = teacher.tokenizer
+        preflight.compare_vocabularies(typed, trainer.tokenizer, tokenizer)
+        if digest is not None:
+            identity.measured("teacher", digest)
     return Teacher(sampler)
 
 
 def _teacher(
     name: str, url: str | None, backend: Backend, folder: Path, stack: contextlib.ExitStack
-) -> tuple[ClientTrainer, Sampler]:
-    """Load the teacher where the model trains, or find it on the server at ``url``. Return it, and a sampler of its weights."""
-    if isinstance(backend, RemoteConfig):
-        backend = replace(backend, base_url=url or backend.base_url)
-    elif url is not None:
+) -> tuple[ClientTrainer, Sampler, str | None]:
+    """Load the teacher where the model trains, or find it on the server at ``url``.
+
+    Return it, a sampler of its weights, and their digest, None if the server states none.
+    """
+    if url is not None:
+        # Not with the key of the server that trains.
         backend = RemoteConfig(url)
     elif isinstance(backend, LocalConfig):
         # Mixed precision is for training: it needs float32 weights.
@@ -198,7 +203,12 @@ def _teacher(
         model = clients.model(name, {}) if is_remote else clients.model(run_folder.sampling_target(name), {"dtype": AUTO})
     teacher = clients.trainer(model, 0, set())
     stack.callback(teacher.close)
-    return teacher, clients.sampler(teacher, saved)
+    digest = teacher.digests().get("weights")
+    adapter = Path(model.name) / "adapter_model.safetensors"
+    if digest is not None and not is_remote and adapter.is_file():
+        # The digest of a model leaves adapters out.
+        digest += hashlib.sha256(adapter.read_bytes()).hexdigest()[:16]
+    return teacher, clients.sampler(teacher, saved), digest
 
 
 @contextlib.contextmanager

@@ -20,7 +20,8 @@ log = logging.getLogger("cookbook")
 # Groups of the configuration that belong to the identity, and the fields of a group that do not.
 GROUPS: Mapping[str, frozenset[str]] = {
     # batches[i] does not depend on how many batches follow.
-    "recipe": frozenset({"steps", "epochs"}),
+    # A teacher's digest is compared, and its server may move.
+    "recipe": frozenset({"steps", "epochs", "teacher_url"}),
     "seed": frozenset(),
     "model": frozenset(),
     "loss": frozenset(),
@@ -36,7 +37,7 @@ MEASURED, PRECISION = "measured", "precision"
 SUBJECTS = {
     "rows": "data: the digest of the training rows",
     "weights": "model.name: the digest of the initial weights",
-    "teacher": "recipe.teacher: the digest of its initial weights",
+    "teacher": "recipe.teacher: the digest of its weights",
     "tokenizer": "model.name: the digest of its tokenizer",
     "chat_template": "model.chat_template: the digest of its text",
     PRECISION: "backend.matmul_precision and backend.autocast",

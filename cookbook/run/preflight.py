@@ -48,6 +48,8 @@ PERCENTILE = 95
 # Learning rates of full training that TRL 1.16 uses for models of hundreds of millions of parameters and more. An adapter takes
 # ten times as much: Schulman et al. 2025, "LoRA Without Regret".
 RATES = {"conversations": ("SFT", 2e-5), "preferences": ("preference training", 1e-6), "rollouts": ("RL", 1e-6)}
+# The rate of the Fireworks cookbook.
+DISTILLATION = ("distillation", 1e-5)
 OF_ADAPTERS = 10.0
 FAR_ABOVE = 10.0
 # A narrower model takes a larger rate: the shipped model of 0.6M parameters learns best at 1e-4 to 3e-3. Published recipes for
@@ -216,7 +218,7 @@ def _batch(typed: Settings, rows: SplitRows) -> Iterator[str]:
 
 
 def _learning_rate(typed: Settings, kind: str) -> Iterator[str]:
-    training, rate = RATES[kind]
+    training, rate = DISTILLATION if typed.has_teacher else RATES[kind]
     adapter = is_adapter(typed.model)
     rate *= OF_ADAPTERS if adapter else 1.0
     lr, usual = typed.optim.lr, f"{rate:g}".replace("e-0", "e-")

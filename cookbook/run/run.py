@@ -240,7 +240,7 @@ class Run:
         return update
 
     def with_reference(self, data: Sequence[Datum]) -> Sequence[Datum]:
-        """Return ``data`` with ``reference_logprobs``, if the loss reads them and ``data`` lacks them."""
+        """Return ``data`` with ``reference_logprobs``, if the run has a reference or a teacher and ``data`` lacks them."""
         if not data or self.reference is None or "reference_logprobs" in data[0].loss_fn_inputs:
             return data
         with terminal.doing("computing reference logprobs"):

@@ -27,6 +27,7 @@ from cookbook.protocols import (
     Backend,
     DeploymentConfig,
     OptimizerBackend,
+    PlannedBackend,
     Preflight,
     RankBackend,
     Reward,
@@ -71,8 +72,8 @@ class Settings:
 
     @property
     def has_teacher(self) -> bool:
-        """Whether the recipe has the key ``teacher``: it learns from a teacher, and a reward only measures."""
-        return hasattr(self.recipe, "teacher")
+        """Whether the recipe has the keys of a teacher: it learns from the teacher, and a reward only measures."""
+        return hasattr(self.recipe, "teacher") and hasattr(self.recipe, "teacher_url")
 
     @property
     def data_kind(self) -> str | None:
@@ -186,11 +187,20 @@ def _check_teacher(typed: Settings) -> None:
         raise ConfigError("recipe.teacher: missing; give a run, a checkpoint, a model folder or a hub id")
     if rollout.temperature != 1:
         raise ConfigError(
-            f"rollout.temperature: a teacher's logprobs are those at temperature 1, got {rollout.temperature:g}; remove the key"
+            f"rollout.temperature: a teacher computes logprobs at temperature 1, got {rollout.temperature:g}; remove the key"
         )
-    if typed.reward is None and typed.env is None and (rollout.refill > 1 or typed.data.curriculum is not None):
-        key = "rollout.refill" if rollout.refill > 1 else "data.curriculum"
-        raise ConfigError(f"{key}: chooses prompts by their rewards, and there is no reward; choose one, or remove {key}")
+    if rollout.refill > 1:
+        raise ConfigError(
+            "rollout.refill: replaces groups whose rewards are equal, and with a teacher these teach as much; remove the key"
+        )
+    if typed.reward is None and typed.env is None and typed.data.curriculum is not None:
+        raise ConfigError(
+            "data.curriculum: chooses prompts by their rewards, and there is no reward; choose one, or remove the key"
+        )
+    if url is not None and not url.startswith(("http://", "https://")):
+        raise ConfigError(f"recipe.teacher_url: expected http://host:port or https://..., got {url!r}")
+    if url is None and name.startswith("tinker://") and isinstance(typed.backend, PlannedBackend):
+        raise ConfigError(f"recipe.teacher: {name} is a checkpoint on a server; set recipe.teacher_url to the server's address")
     backend = typed.backend
     if url is None and (isinstance(backend, JobBackend) or (isinstance(backend, RankBackend) and backend.num_ranks > 1)):
         raise ConfigError(

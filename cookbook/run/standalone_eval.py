@@ -167,7 +167,8 @@ def _evaluation(typed: Settings, evaluator: Evaluator, sampler: Sampler, rows: S
     renderer, refusals = evaluator.renderer, evaluator.refusals
     if typed.env is not None:
         return evaluator.rewards(sampler, prompts(typed.env, rows, renderer, typed.data, refusals))
-    if evaluator.runner is not None:
+    # Without a reward, this refuses rollouts.
+    if evaluator.runner is not None or typed.has_teacher:
         return evaluator.rewards(sampler, datums.prompts(rows, renderer, typed.data, typed.eval.max_tokens, refusals))
     if typed.data_kind == "preferences":
         data = datums.preference_datums(rows, renderer, typed.data, refusals)[::2]

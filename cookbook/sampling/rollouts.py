@@ -326,7 +326,7 @@ class PolicySampling:
         sync_every: optimizer steps between two weight syncs.
         evaluator: evaluates the same weights. Training shares its renderer, reward, seed and count of consecutive failures.
         sampler: of a resumed run, if the run was saved between two weight syncs.
-        needs_reward: whether the recipe learns from rewards. One with a teacher does not.
+        needs_reward: whether the recipe learns from rewards. A recipe with a teacher does not.
     """
 
     deployment: Deployment

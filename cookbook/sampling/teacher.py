@@ -29,7 +29,10 @@ class Teacher:
         rows = [[*datum.model_input.to_ints(), int(datum.loss_fn_inputs["target_tokens"].to_numpy()[-1])] for datum in data]
         pending = [self.sampler.compute_logprobs(row) for row in rows]
         # Nothing predicts the first token.
-        return done([np.asarray(one.result()[1:], dtype=np.float32) for one in pending])
+        try:
+            return done([np.asarray(one.result()[1:], dtype=np.float32) for one in pending])
+        except RolloutError as error:
+            raise RolloutError(f"recipe.teacher: {error}") from None
 
 
 def reverse_kl(data: Sequence[Datum]) -> tuple[list[Datum], dict[str, float]]:
@@ -41,10 +44,11 @@ def reverse_kl(data: Sequence[Datum]) -> tuple[list[Datum], dict[str, float]]:
 
     Returns:
         The datums, whose advantages have shape ``(T,)``, and the mean of ``q - f`` over all sampled tokens, in nats: an
-        unbiased estimate of the reverse KL divergence per token. No metric without data.
+        unbiased estimate of the reverse KL divergence per token, unless top-k, top-p or min-p filter the draws. Without data
+        there are no metrics.
 
     Raises:
-        RolloutError: the teacher gives a sampled token no probability at all.
+        RolloutError: the teacher gives a sampled token no finite logprob.
     """
     taught: list[Datum] = []
     total, count = 0.0, 0
@@ -56,7 +60,9 @@ def reverse_kl(data: Sequence[Datum]) -> tuple[list[Datum], dict[str, float]]:
         advantages = np.where(is_sampled, inputs["reference_logprobs"] - inputs["sampling_logprobs"], 0.0)
         if not np.isfinite(advantages).all():
             token = int(datum.loss_fn_inputs["target_tokens"].to_numpy()[~np.isfinite(advantages)][0])
-            raise RolloutError(f"recipe.teacher: gives token {token}, which the model has sampled, no finite logprob")
+            raise RolloutError(
+                f"recipe.teacher: gives token {token}, which the model has sampled, no finite logprob; choose another teacher"
+            )
         taught.append(datum.with_inputs(advantages=advantages))
         total, count = total - float(advantages.sum()), count + int(is_sampled.sum())
     return taught, {"kl/student_teacher_k1": total / count} if count else {}
