@@ -30,6 +30,8 @@ SHOWN = 4
 IN_A_ROW = 3
 # Share of completions that reach rollout.max_tokens.
 CUT_OFF = 0.5
+# Seconds. A shorter evaluation is not worth a warning, even if it takes longer than the training.
+SLOW_EVALUATION_S = 10.0
 CONSTANT, TIED, NO_GRADIENT, TRUNCATED, ENV_ERRORS = "constant", "tied", "no_gradient", "truncated", "env_errors"
 
 LOOK = "read the completions in samples.jsonl"

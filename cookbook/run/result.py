@@ -13,6 +13,7 @@ from cookbook.run import folder as run_folder
 from cookbook.run import hooks, report
 from cookbook.run.recorder import JsonLines
 from cookbook.types import JsonObject
+from cookbook.utils.words import counted
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -72,10 +73,10 @@ class RunResult:
     def __repr__(self) -> str:
         rows = self._rows()
         state = (hooks.read_status(self.folder) or {}).get("state", "unknown")
-        values = [(key, report.series(rows, key)) for key, _, _ in report.HEADLINES]
+        values = [(one.key, report.series(rows, one.key)) for one in report.HEADLINES]
         shown = [f"{key} {report.spelled(key, points[-1][1])}" for key, points in values if points][:2]
         saved = len(self.checkpoints)
-        facts = [str(state), f"{rows[-1]['step'] if rows else 0} steps", *shown, f"{saved} checkpoint{'s' * (saved != 1)}"]
+        facts = [str(state), counted(rows[-1]["step"] if rows else 0, "step"), *shown, counted(saved, "checkpoint")]
         return f"<RunResult {self.folder}: {', '.join(facts)}>"
 
     def _repr_html_(self) -> str:
