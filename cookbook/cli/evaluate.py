@@ -75,7 +75,7 @@ def _show_result(name: str, facts: JsonObject, evaluation: Evaluation, file: Pat
     after = "" if facts["step"] is None else f" after {counted(facts['step'], 'step')}"
     first = facts["rows"]["first"].removeprefix(f"{Path.cwd()}/")
     print(
-        f"{name}{after} on {counted(facts['rows']['count'], 'row')} from {first}, judged by {report.judge_of_result(facts)}\n"
+        f"{name}{after} on {counted(facts['rows']['count'], 'row')} from {first}, judged by {report.judge_of_result(facts, evaluation.metrics)}\n"
     )
     metrics = [
         (key, report.spelled(key, value), report.error_of(key, evaluation.metrics))

@@ -15,7 +15,7 @@ RESOLUTION = 16 * torch.finfo(torch.float32).eps
 """Rounding noise of a logprob x, relative to 1 + |x|: 16 units of single precision, about 2e-6.
 
 Reference logprobs are stored in single precision even if the model computes in float64, and a forward pass rounds differently
-with other datums beside it. At the start of DPO the policy is the reference, so a smaller difference is noise of either sign.
+with other datums in its batch. At the start of DPO the policy is the reference, and its margins are noise of either sign.
 """
 
 

@@ -59,7 +59,7 @@ HEADLINES = [
     Headline("eval/rewards/margin", "margin", "{:.3f}", ROWS, "pair"),
     Headline("eval/loss", "loss", "{:.4f}", ROWS, "row"),
 ]
-# Metrics whose value depends on the judge of a completion, by their beginning.
+# Prefixes of the metrics whose value depends on the judge of a completion, and of those among them that do not.
 JUDGED = ("eval/accuracy", "eval/reward", "reward/mean", PASS)
 NOT_JUDGED = ("eval/rewards/",)
 TOKEN_EQUALITY = "token equality"
@@ -99,7 +99,7 @@ def summary(run: Run, first_rows: Mapping[Split, Sequence[Row]]) -> None:
     rows = run.recorder.metrics.read()
     draw(rows, run.out / "curves.svg", f"{run.name}: {run.out.name}")
     print()
-    for line in headlines(rows, judge(dict(_flat(run_folder.load_config(run.out))))):
+    for line in headlines(rows, judge_of_run(run.out)):
         say(line)
     if (slow := slow_evaluation(rows)) is not None:
         say(slow)
@@ -180,6 +180,11 @@ def slow_evaluation(rows: Sequence[JsonObject]) -> str | None:
 def is_judged(key: str) -> bool:
     """Whether a metric depends on the judge of completions."""
     return key.startswith(JUDGED) and not key.startswith(NOT_JUDGED)
+
+
+def judge_of_run(folder: Path) -> str:
+    """Return :func:`judge` of the run in ``folder``."""
+    return judge(dict(_flat(run_folder.load_config(folder))))
 
 
 def judge(config: JsonObject) -> str:
@@ -365,7 +370,7 @@ def outcomes(runs: Sequence[RunSummary]) -> list[Cells]:
             lines += _outcome(key, key, runs, having)
             continue
         for name in dict.fromkeys(judges[run.name] for run in having):
-            lines += _outcome(f"{key}, by {name}", key, runs, [run for run in having if judges[run.name] == name])
+            lines += _outcome(f"{key} by {name}", key, runs, [run for run in having if judges[run.name] == name])
     return lines
 
 
@@ -439,13 +444,15 @@ def evaluated(runs: Sequence[RunSummary]) -> Iterator[tuple[str, list[Cells]]]:
         lines += [(key, [spelled(key, metrics[key]) if key in metrics else MISSING for metrics in newest]) for key in keys]
         facts = next(results[-1] for results in comparable if results)
         yield (
-            f"{counted(facts['rows']['count'], 'row')} from {facts['rows']['first']}, judged by {judge_of_result(facts)}",
+            f"{counted(facts['rows']['count'], 'row')} from {facts['rows']['first']}, judged by {judge_of_result(facts, facts['metrics'])}",
             lines,
         )
 
 
-def judge_of_result(facts: JsonObject) -> str:
+def judge_of_result(facts: JsonObject, metrics: Mapping[str, float]) -> str:
     """Return the judge of a result of ``cookbook eval``."""
+    if facts["reward"] is None and facts["env"] is None and not any(map(is_judged, metrics)):
+        return "the loss only"
     reward = facts["reward"] or f"{TOKEN_EQUALITY} with the row's answer"
     if facts["env"] is None:
         return str(reward)
