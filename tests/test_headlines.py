@@ -83,7 +83,8 @@ def test_a_result_names_its_judge_and_the_number_of_rows():
 def test_the_standard_error_is_that_of_a_proportion():
     draws = np.random.default_rng(0).binomial(200, 0.3, size=20_000) / 200
     assert report.standard_error(0.3, 200) == pytest.approx(draws.std(), rel=0.02)
-    assert 0.02 < report.standard_error(0.0, 20) == report.standard_error(1.0, 20) < 0.05
+    for share in (0.0, 1.0):
+        assert 0.02 < report.standard_error(share, 20) < 0.05
     assert report.error_of("eval/accuracy", {"eval/accuracy": 0.5, "eval/answers": 1000.0}) == ""
     assert report.error_of("eval/accuracy", {"eval/accuracy": 0.5, "eval/answers": 100.0}) == "(standard error 5.0 points)"
     assert report.error_of("eval/reward", {"eval/reward": 0.5, "eval/answers": 100.0}) == ""

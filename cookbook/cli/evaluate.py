@@ -74,9 +74,8 @@ def _show_result(name: str, facts: JsonObject, evaluation: Evaluation, file: Pat
     """Print the evaluated model and rows, the metrics, and a few completions."""
     after = "" if facts["step"] is None else f" after {counted(facts['step'], 'step')}"
     first = facts["rows"]["first"].removeprefix(f"{Path.cwd()}/")
-    print(
-        f"{name}{after} on {counted(facts['rows']['count'], 'row')} from {first}, judged by {report.judge_of_result(facts, evaluation.metrics)}\n"
-    )
+    judge = report.judge_of_result(facts, evaluation.metrics)
+    print(f"{name}{after} on {counted(facts['rows']['count'], 'row')} from {first}, judged by {judge}\n")
     metrics = [
         (key, report.spelled(key, value), report.error_of(key, evaluation.metrics))
         for key, value in evaluation.metrics.items()
@@ -84,7 +83,7 @@ def _show_result(name: str, facts: JsonObject, evaluation: Evaluation, file: Pat
     ]
     print("\n".join(tables.aligned(metrics, right=[1])))
     for example in evaluation.examples[:SHOWN]:
-        print(f"  {report.one_line(example)}")
+        print(f"  {report.one_line(example, judge)}")
     if file is not None:
         print(f"written to {file}")
 

@@ -99,7 +99,8 @@ def summary(run: Run, first_rows: Mapping[Split, Sequence[Row]]) -> None:
     rows = run.recorder.metrics.read()
     draw(rows, run.out / "curves.svg", f"{run.name}: {run.out.name}")
     print()
-    for line in headlines(rows, judge_of_run(run.out)):
+    judge = judge_of_run(run.out)
+    for line in headlines(rows, judge):
         say(line)
     if (slow := slow_evaluation(rows)) is not None:
         say(slow)
@@ -109,7 +110,7 @@ def summary(run: Run, first_rows: Mapping[Split, Sequence[Row]]) -> None:
             f"sampling: {counted(retries, 'retried request')}, {counted(dropped, 'prompt')} left out (log.txt names their rows)"
         )
     for example in run.recorder.examples:
-        say(f"  {one_line(example)}")
+        say(f"  {one_line(example, judge)}")
     if (left_out := run.recorder.bad_rows.summary()) is not None:
         say(left_out)
     names = [name for name in ("metrics.jsonl", "samples.jsonl", "curves.svg", "checkpoints") if (run.out / name).exists()]
@@ -224,10 +225,12 @@ def draw(rows: Sequence[JsonObject], path: Path, title: str) -> None:
         log.warning("%s: cannot be written: %s", path, error.strerror)
 
 
-def one_line(example: Example) -> str:
-    """Return a completion and its reward on one line."""
+def one_line(example: Example, judge: str) -> str:
+    """Return a completion and the verdict of its judge on one line."""
     prompt = " ".join(example.prompt.split())
     reward = "" if example.reward is None else f"   reward {example.reward:g}"
+    if reward and judge.startswith(TOKEN_EQUALITY):
+        reward = "   equal" if example.reward else "   not equal"
     return f"{prompt[-60:]!r} -> {' '.join(example.completion.split())[:100]!r}{reward}"
 
 
@@ -443,10 +446,8 @@ def evaluated(runs: Sequence[RunSummary]) -> Iterator[tuple[str, list[Cells]]]:
         lines = [("step", [str(metrics.get("step", MISSING)) for metrics in newest])]
         lines += [(key, [spelled(key, metrics[key]) if key in metrics else MISSING for metrics in newest]) for key in keys]
         facts = next(results[-1] for results in comparable if results)
-        yield (
-            f"{counted(facts['rows']['count'], 'row')} from {facts['rows']['first']}, judged by {judge_of_result(facts, facts['metrics'])}",
-            lines,
-        )
+        judge = judge_of_result(facts, facts["metrics"])
+        yield f"{counted(facts['rows']['count'], 'row')} from {facts['rows']['first']}, judged by {judge}", lines
 
 
 def judge_of_result(facts: JsonObject, metrics: Mapping[str, float]) -> str:
