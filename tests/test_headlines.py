@@ -74,7 +74,7 @@ def test_a_result_names_its_judge_and_the_number_of_rows():
     assert list(report.headlines([*found, {"step": 5, **preferences}], report.TOKEN_EQUALITY)) == [
         "preference accuracy on 20 held-out pairs: 50.0% after 0 steps -> 60.0% after 5 (standard error 11 points)",
         "margin on 20 held-out pairs: 0.000 after 0 steps -> 0.100 after 5",
-        "loss on 20 held-out rows: 0.6931 after 0 steps -> 0.6500 after 5",
+        "loss on 20 held-out pairs: 0.6931 after 0 steps -> 0.6500 after 5",
     ]
     (line,) = report.headlines([{"step": 1, "eval/accuracy": 0.0}, {"step": 2, "eval/accuracy": 1.0}], "token equality")
     assert line == "accuracy on held-out prompts, by token equality: 0.0% after 1 step -> 100.0% after 2"
@@ -158,8 +158,8 @@ def test_a_run_on_long_answers_reports_its_loss(chats, capsys):
     before, after = rows("run")
     assert "eval/accuracy" not in after and after["eval/rows"] == 4 and after["time/eval_s"] > 0
     assert (
-        "evaluation: the loss only; the held-out answers have 41 tokens (median), too many to compare them token by token "
-        "(eval.answers=true does); reward=... judges completions\n"
+        "evaluation: samples no answers; those of the data have 41 tokens (median), too many to compare token by token "
+        "(eval.answers=true does; reward=... chooses another judge)\n"
     ) in out
     lines = out.splitlines()
     change = f"{before['eval/loss']:.4f} after 0 steps -> {after['eval/loss']:.4f} after 1"

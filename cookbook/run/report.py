@@ -126,6 +126,7 @@ def headlines(rows: Sequence[JsonObject], judge: str) -> Iterator[str]:
         judge: of completions, see :func:`judge`.
     """
     passes = [Headline(key, key.removeprefix("eval/"), "{:.1%}", ANSWERS, "prompt") for key in pass_metrics(rows)]
+    are_pairs = any("eval/rewards/accuracy" in row for row in rows)
     for one in [*HEADLINES, *passes]:
         values = series(rows, one.key)
         if len(values) < 2:
@@ -134,7 +135,8 @@ def headlines(rows: Sequence[JsonObject], judge: str) -> Iterator[str]:
         counts = series(rows, one.count)
         # Runs of earlier versions have no numbers of rows.
         number = int(counts[-1][1]) if counts else None
-        where = f"held-out {one.noun}s" if number is None else counted(number, f"held-out {one.noun}")
+        noun = "pair" if one.noun == "row" and are_pairs else one.noun
+        where = f"held-out {noun}s" if number is None else counted(number, f"held-out {noun}")
         by = f", by {judge}" if is_judged(one.key) else ""
         error = "" if not one.is_share or number is None else _error(number, before, after)
         change = f"{one.form.format(before)} after {counted(first, 'step')} -> {one.form.format(after)} after {last}"
