@@ -1,7 +1,7 @@
-"""Precision of the products of a training pass: float32 products as torch rounds them, and mixed precision with bfloat16.
+"""Precision of the products of an engine: float32 products as torch rounds them, and mixed precision with bfloat16.
 
-Only passes of an engine run in a reduced precision. Trials at load, probes and sampling compute exactly: a rounding of 0.4%
-would look like a fast path that fails.
+Training passes, reference passes and sampling have one precision. Trials at load and probes compute exactly: a rounding of
+0.4% would look like a fast path that fails.
 
 Exact products on a CPU are computed by MKL, which does not use AVX-512 on AMD's CPUs. torch calls oneDNN for products at medium
 precision, and without AMX oneDNN does not round their operands. So on an AMD CPU with AVX512-BF16, wide models are trained and
@@ -66,6 +66,10 @@ class Precision:
     def __str__(self) -> str:
         return self.matmul if self.autocast is None else f"{self.matmul}, autocast {self.autocast}"
 
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        return None if self.autocast is None else AUTOCASTS[self.autocast]
+
     def refuse_half(self, dtype: str) -> None:
         """Raise ConfigError: ``autocast`` is set for weights of a ``dtype`` other than float32."""
         if self.autocast is not None and dtype != "float32":
@@ -123,7 +127,8 @@ class Precision:
     @contextlib.contextmanager
     def forward(self, device: torch.device) -> Iterator[None]:
         """Context of the forward half of a pass."""
-        mixed = torch.autocast(device.type, AUTOCASTS[self.autocast]) if self.autocast else contextlib.nullcontext()
+        dtype = self.autocast_dtype
+        mixed = contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)
         with self.backward(), mixed:
             yield
 
@@ -163,8 +168,16 @@ def restored() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def sampling_precision(model: LanguageModel, num_tokens: int) -> AbstractContextManager[None]:
-    """Context of a forward pass of ``num_tokens`` tokens in sampling: exact products, by the faster library."""
+def sampling_precision(precision: Precision, model: LanguageModel, num_tokens: int) -> AbstractContextManager[None]:
+    """Context of a forward pass of ``num_tokens`` tokens in sampling, at the ``precision`` of the training passes.
+
+    Exact products are computed by the faster library.
+    """
+    found = precision.on(model.device)
+    if found.autocast:
+        return found.forward(model.device)
+    if found.matmul != EXACT and not (model.device.type == "cpu" and medium_is_exact()):
+        return found.backward()
     found = DEFAULT.used(model.network, model.device) if num_tokens >= LEAST_TOKENS else DEFAULT
     return contextlib.nullcontext() if found == DEFAULT else found.backward()
 
