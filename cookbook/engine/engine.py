@@ -81,7 +81,7 @@ class Engine(PerRank):
             like=twin.passes if twin else None,
         )
         # Samplers of this engine compute with the weights and the precision of its training passes.
-        self.sampler_pass = SamplerPass(model, options.precision, self.passes.head)
+        self.sampler_pass = SamplerPass(model, self.passes.precision, self.passes.head)
         self.router_coefficient: float = (
             twin.router_coefficient if twin else router_coefficient(model.network, model.config.router_aux_loss_coef)
         )

@@ -29,8 +29,8 @@ class SamplerPass:
 
     def __init__(self, model: LanguageModel, precision: Precision = DEFAULT, head: OutputHead | None = None) -> None:
         self.model = model
-        self._precision = precision.on(model.device)
-        dtype = self._precision.autocast_dtype
+        self._precision = precision
+        dtype = precision.autocast_dtype
         self._weights = None if dtype is None else CastWeights(model.network, dtype)
         # Products of bfloat16 return bfloat16 on a CPU, and a logit of 18 would be off by up to 0.06. The head of the training
         # passes computes the logits of likely tokens in float32.

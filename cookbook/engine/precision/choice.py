@@ -93,44 +93,68 @@ class Precision:
         return self if device.type != "cpu" or instructions() else DEFAULT
 
     def used(self, network: PreTrainedModel, device: torch.device) -> Precision:
-        """Return the precision to set in torch: that of :meth:`on`, or medium if that is exact and faster here."""
+        """Return the precision of passes: that of :meth:`on`, or medium if that is exact and faster here.
+
+        On a CPU, weights of bfloat16 are computed under autocast, which keeps the sums of the layers in float32. With sums in
+        bfloat16, the logprobs of two passes that add in another order differ twice as much.
+        """
         found = self.on(device)
+        if device.type == "cpu" and network.dtype == torch.bfloat16:
+            return Precision(found.matmul, "bfloat16")
         if found.autocast or device.type != "cpu" or network.dtype != torch.float32:
             return found
         is_wide = getattr(network.config.get_text_config(), "hidden_size", 0) >= LEAST_HIDDEN
         return Precision("medium") if is_wide and is_amd() and medium_is_exact() else found
 
-    def contexts(self, model: LanguageModel, *, untried: bool) -> tuple[Half, Half]:
-        """Return the contexts of the two halves of a pass.
+    def tried(self, model: LanguageModel) -> Precision:
+        """Return the precision of the passes of ``model``, after a trial of mixed precision.
 
         Raises:
-            ConfigError: the model is ``untried``, and its code cannot compute in mixed precision.
+            ConfigError: the model's code cannot compute in mixed precision, which the configuration requests.
         """
-        found = self.on(model.device)
-        if found != self:
+        if self.on(model.device) != self:
             model.log_once("precision", f"products are exact, not {self}: this CPU has no bfloat16 instructions")
         found = self.used(model.network, model.device)
-        if found == DEFAULT:
+        if not found.autocast:
+            return found
+        try:
+            with torch.no_grad(), trial(), found.forward(model):
+                plain_logits(model, probe_tokens(model, 0, 8))
+        except FastPathError as error:
+            if self.autocast is None:
+                model.log_once("precision", f"the sums of the layers are bfloat16: {model.class_name} needs one dtype: {error}")
+                return self.on(model.device)
+            raise ConfigError(
+                f"backend.autocast: {model.class_name} cannot compute in mixed precision: {error}; leave it out, or set "
+                "model.dtype=bfloat16"
+            ) from None
+        return found
+
+    def contexts(self, model: LanguageModel) -> tuple[Half, Half]:
+        """Return the contexts of the two halves of a pass at this precision, which :meth:`tried` has returned."""
+        if self == DEFAULT:
             # Attention of 16-bit weights has a precision of its own, and an error may end its part of the backward pass early.
             return contextlib.nullcontext, contextlib.nullcontext if model.config.dtype == "float32" else restored
-        if found.autocast and untried:
-            try:
-                with torch.no_grad(), trial(), found.forward(model.device):
-                    plain_logits(model, probe_tokens(model, 0, 8))
-            except FastPathError as error:
-                raise ConfigError(
-                    f"backend.autocast: {model.class_name} cannot compute in mixed precision: {error}; leave it out, or set "
-                    "model.dtype=bfloat16"
-                ) from None
-        return functools.partial(found.forward, model.device), found.backward
+        return functools.partial(self.forward, model), self.backward
 
     @contextlib.contextmanager
-    def forward(self, device: torch.device) -> Iterator[None]:
+    def forward(self, model: LanguageModel) -> Iterator[None]:
         """Context of the forward half of a pass."""
         dtype = self.autocast_dtype
-        mixed = contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)
-        with self.backward(), mixed:
-            yield
+        if dtype is None:
+            with self.backward():
+                yield
+            return
+        hook = None
+        if model.network.dtype == torch.bfloat16:
+            # The sum of the layers' outputs begins with the embedding, and keeps its dtype.
+            hook = model.network.get_input_embeddings().register_forward_hook(lambda _, args, out: out.float())
+        try:
+            with self.backward(), torch.autocast(model.device.type, dtype):
+                yield
+        finally:
+            if hook is not None:
+                hook.remove()
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
@@ -173,11 +197,10 @@ def sampling_precision(precision: Precision, model: LanguageModel, num_tokens: i
 
     Exact products are computed by the faster library.
     """
-    found = precision.on(model.device)
-    if found.autocast:
-        return found.forward(model.device)
-    if found.matmul != EXACT and not (model.device.type == "cpu" and medium_is_exact()):
-        return found.backward()
+    if precision.autocast:
+        return precision.forward(model)
+    if precision.matmul != EXACT and not (model.device.type == "cpu" and medium_is_exact()):
+        return precision.backward()
     found = DEFAULT.used(model.network, model.device) if num_tokens >= LEAST_TOKENS else DEFAULT
     return contextlib.nullcontext() if found == DEFAULT else found.backward()
 
