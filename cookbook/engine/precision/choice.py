@@ -118,7 +118,7 @@ class Precision:
         if not found.autocast:
             return found
         try:
-            with torch.no_grad(), trial(), found.forward(model):
+            with torch.no_grad(), trial(), found.forward(model.device, model.network):
                 plain_logits(model, probe_tokens(model, 0, 8))
         except FastPathError as error:
             if self.autocast is None:
@@ -135,26 +135,16 @@ class Precision:
         if self == DEFAULT:
             # Attention of 16-bit weights has a precision of its own, and an error may end its part of the backward pass early.
             return contextlib.nullcontext, contextlib.nullcontext if model.config.dtype == "float32" else restored
-        return functools.partial(self.forward, model), self.backward
+        return functools.partial(self.forward, model.device, model.network), self.backward
 
     @contextlib.contextmanager
-    def forward(self, model: LanguageModel) -> Iterator[None]:
-        """Context of the forward half of a pass."""
+    def forward(self, device: torch.device, network: PreTrainedModel | None = None) -> Iterator[None]:
+        """Context of the forward half of a pass. Under autocast, the sums of the layers of ``network`` are float32."""
         dtype = self.autocast_dtype
-        if dtype is None:
-            with self.backward():
-                yield
-            return
-        hook = None
-        if model.network.dtype == torch.bfloat16:
-            # The sum of the layers' outputs begins with the embedding, and keeps its dtype.
-            hook = model.network.get_input_embeddings().register_forward_hook(lambda _, args, out: out.float())
-        try:
-            with self.backward(), torch.autocast(model.device.type, dtype):
-                yield
-        finally:
-            if hook is not None:
-                hook.remove()
+        mixed = contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+        sums = contextlib.nullcontext() if dtype is None or network is None else _float32_embedding(network)
+        with self.backward(), mixed, sums:
+            yield
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
@@ -183,6 +173,16 @@ DEFAULT = Precision()
 
 
 @contextlib.contextmanager
+def _float32_embedding(network: PreTrainedModel) -> Iterator[None]:
+    """Context in which the embedding of tokens is float32. The sums of the layers begin with it, and keep its dtype."""
+    if network.dtype == torch.float32:
+        yield
+        return
+    with network.get_input_embeddings().register_forward_hook(lambda _, args, embedded: embedded.float()):
+        yield
+
+
+@contextlib.contextmanager
 def restored() -> Iterator[None]:
     """Context that restores torch's precision at its end."""
     before = torch.get_float32_matmul_precision()
@@ -198,7 +198,7 @@ def sampling_precision(precision: Precision, model: LanguageModel, num_tokens: i
     Exact products are computed by the faster library.
     """
     if precision.autocast:
-        return precision.forward(model)
+        return precision.forward(model.device, model.network)
     if precision.matmul != EXACT and not (model.device.type == "cpu" and medium_is_exact()):
         return precision.backward()
     found = DEFAULT.used(model.network, model.device) if num_tokens >= LEAST_TOKENS else DEFAULT
