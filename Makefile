@@ -19,7 +19,7 @@ TORCH_INDEX ?= $(shell if ! command -v nvidia-smi >/dev/null && $(PYTHON) -c '$(
 	echo $(CPU_BUILDS); fi)
 TORCH = $(TORCH_INDEX:%=--extra-index-url=%) torch
 
-.PHONY: help setup train test test-slow kills mutants long-run vllm test-vllm test-lm-eval test-endpoint parity tinker-cookbook docs bench bench-ranks bench-gpu bench-peers lint types check data tiny-model release clean
+.PHONY: help setup train test test-slow test-nightly kills mutants long-run vllm test-vllm test-lm-eval test-endpoint parity tinker-cookbook docs bench bench-ranks bench-gpu bench-peers lint types check data tiny-model release clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,8 +43,11 @@ train: $(VENV)/installed ## The main job: train the shipped model with GRPO (ARG
 test: $(VENV)/tools ## The fast tests: some five minutes on two free cores
 	$(BIN)/python -m pytest -n 2 --dist worksteal --max-worker-restart 0
 
-test-slow: $(VENV)/tools ## Learning runs over seeds, the installed wheel, the shipped model rebuilt: some 40 minutes
-	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal --max-worker-restart 0 -o faulthandler_timeout=1200 $(ARGS)
+test-slow: $(VENV)/tools ## The slower tests that CI runs: some ten minutes
+	$(BIN)/python -m pytest -m 'slow and not nightly' -n 2 --dist worksteal --max-worker-restart 0 -o faulthandler_timeout=1200 $(ARGS)
+
+test-nightly: $(VENV)/tools ## The tests that are too long for CI; run them before a change of their subject lands (ARGS=tests/test_x.py)
+	$(BIN)/python -m pytest -m nightly -n 2 --dist worksteal --max-worker-restart 0 -o faulthandler_timeout=1200 $(ARGS)
 
 kills: $(VENV)/tools ## Kill runs of all recipes 120 times and compare the results: some five minutes
 	$(BIN)/python tests/kills.py --kills 120
