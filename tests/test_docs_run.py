@@ -238,7 +238,7 @@ def none() -> Iterator[None]:
     yield None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("command", LM_EVAL)
 def test_a_command_with_lm_eval_runs(command: str, place: Path) -> None:
     need_lm_eval()
