@@ -40,7 +40,7 @@ setup: $(VENV)/tools ## Make .venv and install cookbook with its development too
 train: $(VENV)/installed ## The main job: train the shipped model with GRPO (ARGS="..." adds overrides)
 	$(BIN)/cookbook train recipe=grpo $(ARGS)
 
-test: $(VENV)/tools ## The fast tests: some five minutes on two free cores
+test: $(VENV)/tools ## The fast tests: some three minutes on two free cores
 	$(BIN)/python -m pytest -n 2 --dist worksteal --max-worker-restart 0
 
 test-slow: $(VENV)/tools ## The slower tests that CI runs: some ten minutes
@@ -48,6 +48,7 @@ test-slow: $(VENV)/tools ## The slower tests that CI runs: some ten minutes
 
 test-nightly: $(VENV)/tools ## The tests that are too long for CI; run them before a change of their subject lands (ARGS=tests/test_x.py)
 	$(BIN)/python -m pytest -m nightly -n 2 --dist worksteal --max-worker-restart 0 -o faulthandler_timeout=1200 $(ARGS)
+	$(if $(ARGS),,$(MAKE) bench-gpu GPU=--small)
 
 kills: $(VENV)/tools ## Kill runs of all recipes 120 times and compare the results: some five minutes
 	$(BIN)/python tests/kills.py --kills 120

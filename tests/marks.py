@@ -34,9 +34,9 @@ def rotating(cases: Iterable[Any], slow: int) -> list[Any]:
 def some(cases: Iterable[Any], count: int | None) -> list[Any]:
     """Return ``count`` of the cases, which the seed of the run chooses, in their order. None means all."""
     every = list(cases)
-    return (
-        every if count is None else [every[index] for index in sorted(random.Random(seed()).sample(range(len(every)), count))]
-    )
+    if count is None:
+        return every
+    return [every[index] for index in sorted(random.Random(seed()).sample(range(len(every)), count))]
 
 
 def seed() -> str:

@@ -27,6 +27,7 @@ from marks import rest_slow
 from omegaconf import OmegaConf
 from runtools import LITTLE, here, rows, same_numbers, timeless  # noqa: F401 - here is a fixture
 from test_rank_group import long_run
+from waiting import WAIT_S
 
 import cookbook
 from cookbook.backends.remote import pointers
@@ -244,7 +245,7 @@ def test_the_relay_follows_its_target_and_closes_old_connections():
     one, two, relay = Echo(b"one "), Echo(b"two "), Relay()
 
     def connect() -> socket.socket:
-        return socket.create_connection(("127.0.0.1", relay.port), timeout=30)
+        return socket.create_connection(("127.0.0.1", relay.port), timeout=WAIT_S)
 
     try:
         with connect() as early:
@@ -791,7 +792,7 @@ def answers(url: str) -> bool:
     import httpx
 
     with contextlib.suppress(httpx.HTTPError):
-        return httpx.get(url).status_code == 200
+        return httpx.get(url, timeout=WAIT_S).status_code == 200
     return False
 
 
