@@ -2,8 +2,8 @@
 
     python scripts/make_two_digits.py [FOLDER]
 
-A question is a sum, a difference or a small product: "What is 47 + 15? Reply with the number only." 1,000 rows are for training,
-200 others are held out; no question occurs twice. The answer is a number, so ``reward=number`` judges completions.
+A question is a sum, a difference or a small product: "What is 47 + 15? Reply with the number only." 1,000 rows are for
+training, 200 others are held out; no question occurs twice. The answer is a number, so ``reward=number`` judges completions.
 """
 
 from __future__ import annotations
