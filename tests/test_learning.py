@@ -4,12 +4,13 @@ import json
 import math
 
 import pytest
+from marks import rest_nightly
 from runtools import here, rows, train  # noqa: F401 - here is a fixture
 
 from cookbook.utils.paths import packaged
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("here")]
-SEEDS = pytest.mark.parametrize("seed", [0, 1, 2])
+pytestmark = pytest.mark.usefixtures("here")
+SEEDS = pytest.mark.parametrize("seed", rest_nightly([0, 1, 2]))
 
 
 def learn(recipe: str, seed: int) -> tuple[list[dict], list[dict]]:

@@ -26,6 +26,7 @@ from torch import Tensor
 from cookbook.engine import capabilities
 from cookbook.engine.batch.collate import check_data
 from cookbook.engine.batch.plan import CPU_PASS_TOKENS, MicroBatch, PackingSupport, plan
+from cookbook.engine.decoding.sampler_pass import SamplerPass
 from cookbook.engine.forward import FinishedPass, ForwardRunner, PassOutput, PassSpec, Retained, TokenScores, empty_output
 from cookbook.engine.loss_gradient import (
     CallGradients,
@@ -80,6 +81,8 @@ class Engine(PerRank):
             precision=options.precision,
             like=twin.passes if twin else None,
         )
+        # Samplers of this engine compute with the weights and the precision of its training passes.
+        self.sampler_pass = SamplerPass(model, self.passes.precision, self.passes.head)
         self.router_coefficient: float = (
             twin.router_coefficient if twin else router_coefficient(model.network, model.config.router_aux_loss_coef)
         )
@@ -202,6 +205,7 @@ class Engine(PerRank):
         """
         if not data:
             return empty_output()
+        self.sampler_pass.drop_weights()
         earlier = replace(self.counts), list(self.accumulated), list(self.undeclared), self.seeds
         self._is_accumulating, self._call_gradients = False, CallGradients(keeps_error=self.ranks.shards)
         try:
@@ -421,6 +425,11 @@ class Engine(PerRank):
             value, metrics = loss(data, *scores.columns(entropy=spec.entropy))
         return scores.output(data, value, metrics)
 
+    def weights_changed(self) -> None:
+        """Count a new version of the weights."""
+        self.version += 1
+        self.sampler_pass.drop_weights()
+
     # ---- the step ------------------------------------------------------------------------------------------------
 
     @led
@@ -461,7 +470,7 @@ class Engine(PerRank):
             self.optimizer.step(adam, clip / divisor)
         self.discard_gradient()
         self.step += 1
-        self.version += 1
+        self.weights_changed()
         return OptimStepOutput(
             {
                 "optim/lr": adam.learning_rate,
