@@ -50,6 +50,7 @@ from cookbook.futures import between
 from cookbook.losses.base import Loss, Scope, named
 from cookbook.losses.normalization import GradientCounts, Normalization, Reduction, check, check_accumulation, warn_undeclared
 from cookbook.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput
+from cookbook.utils.words import counted
 
 __all__ = ["Engine", "EngineOptions"]
 log = logging.getLogger("cookbook")
@@ -459,7 +460,8 @@ class Engine(PerRank):
         if not norm * clip < LARGEST_NORM:
             self.discard_gradient()
             raise NonFiniteError(
-                f"optim_step: the gradient norm is {norm} after {self.step} steps; lower optim.lr, or inspect the batch"
+                f"optim_step: the gradient norm is {norm} after {counted(self.step, 'step')}; lower optim.lr, or inspect the "
+                "batch"
             )
         counts = self.counts
         if counts.num_loss_tokens:

@@ -32,6 +32,8 @@ IN_A_ROW = 3
 CUT_OFF = 0.5
 # Share of the ratios of an on-policy update outside of the clip range. Rounding in bfloat16 clips less than 1%.
 MOST_CLIPPED = 0.02
+# Seconds. A shorter evaluation is not worth a warning, even if it takes longer than the training.
+SLOW_EVALUATION_S = 10.0
 CONSTANT, TIED, NO_GRADIENT, TRUNCATED, ENV_ERRORS = "constant", "tied", "no_gradient", "truncated", "env_errors"
 CLIPPED = "clipped"
 

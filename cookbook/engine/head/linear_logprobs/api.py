@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cookbook.engine.head.linear_logprobs.operator import CACHED, FROZEN, RECOMPUTE, Operands, forward
 from cookbook.engine.head.linear_logprobs.scan import LIKELY_BITS, LN2, RowBlock, Tiling
+from cookbook.engine.model import OneProductLinear
 from cookbook.errors import BackendError
 
 if TYPE_CHECKING:
@@ -246,8 +247,9 @@ def low_rank_of(layer: Any, transform: LogitTransform = LogitTransform()) -> Lin
 
 
 def _is_plain(layer: torch.nn.Module) -> bool:
-    """Whether ``layer`` runs the forward of ``torch.nn.Linear``. Wrappers override it in a subclass or on the instance."""
-    return getattr(type(layer), "forward", None) is torch.nn.Linear.forward and "forward" not in vars(layer)
+    """Whether ``layer`` computes what ``torch.nn.Linear`` does. Wrappers override it in a subclass or on the instance."""
+    same = torch.nn.Linear.forward, OneProductLinear.forward
+    return getattr(type(layer), "forward", None) in same and "forward" not in vars(layer)
 
 
 def _adapter(layer: LoraLinear) -> LowRank | None:
