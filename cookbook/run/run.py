@@ -484,7 +484,7 @@ class Run:
             **({} if self._queue is None else {"prompts": self._queue.state()}),
         }
         last = stop or now.steps == total
-        self.saver.start(now, facts, older, last=last)
+        self.saver.start(now, facts, older, last=last, complete=now.steps == total)
         if last or not self.checkpoint.asynchronous:
             self._await_checkpoint()
 
