@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from children import in_child, limit_files
 from marks import rest_slow
 from runtools import ROOT, SMALL, bits, checkpoint, here, timeless, train  # noqa: F401
 from tiny import byte_tokenizer
@@ -343,16 +344,15 @@ def test_a_place_that_cannot_be_written_is_named_once_and_all_stays_in_memory(ro
 def test_a_disk_that_fills_up_loses_no_row(root, caplog):
     make, config, function, golden = CASES["messages"]
     rows = rows_of(make)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # Like a full disk: a write beyond this number of bytes fails, after a part of it.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_001, hard))
-    try:
+
+    def with_full_disk():
+        limit_files(20_001)
         with caplog.at_level(logging.WARNING, "cookbook"):
             assert measured(as_table(rows, "auto"), config, function) == golden
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        return len([one for one in caplog.records if one.message.startswith("cache: ")])
+
+    assert in_child(with_full_disk) == 1
     assert tables(root) == []
-    assert len([one for one in caplog.records if one.message.startswith("cache: ")]) == 1
 
 
 @contextlib.contextmanager
