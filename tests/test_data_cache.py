@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -232,6 +233,18 @@ def test_code_and_packages_change_the_key(monkeypatch):
     assert cache.key_of("rows", 1) != before
 
 
+def test_every_module_of_the_data_changes_the_version_of_the_code(tmp_path, monkeypatch):
+    folder = shutil.copytree(Path(cache.__file__).parent, tmp_path / "data")
+    monkeypatch.setattr(cache, "__file__", str(folder / "cache.py"))
+    version = getattr(cache.code_version, "__wrapped__", cache.code_version)
+    versions = {version()}
+    modules = sorted(folder.glob("*.py"))
+    for module in modules:
+        module.write_text(f"{module.read_text()}\n# changed\n")
+        versions.add(version())
+    assert len(versions) == 1 + len(modules)
+
+
 def write_rows(path: Path, values) -> None:
     path.write_text("".join(json.dumps(value) + "\n" for value in values))
 
@@ -353,6 +366,21 @@ def test_a_disk_that_fills_up_loses_no_row(root, caplog):
 
     assert in_child(with_full_disk) == 1
     assert tables(root) == []
+
+
+def test_rows_of_a_file_that_changes_while_it_is_read_are_not_stored(root, tmp_path, monkeypatch):
+    file = tmp_path / "train.jsonl"
+    write_rows(file, [chat(number) for number in range(40)])
+
+    def changing(*words):
+        found = load_rows(*words)
+        write_rows(file, [chat(number) for number in range(50)])
+        return found
+
+    monkeypatch.setattr(cached_rows, "load_rows", changing)
+    config = DataConfig(path=str(file))
+    assert len(cached_rows.load(config, "train", 0, None, RejectedRows(config))) == 40
+    assert [name for name in tables(root) if not name.startswith(cache.TEMPORARY)] == []
 
 
 @contextlib.contextmanager
@@ -516,6 +544,20 @@ def test_a_table_unused_for_a_month_is_removed_by_the_next_write(root):
     os.utime(root / name / "entry.json", (old, old))
     conversation_datums(as_table(rows_of(chat, 21), "auto"), Renderer(byte_tokenizer()), config)
     assert len(tables(root)) == 1 and tables(root) != [name]
+
+
+def test_a_table_that_was_used_this_month_stays(root):
+    """Reading is use, and 29 days are no month."""
+    table, key = as_table(rows_of(chat, 20), "auto"), cache.key_of("rows", 1)
+    table.save(key, [])
+    facts = root / key / "entry.json"
+    for days in (31, 29):
+        old = time.time() - days * 24 * 3600
+        os.utime(facts, (old, old))
+        if days == 31:
+            assert cache.find(root, key) is not None
+            assert facts.stat().st_mtime > time.time() - 24 * 3600
+    assert cache.clear(root, cache.UNUSED_S) == [] and facts.exists()
 
 
 def test_the_location_follows_the_key_and_the_environment(monkeypatch):

@@ -30,6 +30,7 @@ from cookbook.sampling import environments
 from cookbook.sampling.environments import EnvironmentRunner, PythonEnvironment, ready
 from cookbook.sampling.environments.conversation import Conversation
 from cookbook.sampling.environments.instance import EarnedReward, Instance
+from cookbook.sampling.environments.runner import seed_of
 from cookbook.sampling.environments.tool_calls import ToolCall, parse_calls, token_reader
 from cookbook.sampling.episodes import Draw, Episodes, Retrier
 from cookbook.sampling.rollouts import RolloutGroup, turn_metrics
@@ -484,6 +485,12 @@ def test_the_opponent_answers_the_last_turn_and_replays_after_its_process_has_en
         assert (answer.observation, answer.opponent_moves) == ("bb", False)
 
 
+def test_an_opponent_that_begins_answers_the_last_turn_too():
+    sampler = Scripted(renderer().tokenizer, "a", "bb", "ccc")
+    found, _ = played(duel(workers=0, timeout_s=None, max_turns=1), sampler, [{"seed": 1}])
+    assert [turn.text for turn in found[0][0].turns] == ["bb"] and found[0][0].ended == "max_turns" and not sampler.turns
+
+
 @pytest.mark.slow
 def test_self_play_resumes_bit_for_bit():
     grpo = [word for word in SMALL["grpo"] if not word.startswith(("data", "reward"))]
@@ -750,6 +757,23 @@ def test_rewards_of_some_steps_only_are_refused():
             episodes.play(
                 Scripted(renderer().tokenizer, ["a", "b"]), [draw], lambda _, found: episodes.scores(draw.prompt, found)
             )
+
+
+def test_an_episode_without_a_turn_is_no_episode_without_a_reward():
+    write("guess.py", GUESS)
+    config = PythonEnvironment(target="guess.py:Guess", workers=0, timeout_s=None)
+    rewarded, without = (SimpleNamespace(reward=reward, ended="done", turns=[1]) for reward in (1.0, None))
+    with contextlib.closing(EnvironmentRunner(config)) as environment:
+        environment.check_rewards([rewarded, SimpleNamespace(reward=None, ended="done", turns=[])])
+        with pytest.raises(ConfigError, match="some episodes had a reward of the environment"):
+            environment.check_rewards([without])
+
+
+def test_the_seed_of_a_row_does_not_depend_on_the_folder_of_its_file():
+    assert (
+        seed_of(Row("here/rows.jsonl:3", {})) == seed_of(Row("/elsewhere/rows.jsonl:3", {})) == seed_of(Row("rows.jsonl:3", {}))
+    )
+    assert seed_of(Row("rows.jsonl:3", {})) != seed_of(Row("rows.jsonl:4", {}))
 
 
 def test_what_a_class_may_not_ask_for():
