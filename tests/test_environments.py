@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tiny
+from marks import rest_nightly
 from runtools import SMALL, TWO_TURNS, bits, checkpoint, here, rows, start, timeless, train, write  # noqa: F401 - here is a fixture
 from transformers import AutoTokenizer
 
@@ -491,7 +492,7 @@ def test_an_opponent_that_begins_answers_the_last_turn_too():
     assert [turn.text for turn in found[0][0].turns] == ["bb"] and found[0][0].ended == "max_turns" and not sampler.turns
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_self_play_resumes_bit_for_bit():
     grpo = [word for word in SMALL["grpo"] if not word.startswith(("data", "reward"))]
     duel()
@@ -942,7 +943,7 @@ def test_every_loss_trains_in_an_environment(loss):
     assert first["optim/grad_norm"] > 0.0 and (first["sync/version_lag"], second["sync/version_lag"]) == (0.0, 1.0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_groups_of_episodes_are_refilled_and_resume_bit_for_bit():
     grpo = [word for word in SMALL["grpo"] if not word.startswith(("data", "reward"))]
     words = [*grpo, *ENV, "rollout.refill=3", "data.curriculum={medium: 1.0}", "env.rows=20"]
@@ -963,8 +964,7 @@ def test_evaluation_of_a_run_in_its_environment(capsys):
     assert "accuracy" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", rest_nightly([0, 1, 2]))
 def test_the_shipped_environment_is_learned(seed):
     """From about 7% to over 80% of first answers right, greedy, on held-out sums."""
     words = ["recipe=grpo", "env=arithmetic", "recipe.steps=15", "eval.every=null", "checkpoint.final=false", f"seed={seed}"]

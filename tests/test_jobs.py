@@ -449,7 +449,7 @@ def test_a_run_outlives_its_trainer_and_its_driver(manager, undisturbed, tmp_pat
     assert Path("exported/model.safetensors").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_whose_driver_was_killed_saves_its_state_and_ends(manager, undisturbed, tmp_path, capsys):
     driver = Driver("job=local", "job.idle_h=0.006")
     driver.reach(3)
@@ -496,7 +496,7 @@ def test_a_job_trains_on_several_ranks_and_starts_lost_ones_again(manager, tmp_p
     kill_ranks.gone(ranks)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_is_stopped_pauses_its_job_and_resumes_it(manager, undisturbed, tmp_path):
     driver = Driver("job=local")
     driver.reach(2)

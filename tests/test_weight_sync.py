@@ -323,7 +323,7 @@ def group(request, tiny_folder, tmp_path):
     made.close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("group", ["none", "all"], indirect=True)
 def test_a_group_of_ranks_sends_what_one_process_sends(group, served, make_trainer):
     one, names = make_trainer(), []
