@@ -148,7 +148,7 @@ def results_of(
 
 
 def outputs_of(folder: Path) -> str:
-    """What the ranks have printed, one after the other."""
+    """Output of the ranks, in their order."""
     return "\n".join(path.read_text() for path in sorted(folder.glob("output-*")))
 
 

@@ -41,7 +41,7 @@ CORE = [
 
 
 def some(names, quick):
-    """All ``names``: the ``quick`` ones in fast tests; of the others a third in CI, by the seed of the run, the rest at night."""
+    """All ``names``: the ``quick`` ones in fast tests, a third of the others in CI, by the seed of the run."""
     others = [name for name in names if name not in quick]
     in_ci = marks.some(others, len(others) // 3)
     chosen = {name: [] if name in quick else pytest.mark.slow if name in in_ci else pytest.mark.nightly for name in names}
