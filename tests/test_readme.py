@@ -56,6 +56,13 @@ def test_links_and_named_files_exist(page: Path) -> None:
     assert missing == set()
 
 
+def test_the_map_of_promises_names_every_test_file() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = text.partition("| promise |")[2].partition("\n\n")[0]
+    named = {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", "".join(row.split("|")[2:]))}
+    assert named == {path.stem.removeprefix("test_") for path in (ROOT / "tests").glob("test_*.py")}
+
+
 def test_nothing_is_left_to_fill_in() -> None:
     assert "@@" not in README
 
