@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from cookbook.data.messages import CALLS, ChatMessage, as_text, parse_messages
 from cookbook.data.rows import Columns, DataConfig, EmptyRowError, Row
 from cookbook.errors import DataError
+from cookbook.types import JsonObject
 from cookbook.utils.suggest import did_you_mean
 
 REMEDY = "remove the row or set data.on_empty=skip"
@@ -18,8 +19,13 @@ SHAREGPT_COLUMN = "conversations"
 TOOLS = "tools"
 SYSTEM = "system"
 MEDIA = re.compile(r"(image|picture|video|audio)s?(_(url|path|file|byte)s?)?", re.IGNORECASE)
-# Columns that change the text of a conversation in OpenAI's fine-tuning and in TRL.
-NEEDED = ("functions", "chat_template_kwargs")
+# Options of the chat template for the row, as in TRL.
+TEMPLATE_OPTIONS = "chat_template_kwargs"
+# Arguments of the function that renders a template, which are not options.
+RESERVED_OPTIONS = ("messages", "tools", "documents", "conversations", "chat_template", "add_generation_prompt")
+RESERVED_OPTIONS += ("continue_final_message", "return_assistant_tokens_mask")
+# A column that changes the text of a conversation in OpenAI's fine-tuning.
+FUNCTIONS = "functions"
 # Fields of an assistant message; as columns they would go untrained. "reasoning" often is a comment on the row.
 ANSWER_FIELDS = (*CALLS, "reasoning_content", "thinking")
 
@@ -87,9 +93,8 @@ class RowView:
 
     def tools(self) -> tuple[object, ...] | None:
         """Tool schemas for the chat template, from a ``tools`` column that holds a list or its JSON text."""
-        for name in NEEDED:
-            if self.row.values.get(name):
-                raise DataError(f'{self.where}: "{name}" would change the text, and is not read; remove the column')
+        if self.row.values.get(FUNCTIONS):
+            raise DataError(f'{self.where}: "{FUNCTIONS}" would change the text, and is not read; remove the column')
         tools = self.row.values.get(TOOLS)
         if isinstance(tools, str) and tools.strip():
             try:
@@ -104,6 +109,23 @@ class RowView:
             if not isinstance(tool, Mapping):
                 raise DataError(f'{self.where}: "tools"[{index}] must be a tool schema, an object, got {type(tool).__name__}')
         return tuple(tools)
+
+    def template_options(self) -> JsonObject:
+        """Options of the chat template for this row, from a column ``chat_template_kwargs``: an object or its JSON text."""
+        options = self.row.values.get(TEMPLATE_OPTIONS)
+        if isinstance(options, str) and options.strip():
+            try:
+                options = json.loads(options)
+            except json.JSONDecodeError as error:
+                raise DataError(f'{self.where}: "{TEMPLATE_OPTIONS}" is broken JSON: {error}; give an object') from None
+        if not options:
+            return {}
+        if not isinstance(options, Mapping):
+            raise DataError(f'{self.where}: "{TEMPLATE_OPTIONS}" must be an object, got {type(options).__name__}')
+        if reserved := [name for name in RESERVED_OPTIONS if name in options]:
+            raise DataError(f'{self.where}: "{TEMPLATE_OPTIONS}" has "{reserved[0]}", which cookbook sets itself; remove it')
+        # Arrow fills absent keys with None.
+        return {str(name): value for name, value in options.items() if value is not None}
 
     def system(self) -> str | None:
         """Text of the system message: of a column ``system``, else ``data.system``."""
@@ -151,13 +173,14 @@ class RowView:
             )
 
     def unused(self, roles: Collection[str]) -> Iterator[str]:
-        """Yield the names of non-empty columns that are neither one of ``roles`` nor tools nor a system message."""
+        """Yield the names of non-empty columns that are neither one of ``roles`` nor tools, options or a system message."""
         # A label that is neither true nor false is not KTO's.
         used = {self.column(role) for role in roles if role != "label" or self.has_label()}
         if self.row.values.get(SYSTEM) == self.system():
             used.add(SYSTEM)
         for name, value in self.row.values.items():
-            if name not in used and value not in (None, "", [], {}) and not (name == TOOLS and self.has_tools()):
+            is_read = (name == TOOLS and self.has_tools()) or name == TEMPLATE_OPTIONS
+            if name not in used and value not in (None, "", [], {}) and not is_read:
                 yield name
 
     def has_tools(self) -> bool:
