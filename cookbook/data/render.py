@@ -238,7 +238,21 @@ class Renderer:
             closing = self._encode([self._template.end_of_turn], [Plain("", "")])[0]
             closing = list(takewhile(special.__contains__, dropwhile(lambda token: token not in special, closing)))
             stops += closing[:1] if not set(stops) & set(closing) else []
+            stops += [token for token in self._next_turns if token not in stops]
         return tuple(stops)
+
+    @cached_property
+    def _next_turns(self) -> tuple[int, ...]:
+        """The special tokens that begin the turn after an answer and after a call, if the template does not close answers.
+
+        The models of such templates, as GLM-4, end an answer with the token that begins the next turn.
+        """
+        special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
+        found = []
+        for text in self._template.next_turns:
+            tokens = self._encode([text], [Plain("", "")])[0]
+            found += [token for token in tokens[:1] if token in special and token not in found]
+        return tuple(found)
 
     def _plain_prompts(self, examples: list[Plain]) -> list[tuple[list[int], str]]:
         encoded = self._encode([example.prompt for example in examples], examples)
@@ -334,11 +348,15 @@ class Renderer:
             weights[first:behind] = weight
         if train_on == "all":
             return Rendered(tokens, weights, sequence.num_messages)
-        return replace(self._closed(tokens, weights), num_messages=sequence.num_messages)
+        closed = self._closed(tokens, weights, calls=sequence.ends_with_call)
+        return replace(closed, num_messages=sequence.num_messages)
 
-    def _closed(self, tokens: list[int], weights: npt.NDArray[np.float32]) -> Rendered:
-        """Add the end-of-text token after an answer that the template leaves open: otherwise the model never learns to stop."""
-        eos = self.tokenizer.eos_token_id
+    def _closed(self, tokens: list[int], weights: npt.NDArray[np.float32], *, calls: bool = False) -> Rendered:
+        """Add a stop token after an answer that the template leaves open: otherwise the model never learns to stop.
+
+        It is the token that begins the next turn, or the end-of-text token. ``calls``: the answer calls tools.
+        """
+        eos = self._next_turns[-1 if calls else 0] if self._next_turns else self.tokenizer.eos_token_id
         if eos is None or not tokens or tokens[-1] in self.stop_token_ids or not weights[-1]:
             return Rendered(tokens, weights)
         return Rendered([*tokens, eos], np.append(weights, weights[-1]))

@@ -210,6 +210,22 @@ class ChatTemplate:
         closed, end, _ = self.end_of_turn.rpartition(self._tokenizer.eos_token or "\0")
         return end if closed.strip() else ""
 
+    @cached_property
+    def next_turns(self) -> Sequence[str]:
+        """What the template prints after an answer before the next question, and after a call before the result of the tool.
+
+        Empty if the template closes an answer.
+        """
+        if self.end_of_turn.strip():
+            return ()
+        call = {"id": "call00000", "type": "function", "function": {"name": "tool", "arguments": {}}}
+        called = (*PROBE[:1], ChatMessage("assistant", "", extra={"tool_calls": [call]}))
+        texts = []
+        for before, after in ((PROBE, PROBE[0]), (called, ChatMessage("tool", "result"))):
+            ended, text = (self.shown(Chat("", one), header=False) for one in (before, (*before, after)))
+            texts += [text[len(ended) :]] if ended and text and text.startswith(ended) else []
+        return texts
+
     def probe(self, options: JsonObject) -> tuple[str, str] | None:
         """Return a question with the header of an answer, and the question with a plain answer; None if either is rejected."""
         return self._probed(options)[0]
@@ -246,7 +262,10 @@ class ChatTemplate:
         """The text and the character ranges of its ``{% generation %}`` blocks."""
         render = self._call(list(chat.tools) if chat.tools else None, header, chat.options)
         try:
-            texts, blocks = self._with_arguments(render, [message.to_dict() for message in chat.messages])
+            messages = [message.to_dict() for message in chat.messages]
+            if any(message.extra.get("tool_calls") and not message.content for message in chat.messages):
+                messages = self._without_empty_text(messages)
+            texts, blocks = self._with_arguments(render, messages)
         except _template_errors() as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise DataError(f"{chat.where}: the chat template rejects the row: {reason}; fix or remove it") from error
@@ -265,6 +284,32 @@ class ChatTemplate:
             add_generation_prompt=header,
             **{**self._variables, **self.options, **options},
         )
+
+    def _without_empty_text(self, messages: list[JsonObject]) -> list[JsonObject]:
+        """Return the messages, those with calls and without text in the shape that the template prints.
+
+        DeepSeek-R1's prints the calls of a message only if its content is null; others fail if it is.
+        """
+        if not self._calls_need_null:
+            return messages
+        return [{**one, "content": None} if one.get("tool_calls") and not one["content"] else one for one in messages]
+
+    @cached_property
+    def _calls_need_null(self) -> bool:
+        """Whether the template prints a call only without a text, not beside an empty text."""
+        call = {"id": "call00000", "type": "function", "function": {"name": MARK.strip(), "arguments": {}}}
+        for content in ("", None):
+            message = {"role": "assistant", "content": content, "tool_calls": [call]}
+            render = self._call(None, False, {})
+            try:
+                # A shape of arguments that the template takes here is not kept for rows.
+                as_text, (texts, _) = self._arguments_as_text, self._with_arguments(render, [PROBE[0].to_dict(), message])
+                self._arguments_as_text = as_text
+            except _template_errors():
+                continue
+            if MARK.strip() in texts[0]:
+                return content is None
+        return False
 
     def _with_arguments(self, render: Callable[..., Rendering], messages: Sequence[JsonObject]) -> Rendering:
         """Render with the arguments of tool calls as objects, or as JSON text if the template only takes that.

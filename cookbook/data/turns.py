@@ -63,6 +63,7 @@ class TrainedText:
     prompts: Sequence[int]
     num_messages: int
     answers: Sequence[int] = ()
+    ends_with_call: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,10 +128,10 @@ class Turns:
             # Every token is trained. Only the answers of another weight need their place.
             places = {index: (len(one.prompt), len(one.whole)) for index, one in fitting.items()}
             places |= {index: self._in_place(chat, index, text, header=False) for index in sampled.keys() - fitting.keys()}
-            return [_text(text, places, wanted, len(chat.messages))]
+            return [_text(chat, text, places, wanted, len(chat.messages))]
         if len(fitting) == len(sampled):
             places = {index: (len(one.prompt), len(one.whole)) for index, one in fitting.items()}
-            return [_text(text, places, wanted, len(chat.messages))]
+            return [_text(chat, text, places, wanted, len(chat.messages))]
         if not split:
             return [self._in_one(chat, sampled, wanted)]
         return self._few(chat, text, sampled, wanted)
@@ -142,14 +143,14 @@ class Turns:
         fitting = {index for index, answer in left.items() if text.startswith(answer.whole)}
         if fitting:
             places = {index: (len(left[index].prompt), len(left[index].whole)) for index in sorted(fitting)}
-            found.append(_text(text, places, wanted, len(chat.messages)))
+            found.append(_text(chat, text, places, wanted, len(chat.messages)))
         left = {index: answer for index, answer in left.items() if index not in fitting}
         while left:
             last = left[max(left)]
             until = last.whole + last.tail
             together = {index: one for index, one in left.items() if until.startswith(one.whole)}
             places = {index: (len(one.prompt), len(one.whole)) for index, one in together.items()}
-            found.append(_text(until, places, wanted, max(left) + 1))
+            found.append(_text(chat, until, places, wanted, max(left) + 1))
             left = {index: answer for index, answer in left.items() if index not in together}
         if len(found) > 1:
             self._template.note(REWRITES)
@@ -167,12 +168,12 @@ class Turns:
                 before = replace(chat, messages=chat.messages[:index])
                 places[other] = self._in_place(before, other, last.prompt, header=True)
                 self._template.note(REWRITES_PAIR)
-        return _text(last.whole + last.tail, places, wanted, index + 1)
+        return _text(chat, last.whole + last.tail, places, wanted, index + 1)
 
     def _alone(self, chat: Chat, answer: SampledAnswer, wanted: Mapping[int, float]) -> TrainedText:
         [index] = wanted
         places = {index: (len(answer.prompt), len(answer.whole))}
-        return _text(answer.whole + answer.tail, places, wanted, index + 1)
+        return _text(chat, answer.whole + answer.tail, places, wanted, index + 1)
 
     def _by_blocks(
         self, chat: Chat, text: str, wanted: Mapping[int, float], blocks: Mapping[int, tuple[int, int]], train_on: str
@@ -195,7 +196,7 @@ class Turns:
         shown = dict.fromkeys(range(len(chat.messages)), text) if train_on == "all" else {}
         trained = shown | {index: text[start:end] for index, (start, end) in found.items()}
         self._template.check_texts(chat, trained, text)
-        return _text(text, found, wanted, len(chat.messages))
+        return _text(chat, text, found, wanted, len(chat.messages))
 
     def _block_is_sampled(self, chat: Chat, index: int, text: str, block: tuple[int, int]) -> bool:
         if index == 0:
@@ -292,6 +293,10 @@ class Turns:
             context = prompt.removesuffix(header)
         if common < len(context):
             return None
+        # Different tags have their first character in common, not a token.
+        tag = max(prompt.rfind(begin, len(context), common) for begin in "<[")
+        if tag >= 0 and not set(prompt[tag:common]) & {">", "]"}:
+            common = tag
         start = self._start_of_text(chat, until)
         if common <= start:
             return common
@@ -415,10 +420,13 @@ def _marked(message: ChatMessage, *, before: bool) -> ChatMessage:
     return replace(message, content=marked(message.content) if has_content else message.content, extra=extra)
 
 
-def _text(text: str, places: Mapping[int, tuple[int, int]], wanted: Mapping[int, float], num_messages: int) -> TrainedText:
+def _text(
+    chat: Chat, text: str, places: Mapping[int, tuple[int, int]], wanted: Mapping[int, float], num_messages: int
+) -> TrainedText:
     order = sorted(places)
     spans = [(*places[index], wanted[index]) for index in order]
-    return TrainedText(text, spans, [start for start, _, _ in spans], num_messages, order)
+    ends_with_call = bool(chat.messages[num_messages - 1].extra.get("tool_calls"))
+    return TrainedText(text, spans, [start for start, _, _ in spans], num_messages, order, ends_with_call)
 
 
 def without_empty_reasoning(sequence: TrainedText) -> TrainedText:
