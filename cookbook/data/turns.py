@@ -42,7 +42,7 @@ REWRITES_PAIR = (
     "them in front of the last answer"
 )
 OTHER_TOKENS = (
-    "the end of the generation prompt and the beginning of some answers have other tokens in one text than apart; the rows are "
+    "the end of the generation prompt and the start of some answers have other tokens in one text than apart; the rows are "
     "trained with the tokens of the prompt as it is sampled, and several such answers of a conversation as one sequence each"
 )
 DROPPED_REASONING = (
@@ -79,7 +79,7 @@ class SampledAnswer:
         return self.prompt + self.text
 
 
-class Turns:
+class SampledTurns:
     """The sequences of conversations by one chat template."""
 
     def __init__(self, template: ChatTemplate) -> None:
@@ -430,7 +430,7 @@ def _text(
 
 
 def without_empty_reasoning(sequence: TrainedText) -> TrainedText:
-    """Return the sequence without the blocks of empty reasoning at the beginning of its answers, which stay untrained."""
+    """Return the sequence without the blocks of empty reasoning at the start of its answers, which stay untrained."""
     spans = []
     for start, end, weight in sequence.spans:
         answer = sequence.text[start:end]
@@ -443,7 +443,7 @@ def without_empty_reasoning(sequence: TrainedText) -> TrainedText:
 
 
 def opened_reasoning(prompt: str, answer: str) -> str:
-    """Return the tag at the end of the prompt that opens the reasoning which the answer closes; empty if there is none."""
+    """Return the tag at the end of the prompt that opens the reasoning which the answer closes; empty without such a tag."""
     opened = OPENED.search(prompt)
     if opened is None:
         return ""
