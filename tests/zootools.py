@@ -9,7 +9,9 @@ of the family, or of the template's own generation blocks; without either, the t
 
 from __future__ import annotations
 
+import copy
 import functools
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -34,7 +36,7 @@ FAMILIES = {
     "": "smollm2",
 }
 SPECIALS = re.compile(
-    r"<\|[^|>\s]+\|>|<｜[^｜>\s]+｜>|</?[a-z_]+(?:_of_[a-z_]+|_turn)?>|<\|[a-z_]+>|<[a-z_]+\|>|\[/?[A-Z_]+\]"
+    r"<\|[^|>\s]+\|>|<\uff5c[^\uff5c>\s]+\uff5c>|</?[a-z_]+(?:_of_[a-z_]+|_turn)?>|<\|[a-z_]+>|<[a-z_]+\|>|\[/?[A-Z_]+\]"
 )
 # Texts that are tags of a template without being tokens of its family.
 NOT_TOKENS = {
@@ -128,8 +130,6 @@ def base_tokenizer(family: str):
 @functools.lru_cache(maxsize=4)
 def tokenizer(name: str, template: str | None = None):
     """Return the tokenizer of a family with a chat template. A borrowed vocabulary gets the template's special tokens."""
-    import copy
-
     family = next(family for begin, family in FAMILIES.items() if name.startswith(begin))
     made = copy.deepcopy(base_tokenizer(family))
     text = source(name)
@@ -218,8 +218,6 @@ def _shapes(messages):
 
 
 def _as_text(messages):
-    import json
-
     def changed(call):
         function = call["function"]
         return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
@@ -231,7 +229,8 @@ def _as_text(messages):
 
 def _difference(made, wanted: Sequence[int], found: Sequence[int]) -> str:
     place = next((i for i, (a, b) in enumerate(zip(wanted, found, strict=False)) if a != b), min(len(wanted), len(found)))
-    return f"differs: token {place}, expected {made.decode(wanted[place : place + 8])!r}, got {made.decode(found[place : place + 8])!r}"
+    expected, got = (made.decode(one[place : place + 8]) for one in (wanted, found))
+    return f"differs: token {place}, expected {expected!r}, got {got!r}"
 
 
 def _answers(name, renderer, messages, tools, case, method) -> tuple[str, str]:
@@ -275,7 +274,7 @@ def _answers(name, renderer, messages, tools, case, method) -> tuple[str, str]:
 
 
 def _allowed(renderer: Renderer, got: str, text: str) -> bool:
-    """Whether an answer only has more than the reference marks: the header that its prompt lacks, or the token that ends a call.
+    """Whether an answer has what the reference marks, and besides the header that its prompt lacks or the end of a call.
 
     TRL leaves both untrained, so that a model would never write them.
     """
@@ -301,10 +300,10 @@ def _expected(name, renderer, messages, tools, case) -> tuple[tuple[list[int], s
     before = messages[:-1]
     ending = {"continue_final_message": True} if case == "prefill" else {"add_generation_prompt": True}
     prompt, error = _applied(made, before, tools, **ending)
-    if "reasoning_content" in messages[-1] or "</think>" in str(messages[-1]["content"] if "content" in messages[-1] else ""):
-        # A prompt that closes the reasoning does not suit an answer with reasoning.
-        if made.decode(prompt).rstrip().endswith("</think>"):
-            prompt, error = _applied(made, before, tools, enable_thinking=True, **ending)
+    reasons = "reasoning_content" in messages[-1] or "</think>" in str(messages[-1].get("content", ""))
+    # A prompt that closes the reasoning does not suit an answer with reasoning.
+    if reasons and made.decode(prompt).rstrip().endswith("</think>"):
+        prompt, error = _applied(made, before, tools, enable_thinking=True, **ending)
     if case == "prefill":
         messages = [*before[:-1], answer(str(before[-1]["content"]) + str(messages[-1]["content"]))]
     # DeepSeek's template drops the reasoning of answers, and so does TRL's for V3, but not for R1, whose template it is.

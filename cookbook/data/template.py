@@ -260,7 +260,7 @@ class ChatTemplate:
         """The text and the character ranges of its ``{% generation %}`` blocks."""
         render = self._call(list(chat.tools) if chat.tools else None, header, chat.options)
         try:
-            messages = [message.to_dict() for message in chat.messages]
+            messages: list[JsonObject] = [message.to_dict() for message in chat.messages]
             if any(message.extra.get("tool_calls") and not message.content for message in chat.messages):
                 messages = self._without_empty_text(messages)
             texts, blocks = self._with_arguments(render, messages)

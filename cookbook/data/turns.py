@@ -259,8 +259,9 @@ class SampledTurns:
             alone = self._with_short_context(chat)
             if alone is not None and until.endswith(alone.text):
                 return SampledAnswer(prompt, alone.text, tail)
-            place = self._start_of_text(chat, until)
-            return SampledAnswer(prompt, until[place:], tail)
+            start, header = self._start_of_text(chat, until), self._template.header(chat.options)
+            begin = until.rfind(header, 0, start) if header else -1
+            return SampledAnswer(prompt, until[begin + len(header) if begin >= 0 else start :], tail)
         lacks = prompt[place:]
         last = chat.messages[-1]
         reasons = bool(set(last.said) & set(REASONING)) or REASONING_END.search(last.content) is not None
@@ -314,7 +315,7 @@ class SampledTurns:
     def _with_short_context(self, chat: Chat) -> SampledAnswer | None:
         """Return the last message as the answer to a short question, or to the result of a tool if it is one; None: refused."""
         result = [one for one in chat.messages[-2:-1] if one.role == "tool"]
-        context = PROBE[:1]
+        context: tuple[ChatMessage, ...] = PROBE[:1]
         if result:
             called = {"tool_calls": [{"id": "call00000", "type": "function", "function": {"name": "tool", "arguments": {}}}]}
             context = (*context, ChatMessage("assistant", "", extra=called), *result)
