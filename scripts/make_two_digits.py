@@ -40,7 +40,10 @@ def products() -> list[tuple[str, int]]:
 
 
 def write(path: Path, questions: list[tuple[str, int]]) -> None:
-    rows = ({"prompt": f"What is {expression}? Reply with the number only.", "answer": str(value)} for expression, value in questions)
+    rows = (
+        {"prompt": f"What is {expression}? Reply with the number only.", "answer": str(value)}
+        for expression, value in questions
+    )
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 

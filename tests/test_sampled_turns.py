@@ -85,7 +85,7 @@ def renderer(template: str, **options: object) -> Renderer:
 
 
 def wide_renderer(template: str) -> Renderer:
-    """With a token for two line ends, as all large vocabularies have it, and one for each tag."""
+    """With a token for two line ends, as large vocabularies have, and one for each tag."""
     from transformers import PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -154,12 +154,12 @@ def test_calls_of_a_template_that_prints_them_beside_a_null_content_only():
 
 
 def test_different_tags_have_no_token_in_common():
-    """The prompt goes on with <think>, the row with <call>: the first character is not a part of the header."""
+    """The prompt continues with <think>, the row with <b>: the first character is not a part of the header."""
     assert pieces(renderer(DEEPSEEK), ASK, {"role": "assistant", "content": "<b>4</b>"})[0][1] == "<b>4</b><|im_end|>"
 
 
 def test_tokens_of_the_prompt_are_those_that_are_sampled():
-    """The prompt ends with a line end, and the row goes on with another: one token in one text, two when sampled."""
+    """The prompt ends with a line end, and the row continues with another: one token in one text, two when sampled."""
     render = wide_renderer(QWEN)
     [one] = render.sequences([chat(ASK, FOUR)])[0]
     prompt = sampled(render, ASK)
@@ -324,3 +324,37 @@ def test_a_template_that_prints_the_last_answer_differently_keeps_the_tokens_of_
     conversation.observe("3+3?")
     assert len(conversation.branches) == 1
     assert conversation.tokens == renderer(QWEN3).prompt_tokens([ASK, FOUR, MORE])
+
+
+def test_an_answer_that_only_closes_the_reasoning_is_one_that_was_sampled():
+    """TRL #6361: printed as it is, the text would follow an empty block of reasoning."""
+    said = {"role": "assistant", "content": "Two.\n</think>\n\n4"}
+    for template in (NEMOTRON, DEEPSEEK, QWEN):
+        render = renderer(template)
+        assert pieces(render, ASK, said) == pieces(render, ASK, THOUGHT)
+        assert sampled(render, ASK, said, MORE) == sampled(render, ASK, THOUGHT, MORE)
+    # A prompt that opens nothing leaves the text as it is.
+    assert pieces(renderer(QWEN3, enable_thinking=False), ASK, said)[0][1] == "Two.\n</think>\n\n4<|im_end|>"
+
+
+def test_an_answer_before_the_first_question_is_trained_where_it_is_printed():
+    """THUDM/slime #1742: the template of Qwen3.5 refuses messages without a question."""
+    needs_user = (
+        "{% if not messages | selectattr('role', 'equalto', 'user') | list %}{{ raise_exception('No user') }}{% endif %}"
+    )
+    render = renderer(needs_user + QWEN3)
+    greeting = {"role": "assistant", "content": "Hello!"}
+    found = pieces(render, {"role": "system", "content": "Be brief."}, greeting, ASK, {**FOUR, "train": False})
+    assert found == [("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>assistant\n", "Hello!<|im_end|>")]
+
+
+def test_an_episode_whose_template_drops_the_reasoning_goes_into_branches():
+    """PrimeIntellect-ai/verifiers #37: the next prompt lacks sampled tokens, so the earlier turn keeps its own tokens."""
+    render = renderer(DEEPSEEK)
+    [prompt] = prompts([Row("row", {"prompt": [ASK]})], render, DataConfig())
+    conversation = Conversation(render, prompt, None, [])
+    answer = render.encode("Two.\n</think>\n\n4<|im_end|>")
+    conversation.add(Sample(answer, [0.0] * len(answer), "stop"))
+    conversation.observe("3+3?")
+    assert len(conversation.branches) == 2
+    assert conversation.tokens == sampled(render, ASK, THOUGHT, MORE)

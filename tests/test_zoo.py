@@ -1,6 +1,6 @@
 """The zoo of chat templates: 16 cells here, all of them nightly. The table is written to build/zoo/table.md.
 
-Without ``make zoo`` the tests skip. ``tests/test_sampled_turns.py`` has small templates of the same structure, always run.
+Without ``make zoo`` the tests skip. The small templates of ``tests/test_sampled_turns.py`` have the same structure.
 """
 
 import sys

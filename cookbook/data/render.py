@@ -259,7 +259,7 @@ class Renderer:
         return [(self._opening + tokens, example.prompt) for example, tokens in zip(examples, encoded, strict=True)]
 
     def _chat_prompts(self, chats: list[Chat]) -> list[tuple[list[int], str]]:
-        texts = self._template.prompts(chats)
+        texts = self._template.prompts([self._turns.with_opened_reasoning(chat) for chat in chats])
         return list(zip(self._encode(texts, chats), texts, strict=True))
 
     def _render_plain(self, examples: list[Plain], train_on: str) -> list[Rendered]:

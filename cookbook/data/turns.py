@@ -96,13 +96,31 @@ class SampledTurns:
             wanted: for each chat, the weights of the answers to train, by message index.
             split: whether a chat may have several sequences; otherwise answers before the last are trained as they are printed.
         """
+        chats = [self.with_opened_reasoning(chat) for chat in chats]
         renderings = self._template.rendered(chats, header=False)
         return [self._of_chat(*one, train_on, split) for one in zip(chats, wanted, renderings, strict=True)]
 
     def separate(self, chat: Chat, wanted: Mapping[int, float]) -> list[TrainedText]:
         """Return a sequence for each answer."""
+        chat = self.with_opened_reasoning(chat)
         text = self._template.printed(chat, header=False)
         return [self._alone(chat, self.sampled(chat, index, text), {index: wanted[index]}) for index in sorted(wanted)]
+
+    def with_opened_reasoning(self, chat: Chat) -> Chat:
+        """Return the chat with the tag that opens the reasoning before answers that only have the tag that closes it.
+
+        A sampled answer is such a text if the generation prompt has printed the first tag. Some templates would print the whole
+        text behind an empty block of reasoning.
+        """
+        if not any(one.role == "assistant" and REASONING_END.search(one.content) for one in chat.messages):
+            return chat
+        header = self._template.header(chat.options)
+
+        def whole(message: ChatMessage) -> ChatMessage:
+            tag = opened_reasoning(header, message.content) if message.role == "assistant" else ""
+            return replace(message, content=tag + message.content) if tag and tag.strip() not in message.content else message
+
+        return replace(chat, messages=tuple(map(whole, chat.messages)))
 
     def _of_chat(
         self,
@@ -228,8 +246,13 @@ class SampledTurns:
         """
         if index == 0:
             raise DataError(f"{chat.where}: the conversation begins with an answer; begin it with a user message")
-        prompt = self._prompt(chat, index)
-        until, tail = self._until(chat, index, text)
+        try:
+            prompt = self._prompt(chat, index)
+            until, tail = self._until(chat, index, text)
+        except DataError:
+            # The template accepts the whole conversation only, as Qwen3.5's one with an answer before the first question.
+            start, end = self._in_place(chat, index, text, header=False)
+            return SampledAnswer(text[:start], text[start:end])
         chat = replace(chat, messages=chat.messages[: index + 1])
         if until.startswith(prompt):
             answer = SampledAnswer(prompt, until[len(prompt) :], tail)
