@@ -2,8 +2,8 @@
 
     python scripts/make_two_digits.py [FOLDER]
 
-A question is a sum, a difference or a small product: "What is 47 + 15? Reply with the number only." 1,000 rows train, 200 others are
-held out; no question occurs twice. The answer is a number, so ``reward=number`` judges completions.
+A question is a sum, a difference or a small product: "What is 47 + 15? Reply with the number only." 1,000 rows are for
+training, 200 others are held out; no question occurs twice. The answer is a number, so ``reward=number`` judges completions.
 """
 
 from __future__ import annotations
@@ -40,10 +40,7 @@ def products() -> list[tuple[str, int]]:
 
 
 def write(path: Path, questions: list[tuple[str, int]]) -> None:
-    rows = (
-        {"prompt": f"What is {expression}? Reply with the number only.", "answer": str(value)}
-        for expression, value in questions
-    )
+    rows = [{"prompt": f"What is {text}? Reply with the number only.", "answer": str(answer)} for text, answer in questions]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 

@@ -327,13 +327,13 @@ def test_a_template_that_prints_the_last_answer_differently_keeps_the_tokens_of_
 
 
 def test_an_answer_that_only_closes_the_reasoning_is_one_that_was_sampled():
-    """TRL #6361: printed as it is, the text would follow an empty block of reasoning."""
+    """TRL #6361: printed unchanged, the text would follow an empty block of reasoning."""
     said = {"role": "assistant", "content": "Two.\n</think>\n\n4"}
     for template in (NEMOTRON, DEEPSEEK, QWEN):
         render = renderer(template)
         assert pieces(render, ASK, said) == pieces(render, ASK, THOUGHT)
         assert sampled(render, ASK, said, MORE) == sampled(render, ASK, THOUGHT, MORE)
-    # A prompt that opens nothing leaves the text as it is.
+    # A prompt that opens nothing leaves the text unchanged.
     assert pieces(renderer(QWEN3, enable_thinking=False), ASK, said)[0][1] == "Two.\n</think>\n\n4<|im_end|>"
 
 
