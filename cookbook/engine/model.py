@@ -19,6 +19,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from cookbook import terminal
+from cookbook.engine import lora_targets
+from cookbook.engine.dropout import set_dropout
 from cookbook.engine.parallel import Ranks
 from cookbook.errors import BackendError, ConfigError, first_line
 from cookbook.utils import hub, paths
@@ -32,7 +34,7 @@ log = logging.getLogger("cookbook")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 # Value of ``dtype``: the dtype of the stored weights.
 AUTO = "auto"
-LORA_FILE = "adapter_config.json"
+LORA_FILE = paths.LORA_FILE
 
 # PEFT imports bitsandbytes, which warns on every use of LoRA about a missing 4-bit CPU kernel that cookbook does not use.
 logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
@@ -56,6 +58,7 @@ class ModelConfig:
     attn_implementation: str = "auto"
     trust_remote_code: bool = False
     router_aux_loss_coef: float | None = None
+    dropout: float | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in (AUTO, *DTYPES):
@@ -66,6 +69,10 @@ class ModelConfig:
             raise ConfigError(f"model.router_aux_loss_coef must be >= 0, got {self.router_aux_loss_coef}; 0 leaves it out")
         if not 0 <= self.lora_dropout < 1:
             raise ConfigError(f"model.lora_dropout must be at least 0 and below 1, got {self.lora_dropout}")
+        if self.dropout is not None and not 0 <= self.dropout < 1:
+            raise ConfigError(
+                f"model.dropout must be at least 0 and below 1, or null, got {self.dropout}; null is the recipe's default"
+            )
 
 
 class AdapterConfig(TypedDict):
@@ -186,9 +193,10 @@ def _load(
         network = _network(config, base, seed).to(device)
     else:
         network = shared.under_adapter() if adapter or config.lora_rank else shared.copied()
+    set_dropout(network, config.dropout)
     if adapter:
-        network = _load_adapter(network, config.name)
         config = _as_adapter(config, adapter)
+        network = _load_adapter(network, config)
     elif config.lora_rank:
         network = add_lora(network, config, seed)
     network.eval()
@@ -206,8 +214,9 @@ def fresh_network(config: ModelConfig) -> PreTrainedModel:
     base = adapter["base_model_name_or_path"] if adapter else config.name
     with terminal.doing(f"reading the architecture of {base}"):
         network = _network(replace(with_dtype(config), random=True), base, seed=0)
+        set_dropout(network, config.dropout)
     if adapter:
-        config = _as_adapter(config, adapter)
+        return _stored_adapter(network, _as_adapter(config, adapter))
     return add_lora(network, config, seed=0) if config.lora_rank else network
 
 
@@ -358,10 +367,20 @@ def add_lora(network: PreTrainedModel, config: ModelConfig, seed: int) -> PreTra
         target_modules=modules if isinstance(modules, str) else list(modules),
         task_type="CAUSAL_LM",
     )
-    if modules == "all-linear" and (unfit := _not_adaptable(network, lora)):
-        lora.exclude_modules = unfit
+    unfit = _not_adaptable(network, lora) if modules == lora_targets.ALL_LINEAR else []
+    targets = lora_targets.choose(network, modules, unfit, lora)
+    if unfit:
         name, kind = type(network).__name__, network.config.model_type
         log.info(f"LoRA: {name} ({kind}) gets no adapter on {', '.join(unfit)}, which it does not use as plain linear layers")
+    if targets.modules == lora_targets.ALL_LINEAR:
+        lora.exclude_modules = unfit or None
+    lora.target_modules = targets.modules if isinstance(targets.modules, str) else set(targets.modules)
+    lora.target_parameters = targets.parameters or None
+    if targets.parameters and config.lora_dropout:
+        raise ConfigError(
+            f"model.lora_dropout: adapters on {', '.join(targets.parameters)} have no dropout, got {config.lora_dropout}; set it "
+            "to 0, or name linear layers in model.lora_target_modules"
+        )
     with torch.random.fork_rng(), deprecations_hidden():
         torch.manual_seed(seed)
         try:
@@ -404,23 +423,42 @@ def _returns_a_tensor(layer: torch.nn.Linear) -> bool:
     return isinstance(out, torch.Tensor)
 
 
-def _load_adapter(network: PreTrainedModel, folder: str) -> PreTrainedModel:
-    from peft import PeftModel
+def _load_adapter(network: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
+    from peft import PeftConfig, PeftModel
 
     try:
         with deprecations_hidden():
-            return PeftModel.from_pretrained(network, folder, is_trainable=True)
+            lora: Any = PeftConfig.from_pretrained(config.name)
+            lora.lora_dropout = config.lora_dropout
+            return PeftModel.from_pretrained(network, config.name, is_trainable=True, config=lora)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise BackendError(_cannot_load("adapter", folder, error)) from None
+        raise BackendError(_cannot_load("adapter", config.name, error)) from None
+
+
+def _stored_adapter(network: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
+    """Add an adapter with the layers of the adapter in the model's folder, and with fresh weights."""
+    from peft import PeftConfig, get_peft_model
+
+    try:
+        with deprecations_hidden():
+            lora: Any = PeftConfig.from_pretrained(config.name)
+            lora.inference_mode = False
+            return get_peft_model(network, lora)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BackendError(_cannot_load("adapter", config.name, error)) from None
 
 
 def _as_adapter(config: ModelConfig, adapter: AdapterConfig) -> ModelConfig:
-    """Return ``config`` with rank, alpha and dropout of the adapter that was loaded."""
+    """Return ``config`` with rank, alpha and dropout of the adapter in its folder.
+
+    If ``model.dropout`` is set, the adapter's dropout is ``model.lora_dropout`` in place of its stored one.
+    """
     if config.lora_rank not in (0, adapter["r"]):
         raise ConfigError(
             f"model.lora_rank: {config.name} holds an adapter of rank {adapter['r']}, got {config.lora_rank}; set it to 0"
         )
-    return replace(config, lora_rank=adapter["r"], lora_alpha=adapter["lora_alpha"], lora_dropout=adapter["lora_dropout"])
+    dropout = adapter["lora_dropout"] if config.dropout is None else config.lora_dropout
+    return replace(config, lora_rank=adapter["r"], lora_alpha=adapter["lora_alpha"], lora_dropout=dropout)
 
 
 def _adapter_config(name: str) -> AdapterConfig | None:

@@ -21,6 +21,7 @@ from cookbook.backends.remote.config import RemoteConfig
 from cookbook.checkpoints import manifest, store
 from cookbook.checkpoints.schedule import Progress
 from cookbook.data import Renderer
+from cookbook.engine.lora_targets import TrainedShare
 from cookbook.engine.model import AUTO, ModelConfig
 from cookbook.errors import ConfigError, CookbookError, HookError
 from cookbook.protocols import Backend, Deployment, Reference, Reward, Sampler, StartedBackend, Trainer
@@ -67,6 +68,8 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], JsonObje
         preflight.teacher_shape(typed)
         trainer = backend.make_trainer(typed.model, seed=typed.seed, folder=status.folder / "checkpoints")
         stack.push(functools.partial(_close, trainer))
+        if isinstance(trainer, LocalTrainer) and trainer.engine.model.is_lora:
+            terminal.say(f"trains a LoRA adapter: {TrainedShare.of(trainer.engine.model.network).text}")
         with terminal.doing("computing the digest of the weights"):
             for subject, digest in trainer.digests().items():
                 identity.measured(subject, digest)

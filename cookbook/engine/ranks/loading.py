@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from cookbook import terminal
+from cookbook.engine.dropout import set_dropout
 from cookbook.engine.model import (
     DTYPES,
     LORA_FILE,
@@ -160,7 +161,9 @@ def _from_config(config: ModelConfig, architecture: PretrainedConfig, seed: int)
     attention = None if config.attn_implementation == "auto" else config.attn_implementation
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(architecture, dtype=DTYPES[config.dtype], attn_implementation=attention)
+        network = AutoModelForCausalLM.from_config(architecture, dtype=DTYPES[config.dtype], attn_implementation=attention)
+    set_dropout(network, config.dropout)
+    return network
 
 
 def _hollow(config: ModelConfig, architecture: PretrainedConfig, seed: int) -> PreTrainedModel:
