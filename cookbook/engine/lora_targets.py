@@ -1,8 +1,8 @@
 """The weights of a network that get a LoRA adapter, and how large their share is.
 
 ``all-linear`` means every matrix that a token is multiplied by: linear layers, and the experts of a mixture, which most
-families store as one three-dimensional parameter. Routers and the output layer get no adapter: a router decides which weights a token
-sees, so small changes of it undo what the experts have learned.
+families store as one three-dimensional parameter. Routers and the output layer get no adapter: a router decides which weights
+a token sees, so small changes of a router undo what the experts have learned.
 """
 
 from __future__ import annotations
@@ -54,14 +54,9 @@ def choose(network: PreTrainedModel, modules: str | Sequence[str], unfit: Sequen
         if isinstance(module, nn.Linear) and module is not head and path.rpartition(".")[2] not in unfit
     }
     chosen = [path for path in linear if path not in routers]
-    leaves = {path.rpartition(".")[2] for path in chosen}
-    # A leaf name also matches a router or the head of the same name.
-    ambiguous = {path.rpartition(".")[2] for path, one in network.named_modules() if isinstance(one, nn.Linear)} & {
-        path.rpartition(".")[2] for path in [*routers, *_paths_of(network, head)]
-    }
-    names = sorted(
-        {leaf for leaf in leaves if leaf not in ambiguous} | {p for p in chosen if p.rpartition(".")[2] in ambiguous}
-    )
+    # The last part of a path names layers of every block, unless a router or the head has the same name.
+    ambiguous = {path.rpartition(".")[2] for path in [*routers, *_paths_of(network, head)]}
+    names = sorted({path if (leaf := path.rpartition(".")[2]) in ambiguous else leaf for path in chosen})
     kept = _unconverted(network, names, lora)
     # PEFT reads these names as those of fused experts. Their weights can be targeted as parameters, with the same result.
     converted = [name for name in names if name not in kept]

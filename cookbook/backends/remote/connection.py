@@ -58,7 +58,7 @@ ADAPTED_WEIGHTS = "adapted"
 DROPOUT = "cookbook.dropout"
 
 # Fields of the model that the server determines. With other values a run would not get the results that it expects.
-SERVER_FIELDS = ("random", "revision", "dtype", "lora_alpha", "lora_dropout", "router_aux_loss_coef")
+SERVER_FIELDS = ("random", "revision", "dtype", "lora_alpha", "lora_dropout", "router_aux_loss_coef", "add_tokens")
 
 # A reachable server responds within this time.
 TIMEOUT_S = 10.0
@@ -114,7 +114,8 @@ class ServerInfo:
                 "the server's value"
             )
         for name in SERVER_FIELDS:
-            requested, served = getattr(model, name), self.model.get(name)
+            # A server of an earlier version adds no tokens.
+            requested, served = getattr(model, name), self.model.get(name, [] if name == "add_tokens" else None)
             is_used = model.lora_rank or not name.startswith("lora_")
             if is_used and requested != served:
                 raise ConfigError(

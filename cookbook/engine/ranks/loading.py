@@ -136,7 +136,8 @@ def _architecture(config: ModelConfig, base: str) -> PretrainedConfig:
 
 def _folder(ranks: Ranks, config: ModelConfig) -> Path | None:
     """The folder of full weights to read in parts; None for weights that every rank needs whole, and for an adapter."""
-    if not ranks.shards or config.random:
+    # Added tokens need the whole embedding.
+    if not ranks.shards or config.random or config.add_tokens:
         return None
     folder = Path(resolved(config.name))
     # The ranks of another node may have another disk. All of them download, or none.
