@@ -75,7 +75,7 @@ def set_dropout(network: PreTrainedModel, probability: float | None) -> None:
             config = config._config
         values = {name: float(probability) for name in _names(vars(config), probability)}
         if any(getattr(config, name) != value for name, value in values.items()):
-            module.config = ConfigWithDropout(config, values)  # type: ignore[assignment]
+            module.config = ConfigWithDropout(config, values)
             count += 1
     if probability > 0 and not count:
         raise ConfigError(f"model.dropout: {type(network).__name__} has no dropout, got {probability:g}; remove the key")

@@ -32,13 +32,14 @@ class Shape:
     """Properties of a model that are known without its weights.
 
     ``max_length``: context length in tokens; None: unknown. ``weight_bytes``: size of the weights in memory; 0: unknown.
-    ``trained``: which weights are trained; None: unknown.
+    ``trained``: which weights are trained; None: unknown. ``vocabulary_size``: number of embeddings; None: unknown.
     """
 
     tokenizer: PreTrainedTokenizerBase
     max_length: int | None
     weight_bytes: int = 0
     trained: TrainedShare | None = None
+    vocabulary_size: int | None = None
 
 
 def shape_of(config: ModelConfig, *, recompute: bool = False) -> Shape | None:
@@ -72,7 +73,8 @@ def shape_of(config: ModelConfig, *, recompute: bool = False) -> Shape | None:
     if recompute:
         recompute_activations(network, True)
     weight_bytes = sum(parameter.nbytes for parameter in network.parameters())
-    return Shape(tokenizer, context_length(network.config, tokenizer), weight_bytes, TrainedShare.of(network))
+    limit, rows = context_length(network.config, tokenizer), int(network.config.get_text_config().vocab_size)
+    return Shape(tokenizer, limit, weight_bytes, TrainedShare.of(network), rows)
 
 
 def local_folder(config: ModelConfig) -> Path | None:

@@ -14,15 +14,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def check_tokens(tokens: object) -> None:
+def check_tokens(tokens: Sequence[str]) -> None:
     """Raise ConfigError unless ``model.add_tokens`` is a list of different texts."""
-    is_list = isinstance(tokens, Sequence) and not isinstance(tokens, str)
-    if not is_list or not all(isinstance(token, str) and token for token in tokens):  # type: ignore[attr-defined]
+    if isinstance(tokens, str) or not all(isinstance(token, str) and token for token in tokens):
         raise ConfigError(
-            f"model.add_tokens: expected a list of texts, got {tokens!r}; write model.add_tokens=['<one>','<two>']"
+            f"model.add_tokens: expected a list of texts, got {tokens!r}; write model.add_tokens=['<first>','<second>']"
         )
-    if len(set(tokens)) < len(tokens):  # type: ignore[call-overload, arg-type]
-        raise ConfigError(f"model.add_tokens: a token occurs twice, got {list(tokens)!r}; name each token once")  # type: ignore[call-overload]
+    if len(set(tokens)) < len(tokens):
+        raise ConfigError(f"model.add_tokens: a token occurs twice, got {list(tokens)!r}; name each token once")
 
 
 def extend(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> list[int]:

@@ -73,7 +73,8 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], JsonObje
         with terminal.doing("computing the digest of the weights"):
             for subject, digest in trainer.digests().items():
                 identity.measured(subject, digest)
-        renderer = Renderer(trainer.tokenizer, trainer.max_length)
+        vocabulary = trainer.engine.model.vocabulary_size if isinstance(trainer, LocalTrainer) else None
+        renderer = Renderer(trainer.tokenizer, trainer.max_length, vocabulary)
         preflight.warn(typed, rows, renderer)
         with terminal.doing("starting the deployment"):
             deployment = typed.deployment.deploy(trainer, live=typed.weight_sync.every == 1)

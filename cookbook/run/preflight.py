@@ -86,7 +86,7 @@ def examine(typed: Settings, identity: Identity, folder: Path, done: int) -> tup
     if shape is not None:
         for subject, digest in tokenizer_digests(shape.tokenizer).items():
             identity.measured(subject, digest)
-        renderer = Renderer(shape.tokenizer, shape.max_length)
+        renderer = Renderer(shape.tokenizer, shape.max_length, shape.vocabulary_size)
         if (teacher := teacher_shape(typed)) is not None:
             compare_vocabularies(typed, shape.tokenizer, teacher.tokenizer)
     # An environment decides how its rows are used, and whether the reward is.
