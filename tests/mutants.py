@@ -72,8 +72,8 @@ MUTANTS = (
     # Metrics, rows, rewards, weights and signs.
     (
         "losses/pairs.py",
-        '"rewards/accuracy": float((chosen > rejected)',
-        '"rewards/accuracy": float((chosen >= rejected)',
+        "margin.new_tensor(0.5)",
+        "margin.new_tensor(0.0)",
         WIRING,
     ),
     ("run/run.py", "self._earlier_tokens += self._tokens", "self._earlier_tokens = self._tokens", WIRING),

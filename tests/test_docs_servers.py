@@ -20,6 +20,7 @@ from test_docs_run import SERVED, elsewhere, filled, place, words_of  # noqa: F4
 from test_jobs import answers, slurm, until  # noqa: F401 - slurm is a fixture
 from test_push import hub, push  # noqa: F401 - hub is a fixture
 from test_readme import FOUND
+from waiting import WAIT_S
 
 from cookbook.cli.app import run
 
@@ -141,7 +142,7 @@ def test_a_job_of_slurm(command: str, slurm: None, place: Path) -> None:  # noqa
 def test_a_run_is_shown_while_it_is_served(place: Path) -> None:  # noqa: F811
     with started([*words(VIEW), "--port", "0"], "http://127.0.0.1:") as line:
         url = re.findall(r"http://[\d.:]+", line)[0]
-        assert b'"steps": [1, 2]' in urllib.request.urlopen(f"{url}/facts", timeout=60).read()
+        assert b'"steps": [1, 2]' in urllib.request.urlopen(f"{url}/facts", timeout=WAIT_S).read()
 
 
 def test_a_run_is_pushed(hub, place: Path) -> None:  # noqa: F811

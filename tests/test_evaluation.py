@@ -124,7 +124,7 @@ def test_a_run_evaluated_again_says_what_it_said(trained, recipe, capsys):
     before, after = rows(folder)
     assert {key for key in MEASURED if key in before} == {key for key in MEASURED if key in after}
     (file,) = (folder / "evals").iterdir()
-    assert f"written to {file}\n" in out and "after 1 steps on 6 rows from " in out
+    assert f"written to {file}\n" in out and "after 1 step on 6 rows from " in out
     found = json.loads(file.read_text())
     assert found["metrics"] == {key: after[key] for key in MEASURED if key in after}
     assert found["step"] == 1 and file.name.startswith("step-000001-")

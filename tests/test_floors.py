@@ -41,7 +41,7 @@ ORDER = {
         "preflight recorder",
         "data folder rollout_store",
         "settings",
-        "diagnostics hooks identity stored_steps",
+        "diagnostics held_out_loss hooks identity stored_steps",
     ],
     "server": [
         "agents rank",

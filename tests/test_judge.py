@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from runtools import SMALL, here, rows, start, timeless, train, write  # noqa: F401 - here is a fixture
+from waiting import WAIT_S
 
 from cookbook.data import RenderedPrompt, Row
 from cookbook.data.formats import Chat, Plain
@@ -67,7 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
         with server.lock:
             server.running -= 1
         if reply == HANG:
-            server.ended.wait(60)
+            server.ended.wait(WAIT_S)
         if reply in (HANG, DROP):
             self.close_connection = True
             return
@@ -249,7 +250,7 @@ def test_workers_bound_the_requests_at_a_time(serving):
     together = threading.Barrier(3)
 
     def script(body, number):
-        together.wait(30)
+        together.wait(WAIT_S)
         time.sleep(0.02)
         return "Score: 1"
 

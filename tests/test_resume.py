@@ -14,6 +14,7 @@ import yaml
 from marks import rest_slow
 from runtools import SMALL, bits, checkpoint, files, here, resume_words, rows, start, timeless, train, write  # noqa: F401
 from safetensors.torch import load_file, save_file
+from waiting import WAIT_S
 
 from cookbook.checkpoints import manifest
 from cookbook.cli.app import run
@@ -189,7 +190,7 @@ def test_ctrl_c_once_at_the_keyboard():
     (folder,) = found
     wait_for_step(process, folder, 1)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 130
     # A busy machine adds lines about what takes more than two seconds.
     assert err.endswith("\nstopping after this step; the second signal stops immediately\n")
@@ -213,7 +214,7 @@ def test_ctrl_c_twice_stops_immediately():
     assert process.poll() is None
     asked = time.monotonic()
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=WAIT_S)
     assert time.monotonic() - asked < 5
     assert process.returncode == 130
     # A busy machine adds lines about what takes more than two seconds.

@@ -109,7 +109,11 @@ def check_metrics(recipe):
 def check_summary(recipe, out, capsys):
     assert "step 3/3" in out
     assert "run folder: run  (metrics.jsonl, samples.jsonl, curves.svg, checkpoints)\n" in out
-    assert "accuracy on held-out prompts: " in out and " after 0 steps -> " in out
+    judge = "reward=number" if recipe == "grpo" else "token equality"
+    assert f"\naccuracy on 4 held-out prompts, by {judge}: " in out and " after 0 steps -> " in out
+    # Lines of the progress and of the result are in the log too.
+    log = Path("run/log.txt").read_text()
+    assert " INFO step 3/3  loss " in log and f" INFO accuracy on 4 held-out prompts, by {judge}: " in log
     assert sum(" -> '" in line for line in out.splitlines()) == 3
     assert {"step", "prompt", "completion", "reward"} <= set(rows("run", "samples.jsonl")[0])
     command = shlex.split(out.rpartition("next: ")[2])

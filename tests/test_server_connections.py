@@ -19,6 +19,7 @@ import httpx
 import pytest
 import servertools
 import uvicorn
+from waiting import WAIT_S
 
 from cookbook.server import connections
 from cookbook.server.state import uploads
@@ -29,7 +30,7 @@ MB = 1_000_000
 
 
 def connected(port):
-    return socket.create_connection(("127.0.0.1", port), timeout=20)
+    return socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
 
 
 def closed(client):
@@ -137,7 +138,7 @@ def test_a_response_that_its_client_does_not_read_is_dropped_and_a_slow_computat
     with connected(port) as unread, connected(port) as slow:
         slow.sendall(GET.replace(b"/ ", b"/slow ", 1))
         unread.sendall(GET)
-        assert began.wait(20)
+        assert began.wait(WAIT_S)
         # Enough for its connection to be closed if it counted as idle.
         time.sleep(1.5)
         go_on.set()
@@ -197,7 +198,7 @@ def test_more_idle_connections_than_the_server_may_open_files_keep_no_client_out
         for _ in range(NUM_IDLE):
             ends.enter_context(connected(int(url[1])))
         for _ in range(20):
-            created = httpx.post(f"{url[0]}/api/v1/create_session", json={}, timeout=20)
+            created = httpx.post(f"{url[0]}/api/v1/create_session", json={}, timeout=WAIT_S)
             assert created.status_code == 200, created.text
         assert len(list(Path(f"/proc/{server.pid}/fd").iterdir())) < MAX_FILES - 200
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -295,7 +296,7 @@ def test_incomplete_uploads_are_pending_bytes_with_a_bound_and_a_time_limit(tiny
         with contextlib.ExitStack() as ends:
             clients = [ends.enter_context(uploading(server, 5 * MB, 6 * MB)) for _ in range(3)]
             servertools.wait_until(lambda: held.num_bytes == 15 * MB)
-            pending = re.search(r"\ncookbook_pending_bytes (\d+)", httpx.get(f"{server.url}/metrics").text)
+            pending = re.search(r"\ncookbook_pending_bytes (\d+)", httpx.get(f"{server.url}/metrics", timeout=WAIT_S).text)
             assert int(pending[1]) == 15 * MB
             small = ends.enter_context(uploading(server, 900, 1000))
             servertools.wait_until(lambda: held.num_bytes == 15 * MB + 900)
@@ -303,7 +304,7 @@ def test_incomplete_uploads_are_pending_bytes_with_a_bound_and_a_time_limit(tiny
             # The first one gives way.
             answer = clients[0].recv(1000)
             assert b" 429 " in answer and b"max_pending_mb" in clients[0].recv(1000) + answer
-            assert httpx.post(f"{server.url}/api/v1/create_session", json={}).status_code == 200
+            assert httpx.post(f"{server.url}/api/v1/create_session", json={}, timeout=WAIT_S).status_code == 200
             for client in (*clients[1:], small):
                 answer = client.recv(1000)
                 assert b" 408 " in answer and b"upload_timeout_s" in client.recv(1000) + answer

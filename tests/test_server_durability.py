@@ -13,6 +13,7 @@ import pytest
 import servertools
 import tiny
 import torch
+from waiting import WAIT_S
 
 from cookbook.backends.local import LocalConfig
 from cookbook.cli.app import run as cookbook
@@ -35,7 +36,7 @@ class Client:
 
     def send(self, path, body):
         content = {"content": body} if isinstance(body, bytes) else {"json": body}
-        return httpx.post(f"{self.server.url}/api/v1/{path}", **content, timeout=60)
+        return httpx.post(f"{self.server.url}/api/v1/{path}", **content, timeout=WAIT_S)
 
     def post(self, path, body):
         response = self.send(path, body)
@@ -331,7 +332,7 @@ def test_what_was_loaded_may_be_deleted(start):
         drawn = client.sample(sampler_id, 0)
         client.result("load_weights", {"model_id": run, "seq_id": 4, "path": path, "optimizer": False})
         checkpoints = f"api/v1/training_runs/{run}/checkpoints"
-        assert httpx.delete(f"{server.url}/{checkpoints}/weights/one").status_code == 204
+        assert httpx.delete(f"{server.url}/{checkpoints}/weights/one", timeout=WAIT_S).status_code == 204
         expected = [weights(server, one) for one in (run, other)]
     with start() as server:
         client = Client(server, client.session)
@@ -343,7 +344,7 @@ def test_what_was_loaded_may_be_deleted(start):
             "sampling_session_id": sampler_id,
         }
         assert client.sample(sampler_id, 0) == drawn != client.sample(sampler_id, 1)
-        assert httpx.get(f"{server.url}/{checkpoints}").json()["checkpoints"] == []
+        assert httpx.get(f"{server.url}/{checkpoints}", timeout=WAIT_S).json()["checkpoints"] == []
 
 
 @pytest.mark.slow
@@ -441,7 +442,7 @@ def test_a_full_disk_refuses_the_request_and_nothing_else(start, tmp_path, monke
         resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 100, limit[1]))  # the kernel writes no more than that
         try:
             refused = client.send("forward_backward", passing(run, 1))
-            assert httpx.get(f"{server.url}/api/v1/healthz").status_code == 200
+            assert httpx.get(f"{server.url}/api/v1/healthz", timeout=WAIT_S).status_code == 200
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         assert refused.status_code == 507 and "cannot write: File too large; free disk space" in refused.json()["detail"]
@@ -522,7 +523,7 @@ def test_switched_off_nothing_is_kept(start, tmp_path):
         client.result("forward_backward", passing(run, 1))
     assert not (tmp_path / "out" / "sessions").exists()
     with start() as server:
-        found = httpx.post(f"{server.url}/api/v1/retrieve_future", json={"request_id": f"{run}/1"})
+        found = httpx.post(f"{server.url}/api/v1/retrieve_future", json={"request_id": f"{run}/1"}, timeout=WAIT_S)
         assert found.status_code == 404 and "restarted with server.durability=off" in found.json()["detail"]
 
 

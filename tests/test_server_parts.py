@@ -16,6 +16,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 from google.protobuf.descriptor import FieldDescriptor
+from waiting import WAIT_S
 
 from cookbook.backends import worker
 from cookbook.backends.worker import Worker
@@ -51,7 +52,7 @@ def test_a_request_is_computed_even_if_its_attempt_cannot_be_counted(tmp_path, c
     with caplog.at_level("INFO", "cookbook.server"), contextlib.closing(thread):
         for name in ("one", "two"):
             with worker.purpose(name):
-                assert thread.submit(lambda name=name: name).result(timeout=60) == name
+                assert thread.submit(lambda name=name: name).result(timeout=WAIT_S) == name
     assert caplog.text.count("attempts not counted") == 1
 
 

@@ -18,6 +18,7 @@ import pytest
 import servertools
 from servertools import wait_until
 from test_server_durability import Client, equal, passing, stepping, weights
+from waiting import WAIT_S
 
 from cookbook.server import app
 from cookbook.server.handlers import recovery, silence
@@ -128,7 +129,7 @@ def test_a_client_that_waits_for_a_result_is_not_silent_and_its_wait_outlives_a_
             server.call(lambda: silence.unload_silent_sessions(service))
             wait_until(request.settled.is_set)
             endless.set()
-            assert waiting.result(60).headers["content-type"] == "application/x-protobuf"
+            assert waiting.result(WAIT_S).headers["content-type"] == "application/x-protobuf"
 
 
 def test_a_silent_session_is_kept_for_its_time_and_then_named(start):
@@ -231,7 +232,7 @@ def test_a_process_that_was_stopped_by_a_signal_keeps_its_clients(tiny_folder, t
                 server.send_signal(signal.SIGCONT)
                 # The cleanup runs several times.
                 time.sleep(3)
-                metrics = httpx.get(f"{url}/metrics", timeout=60).text
+                metrics = httpx.get(f"{url}/metrics", timeout=WAIT_S).text
                 assert "\ncookbook_silent_sessions 0\n" in metrics and "\ncookbook_training_runs 1\n" in metrics
                 training.save_state("after").result()
         finally:

@@ -26,6 +26,7 @@ from servertools import wait_until
 from starlette.routing import Route
 from test_server_durability import passing
 from test_server_silence import be_silent
+from waiting import WAIT_S
 
 from cookbook.errors import ConfigError
 from cookbook.server import metrics
@@ -38,7 +39,7 @@ KEYS = f"alice: {ALICE}\nbob: {BOB}\nroot: {ROOT} admin\n"
 UNKNOWN = "s0123456789abcdef"
 TOKENS = [5, 6, 7, 8]
 # One for all requests: each client would load the certificates again.
-HTTP = httpx.Client(timeout=60)
+HTTP = httpx.Client(timeout=WAIT_S)
 
 
 @pytest.fixture(scope="module")
@@ -546,10 +547,10 @@ def test_a_server_with_a_certificate_speaks_https(tiny_folder, tmp_path):
         server.start(tiny_folder, tmp_path / "out", tls_cert=str(certificate), tls_key=str(key))
         url = server.url.replace("http:", "https:")
         trusting = ssl.create_default_context(cafile=str(certificate))
-        assert httpx.get(f"{url}/api/v1/healthz", verify=trusting).status_code == 200
+        assert httpx.get(f"{url}/api/v1/healthz", verify=trusting, timeout=WAIT_S).status_code == 200
         for wrong in (url, server.url):
             with pytest.raises(httpx.TransportError):
-                httpx.get(f"{wrong}/api/v1/healthz")
+                httpx.get(f"{wrong}/api/v1/healthz", timeout=WAIT_S)
         told = program(CONNECT, url, ALICE, tmp_path / "client", SSL_CERT_FILE=str(certificate))
         assert (told.returncode, told.stdout) == (0, "tiny\n"), told.stderr
     finally:

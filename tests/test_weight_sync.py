@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from waiting import WAIT_S
 
 from cookbook.backends.local import LocalConfig
 from cookbook.checkpoints import manifest, sampler_checkpoints
@@ -43,7 +44,7 @@ class Served:
             if place in self.fails:
                 raise RolloutError(f"replica {place} has failed")
             holder.prepare(folder)
-            holder._thread.join(30)
+            holder._thread.join(WAIT_S)
             if (status := holder.status())["state"] == FAILED:
                 raise RolloutError(status["error"])
             holder.begin()
@@ -270,7 +271,7 @@ def test_a_holder_refuses_what_does_not_fit(trainer, tmp_path):
     holder = WeightStore()
     for folder, reason in ((delta, "is a delta, but this replica has no weights"), (tmp_path / "none", "is not a checkpoint")):
         holder.prepare(folder)
-        holder._thread.join(30)
+        holder._thread.join(WAIT_S)
         assert holder.status()["state"] == FAILED and reason in holder.status()["error"]
         with pytest.raises(CheckpointError, match="no weights are ready to be served"):
             holder.begin()
@@ -284,7 +285,7 @@ def test_a_holder_knows_nothing_while_weights_are_put_in(trainer):
     if holder.status()["state"] == READING:
         with pytest.raises(CookbookError, match="still being read"):
             holder.prepare(base)
-    holder._thread.join(30)
+    holder._thread.join(WAIT_S)
     holder.begin()
     assert holder.status()["digest"] is None
     holder.finish()

@@ -237,9 +237,11 @@ class Noting(Hook):
 """
 
 
-def test_a_tie_is_no_preference():
-    found = reward_metrics(torch.tensor([1.0, 2.0, 0.0, 3.0]), torch.tensor([1.0, 1.0, 5.0, 3.0]))
-    assert found["rewards/accuracy"] == 0.25
+def test_a_tie_counts_as_half():
+    """A win, a loss, two equal rewards, and two that differ by less than rounding noise."""
+    chosen, rejected = torch.tensor([2.0, 0.0, 1.0, 3.0, 1.0, 1.01]), torch.tensor([1.0, 5.0, 1.0, 3.0, 1.01, 1.0])
+    found = reward_metrics(chosen, rejected, torch.tensor([0.5, 0.5, 0.0, 0.5, 0.5, 0.001]))
+    assert found["rewards/accuracy"] == pytest.approx((1 + 0 + 0.5 + 0.5 + 0.5 + 1) / 6)
 
 
 def test_every_epoch_has_an_order_of_its_own():

@@ -185,7 +185,7 @@ def _steps(recipe: JsonObject, rows: int | None) -> str:
 
 
 def _every(every: int | None, also: str, never: str) -> str:
-    return f"every {every} steps, {also}" if every else never
+    return f"every {every} steps, {also}" if every and every > 1 else f"every step, {also}" if every else never
 
 
 def _evaluation(typed: Settings, held_out: int | None) -> str:

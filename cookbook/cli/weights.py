@@ -19,6 +19,7 @@ from cookbook.run import folder as run_folder
 from cookbook.run.folder import sampling_target
 from cookbook.types import Checkpoint
 from cookbook.utils import files, hub, packages, tables
+from cookbook.utils.words import counted
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -141,7 +142,7 @@ def push(source: Path, repository: str, *, merged: bool, private: bool, dry_run:
         if dry_run:
             print(f"dry run: {checkpoint} would be uploaded to {repository} ({visibility})")
             return
-        url = _upload(folder, repository, f"Weights after {facts['step']} steps", private)
+        url = _upload(folder, repository, f"Weights after {counted(facts['step'], 'step')}", private)
         print(f"{checkpoint} is at {url}")
 
 

@@ -22,7 +22,7 @@ from cookbook.checkpoints import manifest, store
 from cookbook.checkpoints.schedule import Progress
 from cookbook.data import Renderer
 from cookbook.engine.lora_targets import TrainedShare
-from cookbook.engine.model import AUTO, ModelConfig
+from cookbook.engine.model import AUTO, ModelConfig, with_dtype
 from cookbook.errors import ConfigError, CookbookError, HookError
 from cookbook.protocols import Backend, Deployment, Reference, Reward, Sampler, StartedBackend, Trainer
 from cookbook.run import folder as run_folder
@@ -192,8 +192,8 @@ def _teacher(
     if url is not None:
         # Not with the key of the server that trains.
         backend = RemoteConfig(url)
-    elif isinstance(backend, LocalConfig):
-        # Mixed precision is for training: it needs float32 weights.
+    elif isinstance(backend, LocalConfig) and _stored_dtype(name) != "float32":
+        # The precision of the student, which needs float32 weights. Weights of bfloat16 are computed as under autocast anyway.
         backend = replace(backend, autocast=None)
     if not isinstance(backend, ClientBackend):
         raise ConfigError(f"backend: {type(backend).__name__} cannot load a teacher; set recipe.teacher_url")
@@ -213,6 +213,11 @@ def _teacher(
         # The digest of a model leaves adapters out.
         digest += hashlib.sha256(adapter.read_bytes()).hexdigest()[:16]
     return teacher, clients.sampler(teacher, saved), digest
+
+
+def _stored_dtype(name: str) -> str:
+    """Return the dtype in which a teacher on this machine is loaded: that of its stored weights."""
+    return with_dtype(ModelConfig(run_folder.sampling_target(name), dtype=AUTO)).dtype
 
 
 @contextlib.contextmanager

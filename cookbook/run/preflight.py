@@ -246,7 +246,9 @@ def _learning_rate(typed: Settings, kind: str) -> Iterator[str]:
 def _completions(typed: Settings, kind: str, counted: dict[Split, Counted]) -> Iterator[str]:
     """Yield a warning for each limit of a completion that is below the length of the data's answers."""
     lost = "earn no reward" if typed.reward is not None else "are left out of eval/accuracy"
-    cases: list[tuple[Split, str, int, str]] = [("eval", "eval.max_tokens", typed.eval.max_tokens, lost)]
+    cases: list[tuple[Split, str, int, str]] = []
+    if "eval" in counted and _judges(typed, kind, counted["eval"]):
+        cases.append(("eval", "eval.max_tokens", typed.eval.max_tokens, lost))
     if kind == "rollouts":
         cases.insert(0, ("train", "rollout.max_tokens", typed.rollout.max_tokens, "earn no reward"))
     for which, key, limit, effect in cases:
@@ -292,6 +294,13 @@ def _step_work(typed: Settings, kind: str, train: Counted, group_size: int) -> f
     return group_size * (sampling + train.mean_tokens + completion)
 
 
+def _judges(typed: Settings, kind: str, held_out: Counted) -> bool:
+    """Whether an evaluation samples completions."""
+    if kind == "rollouts":
+        return True
+    return bool(typed.eval.answers) if typed.reward is not None else typed.eval.compares(held_out.answers)
+
+
 def _evaluation_work(typed: Settings, kind: str, held_out: Counted) -> float:
     """Return the work of one evaluation, in trained tokens: reading the rows for their loss, and sampling completions."""
     limit, mean = typed.eval.max_tokens, held_out.mean_tokens
@@ -299,7 +308,7 @@ def _evaluation_work(typed: Settings, kind: str, held_out: Counted) -> float:
     if kind == "rollouts":
         return held_out.num_rows * completions * (READ * mean + limit)
     answers = [one for one in held_out.answers if typed.reward is not None or one <= limit]
-    share = typed.eval.answers * len(answers) / max(held_out.survey.num_rows, 1)
+    share = _judges(typed, kind, held_out) * len(answers) / max(held_out.survey.num_rows, 1)
     sampled = min(float(np.mean(answers)), limit) if answers else 0.0
     sides = 2 if kind == "preferences" else 1
     return held_out.num_rows * (sides * READ * mean + share * completions * (READ * mean + sampled))
