@@ -264,7 +264,7 @@ class ChatTemplate:
             if any(message.extra.get("tool_calls") and not message.content for message in chat.messages):
                 messages = self._without_empty_text(messages)
             texts, blocks = self._with_arguments(render, messages)
-        except Exception as error:  # noqa: BLE001 - a template is a program, and may raise any error
+        except Exception as error:
             raise DataError(f"{chat.where}: the chat template rejects the row: {_reason(error)}; fix or remove it") from error
         return texts[0], blocks[0] if blocks else []
 

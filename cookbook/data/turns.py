@@ -125,8 +125,8 @@ class SampledTurns:
     def prefilled(self, chat: Chat) -> str:
         """Return the prompt of a chat whose last message is the start of an answer.
 
-        It is what the template prints up to the end of this message. A start that opens the reasoning directly follows the header
-        of an answer to sample: the template would print it as a complete text.
+        It is what the template prints up to the end of this message. A start that opens the reasoning directly follows the
+        header of an answer to sample: the template would print it as a complete text.
         """
         index = len(chat.messages) - 1
         begun = chat.messages[index]
