@@ -1,14 +1,13 @@
-"""Tokens of turns: stop tokens from one place, roles, answers that the prompt begins, and control tokens that contents spell."""
+"""Tokens of turns: stop tokens from one place, roles, answers that the prompt begins, control tokens that contents spell."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import tiny
 import torch
 from tokenizers import AddedToken
-from tokentools import CHATML, LLAMA2, base_model_tokenizer, sentencepiece
+from tokentools import CHATML, base_model_tokenizer, sentencepiece
 
 from cookbook.checkpoints import contents as checkpoint_contents
 from cookbook.data import DataConfig, RenderedPrompt, Renderer, Row, datums, stop_tokens
@@ -267,7 +266,7 @@ def test_messages_as_text_are_messages(spelled):
         ("'%(x)s' % {}", "KeyError: 'x'"),
         ("'{1}'.format()", "IndexError"),
         ("1 // 0", "ZeroDivisionError"),
-        ("m.a.b", "undefined"),
+        ("m.a.b", "has no attribute"),
     ],
 )
 def test_any_error_of_a_template_names_the_row(expression, error):
@@ -338,6 +337,22 @@ def test_a_start_that_opens_the_reasoning_follows_the_header():
     assert render.printed(targets[weights != 0].tolist()) == "so</think>four<|im_end|>"
 
 
+def test_an_empty_start_is_the_header():
+    render = Renderer(base_model_tokenizer())
+    start = {"role": "assistant", "content": ""}
+    assert render.prompt_tokens([USER, start]) == render.prompt_tokens([USER])
+    [datum] = datums.conversation_datums([rows_of([USER, start])], render, DataConfig())
+    assert datum.model_input.to_ints() == render.conversation([USER, ANSWER]).tokens[:-1]
+
+
+def test_a_start_that_the_conversation_has_before():
+    """transformers once cut the conversation at the earlier place."""
+    render = Renderer(base_model_tokenizer(TRIMS))
+    messages = [USER, {**ANSWER, "content": "Well"}, {**USER, "content": "Well"}, {**ANSWER, "content": "Well"}]
+    text = render.printed(render.prompt_tokens(messages))
+    assert text.count("Well") == 3 and text.endswith("<|im_start|>assistant\nWell")
+
+
 def test_an_answer_with_a_call_is_complete():
     call = {"function": {"name": "add", "arguments": {}}}
     template = CHATML.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls | default('') }}")
@@ -369,7 +384,8 @@ def test_an_episode_continues_the_start_of_an_answer():
 def test_an_answer_after_a_token_that_takes_white_space_keeps_its_own():
     """Phi 3's <|assistant|> takes the white space behind it: that of the template, not that of the answer."""
     marks = (AddedToken("<|user|>", rstrip=True, special=True), AddedToken("<|assistant|>", rstrip=True, special=True))
-    template = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    header = "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    template = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}</s>{% endfor %}" + header
     render = Renderer(sentencepiece("first", template, marks))
     rendered = render.conversation([{**USER, "content": "a"}, {**ANSWER, "content": "    return"}])
     prompt = render.prompt_tokens([{**USER, "content": "a"}])

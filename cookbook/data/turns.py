@@ -118,6 +118,9 @@ class SampledTurns:
     def _asked(self, chat: Chat) -> Chat:
         """Return the prompt of a chat as a chat of its own, with the start of the answer as its last message."""
         messages = chat.messages[: chat.start]
+        if is_prefill(messages) and messages[-1].is_empty:
+            # The header is the start of every answer.
+            messages = messages[:-1]
         if chat.prefill:
             messages = (*messages, _without_calls(replace(chat.messages[chat.start], content=chat.prefill)))
         return replace(chat, messages=messages, start=len(messages), prefill="")
