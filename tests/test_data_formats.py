@@ -179,7 +179,7 @@ def test_the_sentence_for_a_row_without_an_answer():
     with pytest.raises(EmptyRowError) as error:
         read(conversation_reader, {"messages": [USER]})
     assert str(error.value) == (
-        'train.jsonl:7: "messages" has no assistant turn, only user, so nothing would be trained on; '
+        'train.jsonl:7: "messages" has no assistant turn, so nothing would be trained on; '
         "remove the row or set data.on_empty=skip"
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
-from cookbook.data.messages import ChatMessage, as_text, is_prefill, usual_role
+from cookbook.data.messages import ROLES, ChatMessage, as_text, is_prefill, usual_role
 from cookbook.data.row_view import REMEDY, RowView
 from cookbook.data.rows import Columns, DataConfig, EmptyRowError, Row
 from cookbook.errors import ConfigError, DataError
@@ -251,8 +251,8 @@ def separate_answers(chat: Example) -> list[Example]:
 def _messages(cells: RowView) -> Chat:
     messages = cells.messages("messages")
     if cells.config.train_on != "all" and not any(message.role == "assistant" for message in messages):
-        roles = ", ".join(dict.fromkeys(message.role for message in messages))
-        what = f'"{cells.column("messages")}" has no assistant turn, only {roles}'
+        unusual = dict.fromkeys(message.role for message in messages if message.role not in ROLES)
+        what = f'"{cells.column("messages")}" has no assistant turn' + (f", but {', '.join(unusual)}" if unusual else "")
         raise EmptyRowError(f"{cells.where}: {what}, so nothing would be trained on; {REMEDY}")
     return _with_system(Chat(cells.where, messages, tools=cells.tools()), cells)
 
