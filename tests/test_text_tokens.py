@@ -9,6 +9,7 @@ from cookbook.data.datums import conversation_datums, preference_datums
 from cookbook.data.encoding import BREAK, TextEncoder
 from cookbook.data.formats import Chat, Plain
 from cookbook.data.messages import ChatMessage
+from cookbook.data.render import TextStream, continues_text
 from cookbook.sampling.environments.conversation import Conversation
 from cookbook.types import Sample
 
@@ -89,6 +90,25 @@ def test_an_observation_continues_the_completion():
     talk.add(Sample(completion, [0.0] * len(completion), "length"))
     talk.observe("2+2=")
     assert pieces(render, talk.tokens[len(tokens) :]) == ["4", "2+2="]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_completion_keeps_the_space_at_its_start(scheme):
+    render = Renderer(sentencepiece(scheme))
+    for text in (" 4", "    return", "4", ""):
+        tokens = [*render.encode(text), *render.answer_end]
+        assert render.text(tokens, continues=True) == text
+        stream = TextStream(render, (), continues=True)
+        assert "".join(stream.add([token], is_last=False) for token in tokens) == text
+    # An answer of a conversation begins at its start.
+    assert render.text(render.encode(" 4")) == "4"
+    example = Plain("row", "2+2=")
+    assert continues_text(example) and not continues_text(Chat("row", (ChatMessage("user", "a"),), 1))
+    assert continues_text(Chat("row", (ChatMessage("user", "a"), ChatMessage("assistant", "b")), 2))
+    [(tokens, text)] = render.prompts([example])
+    talk = Conversation(render, RenderedPrompt(tokens, Row("row", {}), text, "", example), None, [])
+    completion = render.encode(" 4")
+    assert talk.add(Sample(completion, [0.0] * len(completion), "length")).text == " 4"
 
 
 # ---- the start of a text ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The zoo of chat templates: 16 cells here, all of them nightly. The table is written to build/zoo/table.md.
+"""The zoo of chat templates: 19 cells here, all of them nightly. The table is written to build/zoo/table.md.
 
 Without ``make zoo`` the tests skip. The small templates of ``tests/test_sampled_turns.py`` have the same structure.
 """
@@ -33,6 +33,9 @@ REPRESENTATIVE = [
     ("qwen3_5_nothink", "reasoning", "SFT"),
     ("qwen3_5_think", "inline", "SFT"),
     ("qwen3_8", "turns", "SFT"),
+    ("nemotron_3_nano", "prefill", "SFT"),
+    ("deepseek_r1_distill", "prefill", "GRPO"),
+    ("llama3", "prefill", "DPO"),
 ]
 MISTRAL_FILES = {
     "mistral_v1": "tokenizer.model.v1",
@@ -54,17 +57,10 @@ def test_representative_cells_are_the_same(template, case, method):
 def test_no_cell_differs_and_every_row_that_a_template_can_print_is_trained():
     cells = zootools.table()
     (ROOT / "table.md").write_text(zootools.as_markdown(cells))
-    # The next test has the prefilled answers.
-    faults = [one for one in cells if one.case != "prefill" and one.result.startswith(("differs", "refused wrongly"))]
+    faults = [one for one in cells if one.result.startswith(("differs", "refused wrongly"))]
     wrong = [f"{one.template}, {one.case}, {one.method}: {one.result}" for one in faults]
     assert not wrong, "\n" + "\n".join(wrong)
     assert sum(one.result == "same" for one in cells) > 800
-
-
-@pytest.mark.nightly
-def test_a_prefilled_answer_is_continued():
-    cells = [cell(name, "prefill", method) for name in ("llama3", "qwen3", "gemma") for method in zootools.METHODS]
-    assert [one for one in cells if one.result != "same"] == []
 
 
 def _packages() -> None:

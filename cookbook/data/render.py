@@ -19,7 +19,7 @@ import numpy.typing as npt
 from cookbook.data.contents import Contents
 from cookbook.data.encoding import Encoded, TextEncoder, without_breaks
 from cookbook.data.formats import Chat, Example, Plain
-from cookbook.data.messages import parse_messages
+from cookbook.data.messages import is_prefill, parse_messages
 from cookbook.data.stop_tokens import StopTokens
 from cookbook.data.template import ChatTemplate, answer_weights
 from cookbook.data.turns import OTHER_TOKENS, SampledTurns, TrainedText, without_empty_reasoning
@@ -201,12 +201,24 @@ class Renderer:
         self._kinds |= dict.fromkeys((*(["chat"] if chats else []), *(["text"] if texts else [])))
         return [next(done_texts if isinstance(example, Plain) else done_chats) for example in examples]
 
-    def text(self, tokens: Sequence[int]) -> str:
-        """Return a completion as text, without the end of the turn and other special tokens."""
+    def text(self, tokens: Sequence[int], *, continues: bool = False) -> str:
+        """Return a completion as text, without the end of the turn and other special tokens.
+
+        ``continues``: the completion continues a text, so a space at its start counts. Tokenizers that put a space before every
+        text drop it when they decode.
+        """
         end = len(tokens)
         while end and tokens[end - 1] in self.stop_token_ids:
             end -= 1
-        return str(self.tokenizer.decode(tokens[:end], skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        before = self._text_before if continues and self._encoder.prefixes else ([], "")
+        whole = self.tokenizer.decode([*before[0], *tokens[:end]], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return str(whole)[len(before[1]) :]
+
+    @cached_property
+    def _text_before(self) -> tuple[list[int], str]:
+        """Tokens and text of some text that a completion can follow."""
+        tokens = self._encoder.raw(["a"], [""])[0].ids
+        return tokens, str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def printed(self, tokens: Sequence[int]) -> str:
         """Return tokens as text, with special tokens."""
@@ -484,18 +496,29 @@ def _tokens_of(start: int, end: int, offsets: list[tuple[int, int]]) -> tuple[in
     return first, max(first, behind)
 
 
-def completed_text(renderer: Renderer, tokens: Sequence[int], stops: Sequence[str]) -> str:
-    """Return the text of a completion before its stop string."""
-    text = renderer.text(tokens)
+def continues_text(example: Example | None) -> bool:
+    """Whether a completion of a prompt continues a text: a plain text, or the start of an answer."""
+    if isinstance(example, Chat):
+        return bool(example.prefill) or is_prefill(example.messages[: example.start])
+    return example is not None
+
+
+def completed_text(renderer: Renderer, tokens: Sequence[int], stops: Sequence[str], *, continues: bool = False) -> str:
+    """Return the text of a completion before its stop string. ``continues``: as of :meth:`Renderer.text`."""
+    text = renderer.text(tokens, continues=continues)
     found = [place for stop in stops if (place := text.find(stop)) >= 0]
     return text[: min(found)] if found else text
 
 
 class TextStream:
-    """The text of a completion that is sent in parts. Parts of a character, or of a stop string, are kept back."""
+    """The text of a completion that is sent in parts. Parts of a character, or of a stop string, are kept back.
 
-    def __init__(self, renderer: Renderer, stops: Sequence[str]) -> None:
+    ``continues``: as of :meth:`Renderer.text`.
+    """
+
+    def __init__(self, renderer: Renderer, stops: Sequence[str], *, continues: bool = False) -> None:
         self._renderer = renderer
+        self._continues = continues
         self._stops = stops
         self._tokens: list[int] = []
         # Characters that were sent.
@@ -504,7 +527,7 @@ class TextStream:
     def add(self, tokens: Sequence[int], *, is_last: bool) -> str:
         """Add tokens, and return the text that can be sent now."""
         self._tokens += tokens
-        text = completed_text(self._renderer, self._tokens, self._stops)
+        text = completed_text(self._renderer, self._tokens, self._stops, continues=self._continues)
         if not is_last:
             text = text.rstrip(PART_OF_A_CHARACTER)
             text = text[: len(text) - _kept_back(text, self._stops)]

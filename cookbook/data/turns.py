@@ -143,18 +143,26 @@ class SampledTurns:
                 return prompt[: opened.start()] + start if len(start) > len(opened[0]) else prompt
             return prompt + begun.content
         marked = replace(chat, messages=(*chat.messages[:index], replace(begun, content=begun.content + MARK)))
-        whole = self.sampled(marked, index, self._template.printed(marked, header=False)).whole
-        before, found, _ = whole.rpartition(MARK)
+        before, found, _ = self._template.printed(marked, header=False).rpartition(MARK)
         return before if found else prompt + begun.content
 
-    def _continued(self, chat: Chat, index: int, answer: SampledAnswer) -> SampledAnswer:
-        """Return an answer whose start is a part of its prompt."""
-        prompt = self.prefilled(self._asked(chat))
-        if answer.whole.startswith(prompt):
-            return replace(answer, prompt=prompt, text=answer.whole[len(prompt) :])
-        # The template prints the whole answer in another way than its start.
-        rest = chat.messages[index].content.removeprefix(chat.prefill)
-        return SampledAnswer(prompt, rest + self._template.end_of_turn.removesuffix(self._template.last_word), answer.tail)
+    def _continued(self, chat: Chat, index: int, text: str) -> SampledAnswer:
+        """Return an answer whose start is a part of its prompt. ``text``: the whole conversation.
+
+        Raises:
+            DataError: the template drops a part of the answer.
+        """
+        prompt, message = self.prefilled(self._asked(chat)), chat.messages[index]
+        until, tail = self._until(chat, index, text)
+        if until.startswith(prompt):
+            answer = SampledAnswer(prompt, until[len(prompt) :], tail)
+        else:
+            # The template prints the whole answer in another way than its start.
+            closing = self._template.end_of_turn.removesuffix(self._template.last_word)
+            answer = SampledAnswer(prompt, message.content.removeprefix(chat.prefill) + closing, tail)
+        if missing := missing_text(message.texts(), answer.whole):
+            raise dropped_text(chat, index, missing)
+        return answer
 
     def with_opened_reasoning(self, chat: Chat) -> Chat:
         """Return the chat with the tag that opens the reasoning before answers that only have the tag that closes it.
@@ -299,7 +307,7 @@ class SampledTurns:
         if index == 0:
             raise DataError(f"{chat.where}: the conversation begins with an answer; begin it with a user message")
         if chat.prefill and index == chat.start:
-            return self._continued(chat, index, self.sampled(replace(chat, prefill=""), index, text))
+            return self._continued(chat, index, text)
         try:
             prompt = self._prompt(chat, index)
             until, tail = self._until(chat, index, text)

@@ -322,4 +322,4 @@ def sample(
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
         with terminal.doing("sampling"):
             response = trainer.live_sampler(0).result().sample(tokens, num_samples, params).result()
-        return [renderer.text(sequence.tokens) for sequence in response.sequences]
+        return [renderer.text(sequence.tokens, continues=not chat) for sequence in response.sequences]

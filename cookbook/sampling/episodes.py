@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from cookbook.data import RenderedPrompt, Renderer
+from cookbook.data.render import continues_text
 from cookbook.errors import ConfigError, DataError, RolloutError, SampleRefusedError, SamplerUnavailableError
 from cookbook.futures import Future, LazyFuture
 from cookbook.protocols import Sampler
@@ -255,7 +256,8 @@ class Episodes:
 
         def arrived(index: int, samples: list[Sample]) -> None:
             prompt = draws[index].prompt
-            texts = [self.renderer.text(sample.tokens) for sample in samples]
+            continues = continues_text(prompt.example)
+            texts = [self.renderer.text(sample.tokens, continues=continues) for sample in samples]
             pairs = zip(samples, texts, strict=True)
             ended(index, [Trajectory.single(prompt.tokens, prompt.text, sample, text) for sample, text in pairs])
 

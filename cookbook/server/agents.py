@@ -70,7 +70,8 @@ class Exchange:
     def answer(self, renderer: Renderer, turn: Segment, num_prompt_tokens: int) -> JsonObject:
         """Respond with a completion. Return the message of the response, whose content is the completion's text."""
         fields, sample = self.fields, Sample(turn.tokens, turn.logprobs, turn.stop_reason or "stop")
-        text = completed_text(renderer, sample.tokens, fields.stop_strings)
+        continues = not isinstance(fields, ChatBody) or fields.continues_answer
+        text = completed_text(renderer, sample.tokens, fields.stop_strings, continues=continues)
         said = openai_results.message(text, may_call=isinstance(fields, ChatBody) and fields.may_call)
         answer = Answer([0] * num_prompt_tokens, [sample])
         if fields.stream:

@@ -78,7 +78,8 @@ class Conversation:
 
     def add(self, sample: Sample) -> Segment:
         """Add a completion to the last turn, and return it with its text."""
-        text = self.renderer.text(sample.tokens)
+        continues = self._is_begun or isinstance(self._example, Plain)
+        text = self.renderer.text(sample.tokens, continues=continues)
         self._answer = Segment.sampled(sample, text)
         self._segments.append(self._answer)
         self.tokens += sample.tokens

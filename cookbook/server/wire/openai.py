@@ -139,6 +139,11 @@ class ChatBody(StreamedBody):
         return checked_options(options)
 
     @property
+    def continues_answer(self) -> bool:
+        """Whether the last message is the start of an answer, which the completion continues."""
+        return self.messages[-1].get("role") == "assistant" and not self.messages[-1].get("tool_calls")
+
+    @property
     def may_call(self) -> bool:
         """Whether the model may call tools."""
         return bool(self.tools) and self.tool_choice == "auto"

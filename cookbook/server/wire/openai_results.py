@@ -88,7 +88,8 @@ def chat(renderer: Renderer, fields: ChatBody, head: Head, answer: Answer) -> Js
     logprobs = LogprobFormat(renderer)
     choices = []
     for number, sequence in enumerate(answer.sequences):
-        said = message(completed_text(renderer, sequence.tokens, fields.stop_strings), may_call=fields.may_call)
+        text = completed_text(renderer, sequence.tokens, fields.stop_strings, continues=fields.continues_answer)
+        said = message(text, may_call=fields.may_call)
         top = answer.top(number, fields.top_logprobs, start=len(answer.prompt))
         scores = logprobs.chat(sequence.tokens, sequence.logprobs, top) if fields.logprobs else None
         reason = "tool_calls" if "tool_calls" in said else sequence.stop_reason
@@ -112,7 +113,7 @@ def _completion(
     renderer: Renderer, fields: CompletionBody, logprobs: LogprobFormat, given: str, answer: Answer, number: int
 ) -> JsonObject:
     sequence, start = answer.sequences[number], len(answer.prompt)
-    text = completed_text(renderer, sequence.tokens, fields.stop_strings)
+    text = completed_text(renderer, sequence.tokens, fields.stop_strings, continues=True)
     tokens, values = sequence.tokens, list[float | None](sequence.logprobs)
     if fields.echo:
         text = given + text
@@ -130,7 +131,7 @@ class CompletionParts:
     """Choices of the chunks of a streamed completion."""
 
     def __init__(self, renderer: Renderer, fields: CompletionBody, num_prompts: int) -> None:
-        self._texts = [TextStream(renderer, fields.stop_strings) for _ in range(num_prompts * fields.n)]
+        self._texts = [TextStream(renderer, fields.stop_strings, continues=True) for _ in range(num_prompts * fields.n)]
         self._logprobs = None if fields.logprobs is None else LogprobFormat(renderer)
 
     def opening(self) -> list[JsonObject]:
@@ -149,7 +150,8 @@ class ChatParts:
     """Choices of the chunks of a streamed chat. With tools, a choice is sent at its end, because its text may be a call."""
 
     def __init__(self, renderer: Renderer, fields: ChatBody) -> None:
-        self._texts = [TextStream(renderer, fields.stop_strings) for _ in range(fields.n)]
+        continues = fields.continues_answer
+        self._texts = [TextStream(renderer, fields.stop_strings, continues=continues) for _ in range(fields.n)]
         self._logprobs = LogprobFormat(renderer) if fields.logprobs else None
         self._may_call = fields.may_call
         self._waiting: list[tuple[list[int], list[float]]] = [([], []) for _ in range(fields.n)]
