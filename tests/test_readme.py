@@ -82,6 +82,9 @@ COMPOSED: dict[str, dict[str, object] | str] = {
     "train recipe=sft loss=dpo": "error: loss: recipe=sft trains on conversations",
     "train recipe=dpo loss.normalization=num_sequences": "error: loss: DPO already returns a mean",
     "train recipe=sft model=Qwen/Qwen3-0.6B data=chats.jsonl": CHATS,
+    "train recipe=sft model=Qwen/Qwen3-0.6B data=chats.jsonl model.chat_template_kwargs={enable_thinking: false}": {
+        **CHATS, "model.chat_template_kwargs": {"enable_thinking": False},
+    },
     "train recipe=grpo rollout.refill=2": {"rollout.refill": 2.0, "data.curriculum": None},
     "train recipe=grpo data.curriculum={}": {"data.curriculum": {}, "rollout.refill": 1.0},
     "train recipe=grpo data.curriculum={new: 0.3, medium: 0.6, hard: 0.1, easy: 0.0}": {
