@@ -402,7 +402,11 @@ def test_samplers_and_saved_weights(make_remote):
     assert all(np.array_equal(*pair) for pair in zip(before, reference.logprobs(data).result(), strict=True))
     with pytest.raises(CheckpointError, match="exists already"):
         trainer.save_state("one")
+    weights = [trainer.save_state("last", overwrite=True, optimizer=False).result() for _ in range(2)][-1]
+    with pytest.raises(CheckpointError, match="holds weights only"):
+        trainer.load_state(weights)
     resumed = make_remote(lora_rank=4)
+    resumed.load_state(weights, optimizer=False).result()
     resumed.load_state(state).result()
     assert resumed.step == 1
     outputs = [one.forward(data, "cross_entropy").result().metrics for one in (trainer, resumed)]
