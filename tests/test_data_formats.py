@@ -391,15 +391,17 @@ def test_a_system_column_is_the_system_message():
 
 @pytest.mark.parametrize("row", [{"prompt": "2+2=", "completion": "4"}, {"messages": [USER, ANSWER]}, ALPACA])
 def test_sft_reads_the_desirable_rows_of_kto(row):
-    for label in (True, "True"):  # CSV has text
+    for label in (True, "True", 1, 1.0, "1"):  # CSV has text
         reader = conversation_reader(Row("t:1", row), DataConfig())
         assert reader(Row("t:1", {**row, "label": label})) == reader(Row("t:1", row))
         assert list(reader.unused(Row("t:1", {**row, "label": label}))) == []
-    for bad in (False, "false"):
-        with pytest.raises(EmptyRowError, match=r'"label" is false, .* set data\.on_empty=skip to train on the rows with true'):
+    for bad, good in ((False, "true"), ("false", "true"), (0, "1"), ("0", "1")):
+        message = rf'"label" is {str(bad).lower()}, .* set data\.on_empty=skip to train on the rows with {good}'
+        with pytest.raises(EmptyRowError, match=message):
             read(conversation_reader, {**row, "label": bad})
     # Another kind of label is not KTO's.
-    assert list(reader.unused(Row("t:1", {**row, "label": "maths"}))) == ["label"]
+    for other in ("maths", 2):
+        assert list(reader.unused(Row("t:1", {**row, "label": other}))) == ["label"]
     with pytest.raises(EmptyRowError, match='"good" is false'):
         read(conversation_reader, {**row, "good": False}, columns=Columns(label="good"))
 

@@ -85,6 +85,15 @@ COMPOSED: dict[str, dict[str, object] | str] = {
     "train recipe=sft model=Qwen/Qwen3-0.6B data=chats.jsonl model.chat_template_kwargs={enable_thinking: false}": {
         **CHATS, "model.chat_template_kwargs": {"enable_thinking": False},
     },
+    "train recipe=sft model=tiny data=arithmetic_chat recipe.epochs=1 out=runs/sft": {
+        "model.random": False, "recipe.epochs": 1,
+    },
+    "train recipe=dpo model=runs/sft data=arithmetic_pairs eval.max_tokens=16 out=runs/dpo": {
+        "model.name": "runs/sft", "optim.lr": 1e-6, "eval.max_tokens": 16,
+    },
+    "train recipe=grpo model=runs/dpo data=arithmetic recipe.steps=20 rollout.max_tokens=16 eval.max_tokens=16 out=runs/grpo": {
+        "model.name": "runs/dpo", "optim.lr": 1e-6, "recipe.steps": 20,
+    },
     "train recipe=grpo rollout.refill=2": {"rollout.refill": 2.0, "data.curriculum": None},
     "train recipe=grpo data.curriculum={}": {"data.curriculum": {}, "rollout.refill": 1.0},
     "train recipe=grpo data.curriculum={new: 0.3, medium: 0.6, hard: 0.1, easy: 0.0}": {

@@ -219,7 +219,7 @@ def _remedy(row: Row, cells: RowView, accepted: Sequence[str]) -> str:
     if name and cells.has_label():
         label = f'"{cells.column("label")}" is that of KTO, which cookbook does not train'
         pairs = "write chosen and rejected answers of each prompt as one row"
-        return f"{label}; {pairs}, or train on the answers with true: {RECIPES[name]} data.on_empty=skip"
+        return f"{label}; {pairs}, or train on the answers with true or 1: {RECIPES[name]} data.on_empty=skip"
     other = f"choose {RECIPES[name]}, or " if name else ""
     likely = "prompt_completion" if "prompt_completion" in accepted and len(row.values) > 1 else accepted[0]
     keys = " ".join(f"{cells.key}.columns.{role}=<column>" for role in NEEDS[likely] if not cells.has(role))

@@ -55,16 +55,21 @@ class Renderer:
     Args:
         tokenizer: a fast Hugging Face tokenizer.
         max_length: tokens of the model's context; None: unknown.
+        vocabulary_size: number of the model's embeddings; None: unknown.
 
     Raises:
         DataError: the tokenizer cannot map tokens to characters.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int | None = None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, max_length: int | None = None, vocabulary_size: int | None = None
+    ) -> None:
         if not tokenizer.is_fast:
             raise DataError(f"model.name: {type(tokenizer).__name__} is not a fast tokenizer; ship a tokenizer.json")
         self.tokenizer = tokenizer
         self.max_length = max_length
+        # The number of known token ids, if the tokenizer has ids that the model lacks; else None.
+        self.known_ids = vocabulary_size if vocabulary_size is not None and len(tokenizer) > vocabulary_size else None
         self._template = ChatTemplate(tokenizer)
         self._turns = SampledTurns(self._template)
         self._bytes_of_token = np.empty(0, dtype=np.int64)

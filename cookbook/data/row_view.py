@@ -17,6 +17,8 @@ from cookbook.utils.template_options import TEMPLATE_OPTIONS, checked_options
 
 REMEDY = "remove the row or set data.on_empty=skip"
 SHAREGPT_COLUMN = "conversations"
+# Labels of KTO, as texts.
+DESIRABLE, UNDESIRABLE = ("true", "1", "1.0"), ("false", "0", "0.0")
 TOOLS = "tools"
 SYSTEM = "system"
 MEDIA = re.compile(r"(image|picture|video|audio)s?(_(url|path|file|byte)s?)?", re.IGNORECASE)
@@ -119,16 +121,23 @@ class RowView:
         return text if isinstance(text, str) and text else self.config.system
 
     def has_label(self) -> bool:
-        """Whether the row is one of KTO: a label says whether its answer is desirable. CSV has the label as text."""
+        """Whether the row is one of KTO: a label, true or false, 1 or 0, says whether its answer is desirable.
+
+        CSV has the label as text.
+        """
+        return self._label() in (*DESIRABLE, *UNDESIRABLE)
+
+    def _label(self) -> str:
         value = self.row.values.get(self.column("label"))
-        return isinstance(value, bool) or (isinstance(value, str) and value.lower() in ("true", "false"))
+        return str(value).lower() if isinstance(value, bool | int | float | str) else ""
 
     def check_label(self) -> None:
         """Raise EmptyRowError if the row is one of KTO whose answer is undesirable: nothing of it would be trained on."""
-        if self.has_label() and str(self.row.values[self.column("label")]).lower() == "false":
+        if (label := self._label()) in UNDESIRABLE:
+            other = DESIRABLE[UNDESIRABLE.index(label)]
             raise EmptyRowError(
-                f'{self.where}: "{self.column("label")}" is false, an answer to avoid as in KTO, so nothing is trained on; '
-                "set data.on_empty=skip to train on the rows with true, or rename the column if it means something else"
+                f'{self.where}: "{self.column("label")}" is {label}, an answer to avoid as in KTO, so nothing is trained on; '
+                f"set data.on_empty=skip to train on the rows with {other}, or rename the column if it means something else"
             )
 
     def check_columns(self) -> None:
@@ -160,7 +169,7 @@ class RowView:
 
     def unused(self, roles: Collection[str]) -> Iterator[str]:
         """Yield the names of non-empty columns that are neither one of ``roles`` nor tools, options or a system message."""
-        # A label that is neither true nor false is not KTO's.
+        # A label that is neither true, false, 1 nor 0 is not KTO's.
         used = {self.column(role) for role in roles if role != "label" or self.has_label()}
         if self.row.values.get(SYSTEM) == self.system():
             used.add(SYSTEM)

@@ -21,6 +21,7 @@ from cookbook.backends.remote.config import RemoteConfig
 from cookbook.checkpoints import manifest, store
 from cookbook.checkpoints.schedule import Progress
 from cookbook.data import Renderer
+from cookbook.engine.lora_targets import TrainedShare
 from cookbook.engine.model import AUTO, ModelConfig, with_dtype
 from cookbook.errors import ConfigError, CookbookError, HookError
 from cookbook.protocols import Backend, Deployment, Reference, Reward, Sampler, StartedBackend, Trainer
@@ -67,10 +68,13 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], JsonObje
         preflight.teacher_shape(typed)
         trainer = backend.make_trainer(typed.model, seed=typed.seed, folder=status.folder / "checkpoints")
         stack.push(functools.partial(_close, trainer))
+        if isinstance(trainer, LocalTrainer) and trainer.engine.model.is_lora:
+            terminal.say(f"trains a LoRA adapter: {TrainedShare.of(trainer.engine.model.network).text}")
         with terminal.doing("computing the digest of the weights"):
             for subject, digest in trainer.digests().items():
                 identity.measured(subject, digest)
-        renderer = Renderer(trainer.tokenizer, trainer.max_length)
+        vocabulary = trainer.engine.model.vocabulary_size if isinstance(trainer, LocalTrainer) else None
+        renderer = Renderer(trainer.tokenizer, trainer.max_length, vocabulary)
         preflight.warn(typed, rows, renderer)
         with terminal.doing("starting the deployment"):
             deployment = typed.deployment.deploy(trainer, live=typed.weight_sync.every == 1)
