@@ -338,8 +338,8 @@ def recompute_activations(network: PreTrainedModel, on: bool) -> bool:
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """Load the tokenizer of ``config.name``, with ``config.add_tokens``.
 
-    ``config.chat_template``, if set, replaces its chat template. The tokenizer carries ``config.chat_template_kwargs`` and saves
-    them in tokenizer_config.json, so a checkpoint is sampled with the options that it was trained with.
+    ``config.chat_template``, if set, replaces its chat template. The tokenizer carries ``config.chat_template_kwargs`` and
+    saves them in tokenizer_config.json, so a checkpoint is sampled with the options that it was trained with.
     """
     return _tokenizer(config)[0]
 
