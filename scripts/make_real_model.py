@@ -25,7 +25,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "build" / "smollm2"
 
 def main(folder: Path) -> None:
     if folder.exists():
-        print(f"{folder} is there already; remove it to make it again")
+        print(f"{folder} exists; remove it to recreate it")
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     # The folder appears under its name once it is whole: an interrupted script leaves nothing that looks like a model.

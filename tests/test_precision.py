@@ -293,7 +293,8 @@ def test_small_blocks_of_attention_are_exact(tokens, width, inside):
 
 
 # Runs of one block and of several, tokens after a prefix, and windows that begin before the first key or after it.
-RUNS = [(300, 300, None), (64, 400, None), (200, 500, None), (300, 300, 70), (300, 300, 290), (200, 500, 150)]
+# The window of the last run hides one key, from the last query.
+RUNS = [(300, 300, None), (64, 400, None), (200, 500, None), (300, 300, 70), (300, 300, 290), (200, 500, 150), (16, 16, 15)]
 
 
 @pytest.mark.parametrize(("queries", "keys", "window"), RUNS)
@@ -420,6 +421,9 @@ def test_mixed_precision_needs_float32_weights(make_trainer):
     message = r"^backend\.autocast: bfloat16 products need float32 weights, got model\.dtype=bfloat16; "
     with pytest.raises(ConfigError, match=message):
         make_trainer(dtype="bfloat16", autocast="bfloat16")
+    for dtype in ("float16", "float64"):
+        with pytest.raises(ConfigError, match=f"need float32 weights, got model.dtype={dtype}; "):
+            Precision(autocast="bfloat16").refuse_half(dtype)
 
 
 def test_ranks_get_the_precision():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from cookbook.backends.client_factory import ModelData, ModelInfo, checkpoint_path
 from cookbook.backends.local.kept_graphs import Graphs
 from cookbook.backends.local.sample_queue import SHARDED, LocalSampler, SampleQueue
+from cookbook.backends.model_source import sampling_target
 from cookbook.backends.worker import Lane, Worker, with_remedy
 from cookbook.checkpoints import sampler_checkpoints, snapshots, store
 from cookbook.engine.engine import Engine
@@ -33,6 +34,7 @@ from cookbook.types import (
     as_adam,
     as_datum,
 )
+from cookbook.utils import paths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -138,6 +140,7 @@ class LocalTrainer:
         facts: JsonObject | None = None,
         sampler: Sampler | None = None,
         asynchronous: bool = False,
+        optimizer: bool = True,
     ) -> Future[Checkpoint]:
         folder = store.named(self.folder, name)
         save_lagging = sampler.saving() if isinstance(sampler, LaggingSampler) else None
@@ -145,7 +148,14 @@ class LocalTrainer:
         def save(engine: Engine | snapshots.Snapshot) -> Checkpoint:
             shard_bytes = int(self.config.shard_gb * (1 << 30))
             return store.save(
-                engine, folder, state=True, overwrite=overwrite, facts=facts, sampler=save_lagging, shard_bytes=shard_bytes
+                engine,
+                folder,
+                state=optimizer,
+                overwrite=overwrite,
+                facts=facts,
+                sampler=save_lagging,
+                shard_bytes=shard_bytes,
+                kind=store.WEIGHTS_ONLY,
             )
 
         if not asynchronous:
@@ -155,6 +165,8 @@ class LocalTrainer:
 
     def load_state(self, checkpoint: Checkpoint | str, *, optimizer: bool = True) -> Future[None]:
         path = Path(checkpoint_path(checkpoint))
+        if paths.is_run(path) or not path.exists():
+            path = Path(sampling_target(str(path)))
 
         def load() -> None:
             sampler_checkpoints.load(self.engine, path, optimizer=optimizer)
