@@ -123,10 +123,11 @@ def test_sampler_and_trainer_agree_after_updates(real_model, precision, weights)
     words = [*GRPO, *weights, precision, "recipe.steps=4", "eval.every=null", "eval.limit=4", *NO_CHECKPOINTS]
     assert train(f"model={real_model}", *words, "out=run") == 0
     steps = [row for row in rows("run") if "kl/sampler_trainer_k3" in row]
-    assert len(steps) == 4
+    # A step whose groups all tie has no update, so no ratios.
+    assert len(steps) >= 2
     assert all(row["kl/sampler_trainer_k3"] < MOST_K3 for row in steps)
     # Four prompts of four completions are few tokens: the mean over the steps stands for a batch.
-    assert sum(row["loss/clip_frac"] for row in steps) / 4 < MOST_CLIPPED
+    assert sum(row["loss/clip_frac"] for row in steps) / len(steps) < MOST_CLIPPED
 
 
 @pytest.mark.parametrize("recipe", [pytest.param("dpo", marks=slow), pytest.param("orpo", marks=nightly)])
@@ -152,6 +153,8 @@ def test_an_adapter_learns_resumes_and_exports(real_model, tokenizer):
         "eval.limit=4",
         "checkpoint.every=2",
     ]
+    # A schedule that ends at zero would make the first steps depend on the number of steps.
+    words.append("schedule=constant")
     assert train(f"model={real_model}", *words, "recipe.steps=4", "out=whole") == 0
     losses = [row["loss"] for row in rows("whole") if "loss" in row]
     assert losses[-1] < losses[0]
