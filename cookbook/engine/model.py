@@ -560,6 +560,11 @@ def _adapter_config(name: str) -> AdapterConfig | None:
 
 def refuse_missing_folder(name: str) -> None:
     """Raise BackendError if ``name`` is written like a path and the folder does not exist. No path is looked up on the hub."""
+    if name.endswith(".gguf"):
+        raise BackendError(
+            f"model.name: a GGUF file is not a model folder, got {name!r}; "
+            "convert it with `python scripts/from_gguf.py FILE FOLDER` of cookbook's repository"
+        )
     spelled_as_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if spelled_as_path and not Path(name).is_dir():
         raise BackendError(f"model.name: no such folder {name!r}; pass a local folder or a Hugging Face hub id")
