@@ -79,11 +79,13 @@ class Trainer(Protocol):
         facts: JsonObject | None = None,
         sampler: Sampler | None = None,
         asynchronous: bool = False,
+        optimizer: bool = True,
     ) -> Future[Checkpoint]:
         """Save weights, optimizer and step, to resume from.
 
         The manifest also holds ``facts``, JSON-compatible. ``sampler``: its weights are saved too, older ones that the caller
-        still samples from. ``asynchronous``: later calls wait for a copy in host memory only, and not for the disk.
+        still samples from. ``asynchronous``: later calls wait for a copy in host memory only, and not for the disk. With
+        ``optimizer`` false, the checkpoint holds the weights only, and training cannot resume from it.
         """
 
     def load_state(self, checkpoint: Checkpoint | str, *, optimizer: bool = True) -> Future[None]:

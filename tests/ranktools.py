@@ -30,6 +30,7 @@ import numpy as np
 import tiny
 import torch
 from leading import PROGRAMS, rescale
+from ports import free_port
 
 from cookbook.backends.local import sample_queue
 from cookbook.checkpoints import gathered
@@ -64,7 +65,7 @@ ANCHOR = torch.zeros((), requires_grad=True)
 
 def start(count: int, arguments: Sequence[object], **variables: str) -> list[subprocess.Popen[str]]:
     """Start ``python ARGUMENTS`` as ``count`` ranks of one group."""
-    common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
+    common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     return [
         subprocess.Popen(
             [sys.executable, *map(str, arguments)],
@@ -75,13 +76,6 @@ def start(count: int, arguments: Sequence[object], **variables: str) -> list[sub
         )
         for rank in range(count)
     ]
-
-
-def free_port() -> str:
-    """A port that was free a moment ago."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
 
 
 def finish(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
@@ -154,7 +148,7 @@ def results_of(
 
 
 def outputs_of(folder: Path) -> str:
-    """What the ranks have printed, one after the other."""
+    """Output of the ranks, in their order."""
     return "\n".join(path.read_text() for path in sorted(folder.glob("output-*")))
 
 

@@ -81,16 +81,16 @@ def test_each_answer_in_the_context_it_is_sampled_in():
     renderer = Renderer(tokenizer)
     turns = [USER, ANSWER, {"role": "user", "content": "3+3?"}, {"role": "assistant", "content": "6"}]
     data = rows({"messages": turns}, {"messages": [*turns[:1], {**ANSWER, "weight": 0}, *turns[2:]]})
-    with pytest.raises(DataError, match=r"^train\.jsonl:1: .*each_assistant"):
-        conversation_datums(data, renderer, DataConfig())
-    datums = conversation_datums(data, renderer, DataConfig(train_on="each_assistant"))
-    assert [(datum.where, trained(renderer, datum)) for datum in datums] == [
-        ("train.jsonl:1", "<think></think>4<|im_end|>"),
-        ("train.jsonl:1", "<think></think>6<|im_end|>"),
-        ("train.jsonl:2", "<think></think>6<|im_end|>"),
-    ]
-    prompt = renderer.prompt_tokens(turns[:3])
-    assert datums[1].model_input.to_ints()[: len(prompt)] == prompt
+    # The template rewrites the first answer, so one sequence cannot train both.
+    for train_on in ("assistant", "each_assistant"):
+        datums = conversation_datums(data, renderer, DataConfig(train_on=train_on))
+        assert [(datum.where, datum.question, trained(renderer, datum)) for datum in datums] == [
+            ("train.jsonl:1", str(USER["content"]), "<think></think>4<|im_end|>"),
+            ("train.jsonl:1", "3+3?", "<think></think>6<|im_end|>"),
+            ("train.jsonl:2", "3+3?", "<think></think>6<|im_end|>"),
+        ]
+        prompt = renderer.prompt_tokens(turns[:3])
+        assert datums[1].model_input.to_ints()[: len(prompt)] == prompt
 
 
 def test_pairs_train_the_whole_answer_however_similar_the_answers_are(renderer):

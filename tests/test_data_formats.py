@@ -297,9 +297,11 @@ def test_what_needs_a_conversation_is_refused_in_plain_text():
         with pytest.raises(DataError, match=r'^train\.jsonl:7: "tools" needs a conversation.*set data\.chat=true'):
             read(conversation_reader, {**values, **tools})
     assert read(conversation_reader, {"prompt": "p", "completion": "a", **tools}, chat=True).tools == ({"name": "add"},)
-    for name, value in (("functions", [{"name": "add"}]), ("chat_template_kwargs", {"enable_thinking": False})):
-        with pytest.raises(DataError, match=rf'^train\.jsonl:7: "{name}" would change the text'):
-            read(conversation_reader, {"messages": [USER, ANSWER], name: value})
+    with pytest.raises(DataError, match=r'^train\.jsonl:7: "functions" would change the text'):
+        read(conversation_reader, {"messages": [USER, ANSWER], "functions": [{"name": "add"}]})
+    options = {"chat_template_kwargs": {"enable_thinking": False}}
+    with pytest.raises(DataError, match=r'^train\.jsonl:7: "chat_template_kwargs" needs a conversation'):
+        read(conversation_reader, {"prompt": "p", "completion": "a", **options})
     with pytest.raises(DataError, match=r'"tools"\[1\] must be a tool schema, an object, got str'):
         read(conversation_reader, {"messages": [USER, ANSWER], "tools": [{}, "add"]})
     assert read(conversation_reader, {"messages": [USER, ANSWER], "tools": " "}).tools is None

@@ -291,7 +291,7 @@ def test_runs_are_compared(trained, changed, capsys):
     lines = [line.split() for line in out.splitlines() if line]
     assert lines[:2] == [["differs", "in", "grpo", "changed"], ["optim.lr", "0.0001", "0.01"]]
     before, after = (f"{row['eval/accuracy']:.1%}" for row in rows(folders[0]))
-    place = lines.index(["eval/accuracy", after, "80.0%"])
+    place = lines.index(["eval/accuracy", "by", "reward=number", after, "80.0%"])
     best = [before, "(step", "0)"] if float(before[:-1]) >= float(after[:-1]) else [after, "(step", "1)"]
     assert lines[place + 1] == ["at", "best", *best, "90.0%", "(step", "0)"]
     assert sum(line.startswith("cookbook eval: 6 rows from ") for line in out.splitlines()) >= 1

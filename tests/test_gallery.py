@@ -10,6 +10,7 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from marks import rotating
 from runtools import here, rows, train  # noqa: F401 - here is a fixture
 from test_examples import example
 from transformers import AutoTokenizer
@@ -82,9 +83,8 @@ def needed(name: str, folder: Path) -> Iterator[list[str]]:
         yield SHIPPED if name == "grpo_gsm8k" else []
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", rotating(NAMES, len(NAMES) // 2))
 def test_an_experiment_runs(name: str, tmp_path: Path) -> None:
     sizes = ["recipe.prompts_per_step=4"] if name.startswith("grpo") else ["recipe.batch_size=4"]
     limit = [word for word in LITTLE if not (name == "grpo_second_try" and word.startswith("data.limit"))]

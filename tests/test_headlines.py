@@ -130,6 +130,20 @@ def test_results_of_two_judges_are_on_two_lines():
     assert "eval/accuracy by reward=number reward.column=gold" in labels
 
 
+def test_losses_of_two_kinds_are_on_two_lines():
+    supervised = summary(
+        "sft", {**BY_TOKENS, "loss._target_": "cookbook.losses.cross_entropy.CrossEntropy"}, {"eval/loss": 1.2}
+    )
+    preferring = {**BY_TOKENS, "loss._target_": "cookbook.losses.dpo.DPO", "loss.variant": "sigmoid"}
+    other = summary("dpo", preferring, {"eval/loss": 0.7})
+    assert report.outcomes([supervised, other])[2:] == [
+        ("eval/loss by CrossEntropy", ["1.2", "-"]),
+        ("  at best", ["1.2 (step 0)", "-"]),
+        ("eval/loss by DPO sigmoid", ["-", "0.7"]),
+        ("  at best", ["-", "0.7 (step 0)"]),
+    ]
+
+
 # Long answers
 
 

@@ -23,6 +23,7 @@ import psutil
 import pytest
 import servertools
 import slurmtools
+import waiting
 from marks import rest_slow
 from omegaconf import OmegaConf
 from runtools import LITTLE, here, rows, same_numbers, timeless  # noqa: F401 - here is a fixture
@@ -78,10 +79,7 @@ def processes(folder: Path) -> list[int]:
 
 
 def until(done: Callable[[], Any], why: Callable[[], object] = lambda: "") -> None:
-    end = time.monotonic() + LONG_S
-    while not done():
-        assert time.monotonic() < end, why()
-        time.sleep(0.05)
+    waiting.until(done, why, limit_s=LONG_S)
 
 
 def trainer_of(job: TrainerJob, number: int) -> psutil.Process:
@@ -451,7 +449,7 @@ def test_a_run_outlives_its_trainer_and_its_driver(manager, undisturbed, tmp_pat
     assert Path("exported/model.safetensors").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_whose_driver_was_killed_saves_its_state_and_ends(manager, undisturbed, tmp_path, capsys):
     driver = Driver("job=local", "job.idle_h=0.006")
     driver.reach(3)
@@ -469,13 +467,14 @@ def test_a_job_whose_driver_was_killed_saves_its_state_and_ends(manager, undistu
     assert driver.job().state is JobState.COMPLETED and len(driver.job().attempts) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_endpoint_keeps_a_job_that_no_client_uses(manager, tiny_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(endpoint, "CONTACT_S", 1.0)
-    launcher = LocalJob(idle_h=12 / 3600)
+    launcher = LocalJob(idle_h=40 / 3600)
     manager.create(TrainerJobConfig(base_model=str(tiny_folder), launcher=launcher, requested_job_id="mine"))
     with JobEndpoint(manager, "mine") as address:
-        time.sleep(20)
+        # Longer than a job stays without a client.
+        time.sleep(60)
         assert address.lost() is None and manager.list()[0].state is JobState.RUNNING
     until(lambda: manager.list()[0].state is JobState.PAUSED)
     assert not processes(tmp_path)
@@ -497,7 +496,7 @@ def test_a_job_trains_on_several_ranks_and_starts_lost_ones_again(manager, tmp_p
     kill_ranks.gone(ranks)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_is_stopped_pauses_its_job_and_resumes_it(manager, undisturbed, tmp_path):
     driver = Driver("job=local")
     driver.reach(2)

@@ -1,5 +1,6 @@
 """A judge behind a real HTTP server that fails in every way: scores, retries, errors, cache, limits, and a killed run."""
 
+import asyncio
 import json
 import os
 import signal
@@ -7,8 +8,10 @@ import threading
 import time
 from collections import Counter
 from contextlib import closing
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from runtools import SMALL, here, rows, start, timeless, train, write  # noqa: F401 - here is a fixture
@@ -19,6 +22,7 @@ from cookbook.data.formats import Chat, Plain
 from cookbook.data.messages import ChatMessage
 from cookbook.errors import BadRowError, ConfigError, RolloutError
 from cookbook.sampling.rewards import RewardRunner
+from cookbook.sampling.rewards import judge as judges
 from cookbook.sampling.rewards.judge import Judge
 from cookbook.sampling.trajectory import Trajectory
 from cookbook.types import Sample
@@ -237,6 +241,36 @@ def test_nothing_is_asked_twice(serving):
     scores(judge_of(server), "42")
     assert max(server.asked.values()) == 3 and len(server.requests) == 5
     assert scores(judge_of(other), "42") == [first[0]] and not other.requests
+
+
+def test_another_model_and_another_request_are_asked(serving):
+    server = serving("Score: 1")
+    judge = judge_of(server)
+    for one in (judge, replace(judge, model="other"), replace(judge, request={"temperature": 1.0})):
+        scores(one, "42")
+        scores(one, "42")
+    assert len(server.requests) == 3
+
+
+def test_the_pause_that_the_server_asks_for_is_made(serving, monkeypatch):
+    replies = iter([(429, "slow down", ("Retry-After", "7")), (503, "busy", ("Retry-After", "soon")), "Score: 1"])
+    server, pauses = serving(lambda body, number: next(replies)), []
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+
+    monkeypatch.setattr(judges, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
+    assert scores(judge_of(server), "42") == [0.1]
+    assert pauses[0] == 7.0 and 0.0 < pauses[1] <= 0.002
+
+
+def test_the_prompt_of_a_later_turn_is_all_that_was_said_before():
+    write("rubric.txt", "{prompt}\n---\n{completion}")
+    judge = Judge(url="http://localhost:1/v1", model="m", rubric="rubric.txt")
+    said = [("user", "6*7="), ("assistant", "41"), ("user", "Sure?"), ("assistant", "42")]
+    trajectory = [{"role": role, "content": content} for role, content in said]
+    [question] = judge._body("42", {}, trajectory)["messages"]
+    assert question["content"].startswith("[user]\n6*7=\n\n[assistant]\n41\n\n[user]\nSure?\n---\n42\n\nEnd with")
 
 
 def test_a_cache_that_cannot_be_written_is_reported(serving):

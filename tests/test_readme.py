@@ -56,6 +56,13 @@ def test_links_and_named_files_exist(page: Path) -> None:
     assert missing == set()
 
 
+def test_the_map_of_promises_names_every_test_file() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = text.partition("| promise |")[2].partition("\n\n")[0]
+    named = {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", "".join(row.split("|")[2:]))}
+    assert named == {path.stem.removeprefix("test_") for path in (ROOT / "tests").glob("test_*.py")}
+
+
 def test_nothing_is_left_to_fill_in() -> None:
     assert "@@" not in README
 
@@ -75,6 +82,9 @@ COMPOSED: dict[str, dict[str, object] | str] = {
     "train recipe=sft loss=dpo": "error: loss: recipe=sft trains on conversations",
     "train recipe=dpo loss.normalization=num_sequences": "error: loss: DPO already returns a mean",
     "train recipe=sft model=Qwen/Qwen3-0.6B data=chats.jsonl": CHATS,
+    "train recipe=sft model=Qwen/Qwen3-0.6B data=chats.jsonl model.chat_template_kwargs={enable_thinking: false}": {
+        **CHATS, "model.chat_template_kwargs": {"enable_thinking": False},
+    },
     "train recipe=sft model=tiny data=arithmetic_chat recipe.epochs=1 out=runs/sft": {
         "model.random": False, "recipe.epochs": 1,
     },

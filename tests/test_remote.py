@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import threading
@@ -403,7 +402,11 @@ def test_samplers_and_saved_weights(make_remote):
     assert all(np.array_equal(*pair) for pair in zip(before, reference.logprobs(data).result(), strict=True))
     with pytest.raises(CheckpointError, match="exists already"):
         trainer.save_state("one")
+    weights = [trainer.save_state("last", overwrite=True, optimizer=False).result() for _ in range(2)][-1]
+    with pytest.raises(CheckpointError, match="holds weights only"):
+        trainer.load_state(weights)
     resumed = make_remote(lora_rank=4)
+    resumed.load_state(weights, optimizer=False).result()
     resumed.load_state(state).result()
     assert resumed.step == 1
     outputs = [one.forward(data, "cross_entropy").result().metrics for one in (trainer, resumed)]
@@ -465,12 +468,6 @@ def test_a_service_client_is_the_same_over_http(server, tiny_folder):
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
 
 
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
 def error_of(capsys, *words):
     assert train(*words, "out=run") == 2
     lines = capsys.readouterr().err.strip().splitlines()
@@ -479,7 +476,7 @@ def error_of(capsys, *words):
 
 
 def test_no_server(capsys, model):
-    url = f"http://127.0.0.1:{free_port()}"
+    url = f"http://127.0.0.1:{servertools.free_port()}"
     found = error_of(capsys, *SMALL["sft"], *model, "backend=remote", f"backend.base_url={url}")
     assert f"no answer from {url}" in found and "cookbook serve" in found
 

@@ -6,11 +6,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from runtools import SMALL, checkpoint, here, rows, train  # noqa: F401
+from test_resume import stop_at
 
-from cookbook.checkpoints import CheckpointConfig, manifest, store
+from cookbook.checkpoints import CheckpointConfig, inventory, manifest, store
 from cookbook.checkpoints.schedule import Progress, SaveInterval
+from cookbook.engine.model import ModelConfig, load
 from cookbook.errors import ConfigError
+from cookbook.run import folder as run_folder
 from cookbook.run import run as runs
 
 
@@ -115,3 +119,31 @@ def test_options_out_of_range(name):
         with pytest.raises(ConfigError, match=f"checkpoint.{name}{unit} must be {least}, got {wrong}; null "):
             CheckpointConfig(**{name + unit: wrong})
     assert CheckpointConfig(every=None, keep=None, every_minutes=0.5)
+
+
+@pytest.mark.usefixtures("here")
+def test_the_last_checkpoint_may_hold_weights_only(capsys):
+    words = [*SMALL["orpo"], "eval.every=null", "checkpoint.every=2", "checkpoint.final_state=false"]
+    assert train(*words, "out=run") == 0
+    assert [manifest.read(path)["kind"] for path in store.all_steps(Path("run/checkpoints"))] == ["state", store.WEIGHTS_ONLY]
+    before, last = checkpoint("run", 2), checkpoint("run", 3)
+    assert (before / store.TRAINER).is_dir() and not (last / store.TRAINER).exists()
+    assert load(ModelConfig(run_folder.sampling_target("run")), torch.device("cpu"), seed=0).max_length
+    # It belongs to the run, and not to the checkpoints for samplers.
+    assert not any(entry.is_sampled_from for entry in inventory.entries(Path("run")))
+    for more in (["out=run"], ["recipe.steps=5", "out=run"], ["recipe.steps=5", "resume=run", "out=branch"]):
+        capsys.readouterr()
+        assert train(*words, *more) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and "step-000003 holds weights only, because of checkpoint.final_state=false" in error
+    assert train(*words, "recipe.steps=4", f"resume={before}", "out=branch") == 0
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.slow
+def test_a_stopped_run_can_resume_regardless_of_its_last_checkpoint_will_hold():
+    words = [*SMALL["orpo"], "eval.every=null", "checkpoint.every=null", "checkpoint.final_state=false"]
+    assert train(*words, "out=run", *stop_at(2)) == 130
+    assert manifest.read(checkpoint("run", 2))["kind"] == "state"
+    assert train(*words, "out=run") == 0
+    assert manifest.read(checkpoint("run", 3))["kind"] == store.WEIGHTS_ONLY

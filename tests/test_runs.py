@@ -151,7 +151,8 @@ def test_on_a_terminal_the_display_is_live(monkeypatch, capsys):
     [
         "tiny",
         "tiny model.lora_rank=2",
-        *(pytest.param(f"tiny{rest}", marks=pytest.mark.slow) for rest in ("_random", " model.dtype=bfloat16")),
+        pytest.param("tiny model.dtype=bfloat16", marks=pytest.mark.slow),
+        pytest.param("tiny_random", marks=pytest.mark.nightly),
     ],
 )
 def test_dpo_starts_at_ln_2_whatever_it_starts_from(model):
@@ -254,7 +255,7 @@ def test_text_that_is_trained_whole_asks_nothing():
     assert "eval/loss" in rows("run")[-1] and "eval/accuracy" not in rows("run")[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_held_out_rows_may_fill_the_context():
     def row(length):
         return json.dumps({"prompt": "1" * length, "completion": "22"}) + "\n"

@@ -51,7 +51,7 @@ def test_a_mistake_is_one_line(override, problem, tiny_folder, tmp_path, monkeyp
     assert problem in error and error.startswith("error: ") and error.count("\n") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_server_in_a_process_of_its_own_is_killed_resumes_and_ends_on_request(tmp_path, tiny_folder):
     port = servertools.free_port()
     command = [sys.executable, "-m", "cookbook", "serve", f"model.name={tiny_folder}", f"server.port={port}", "out=out"]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import resource
 import shutil
-import time
 
+import children
 import httpx
 import numpy as np
 import pytest
 import servertools
 import tiny
 import torch
-from waiting import WAIT_S
+from waiting import WAIT_S, until
 
 from cookbook.backends.local import LocalConfig
 from cookbook.cli.app import run as cookbook
@@ -260,7 +260,7 @@ def test_a_state_stays_where_nothing_came_after_it(start, monkeypatch):
         run = client.run()
         client.result("forward_backward", passing(run, 1))
         client.result("optim_step", stepping(run, 2))
-        wait_for(lambda: server.service.snapshots[run].newest == 2)
+        until(lambda: server.service.snapshots[run].newest == 2)
         expected = weights(server, run)
     for _ in range(2):
         with start() as server:
@@ -281,7 +281,7 @@ def test_samplers_in_flight_follow_after_a_restart(start):
         before = client.sample(first, 0, seed=1)
         client.result("forward_backward", passing(run, 2))
         client.result("optim_step", stepping(run, 3))
-        wait_for(lambda: server.service.snapshots[run].newest == 3)
+        until(lambda: server.service.snapshots[run].newest == 3)
         second = publish(client, run, 4, 1)
         drawn = client.sample(first, 1, seed=1)
         assert drawn == client.sample(second, 0, seed=1) != before
@@ -308,13 +308,6 @@ def test_attempts_to_publish_weights_are_one_request(start):
         other = {"model_id": run, "seq_id": 1, "sampling_session_seq_id": 5, "kind": "inflight"}
         assert client.send("save_weights_for_sampler", other).status_code == 400
     assert drawn[0] == drawn[1]
-
-
-def wait_for(happened):
-    until = time.monotonic() + 60
-    while not happened():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 @pytest.mark.slow
@@ -434,17 +427,23 @@ def broken_disk():
 
 @pytest.mark.slow
 def test_a_full_disk_refuses_the_request_and_nothing_else(start, tmp_path, monkeypatch):
+    session, run, passed, stepped = children.in_child(lambda: fill_disk(start, tmp_path, monkeypatch))
+    with start() as server:
+        assert Client(server, session).result("forward_backward", passing(run, 1)) == passed
+        assert Client(server, session).result("optim_step", stepping(run, 2)) == stepped
+
+
+def fill_disk(start, tmp_path, monkeypatch):
+    """Send requests to a server whose disk is full for the first. Return its session and run, and two results."""
     with start() as server:
         client = Client(server)
         run = client.run()
         file = next((tmp_path / "out" / "sessions" / client.session / "run-0").glob("log-*"))
-        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 100, limit[1]))  # the kernel writes no more than that
-        try:
-            refused = client.send("forward_backward", passing(run, 1))
-            assert httpx.get(f"{server.url}/api/v1/healthz", timeout=WAIT_S).status_code == 200
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        children.limit_files(file.stat().st_size + 100)
+        refused = client.send("forward_backward", passing(run, 1))
+        assert httpx.get(f"{server.url}/api/v1/healthz", timeout=WAIT_S).status_code == 200
+        children.limit_files(unlimited)
         assert refused.status_code == 507 and "cannot write: File too large; free disk space" in refused.json()["detail"]
         passed = client.result("forward_backward", passing(run, 1))
         # A disk that cannot sync costs a snapshot, and no request.
@@ -452,9 +451,7 @@ def test_a_full_disk_refuses_the_request_and_nothing_else(start, tmp_path, monke
         monkeypatch.setattr(server.service.runs[run].log, "rotate", broken_disk)
         stepped = client.result("optim_step", stepping(run, 2))
     assert read(file)[1] == 0  # no half of the refused record is left
-    with start() as server:
-        assert Client(server, client.session).result("forward_backward", passing(run, 1)) == passed
-        assert Client(server, client.session).result("optim_step", stepping(run, 2)) == stepped
+    return client.session, run, passed, stepped
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -330,6 +331,10 @@ def test_another_client_is_answered_while_a_large_request_is_computed(server, en
 
 def test_the_prompts_of_a_session_and_of_the_endpoint_are_scored_in_turns(tiny_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(backend_worker, "SLICE_S", 0.0)
+    monkeypatch.setattr(backend_worker, "HEAD_START_S", 0.0)
+    # Every pass takes a second of this clock.
+    seconds = itertools.count()
+    monkeypatch.setattr(backend_worker, "time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
     backend = LocalConfig(micro_batch_tokens=32)
     with servertools.running(tiny_folder, tmp_path, names=["tiny"], backend=backend) as server, contextlib.ExitStack() as end:
         client, prompts = Client(server.url), [row.model_input.to_ints() for row in rows_of(0, 40)]
@@ -346,7 +351,8 @@ def test_the_prompts_of_a_session_and_of_the_endpoint_are_scored_in_turns(tiny_f
             target=httpx.post, args=(f"{server.url}/v1/completions",), kwargs={"json": {**scored, "prompt": prompts}}
         )
         posted.start()
-        wait_until(lambda: server.service.endpoint.num_unfinished)
+        # The job that holds the worker, and a queue of each owner.
+        wait_until(lambda: len(server.service.host.worker._schedule._ready) == 3)
         go.set()
         posted.join()
         for one in asked:

@@ -111,6 +111,19 @@ def test_regular_bases_and_old_chains_deleted(trainer, served):
     assert folders(trainer) == [BASE, BASE, DELTA]
 
 
+def test_a_chain_in_use_is_kept_until_no_replica_needs_it(trainer, served):
+    syncer = ChainSyncer(trainer, served, deltas=0, keep=1)
+    syncer.sync(trainer.step)
+    [first] = trainer.folder.glob("sync-*")
+    served.used = [first]
+    for _ in range(2):
+        syncer.sync(train(trainer))
+    assert first.exists() and folders(trainer) == [BASE, BASE]
+    served.used = []
+    syncer.sync(train(trainer))
+    assert not first.exists() and folders(trainer) == [BASE]
+
+
 def test_without_deltas(trainer, served):
     syncer = ChainSyncer(trainer, served, deltas=0)
     for _ in range(3):
@@ -290,6 +303,11 @@ def test_a_holder_knows_nothing_while_weights_are_put_in(trainer):
     assert holder.status()["digest"] is None
     holder.finish()
     assert holder.status()["digest"] == manifest.read(base)["weights"]
+    # Other weights take the place of these: a load that fails leaves neither.
+    holder.prepare(base)
+    holder._thread.join(WAIT_S)
+    holder.begin()
+    assert holder.status()["digest"] is None
 
 
 # ---- several ranks ---------------------------------------------------------------------------------------------------
@@ -305,7 +323,7 @@ def group(request, tiny_folder, tmp_path):
     made.close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("group", ["none", "all"], indirect=True)
 def test_a_group_of_ranks_sends_what_one_process_sends(group, served, make_trainer):
     one, names = make_trainer(), []

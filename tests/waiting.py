@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
-# Seconds of every wait, join, result and request of a test: so many times what it takes that no load of the machine reaches it.
+# Limit of every wait, join, result and request of a test, in seconds: far more than any takes on a busy machine.
 WAIT_S = 60.0
 POLL_S = 0.01
 

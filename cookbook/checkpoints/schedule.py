@@ -51,6 +51,7 @@ class CheckpointConfig:
     keep_every_tokens: int | None = None
     keep_every_minutes: float | None = None
     asynchronous: bool = False
+    final_state: bool = True
 
     def __post_init__(self) -> None:
         if self.keep is not None and self.keep < 1:

@@ -33,6 +33,8 @@ from cookbook.utils import files
 
 log = logging.getLogger("cookbook")
 
+# Kind of a run's last checkpoint with checkpoint.final_state=false.
+WEIGHTS_ONLY = "weights"
 TRAINER = "trainer"
 SAMPLER = "sampler"
 SHARD_BYTES = 5 << 30
@@ -69,10 +71,12 @@ def save(
     facts: JsonObject | None = None,
     sampler: Callable[[Path], object] | None = None,
     shard_bytes: int = SHARD_BYTES,
+    kind: str = "base",
 ) -> Checkpoint:
     """Write the model, and with ``state`` the optimizer, to ``folder``.
 
     Args:
+        kind: kind of a checkpoint without ``state``.
         facts: more entries of the manifest, JSON-compatible.
         sampler: writes older weights, which are still sampled from, as a checkpoint to the path that it gets.
         shard_bytes: largest size of a file with several tensors. A save needs about as much memory in addition to the tensors.
@@ -82,7 +86,7 @@ def save(
     """
     from cookbook.checkpoints import card, contents, sharded
 
-    model, kind = engine.model, "state" if state else "base"
+    model, kind = engine.model, "state" if state else kind
     own = {"kind": kind, "step": engine.step, "base_model": model.config.name}
     stated = {**(facts or {}), **own, "dtype": model.config.dtype, "lora": model.is_lora}
     if state:

@@ -23,6 +23,7 @@ from cookbook.data.formats import (
     conversation_reader,
     preference_reader,
     prompt_reader,
+    question_of,
     separate_answers,
 )
 from cookbook.data.render import Rendered, Renderer
@@ -72,6 +73,9 @@ def conversation_datums(
 ) -> Sequence[RowDatum]:
     """Return one datum per row, in the order of the rows; with ``train_on=each_assistant``, one per answer.
 
+    A conversation has several datums if the chat template rewrites earlier turns, so that one datum cannot train all answers
+    as they are sampled.
+
     Each has ``num_bytes``, the bytes of the text of its trained tokens. The datums of a :class:`RowTable` are cached on disk.
 
     Args:
@@ -86,15 +90,17 @@ def conversation_datums(
     each = config.train_on == "each_assistant"
     train_on = "assistant" if each else config.train_on
 
-    def keep(index: int, row: Row, _: Example, parts: Sequence[tuple[Example, Rendered | None]]) -> Iterator[EncodedRow]:
-        for example, rendered in parts:
-            if (kept := sieve.fit(rendered, row.where)) is not None:
-                yield EncodedRow(index, example.question, np.asarray(kept.tokens, np.int32), kept.weights)
+    def keep(index: int, row: Row, _: Example, parts: Sequence[tuple[Example, list[Rendered] | None]]) -> Iterator[EncodedRow]:
+        for example, sequences in parts:
+            for rendered in sequences or ():
+                if (kept := sieve.fit(rendered, row.where)) is not None:
+                    question = question_of(example, rendered.num_messages)
+                    yield EncodedRow(index, question, np.asarray(kept.tokens, np.int32), kept.weights)
 
     steps = _Steps(
         conversation_reader,
         separate_answers if each else lambda example: [example],
-        lambda examples: renderer.render(examples, train_on),
+        lambda examples: renderer.sequences(examples, train_on, empty_reasoning=config.train_empty_reasoning),
         keep,
     )
     return _datums("conversations", rows, sieve, steps, lambda encoded: _with_num_bytes(encoded, renderer))
@@ -125,7 +131,12 @@ def preference_datums(
             for side in (fit_chosen, fit_rejected):
                 yield EncodedRow(index, pair.chosen.question, side.tokens, side.weights)
 
-    steps = _Steps(preference_reader, lambda pair: [pair.chosen, pair.rejected], renderer.render, keep)
+    steps = _Steps(
+        preference_reader,
+        lambda pair: [pair.chosen, pair.rejected],
+        lambda examples: renderer.render(examples, empty_reasoning=config.train_empty_reasoning),
+        keep,
+    )
     return _datums("preferences", rows, sieve, steps)
 
 
@@ -184,7 +195,7 @@ def _datums(
     kind: str,
     rows: Sequence[Row],
     sieve: _RowFilter,
-    steps: _Steps[Rendered],
+    steps: _Steps[Any],
     finish: Callable[[Iterator[EncodedRow]], Iterator[EncodedRow]] = iter,
 ) -> Sequence[RowDatum]:
     place = datum_table.places(rows)
@@ -428,6 +439,7 @@ class _RowFilter:
         else:
             items = [make(one) for one in encoded]
         self.refusals.note_unused(self.unused, self.renderer.unused_fields)
+        self.refusals.add_notes(self.renderer.notes)
         if self.reader is None:
             self.refusals.check_left(self.since, self.num_rows, len(items))
         if self.tells:

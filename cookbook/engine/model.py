@@ -25,6 +25,7 @@ from cookbook.engine.parallel import Ranks
 from cookbook.errors import BackendError, ConfigError, first_line
 from cookbook.utils import hub, paths
 from cookbook.utils.signals import is_interrupt
+from cookbook.utils.template_options import TEMPLATE_OPTIONS, checked_options
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -55,6 +56,7 @@ class ModelConfig:
     lora_dropout: float = 0.0
     lora_target_modules: Any = "all-linear"
     chat_template: str | None = None
+    chat_template_kwargs: Any = None
     attn_implementation: str = "auto"
     trust_remote_code: bool = False
     router_aux_loss_coef: float | None = None
@@ -68,6 +70,10 @@ class ModelConfig:
             raise ConfigError(f"model.lora_rank must be >= 0, got {self.lora_rank}; 0 trains every parameter")
         if self.router_aux_loss_coef is not None and not 0 <= self.router_aux_loss_coef < float("inf"):
             raise ConfigError(f"model.router_aux_loss_coef must be >= 0, got {self.router_aux_loss_coef}; 0 leaves it out")
+        try:
+            self.chat_template_kwargs = checked_options(self.chat_template_kwargs) or None
+        except ValueError as error:
+            raise ConfigError(f"model.{TEMPLATE_OPTIONS}: {error}") from None
         if not 0 <= self.lora_dropout < 1:
             raise ConfigError(f"model.lora_dropout must be at least 0 and below 1, got {self.lora_dropout}")
         vocabulary.check_tokens(self.add_tokens)
@@ -335,7 +341,8 @@ def recompute_activations(network: PreTrainedModel, on: bool) -> bool:
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """Load the tokenizer of ``config.name``, with ``config.add_tokens``.
 
-    ``config.chat_template``, if set, replaces its chat template.
+    ``config.chat_template``, if set, replaces its chat template. The tokenizer carries ``config.chat_template_kwargs`` and
+    saves them in tokenizer_config.json, so a checkpoint is sampled with the options that it was trained with.
     """
     return _tokenizer(config)[0]
 
@@ -356,6 +363,8 @@ def _tokenizer(config: ModelConfig) -> tuple[PreTrainedTokenizerBase, list[int]]
             tokenizer.chat_template = Path(config.chat_template).read_text()
         except OSError as error:
             raise ConfigError(f"model.chat_template: cannot read {config.chat_template!r}: {error.strerror}") from None
+    if config.chat_template_kwargs:
+        tokenizer.init_kwargs[TEMPLATE_OPTIONS] = dict(config.chat_template_kwargs)
     return tokenizer, vocabulary.extend(tokenizer, config.add_tokens) if config.add_tokens else []
 
 

@@ -296,16 +296,25 @@ def _resume_named(status: Status) -> Iterator[None]:
 
 
 def sample(
-    target: str, prompt: str, *, max_tokens: int = 64, temperature: float = 0.0, num_samples: int = 1, seed: int = 0
+    target: str,
+    prompt: str,
+    *,
+    max_tokens: int = 64,
+    temperature: float = 0.0,
+    num_samples: int = 1,
+    seed: int = 0,
+    chat_template_kwargs: JsonObject | None = None,
 ) -> list[str]:
     """Return completions of ``prompt`` by a run's newest checkpoint, a checkpoint, a model folder or a hub id.
 
-    The prompt is one user message if the tokenizer has a chat template, else plain text.
+    The prompt is one user message if the tokenizer has a chat template, else plain text. ``chat_template_kwargs``: options
+    of the template, in place of those that a run was trained with.
 
     Raises:
         CookbookError: ``target`` has no weights, or the prompt does not fit the context.
     """
-    with contextlib.closing(LocalTrainer(ModelConfig(run_folder.sampling_target(target)), LocalConfig())) as trainer:
+    model = ModelConfig(run_folder.sampling_target(target), chat_template_kwargs=chat_template_kwargs)
+    with contextlib.closing(LocalTrainer(model, LocalConfig())) as trainer:
         renderer = Renderer(trainer.tokenizer, trainer.max_length)
         chat = getattr(trainer.tokenizer, "chat_template", None)
         tokens = renderer.prompt_tokens([{"role": "user", "content": prompt}] if chat else prompt)

@@ -181,7 +181,7 @@ class Health:
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
         """Count one finished step, and log a warning if it is the third in a row with the same problem.
 
-        Clipped ratios of an on-policy step are a problem at once: the weights that are updated have sampled the completions.
+        Clipped ratios of an on-policy step are a problem in its first step: the same weights have sampled the completions.
         """
         problems = self._problems(metrics)
         if self._clips_on_policy(metrics) and CLIPPED not in self.warned:

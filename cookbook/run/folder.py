@@ -60,6 +60,22 @@ def _folder(out: str | None, named: Path | None, recipe: str, new_id: str) -> Pa
 def _resume_point(folder: Path, resume: str, named: Path | None) -> Path | None:
     """Return the checkpoint to resume from; None: the run starts at step 0.
 
+    Raises:
+        ConfigError: as :func:`_checkpoint_to_resume`.
+        CheckpointError: the checkpoint holds weights only, or as :func:`_checkpoint_to_resume`.
+    """
+    found = _checkpoint_to_resume(folder, resume, named)
+    if found is not None and manifest.read(found)["kind"] == store.WEIGHTS_ONLY:
+        raise CheckpointError(
+            f"resume: {found} holds weights only, because of checkpoint.final_state=false, so its run cannot be resumed or "
+            f"extended; branch off from an older checkpoint with resume=PATH, or start a new run with model.name={found}"
+        )
+    return found
+
+
+def _checkpoint_to_resume(folder: Path, resume: str, named: Path | None) -> Path | None:
+    """Return the checkpoint that ``resume`` chooses for the run in ``folder``; None if the run starts at step 0.
+
     A checkpoint of another run starts a branch, which needs a folder of its own.
 
     Raises:

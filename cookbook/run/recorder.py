@@ -270,7 +270,7 @@ class Saver:
         """Whether to save after this step of ``total``."""
         return self.config.saving.due(self.saved, now) or (now.steps == total and self.config.final)
 
-    def start(self, now: Progress, facts: JsonObject, sampler: Sampler | None, *, last: bool) -> None:
+    def start(self, now: Progress, facts: JsonObject, sampler: Sampler | None, *, last: bool, complete: bool) -> None:
         """Begin a checkpoint with ``facts`` in its manifest; the previous one must have been waited for.
 
         Between two weight syncs the checkpoint also holds the older weights of ``sampler``. Delaying the checkpoint until the
@@ -278,13 +278,17 @@ class Saver:
 
         Args:
             last: no training follows, so that the checkpoint need not be copied to write it in the background.
+            complete: the run has made all its steps.
         """
+        # Trainers of other packages may not have the argument.
+        weights_only = {"optimizer": False} if complete and not self.config.final_state else {}
         saving = self.trainer.save_state(
             store.step_name(now.steps),
             overwrite=True,
             facts={"run": facts},
             sampler=sampler,
             asynchronous=self.config.asynchronous and not last,
+            **weights_only,
         )
         self._pending, self.saved = (now.steps, saving), now
 

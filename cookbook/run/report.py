@@ -371,12 +371,24 @@ def outcomes(runs: Sequence[RunSummary]) -> list[Cells]:
             lines.append((label, [_last(run, key) for run in runs]))
     for key in _keys(runs):
         having = [run for run in runs if series(run.rows, key)]
-        if not is_judged(key):
-            lines += _outcome(key, key, runs, having)
-            continue
-        for name in dict.fromkeys(judges[run.name] for run in having):
-            lines += _outcome(f"{key} by {name}", key, runs, [run for run in having if judges[run.name] == name])
+        if is_judged(key):
+            measures = judges
+        elif key.endswith("loss"):
+            measures = {run.name: _loss_name(run) for run in runs}
+        else:
+            measures = dict.fromkeys(judges, "")
+        names = dict.fromkeys(measures[run.name] for run in having)
+        for name in names:
+            # A loss is named only if the runs have different ones.
+            label = f"{key} by {name}" if name and (is_judged(key) or len(names) > 1) else key
+            lines += _outcome(label, key, runs, [run for run in having if measures[run.name] == name])
     return lines
+
+
+def _loss_name(run: RunSummary) -> str:
+    """Return the class of a run's loss and its variant: values of different losses are not comparable."""
+    words = [str(run.config.get("loss._target_", "")).rpartition(".")[2], str(run.config.get("loss.variant", ""))]
+    return " ".join(filter(None, words))
 
 
 def _outcome(label: str, key: str, runs: Sequence[RunSummary], having: Sequence[RunSummary]) -> Iterator[Cells]:

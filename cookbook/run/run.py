@@ -320,8 +320,8 @@ class Run:
                 return evaluator.answers(self._sampling.newest(step), data).abridged()
             if lengths and step == 0:
                 self._say(
-                    f"evaluation: samples no answers; those of the data have {statistics.median(lengths):g} tokens (median), too "
-                    "many to compare token by token (eval.answers=true does; reward=... chooses another judge)"
+                    f"evaluation: samples no answers; those of the data have {statistics.median(lengths):g} tokens (median), "
+                    "too many to compare token by token (eval.answers=true does; reward=... chooses another judge)"
                 )
             return Evaluation({})
         self._prompts = self._prompts or self.prompts("eval")
@@ -484,7 +484,7 @@ class Run:
             **({} if self._queue is None else {"prompts": self._queue.state()}),
         }
         last = stop or now.steps == total
-        self.saver.start(now, facts, older, last=last)
+        self.saver.start(now, facts, older, last=last, complete=now.steps == total)
         if last or not self.checkpoint.asynchronous:
             self._await_checkpoint()
 

@@ -140,6 +140,7 @@ class LocalTrainer:
         facts: JsonObject | None = None,
         sampler: Sampler | None = None,
         asynchronous: bool = False,
+        optimizer: bool = True,
     ) -> Future[Checkpoint]:
         folder = store.named(self.folder, name)
         save_lagging = sampler.saving() if isinstance(sampler, LaggingSampler) else None
@@ -147,7 +148,14 @@ class LocalTrainer:
         def save(engine: Engine | snapshots.Snapshot) -> Checkpoint:
             shard_bytes = int(self.config.shard_gb * (1 << 30))
             return store.save(
-                engine, folder, state=True, overwrite=overwrite, facts=facts, sampler=save_lagging, shard_bytes=shard_bytes
+                engine,
+                folder,
+                state=optimizer,
+                overwrite=overwrite,
+                facts=facts,
+                sampler=save_lagging,
+                shard_bytes=shard_bytes,
+                kind=store.WEIGHTS_ONLY,
             )
 
         if not asynchronous:

@@ -211,10 +211,11 @@ class DiskTrainer(RemoteTrainer):
         overwrite: bool = False,
         facts: JsonObject | None = None,
         write_sampler: Callable[[Path], object] | None = None,
+        kind: str | None = None,
     ) -> JsonObject:
         """Turn a checkpoint on the server into a checkpoint ``folder`` of the run, by hard links. See :func:`store.save`.
 
-        Return the server's manifest.
+        Return the server's manifest. ``kind``: kind of the checkpoint; None: as on the server.
 
         Raises:
             CheckpointError: this process cannot read the folder of the server.
@@ -228,7 +229,7 @@ class DiskTrainer(RemoteTrainer):
         server_manifest = manifest.read(saved)
         digests: Mapping[str, str] = server_manifest["files"]
         entries = {key: value for key, value in server_manifest.items() if key not in ("files", "format")}
-        entries = {**(facts or {}), **entries, "base_model": self.model.name}
+        entries = {**(facts or {}), **entries, "base_model": self.model.name, "kind": kind or entries["kind"]}
         if "predecessor" in entries:
             # On the server the name of the folder is KIND.NAME.
             entries["predecessor"] = entries["predecessor"].partition(".")[2]

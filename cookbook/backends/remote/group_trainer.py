@@ -17,6 +17,7 @@ from cookbook.backends.group.supervisor import LOOPBACK, RankSupervisor
 from cookbook.backends.remote.connection import Connection
 from cookbook.backends.remote.disk_trainer import DiskTrainer, link
 from cookbook.backends.remote.sampler import RemoteSampler
+from cookbook.checkpoints import store
 from cookbook.engine.model import ModelConfig
 from cookbook.errors import BackendError
 from cookbook.futures import Future
@@ -145,16 +146,18 @@ class GroupTrainer(DiskTrainer):
         facts: JsonObject | None = None,
         sampler: Sampler | None = None,
         asynchronous: bool = False,
+        optimizer: bool = True,
     ) -> Future[Checkpoint]:
         folder = self._new_folder(name, overwrite)
         write_sampler = self._writer_of(sampler)
+        kind = "state" if optimizer else store.WEIGHTS_ONLY
 
-        def receive(saved: tinker.types.SaveWeightsResponse) -> Checkpoint:
-            self._adopt(saved.path, folder, overwrite=overwrite, facts=facts or {}, write_sampler=write_sampler)
+        def receive(saved: tinker.types.SaveWeightsResponse | tinker.types.SaveWeightsForSamplerResponse) -> Checkpoint:
+            self._adopt(saved.path, folder, overwrite=overwrite, facts=facts or {}, write_sampler=write_sampler, kind=kind)
             self.connection.delete(saved.path)
-            return Checkpoint(str(folder), self.step, "state")
+            return Checkpoint(str(folder), self.step, kind)
 
-        return self._calls.call(lambda client: self.connection.follow(client.save_state(name, overwrite=overwrite)), receive)
+        return self._calls.call(self._saving(name, overwrite=overwrite, optimizer=optimizer), receive)
 
     def close(self) -> None:
         try:

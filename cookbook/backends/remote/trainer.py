@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import secrets
 import tempfile
 import threading
 from collections import Counter
@@ -81,18 +82,31 @@ class RemoteTrainer(RemotePasses):
         facts: JsonObject | None = None,
         sampler: Sampler | None = None,
         asynchronous: bool = False,
+        optimizer: bool = True,
     ) -> Future[Checkpoint]:
         """Save weights, optimizer and step. ``asynchronous`` has no effect, because the server never blocks later calls."""
         folder = self._new_folder(name, overwrite)
         write_sampler = self._writer_of(sampler)
+        kind = "state" if optimizer else store.WEIGHTS_ONLY
 
-        def receive(saved: tinker.types.SaveWeightsResponse) -> Checkpoint:
-            pointer = Pointer(saved.path, self.connection.checkpoint_location, self.step, "state")
+        def receive(saved: tinker.types.SaveWeightsResponse | tinker.types.SaveWeightsForSamplerResponse) -> Checkpoint:
+            pointer = Pointer(saved.path, self.connection.checkpoint_location, self.step, kind)
             pointers.write(folder, pointer, self.model, overwrite=overwrite, facts=facts, write_sampler=write_sampler)
             self._garbage.sweep()
-            return Checkpoint(str(folder), self.step, "state")
+            return Checkpoint(str(folder), self.step, kind)
 
-        return self._calls.call(lambda client: self.connection.follow(client.save_state(name, overwrite=overwrite)), receive)
+        return self._calls.call(self._saving(name, overwrite=overwrite, optimizer=optimizer), receive)
+
+    def _saving(
+        self, name: str, *, overwrite: bool, optimizer: bool
+    ) -> Callable[
+        [tinker.TrainingClient], Future[tinker.types.SaveWeightsResponse | tinker.types.SaveWeightsForSamplerResponse]
+    ]:
+        """Return the call that saves a checkpoint on the server. Names of weights are unique: they cannot be overwritten."""
+        if optimizer:
+            return lambda client: self.connection.follow(client.save_state(name, overwrite=overwrite))
+        unique = f"{name}-{secrets.token_hex(4)}"
+        return lambda client: self.connection.follow(client.save_weights_for_sampler(unique))
 
     def load_state(self, checkpoint: Checkpoint | str, *, optimizer: bool = True) -> Future[None]:
         """Load a checkpoint by its pointer or its address, ``tinker://...``. For an address the step is set to 0."""

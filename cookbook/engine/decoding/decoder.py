@@ -130,7 +130,7 @@ def stream(
     states = sample_states(model, 0, request)
     method = decoding_method(model, max((one.num_tokens for one in states), default=0))
     sent = [0] * request.num_samples
-    for rows in Decoder(model, states, max_batch_tokens, method, STREAM_TOKENS, forward).rounds():
+    for rows in Decoder(model, states, max_batch_tokens, method, STREAM_TOKENS, forward=forward).rounds():
         for one in rows:
             start, sent[one.number] = sent[one.number], len(one.tokens)
             yield TokenChunk(one.number, one.tokens[start:], one.logprobs[start:], one.stop_reason)
@@ -163,6 +163,7 @@ class Decoder:
         max_batch_tokens: int,
         method: DecodingMethod,
         round_tokens: int = ROUND_TOKENS,
+        *,
         forward: SamplerPass | None = None,
     ) -> None:
         model.network.eval()

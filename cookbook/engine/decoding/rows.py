@@ -90,9 +90,7 @@ class CachedRows:
     def _run(self, ids: Tensor, positions: Tensor, arguments: dict[str, object]) -> Tensor:
         """Return the next-token logits after the last column, ``(rows, V)`` float32."""
         with skip_masks("prompts" in arguments):
-            logits, _ = self._forward.run(
-                input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1, **arguments
-            )
+            logits, _ = self._forward.run(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1, **arguments)
         return logits
 
 

@@ -64,8 +64,8 @@ class CastWeights:
                     yield _Slot(module._parameters, name, parameter, self._cast_of(parameter))
 
     def _cast_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        known = None if parameter.requires_grad else _frozen_casts.get(parameter)
-        cast: nn.Parameter | None = known and known()
+        shared = not parameter.requires_grad and parameter in _frozen_casts
+        cast: nn.Parameter | None = _frozen_casts[parameter]() if shared else None
         if cast is None or cast.dtype != self._dtype:
             cast = nn.Parameter(parameter.to(self._dtype), requires_grad=False)
             if not parameter.requires_grad:

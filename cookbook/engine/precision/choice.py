@@ -35,6 +35,8 @@ AUTOCASTS = {"bfloat16": torch.bfloat16}
 # Instructions that multiply bfloat16, as torch.cpu.get_capabilities names them, and how many times as fast as exact products
 # those at medium and those of bfloat16 are, on one thread: amx_bf16 on a Xeon, avx512_bf16 on two generations of EPYC.
 INSTRUCTIONS = {"amx_bf16": ("4", "7"), "avx512_bf16": ("1.2 to 2.2", "2 to 4.5")}
+# Standard deviation between the logprobs of sampler and trainer under autocast, with a model of 135M parameters.
+ROUNDING_NATS = 0.03
 # Least width of a model, and least tokens of a sampler's forward pass, for exact products by oneDNN. From 32 tokens and weights
 # of 256 x 256 on, a product takes 0.44 to 0.8 of the time of MKL's (EPYC of family 26); with few tokens it takes more. oneDNN
 # compiles a product for every new shape: GRPO takes 0.83 of the time at a width of 256, and 1.1 with the shipped model, at 128.
@@ -164,8 +166,9 @@ class Precision:
         only = f"; only with float32 weights and a width below {LEAST_HIDDEN}" if is_amd() else ""
         note = "" if name == "amx_bf16" else f" (also exactly{only})"
         return (
-            f"{self}; with {name} of this CPU, backend.autocast=bfloat16 multiplies about {half} times as fast as exactly, "
-            f"and backend.matmul_precision=medium {medium} times{note}"
+            f"{self}; with {name} of this CPU, backend.autocast=bfloat16 multiplies about {half} times as fast as exactly, in "
+            f"training and in sampling, and rounds log-probabilities by about {ROUNDING_NATS:g} nats; "
+            f"backend.matmul_precision=medium multiplies {medium} times as fast{note}"
         )
 
 
