@@ -270,8 +270,11 @@ def _resize(
             f"model.add_tokens: {config.name} holds an adapter without {config.add_tokens}; add the tokens when the adapter is "
             "created, or merge the adapter first: cookbook weights export --merged"
         )
-    if is_adapter or fresh:
-        vocabulary.resize(network, len(tokenizer), fresh)
+    rows = vocabulary.stored_rows(Path(config.name), network) if is_adapter else None
+    if rows is not None and rows < int(network.get_input_embeddings().weight.shape[0]):
+        network.resize_token_embeddings(rows)
+    elif is_adapter or fresh:
+        vocabulary.resize(network, rows or len(tokenizer), fresh)
 
 
 def with_dtype(config: ModelConfig) -> ModelConfig:
