@@ -153,8 +153,9 @@ def test_an_adapter_learns_resumes_and_exports(real_model, tokenizer):
         "eval.limit=4",
         "checkpoint.every=2",
     ]
-    # A schedule that ends at zero would make the first steps depend on the number of steps.
-    words.append("schedule=constant")
+    # A schedule that ends at zero would make the first steps depend on the number of steps. By default the free memory decides
+    # whether activations are recomputed, which changes the last bits.
+    words += ["schedule=constant", "backend.activation_checkpointing=false"]
     assert train(f"model={real_model}", *words, "recipe.steps=4", "out=whole") == 0
     losses = [row["loss"] for row in rows("whole") if "loss" in row]
     assert losses[-1] < losses[0]
