@@ -32,7 +32,7 @@ def convert(source: Path, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     forget_quantization(model)
-    # transformers does not read the end of a turn from the file: the tokenizer has it.
+    # transformers does not read the end of a turn from the file, only the tokenizer with its end of sequence.
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )

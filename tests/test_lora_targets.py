@@ -1,4 +1,4 @@
-"""Which weights get a LoRA adapter: experts, no routers; the share that a run says; checkpoints that PEFT loads."""
+"""LoRA targets: experts, no routers; the share of trained weights that a run states; checkpoints that PEFT loads."""
 
 from __future__ import annotations
 
