@@ -72,6 +72,7 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], JsonObje
                 identity.measured(subject, digest)
         renderer = Renderer(trainer.tokenizer, trainer.max_length)
         preflight.warn(typed, rows, renderer)
+        preflight.check_deployment(typed, rows, renderer)
         with terminal.doing("starting the deployment"):
             deployment = typed.deployment.deploy(trainer, live=typed.weight_sync.every == 1)
         stack.callback(deployment.close)
