@@ -294,7 +294,7 @@ class Preflight(Protocol):
 
 @runtime_checkable
 class LimitedDeployment(Protocol):
-    """A deployment whose servers may take shorter sequences than the model. ``max_length``: in tokens; None: the model's own."""
+    """A deployment that may take shorter sequences than the model. ``max_length``: in tokens; None: the model's own."""
 
     max_length: int | None
 

@@ -105,7 +105,7 @@ def examine(typed: Settings, identity: Identity, folder: Path, done: int) -> tup
 
 
 def check_deployment(typed: Settings, rows: SplitRows, renderer: Renderer | None) -> None:
-    """Check that the deployment's servers take the longest prompt with its completion. A server starts in half a minute or more.
+    """Check that the deployment takes the longest prompt with its completion. Starting a server takes half a minute or more.
 
     Without ``renderer``, and for an environment, only the lengths of completions are compared.
 
@@ -130,8 +130,8 @@ def check_deployment(typed: Settings, rows: SplitRows, renderer: Renderer | None
         if prompt + completion > limit:
             least = "" if prompt == 1 else f" and the longest prompt has {prompt:,}"
             raise ConfigError(
-                f"deployment.max_length: completions may have {completion:,} tokens ({key}){least}, got {limit:,} for both; raise "
-                f"deployment.max_length to {prompt + completion:,} or more, or lower {key}"
+                f"deployment.max_length: completions may have {completion:,} tokens ({key}){least}, got {limit:,} for both; "
+                f"raise deployment.max_length to {prompt + completion:,} or more, or lower {key}"
             )
 
 

@@ -187,9 +187,7 @@ class VllmDeployment:
             self._end.close()
             raise
         deltas = 0 if trainer.model_config.lora_rank else config.deltas  # an adapter has no deltas
-        self.syncer = ChainSyncer(
-            trainer, self.servers, deltas=deltas, keep=config.keep_chains, chain_size=config.chain_size
-        )
+        self.syncer = ChainSyncer(trainer, self.servers, deltas=deltas, keep=config.keep_chains, chain_size=config.chain_size)
 
     def _delete_checkpoints(self) -> None:
         """Delete the checkpoints of syncs. A server that outlives the run may read its newest adapter again."""
