@@ -496,8 +496,8 @@ class OneProductLinear(torch.nn.Linear):
     """Linear layer that multiplies all tokens of its input in one product, even if its weight is frozen.
 
     If the input is strided, such as the last position of each prompt, and the weight has no gradient, torch multiplies each
-    sequence by a view of the weight. At medium precision and in bfloat16, oneDNN copies the weight for each
-    sequence: 113 MB for a prompt in the output layer of SmolLM2-135M.
+    sequence by a view of the weight. At medium precision and in bfloat16, oneDNN copies the weight for each sequence: 113 MB
+    per prompt in the output layer of SmolLM2-135M.
     """
 
     def forward(self, input: Tensor) -> Tensor:
