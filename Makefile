@@ -50,6 +50,9 @@ test-nightly: $(VENV)/tools ## The tests that are too long for CI; run them befo
 	$(BIN)/python -m pytest -m nightly -n 2 --dist worksteal --max-worker-restart 0 -o faulthandler_timeout=1200 $(ARGS)
 	$(if $(ARGS),,$(MAKE) bench-gpu GPU=--small)
 
+zoo: $(VENV)/tools ## Collect chat templates and tokenizers of published families in build/zoo, for tests/test_zoo.py: 130 MB, a minute
+	$(BIN)/python scripts/make_zoo.py build/zoo
+
 kills: $(VENV)/tools ## Kill runs of all recipes 120 times and compare the results: some five minutes
 	$(BIN)/python tests/kills.py --kills 120
 

@@ -107,7 +107,7 @@ def prepare() -> None:
     data = ROOT / "data" / "arithmetic"
     assert train("recipe=grpo", *SHORT, "recipe.prompts_per_step=4", "recipe.steps=2", "out=runs/mine") == 0
     assert train("recipe=grpo", *SHORT, "recipe.prompts_per_step=4", "model.lora_rank=4", "out=runs/adapter") == 0
-    for name in ("a", "b", "other", "grpo_sums", "grpo_lora"):
+    for name in ("a", "b", "other", "grpo_sums", "grpo_lora", "sft", "dpo"):
         shutil.copytree("runs/mine", f"runs/{name}")
     shutil.copytree(ROOT / "data" / "tiny", "my-model")
     shutil.copy(data / "chat_eval.jsonl", "chats.jsonl")

@@ -301,7 +301,7 @@ TEMPLATE = (
     "{% for tool in tools or [] %}<{{ tool.function.name }}>{% endfor %}"
     "{% for one in messages %}{{ one.role }}:{{ one.content }}"
     "{% for call in one.tool_calls or [] %}{{ call.function | tojson }}{% endfor %};{% endfor %}"
-    "{% if add_generation_prompt %}next:{% endif %}"
+    "{% if add_generation_prompt %}{{ 'brief:' if brief else 'next:' }}{% endif %}"
 )
 
 
@@ -321,6 +321,9 @@ def test_tools_and_their_calls_are_in_the_prompt(tmp_path):
         assert httpx.post(server.url + CHATS, json=developer, timeout=WAIT_S).json()["usage"]["prompt_tokens"] == len(
             "system:x;next:"
         )
+        options = {**developer, "chat_template_kwargs": {"brief": True}}
+        answer = httpx.post(server.url + CHATS, json=options, timeout=WAIT_S).json()
+        assert answer["usage"]["prompt_tokens"] == len("system:x;brief:")
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -329,6 +332,7 @@ def test_tools_and_their_calls_are_in_the_prompt(tmp_path):
 REFUSED = [
     (CHATS, {"frequency_penalty": 0.5}, "frequency_penalty"),
     (CHATS, {"presence_penalty": 1}, "presence_penalty"),
+    (CHATS, {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
     (CHATS, {"logit_bias": {"5": 1}}, "logit_bias"),
     (CHATS, {"response_format": {"type": "json_object"}}, "response_format"),
     (CHATS, {"tool_choice": "required"}, "tool_choice"),

@@ -92,7 +92,7 @@ ORDER = {
         "fast_path",
         "ranks",
         "model",
-        "loss_gradient parallel router_loss",
+        "dropout lora_targets loss_gradient parallel router_loss vocabulary",
     ],
 }
 SHOWN = {"__init__": "cookbook/__init__.py", "recipes": "recipes/*.py"}  # names in CONTRIBUTING.md

@@ -96,6 +96,8 @@ def _print_counts(split: str, counts: Survey, kind: str) -> None:
         head = ["", *rows[0][1]]
         body = [[name, *(f"{number:,}" for number in numbers.values())] for name, numbers in rows]
         print("\n".join(f"  {line}" for line in tables.aligned([head, *body], right=range(1, len(head)))))
+    for sentence in counts.notes:
+        print(f"  {sentence}")
     if counts.unused:
         print(f"  columns not used for training: {', '.join(counts.unused)}")
     for refusal in counts.refused[:REFUSED_SHOWN]:

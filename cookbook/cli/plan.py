@@ -19,7 +19,7 @@ from cookbook.engine.memory import free_bytes, shortage_of
 from cookbook.engine.model import AUTO, load_tokenizer
 from cookbook.engine.precision import DEFAULT
 from cookbook.engine.shape import Shape
-from cookbook.errors import ConfigError
+from cookbook.errors import ConfigError, DataError
 from cookbook.jobs.backend import JobBackend
 from cookbook.losses.base import Scope
 from cookbook.protocols import PlannedBackend, PrecisionBackend, RankBackend
@@ -137,6 +137,8 @@ def _shape(typed: Settings, name: str) -> StepShape:
         rows = load_rows(data, "train", typed.seed, typed.eval.limit)
         counts = survey(kind, rows, renderer, typed.data, typed.rollout.max_tokens)
         completion = typed.rollout.max_tokens if kind == "rollouts" else 0
+        if not counts.sequences:
+            raise DataError(f"data: no row can be used, so there is no step to plan; the first: {counts.refused[0].reason}")
         lengths = [len(one.tokens) + completion for one in counts.sequences]
         basis = f" of the first {len(rows):,} rows" if data.streaming else ""
     lengths.sort(reverse=True)

@@ -60,6 +60,7 @@ def reconstruct(checkpoint: Path, out: Path) -> None:
     Raises:
         CheckpointError: the checkpoint is not a delta, a file is missing or damaged, or ``out`` exists.
     """
+    checkpoint = Path(sampling_target(str(checkpoint)))
     if (kind := manifest.read(checkpoint)["kind"]) != "delta":
         raise CheckpointError(f"{checkpoint}: expected a delta, got a checkpoint of kind {kind}; use cookbook weights export")
     export(checkpoint, out, merged=False)
@@ -72,7 +73,7 @@ def export(checkpoint: Path, out: Path, *, merged: bool) -> None:
         CheckpointError: as :func:`cookbook.checkpoints.sampler_checkpoints.export`; the checkpoint is not an adapter; or its
             weights are on a server.
     """
-    made = _exported(checkpoint, out, merged=merged)
+    made = _exported(Path(sampling_target(str(checkpoint))), out, merged=merged)
     digest = manifest.read(out).get("weights", "")
     print(f"{made.path}  step {made.step}{f', weights {digest[:12]}' if digest else ''}")
 
@@ -89,6 +90,7 @@ def export_gguf(checkpoint: Path, out: Path, *, merged: bool, precision: str | N
 
     if precision is not None and precision not in gguf_file.TYPES:
         raise ConfigError(f"weights export: --precision must be one of {', '.join(gguf_file.TYPES)}, got {precision!r}")
+    checkpoint = Path(sampling_target(str(checkpoint)))
     facts = manifest.read(checkpoint)
     if facts.get("lora") and not merged:
         raise CheckpointError(f"{checkpoint}: --gguf needs full weights, and this is an adapter; add --merged")

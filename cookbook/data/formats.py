@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from cookbook.data.messages import ChatMessage, as_text
@@ -11,6 +11,7 @@ from cookbook.data.row_view import REMEDY, RowView
 from cookbook.data.rows import Columns, DataConfig, EmptyRowError, Row
 from cookbook.errors import ConfigError, DataError
 from cookbook.types import JsonObject
+from cookbook.utils.template_options import TEMPLATE_OPTIONS
 
 T = TypeVar("T")
 NEEDS = {
@@ -35,12 +36,13 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation. Messages before ``start`` are the prompt and never trained."""
+    """A conversation. Messages before ``start`` are the prompt and never trained. ``options``: of the chat template."""
 
     where: str
     messages: tuple[ChatMessage, ...]
     start: int = 0
     tools: tuple[object, ...] | None = None
+    options: JsonObject = field(default_factory=dict)
 
     @property
     def question(self) -> str:
@@ -217,11 +219,18 @@ def _remedy(row: Row, cells: RowView, accepted: Sequence[str]) -> str:
     if name and cells.has_label():
         label = f'"{cells.column("label")}" is that of KTO, which cookbook does not train'
         pairs = "write chosen and rejected answers of each prompt as one row"
-        return f"{label}; {pairs}, or train on the answers with true: {RECIPES[name]} data.on_empty=skip"
+        return f"{label}; {pairs}, or train on the answers with true or 1: {RECIPES[name]} data.on_empty=skip"
     other = f"choose {RECIPES[name]}, or " if name else ""
     likely = "prompt_completion" if "prompt_completion" in accepted and len(row.values) > 1 else accepted[0]
     keys = " ".join(f"{cells.key}.columns.{role}=<column>" for role in NEEDS[likely] if not cells.has(role))
     return f"{other}name yours, e.g. {keys}"
+
+
+def question_of(example: Example, num_messages: int | None) -> str:
+    """Return the question of a sequence that has the first ``num_messages`` messages; None: all."""
+    if isinstance(example, Plain) or num_messages is None or num_messages == len(example.messages):
+        return example.question
+    return replace(example, messages=example.messages[:num_messages]).question
 
 
 def separate_answers(chat: Example) -> list[Example]:
@@ -364,14 +373,20 @@ def _plain(cells: RowView, prompt: str, response: str) -> Plain:
         raise ConfigError(
             f"{cells.key}.system needs a conversation, and {cells.where} is plain text; set {cells.key}.chat=true"
         )
-    given = next((name for name, has in {"tools": cells.has_tools(), "system": cells.system()}.items() if has), None)
+    parts = {"tools": cells.has_tools(), "system": cells.system(), TEMPLATE_OPTIONS: cells.template_options()}
+    given = next((name for name, has in parts.items() if has), None)
     if given:
         raise DataError(f'{cells.where}: "{given}" needs a conversation, and the row is plain text; set {cells.key}.chat=true')
     return Plain(cells.where, prompt, response)
 
 
 def _with_system(chat: Chat, cells: RowView) -> Chat:
-    """Add the text of the column ``system``, or ``data.system``, in front, unless the row has a system message."""
+    """Add the text of the column ``system``, or ``data.system``, in front, unless the row has a system message.
+
+    Also add the options of the chat template that the row has.
+    """
+    if options := cells.template_options():
+        chat = replace(chat, options=options)
     system = cells.system()
     if chat.messages[0].role == "system":
         if system != cells.config.system and system != chat.messages[0].content:

@@ -8,8 +8,8 @@ import hashlib
 import json
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import dropwhile, takewhile
 from operator import itemgetter
@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from cookbook.data.formats import Chat, Example, Plain
 from cookbook.data.messages import parse_messages
-from cookbook.data.template import ChatTemplate
+from cookbook.data.template import ChatTemplate, answer_weights
+from cookbook.data.turns import OTHER_TOKENS, SampledTurns, TrainedText, without_empty_reasoning
 from cookbook.errors import DataError
 from cookbook.types import JsonObject
 
@@ -38,10 +39,14 @@ NOT_DECODED, UNKNOWN = -2, -1
 
 @dataclass(frozen=True, eq=False)
 class Rendered:
-    """A sequence ready to train: ``tokens`` and ``weights``, both of length ``(T,)``."""
+    """A sequence ready to train: ``tokens`` and ``weights``, both of length ``(T,)``.
+
+    ``num_messages``: messages of the conversation that the sequence has; None: all.
+    """
 
     tokens: list[int]
     weights: npt.NDArray[np.float32]
+    num_messages: int | None = None
 
 
 class Renderer:
@@ -50,23 +55,34 @@ class Renderer:
     Args:
         tokenizer: a fast Hugging Face tokenizer.
         max_length: tokens of the model's context; None: unknown.
+        vocabulary_size: number of the model's embeddings; None: unknown.
 
     Raises:
         DataError: the tokenizer cannot map tokens to characters.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int | None = None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, max_length: int | None = None, vocabulary_size: int | None = None
+    ) -> None:
         if not tokenizer.is_fast:
             raise DataError(f"model.name: {type(tokenizer).__name__} is not a fast tokenizer; ship a tokenizer.json")
         self.tokenizer = tokenizer
         self.max_length = max_length
+        # The number of known token ids, if the tokenizer has ids that the model lacks; else None.
+        self.known_ids = vocabulary_size if vocabulary_size is not None and len(tokenizer) > vocabulary_size else None
         self._template = ChatTemplate(tokenizer)
+        self._turns = SampledTurns(self._template)
         self._bytes_of_token = np.empty(0, dtype=np.int64)
 
     @property
     def unused_fields(self) -> Sequence[str]:
         """Fields of the messages rendered so far that the chat template does not print, and that the model does not need."""
         return self._template.unused_fields
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Sentences about the chat template that the user should know, from the rows rendered so far."""
+        return self._template.notes
 
     def identity(self) -> str:
         """Return a digest of the tokenizer, its chat template, and the effect of earlier rows on the template.
@@ -79,6 +95,7 @@ class Renderer:
             f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}",
             tokenizer.backend_tokenizer.to_str(),
             tokenizer.chat_template,
+            self._template.options,
             tokenizer.special_tokens_map,
             tokenizer.all_special_ids,
             tokenizer.split_special_tokens,
@@ -89,26 +106,30 @@ class Renderer:
 
     def state(self) -> JsonObject:
         """Return the effect of all rows rendered so far, for :meth:`restore`."""
-        return {"unused_fields": list(self.unused_fields), "arguments_as_text": self._template.arguments_as_text}
+        effect = {"unused_fields": list(self.unused_fields), "notes": list(self.notes)}
+        return {**effect, "arguments_as_text": self._template.arguments_as_text}
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[JsonObject]:
         """Collect the effect of the rows that are rendered inside the block, for :meth:`restore`; complete at its end."""
         effect: dict[str, object] = {}
-        with self._template.recording() as unused:
+        with self._template.recording() as (unused, notes):
             yield effect
-        effect.update(unused_fields=list(unused), arguments_as_text=self._template.arguments_as_text)
+        effect.update(unused_fields=list(unused), notes=list(notes), arguments_as_text=self._template.arguments_as_text)
 
-    def restore(self, unused_fields: Sequence[str], arguments_as_text: bool) -> None:
+    def restore(self, unused_fields: Sequence[str], arguments_as_text: bool, notes: Sequence[str] = ()) -> None:
         """Continue as after the rows that had this effect."""
-        self._template.restore(unused_fields, arguments_as_text)
+        self._template.restore(unused_fields, arguments_as_text, notes)
 
-    def prompt_tokens(self, prompt: Sequence[JsonObject] | str) -> list[int]:
-        """Return the tokens of a prompt to sample from: of text, or of messages with the header of the answer to sample."""
+    def prompt_tokens(self, prompt: Sequence[JsonObject] | str, options: JsonObject | None = None) -> list[int]:
+        """Return the tokens of a prompt to sample from: of text, or of messages with the header of the answer to sample.
+
+        ``options``: of the chat template, for this prompt.
+        """
         if isinstance(prompt, str):
             return self.prompts([Plain("prompt", prompt)])[0][0]
         messages = parse_messages(prompt, "prompt", "messages")
-        return self.prompts([Chat("prompt", messages, len(messages))])[0][0]
+        return self.prompts([Chat("prompt", messages, len(messages), options=options or {})])[0][0]
 
     def prompts(self, examples: Sequence[Example]) -> list[tuple[list[int], str]]:
         """Return tokens and text of each example's prompt. A response in the example is ignored."""
@@ -118,18 +139,38 @@ class Renderer:
         """Render one conversation."""
         return self.render([Chat("conversation", parse_messages(messages, "conversation", "messages"))], train_on)[0]
 
-    def render(self, examples: Sequence[Example], train_on: str = "assistant") -> list[Rendered]:
-        """Render whole examples. The prompt has weight 0; answers, with their end of turn, have the weights of their messages.
+    def render(
+        self, examples: Sequence[Example], train_on: str = "assistant", *, empty_reasoning: bool = True
+    ) -> list[Rendered]:
+        """Render each example as one sequence.
+
+        The prompt has weight 0; answers, with their end of turn, have the weights of their messages. If the chat template
+        rewrites earlier turns, answers before the last are trained as the template prints them before the last.
 
         Args:
             train_on: ``assistant`` every answer, ``last_assistant`` the last, ``all`` every token. Text without a
                 prompt is trained as a whole.
+            empty_reasoning: whether a block of reasoning without text at the start of an answer is trained.
 
         Raises:
-            DataError: the chat template cannot render a conversation in one piece; the error names its row.
+            DataError: the chat template cannot render a conversation; the error names its row.
         """
+        return [one for [one] in self._rendered(examples, train_on, empty_reasoning, split=False)]
+
+    def sequences(
+        self, examples: Sequence[Example], train_on: str = "assistant", *, empty_reasoning: bool = True
+    ) -> list[list[Rendered]]:
+        """Render each example as one sequence, or as several if one cannot train all answers as they are sampled.
+
+        Args, Raises: as :meth:`render`.
+        """
+        return self._rendered(examples, train_on, empty_reasoning, split=True)
+
+    def _rendered(self, examples: Sequence[Example], train_on: str, empty_reasoning: bool, split: bool) -> list[list[Rendered]]:
         return _each_kind(
-            examples, lambda rows: self._render_plain(rows, train_on), lambda rows: self._render_chats(rows, train_on)
+            examples,
+            lambda rows: [[one] for one in self._render_plain(rows, train_on)],
+            lambda rows: self._render_chats(rows, train_on, empty_reasoning, split),
         )
 
     def text(self, tokens: Sequence[int]) -> str:
@@ -202,14 +243,28 @@ class Renderer:
             closing = self._encode([self._template.end_of_turn], [Plain("", "")])[0]
             closing = list(takewhile(special.__contains__, dropwhile(lambda token: token not in special, closing)))
             stops += closing[:1] if not set(stops) & set(closing) else []
+            stops += [token for token in self._next_turns if token not in stops]
         return tuple(stops)
+
+    @cached_property
+    def _next_turns(self) -> tuple[int, ...]:
+        """The special tokens that begin the turn after an answer and after a call, if the template does not close answers.
+
+        The models of such templates, as GLM-4, end an answer with the token that begins the next turn.
+        """
+        special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
+        found = []
+        for text in self._template.next_turns:
+            tokens = self._encode([text], [Plain("", "")])[0]
+            found += [token for token in tokens[:1] if token in special and token not in found]
+        return tuple(found)
 
     def _plain_prompts(self, examples: list[Plain]) -> list[tuple[list[int], str]]:
         encoded = self._encode([example.prompt for example in examples], examples)
         return [(self._opening + tokens, example.prompt) for example, tokens in zip(examples, encoded, strict=True)]
 
     def _chat_prompts(self, chats: list[Chat]) -> list[tuple[list[int], str]]:
-        texts = self._template.prompts(chats)
+        texts = self._template.prompts([self._turns.with_opened_reasoning(chat) for chat in chats])
         return list(zip(self._encode(texts, chats), texts, strict=True))
 
     def _render_plain(self, examples: list[Plain], train_on: str) -> list[Rendered]:
@@ -229,22 +284,84 @@ class Renderer:
             rendered.append(Rendered(before + after, weights))
         return rendered
 
-    def _render_chats(self, chats: list[Chat], train_on: str) -> list[Rendered]:
-        shown = self._template.conversations(chats, train_on)
-        encodings = self._encodings([text for text, _ in shown], chats)
+    def _render_chats(self, chats: list[Chat], train_on: str, empty_reasoning: bool, split: bool) -> list[list[Rendered]]:
+        wanted = [answer_weights(chat, train_on) for chat in chats]
+        texts = self._turns.sequences(chats, wanted, train_on, split=split)
+        # The tokenizer encodes many texts in one call with several threads.
+        encodings = iter(
+            self._encodings(
+                [one.text for found in texts for one in found], [c for c, t in zip(chats, texts, strict=True) for _ in t]
+            )
+        )
         rendered = []
-        for (_, spans), encoding in zip(shown, encodings, strict=True):
-            tokens, offsets = encoding.ids, encoding.offsets if spans else []
-            weights = np.full(len(tokens), 1.0 if train_on == "all" else 0.0, dtype=np.float32)
-            for start, end, weight in spans:
-                first, behind = self._with_end_of_turn(tokens, *_tokens_of(start, end, offsets))
-                weights[first:behind] = weight
-            rendered.append(Rendered(tokens, weights) if train_on == "all" else self._closed(tokens, weights))
+        for chat, weights, found in zip(chats, wanted, texts, strict=True):
+            pairs = [(one, next(encodings)) for one in found]
+            rendered.append(self._weighted(chat, weights, pairs, train_on, empty_reasoning, split))
         return rendered
 
-    def _closed(self, tokens: list[int], weights: npt.NDArray[np.float32]) -> Rendered:
-        """Add the end-of-text token after an answer that the template leaves open: otherwise the model never learns to stop."""
-        eos = self.tokenizer.eos_token_id
+    def _weighted(
+        self,
+        chat: Chat,
+        wanted: Mapping[int, float],
+        pairs: Sequence[tuple[TrainedText, Encoding]],
+        train_on: str,
+        empty_reasoning: bool,
+        split: bool,
+    ) -> list[Rendered]:
+        """Return the sequences of one conversation with the weights of their tokens."""
+        rendered: list[tuple[TrainedText, list[int], list[tuple[int, int]]]] = []
+        for sequence, encoding in pairs:
+            apart = (
+                [] if train_on == "all" else [at for at in sequence.prompts if self._has_other_tokens(sequence, encoding, at)]
+            )
+            if not apart:
+                rendered.append((sequence, encoding.ids, encoding.offsets if sequence.spans else []))
+                continue
+            self._template.note(OTHER_TOKENS)
+            alone = [sequence]
+            if split and len(sequence.spans) > 1:
+                alone = self._turns.separate(chat, {index: wanted[index] for index in sequence.answers})
+            rendered += [(one, *self._encoded_apart(chat, one)) for one in alone]
+        return [self._with_weights(*one, train_on, empty_reasoning) for one in rendered]
+
+    def _has_other_tokens(self, sequence: TrainedText, encoding: Encoding, place: int) -> bool:
+        """Whether the text up to ``place``, a prompt, has other tokens than the whole text begins with."""
+        offsets = encoding.offsets
+        first = bisect_right(offsets, place, key=itemgetter(1))
+        if first == len(offsets):
+            return False
+        # White space that a tokenizer leaves out of the offsets may belong to either side.
+        start, before = offsets[first][0], offsets[first - 1][1] if first else 0
+        if start < place:
+            return True
+        return before < place == start and self._encode([sequence.text[:place]], [Plain("", "")])[0] != encoding.ids[:first]
+
+    def _encoded_apart(self, chat: Chat, sequence: TrainedText) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the tokens of the first prompt, followed by those of the text after it, with their characters."""
+        place = sequence.prompts[0]
+        before, after = self._encodings([sequence.text[:place], sequence.text[place:]], [chat, chat])
+        return before.ids + after.ids, before.offsets + [(start + place, end + place) for start, end in after.offsets]
+
+    def _with_weights(
+        self, sequence: TrainedText, tokens: list[int], offsets: list[tuple[int, int]], train_on: str, empty_reasoning: bool
+    ) -> Rendered:
+        weights = np.full(len(tokens), 1.0 if train_on == "all" else 0.0, dtype=np.float32)
+        if not empty_reasoning:
+            sequence = without_empty_reasoning(sequence)
+        for start, end, weight in sequence.spans:
+            first, behind = self._with_end_of_turn(tokens, *_tokens_of(start, end, offsets))
+            weights[first:behind] = weight
+        if train_on == "all":
+            return Rendered(tokens, weights, sequence.num_messages)
+        closed = self._closed(tokens, weights, calls=sequence.ends_with_call)
+        return replace(closed, num_messages=sequence.num_messages)
+
+    def _closed(self, tokens: list[int], weights: npt.NDArray[np.float32], *, calls: bool = False) -> Rendered:
+        """Add a stop token after an answer that the template leaves open: otherwise the model never learns to stop.
+
+        It is the token that begins the next turn, or the end-of-text token. ``calls``: the answer calls tools.
+        """
+        eos = self._next_turns[-1 if calls else 0] if self._next_turns else self.tokenizer.eos_token_id
         if eos is None or not tokens or tokens[-1] in self.stop_token_ids or not weights[-1]:
             return Rendered(tokens, weights)
         return Rendered([*tokens, eos], np.append(weights, weights[-1]))

@@ -491,15 +491,19 @@ class ForwardRunner:
     @functools.cached_property
     def has_dropout(self) -> bool:
         """Whether a pass in training mode differs from a pass in evaluation mode."""
+        layers = (layer for layer in self.model.network.modules() if isinstance(layer, torch.nn.Dropout))
+        if any(layer.p > 0 for layer in layers):
+            return True
+        # With model.dropout set, the configuration's own probabilities are not in use.
+        if self.model.config.dropout is not None:
+            return self.model.config.dropout > 0
         config = self.model.network.config.get_text_config().to_dict()
         # These options belong to heads for other tasks.
         heads = ("classifier", "summary")
-        configured = any(
+        return any(
             any(word in name for word in ("drop", "jitter", "noise"))
             and not name.startswith(heads)
             and isinstance(value, float)
             and value > 0
             for name, value in config.items()
         )
-        layers = (layer for layer in self.model.network.modules() if isinstance(layer, torch.nn.Dropout))
-        return configured or any(layer.p > 0 for layer in layers)

@@ -21,6 +21,7 @@ from cookbook.backends.remote.config import RemoteConfig
 from cookbook.checkpoints import manifest, store
 from cookbook.checkpoints.schedule import Progress
 from cookbook.data import Renderer
+from cookbook.engine.lora_targets import TrainedShare
 from cookbook.engine.model import AUTO, ModelConfig, with_dtype
 from cookbook.errors import ConfigError, CookbookError, HookError
 from cookbook.protocols import Backend, Deployment, Reference, Reward, Sampler, StartedBackend, Trainer
@@ -67,10 +68,13 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], JsonObje
         preflight.teacher_shape(typed)
         trainer = backend.make_trainer(typed.model, seed=typed.seed, folder=status.folder / "checkpoints")
         stack.push(functools.partial(_close, trainer))
+        if isinstance(trainer, LocalTrainer) and trainer.engine.model.is_lora:
+            terminal.say(f"trains a LoRA adapter: {TrainedShare.of(trainer.engine.model.network).text}")
         with terminal.doing("computing the digest of the weights"):
             for subject, digest in trainer.digests().items():
                 identity.measured(subject, digest)
-        renderer = Renderer(trainer.tokenizer, trainer.max_length)
+        vocabulary = trainer.engine.model.vocabulary_size if isinstance(trainer, LocalTrainer) else None
+        renderer = Renderer(trainer.tokenizer, trainer.max_length, vocabulary)
         preflight.warn(typed, rows, renderer)
         with terminal.doing("starting the deployment"):
             deployment = typed.deployment.deploy(trainer, live=typed.weight_sync.every == 1)
@@ -292,16 +296,25 @@ def _resume_named(status: Status) -> Iterator[None]:
 
 
 def sample(
-    target: str, prompt: str, *, max_tokens: int = 64, temperature: float = 0.0, num_samples: int = 1, seed: int = 0
+    target: str,
+    prompt: str,
+    *,
+    max_tokens: int = 64,
+    temperature: float = 0.0,
+    num_samples: int = 1,
+    seed: int = 0,
+    chat_template_kwargs: JsonObject | None = None,
 ) -> list[str]:
     """Return completions of ``prompt`` by a run's newest checkpoint, a checkpoint, a model folder or a hub id.
 
-    The prompt is one user message if the tokenizer has a chat template, else plain text.
+    The prompt is one user message if the tokenizer has a chat template, else plain text. ``chat_template_kwargs``: options
+    of the template, in place of those that a run was trained with.
 
     Raises:
         CookbookError: ``target`` has no weights, or the prompt does not fit the context.
     """
-    with contextlib.closing(LocalTrainer(ModelConfig(run_folder.sampling_target(target)), LocalConfig())) as trainer:
+    model = ModelConfig(run_folder.sampling_target(target), chat_template_kwargs=chat_template_kwargs)
+    with contextlib.closing(LocalTrainer(model, LocalConfig())) as trainer:
         renderer = Renderer(trainer.tokenizer, trainer.max_length)
         chat = getattr(trainer.tokenizer, "chat_template", None)
         tokens = renderer.prompt_tokens([{"role": "user", "content": prompt}] if chat else prompt)

@@ -63,10 +63,11 @@ TRIAL_STEPS = 10
 READ = 1 / 3
 
 
-def examine(typed: Settings, identity: Identity, folder: Path, done: int) -> tuple[SplitRows, Renderer | None]:
+def examine(typed: Settings, identity: Identity, folder: Path, done: int) -> tuple[SplitRows, Renderer | None, Shape | None]:
     """Make the checks that a run makes after its folder is open and before its first step, without loading weights.
 
-    Return the rows, and the renderer: None if the model is on a server, or on the hub and not in its cache here.
+    Return the rows, the renderer and the model's shape; both are None if the model is on a server, or on the hub and not in its
+    cache here.
 
     Args:
         folder: of the run.
@@ -85,7 +86,7 @@ def examine(typed: Settings, identity: Identity, folder: Path, done: int) -> tup
     if shape is not None:
         for subject, digest in tokenizer_digests(shape.tokenizer).items():
             identity.measured(subject, digest)
-        renderer = Renderer(shape.tokenizer, shape.max_length)
+        renderer = Renderer(shape.tokenizer, shape.max_length, shape.vocabulary_size)
         if (teacher := teacher_shape(typed)) is not None:
             compare_vocabularies(typed, shape.tokenizer, teacher.tokenizer)
     # An environment decides how its rows are used, and whether the reward is.
@@ -100,7 +101,7 @@ def examine(typed: Settings, identity: Identity, folder: Path, done: int) -> tup
     refusals.warn(sum(rows.counts.values()) + len(refusals.found))
     if (steps := planned_steps(typed, rows.counts.get("train"))) is not None:
         check_steps(folder, done, steps)
-    return rows, renderer
+    return rows, renderer, shape
 
 
 def teacher_shape(typed: Settings) -> Shape | None:

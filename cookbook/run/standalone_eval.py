@@ -55,14 +55,16 @@ def find(name: str) -> Target:
     Raises:
         CheckpointError: the run has no checkpoint, or its weights are on a server.
     """
+    source = run_folder.sampling_target(name)
+    if (Path(name) / run_folder.CONFIG).is_file():
+        return Target(source, Path(name), int(manifest.read(Path(source))["step"]))
+    # RUN@step-N is a checkpoint of the run.
+    name = name if Path(name).exists() else source
     folder = Path(name)
-    if (folder / run_folder.CONFIG).is_file():
-        checkpoint = Path(run_folder.sampling_target(name))
-        return Target(str(checkpoint), folder, int(manifest.read(checkpoint)["step"]))
     run = folder.absolute().parent.parent
     if (folder / manifest.NAME).is_file() and (run / run_folder.CONFIG).is_file():
         return Target(name, folder.parent.parent, int(manifest.read(folder)["step"]))
-    return Target(run_folder.sampling_target(name))
+    return Target(source)
 
 
 @warnings_shown()

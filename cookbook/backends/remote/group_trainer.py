@@ -153,9 +153,7 @@ class GroupTrainer(DiskTrainer):
         kind = "state" if optimizer else store.WEIGHTS_ONLY
 
         def receive(saved: tinker.types.SaveWeightsResponse | tinker.types.SaveWeightsForSamplerResponse) -> Checkpoint:
-            self._adopt(
-                saved.path, folder, overwrite=overwrite, facts=facts or {}, write_sampler=write_sampler, kind=kind
-            )
+            self._adopt(saved.path, folder, overwrite=overwrite, facts=facts or {}, write_sampler=write_sampler, kind=kind)
             self.connection.delete(saved.path)
             return Checkpoint(str(folder), self.step, kind)
 

@@ -99,7 +99,9 @@ class RemoteTrainer(RemotePasses):
 
     def _saving(
         self, name: str, *, overwrite: bool, optimizer: bool
-    ) -> Callable[[tinker.TrainingClient], Future[tinker.types.SaveWeightsResponse | tinker.types.SaveWeightsForSamplerResponse]]:
+    ) -> Callable[
+        [tinker.TrainingClient], Future[tinker.types.SaveWeightsResponse | tinker.types.SaveWeightsForSamplerResponse]
+    ]:
         """Return the call that saves a checkpoint on the server. Names of weights are unique: they cannot be overwritten."""
         if optimizer:
             return lambda client: self.connection.follow(client.save_state(name, overwrite=overwrite))

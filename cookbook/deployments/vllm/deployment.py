@@ -23,6 +23,7 @@ from cookbook.deployments.vllm.replicas import AdapterServers, Servers
 from cookbook.deployments.vllm.sampler import Pool
 from cookbook.deployments.weight_sync import ChainSyncer
 from cookbook.engine.model import AUTO, ModelConfig, resolved
+from cookbook.engine.shape import is_adapter
 from cookbook.errors import ConfigError, RolloutError
 from cookbook.futures import Future, done
 from cookbook.protocols import Backend, CheckpointBackend, CheckpointTrainer, CheckpointWriter, Sampler, Trainer
@@ -93,6 +94,11 @@ class VllmConfig:
         if not (isinstance(backend, CheckpointBackend) and backend.writes_checkpoints):
             raise ConfigError(NEEDS_LOCAL)
         self._refuse_dtype(self.dtype or model.dtype)
+        if model.add_tokens and is_adapter(model):
+            raise ConfigError(
+                "deployment: vLLM does not load an adapter with trained embeddings of added tokens; set model.lora_rank=0, or "
+                "deployment=embedded"
+            )
         if self.gpus is not None and max(self.gpus) >= (count := torch.cuda.device_count()):
             raise ConfigError(
                 f"deployment.gpus: this machine has {count} GPUs, got {self.gpus}; the first GPU is 0, and null chooses "

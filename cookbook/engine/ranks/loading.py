@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from cookbook import terminal
+from cookbook.engine.dropout import set_dropout
 from cookbook.engine.model import (
     DTYPES,
     LORA_FILE,
@@ -135,7 +136,8 @@ def _architecture(config: ModelConfig, base: str) -> PretrainedConfig:
 
 def _folder(ranks: Ranks, config: ModelConfig) -> Path | None:
     """The folder of full weights to read in parts; None for weights that every rank needs whole, and for an adapter."""
-    if not ranks.shards or config.random:
+    # Added tokens need the whole embedding.
+    if not ranks.shards or config.random or config.add_tokens:
         return None
     folder = Path(resolved(config.name))
     # The ranks of another node may have another disk. All of them download, or none.
@@ -160,7 +162,9 @@ def _from_config(config: ModelConfig, architecture: PretrainedConfig, seed: int)
     attention = None if config.attn_implementation == "auto" else config.attn_implementation
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(architecture, dtype=DTYPES[config.dtype], attn_implementation=attention)
+        network = AutoModelForCausalLM.from_config(architecture, dtype=DTYPES[config.dtype], attn_implementation=attention)
+    set_dropout(network, config.dropout)
+    return network
 
 
 def _hollow(config: ModelConfig, architecture: PretrainedConfig, seed: int) -> PreTrainedModel:

@@ -10,6 +10,7 @@ from typing import Protocol
 from cookbook.data import RenderedPrompt, Renderer
 from cookbook.data.formats import Chat, Example, Plain
 from cookbook.data.messages import ChatMessage, parse_messages
+from cookbook.data.turns import opened_reasoning
 from cookbook.sampling.environments.tool_calls import described_tools
 from cookbook.sampling.trajectory import Branch, Segment
 from cookbook.types import JsonObject, Sample, SamplingParams
@@ -17,7 +18,7 @@ from cookbook.types import JsonObject, Sample, SamplingParams
 Observation = str | list[JsonObject] | None
 
 # A conversation that shows how the chat template continues after an answer.
-QUESTION, ANSWER = ChatMessage("user", "question"), ChatMessage("assistant", "answer")
+QUESTION, ANSWER = ChatMessage("user", "question"), ChatMessage("assistant", "\u241eanswer\u241e")
 # Some templates print the result of a tool only after the call of one.
 CALL = {"tool_calls": [{"id": "call00000", "type": "function", "function": {"name": "tool", "arguments": {}}}]}
 
@@ -75,7 +76,8 @@ class Conversation:
         self._answer = Segment.sampled(sample, text)
         self._segments.append(self._answer)
         self.tokens += sample.tokens
-        self._messages.append(ChatMessage("assistant", text))
+        # A prompt that opens the reasoning has printed the start of the message.
+        self._messages.append(ChatMessage("assistant", opened_reasoning(self._text, text) + text))
         self._text += self.renderer.printed(sample.tokens)
         return self._answer
 
@@ -115,7 +117,8 @@ class Conversation:
         """Return what the chat template prints between a completion and the next; None if it prints no such text."""
         last = self._answer
         assert last is not None
-        closing = _after_answer(self.renderer, isinstance(self._example, Chat) and self._example.tools, tuple(said))
+        assert isinstance(self._example, Chat)
+        closing = _after_answer(self.renderer, self._example, tuple(said))
         if closing is None:
             return None
         stop = self.renderer.printed(last.tokens[-1:]) if last.stop_reason == "stop" else ""
@@ -124,14 +127,16 @@ class Conversation:
         return tail if found and not head.strip() else closing
 
 
-def _after_answer(renderer: Renderer, tools: object, said: tuple[ChatMessage, ...]) -> str | None:
+def _after_answer(renderer: Renderer, chat: Chat, said: tuple[ChatMessage, ...]) -> str | None:
     """Return the text from the end of an answer to the header of the next answer, with ``said`` between."""
     answer = replace(ANSWER, extra=CALL) if said and said[0].role == "tool" else ANSWER
-    before = Chat("", (QUESTION, answer), tools=tools or None)  # type: ignore[arg-type]
+    before = replace(chat, messages=(QUESTION, answer))
     text = renderer.chat_text(replace(before, messages=(*before.messages, *said)), header=True)
     ended = renderer.chat_text(before, header=False)
     if not text.startswith(ended):
-        return None
+        # The template prints the last answer differently from an earlier one. What follows the answer is the same.
+        before_answer, found, after = text.rpartition(ANSWER.content)
+        return after if found and answer is ANSWER and before_answer else None
     # The end of an answer with a call follows the call.
     closed = renderer.end_of_turn
     return closed + text[len(ended) :] if ended.endswith(closed) else None
