@@ -176,7 +176,7 @@ def test_the_last_line_alone_is_the_score(answer, score):
 
 
 class Timeouts:
-    """``asyncio.timeout`` of a judge, for one request at a time: it ends when the test says so."""
+    """``asyncio.timeout`` of a judge, for one request at a time, which the test ends."""
 
     def timeout(self, limit_s):
         self.loop, self.latest = asyncio.get_running_loop(), asyncio.timeout(None)
