@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from cookbook import terminal
+from cookbook.data.stop_tokens import stop_token_ids
 from cookbook.deployments.vllm import api, process
 from cookbook.deployments.vllm.http import Client
 from cookbook.deployments.vllm.registry import DeploymentManager
@@ -228,7 +229,7 @@ class VllmDeployment:
 
     def _servers(self, live: bool) -> Servers:
         trainer, config, clients = self._trainer, self._config, self._clients()
-        pool = Pool(clients, api.max_length(clients), config.max_requests)
+        pool = Pool(clients, api.max_length(clients), config.max_requests, stop_token_ids(trainer.tokenizer))
         if not trainer.model_config.lora_rank:
             return Servers(clients, pool, trainer.seed, live=live)
         # A name like those of syncs, so that a later run deletes the checkpoint of a killed run.
