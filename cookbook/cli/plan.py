@@ -64,6 +64,7 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
     typed = settings(cfg)
     job = typed.backend if isinstance(typed.backend, JobBackend) else None
     backend = typed.backend if job is None else job.engine
+    ranks = backend.num_ranks if isinstance(backend, RankBackend) else 1
     if not isinstance(backend, PlannedBackend):
         raise ConfigError("backend: plan estimates the embedded trainer's work; use backend=local")
     shape = _shape(typed, cfg.recipe.name)
@@ -71,7 +72,6 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
     device = backend.torch_device() if job is None or job.is_here else None
     cpu = device.type == "cpu" if device is not None else not (job and job.asks_for_gpus)
     budget = min(backend.micro_batch_tokens, CPU_PASS_TOKENS) if cpu else backend.micro_batch_tokens
-    ranks = backend.num_ranks if isinstance(backend, RankBackend) else 1
     # The ranks divide the sequences of a step.
     step_tokens = -(-shape.computed // ranks)
     pass_tokens = min(max(budget, shape.longest), max(step_tokens, shape.longest))
