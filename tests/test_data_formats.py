@@ -53,8 +53,8 @@ def test_sharegpt():
     turns = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4", "weight": None}]
     assert said(read(conversation_reader, {"conversations": turns})) == [("user", "2+2?"), ("assistant", "4")]
     assert said(read(conversation_reader, {"dialog": turns}, columns=Columns(messages="dialog")))[1] == ("assistant", "4")
-    with pytest.raises(DataError, match=r'"conversations"\[0\] is "from" \'bot\'; expected one of human, gpt'):
-        read(conversation_reader, {"conversations": [{"from": "bot", "value": "hi"}]})
+    with pytest.raises(DataError, match=r'"conversations"\[0\] is "from" \'narrator\'; expected one of system, user'):
+        read(conversation_reader, {"conversations": [{"from": "narrator", "value": "hi"}]})
 
 
 def test_what_a_recipe_reads_decides_between_formats():
@@ -134,7 +134,7 @@ def test_a_later_row_with_a_missing_side_is_named(side):
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ("hello", '"messages" must be a list of messages, got str'),
+        ("hello", '"messages" must be a list of messages, got text that is not the JSON of one'),
         (["hello"], r'"messages"\[0\] must be an object with "role" and "content", got str'),
         ([{"content": "hi"}], r'"messages"\[0\] has no "role"'),
         ([{"role": "user"}], r'"messages"\[0\] needs "content" that is text, got none'),
@@ -179,7 +179,7 @@ def test_the_sentence_for_a_row_without_an_answer():
     with pytest.raises(EmptyRowError) as error:
         read(conversation_reader, {"messages": [USER]})
     assert str(error.value) == (
-        'train.jsonl:7: "messages" has no assistant turn, so nothing would be trained on; '
+        'train.jsonl:7: "messages" has no assistant turn, only user, so nothing would be trained on; '
         "remove the row or set data.on_empty=skip"
     )
 

@@ -126,9 +126,12 @@ def test_message_weights_only_take_away(template):
 def test_trimmed_answers_and_literal_stop_tokens():
     render = renderer(TRIMS)
     assert trained(render, render.conversation([*TURNS[:4], {"role": "assistant", "content": "  x \n"}]))[-1] == "x<|im_end|>"
-    # Sampling would end at the stop token in the middle, so training does.
+    # A stop token that the answer spells is text, and one at its end is the end of the turn.
     render = renderer(PLAIN_CHATML)
-    assert trained(render, render.conversation([TURNS[1], {"role": "assistant", "content": "a<|im_end|>b"}])) == ["a<|im_end|>"]
+    for content in ("a<|im_end|>b", "a<|im_end|>b<|im_end|>", "a<|im_end|>b<|im_end|>\n"):
+        rendered = render.conversation([TURNS[1], {"role": "assistant", "content": content}])
+        assert trained(render, rendered) == ["a<|im_end|>b<|im_end|>"]
+        assert rendered.tokens.count(render.tokenizer.eos_token_id) == 2
 
 
 def test_templates_that_rewrite_history_have_a_sequence_for_each_answer():

@@ -42,6 +42,9 @@ def write_model(model: LanguageModel, folder: Path, shard_bytes: int) -> None:
             shutil.rmtree(parts)
         model.network.save_pretrained(folder, **options)
         model.tokenizer.save_pretrained(folder)
+        # PEFT writes no generation config, which has the stop tokens.
+        if model.is_lora and (generation := getattr(model.network.get_base_model(), "generation_config", None)) is not None:
+            generation.save_pretrained(folder)
 
     ranks.on_first(write)
 

@@ -6,31 +6,30 @@ import contextlib
 import datetime
 import hashlib
 import json
-import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import dropwhile, takewhile
 from operator import itemgetter
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from cookbook.data.contents import Contents
+from cookbook.data.encoding import Encoded, TextEncoder, without_breaks
 from cookbook.data.formats import Chat, Example, Plain
 from cookbook.data.messages import parse_messages
+from cookbook.data.stop_tokens import StopTokens
 from cookbook.data.template import ChatTemplate, answer_weights
 from cookbook.data.turns import OTHER_TOKENS, SampledTurns, TrainedText, without_empty_reasoning
 from cookbook.errors import DataError
 from cookbook.types import JsonObject
 
 if TYPE_CHECKING:
-    from tokenizers import Encoding
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
-SURROGATE = re.compile("[\ud800-\udfff]")
 # A tokenizer prints this character for the bytes of a character that is not complete.
 PART_OF_A_CHARACTER = "\ufffd"
 # In place of a token's number of bytes: not decoded yet, and part of a character or dependent on other tokens.
@@ -72,7 +71,10 @@ class Renderer:
         self.known_ids = vocabulary_size if vocabulary_size is not None and len(tokenizer) > vocabulary_size else None
         self._template = ChatTemplate(tokenizer)
         self._turns = SampledTurns(self._template)
+        self._encoder = TextEncoder(tokenizer)
         self._bytes_of_token = np.empty(0, dtype=np.int64)
+        # Whether a token is white space.
+        self._space_tokens: dict[int, bool] = {}
 
     @property
     def unused_fields(self) -> Sequence[str]:
@@ -99,6 +101,7 @@ class Renderer:
             tokenizer.special_tokens_map,
             tokenizer.all_special_ids,
             tokenizer.split_special_tokens,
+            self.stop_token_ids,
             self._template.arguments_as_text,
             datetime.date.today().isoformat() if prints_date else None,
         ]
@@ -184,13 +187,28 @@ class Renderer:
         """Return tokens as text, with special tokens."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text that continues others: no special tokens are added."""
-        return self._encode([text], [Plain("text", text)])[0]
+    def encode(self, text: str, before: Sequence[int] = ()) -> list[int]:
+        """Return the tokens of a text that continues the tokens ``before``, or others: no special tokens are added."""
+        return self._encoder.continuation(text, before).ids
+
+    def encode_observation(self, text: str, before: Sequence[int]) -> list[int]:
+        """Return the tokens of a plain text of an environment, in which control tokens are text. It follows ``before``."""
+        return self.encode(self._contents.quoted(text), before)
+
+    def spells_control_tokens(self, text: str) -> bool:
+        """Whether a plain text of an environment spells control tokens."""
+        return self._contents.quoted(text) != text
 
     def chat_text(self, chat: Chat, *, header: bool) -> str:
-        """Return all messages as the chat template prints them, with the header of the next answer if ``header``."""
-        return self._template.printed(chat, header=header)
+        """Return all messages as the chat template prints them, with the header of the next answer if ``header``.
+
+        Control tokens in contents are marked as text, for :meth:`encode` and :meth:`chat_tokens`.
+        """
+        return self._template.printed(self._contents.prepared(chat), header=header)
+
+    def chat_tokens(self, text: str) -> list[int]:
+        """Return the tokens of a whole text of :meth:`chat_text`."""
+        return self._encoder.whole([text], ["text"])[0].ids
 
     @property
     def end_of_turn(self) -> str:
@@ -234,57 +252,72 @@ class Renderer:
         decode = self.tokenizer.backend_tokenizer.decode_batch if self._decodes_as_standard else self._decoded
         return list(decode(rows, skip_special_tokens=True))
 
-    @cached_property
+    @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end a completion: end of text, and the token with which the chat template closes an answer."""
-        stops = [] if self.tokenizer.eos_token_id is None else [int(self.tokenizer.eos_token_id)]
-        if self.tokenizer.chat_template:
-            special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
-            closing = self._encode([self._template.end_of_turn], [Plain("", "")])[0]
-            closing = list(takewhile(special.__contains__, dropwhile(lambda token: token not in special, closing)))
-            stops += closing[:1] if not set(stops) & set(closing) else []
-            stops += [token for token in self._next_turns if token not in stops]
-        return tuple(stops)
+        """The tokens that end a completion (:mod:`cookbook.data.stop_tokens`)."""
+        return self._stops.ids
 
     @cached_property
-    def _next_turns(self) -> tuple[int, ...]:
-        """The special tokens that begin the turn after an answer and after a call, if the template does not close answers.
+    def _stops(self) -> StopTokens:
+        return StopTokens(self.tokenizer, self._template, self._encoder)
 
-        The models of such templates, as GLM-4, end an answer with the token that begins the next turn.
-        """
-        special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
-        found = []
-        for text in self._template.next_turns:
-            tokens = self._encode([text], [Plain("", "")])[0]
-            found += [token for token in tokens[:1] if token in special and token not in found]
-        return tuple(found)
+    @cached_property
+    def _contents(self) -> Contents:
+        return Contents(self.tokenizer, self._template, self.stop_token_ids)
 
     def _plain_prompts(self, examples: list[Plain]) -> list[tuple[list[int], str]]:
-        encoded = self._encode([example.prompt for example in examples], examples)
-        return [(self._opening + tokens, example.prompt) for example, tokens in zip(examples, encoded, strict=True)]
+        encoded = self._raw([example.prompt for example in examples], examples)
+        return [(self._encoder.opened(tokens), example.prompt) for example, tokens in zip(examples, encoded, strict=True)]
 
     def _chat_prompts(self, chats: list[Chat]) -> list[tuple[list[int], str]]:
-        texts = self._template.prompts([self._turns.with_opened_reasoning(chat) for chat in chats])
-        return list(zip(self._encode(texts, chats), texts, strict=True))
+        texts = self._turns.prompts([self._contents.prepared(chat) for chat in chats])
+        return [(tokens, without_breaks(text)) for tokens, text in zip(self._encode(texts, chats), texts, strict=True)]
 
     def _render_plain(self, examples: list[Plain], train_on: str) -> list[Rendered]:
         """Tokenize prompt and response separately, so that training and sampling see the same prompt tokens."""
         eos = self.tokenizer.eos_token_id
         if eos is None:
             raise DataError("model.name: the tokenizer has no end-of-text token, so a text could not end; give it one")
-        prompts = self._encode([example.prompt for example in examples], examples)
-        responses = self._encode([example.response for example in examples], examples)
+        prompts = self._raw([example.prompt for example in examples], examples)
+        responses = self._responses(examples, prompts)
         rendered = []
         for prompt, response in zip(prompts, responses, strict=True):
-            before = self._opening + prompt
-            after = response if response[-1:] == [eos] else [*response, eos]
+            before = self._encoder.opened(prompt) if prompt else []
+            after = self._closed_text(response if prompt else self._encoder.opened(response))
             weights = np.ones(len(before) + len(after), dtype=np.float32)
             if train_on != "all":
-                weights[: len(before)] = 0.0
+                # Text without a prompt is trained as a whole, except for the token that begins every text.
+                weights[: len(before) if prompt else len(self._encoder.opening)] = 0.0
             rendered.append(Rendered(before + after, weights))
         return rendered
 
+    def _responses(self, examples: list[Plain], prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return the tokens of the responses, each as a text that continues its prompt."""
+        if not self._encoder.prefixes:
+            return self._raw([example.response for example in examples], examples)
+        return [
+            self._encoder.raw_continuation(example.response, prompt, example.where).ids
+            if prompt
+            else self._raw([example.response], [example])[0]
+            for example, prompt in zip(examples, prompts, strict=True)
+        ]
+
+    def _closed_text(self, tokens: list[int]) -> list[int]:
+        """Return the tokens of a text with the end-of-text token, unless the text has a stop token at its end.
+
+        White space after the stop token does not count: chat templates print a line end there.
+        """
+        eos = self.tokenizer.eos_token_id
+        behind = next((place for place in range(len(tokens) - 1, -1, -1) if not self._is_space(tokens[place])), -1)
+        return tokens if behind >= 0 and tokens[behind] in self.stop_token_ids else [*tokens, int(eos or 0)]
+
+    def _is_space(self, token: int) -> bool:
+        if token not in self._space_tokens:
+            self._space_tokens[token] = token not in self.stop_token_ids and not self.printed([token]).strip()
+        return self._space_tokens[token]
+
     def _render_chats(self, chats: list[Chat], train_on: str, empty_reasoning: bool, split: bool) -> list[list[Rendered]]:
+        chats = [self._contents.prepared(chat) for chat in chats]
         wanted = [answer_weights(chat, train_on) for chat in chats]
         texts = self._turns.sequences(chats, wanted, train_on, split=split)
         # The tokenizer encodes many texts in one call with several threads.
@@ -303,7 +336,7 @@ class Renderer:
         self,
         chat: Chat,
         wanted: Mapping[int, float],
-        pairs: Sequence[tuple[TrainedText, Encoding]],
+        pairs: Sequence[tuple[TrainedText, Encoded]],
         train_on: str,
         empty_reasoning: bool,
         split: bool,
@@ -324,7 +357,7 @@ class Renderer:
             rendered += [(one, *self._encoded_apart(chat, one)) for one in alone]
         return [self._with_weights(*one, train_on, empty_reasoning) for one in rendered]
 
-    def _has_other_tokens(self, sequence: TrainedText, encoding: Encoding, place: int) -> bool:
+    def _has_other_tokens(self, sequence: TrainedText, encoding: Encoded, place: int) -> bool:
         """Whether the text up to ``place``, a prompt, has other tokens than the whole text begins with."""
         offsets = encoding.offsets
         first = bisect_right(offsets, place, key=itemgetter(1))
@@ -339,7 +372,8 @@ class Renderer:
     def _encoded_apart(self, chat: Chat, sequence: TrainedText) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the tokens of the first prompt, followed by those of the text after it, with their characters."""
         place = sequence.prompts[0]
-        before, after = self._encodings([sequence.text[:place], sequence.text[place:]], [chat, chat])
+        [before] = self._encodings([sequence.text[:place]], [chat])
+        after = self._encoder.continuation(sequence.text[place:], before.ids, chat.where)
         return before.ids + after.ids, before.offsets + [(start + place, end + place) for start, end in after.offsets]
 
     def _with_weights(
@@ -361,7 +395,8 @@ class Renderer:
 
         It is the token that begins the next turn, or the end-of-text token. ``calls``: the answer calls tools.
         """
-        eos = self._next_turns[-1 if calls else 0] if self._next_turns else self.tokenizer.eos_token_id
+        next_turns = self._stops.next_turns
+        eos = next_turns[-1 if calls else 0] if next_turns else self.tokenizer.eos_token_id
         if eos is None or not tokens or tokens[-1] in self.stop_token_ids or not weights[-1]:
             return Rendered(tokens, weights)
         return Rendered([*tokens, eos], np.append(weights, weights[-1]))
@@ -376,46 +411,14 @@ class Renderer:
         stop = next((index for index in range(first, behind) if tokens[index] in self.stop_token_ids), behind - 1)
         return first, stop + 1
 
-    @cached_property
-    def _opening(self) -> list[int]:
-        """Tokens that the tokenizer puts before every text: the beginning-of-text token, or none."""
-        tokens = list(self.tokenizer("")["input_ids"])
-        return tokens[:-1] if tokens[-1:] == [self.tokenizer.eos_token_id] else tokens
+    def _raw(self, texts: list[str], examples: Sequence[Plain]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._encoder.raw(texts, [example.where for example in examples])]
 
     def _encode(self, texts: list[str], examples: Sequence[Example]) -> list[list[int]]:
         return [encoding.ids for encoding in self._encodings(texts, examples)]
 
-    def _encodings(self, texts: list[str], examples: Sequence[Example]) -> Sequence[Encoding]:
-        """Raise DataError for text that is not valid Unicode, and name its row: JSON can contain half of a surrogate pair."""
-        try:
-            # The model's tokenizer also makes lists that are not needed, which takes as long again.
-            if self._can_bypass:
-                return list(self.tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False))
-            return self._tokenized(texts)
-        except TypeError:
-            for text, example in zip(texts, examples, strict=True):
-                if SURROGATE.search(text):
-                    message = "holds half of a surrogate pair (\\ud800 to \\udfff), which is not a character; fix or remove it"
-                    raise DataError(f"{example.where}: {message}") from None
-            raise
-
-    @property
-    def _can_bypass(self) -> bool:
-        """Whether the library's tokenizer returns the same tokens as the model's tokenizer, which calls it.
-
-        Another caller may have left its padding or truncation switched on. A call of the model's tokenizer switches both off.
-        """
-        backend = self.tokenizer.backend_tokenizer
-        is_plain = backend.padding is None and backend.truncation is None
-        return self._is_standard and is_plain and backend.encode_special_tokens == self.tokenizer.split_special_tokens
-
-    @cached_property
-    def _is_standard(self) -> bool:
-        """Whether the class of the model's tokenizer encodes text as all fast tokenizers do."""
-        from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-
-        own = type(self.tokenizer)
-        return own.__call__ is PreTrainedTokenizerBase.__call__ and own._encode_plus is PreTrainedTokenizerFast._encode_plus
+    def _encodings(self, texts: list[str], examples: Sequence[Example]) -> Sequence[Encoded]:
+        return self._encoder.whole(texts, [example.where for example in examples])
 
     @cached_property
     def _decodes_as_standard(self) -> bool:
@@ -438,12 +441,6 @@ class Renderer:
             rows, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return texts
-
-    def _tokenized(self, texts: list[str]) -> Sequence[Encoding]:
-        encoded = self.tokenizer(
-            texts, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=True, verbose=False
-        )
-        return encoded.encodings or []
 
 
 def _tokens_of(start: int, end: int, offsets: list[tuple[int, int]]) -> tuple[int, int]:

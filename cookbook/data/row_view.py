@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cookbook.data.messages import CALLS, ChatMessage, as_text, parse_messages
+from cookbook.data.messages import CALLS, ChatMessage, as_text, messages_in_text, parse_messages
 from cookbook.data.rows import Columns, DataConfig, EmptyRowError, Row
 from cookbook.errors import DataError
 from cookbook.types import JsonObject
@@ -19,6 +19,8 @@ REMEDY = "remove the row or set data.on_empty=skip"
 SHAREGPT_COLUMN = "conversations"
 # Labels of KTO, as texts.
 DESIRABLE, UNDESIRABLE = ("true", "1", "1.0"), ("false", "0", "0.0")
+# Columns that may hold messages.
+HOLD_MESSAGES = frozenset({"messages", "prompt", "completion", "chosen", "rejected"})
 TOOLS = "tools"
 SYSTEM = "system"
 MEDIA = re.compile(r"(image|picture|video|audio)s?(_(url|path|file|byte)s?)?", re.IGNORECASE)
@@ -65,7 +67,7 @@ class RowView:
         """Return the value of a column. Raise DataError if it is missing or null."""
         column, values = self.column(role), self.row.values
         if (value := values.get(column)) is not None:
-            return value
+            return messages_in_text(value) if role in HOLD_MESSAGES else value
         if column in values:
             raise DataError(f'{self.where}: "{column}" is null; fix or remove the row')
         columns = ", ".join(values) or "none"

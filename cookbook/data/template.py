@@ -248,7 +248,7 @@ class ChatTemplate:
         Other chats are rendered when they are due, because tool calls change how later ones are rendered.
         """
         if len(chats) > 1 and not any(chat.tools or chat.options or any(one.extra for one in chat.messages) for chat in chats):
-            with contextlib.suppress(*_template_errors()):
+            with contextlib.suppress(Exception):
                 conversations = [[message.to_dict() for message in chat.messages] for chat in chats]
                 texts, blocks = self._call(None, header, {})(conversations=conversations)
                 yield from zip(texts, blocks or [[] for _ in texts], strict=True)
@@ -264,9 +264,8 @@ class ChatTemplate:
             if any(message.extra.get("tool_calls") and not message.content for message in chat.messages):
                 messages = self._without_empty_text(messages)
             texts, blocks = self._with_arguments(render, messages)
-        except _template_errors() as error:
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise DataError(f"{chat.where}: the chat template rejects the row: {reason}; fix or remove it") from error
+        except Exception as error:  # noqa: BLE001 - a template is a program, and may raise any error
+            raise DataError(f"{chat.where}: the chat template rejects the row: {_reason(error)}; fix or remove it") from error
         return texts[0], blocks[0] if blocks else []
 
     def _call(self, tools: list[object] | None, header: bool, options: JsonObject) -> Callable[..., Rendering]:
@@ -303,7 +302,7 @@ class ChatTemplate:
                 # A shape of arguments that the template takes here is not kept for rows.
                 as_text, (texts, _) = self._arguments_as_text, self._with_arguments(render, [PROBE[0].to_dict(), message])
                 self._arguments_as_text = as_text
-            except _template_errors():
+            except Exception:  # noqa: BLE001 - a template is a program, and may raise any error
                 continue
             if MARK.strip() in texts[0]:
                 return content is None
@@ -337,11 +336,14 @@ class ChatTemplate:
         return str(self._tokenizer.get_chat_template(tools=tools))
 
 
-def _template_errors() -> tuple[type[Exception], ...]:
-    """Return the errors with which a chat template rejects a conversation."""
+def _reason(error: Exception) -> str:
+    """Return the first line of a template's error. The text of an error such as KeyError does not say what it is."""
     from jinja2.exceptions import TemplateError
 
-    return TemplateError, TypeError, ValueError
+    text = next(iter(str(error).splitlines()), "")
+    if text and isinstance(error, TemplateError | TypeError | ValueError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 @functools.cache

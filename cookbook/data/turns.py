@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cookbook.data.formats import Chat
-from cookbook.data.messages import CALLS, REASONING, ChatMessage
+from cookbook.data.messages import CALLS, REASONING, ChatMessage, is_prefill
 from cookbook.data.template import PROBE, TAGS, ChatTemplate, dropped_text, missing_text
 from cookbook.errors import DataError
 
@@ -106,6 +106,53 @@ class SampledTurns:
         text = self._template.printed(chat, header=False)
         return [self._alone(chat, self.sampled(chat, index, text), {index: wanted[index]}) for index in sorted(wanted)]
 
+    def prompts(self, chats: Sequence[Chat]) -> list[str]:
+        """Return the text of the prompt of each chat: the messages before ``start``, and the header of an answer to sample.
+
+        If the prompt ends with the start of an answer, it ends with this text, for the model to continue.
+        """
+        asked = [self._asked(self.with_opened_reasoning(chat)) for chat in chats]
+        plain = iter(self._template.prompts([chat for chat in asked if not is_prefill(chat.messages[: chat.start])]))
+        return [self.prefilled(chat) if is_prefill(chat.messages[: chat.start]) else next(plain) for chat in asked]
+
+    def _asked(self, chat: Chat) -> Chat:
+        """Return the prompt of a chat as a chat of its own, with the start of the answer as its last message."""
+        messages = chat.messages[: chat.start]
+        if chat.prefill:
+            messages = (*messages, _without_calls(replace(chat.messages[chat.start], content=chat.prefill)))
+        return replace(chat, messages=messages, start=len(messages), prefill="")
+
+    def prefilled(self, chat: Chat) -> str:
+        """Return the prompt of a chat whose last message is the start of an answer.
+
+        It is what the template prints up to the end of this message. A start that opens the reasoning directly follows the header
+        of an answer to sample: the template would print it as a complete text.
+        """
+        index = len(chat.messages) - 1
+        begun = chat.messages[index]
+        self._template.check_fields(chat, self._template.printed(chat, header=False), header=False)
+        prompt = self._prompt(chat, index) if index else ""
+        tags = TAGS.findall(begun.content)
+        if tags and "/" not in tags[-1]:
+            opened = OPENED.search(prompt)
+            start = begun.content.lstrip()
+            if opened and start.startswith(opened[1]):
+                return prompt[: opened.start()] + start if len(start) > len(opened[0]) else prompt
+            return prompt + begun.content
+        marked = replace(chat, messages=(*chat.messages[:index], replace(begun, content=begun.content + MARK)))
+        whole = self.sampled(marked, index, self._template.printed(marked, header=False)).whole
+        before, found, _ = whole.rpartition(MARK)
+        return before if found else prompt + begun.content
+
+    def _continued(self, chat: Chat, index: int, answer: SampledAnswer) -> SampledAnswer:
+        """Return an answer whose start is a part of its prompt."""
+        prompt = self.prefilled(self._asked(chat))
+        if answer.whole.startswith(prompt):
+            return replace(answer, prompt=prompt, text=answer.whole[len(prompt) :])
+        # The template prints the whole answer in another way than its start.
+        rest = chat.messages[index].content.removeprefix(chat.prefill)
+        return SampledAnswer(prompt, rest + self._template.end_of_turn.removesuffix(self._template.last_word), answer.tail)
+
     def with_opened_reasoning(self, chat: Chat) -> Chat:
         """Return the chat with the tag that opens the reasoning before answers that only have the tag that closes it.
 
@@ -133,8 +180,10 @@ class SampledTurns:
         text, blocks = rendering
         self._template.check_fields(chat, text, header=False)
         answers = [index for index, message in enumerate(chat.messages) if message.role == "assistant"]
-        if len(blocks) == len(answers) and (
-            marked := self._by_blocks(chat, text, wanted, dict(zip(answers, blocks, strict=True)), train_on)
+        if (
+            len(blocks) == len(answers)
+            and not chat.prefill
+            and (marked := self._by_blocks(chat, text, wanted, dict(zip(answers, blocks, strict=True)), train_on))
         ):
             return [marked]
         # The answers to train are checked below, each after its prompt.
@@ -246,6 +295,8 @@ class SampledTurns:
         """
         if index == 0:
             raise DataError(f"{chat.where}: the conversation begins with an answer; begin it with a user message")
+        if chat.prefill and index == chat.start:
+            return self._continued(chat, index, self.sampled(replace(chat, prefill=""), index, text))
         try:
             prompt = self._prompt(chat, index)
             until, tail = self._until(chat, index, text)
@@ -413,6 +464,10 @@ def _with_reasoning(message: ChatMessage, answer: SampledAnswer) -> SampledAnswe
     reasoning = reasoning.removeprefix(space)
     end = answer.text.index(said.strip()) + len(said.strip())
     return replace(answer, text=reasoning + closed + said.rstrip() + answer.text[end:])
+
+
+def _without_calls(message: ChatMessage) -> ChatMessage:
+    return replace(message, extra={name: value for name, value in message.extra.items() if name not in CALLS})
 
 
 def _common(first: str, second: str) -> int:

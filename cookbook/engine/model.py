@@ -20,6 +20,7 @@ from torch import Tensor
 
 from cookbook import terminal
 from cookbook.engine import lora_targets, vocabulary
+from cookbook.data import stop_tokens
 from cookbook.engine.dropout import set_dropout
 from cookbook.engine.parallel import Ranks
 from cookbook.errors import BackendError, ConfigError, first_line
@@ -224,7 +225,31 @@ def _load(
     elif config.lora_rank:
         network = add_lora(network, config, seed, _ids(tokenizer, config))
     network.eval()
+    set_end_tokens(network, tokenizer)
     return LanguageModel(network, tokenizer, config, device)
+
+
+def set_end_tokens(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give the network's generation config the stop tokens of the tokenizer and its chat template.
+
+    Sampling stops at them, and checkpoints carry them, so that ``generate`` of transformers stops there too.
+    """
+    base = network.get_base_model() if hasattr(network, "peft_config") else network
+    generation = getattr(base, "generation_config", None)
+    if generation is not None:
+        stop_tokens.configure(tokenizer, generation.eos_token_id)
+        generation.eos_token_id = stop_tokens.for_generation_config(tokenizer, generation.eos_token_id)
+
+
+def _stored_end_tokens(config: ModelConfig) -> object:
+    """Return the end tokens of the generation config in the model's folder, or of that of an adapter's base; None: no file."""
+    from transformers import GenerationConfig
+
+    adapter = _adapter_config(config.name)
+    for name in (config.name, *([adapter["base_model_name_or_path"]] if adapter else [])):
+        with contextlib.suppress(OSError, ValueError):
+            return GenerationConfig.from_pretrained(name, revision=config.revision).eos_token_id
+    return None
 
 
 def fresh_network(config: ModelConfig) -> PreTrainedModel:
@@ -365,6 +390,7 @@ def _tokenizer(config: ModelConfig) -> tuple[PreTrainedTokenizerBase, list[int]]
             raise ConfigError(f"model.chat_template: cannot read {config.chat_template!r}: {error.strerror}") from None
     if config.chat_template_kwargs:
         tokenizer.init_kwargs[TEMPLATE_OPTIONS] = dict(config.chat_template_kwargs)
+    stop_tokens.configure(tokenizer, _stored_end_tokens(config))
     return tokenizer, vocabulary.extend(tokenizer, config.add_tokens) if config.add_tokens else []
 
 
@@ -496,8 +522,8 @@ class OneProductLinear(torch.nn.Linear):
     """Linear layer that multiplies all tokens of its input in one product, even if its weight is frozen.
 
     If the input is strided, such as the last position of each prompt, and the weight has no gradient, torch multiplies each
-    sequence by a view of the weight. At medium precision and in bfloat16, oneDNN copies the weight for each
-    sequence: 113 MB for a prompt in the output layer of SmolLM2-135M.
+    sequence by a view of the weight. At medium precision and in bfloat16, oneDNN copies the weight for each sequence: 113 MB
+    per prompt in the output layer of SmolLM2-135M.
     """
 
     def forward(self, input: Tensor) -> Tensor:

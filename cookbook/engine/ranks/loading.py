@@ -34,6 +34,7 @@ from cookbook.engine.model import (
     add_lora,
     load,
     load_tokenizer,
+    set_end_tokens,
     resolved,
     with_dtype,
 )
@@ -76,6 +77,7 @@ def load_on(ranks: Ranks, config: ModelConfig, device: torch.device, seed: int) 
             raise BackendError(f"model.name: {base!r} lacks {len(wanted)} of the model's weights, {wanted[0]} the first")
         values |= {name: parts[other] for name, other in names.items()}
     network.eval()
+    set_end_tokens(network, tokenizer)
     return HollowModel(network, tokenizer, config, device, Lineage(), ranks, base, seed, sources, values)
 
 
