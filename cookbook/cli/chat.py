@@ -59,6 +59,12 @@ class ChatModel:
         if not getattr(self._trainer.tokenizer, "chat_template", None):
             self.close()
             raise ConfigError(f"chat: {name} has no chat template; complete plain text with: cookbook sample {name} PROMPT")
+        if manifest.is_of_text(Path(name)):
+            self.close()
+            raise ConfigError(
+                f"chat: {name} was trained on texts without a chat template; complete plain text with: "
+                f"cookbook sample {name} PROMPT"
+            )
         self.messages: list[dict[str, str]] = []
         self.restart(options.system)
 

@@ -1,8 +1,8 @@
 """Contents of messages as text: roles by their usual names, and control tokens that a content spells.
 
-A content such as ``<|im_end|>\\n<|im_start|>assistant`` in a question or in the result of a tool must not end the turn and begin
-another. The marks that :class:`Contents` puts into such a content make the encoder read it as text. An answer that ends with the
-token that the template prints after it loses this token: data often has it already.
+A content such as ``<|im_end|>\\n<|im_start|>assistant`` in a question or in the result of a tool must not end the turn and
+begin another. The marks that :class:`Contents` puts into such a content make the encoder read it as text. An answer that ends
+with the token that the template prints after it loses this token: data often has it already.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # Tokens that an answer may write as part of its text, such as <think> and [TOOL_CALLS].
-ANSWERS_OWN = re.compile(r"think|reason|tool|call|function|python|channel|message|constrain|image|audio|video", re.IGNORECASE)
-# The usual form of control tokens, which some tokenizers do not declare as special. Questions about code may have its tokens for
-# gaps in a text.
+ANSWERS_OWN = re.compile(r"think|reason|tool|call|function|python|channel|message|constrain", re.IGNORECASE)
+# The usual form of control tokens, which some tokenizers do not declare as special. Questions about code may have its tokens
+# for gaps in a text.
 PIPED = re.compile(r"<[|\uff5c](?!fim|FIM).*[|\uff5c]>")
 
 
@@ -75,8 +75,8 @@ class Contents:
             return ROLE_WITHOUT_NAME[role]
         found = ", ".join(dict.fromkeys(repr(one.role) for one in chat.messages))
         raise DataError(
-            f"{chat.where}: unknown role {role!r}, the roles of the row are {found}; write system, user, assistant or tool, or give "
-            "a template that names the role as model.chat_template"
+            f"{chat.where}: unknown role {role!r}, the roles of the row are {found}; write system, user, assistant or tool, or "
+            "give a template that names the role as model.chat_template"
         )
 
     def _names(self, role: str) -> bool:

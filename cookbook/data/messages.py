@@ -102,12 +102,7 @@ def parse_messages(value: object, where: str, column: str) -> tuple[ChatMessage,
 
 def is_prefill(messages: Sequence[ChatMessage]) -> bool:
     """Whether a prompt ends with the start of an answer, which sampling continues. An answer that calls tools is complete."""
-    return (
-        bool(messages)
-        and messages[-1].role == "assistant"
-        and bool(messages[-1].content)
-        and not any(messages[-1].extra.get(name) for name in CALLS)
-    )
+    return bool(messages) and messages[-1].role == "assistant" and not any(messages[-1].extra.get(name) for name in CALLS)
 
 
 def messages_in_text(value: object) -> object:

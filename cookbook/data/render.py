@@ -73,6 +73,8 @@ class Renderer:
         self._turns = SampledTurns(self._template)
         self._encoder = TextEncoder(tokenizer)
         self._bytes_of_token = np.empty(0, dtype=np.int64)
+        # Kinds of the rows rendered so far: "chat", "text".
+        self._kinds: dict[str, None] = {}
         # Whether a token is white space.
         self._space_tokens: dict[int, bool] = {}
 
@@ -80,6 +82,11 @@ class Renderer:
     def unused_fields(self) -> Sequence[str]:
         """Fields of the messages rendered so far that the chat template does not print, and that the model does not need."""
         return self._template.unused_fields
+
+    @property
+    def kinds(self) -> Sequence[str]:
+        """The kinds of the rows rendered so far: ``chat`` for conversations, ``text`` for texts without a chat template."""
+        return list(self._kinds)
 
     @property
     def notes(self) -> Sequence[str]:
@@ -109,20 +116,28 @@ class Renderer:
 
     def state(self) -> JsonObject:
         """Return the effect of all rows rendered so far, for :meth:`restore`."""
-        effect = {"unused_fields": list(self.unused_fields), "notes": list(self.notes)}
+        effect = {"unused_fields": list(self.unused_fields), "notes": list(self.notes), "kinds": list(self.kinds)}
         return {**effect, "arguments_as_text": self._template.arguments_as_text}
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[JsonObject]:
         """Collect the effect of the rows that are rendered inside the block, for :meth:`restore`; complete at its end."""
         effect: dict[str, object] = {}
-        with self._template.recording() as (unused, notes):
-            yield effect
-        effect.update(unused_fields=list(unused), notes=list(notes), arguments_as_text=self._template.arguments_as_text)
+        earlier, self._kinds = self._kinds, {}
+        try:
+            with self._template.recording() as (unused, notes):
+                yield effect
+            effect.update(unused_fields=list(unused), notes=list(notes), kinds=list(self._kinds))
+            effect.update(arguments_as_text=self._template.arguments_as_text)
+        finally:
+            self._kinds = earlier | self._kinds
 
-    def restore(self, unused_fields: Sequence[str], arguments_as_text: bool, notes: Sequence[str] = ()) -> None:
+    def restore(
+        self, unused_fields: Sequence[str], arguments_as_text: bool, notes: Sequence[str] = (), kinds: Sequence[str] = ()
+    ) -> None:
         """Continue as after the rows that had this effect."""
         self._template.restore(unused_fields, arguments_as_text, notes)
+        self._kinds |= dict.fromkeys(kinds)
 
     def prompt_tokens(self, prompt: Sequence[JsonObject] | str, options: JsonObject | None = None) -> list[int]:
         """Return the tokens of a prompt to sample from: of text, or of messages with the header of the answer to sample.
@@ -136,7 +151,7 @@ class Renderer:
 
     def prompts(self, examples: Sequence[Example]) -> list[tuple[list[int], str]]:
         """Return tokens and text of each example's prompt. A response in the example is ignored."""
-        return _each_kind(examples, self._plain_prompts, self._chat_prompts)
+        return self._each_kind(examples, self._plain_prompts, self._chat_prompts)
 
     def conversation(self, messages: Sequence[JsonObject], train_on: str = "assistant") -> Rendered:
         """Render one conversation."""
@@ -170,11 +185,21 @@ class Renderer:
         return self._rendered(examples, train_on, empty_reasoning, split=True)
 
     def _rendered(self, examples: Sequence[Example], train_on: str, empty_reasoning: bool, split: bool) -> list[list[Rendered]]:
-        return _each_kind(
+        return self._each_kind(
             examples,
             lambda rows: [[one] for one in self._render_plain(rows, train_on)],
             lambda rows: self._render_chats(rows, train_on, empty_reasoning, split),
         )
+
+    def _each_kind(
+        self, examples: Sequence[Example], plain: Callable[[list[Plain]], list[T]], chat: Callable[[list[Chat]], list[T]]
+    ) -> list[T]:
+        """Apply ``plain`` and ``chat`` to the examples of their kind; results are in the examples' order."""
+        texts = [example for example in examples if isinstance(example, Plain)]
+        chats = [example for example in examples if isinstance(example, Chat)]
+        done_texts, done_chats = iter(plain(texts) if texts else []), iter(chat(chats) if chats else [])
+        self._kinds |= dict.fromkeys((*(["chat"] if chats else []), *(["text"] if texts else [])))
+        return [next(done_texts if isinstance(example, Plain) else done_chats) for example in examples]
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return a completion as text, without the end of the turn and other special tokens."""
@@ -256,6 +281,11 @@ class Renderer:
     def stop_token_ids(self) -> tuple[int, ...]:
         """The tokens that end a completion (:mod:`cookbook.data.stop_tokens`)."""
         return self._stops.ids
+
+    @property
+    def answer_end(self) -> tuple[int, ...]:
+        """The token that a complete answer ends with; empty: the tokenizer has none."""
+        return self._stops.answer_end
 
     @cached_property
     def _stops(self) -> StopTokens:
@@ -452,16 +482,6 @@ def _tokens_of(start: int, end: int, offsets: list[tuple[int, int]]) -> tuple[in
     first = bisect_right(offsets, start, key=itemgetter(1))
     behind = max(bisect_left(offsets, end, key=itemgetter(0)), bisect_right(offsets, end, key=itemgetter(1)))
     return first, max(first, behind)
-
-
-def _each_kind(
-    examples: Sequence[Example], plain: Callable[[list[Plain]], list[T]], chat: Callable[[list[Chat]], list[T]]
-) -> list[T]:
-    """Apply ``plain`` and ``chat`` to the examples of their kind; results are in the examples' order."""
-    texts = [example for example in examples if isinstance(example, Plain)]
-    chats = [example for example in examples if isinstance(example, Chat)]
-    done_texts, done_chats = iter(plain(texts) if texts else []), iter(chat(chats) if chats else [])
-    return [next(done_texts if isinstance(example, Plain) else done_chats) for example in examples]
 
 
 def completed_text(renderer: Renderer, tokens: Sequence[int], stops: Sequence[str]) -> str:

@@ -33,9 +33,9 @@ class StopTokens:
     Attributes:
         ids: end-of-text token, the token with which the template closes an answer, the tokens of the generation config, and
             the tokens that begin the next turn if the template does not close answers.
-        next_turns: of these, those that begin the turn after an answer and after a call. The models of such templates, as GLM-4,
-            end an answer with the token that begins the next turn.
-        end_of_turn: the token that a completed answer ends with; None: the tokenizer has none.
+        next_turns: of these, those that begin the turn after an answer and after a call. The models of such templates, as
+            GLM-4, end an answer with the token that begins the next turn.
+        answer_end: the token that a complete answer ends with; empty: the tokenizer has none.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, encoder: TextEncoder) -> None:
@@ -51,7 +51,7 @@ class StopTokens:
         # An ordinary token is no end of a text: the file may belong to another tokenizer.
         stated = [token for token in configured(tokenizer) if token in encoder.added_ids]
         self.ids = tuple(_unique([*eos, *own, *self.next_turns, *stated]))
-        self.end_of_turn = next(iter([*self.next_turns[:1], *own, *eos]), None)
+        self.answer_end = (*self.next_turns[:1], *own, *eos)[:1]
 
     def _leading_special(self, text: str) -> list[int]:
         """Return the first special tokens of a text that follow each other."""

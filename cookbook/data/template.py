@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -199,8 +200,13 @@ class ChatTemplate:
     @cached_property
     def end_of_turn(self) -> str:
         """The text that the template writes after an answer; empty if it rejects a plain question and answer."""
-        text = self.shown(Chat("", PROBE), header=False)
-        return text.rpartition(PROBE[1].content)[2] if text else ""
+        text = self.shown(Chat("", PROBE), header=False) or ""
+        _, found, after = text.rpartition(PROBE[1].content)
+        if found or not text:
+            return after
+        # The template changes the text of answers. It closes other answers in the same way.
+        other = self.shown(Chat("", (PROBE[0], replace(PROBE[1], content="sentence"))), header=False) or ""
+        return os.path.commonprefix([text[::-1], other[::-1]])[::-1]
 
     @cached_property
     def last_word(self) -> str:
@@ -264,7 +270,7 @@ class ChatTemplate:
             if any(message.extra.get("tool_calls") and not message.content for message in chat.messages):
                 messages = self._without_empty_text(messages)
             texts, blocks = self._with_arguments(render, messages)
-        except Exception as error:  # noqa: BLE001 - a template is a program, and may raise any error
+        except Exception as error:
             raise DataError(f"{chat.where}: the chat template rejects the row: {_reason(error)}; fix or remove it") from error
         return texts[0], blocks[0] if blocks else []
 

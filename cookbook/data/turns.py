@@ -118,6 +118,9 @@ class SampledTurns:
     def _asked(self, chat: Chat) -> Chat:
         """Return the prompt of a chat as a chat of its own, with the start of the answer as its last message."""
         messages = chat.messages[: chat.start]
+        if is_prefill(messages) and messages[-1].is_empty:
+            # The header is the start of every answer.
+            messages = messages[:-1]
         if chat.prefill:
             messages = (*messages, _without_calls(replace(chat.messages[chat.start], content=chat.prefill)))
         return replace(chat, messages=messages, start=len(messages), prefill="")
@@ -125,8 +128,8 @@ class SampledTurns:
     def prefilled(self, chat: Chat) -> str:
         """Return the prompt of a chat whose last message is the start of an answer.
 
-        It is what the template prints up to the end of this message. A start that opens the reasoning directly follows the header
-        of an answer to sample: the template would print it as a complete text.
+        It is what the template prints up to the end of this message. A start that opens the reasoning directly follows the
+        header of an answer to sample: the template would print it as a complete text.
         """
         index = len(chat.messages) - 1
         begun = chat.messages[index]

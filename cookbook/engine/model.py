@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cookbook import terminal
-from cookbook.engine import lora_targets, vocabulary
 from cookbook.data import stop_tokens
+from cookbook.engine import lora_targets, vocabulary
 from cookbook.engine.dropout import set_dropout
 from cookbook.engine.parallel import Ranks
 from cookbook.errors import BackendError, ConfigError, first_line

@@ -308,8 +308,8 @@ def sample(
 ) -> list[str]:
     """Return completions of ``prompt`` by a run's newest checkpoint, a checkpoint, a model folder or a hub id.
 
-    The prompt is one user message if the tokenizer has a chat template, else plain text. ``chat_template_kwargs``: options
-    of the template, in place of those that a run was trained with.
+    The prompt is one user message if the tokenizer has a chat template, unless a run was trained on texts without it; else it
+    is plain text. ``chat_template_kwargs``: options of the template, in place of those that a run was trained with.
 
     Raises:
         CookbookError: ``target`` has no weights, or the prompt does not fit the context.
@@ -317,7 +317,7 @@ def sample(
     model = ModelConfig(run_folder.sampling_target(target), chat_template_kwargs=chat_template_kwargs)
     with contextlib.closing(LocalTrainer(model, LocalConfig())) as trainer:
         renderer = Renderer(trainer.tokenizer, trainer.max_length)
-        chat = getattr(trainer.tokenizer, "chat_template", None)
+        chat = getattr(trainer.tokenizer, "chat_template", None) and not manifest.is_of_text(Path(model.name))
         tokens = renderer.prompt_tokens([{"role": "user", "content": prompt}] if chat else prompt)
         collect_garbage_from_here()
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)

@@ -479,6 +479,7 @@ class Run:
             "optim": asdict(self.optim),
             "schedule": repr(self.schedule),
             "metrics": self.recorder.metrics.last,
+            "trained_on": list(self._sampling.evaluator.renderer.kinds),
             **({} if older is None else {"sampler_step": older.step}),
             **({"streams": [asdict(one.position) for one in self._streams]} if self._streams else {}),
             **({} if self._queue is None else {"prompts": self._queue.state()}),

@@ -34,8 +34,8 @@ from cookbook.engine.model import (
     add_lora,
     load,
     load_tokenizer,
-    set_end_tokens,
     resolved,
+    set_end_tokens,
     with_dtype,
 )
 from cookbook.engine.parallel import Ranks

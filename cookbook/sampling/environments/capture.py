@@ -37,7 +37,7 @@ class AgentCall:
                 return None
             begun = earlier.prompt + str(answer["content"])
             return self.prompt[len(begun) :] or None if self.prompt.startswith(begun) else None
-        begun_with = [*earlier.prompt, answer]
+        begun_with = _with_answer(earlier.prompt, answer)
         count = len(begun_with)
         if (self.tools, self.options) != (earlier.tools, earlier.options) or list(map(_facts, self.prompt[:count])) != list(
             map(_facts, begun_with)
@@ -126,6 +126,15 @@ class Capture:
             messages = parse_messages(call.prompt, "call", "messages")
             example = Chat("call", messages, len(messages), call.tools or None, call.options)
         return Conversation(self.renderer, RenderedPrompt([], Row("call", {}), "", "", example), None, [])
+
+
+def _with_answer(prompt: Sequence[JsonObject], answer: JsonObject) -> list[JsonObject]:
+    """Return the messages after an answer, which continues an answer that the prompt begins."""
+    last = prompt[-1] if prompt else {}
+    begun = last.get("content")
+    if last.get("role") != "assistant" or not isinstance(begun, str) or not begun or last.get("tool_calls"):
+        return [*prompt, answer]
+    return [*prompt[:-1], {**answer, "content": begun + str(answer.get("content") or "")}]
 
 
 def _facts(message: JsonObject) -> str:
