@@ -121,7 +121,7 @@ def test_a_conversation_about_the_calculator_has_the_tokens_of_an_episode(number
 
     contract = PythonEnvironment(target=CALCULATOR).contract
     episode = Instance(example("calculator").Calculator(), contract)
-    question = Chat("", (ChatMessage("user", row["messages"][0]["content"]),))
+    question = Chat("", (ChatMessage("user", row["messages"][0]["content"]),), start=1)
     prompt = RenderedPrompt([], Row("", {}), "", "", question)
     talk = Conversation(Renderer(tokenizer, 256), prompt, episode.reset(row, 0).observation, contract.tools)
     for answer in answers:

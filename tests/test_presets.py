@@ -320,7 +320,7 @@ def test_a_typo_in_the_name_of_your_folder_or_file():
     assert model.startswith("unknown model 'my-modle'. Did you mean 'my-model'? (choices: ")
     assert model.endswith("tiny_random; model=owner/name or model=./folder)")
     assert data.startswith("unknown data 'chats'. Did you mean 'chats.jsonl'? (choices: ")
-    assert data.endswith("jsonl; data=FILE or data=owner/name)")
+    assert data.endswith("two_digits; data=FILE or data=owner/name)")
 
 
 @pytest.mark.slow

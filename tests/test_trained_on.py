@@ -31,14 +31,18 @@ def prompts(monkeypatch) -> list[object]:
 
 
 def test_a_run_of_texts_is_sampled_as_text(prompts):
-    Path("texts.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+1=", "completion": str(n + 1)}) + "\n" for n in range(8)))
+    Path("texts.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{n}+1=", "completion": str(n + 1)}) + "\n" for n in range(8))
+    )
     assert train(*SMALL["sft"], "recipe.steps=1", "data=texts.jsonl", "out=text") == 0
     saved = checkpoint("text")
     assert manifest.trained_on(manifest.read(saved)) == ["text"]
     assert run(["weights", "export", str(saved), "made"]) == 0 and manifest.is_of_text(Path("made"))
     builder.sample(str(saved), "1+1=", max_tokens=1)
     assert prompts == ["1+1="]
-    with pytest.raises(ConfigError, match="was trained on texts without a chat template; complete plain text with: cookbook sample"):
+    with pytest.raises(
+        ConfigError, match="was trained on texts without a chat template; complete plain text with: cookbook sample"
+    ):
         chat.ChatModel("text", str(saved), chat.ChatOptions())
 
 

@@ -18,7 +18,7 @@ LLAMA2 = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
     "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
 )
-WORDS = "2+2= 4 2 + = a b def f ( x ) : return Hi".split()
+WORDS = ["2+2=", "4", "2", "+", "=", "a", "b", "def", "f", "(", "x", ")", ":", "return", "Hi"]
 
 
 def sentencepiece(scheme: str, template: str | None = None, added: tuple[AddedToken, ...] = ()) -> Any:

@@ -85,7 +85,7 @@ class Contents:
         return f"'{role}'" in template or f'"{role}"' in template
 
     def _quoted(self, value: Any, marks: re.Pattern[str], where: str) -> Any:
-        """Return a value whose texts have a break inside of each control token; the same object if there is none."""
+        """Return a value whose texts have a break inside of each control token; the same object if no token is in it."""
         if isinstance(value, str):
             if BREAK in value:
                 raise DataError(f"{where}: a text has the character U+FDD0, which Unicode reserves for programs; remove it")

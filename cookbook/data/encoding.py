@@ -23,7 +23,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 # Separates the first character of a control token from its other characters where a row's content spells the token, so that the
 # tokenizer reads text. Unicode reserves this code point for the inside of programs.
 BREAK = "\ufdd0"
-# Steps of a tokenizer that put a space before a text, and the field that says so, with the value without the space.
+# Steps of a tokenizer that put a space before a text, and the field that decides on the space, with the value for no space.
 PREFIXES: dict[str, tuple[str, object]] = {"Metaspace": ("prepend_scheme", "never"), "ByteLevel": ("add_prefix_space", False)}
 
 
@@ -39,7 +39,7 @@ class Encoded(Protocol):
 
 @dataclass(frozen=True)
 class JoinedText:
-    """Tokens of parts of a text that were encoded one after the other. ``offsets`` are places in the whole text."""
+    """Tokens of parts of a text that were encoded in turn. ``offsets`` are places in the whole text."""
 
     ids: list[int]
     offsets: list[tuple[int, int]]
@@ -100,7 +100,7 @@ class TextEncoder:
         return self._continued(text, place, is_after_special=bool(before) and before[-1] in self.added_ids)
 
     def opened(self, tokens: list[int]) -> list[int]:
-        """Return the tokens of a text with those that the tokenizer puts before every text, unless the text has them."""
+        """Return the tokens of a text with those that the tokenizer puts before every text, once."""
         opening = self.opening
         return tokens if tokens[: len(opening)] == opening else opening + tokens
 

@@ -206,7 +206,7 @@ class ChatTemplate:
             return after
         # The template changes the text of answers. It closes other answers in the same way.
         other = self.shown(Chat("", (PROBE[0], replace(PROBE[1], content="sentence"))), header=False) or ""
-        return os.path.commonprefix([text[::-1], other[::-1]])[::-1]
+        return os.path.commonprefix([text[::-1], other[::-1]])[::-1]  # noqa: RUF071 - of texts, character by character
 
     @cached_property
     def last_word(self) -> str:
@@ -343,7 +343,7 @@ class ChatTemplate:
 
 
 def _reason(error: Exception) -> str:
-    """Return the first line of a template's error. The text of an error such as KeyError does not say what it is."""
+    """Return the first line of a template's error. The text of an error such as KeyError does not name its type."""
     from jinja2.exceptions import TemplateError
 
     text = next(iter(str(error).splitlines()), "")
