@@ -71,7 +71,7 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
     device = backend.torch_device() if job is None or job.is_here else None
     cpu = device.type == "cpu" if device is not None else not (job and job.asks_for_gpus)
     budget = min(backend.micro_batch_tokens, CPU_PASS_TOKENS) if cpu else backend.micro_batch_tokens
-    ranks = backend.num_ranks if isinstance(backend, RankBackend) else 1
+    ranks = typed.backend.num_ranks if isinstance(typed.backend, RankBackend | JobBackend) else 1
     # The ranks divide the sequences of a step.
     step_tokens = -(-shape.computed // ranks)
     pass_tokens = min(max(budget, shape.longest), max(step_tokens, shape.longest))
