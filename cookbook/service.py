@@ -36,6 +36,7 @@ from cookbook.types import (
     SamplingParams,
 )
 from cookbook.utils.suggest import did_you_mean
+from cookbook.utils.words import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -100,7 +101,8 @@ class SamplingClient(_Ready):
         self.step = sampler.step
 
     def __repr__(self) -> str:
-        return f"<SamplingClient: {self._base_model}{f', {self.step} steps' if self.step else ''}>"
+        trained = f", {counted(self.step, 'step')}" if self.step else ""
+        return f"<SamplingClient: {self._base_model}{trained}>"
 
     def sample(
         self,
@@ -155,7 +157,7 @@ class TrainingClient(_Ready, _AsyncTwins):
     def __repr__(self) -> str:
         info = self._trainer.info()
         trained = f"a LoRA adapter of rank {info.lora_rank}" if info.is_lora else "every parameter"
-        return f"<TrainingClient: {info.model_name}, trains {trained}, {self._trainer.step} steps>"
+        return f"<TrainingClient: {info.model_name}, trains {trained}, {counted(self._trainer.step, 'step')}>"
 
     def forward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: JsonObject | None = None
@@ -281,7 +283,7 @@ class ServiceClient(_AsyncTwins):
         self._unread: set[Failures] = set()
 
     def __repr__(self) -> str:
-        return f"<ServiceClient: trains in {self._where}, {len(self._trainers)} models in use>"
+        return f"<ServiceClient: trains in {self._where}, {counted(len(self._trainers), 'model')} in use>"
 
     def create_training_client(
         self, base_model: str, lora_rank: int = 0, *, seed: int = 0, **model_options: Any

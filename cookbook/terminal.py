@@ -14,6 +14,7 @@ import shutil
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TextIO
@@ -250,15 +251,55 @@ SHOWN = [
 ]
 
 
-class Console:
-    """Progress of one run: bar, step, the metrics of ``SHOWN``, time left."""
+# Steps whose mean duration estimates that of the steps to come, and the number of them that an estimate needs.
+RECENT_STEPS = 20
+FEWEST_STEPS = 2
 
-    def __init__(self, total: int, first: int) -> None:
+
+class TimeLeft:
+    """Estimate of the seconds until the end of a run of ``total`` steps.
+
+    The estimate is the mean duration of recent steps, plus the duration of the last evaluation for each evaluation to come:
+    one every ``eval_every`` steps, and one at the end. The first step of a process is left out, because it contains warm-up
+    and compilation. There is no estimate before two steps after it.
+    """
+
+    def __init__(self, total: int, eval_every: int | None) -> None:
+        self._total, self._eval_every = total, eval_every
+        self._steps: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._eval_s: float | None = None
+        self._is_warm = False
+
+    def observe(self, step: int, seconds: float, eval_s: float | None) -> None:
+        """Note the seconds since the row of metrics before that of ``step``, of which an evaluation took ``eval_s``."""
+        if eval_s is not None:
+            self._eval_s = eval_s
+        # The row of step 0 has only an evaluation.
+        if step == 0:
+            return
+        if self._is_warm:
+            self._steps.append(max(seconds - (eval_s or 0.0), 0.0))
+        self._is_warm = True
+
+    def after(self, step: int) -> float | None:
+        """Return the seconds from the end of ``step`` to the end of the run; None while there is no estimate."""
+        if len(self._steps) < FEWEST_STEPS or step >= self._total:
+            return None
+        every = self._eval_every or self._total
+        # Multiples of `every` after `step`, and the last step if it is not a multiple.
+        evaluations = self._total // every - step // every + (self._total % every > 0)
+        mean = sum(self._steps) / len(self._steps)
+        return mean * (self._total - step) + evaluations * (self._eval_s or 0.0)
+
+
+class Console:
+    """Progress of one run: bar, step, the metrics of ``SHOWN``, time left. About twenty lines of a run go to its log."""
+
+    def __init__(self, total: int, first: int, eval_every: int | None = None) -> None:
         self.total = total
         self._latest: dict[str, float] = {}
-        self._first = first
-        self._started = time.monotonic()
-        self._last_line = self._started
+        self._left = TimeLeft(total, eval_every)
+        self._last_update = self._last_line = time.monotonic()
         self._display: _StepDisplay | _NotebookDisplay | None = None
         if in_notebook():
             self._display = _NotebookDisplay(total, first)
@@ -267,14 +308,21 @@ class Console:
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         self._latest.update(metrics)
-        if self._display:
-            self._display.update(step, _status(self._latest))
-            return
         now = time.monotonic()
-        # An evaluation that is already printed above is not repeated.
-        if _worth_a_line(step, self.total, metrics) or now - self._last_line >= LONG_S:
+        self._left.observe(step, now - self._last_update, metrics.get("time/eval_s"))
+        self._last_update = now
+        seconds = self._left.after(step)
+        left = "" if seconds is None else f"{duration(seconds)} left"
+        is_due = _worth_a_line(step, self.total, metrics) or now - self._last_line >= LONG_S
+        if is_due:
             self._last_line = now
-            print(f"step {step}/{self.total}  {_status(metrics)}  {self._time_left(step)}".rstrip(), flush=True)
+            # An evaluation that is already in the line above is not repeated.
+            text = f"step {step}/{self.total}  {_status(metrics)}  {left}".rstrip()
+            log.info("%s", text)
+            if not self._display:
+                print(text, flush=True)
+        if self._display:
+            self._display.update(step, _status(self._latest), left)
 
     def note(self, line: str) -> None:
         """Print a line above the display."""
@@ -288,12 +336,12 @@ class Console:
             self._display.stop()
             self._display = None
 
-    def _time_left(self, step: int) -> str:
-        done = step - self._first
-        if done < 1 or step >= self.total:
-            return ""
-        seconds = (time.monotonic() - self._started) / done * (self.total - step)
-        return f"{int(seconds) // 60}:{int(seconds) % 60:02d} left"
+
+def duration(seconds: float) -> str:
+    """Return ``1:05`` for 65 seconds, and ``1:01:05`` for an hour more."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def _status(metrics: Mapping[str, float]) -> str:
@@ -311,12 +359,12 @@ class _StepDisplay:
     def __init__(self, total: int, first: int) -> None:
         from rich.console import Group, RenderableType
         from rich.live import Live
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
         from rich.text import Text
 
-        left = (TimeRemainingColumn(), TextColumn("left"))
-        self._progress = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24), *left)
-        self._task = self._progress.add_task("train", total=total, completed=first)
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.fields[left]}"))
+        self._progress = Progress(*columns)
+        self._task = self._progress.add_task("train", total=total, completed=first, left="")
         self._status = Text()
 
         def lines() -> RenderableType:
@@ -327,8 +375,8 @@ class _StepDisplay:
         pause()
         self._live.start()
 
-    def update(self, step: int, status: str) -> None:
-        self._progress.update(self._task, completed=step)
+    def update(self, step: int, status: str, left: str) -> None:
+        self._progress.update(self._task, completed=step, left=left)
         self._status.plain = status
 
     def note(self, line: str) -> None:
@@ -351,8 +399,8 @@ class _NotebookDisplay:
         self._last_draw = -math.inf
         self._handle = display(self._content(), raw=True, display_id=True)
 
-    def update(self, step: int, status: str) -> None:
-        self._shown = (step, status)
+    def update(self, step: int, status: str, left: str) -> None:
+        self._shown = (step, f"{status}  {left}".rstrip())
         if time.monotonic() - self._last_draw > TICK_S:
             self._draw()
 

@@ -6,13 +6,13 @@ import gc
 import os
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: no test may reach the network
 import composing
+import marks
 import pytest
 import tiny
 import torch
@@ -35,15 +35,9 @@ composing.reuse()
 MODEL_FIELDS = {"dtype", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules"}
 
 
-# Seconds after which no further test starts: on a slow machine .ci/run must end before CI's own limit.
-LIMIT_S = float(os.environ.get("COOKBOOK_TESTS_LIMIT_S", "inf"))
-STARTED = time.monotonic()
-
-
-def pytest_runtest_setup() -> None:
-    """Skip the tests that the time limit leaves no time for; the summary counts and names them."""
-    if time.monotonic() - STARTED > LIMIT_S:
-        pytest.skip(f"COOKBOOK_TESTS_LIMIT_S={LIMIT_S:g} is used up")
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print the seed that chose which cases of the rotating tests ran in CI: with it the same cases run again."""
+    terminalreporter.write_line(f"{marks.SEED}={marks.seed()}")
 
 
 def pytest_collection_finish() -> None:

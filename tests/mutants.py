@@ -17,6 +17,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 POWER, WIRING, GOLDEN = "tests/test_power_failure.py", "tests/test_wiring.py", "tests/test_losses_golden.py"
+SYNC, TENANTS, CACHE = "tests/test_weight_sync.py", "tests/test_server_tenants.py", "tests/test_data_cache.py"
+JUDGE, ENVIRONMENTS = "tests/test_judge.py", "tests/test_environments.py"
 ENGINE_SEED = "self.options.seed * 1_000_003 + self.step * 10_007 + self.seeds"
 
 # (file below cookbook/, text that occurs once, replacement, tests)
@@ -72,8 +74,8 @@ MUTANTS = (
     # Metrics, rows, rewards, weights and signs.
     (
         "losses/pairs.py",
-        '"rewards/accuracy": float((chosen > rejected)',
-        '"rewards/accuracy": float((chosen >= rejected)',
+        "margin.new_tensor(0.5)",
+        "margin.new_tensor(0.0)",
         WIRING,
     ),
     ("run/run.py", "self._earlier_tokens += self._tokens", "self._earlier_tokens = self._tokens", WIRING),
@@ -193,6 +195,52 @@ MUTANTS = (
         '"kl/old_policy"] = weighted_mean(k3(old - tokens.logprobs.detach())',
         GOLDEN,
     ),
+    # Weights of replicas: the files of a chain in use, and what is served while other weights are loaded.
+    ("deployments/weight_sync.py", "used.intersection(chain)", "False", SYNC),
+    (
+        "deployments/vllm/weight_store.py",
+        "        self._serving = None\n        self._adapters",
+        "        self._adapters",
+        SYNC,
+    ),
+    # Quotas count everything, and let a request alone through.
+    ("server/handlers/quotas.py", "not pending or pending", "pending", TENANTS),
+    ("server/handlers/quotas.py", '    pending += service.endpoint.callers[owner or ""].pending_tokens\n', "", TENANTS),
+    ("server/handlers/quotas.py", "_num_bytes([*runs, *sessions])", "_num_bytes(runs)", TENANTS),
+    ("server/handlers/quotas.py", "service.runs.keys() | service.loading_runs", "service.runs.keys()", TENANTS),
+    # The cache of data: what an entry belongs to, and how long it stays.
+    ("data/cache.py", 'parent.glob("*.py")', 'parent.glob("cache*.py")', CACHE),
+    ("data/cached_rows.py", " or _stats(files) != stats", "", CACHE),
+    ("data/cache.py", "            os.utime(folder / FACTS)\n", "            pass\n", CACHE),
+    ("data/cache.py", "UNUSED_S = 30 * 24 * 3600.0", "UNUSED_S = 30 * 24 * 3.6", CACHE),
+    # The judge.
+    ("sampling/rewards/judge.py", "json.dumps(body, sort_keys=True)", 'json.dumps(body["messages"])', JUDGE),
+    ("sampling/rewards/judge.py", "float(pause) if pause.isdecimal() else 0.0", "0.0", JUDGE),
+    ("sampling/rewards/judge.py", "before = trajectory[:place]", "before = trajectory[place - 1 : place]", JUDGE),
+    # Precision.
+    ("engine/precision/attention.py", "first + size > 1", "first + size > 2", "tests/test_precision.py"),
+    (
+        "engine/precision/choice.py",
+        'self.autocast is not None and dtype != "float32"',
+        'self.autocast is not None and dtype == "bfloat16"',
+        "tests/test_precision.py",
+    ),
+    # Episodes.
+    ("sampling/environments/runner.py", 'row.where.rpartition("/")[2].encode()', "row.where.encode()", ENVIRONMENTS),
+    (
+        "sampling/environments/runner.py",
+        'not in ("error", "timeout") and one.turns',
+        'not in ("error", "timeout")',
+        ENVIRONMENTS,
+    ),
+    ("sampling/episodes.py", "config.max_turns + reply.opponent_moves", "config.max_turns", ENVIRONMENTS),
+    ("sampling/rollouts.py", "skips_bad_rows or len(self.groups) == 1:", "skips_bad_rows:", "tests/test_bad_rows.py"),
+    (
+        "sampling/environments/capture.py",
+        "len(further) < len(found[1])",
+        "len(further) > len(found[1])",
+        "tests/test_agents.py",
+    ),
 )
 
 
@@ -243,7 +291,7 @@ def survives(name: str, old: str, new: str, tests: str) -> bool:
     path.write_text(text.replace(old, new), encoding="utf-8")
     try:
         # The fast tests first: they notice nearly every mutant.
-        return all(_pass(tests.split(), marked) for marked in ("not slow", "slow"))
+        return all(_pass(tests.split(), marked) for marked in ("not slow and not nightly", "slow or nightly"))
     finally:
         path.write_text(text, encoding="utf-8")
 

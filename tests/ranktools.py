@@ -1,14 +1,16 @@
 """Cases of several ranks against one process, run as ``python tests/ranktools.py JOB`` in every process of a group.
 
-The environment has the variables that torchrun sets. ``python tests/ranktools.py JOB COUNT`` imports once, and forks the ranks.
-Every process runs all cases in the same order. The first one also
+The environment has the variables that torchrun sets. ``python tests/ranktools.py --parent`` imports once, and forks the
+ranks of each job that its standard input names. Every process runs all cases in the same order. The first one also
 computes each case alone, and writes what differs to ``JOB/results.json``. Then the first rank leads, and runs the programs of
 :mod:`leading`.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import functools
 import gc
 import json
 import os
@@ -19,15 +21,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import numpy as np
 import tiny
 import torch
 from leading import PROGRAMS, rescale
+from ports import free_port
 
 from cookbook.backends.local import sample_queue
 from cookbook.checkpoints import gathered
@@ -37,7 +40,7 @@ from cookbook.engine.decoding.requests import SampleRequest
 from cookbook.engine.engine import Engine, EngineOptions
 from cookbook.engine.model import ModelConfig
 from cookbook.engine.parallel import Ranks
-from cookbook.engine.ranks import commands
+from cookbook.engine.ranks import commands, processes
 from cookbook.engine.ranks.loading import load_on
 from cookbook.engine.ranks.processes import ProcessRanks, join
 from cookbook.losses import DFT, DPO, GRPO, ORPO, CrossEntropy
@@ -48,6 +51,8 @@ from cookbook.types import AdamParams, Datum, ModelInput, SamplingParams
 HERE = Path(__file__).resolve()
 LIMIT_S = 1200
 PRELOADED = ("transformers.models.qwen3.modeling_qwen3", "torch.distributed.checkpoint.hf_storage", "torch.distributed.fsdp")
+# A parameter of glibc's mallopt: larger blocks have pages of their own.
+M_MMAP_THRESHOLD = -3
 MODEL_FIELDS = {"dtype", "lora_rank", "lora_dropout", "router_aux_loss_coef"}
 # Bytes of a bucket of gradients, so that a tiny model has several.
 BUCKET_BYTES = 4096
@@ -60,10 +65,7 @@ ANCHOR = torch.zeros((), requires_grad=True)
 
 def start(count: int, arguments: Sequence[object], **variables: str) -> list[subprocess.Popen[str]]:
     """Start ``python ARGUMENTS`` as ``count`` ranks of one group."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     return [
         subprocess.Popen(
             [sys.executable, *map(str, arguments)],
@@ -86,6 +88,44 @@ def finish(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
             process.kill()
 
 
+class Parent:
+    """A process that imports once, which takes 6 s of CPU time, and forks the ranks of one group after the other."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, str(HERE), "--parent"]
+        environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        atexit.register(self.process.kill)
+
+    def fork(self, count: int, folder: Path, variables: Mapping[str, str]) -> list[int]:
+        """Fork the ranks of a group, which run the job of the folder. Return their process ids."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([count, str(folder), variables]) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def wait(self) -> list[int]:
+        """Wait for the ranks. Return the exit code of each, in their order."""
+        return self._answer()
+
+    def _answer(self) -> list[int]:
+        """Read a line. A parent that is silent for too long is killed with its ranks."""
+        assert self.process.stdout is not None
+        timer = threading.Timer(LIMIT_S, self.process.kill)
+        timer.start()
+        try:
+            found: list[int] = json.loads(self.process.stdout.readline() or "[-1]")
+        finally:
+            timer.cancel()
+        return found
+
+
+@functools.cache
+def parent() -> Parent:
+    """The parent of all groups of this test process."""
+    return Parent()
+
+
 def results_of(
     count: int,
     folder: Path,
@@ -101,10 +141,15 @@ def results_of(
     """
     job = {"cases": list(cases), "programs": list(programs), "shard": shard}
     (folder / "job.json").write_text(json.dumps(job | ({"sampled": sampled} if sampled else {})))
-    ((code, output),) = finish(start(1, [HERE, folder, count], WORLD_SIZE=str(count), **variables))
-    assert code == 0, output
+    parent().fork(count, folder, variables)
+    assert not any(parent().wait()), outputs_of(folder)
     found: dict[str, dict[str, Any]] = json.loads((folder / "results.json").read_text())
     return found
+
+
+def outputs_of(folder: Path) -> str:
+    """Output of the ranks, in their order."""
+    return "\n".join(path.read_text() for path in sorted(folder.glob("output-*")))
 
 
 # ---- models, losses and data -----------------------------------------------------------------------------------------
@@ -320,6 +365,8 @@ def main(folder: Path) -> None:
     optimizer.BUCKET_BYTES = BUCKET_BYTES
     job = json.loads((folder / "job.json").read_text())
     if "memory" in job:
+        # Each tensor in pages of its own, so that freed memory is returned: the heap's holes are not a rank's share.
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 17)
         (folder / f"memory-{os.environ['RANK']}.json").write_text(json.dumps(memory_of(job["memory"], folder)))
         return
     groups: dict[str, Ranks] = {}
@@ -345,21 +392,36 @@ def main(folder: Path) -> None:
     (folder / "results.json").write_text(json.dumps(found))
 
 
-def fork(folder: Path, count: int) -> int:
-    """Run ``main`` in ``count`` forks: imports take most of a small job's time. Return the highest exit code."""
+def serve() -> None:
+    """Fork the ranks of one group for each line of the standard input. Answer with their process ids, and their exit codes."""
     for name in PRELOADED:
         __import__(name)
     assert threading.active_count() == 1, "a thread would not be there after the fork"
     # A full collection over the imported modules takes a third of a second.
     gc.freeze()
-    ranks = []
-    for rank in range(count):
-        ranks.append(os.fork())
-        if not ranks[-1]:
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-            _end_with_parent()
-            _exit(lambda: main(folder))
-    return max(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) % 256 for rank in ranks)
+    _end_with_parent()
+    for line in sys.stdin:
+        count, folder, variables = json.loads(line)
+        # The first rank inherits the socket: another process could take a port that is only looked up.
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            variables |= {"WORLD_SIZE": str(count), "MASTER_PORT": str(listener.getsockname()[1])}
+            ranks = [_forked(rank, Path(folder), variables, listener) for rank in range(count)]
+        print(json.dumps(ranks), flush=True)
+        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]), flush=True)
+
+
+def _forked(rank: int, folder: Path, variables: dict[str, str], listener: socket.socket) -> int:
+    """Fork a rank, which prints into a file of the folder. Return its process id."""
+    if process := os.fork():
+        return process
+    os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
+    _end_with_parent()
+    processes._listener = lambda *_: listener.detach()
+    output = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    return _exit(lambda: main(folder))
 
 
 def _end_with_parent() -> None:
@@ -367,7 +429,7 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def _exit(job: Callable[[], None]) -> None:
+def _exit(job: Callable[[], None]) -> NoReturn:
     """Run the job and end the process, with the exit code that the interpreter would have."""
     code: Any = 0
     try:
@@ -383,9 +445,9 @@ def _exit(job: Callable[[], None]) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        main(Path(sys.argv[1]))
-    else:
-        sys.exit(fork(Path(sys.argv[1]), int(sys.argv[2])))
+    if sys.argv[1] == "--parent":
+        serve()
+        sys.exit()
+    main(Path(sys.argv[1]))
     # As every rank of cookbook ends: gloo's destructors abort some processes whose partners are gone.
     exit_now(0)

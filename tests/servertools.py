@@ -7,7 +7,6 @@ import contextlib
 import inspect
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,8 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from ports import free_port
+from waiting import until
 
 from cookbook.backends.local import LocalConfig, LocalTrainer
 from cookbook.engine.engine import Engine
@@ -118,12 +119,6 @@ def web_server(status: int, body: bytes) -> Iterator[str]:
         server.shutdown()
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 class Mortal:
     """``cookbook serve`` as a process that can be killed, and started again at the same address and folder."""
 
@@ -160,9 +155,4 @@ class Mortal:
         self._forker.wait()
 
 
-def wait_until(condition: Callable[[], object]) -> None:
-    """Return when the condition holds; fail after a minute."""
-    limit = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.01)
+wait_until = until

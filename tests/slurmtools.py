@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ports import free_port
+
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch")
 # Debian has the daemons where only root's PATH looks.
 SEARCH = f"{os.environ.get('PATH', '')}:/usr/sbin"
@@ -56,14 +58,6 @@ def missing() -> str | None:
     return next((name for name in NEEDED if shutil.which(name, path=SEARCH) is None), None)
 
 
-def _ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
-
-
 @contextlib.contextmanager
 def cluster() -> Iterator[Path]:
     """A cluster of two nodes on this machine. Yields the path of slurm.conf, for SLURM_CONF."""
@@ -76,7 +70,7 @@ def cluster() -> Iterator[Path]:
         key = folder / "munge.key"
         key.touch(mode=0o600)
         key.write_bytes(secrets.token_bytes(128))
-        port, *of_nodes = _ports(1 + len(NODES))
+        port, *of_nodes = [free_port() for _ in range(1 + len(NODES))]
         host = socket.gethostname()
         nodes = "\n".join(
             f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={own} CPUs=2 Gres=gpu:1 State=UNKNOWN"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -103,6 +104,26 @@ def test_a_call_that_extends_another_has_its_tokens_and_shares_them_with_a_secon
     assert other_tools.extends(AgentCall([says("5+7=")]), answers("12")) is None
     plain = AgentCall("ab cd ef")
     assert plain.extends(AgentCall("ab"), answers(" cd")) == " ef" and plain.extends(AgentCall("ac"), answers(" cd")) is None
+
+
+def test_a_call_continues_the_longest_call_that_it_extends():
+    """It extends both earlier calls; the tokens of the later one include the answer in the middle as it was sampled."""
+    render = renderer()
+    capture = Capture(render)
+    stop = render.stop_token_ids[0]
+    half = render.encode("é")[:1]
+    messages: list[dict[str, str]] = []
+    prompts: list[list[int]] = []
+    for question in ("1?", "2?", "3?"):
+        messages = [*messages, says(question)]
+        capture.observe(AgentCall(list(messages)))
+        prompts.append(list(capture.tokens))
+        text = capture.add(Sample([*half, stop], [-1.0] * (len(half) + 1), "stop")).text
+        capture.answered(answers(text))
+        messages = [*messages, answers(text)]
+    for earlier, later in itertools.pairwise(prompts):
+        assert later[: len(earlier) + len(half) + 1] == [*earlier, *half, stop]
+    assert len(capture.branches) == 1
 
 
 @contextlib.contextmanager

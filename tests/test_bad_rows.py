@@ -9,8 +9,21 @@ from runtools import SMALL, bits, checkpoint, here, rows, timeless, train, write
 from tiny import byte_tokenizer
 
 from cookbook.cli.app import run
-from cookbook.data import DataConfig, RejectedRows, Renderer, Row, conversation_datums, load_rows, preference_datums, prompts
-from cookbook.errors import DataError
+from cookbook.data import (
+    DataConfig,
+    RejectedRows,
+    RenderedPrompt,
+    Renderer,
+    Row,
+    conversation_datums,
+    load_rows,
+    preference_datums,
+    prompts,
+)
+from cookbook.data.formats import Plain
+from cookbook.errors import BadRowError, DataError
+from cookbook.sampling.rollouts import RolloutGroup, _StepSampling
+from cookbook.types import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -165,6 +178,23 @@ def test_a_row_that_no_reward_can_judge_is_left_out_where_it_is_met(workers):
     shown = [{key: value for key, value in row.items() if not key.startswith("eval/")} for row in timeless("stopped")]
     assert shown == [{key: value for key, value in row.items() if not key.startswith("eval/")} for row in timeless("straight")]
     assert bits(checkpoint("stopped")) == bits(checkpoint("straight"))
+
+
+def test_the_last_group_of_a_step_is_not_left_out():
+    """A step without rows would train on nothing, so the reward's error ends the run."""
+    refusals = RejectedRows(DataConfig(on_bad_row="skip"))
+    step = _StepSampling(None, None, 1, SamplingParams(), 1.0, refusals)
+    for number in range(2):
+        prompt = RenderedPrompt([1], Row(f"rows.jsonl:{number}", {}), "", "", Plain("here:1", ""))
+        step.groups[number] = RolloutGroup(prompt, [], [])
+
+    def rejected():
+        raise BadRowError("the row has no answer")
+
+    step._score(0, rejected)
+    with pytest.raises(BadRowError, match="the row has no answer"):
+        step._score(1, rejected)
+    assert list(step.groups) == [1] and [one.where for one in refusals.found] == ["rows.jsonl:0"]
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import sys
 
 import numpy as np
 import pytest
@@ -212,6 +212,9 @@ def test_nested_prefixes_of_any_depth():
     assert computed < 0.6 * sum(map(len, data.values()))
 
 
+# Calls of functions that a plan of 512 datums may take; it takes half of them.
+MOST_CALLS = 42_000
+
 # ---- speed and sameness ------------------------------------------------------------------------------------------------
 
 
@@ -231,14 +234,15 @@ def test_what_was_chosen_is_explained():
 
 
 def test_planning_takes_milliseconds():
-    """512 datums of 512 tokens, 8 a prompt: 6 ms alone on the machine; the bound leaves room for others on it."""
+    """512 datums of 512 tokens, 8 a prompt: 6 ms. The calls of functions are counted, which no load of the machine changes."""
     data = families(*[(384, [128] * 8)] * 64)
-    seconds = []
-    for _ in range(5):
-        start = time.process_time()
+    calls = []
+    sys.setprofile(lambda frame, event, function: calls.append(event) if event in ("call", "c_call") else None)
+    try:
         plan(data, 8192, SHARED)
-        seconds.append(time.process_time() - start)
-    assert min(seconds) < 0.03
+    finally:
+        sys.setprofile(None)
+    assert len(calls) < MOST_CALLS
 
 
 def test_the_drawn_example_of_the_docstrings_is_what_the_code_does():

@@ -96,6 +96,12 @@ def test_metadata_for_the_hub(tmp_path):
     assert loaded(tmp_path).text.lstrip().startswith("# sft-1/step-000100, trained, step 7")
 
 
+def test_a_single_step_is_singular(tmp_path):
+    for step, words in ((1, "after 1 optimizer step with"), (2, "after 2 optimizer steps with")):
+        card.write(tmp_path, {**FACTS, "step": step})
+        assert words in (tmp_path / "README.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("stated", "license"), [("---\nlicense: apache-2.0\n---\n", "apache-2.0"), ("---\n: [\n---\n", None), ("no metadata", None)]
 )

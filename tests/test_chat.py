@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from runtools import ROOT, SMALL, here, train  # noqa: F401 - here is a fixture
+from waiting import WAIT_S
 
 from cookbook.cli import chat
 from cookbook.cli.app import run
@@ -162,7 +163,7 @@ def test_a_real_terminal():
         process.send_signal(signal.SIGINT)
         until("> ")
         os.write(leader, b"\x04")
-        assert process.wait(60) == 0
+        assert process.wait(WAIT_S) == 0
     finally:
         process.kill()
         process.wait()

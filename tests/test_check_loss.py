@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from marks import rest_slow
+from marks import rest_slow, rotating
 
 from cookbook.check import State, bench, check_loss
 from cookbook.check.batches import USUAL, RecordedDatum, datum, padded, random_batch, repeated, stretched, unchecked
@@ -92,8 +92,7 @@ def test_every_preset_is_found_under_its_name(name):
     assert title == f"{name}: {type(loss).__name__} of {Path(__file__).parents[1]}/conf/loss/{name}.yaml"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", rotating(PRESETS, len(PRESETS) // 3))
 def test_every_preset_passes(name):
     loss, _ = find(name, [])
     if loss != (get_loss(name) if name in LOSSES else None):  # which has passed above

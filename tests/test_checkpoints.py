@@ -501,7 +501,7 @@ def test_a_folder_that_is_a_file_is_one_line(make_engine, tmp_path):
         store.save(make_engine(), tmp_path / "file" / "one", state=True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_save_leaves_whole_checkpoints_only(tiny_folder, tmp_path):
     """SIGKILL at a dozen moments of an endless series of saves, by one process after another in the same folder.
 

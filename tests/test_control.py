@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import tiny
 from marks import rest_slow
+from waiting import WAIT_S
 
 from cookbook.checkpoints import manifest
 from cookbook.checkpoints.tensor_digests import Weights
@@ -157,7 +158,7 @@ def servers(kind, fakes, **options):
 
 
 def ask(sampler):
-    return sampler.sample([5], 1, SamplingParams(max_tokens=1)).result(10).sequences[0]
+    return sampler.sample([5], 1, SamplingParams(max_tokens=1)).result(WAIT_S).sequences[0]
 
 
 def kind_of(sampler):

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from children import in_child, limit_files
 from marks import rest_slow
 from runtools import ROOT, SMALL, bits, checkpoint, here, timeless, train  # noqa: F401
 from tiny import byte_tokenizer
@@ -231,6 +233,18 @@ def test_code_and_packages_change_the_key(monkeypatch):
     assert cache.key_of("rows", 1) != before
 
 
+def test_every_module_of_the_data_changes_the_version_of_the_code(tmp_path, monkeypatch):
+    folder = shutil.copytree(Path(cache.__file__).parent, tmp_path / "data")
+    monkeypatch.setattr(cache, "__file__", str(folder / "cache.py"))
+    version = getattr(cache.code_version, "__wrapped__", cache.code_version)
+    versions = {version()}
+    modules = sorted(folder.glob("*.py"))
+    for module in modules:
+        module.write_text(f"{module.read_text()}\n# changed\n")
+        versions.add(version())
+    assert len(versions) == 1 + len(modules)
+
+
 def write_rows(path: Path, values) -> None:
     path.write_text("".join(json.dumps(value) + "\n" for value in values))
 
@@ -343,16 +357,30 @@ def test_a_place_that_cannot_be_written_is_named_once_and_all_stays_in_memory(ro
 def test_a_disk_that_fills_up_loses_no_row(root, caplog):
     make, config, function, golden = CASES["messages"]
     rows = rows_of(make)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # Like a full disk: a write beyond this number of bytes fails, after a part of it.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_001, hard))
-    try:
+
+    def with_full_disk():
+        limit_files(20_001)
         with caplog.at_level(logging.WARNING, "cookbook"):
             assert measured(as_table(rows, "auto"), config, function) == golden
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        return len([one for one in caplog.records if one.message.startswith("cache: ")])
+
+    assert in_child(with_full_disk) == 1
     assert tables(root) == []
-    assert len([one for one in caplog.records if one.message.startswith("cache: ")]) == 1
+
+
+def test_rows_of_a_file_that_changes_while_it_is_read_are_not_stored(root, tmp_path, monkeypatch):
+    file = tmp_path / "train.jsonl"
+    write_rows(file, [chat(number) for number in range(40)])
+
+    def changing(*words):
+        found = load_rows(*words)
+        write_rows(file, [chat(number) for number in range(50)])
+        return found
+
+    monkeypatch.setattr(cached_rows, "load_rows", changing)
+    config = DataConfig(path=str(file))
+    assert len(cached_rows.load(config, "train", 0, None, RejectedRows(config))) == 40
+    assert [name for name in tables(root) if not name.startswith(cache.TEMPORARY)] == []
 
 
 @contextlib.contextmanager
@@ -516,6 +544,20 @@ def test_a_table_unused_for_a_month_is_removed_by_the_next_write(root):
     os.utime(root / name / "entry.json", (old, old))
     conversation_datums(as_table(rows_of(chat, 21), "auto"), Renderer(byte_tokenizer()), config)
     assert len(tables(root)) == 1 and tables(root) != [name]
+
+
+def test_a_table_that_was_used_this_month_stays(root):
+    """Reading is use, and 29 days are no month."""
+    table, key = as_table(rows_of(chat, 20), "auto"), cache.key_of("rows", 1)
+    table.save(key, [])
+    facts = root / key / "entry.json"
+    for days in (31, 29):
+        old = time.time() - days * 24 * 3600
+        os.utime(facts, (old, old))
+        if days == 31:
+            assert cache.find(root, key) is not None
+            assert facts.stat().st_mtime > time.time() - 24 * 3600
+    assert cache.clear(root, cache.UNUSED_S) == [] and facts.exists()
 
 
 def test_the_location_follows_the_key_and_the_environment(monkeypatch):

@@ -81,16 +81,16 @@ def test_each_answer_in_the_context_it_is_sampled_in():
     renderer = Renderer(tokenizer)
     turns = [USER, ANSWER, {"role": "user", "content": "3+3?"}, {"role": "assistant", "content": "6"}]
     data = rows({"messages": turns}, {"messages": [*turns[:1], {**ANSWER, "weight": 0}, *turns[2:]]})
-    with pytest.raises(DataError, match=r"^train\.jsonl:1: .*each_assistant"):
-        conversation_datums(data, renderer, DataConfig())
-    datums = conversation_datums(data, renderer, DataConfig(train_on="each_assistant"))
-    assert [(datum.where, trained(renderer, datum)) for datum in datums] == [
-        ("train.jsonl:1", "<think></think>4<|im_end|>"),
-        ("train.jsonl:1", "<think></think>6<|im_end|>"),
-        ("train.jsonl:2", "<think></think>6<|im_end|>"),
-    ]
-    prompt = renderer.prompt_tokens(turns[:3])
-    assert datums[1].model_input.to_ints()[: len(prompt)] == prompt
+    # The template rewrites the first answer, so one sequence cannot train both.
+    for train_on in ("assistant", "each_assistant"):
+        datums = conversation_datums(data, renderer, DataConfig(train_on=train_on))
+        assert [(datum.where, datum.question, trained(renderer, datum)) for datum in datums] == [
+            ("train.jsonl:1", str(USER["content"]), "<think></think>4<|im_end|>"),
+            ("train.jsonl:1", "3+3?", "<think></think>6<|im_end|>"),
+            ("train.jsonl:2", "3+3?", "<think></think>6<|im_end|>"),
+        ]
+        prompt = renderer.prompt_tokens(turns[:3])
+        assert datums[1].model_input.to_ints()[: len(prompt)] == prompt
 
 
 def test_pairs_train_the_whole_answer_however_similar_the_answers_are(renderer):
@@ -309,3 +309,45 @@ def test_the_bytes_of_any_tokens_are_those_of_their_text(decoder: str) -> None:
     alone = [renderer.num_bytes(row, np.array([len(row)])) for row in rows[50:]]
     assert [size for sizes in alone for size in sizes] == expected[50:]
     assert renderer.num_bytes(np.concatenate(rows), np.cumsum([len(row) for row in rows])) == expected
+
+
+def test_pairs_of_equal_tokens_are_refused_by_row(caplog):
+    """A normalizer, or a cut at ``data.max_length``, makes different answers the same tokens."""
+    from tokenizers import normalizers
+
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    own = Renderer(tokenizer)
+    pairs = rows({"prompt": "a", "chosen": "Yes", "rejected": "yes"}, {"prompt": "a", "chosen": "yes", "rejected": "no"})
+    with pytest.raises(
+        DataError, match=r"train.jsonl:1: chosen and rejected are the same tokens, so neither is preferred; remove the row"
+    ):
+        preference_datums(pairs, own, DataConfig())
+    assert [datum.where for datum in preference_datums(pairs, own, DataConfig(on_empty="skip"))] == [
+        "train.jsonl:2",
+        "train.jsonl:2",
+    ]
+    cut = DataConfig(on_long="truncate", max_length=4)
+    long = rows({"prompt": "a", "chosen": "bcde", "rejected": "bcdf"})
+    with pytest.raises(DataError, match=r"train.jsonl:1: chosen and rejected are the same tokens in the first 4, so neither"):
+        preference_datums(long, Renderer(byte_tokenizer()), cut)
+
+
+def test_tokens_beyond_the_models_vocabulary_are_refused_by_row():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<new>"])
+    known = len(tokenizer) - 1
+    renderer = Renderer(tokenizer, 64, known)
+    texts = rows({"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "<new>"})
+    message = (
+        rf"train.jsonl:2: token {known} \('<new>'\) is beyond the model's vocabulary of {known}; use the model's own tokenizer"
+    )
+    with pytest.raises(DataError, match=message):
+        conversation_datums(texts, renderer, DataConfig())
+    assert len(conversation_datums(texts, renderer, DataConfig(on_bad_row="skip"))) == 1
+    with pytest.raises(DataError, match=rf"train.jsonl:1: token {known} "):
+        prompts(rows({"prompt": "a<new>"}), renderer, DataConfig(), 4)
+    with pytest.raises(DataError, match=rf"train.jsonl:1: chosen: token {known} "):
+        preference_datums(rows({"prompt": "a", "chosen": "<new>", "rejected": "b"}), renderer, DataConfig())
+    # A model may have more embeddings than its tokenizer has tokens.
+    assert Renderer(tokenizer, 64, known + 100).known_ids is None

@@ -53,8 +53,8 @@ def test_sharegpt():
     turns = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4", "weight": None}]
     assert said(read(conversation_reader, {"conversations": turns})) == [("user", "2+2?"), ("assistant", "4")]
     assert said(read(conversation_reader, {"dialog": turns}, columns=Columns(messages="dialog")))[1] == ("assistant", "4")
-    with pytest.raises(DataError, match=r'"conversations"\[0\] is "from" \'bot\'; expected one of human, gpt'):
-        read(conversation_reader, {"conversations": [{"from": "bot", "value": "hi"}]})
+    with pytest.raises(DataError, match=r'"conversations"\[0\] is "from" \'narrator\'; expected one of system, user'):
+        read(conversation_reader, {"conversations": [{"from": "narrator", "value": "hi"}]})
 
 
 def test_what_a_recipe_reads_decides_between_formats():
@@ -134,7 +134,7 @@ def test_a_later_row_with_a_missing_side_is_named(side):
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ("hello", '"messages" must be a list of messages, got str'),
+        ("hello", '"messages" must be a list of messages, got text that is not the JSON of one'),
         (["hello"], r'"messages"\[0\] must be an object with "role" and "content", got str'),
         ([{"content": "hi"}], r'"messages"\[0\] has no "role"'),
         ([{"role": "user"}], r'"messages"\[0\] needs "content" that is text, got none'),
@@ -179,7 +179,7 @@ def test_the_sentence_for_a_row_without_an_answer():
     with pytest.raises(EmptyRowError) as error:
         read(conversation_reader, {"messages": [USER]})
     assert str(error.value) == (
-        'train.jsonl:7: "messages" has no assistant turn, so nothing would be trained on; '
+        'train.jsonl:7: "messages" has no assistant turn, only user, so nothing would be trained on; '
         "remove the row or set data.on_empty=skip"
     )
 
@@ -297,9 +297,11 @@ def test_what_needs_a_conversation_is_refused_in_plain_text():
         with pytest.raises(DataError, match=r'^train\.jsonl:7: "tools" needs a conversation.*set data\.chat=true'):
             read(conversation_reader, {**values, **tools})
     assert read(conversation_reader, {"prompt": "p", "completion": "a", **tools}, chat=True).tools == ({"name": "add"},)
-    for name, value in (("functions", [{"name": "add"}]), ("chat_template_kwargs", {"enable_thinking": False})):
-        with pytest.raises(DataError, match=rf'^train\.jsonl:7: "{name}" would change the text'):
-            read(conversation_reader, {"messages": [USER, ANSWER], name: value})
+    with pytest.raises(DataError, match=r'^train\.jsonl:7: "functions" would change the text'):
+        read(conversation_reader, {"messages": [USER, ANSWER], "functions": [{"name": "add"}]})
+    options = {"chat_template_kwargs": {"enable_thinking": False}}
+    with pytest.raises(DataError, match=r'^train\.jsonl:7: "chat_template_kwargs" needs a conversation'):
+        read(conversation_reader, {"prompt": "p", "completion": "a", **options})
     with pytest.raises(DataError, match=r'"tools"\[1\] must be a tool schema, an object, got str'):
         read(conversation_reader, {"messages": [USER, ANSWER], "tools": [{}, "add"]})
     assert read(conversation_reader, {"messages": [USER, ANSWER], "tools": " "}).tools is None
@@ -389,15 +391,17 @@ def test_a_system_column_is_the_system_message():
 
 @pytest.mark.parametrize("row", [{"prompt": "2+2=", "completion": "4"}, {"messages": [USER, ANSWER]}, ALPACA])
 def test_sft_reads_the_desirable_rows_of_kto(row):
-    for label in (True, "True"):  # CSV has text
+    for label in (True, "True", 1, 1.0, "1"):  # CSV has text
         reader = conversation_reader(Row("t:1", row), DataConfig())
         assert reader(Row("t:1", {**row, "label": label})) == reader(Row("t:1", row))
         assert list(reader.unused(Row("t:1", {**row, "label": label}))) == []
-    for bad in (False, "false"):
-        with pytest.raises(EmptyRowError, match=r'"label" is false, .* set data\.on_empty=skip to train on the rows with true'):
+    for bad, good in ((False, "true"), ("false", "true"), (0, "1"), ("0", "1")):
+        message = rf'"label" is {str(bad).lower()}, .* set data\.on_empty=skip to train on the rows with {good}'
+        with pytest.raises(EmptyRowError, match=message):
             read(conversation_reader, {**row, "label": bad})
     # Another kind of label is not KTO's.
-    assert list(reader.unused(Row("t:1", {**row, "label": "maths"}))) == ["label"]
+    for other in ("maths", 2):
+        assert list(reader.unused(Row("t:1", {**row, "label": other}))) == ["label"]
     with pytest.raises(EmptyRowError, match='"good" is false'):
         read(conversation_reader, {**row, "good": False}, columns=Columns(label="good"))
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -334,3 +335,44 @@ def test_held_out_rows_of_their_own_leave_the_training_rows_whole(tmp_path):
 def test_numbers_out_of_bounds_are_refused(values, key):
     with pytest.raises(ConfigError, match=rf"data\.\w*{key}"):
         DataConfig(**values)
+
+
+@pytest.mark.parametrize(
+    ("split", "eval_split", "part"),
+    [
+        ("train", "train[:2]", "train[:2]"),
+        ("train[:50%]", "train[40%:]", "train[40%:]"),
+        ("train[3:]", "validation[-8:]", "validation[-8:]"),  # a file has one split of any name
+        ("train[2:]", "train[:2]", None),
+        ("train[:50%]", "train[50%:]", None),
+    ],
+)
+def test_held_out_rows_are_not_trained(tmp_path, split, eval_split, part):
+    config = DataConfig(path=write(tmp_path / "a.jsonl", numbered(10)), split=split, eval_split=eval_split)
+    if part is None:
+        assert not {*texts(load_rows(config))} & {*texts(load_rows(config, "eval"))}
+        return
+    with pytest.raises(
+        DataError, match=rf"data.eval_split: {re.escape(part)} is also in data.split={re.escape(split)}, so held"
+    ):
+        load_rows(config, "eval")
+
+
+def test_a_split_of_a_folder_may_be_sliced_next_to_another(tmp_path):
+    for name in ("train", "test"):
+        write(tmp_path / f"{name}.jsonl", numbered(4))
+    assert len(load_rows(DataConfig(path=str(tmp_path), eval_split="test[:2]"), "eval")) == 2
+    with pytest.raises(DataError, match=r"data.eval_split: train\[:2\] is also in data.split=train"):
+        load_rows(DataConfig(path=str(tmp_path), eval_split="train[:2]"), "eval")
+
+
+def test_an_empty_parquet_file_among_others_is_no_error(tmp_path):
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    parquet.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "train-00000-of-00002.parquet")
+    with pytest.raises(DataError, match=r"holds no rows; give a file with at least one"):
+        load_rows(DataConfig(path=str(tmp_path / "train-00000-of-00002.parquet")))
+    parquet.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "train-00001-of-00002.parquet")
+    for path in (str(tmp_path), str(tmp_path / "*.parquet")):
+        assert [row.values["text"] for row in load_rows(DataConfig(path=path))] == ["a", "b"]

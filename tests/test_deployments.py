@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
+from waiting import WAIT_S
 
 from cookbook.backends.local import LocalConfig
 from cookbook.deployments.vllm import http, process, registry
@@ -212,7 +213,7 @@ def test_no_more_than_the_limit_are_under_way():
         thread = threading.Thread(target=enter)
         thread.start()
         assert not entered.wait(0.05)
-    assert entered.wait(5)
+    assert entered.wait(WAIT_S)
     thread.join()
 
 
@@ -221,7 +222,7 @@ def test_it_finds_out_what_the_server_bears(web):
     web.capacity = 5
     found = sampler(web, retries=1000)
     answers = [found.sample([7], 1, SamplingParams(max_tokens=3)) for _ in range(300)]
-    assert all(future.result(60).sequences[0].tokens == [7, 7, 7] for future in answers)
+    assert all(future.result(WAIT_S).sequences[0].tokens == [7, 7, 7] for future in answers)
     assert 0 < web.refused < 150, "it does not slow down"
 
 
@@ -230,7 +231,7 @@ def test_it_finds_out_what_the_server_bears(web):
 
 def test_tokens_in_tokens_and_logprobs_out(web):
     params = SamplingParams(max_tokens=5, seed=11, temperature=0.7, top_k=-1, top_p=0.9, min_p=0.1, stop=[258, "\n"])
-    found = sampler(web).sample([9, 8], 2, params).result(10).sequences
+    found = sampler(web).sample([9, 8], 2, params).result(WAIT_S).sequences
     assert [(one.tokens, one.logprobs, one.stop_reason, one.step) for one in found] == [([9] * 3, [-0.5] * 3, "stop", 3)] * 2
     asked = web.asked[0][1]
     assert asked["token_ids"] == [9, 8]
@@ -241,19 +242,19 @@ def test_tokens_in_tokens_and_logprobs_out(web):
 
 @pytest.mark.parametrize(("stop", "ignores"), [(None, False), ([], True), ("x", False)])
 def test_what_ends_a_completion(web, stop, ignores):
-    sampler(web).sample([1], 1, SamplingParams(max_tokens=3, stop=stop)).result(10)
+    sampler(web).sample([1], 1, SamplingParams(max_tokens=3, stop=stop)).result(WAIT_S)
     assert web.asked[0][1]["sampling_params"]["ignore_eos"] is ignores
 
 
 def test_without_a_seed_every_request_has_its_own(web):
     found = sampler(web)
     for _ in range(3):
-        found.sample([1], 1, SamplingParams(max_tokens=3)).result(10)
+        found.sample([1], 1, SamplingParams(max_tokens=3)).result(WAIT_S)
     assert len({body["sampling_params"]["seed"] for _, body in web.asked}) == 3
 
 
 def test_prompt_logprobs(web):
-    assert sampler(web).compute_logprobs([4, 8, 16]).result(10) == [None, -1.0, -2.0]
+    assert sampler(web).compute_logprobs([4, 8, 16]).result(WAIT_S) == [None, -1.0, -2.0]
 
 
 def test_a_prompt_that_is_too_long_is_an_error_and_is_not_sent(web):
@@ -265,7 +266,7 @@ def test_a_prompt_that_is_too_long_is_an_error_and_is_not_sent(web):
     with pytest.raises(RolloutError, match="the prompt is empty"):
         found.sample([])
     assert web.asked == []
-    found.sample([1] * 8).result(10)
+    found.sample([1] * 8).result(WAIT_S)
     assert web.asked[0][1]["sampling_params"]["max_tokens"] == 2  # what is left
 
 
@@ -294,7 +295,7 @@ def test_answers_that_are_not_what_was_asked_for(web, damage, message):
     damage(answer)
     web.answers = [(200, {}, answer)]
     with pytest.raises(RolloutError, match=message):
-        sampler(web).sample([7], 2, SamplingParams(max_tokens=3)).result(10)
+        sampler(web).sample([7], 2, SamplingParams(max_tokens=3)).result(WAIT_S)
 
 
 def test_replicas_take_turns(web):
@@ -303,7 +304,7 @@ def test_replicas_take_turns(web):
     thread.start()
     found = DeploymentSampler(Pool([Client(web.url), Client(other.url)], 64, 8), 3, VERSION)
     for future in [found.sample([1], 1, SamplingParams(max_tokens=3)) for _ in range(10)]:
-        future.result(10)
+        future.result(WAIT_S)
     other.shutdown()
     thread.join()
     other.server_close()

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from evaltools import need_lm_eval
+from marks import some
 from runtools import ROOT, checkpoint, here, inside, train  # noqa: F401 - here is a fixture
 from test_gallery import judge
 from test_readme import COMPOSED, FOUND, PAGES
@@ -106,7 +107,7 @@ def prepare() -> None:
     data = ROOT / "data" / "arithmetic"
     assert train("recipe=grpo", *SHORT, "recipe.prompts_per_step=4", "recipe.steps=2", "out=runs/mine") == 0
     assert train("recipe=grpo", *SHORT, "recipe.prompts_per_step=4", "model.lora_rank=4", "out=runs/adapter") == 0
-    for name in ("a", "b", "other", "grpo_sums", "grpo_lora"):
+    for name in ("a", "b", "other", "grpo_sums", "grpo_lora", "sft", "dpo"):
         shutil.copytree("runs/mine", f"runs/{name}")
     shutil.copytree(ROOT / "data" / "tiny", "my-model")
     shutil.copy(data / "chat_eval.jsonl", "chats.jsonl")
@@ -213,8 +214,15 @@ def test_what_is_run_elsewhere_is_run_there() -> None:
         assert f"\ndef {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", HERE)
+# In CI the first of the commands of each name, and some that train: other ones with each commit. The others run at night.
+NAMES = {re.match(r"(check |weights |cache |fork )?\S+", one)[0]: one for one in reversed(HERE) if not one.startswith("train")}
+SEVERAL_PROCESSES = r"backend\.(ranks|gpus)=| -m$|env=agent"
+IN_CI = {*NAMES.values(), *some([one for one in HERE if one.startswith("train") and not re.search(SEVERAL_PROCESSES, one)], 8)}
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(one, marks=pytest.mark.slow if one in IN_CI else pytest.mark.nightly) for one in HERE]
+)
 def test_a_command_runs(command: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if command.startswith("fork"):
         for name in ("recipes", "losses", "conf"):
@@ -238,7 +246,7 @@ def none() -> Iterator[None]:
     yield None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("command", LM_EVAL)
 def test_a_command_with_lm_eval_runs(command: str, place: Path) -> None:
     need_lm_eval()

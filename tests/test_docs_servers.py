@@ -20,6 +20,7 @@ from test_docs_run import SERVED, elsewhere, filled, place, words_of  # noqa: F4
 from test_jobs import answers, slurm, until  # noqa: F401 - slurm is a fixture
 from test_push import hub, push  # noqa: F401 - hub is a fixture
 from test_readme import FOUND
+from waiting import WAIT_S
 
 from cookbook.cli.app import run
 
@@ -85,7 +86,9 @@ def started(found: list[str], shows: str, **environment: str) -> Iterator[str]:
     assert process.returncode in (0, 130) and "Traceback" not in rest
 
 
-@pytest.mark.parametrize("command", SERVERS)
+@pytest.mark.parametrize(
+    "command", [pytest.param(one, marks=pytest.mark.nightly if "backend.ranks" in one else ()) for one in SERVERS]
+)
 def test_a_run_trains_on_a_server(command: str, place: Path) -> None:  # noqa: F811
     pytest.importorskip("tinker", reason="tinker is an extra")
     port = servertools.free_port()
@@ -104,6 +107,7 @@ def test_a_run_trains_with_a_key(place: Path) -> None:  # noqa: F811
     assert [row["step"] for row in rows("runs/new")] == [0, 1]
 
 
+@pytest.mark.nightly
 def test_a_job_is_created_attached_read_stopped_and_deleted(place: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     pytest.importorskip("tinker", reason="tinker is an extra")
     create, logs, stop, delete = JOBS
@@ -121,12 +125,14 @@ def test_a_job_is_created_attached_read_stopped_and_deleted(place: Path, capsys:
         assert run(words(delete)) == 0
 
 
+@pytest.mark.nightly
 def test_a_run_starts_a_job(place: Path) -> None:  # noqa: F811
     pytest.importorskip("tinker", reason="tinker is an extra")
     assert run(words(LOCAL_JOB)) == 0
     assert [row["step"] for row in rows("runs/new")] == [0, 1]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("command", ON_SLURM)
 def test_a_job_of_slurm(command: str, slurm: None, place: Path) -> None:  # noqa: F811
     pytest.importorskip("tinker", reason="tinker is an extra")
@@ -141,7 +147,7 @@ def test_a_job_of_slurm(command: str, slurm: None, place: Path) -> None:  # noqa
 def test_a_run_is_shown_while_it_is_served(place: Path) -> None:  # noqa: F811
     with started([*words(VIEW), "--port", "0"], "http://127.0.0.1:") as line:
         url = re.findall(r"http://[\d.:]+", line)[0]
-        assert b'"steps": [1, 2]' in urllib.request.urlopen(f"{url}/facts", timeout=60).read()
+        assert b'"steps": [1, 2]' in urllib.request.urlopen(f"{url}/facts", timeout=WAIT_S).read()
 
 
 def test_a_run_is_pushed(hub, place: Path) -> None:  # noqa: F811
@@ -152,6 +158,7 @@ def test_a_run_is_pushed(hub, place: Path) -> None:  # noqa: F811
     assert hub.private == {"user/name": True} and "model.safetensors" in hub.files
 
 
+@pytest.mark.nightly
 def test_two_nodes_of_torchrun_serve_one_model(place: Path) -> None:  # noqa: F811
     """The command of docs/scale.md, with a process on each of two nodes, both on this machine."""
     pytest.importorskip("tinker", reason="tinker is an extra")

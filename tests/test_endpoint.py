@@ -15,6 +15,7 @@ import pytest
 import servertools
 import tiny
 from servertools import wait_until
+from waiting import WAIT_S
 
 from cookbook.backends.local import LocalConfig, LocalTrainer
 from cookbook.data import Renderer
@@ -41,7 +42,7 @@ def server(tiny_folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def http(server):
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=server.url, timeout=WAIT_S) as client:
         yield client
 
 
@@ -257,12 +258,12 @@ def test_a_run_and_its_checkpoints_are_models(server, post):
             assert drawn(run) == expected(client)
             versions.append(drawn(run))
         assert len({str(one) for one in versions}) == 4
-        listed = httpx.get(f"{server.url}/v1/models").json()
+        listed = httpx.get(f"{server.url}/v1/models", timeout=WAIT_S).json()
         names = [one["id"] for one in listed["data"]]
         assert listed["object"] == "list" and {"tiny", run, path} <= set(names) and len(names) == len(set(names))
         assert {one["max_model_len"] for one in listed["data"]} == {tiny.CONTEXT}
         assert not any(name.startswith("/") for name in names)
-        assert httpx.get(f"{server.url}/v1/models/{path}").json()["id"] == path
+        assert httpx.get(f"{server.url}/v1/models/{path}", timeout=WAIT_S).json()["id"] == path
         assert not any(session.num_pending for session in server.service.samplers.values())
     # The run has left memory; its checkpoint has not.
     assert drawn(run) == versions[-1]
@@ -300,7 +301,7 @@ TEMPLATE = (
     "{% for tool in tools or [] %}<{{ tool.function.name }}>{% endfor %}"
     "{% for one in messages %}{{ one.role }}:{{ one.content }}"
     "{% for call in one.tool_calls or [] %}{{ call.function | tojson }}{% endfor %};{% endfor %}"
-    "{% if add_generation_prompt %}next:{% endif %}"
+    "{% if add_generation_prompt %}{{ 'brief:' if brief else 'next:' }}{% endif %}"
 )
 
 
@@ -314,10 +315,15 @@ def test_tools_and_their_calls_are_in_the_prompt(tmp_path):
     text = '<add>user:3+4=;assistant:{"name": "add", "arguments": {"a": 1}};tool:7;next:'
     with servertools.running(folder, tmp_path / "out", names=["tiny"]) as server:
         body = {**CHAT, "messages": turns, "tools": [TOOL], "max_tokens": 1}
-        found = httpx.post(server.url + CHATS, json=body).json()
+        found = httpx.post(server.url + CHATS, json=body, timeout=WAIT_S).json()
         assert found["usage"]["prompt_tokens"] == len(text), found
         developer = {**body, "messages": [{"role": "developer", "content": "x"}], "tool_choice": "none"}
-        assert httpx.post(server.url + CHATS, json=developer).json()["usage"]["prompt_tokens"] == len("system:x;next:")
+        assert httpx.post(server.url + CHATS, json=developer, timeout=WAIT_S).json()["usage"]["prompt_tokens"] == len(
+            "system:x;next:"
+        )
+        options = {**developer, "chat_template_kwargs": {"brief": True}}
+        answer = httpx.post(server.url + CHATS, json=options, timeout=WAIT_S).json()
+        assert answer["usage"]["prompt_tokens"] == len("system:x;brief:")
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -326,6 +332,7 @@ def test_tools_and_their_calls_are_in_the_prompt(tmp_path):
 REFUSED = [
     (CHATS, {"frequency_penalty": 0.5}, "frequency_penalty"),
     (CHATS, {"presence_penalty": 1}, "presence_penalty"),
+    (CHATS, {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
     (CHATS, {"logit_bias": {"5": 1}}, "logit_bias"),
     (CHATS, {"response_format": {"type": "json_object"}}, "response_format"),
     (CHATS, {"tool_choice": "required"}, "tool_choice"),
@@ -411,7 +418,7 @@ def test_an_error_of_a_stream_is_its_last_event(http):
 def test_a_client_that_leaves_stops_its_work(server, endless):
     endpoint = server.service.endpoint
     for stream in (False, True):
-        connection = HTTPConnection(server.url.removeprefix("http://"))
+        connection = HTTPConnection(server.url.removeprefix("http://"), timeout=WAIT_S)
         connection.request("POST", TEXTS, json.dumps({**TEXT, "n": 60, "stream": stream}))
         wait_until(lambda: endpoint.num_unfinished)
         connection.close()
@@ -452,13 +459,13 @@ def test_a_shutdown_waits_and_then_ends_what_is_computed(tiny_folder, tmp_path, 
     with servertools.running(tiny_folder, tmp_path, names=["tiny"]) as server:
         answers = []
         body = {**TEXT, "n": 60}
-        asked = threading.Thread(target=lambda: answers.append(httpx.post(server.url + TEXTS, json=body, timeout=60)))
+        asked = threading.Thread(target=lambda: answers.append(httpx.post(server.url + TEXTS, json=body, timeout=WAIT_S)))
         asked.start()
         wait_until(lambda: server.service.endpoint.num_unfinished)
         server.call(lambda: drain(server.service, 0.2))
         asked.join()
         assert answers[0].status_code == 503 and "was dropped" in answers[0].json()["error"]["message"]
-        refused = httpx.post(server.url + TEXTS, json=TEXT)
+        refused = httpx.post(server.url + TEXTS, json=TEXT, timeout=WAIT_S)
         assert refused.status_code == 503 and "shutting down" in refused.json()["error"]["message"]
 
 
@@ -467,10 +474,15 @@ def test_keys_are_those_of_the_other_routes(tiny_folder, tmp_path, monkeypatch):
     monkeypatch.setenv("COOKBOOK_API_KEYS", "tml-one,tml-two")
     with servertools.running(tiny_folder, tmp_path, names=["tiny"]) as server:
         for path in (CHATS, TEXTS, GENERATE, "/v1/models"):
-            refused = httpx.post(server.url + path, json=TEXT, headers={"Authorization": "Bearer wrong"})
+            refused = httpx.post(server.url + path, json=TEXT, headers={"Authorization": "Bearer wrong"}, timeout=WAIT_S)
             assert refused.status_code == 401 and refused.json()["error"]["type"] == "authentication_error", path
         for key in ("tml-one", "tml-two", "tml-one"):
-            assert httpx.post(server.url + TEXTS, json=TEXT, headers={"Authorization": f"Bearer {key}"}).status_code == 200
+            assert (
+                httpx.post(
+                    server.url + TEXTS, json=TEXT, headers={"Authorization": f"Bearer {key}"}, timeout=WAIT_S
+                ).status_code
+                == 200
+            )
         assert len(server.service.endpoint.callers) == 2
 
 
@@ -519,7 +531,7 @@ def test_the_page_shows_what_runs(server, capsys):
     [command] = re.findall(r"^\$ (curl .*?)\n```", page, re.DOTALL | re.MULTILINE)
     words = shlex.split(command.replace("\\\n", " "))
     address, header, body = words[2], words[4], words[6]
-    response = httpx.post(address, content=body, headers=dict([header.split(": ")]))
+    response = httpx.post(address, content=body, headers=dict([header.split(": ")]), timeout=WAIT_S)
     assert words[3:7:2] == ["-H", "-d"] and response.json()["usage"]["completion_tokens"] <= 4
 
 

@@ -12,6 +12,7 @@ import httpx
 import pytest
 import servertools
 from servertools import wait_until
+from waiting import WAIT_S
 
 from cookbook.backends.local.sample_queue import LocalSampler
 from cookbook.deployments.vllm.http import ServerUnavailableError
@@ -126,11 +127,11 @@ def test_a_failed_load_is_an_error_of_the_server(server, deployment, tmp_path, e
     """Of a first load, which leaves no checkpoint, and of a reload."""
     for num_checkpoints in range(2):
         deployment.error = error
-        answer = httpx.post(f"{server.url}/v1/completions", json=BODY)
+        answer = httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=WAIT_S)
         assert answer.status_code == 503 and str(error) in answer.json()["error"]["message"]
         assert len(list((tmp_path / "deployed").iterdir())) == num_checkpoints
         deployment.error = None
-        assert httpx.post(f"{server.url}/v1/completions", json=BODY).status_code == 200
+        assert httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=WAIT_S).status_code == 200
 
 
 def test_a_stopped_request_returns_its_tokens_and_its_scores_are_not_computed(server, deployment):
@@ -147,7 +148,7 @@ def test_a_stopped_request_returns_its_tokens_and_its_scores_are_not_computed(se
     for future in (waiting, running):
         server.call(future.stop)
         with pytest.raises(RolloutError, match="stopped on request"):
-            future.result(timeout=5)
+            future.result(timeout=WAIT_S)
     assert scores.is_stopped and scored.is_stopped
     wait_until(lambda: not server.call(lambda: deployed._tasks))
     assert len(deployment.answers) == 1 and not deployed._turns._waiting and not deployed._turns._num_active
@@ -155,13 +156,15 @@ def test_a_stopped_request_returns_its_tokens_and_its_scores_are_not_computed(se
 
 def test_a_shutdown_ends_long_answers_with_status_503(server, deployment):
     """While the worker is busy with a long call."""
-    assert httpx.post(f"{server.url}/v1/completions", json=BODY).status_code == 200
+    assert httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=WAIT_S).status_code == 200
     deployment.answers.clear()
     deployment.waits = True
     free = threading.Event()
     server.service.host.worker.submit(free.wait)
     answers = []
-    asked = threading.Thread(target=lambda: answers.append(httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60)))
+    asked = threading.Thread(
+        target=lambda: answers.append(httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=WAIT_S))
+    )
     asked.start()
     wait_until(lambda: deployment.answers)
     server.call(lambda: drain(server.service, 0.2))

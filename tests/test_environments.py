@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tiny
+from marks import rest_nightly
 from runtools import SMALL, TWO_TURNS, bits, checkpoint, here, rows, start, timeless, train, write  # noqa: F401 - here is a fixture
 from transformers import AutoTokenizer
 
@@ -30,6 +31,7 @@ from cookbook.sampling import environments
 from cookbook.sampling.environments import EnvironmentRunner, PythonEnvironment, ready
 from cookbook.sampling.environments.conversation import Conversation
 from cookbook.sampling.environments.instance import EarnedReward, Instance
+from cookbook.sampling.environments.runner import seed_of
 from cookbook.sampling.environments.tool_calls import ToolCall, parse_calls, token_reader
 from cookbook.sampling.episodes import Draw, Episodes, Retrier
 from cookbook.sampling.rollouts import RolloutGroup, turn_metrics
@@ -484,7 +486,13 @@ def test_the_opponent_answers_the_last_turn_and_replays_after_its_process_has_en
         assert (answer.observation, answer.opponent_moves) == ("bb", False)
 
 
-@pytest.mark.slow
+def test_an_opponent_that_begins_answers_the_last_turn_too():
+    sampler = Scripted(renderer().tokenizer, "a", "bb", "ccc")
+    found, _ = played(duel(workers=0, timeout_s=None, max_turns=1), sampler, [{"seed": 1}])
+    assert [turn.text for turn in found[0][0].turns] == ["bb"] and found[0][0].ended == "max_turns" and not sampler.turns
+
+
+@pytest.mark.nightly
 def test_self_play_resumes_bit_for_bit():
     grpo = [word for word in SMALL["grpo"] if not word.startswith(("data", "reward"))]
     duel()
@@ -752,6 +760,23 @@ def test_rewards_of_some_steps_only_are_refused():
             )
 
 
+def test_an_episode_without_a_turn_is_no_episode_without_a_reward():
+    write("guess.py", GUESS)
+    config = PythonEnvironment(target="guess.py:Guess", workers=0, timeout_s=None)
+    rewarded, without = (SimpleNamespace(reward=reward, ended="done", turns=[1]) for reward in (1.0, None))
+    with contextlib.closing(EnvironmentRunner(config)) as environment:
+        environment.check_rewards([rewarded, SimpleNamespace(reward=None, ended="done", turns=[])])
+        with pytest.raises(ConfigError, match="some episodes had a reward of the environment"):
+            environment.check_rewards([without])
+
+
+def test_the_seed_of_a_row_does_not_depend_on_the_folder_of_its_file():
+    assert (
+        seed_of(Row("here/rows.jsonl:3", {})) == seed_of(Row("/elsewhere/rows.jsonl:3", {})) == seed_of(Row("rows.jsonl:3", {}))
+    )
+    assert seed_of(Row("rows.jsonl:3", {})) != seed_of(Row("rows.jsonl:4", {}))
+
+
 def test_what_a_class_may_not_ask_for():
     rows_of_data = [Row("here:1", {"prompt": "x", "letter": "a"})]
     write("asks.py", GUESS.replace("letter, seed=None", "word, seed").replace("class Guess", "class Asks"))
@@ -918,7 +943,7 @@ def test_every_loss_trains_in_an_environment(loss):
     assert first["optim/grad_norm"] > 0.0 and (first["sync/version_lag"], second["sync/version_lag"]) == (0.0, 1.0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_groups_of_episodes_are_refilled_and_resume_bit_for_bit():
     grpo = [word for word in SMALL["grpo"] if not word.startswith(("data", "reward"))]
     words = [*grpo, *ENV, "rollout.refill=3", "data.curriculum={medium: 1.0}", "env.rows=20"]
@@ -939,8 +964,7 @@ def test_evaluation_of_a_run_in_its_environment(capsys):
     assert "accuracy" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", rest_nightly([0, 1, 2]))
 def test_the_shipped_environment_is_learned(seed):
     """From about 7% to over 80% of first answers right, greedy, on held-out sums."""
     words = ["recipe=grpo", "env=arithmetic", "recipe.steps=15", "eval.every=null", "checkpoint.final=false", f"seed={seed}"]

@@ -224,3 +224,10 @@ def test_a_mixture_counts_the_experts_that_a_token_is_sent_to(tmp_path, dtype):
     scores = config.num_hidden_layers * 7 * 2 * WIDTH * config.num_attention_heads * head_dim
     per_token = found(tmp_path, dtype=dtype).flops_per_token
     assert per_token == pytest.approx(products + scores + 2 * config.hidden_size * config.vocab_size / (ROWS * WIDTH), rel=1e-2)
+
+
+def test_a_plan_without_usable_rows_is_one_line(tmp_path, capsys) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "2+2=", "completion": ""}\n')
+    words = ["plan", "recipe=sft", "model=tiny", f"data={tmp_path / 'rows.jsonl'}"]
+    assert run(words) == 2
+    assert "error: data: no row can be used, so there is no step to plan; the first: " in capsys.readouterr().err

@@ -124,7 +124,7 @@ def test_a_run_evaluated_again_says_what_it_said(trained, recipe, capsys):
     before, after = rows(folder)
     assert {key for key in MEASURED if key in before} == {key for key in MEASURED if key in after}
     (file,) = (folder / "evals").iterdir()
-    assert f"written to {file}\n" in out and "after 1 steps on 6 rows from " in out
+    assert f"written to {file}\n" in out and "after 1 step on 6 rows from " in out
     found = json.loads(file.read_text())
     assert found["metrics"] == {key: after[key] for key in MEASURED if key in after}
     assert found["step"] == 1 and file.name.startswith("step-000001-")
@@ -228,10 +228,10 @@ def test_a_reward_that_hangs_ends_an_evaluation_and_names_the_row(capsys):
         "mine.py",
         "import time\n\n\ndef hang(completion, row):\n    time.sleep(600 if row['prompt'] == '8+41=' else 0)\n    return 1\n",
     )
-    words = ["reward=python", "reward.target=mine.py:hang", "reward.timeout_s=0.5", "eval.limit=4"]
+    words = ["reward=python", "reward.target=mine.py:hang", "reward.timeout_s=3", "eval.limit=4"]
     assert run(["eval", "tiny", *words]) == 2
     where = f"{packaged('data')}/arithmetic/prompts_eval.jsonl:3"
-    message = f"error: {where}: the reward has not returned after 0.5 s; fix the reward or row, or raise reward.timeout_s\n"
+    message = f"error: {where}: the reward has not returned after 3 s; fix the reward or row, or raise reward.timeout_s\n"
     assert capsys.readouterr().err == message
 
 
@@ -291,7 +291,7 @@ def test_runs_are_compared(trained, changed, capsys):
     lines = [line.split() for line in out.splitlines() if line]
     assert lines[:2] == [["differs", "in", "grpo", "changed"], ["optim.lr", "0.0001", "0.01"]]
     before, after = (f"{row['eval/accuracy']:.1%}" for row in rows(folders[0]))
-    place = lines.index(["eval/accuracy", after, "80.0%"])
+    place = lines.index(["eval/accuracy", "by", "reward=number", after, "80.0%"])
     best = [before, "(step", "0)"] if float(before[:-1]) >= float(after[:-1]) else [after, "(step", "1)"]
     assert lines[place + 1] == ["at", "best", *best, "90.0%", "(step", "0)"]
     assert sum(line.startswith("cookbook eval: 6 rows from ") for line in out.splitlines()) >= 1

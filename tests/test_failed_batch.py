@@ -93,7 +93,7 @@ def test_a_gradient_that_overflows_names_all_rows(capsys):
     batch = rows("run", "failed_batch/step-000002.jsonl")
     shown = ", ".join(row["row"] for row in batch[:4])
     assert capsys.readouterr().err == (
-        "error: step 2: optim_step: the gradient norm is nan after 1 steps; lower optim.lr, or inspect the batch "
+        "error: step 2: optim_step: the gradient norm is nan after 1 step; lower optim.lr, or inspect the batch "
         f"(6 datums of {shown}, ...; the batch is in run/failed_batch/step-000002.jsonl)\n"
     )
     assert len(batch) == 6 and not any(row["blamed"] for row in batch)

@@ -41,7 +41,7 @@ ORDER = {
         "preflight recorder",
         "data folder rollout_store",
         "settings",
-        "diagnostics hooks identity stored_steps",
+        "diagnostics held_out_loss hooks identity stored_steps",
     ],
     "server": [
         "agents rank",
@@ -92,7 +92,7 @@ ORDER = {
         "fast_path",
         "ranks",
         "model",
-        "loss_gradient parallel router_loss",
+        "dropout lora_targets loss_gradient parallel router_loss vocabulary",
     ],
 }
 SHOWN = {"__init__": "cookbook/__init__.py", "recipes": "recipes/*.py"}  # names in CONTRIBUTING.md

@@ -10,6 +10,7 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from marks import rotating
 from runtools import here, rows, train  # noqa: F401 - here is a fixture
 from test_examples import example
 from transformers import AutoTokenizer
@@ -76,15 +77,17 @@ def needed(name: str, folder: Path) -> Iterator[list[str]]:
         # The shipped model before sft_tools has no right answer under this template, so that GRPO would have no gradient.
         Path("length.py").write_text("def reward(completion, row): return len(completion) % 5 / 5")
         yield [f"model.name={ROOT / 'data' / 'tiny'}", TOOLS, f"env.target={CALCULATOR}", "reward=length.py:reward"]
+    elif name == "grpo_two_digits":
+        # The real model is trained by tests/system/real_model.
+        yield [f"model.name={ROOT / 'data' / 'tiny'}", "optim.lr=1e-4"]
     else:
         if name == "grpo_chain_sum":
             pytest.importorskip("reasoning_gym")
         yield SHIPPED if name == "grpo_gsm8k" else []
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", rotating(NAMES, len(NAMES) // 2))
 def test_an_experiment_runs(name: str, tmp_path: Path) -> None:
     sizes = ["recipe.prompts_per_step=4"] if name.startswith("grpo") else ["recipe.batch_size=4"]
     limit = [word for word in LITTLE if not (name == "grpo_second_try" and word.startswith("data.limit"))]

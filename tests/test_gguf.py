@@ -10,6 +10,7 @@ import pytest
 import torch
 from runtools import SMALL, checkpoint, here, train  # noqa: F401 - here is a fixture
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokentools import CHATML, LLAMA2, base_model_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
 from cookbook.cli.app import run
@@ -207,3 +208,38 @@ def test_another_division_into_words_is_refused():
     file.write_text(json.dumps(facts))
     with pytest.raises(CheckpointError, match="covers the tokenizers of GPT-2, Llama 3, Qwen and SmolLM"):
         gguf_file.write(Path("source"), Path("made"))
+
+
+# ---- the Modelfile ---------------------------------------------------------------------------------------------------
+
+DEFAULT_SYSTEM = "{% if messages[0].role != 'system' %}<|im_start|>system\nBe brief.<|im_end|>\n{% endif %}"
+LLAMA3_TURNS = (
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}<|eot_id|>"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (CHATML, f'TEMPLATE """{gguf_file.CHATML}"""\n'),
+        (DEFAULT_SYSTEM + CHATML, f'TEMPLATE """{gguf_file.CHATML}"""\nSYSTEM """Be brief."""\n'),
+        (LLAMA3_TURNS, f'TEMPLATE """{gguf_file.LLAMA3}"""\n'),
+        (CHATML.replace("{{ m.content }}", "{{ m.content | upper }}"), "# The chat template of the model has no counterpart"),
+        ("<|im_start|>" + LLAMA2, "# The chat template of the model has no counterpart"),
+    ],
+)
+def test_the_modelfile_prompts_as_the_chat_template(template, expected):
+    words = base_model_tokenizer(template)
+    words.bos_token = "<|bos|>"
+    text = gguf_file._modelfile(words, is_of_text=False)
+    assert text.startswith(f"FROM ./model.gguf\n{expected}")
+    assert 'PARAMETER stop "<|endoftext|>"\n' in text
+    assert ('PARAMETER stop "<|im_end|>"\n' in text) == ("<|im_end|>" in template)
+    assert ("SYSTEM" in text) == ("Be brief" in template)
+
+
+def test_the_modelfile_of_a_model_of_texts():
+    text = gguf_file._modelfile(base_model_tokenizer(), is_of_text=True)
+    assert text.startswith('FROM ./model.gguf\nTEMPLATE """{{ .Prompt }}"""\nPARAMETER stop')

@@ -52,6 +52,19 @@ def test_a_problem_of_three_steps_in_a_row_is_said_once(metrics, message, caplog
     assert not said(caplog, metrics, metrics, LEARNS, metrics, metrics, LEARNS)
 
 
+def test_clipped_ratios_of_an_on_policy_step_are_said_once_in_its_step(caplog):
+    clips = {**LEARNS, "sync/version_lag": 0.0, "loss/clip_frac": 0.05, "kl/sampler_trainer_k3": 0.0151}
+    (line,) = said(caplog, LEARNS, clips, clips)
+    assert line == (
+        "step 2: 5.0% of the ratios of an on-policy update were clipped (kl/sampler_trainer_k3 is 0.015), so sampler and "
+        "trainer compute different log-probabilities; give both the same weights, precision and temperature, or set "
+        "loss.anchor=trainer"
+    )
+    assert not said(caplog, {**clips, "loss/clip_frac": 0.019}, {**clips, "sync/version_lag": 1.0})
+    # A step that samples nothing updates with completions of an earlier one.
+    assert not said(caplog, {key: value for key, value in clips.items() if key != "sync/version_lag"})
+
+
 def test_each_problem_names_its_own_remedy(caplog):
     assert "raise rollout.max_tokens, now 16" in said(caplog, CUT, CUT, CUT)[0]
     assert "raise recipe.group_size or rollout.temperature" in said(caplog, TIES, TIES, TIES)[0]

@@ -23,10 +23,12 @@ import psutil
 import pytest
 import servertools
 import slurmtools
+import waiting
 from marks import rest_slow
 from omegaconf import OmegaConf
 from runtools import LITTLE, here, rows, same_numbers, timeless  # noqa: F401 - here is a fixture
 from test_rank_group import long_run
+from waiting import WAIT_S
 
 import cookbook
 from cookbook.backends.remote import pointers
@@ -77,10 +79,7 @@ def processes(folder: Path) -> list[int]:
 
 
 def until(done: Callable[[], Any], why: Callable[[], object] = lambda: "") -> None:
-    end = time.monotonic() + LONG_S
-    while not done():
-        assert time.monotonic() < end, why()
-        time.sleep(0.05)
+    waiting.until(done, why, limit_s=LONG_S)
 
 
 def trainer_of(job: TrainerJob, number: int) -> psutil.Process:
@@ -244,7 +243,7 @@ def test_the_relay_follows_its_target_and_closes_old_connections():
     one, two, relay = Echo(b"one "), Echo(b"two "), Relay()
 
     def connect() -> socket.socket:
-        return socket.create_connection(("127.0.0.1", relay.port), timeout=30)
+        return socket.create_connection(("127.0.0.1", relay.port), timeout=WAIT_S)
 
     try:
         with connect() as early:
@@ -450,7 +449,7 @@ def test_a_run_outlives_its_trainer_and_its_driver(manager, undisturbed, tmp_pat
     assert Path("exported/model.safetensors").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_whose_driver_was_killed_saves_its_state_and_ends(manager, undisturbed, tmp_path, capsys):
     driver = Driver("job=local", "job.idle_h=0.006")
     driver.reach(3)
@@ -468,19 +467,20 @@ def test_a_job_whose_driver_was_killed_saves_its_state_and_ends(manager, undistu
     assert driver.job().state is JobState.COMPLETED and len(driver.job().attempts) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_endpoint_keeps_a_job_that_no_client_uses(manager, tiny_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(endpoint, "CONTACT_S", 1.0)
-    launcher = LocalJob(idle_h=12 / 3600)
+    launcher = LocalJob(idle_h=40 / 3600)
     manager.create(TrainerJobConfig(base_model=str(tiny_folder), launcher=launcher, requested_job_id="mine"))
     with JobEndpoint(manager, "mine") as address:
-        time.sleep(20)
+        # Longer than a job stays without a client.
+        time.sleep(60)
         assert address.lost() is None and manager.list()[0].state is JobState.RUNNING
     until(lambda: manager.list()[0].state is JobState.PAUSED)
     assert not processes(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_trains_on_several_ranks_and_starts_lost_ones_again(manager, tmp_path):
     assert run(["train", *RUN, "backend.ranks=2", "out=private"]) == 0
     driver = Driver("job=local", "backend.ranks=2")
@@ -496,7 +496,7 @@ def test_a_job_trains_on_several_ranks_and_starts_lost_ones_again(manager, tmp_p
     kill_ranks.gone(ranks)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_is_stopped_pauses_its_job_and_resumes_it(manager, undisturbed, tmp_path):
     driver = Driver("job=local")
     driver.reach(2)
@@ -559,7 +559,7 @@ def login(manager, tmp_path) -> Iterator[list[str]]:
         yield client
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_laptop_trains_a_job_through_ssh(login, undisturbed, tmp_path):
     """The commands of docs/jobs.md, with a job of this machine in place of one of Slurm."""
     near, far = servertools.free_port(), servertools.free_port()
@@ -595,7 +595,7 @@ def shell(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_on_slurm_does_not_notice_preemptions(slurm, manager, undisturbed):
     driver = Driver("job=slurm", "job.partition=main")
     driver.reach(2)
@@ -616,7 +616,7 @@ def test_a_run_on_slurm_does_not_notice_preemptions(slurm, manager, undisturbed)
     assert not shell("squeue", "-h")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_job_trains_on_two_nodes_and_survives_a_lost_rank(slurm, manager, tmp_path):
     assert run(["train", *RUN, "backend.ranks=2", "out=private"]) == 0
     driver = Driver("job=slurm", "job.nodes=2")
@@ -633,7 +633,7 @@ def test_one_job_trains_on_two_nodes_and_survives_a_lost_rank(slurm, manager, tm
     assert driver.job().state is JobState.COMPLETED and not processes(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_nodes_of_two_ranks_shard_the_weights_within_a_node(slurm, manager, tmp_path):
     """Two nodes compute, bit for bit, what four ranks of one machine compute if LOCAL_WORLD_SIZE makes a node of every two."""
     import ranktools
@@ -662,7 +662,7 @@ def test_two_nodes_of_two_ranks_shard_the_weights_within_a_node(slurm, manager, 
     assert len(losses[0]) == 4 and losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("words", ["job=local backend.ranks=2", "job=slurm backend.ranks=2", "job=slurm job.nodes=2"])
 def test_a_sharded_rank_that_runs_out_of_memory_ends_the_job_in_one_line(words, slurm, manager, tmp_path):
     recipe = long_run(tmp_path)
@@ -690,7 +690,7 @@ if os.environ.get("RANK") == "1":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("error", ["BackendError('model.name: unreadable here')", "OSError(5, 'Input/output error', 'model')"])
 def test_a_node_that_cannot_load_the_model_ends_the_job(error, slurm, manager, tiny_folder, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(UNREADABLE.format(error=error))
@@ -708,7 +708,7 @@ def test_a_node_that_cannot_load_the_model_ends_the_job(error, slurm, manager, t
     assert manager.reconnect("mine").attempt.number == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_slurm_refuses_a_job_in_one_line(slurm, manager, capsys):
     line = refusal(capsys, "train", "recipe=grpo", "debug=fast", "out=run", "job=slurm", "job.partition=mian")
     assert "job.partition: Slurm has no partition 'mian' for this job. Did you mean 'main'? (choices: main;" in line
@@ -717,7 +717,7 @@ def test_slurm_refuses_a_job_in_one_line(slurm, manager, capsys):
     assert not manager.list()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_slurm_gets_the_options_of_a_job(slurm, manager, tmp_path):
     launcher = SlurmJob(
         python=program(tmp_path, "env; sleep 1000"), partition="main", gpus=1, cpus=2, time="30", args=["--comment=mine"]
@@ -737,14 +737,14 @@ def test_slurm_gets_the_options_of_a_job(slurm, manager, tmp_path):
     assert not processes(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_slurm_gets_the_container_of_a_job(slurm, manager, tmp_path):
     launcher = SlurmJob(python=program(tmp_path, "sleep 1000"), container=str(tmp_path), args=["--hold"])
     job = manager.create(TrainerJobConfig(base_model="any", launcher=launcher, requested_job_id="mine"))
     assert f"Container={tmp_path}" in shell("scontrol", "show", "job", "-o", str(job.attempts[0].handle))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_attempt_ends_before_its_time_limit_and_a_new_one_follows(slurm, manager, tiny_folder):
     launcher = SlurmJob(time="2", signal_s=60, max_failures=100)
     manager.create(TrainerJobConfig(base_model=str(tiny_folder), launcher=launcher, requested_job_id="mine"))
@@ -791,11 +791,11 @@ def answers(url: str) -> bool:
     import httpx
 
     with contextlib.suppress(httpx.HTTPError):
-        return httpx.get(url).status_code == 200
+        return httpx.get(url, timeout=WAIT_S).status_code == 200
     return False
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_on_ray_does_not_notice_a_killed_trainer(ray, manager, undisturbed):
     driver = Driver("job=ray", f"job.cluster={ray}", f"+job.environment.PYTHONPATH={ROOT}", "job.cpus=0.5")
     driver.reach(3)

@@ -1,5 +1,6 @@
 """A judge behind a real HTTP server that fails in every way: scores, retries, errors, cache, limits, and a killed run."""
 
+import asyncio
 import json
 import os
 import signal
@@ -7,17 +8,21 @@ import threading
 import time
 from collections import Counter
 from contextlib import closing
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from runtools import SMALL, here, rows, start, timeless, train, write  # noqa: F401 - here is a fixture
+from waiting import WAIT_S
 
 from cookbook.data import RenderedPrompt, Row
 from cookbook.data.formats import Chat, Plain
 from cookbook.data.messages import ChatMessage
 from cookbook.errors import BadRowError, ConfigError, RolloutError
 from cookbook.sampling.rewards import RewardRunner
+from cookbook.sampling.rewards import judge as judges
 from cookbook.sampling.rewards.judge import Judge
 from cookbook.sampling.trajectory import Trajectory
 from cookbook.types import Sample
@@ -67,7 +72,7 @@ class _Handler(BaseHTTPRequestHandler):
         with server.lock:
             server.running -= 1
         if reply == HANG:
-            server.ended.wait(60)
+            server.ended.wait(WAIT_S)
         if reply in (HANG, DROP):
             self.close_connection = True
             return
@@ -170,15 +175,33 @@ def test_the_last_line_alone_is_the_score(answer, score):
     assert Judge(url="http://localhost:1/v1", model="m").score(answer) == score
 
 
-def test_every_failure_is_retried(serving):
+class Timeouts:
+    """``asyncio.timeout`` of a judge, for one request at a time, which the test ends."""
+
+    def timeout(self, limit_s):
+        self.loop, self.latest = asyncio.get_running_loop(), asyncio.timeout(None)
+        return self.latest
+
+    def end(self):
+        self.loop.call_soon_threadsafe(lambda: self.latest.reschedule(self.loop.time()))
+
+
+def test_every_failure_is_retried(serving, monkeypatch):
     """One completion meets them all, in turn; the answer without a score is followed by a correction."""
     replies = [
         (500, "broken"), (503, "busy", ("Retry-After", "0")), (429, "slow down"), DROP, HANG, (200, "<html>no JSON"),
         (200, '{"choices": []}'), (200, '{"choices": [{"message": {"content": null}}]}'), "I like it", "Score: 4",
     ]  # fmt: skip
-    said = iter(replies)
-    server = serving(lambda body, number: next(said))
-    assert scores(judge_of(server, retries=len(replies) - 1, timeout_s=0.5), "42") == [0.4]
+    said, timeouts = iter(replies), Timeouts()
+    monkeypatch.setattr(judges, "asyncio", SimpleNamespace(**{**vars(asyncio), "timeout": timeouts.timeout}))
+
+    def reply(body, number):
+        if (found := next(said)) == HANG:
+            timeouts.end()
+        return found
+
+    server = serving(reply)
+    assert scores(judge_of(server, retries=len(replies) - 1), "42") == [0.4]
     assert len(server.requests) == len(replies)
     last = server.requests[-1][2]["messages"]
     assert [one["role"] for one in last] == ["user", "assistant", "user"] and last[1]["content"] == "I like it"
@@ -238,6 +261,36 @@ def test_nothing_is_asked_twice(serving):
     assert scores(judge_of(other), "42") == [first[0]] and not other.requests
 
 
+def test_another_model_and_another_request_are_asked(serving):
+    server = serving("Score: 1")
+    judge = judge_of(server)
+    for one in (judge, replace(judge, model="other"), replace(judge, request={"temperature": 1.0})):
+        scores(one, "42")
+        scores(one, "42")
+    assert len(server.requests) == 3
+
+
+def test_the_pause_that_the_server_asks_for_is_made(serving, monkeypatch):
+    replies = iter([(429, "slow down", ("Retry-After", "7")), (503, "busy", ("Retry-After", "soon")), "Score: 1"])
+    server, pauses = serving(lambda body, number: next(replies)), []
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+
+    monkeypatch.setattr(judges, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
+    assert scores(judge_of(server), "42") == [0.1]
+    assert pauses[0] == 7.0 and 0.0 < pauses[1] <= 0.002
+
+
+def test_the_prompt_of_a_later_turn_is_all_that_was_said_before():
+    write("rubric.txt", "{prompt}\n---\n{completion}")
+    judge = Judge(url="http://localhost:1/v1", model="m", rubric="rubric.txt")
+    said = [("user", "6*7="), ("assistant", "41"), ("user", "Sure?"), ("assistant", "42")]
+    trajectory = [{"role": role, "content": content} for role, content in said]
+    [question] = judge._body("42", {}, trajectory)["messages"]
+    assert question["content"].startswith("[user]\n6*7=\n\n[assistant]\n41\n\n[user]\nSure?\n---\n42\n\nEnd with")
+
+
 def test_a_cache_that_cannot_be_written_is_reported(serving):
     write("cache", "a file")
     with pytest.raises(RolloutError, match=r"^rows\.jsonl:7: reward: reward\.cache: .*, got cache/.*; free space or choose"):
@@ -249,7 +302,7 @@ def test_workers_bound_the_requests_at_a_time(serving):
     together = threading.Barrier(3)
 
     def script(body, number):
-        together.wait(30)
+        together.wait(WAIT_S)
         time.sleep(0.02)
         return "Score: 1"
 

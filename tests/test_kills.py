@@ -6,7 +6,7 @@ import kills
 import pytest
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_killed_runs_of_every_recipe_end_the_same(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     counts = kills.campaign(tmp_path, kills=5, seed=15)

@@ -13,7 +13,7 @@ from cookbook.data import Renderer
 from cookbook.engine.model import ModelConfig
 from cookbook.utils.paths import packaged
 
-pytestmark = [pytest.mark.usefixtures("here"), pytest.mark.slow]
+pytestmark = [pytest.mark.usefixtures("here"), pytest.mark.nightly]
 TINY = packaged("data") / "tiny"
 # Both compute in float32, and batch the texts differently.
 TOLERANCE = 1e-4

@@ -18,7 +18,7 @@ print(json.dumps([dataclasses.asdict(size) for _, _, size in seen]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_nothing_grows_with_the_steps(tmp_path):
     """Between steps 40 and 80: an evaluation every 10, a checkpoint every 20, one sync and one sampler a step."""
     command = [sys.executable, "-c", WATCHED, str(ROOT / "benchmarks")]

@@ -2,16 +2,17 @@
 
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
 import yaml
+from children import in_child, limit_files
 from marks import rest_slow
 from runtools import BRIEF, ROOT, SMALL, checkpoint, files, here, rows, timeless, train, write  # noqa: F401 - here is a fixture
 from safetensors.torch import load_file, save_file
@@ -22,6 +23,7 @@ from cookbook.utils.files import write_text
 from cookbook.utils.paths import packaged
 
 pytestmark = pytest.mark.usefixtures("here")
+T = TypeVar("T")
 TINY = packaged("data") / "tiny"
 TALK = '{"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]}\n'
 
@@ -271,48 +273,45 @@ def test_a_loss_that_is_not_a_number_stops_the_run(capsys):
 # Disks
 
 
-@pytest.fixture
-def largest_file() -> Iterator:
-    """``largest_file(bytes)``: no file of this process may grow beyond that, as on a disk that is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+def with_full_disk(num_bytes: int, function: Callable[[], T]) -> T:
+    """Call the function in a process whose files do not grow beyond ``num_bytes``."""
+    return in_child(lambda: (limit_files(num_bytes), function())[1])
 
 
-def test_an_out_that_cannot_be_written(capsys, largest_file):
+def test_an_out_that_cannot_be_written(capsys):
     write("file", "")
     message = "out: cannot write to file/run: Not a directory; choose another folder with out=..."
     assert refused(capsys, *SMALL["sft"], "out=file/run") == message
     assert refused(capsys, *SMALL["sft"], "out=file") == "out: file exists and is not a run of cookbook; choose another folder"
-    largest_file(1000)
     message = "out: cannot write to run: File too large; choose another folder with out=..."
-    assert refused(capsys, *SMALL["sft"], "out=run") == message
+    assert with_full_disk(1000, lambda: refused(capsys, *SMALL["sft"], "out=run")) == message
 
 
-def test_a_file_that_cannot_be_rewritten_is_unchanged(largest_file):
+def test_a_file_that_cannot_be_rewritten_is_unchanged():
     write("config.yaml", "seed: 0\n")
-    largest_file(100)
-    with pytest.raises(OSError, match="File too large"):
-        write_text(Path("config.yaml"), "x" * 200)
+
+    def rewrite():
+        with pytest.raises(OSError, match="File too large"):
+            write_text(Path("config.yaml"), "x" * 200)
+
+    with_full_disk(100, rewrite)
     assert [(path.name, path.read_text()) for path in Path().iterdir()] == [("config.yaml", "seed: 0\n")]
 
 
 @pytest.mark.parametrize("aside", ["false", "true"])
 @pytest.mark.slow
-def test_a_disk_that_is_full_while_saving(aside, capsys, largest_file):
+def test_a_disk_that_is_full_while_saving(aside, capsys):
     words = [*SMALL["orpo"], "recipe.steps=4", "checkpoint.every=2", f"checkpoint.asynchronous={aside}", "out=run"]
     assert train(*SMALL["orpo"], "recipe.steps=4", "out=whole") == 0
     assert train(*words, "recipe.steps=2") == 0
     before = files(checkpoint("run", 2))
     capsys.readouterr()
-    largest_file(1_000_000)
-    assert train(*words) == 2
-    err = capsys.readouterr().err
+    code, err = with_full_disk(1_000_000, lambda: (train(*words), capsys.readouterr().err))
+    assert code == 2
     assert err.startswith("error: run/checkpoints/step-000004: could not be saved: ") and err.count("\n") == 1
     assert err.endswith("; earlier checkpoints are untouched\n")
     assert files(checkpoint("run", 2)) == before
     assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step-000002"]
-    largest_file(resource.RLIM_INFINITY)
     assert train(*words) == 0
     assert timeless("run")[3:] == timeless("whole")[3:]
 
@@ -380,13 +379,13 @@ def test_a_folder_that_becomes_read_only(capsys):
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_while_noting_metrics(capsys, largest_file):
-    largest_file(4000)  # the configuration fits, a few rows too
-    assert train(*SMALL["dpo"], "recipe.steps=9", "eval.every=null", "out=run") == 2
+def test_a_disk_that_is_full_while_noting_metrics(capsys):
+    words = [*SMALL["dpo"], "recipe.steps=9", "eval.every=null", "out=run"]
+    # The configuration fits, a few rows too.
+    code, err = with_full_disk(4000, lambda: (train(*words), capsys.readouterr().err))
     message = "out: cannot write to run/metrics.jsonl: File too large; free disk space and run the same command to resume"
-    assert capsys.readouterr().err == f"error: {message}\n"
-    largest_file(resource.RLIM_INFINITY)
-    assert train(*SMALL["dpo"], "recipe.steps=9", "eval.every=null", "out=run") == 0
+    assert (code, err) == (2, f"error: {message}\n")
+    assert train(*words) == 0
     assert [row["step"] for row in rows("run")] == list(range(10))
 
 

@@ -8,6 +8,7 @@ import json
 import shutil
 
 import families
+import marks
 import numpy as np
 import pytest
 import tiny
@@ -28,7 +29,7 @@ from cookbook.errors import BackendError, ConfigError, RolloutError
 from cookbook.losses import DPO
 from cookbook.types import AdamParams, SamplingParams
 
-# Some of each kind, in the fast tests; the others are slow tests.
+# Some of each kind, in the fast tests.
 # fmt: off
 QUICK = ["deepseek_v3", "gpt2", "gpt_oss", "llama", "mamba", "qwen3"]
 # Those that the other tests go through.
@@ -40,9 +41,11 @@ CORE = [
 
 
 def some(names, quick):
-    """All ``names``; those that are not ``quick`` are slow tests."""
-    params = [pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in names]
-    return pytest.mark.parametrize("family", params)
+    """All ``names``: the ``quick`` ones in fast tests, a third of the others in CI, by the seed of the run."""
+    others = [name for name in names if name not in quick]
+    in_ci = marks.some(others, len(others) // 3)
+    chosen = {name: [] if name in quick else pytest.mark.slow if name in in_ci else pytest.mark.nightly for name in names}
+    return pytest.mark.parametrize("family", [pytest.param(name, marks=mark) for name, mark in chosen.items()])
 
 
 CORE_SOME = some(CORE, ("qwen3", "gemma2", "gpt2", "qwen3_5_text", "mamba"))

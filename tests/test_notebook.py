@@ -42,7 +42,7 @@ def test_what_train_refuses(here):  # noqa: F811
         cookbook.RunResult("nowhere")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_example_notebook(tmp_path):
     nbclient = pytest.importorskip("nbclient", reason="pip install nbclient ipykernel")
     nbformat = pytest.importorskip("nbformat")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from waiting import WAIT_S
 
 from cookbook.backends.worker import SLICE_S, Account, Lane, Worker
 from cookbook.errors import BackendError
@@ -39,14 +40,14 @@ def test_calls_under_way_are_dropped_at_their_pause_and_the_lanes_stay_open():
     with pausing_lanes(2) as lanes:
         begun = threading.Barrier(3)
         futures = [lane.submit(Call(begun)) for lane in lanes]
-        begun.wait(10)
+        begun.wait(WAIT_S)
         # One of them computes now, the other has paused.
         for lane in lanes:
             lane.clear()
         for future in futures:
             with pytest.raises(BackendError, match="the call was dropped"):
-                future.result(10)
-        assert [lane.submit(lambda: "next").result(10) for lane in lanes] == ["next", "next"]
+                future.result(WAIT_S)
+        assert [lane.submit(lambda: "next").result(WAIT_S) for lane in lanes] == ["next", "next"]
 
 
 def test_one_paused_call_holds_memory_also_after_another_was_dropped():
@@ -54,7 +55,7 @@ def test_one_paused_call_holds_memory_also_after_another_was_dropped():
         begun = threading.Barrier(2)
         holder = Call(begun, holds_memory=True)
         held = first.submit(holder)
-        begun.wait(10)
+        begun.wait(WAIT_S)
 
         def passes_of_the_first() -> set[int]:
             seen = set()
@@ -71,28 +72,28 @@ def test_one_paused_call_holds_memory_also_after_another_was_dropped():
                 second.drop()
 
         with pytest.raises(BackendError, match="the call was dropped"):
-            second.submit(drops_itself).result(10)
+            second.submit(drops_itself).result(WAIT_S)
         # The first call keeps its memory in its pause, so the third does not pause, and the first does not run in between.
-        assert len(last.result(10)) == 1
+        assert len(last.result(WAIT_S)) == 1
         first.drop()
         with pytest.raises(BackendError, match="the call was dropped"):
-            held.result(10)
+            held.result(WAIT_S)
 
 
 def test_a_call_that_waits_for_its_own_worker_is_an_error_and_not_a_deadlock():
     with pausing_lanes(1) as (lane,):
-        wait: Callable[[], object] = lambda: lane.submit(lambda: 1).result(10)  # noqa: E731
+        wait: Callable[[], object] = lambda: lane.submit(lambda: 1).result(WAIT_S)  # noqa: E731
         with pytest.raises(BackendError, match="the trainer waits for itself"):
-            lane.submit(wait).result(10)
+            lane.submit(wait).result(WAIT_S)
 
 
 def test_the_threads_of_calls_end_with_their_worker():
     before = set(threading.enumerate())
     with pausing_lanes(2) as lanes:
         for lane in lanes:
-            lane.submit(lambda: None).result(10)
+            lane.submit(lambda: None).result(WAIT_S)
         started = set(threading.enumerate()) - before
         assert {thread.name for thread in started} >= {"cookbook-trainer", "cookbook-call"}
     for thread in started:
-        thread.join(10)
+        thread.join(WAIT_S)
         assert not thread.is_alive()

@@ -16,6 +16,7 @@ import numpy as np
 import power
 import pytest
 import tiny
+from waiting import WAIT_S
 
 from cookbook.checkpoints import manifest, sampler_checkpoints, sharded, store
 from cookbook.server.journal.log import Log, Record, read
@@ -143,7 +144,7 @@ def test_a_record_appended_during_a_sync_waits_for_its_own(monkeypatch, tmp_path
     def slow(descriptor):
         count.append(descriptor)
         began.set()
-        assert go_on.wait(30)
+        assert go_on.wait(WAIT_S)
         real(descriptor)
 
     async def acknowledged():

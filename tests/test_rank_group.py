@@ -14,7 +14,7 @@ import kill_ranks
 import psutil
 import pytest
 from kill_ranks import gone
-from marks import rest_slow
+from marks import rest_nightly, rest_slow
 from omegaconf import OmegaConf
 from runtools import LITTLE, SMALL, bits, checkpoint, here, rows, start, train  # noqa: F401 - here is a fixture
 
@@ -42,8 +42,7 @@ def assert_close(one: str, other: str) -> None:
 
 
 # GRPO does everything that the other recipes do but for their losses, which test_ranks.py compares.
-@pytest.mark.parametrize("recipe", ["grpo", "sft", "dpo", "orpo"])
-@pytest.mark.slow
+@pytest.mark.parametrize("recipe", rest_nightly(["grpo", "sft", "dpo", "orpo"]))
 def test_two_ranks_train_as_one_process(recipe):
     assert train(*SMALL[recipe], "out=one") == 0
     assert train(*SMALL[recipe], RANKS, "out=two") == 0
@@ -169,8 +168,7 @@ def test_ranks_that_cannot_run_end_in_one_line(code, error, monkeypatch):
         RankSupervisor(1, {}, listener).run()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("words", [SMALL["sft"], SMALL["dpo"], [*SMALL["sft"], "model.lora_rank=4"]])
+@pytest.mark.parametrize("words", rest_nightly([SMALL["sft"], SMALL["dpo"], [*SMALL["sft"], "model.lora_rank=4"]]))
 def test_sharded_ranks_train_as_one_process(words):
     assert train(*words, "eval.answers=false", "out=one") == 0
     assert train(*words, "eval.answers=false", RANKS, "backend.shard=all", "out=two") == 0
@@ -178,7 +176,7 @@ def test_sharded_ranks_train_as_one_process(words):
     assert train("recipe=sft", "eval.limit=4", "recipe.steps=1", "model.name=two/checkpoints/step-000003", "out=three") == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_another_number_of_ranks_resumes():
     longer = [word.replace("steps=3", "steps=6") for word in SFT]
     assert train(*longer, "out=whole", "checkpoint.every=3", "checkpoint.keep=null") == 0
@@ -190,7 +188,7 @@ def test_another_number_of_ranks_resumes():
     assert len(bits(checkpoint("down"))) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_diverged_run_ends_in_one_line(capsys):
     assert train(*SFT, RANKS, "optim.lr=1e30", "optim.grad_clip_norm=0", "out=diverged") == 2
     assert "optim_step: the gradient norm is nan" in capsys.readouterr().err.splitlines()[-1]
@@ -246,7 +244,7 @@ def long_run(folder: Path) -> list[str]:
     return ["recipe=sft", f"data={folder}/long.jsonl", *sizes]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the memory of a process")
 @pytest.mark.parametrize("shard", ["none", "all"])
 def test_a_rank_that_runs_out_of_memory_ends_the_run_in_one_line(shard, monkeypatch, capsys, tmp_path):
@@ -257,34 +255,32 @@ def test_a_rank_that_runs_out_of_memory_ends_the_run_in_one_line(shard, monkeypa
     assert "starting the 2 ranks again" not in errors and not kill_ranks.ranks_of(psutil.Process())
 
 
-@pytest.mark.slow
 # `python tests/kill_ranks.py` has the other recipes and more kills.
-@pytest.mark.parametrize("recipe", ["grpo", "sharded"])
-def test_killed_ranks_change_nothing(recipe, tmp_path):
+@pytest.mark.parametrize(("recipe", "kills"), rest_nightly([("grpo", 1), ("grpo", 3), ("sharded", 3)]))
+def test_killed_ranks_change_nothing(recipe, kills, tmp_path):
     calm, killed = tmp_path / "calm", tmp_path / "killed"
     kill_ranks.played(calm, recipe, 12, 0, kill_ranks.VICTIMS)
-    campaign = kill_ranks.played(killed, recipe, 12, 3, kill_ranks.VICTIMS)
+    campaign = kill_ranks.played(killed, recipe, 12, kills, kill_ranks.VICTIMS)
     assert kill_ranks.differences(calm, killed) == []
-    assert len(campaign.killed) >= 2
+    assert len(campaign.killed) == kills
 
 
 class Idle(Hook):
     """Is idle for longer than the time-out of the ranks' collective operations."""
 
     def on_step(self, run: object, step: int, metrics: Mapping[str, float]) -> None:
-        time.sleep(8.0 if step == 1 else 0.0)
+        time.sleep(32.0 if step == 1 else 0.0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_that_were_idle_for_longer_than_their_time_out_take_the_next_step(monkeypatch, capsys):
-    shorter = "from cookbook.engine.ranks.processes import join; join.__kwdefaults__['timeout_s'] = 4.0; from cookbook.server"
+    shorter = "from cookbook.engine.ranks.processes import join; join.__kwdefaults__['timeout_s'] = 30.0; from cookbook.server"
     monkeypatch.setattr(supervisor, "MAIN", supervisor.MAIN.replace("from cookbook.server", shorter))
     assert train(*SFT, RANKS, f"+hook.idle._target_={__name__}.Idle", "out=idle") == 0
     assert "again" not in capsys.readouterr().err
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", rest_nightly([signal.SIGINT, signal.SIGTERM]))
 def test_a_command_that_is_stopped_saves_and_leaves_no_rank(number):
     words = [*SFT, RANKS, "out=stopped", "recipe.steps=1000", "recipe.epochs=1000"]
     with start(words) as command:

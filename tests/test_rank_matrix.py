@@ -5,8 +5,9 @@
 
 The table has, for each cell, the largest relative difference of a metric or of the weights after 4 steps of AdamW, and the
 shares of the tokens that the ranks computed. The command fails if a case differs by more than 1e-12 in float64 or 1e-5 in
-float32, or if a rank computes less than 0.6 or more than 1.4 times its equal share (30% to 70% on two ranks). The test runs a
-third of the cases, of which each loss meets each option.
+float32, or if a rank computes less than 0.6 or more than 1.4 times its equal share (30% to 70% on two ranks). The tests run a
+third of the cases, of which each loss meets each option: two of the six groups in CI, other ones with each commit, and the
+others at night.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import pytest
 import ranktools
+from marks import rotating
 from test_ranks import LORA, LOSSES, MOE, UNTIED, case, differs, save_models
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -52,8 +54,7 @@ def results(count: int, chosen: list[dict[str, Any]], models: dict[str, str], fo
     return ranktools.results_of(count, folder, given, LOCAL_WORLD_SIZE=str(count // 2))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("count", "shard"), GROUPS)
+@pytest.mark.parametrize(("count", "shard"), rotating(GROUPS, 2))
 def test_ranks_compute_every_loss_with_every_option(count, shard, tmp_path):
     models = save_models(tmp_path / "models")
     place = GROUPS.index((count, shard))

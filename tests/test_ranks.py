@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import socket
 import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,8 @@ import ranktools
 import tiny
 import torch
 from families import network
+from marks import rest_nightly, some
+from waiting import WAIT_S, until
 
 from cookbook.checkpoints import gathered, manifest, sampler_checkpoints
 from cookbook.checkpoints.tensor_digests import Weights
@@ -150,7 +153,7 @@ def fast(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tu
     folder = tmp_path_factory.mktemp("fast")
     given = [{**one, "model": models[one["model"]]} for one in FAST]
     programs = [("checkpoints", models["untied"]), ("errors", models["tied"]), ("sampled_from", models["tied"])]
-    return ranktools.results_of(2, folder, given, programs, sampled=models["tied"], IDLE_S="6", TIMEOUT_S="5"), folder
+    return ranktools.results_of(2, folder, given, programs, sampled=models["tied"]), folder
 
 
 @pytest.mark.slow
@@ -204,8 +207,9 @@ def test_sharded_ranks_save_the_files_of_one_process_at_equal_weights(fast, mode
     check_sampled_from(fast[0]["sampled_from"], fast[1], models["tied"], tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("count", "shard", "model"), [(2, "all", "moe"), (4, "node", "untied"), (3, "all", "moe")])
+@pytest.mark.parametrize(
+    ("count", "shard", "model"), rest_nightly([(4, "node", "untied"), (2, "all", "moe"), (3, "all", "moe")])
+)
 def test_ranks_of_any_number_save_the_files_of_one_process(models, tmp_path, count, shard, model):
     folder = tmp_path / "ranks"
     folder.mkdir()
@@ -219,12 +223,12 @@ def test_an_error_on_one_rank_is_one_line_and_the_group_lives_on(fast, models, t
     check_errors(fast[0]["errors"], leading.errors(models["tied"], tmp_path))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("shard", SHARDS)
 def test_a_group_may_be_idle_for_longer_than_the_time_out_of_its_collective_operations(models, tmp_path, shard):
     """A rank that fails takes part in the sums of the replicas, or the others would wait until the time-out."""
     programs = [("errors", models["tied"])]
-    found = ranktools.results_of(2, tmp_path, programs=programs, shard=shard, IDLE_S="6", TIMEOUT_S="5")["errors"]
+    found = ranktools.results_of(2, tmp_path, programs=programs, shard=shard, IDLE_S="32", TIMEOUT_S="30")["errors"]
     check_errors(found, leading.errors(models["tied"], tmp_path), shard)
 
 
@@ -257,10 +261,11 @@ def test_objects_are_not_registered_while_another_thread_packs_a_command():
 
     thread = threading.Thread(target=leader.call, args=(False, make, len), daemon=True)
     thread.start()
-    thread.join(0.2)
+    # The lock is held by then, or the thread has ended.
+    until(lambda: leader._sending.locked() or not thread.is_alive())
     assert thread.is_alive() and not leader._objects
     leader._sending.release()
-    thread.join(60)
+    thread.join(WAIT_S)
     assert len(leader._objects) == 1
 
 
@@ -338,24 +343,32 @@ def trained(folder: Path, models: dict[str, str]) -> Any:
     return np.concatenate([tensors[name].detach().double().numpy().ravel() for name in sorted(tensors)])
 
 
-@pytest.mark.slow
-def test_replicas_and_adapters_are_led_too(models, tmp_path):
-    chosen = [("none", "checkpoints", "tied"), ("none", "adapter", "tied"), ("all", "adapter", "tied")]
-    for shard, program, model in [*chosen, ("all", "checkpoints", "moe")]:
-        one, other = tmp_path / f"{shard} {program}", tmp_path / f"{shard} {program} alone"
-        one.mkdir()
-        found = ranktools.results_of(2, one, programs=[(program, models[model])], shard=shard)[program]
-        expected = leading.PROGRAMS[program](models[model], other)
-        assert found["digests"] == expected["digests"], (shard, program)
-        assert all(close(found[key], expected[key]) for key in expected if key != "digests"), (shard, program)
-        for name in {"base", "delta"} & {path.name for path in one.iterdir()}:
-            assert weights_of(sampler_checkpoints.reconstruct(one / name)) == pytest.approx(
-                weights_of(sampler_checkpoints.reconstruct(other / name)), rel=1e-9, abs=1e-12
-            )
+@pytest.mark.parametrize(
+    ("shard", "program", "model"),
+    rest_nightly(
+        [
+            ("none", "checkpoints", "tied"),
+            ("all", "adapter", "tied"),
+            ("none", "adapter", "tied"),
+            ("all", "checkpoints", "moe"),
+        ],
+        slow=2,
+    ),
+)
+def test_replicas_and_adapters_are_led_too(models, tmp_path, shard, program, model):
+    one, other = tmp_path / "ranks", tmp_path / "alone"
+    one.mkdir()
+    found = ranktools.results_of(2, one, programs=[(program, models[model])], shard=shard)[program]
+    expected = leading.PROGRAMS[program](models[model], other)
+    assert found["digests"] == expected["digests"]
+    assert all(close(found[key], expected[key]) for key in expected if key != "digests")
+    for name in {"base", "delta"} & {path.name for path in one.iterdir()}:
+        assert weights_of(sampler_checkpoints.reconstruct(one / name)) == pytest.approx(
+            weights_of(sampler_checkpoints.reconstruct(other / name)), rel=1e-9, abs=1e-12
+        )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (4, 2), (2, 4)])
+@pytest.mark.parametrize(("before", "after"), rest_nightly([(1, 2), (4, 2), (2, 4)], slow=2))
 def test_a_checkpoint_continues_on_another_number_of_ranks(models, tmp_path, before, after):
     if before == 1:
         expected = leading.checkpoints(models["untied"], tmp_path)
@@ -365,7 +378,7 @@ def test_a_checkpoint_continues_on_another_number_of_ranks(models, tmp_path, bef
     assert found["step"] == 4 and close(found["again"], expected["later"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_rank_holds_the_whole_model_while_it_is_loaded_saved_for_sampling_or_trained(tmp_path):
     shape = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 28, "head_dim": 128}
@@ -376,9 +389,8 @@ def test_no_rank_holds_the_whole_model_while_it_is_loaded_saved_for_sampling_or_
         folder = tmp_path / str(count)
         folder.mkdir()
         (folder / "job.json").write_text(json.dumps({"memory": str(model)}))
-        # Each tensor in pages of its own, so that freed memory is returned: the heap's holes are not a rank's share.
-        ended = ranktools.finish(ranktools.start(count, [ranktools.HERE, folder], MALLOC_MMAP_THRESHOLD_="131072"))
-        assert all(code == 0 for code, _ in ended), "\n".join(output for _, output in ended)
+        ranktools.parent().fork(count, folder, {})
+        assert not any(ranktools.parent().wait()), ranktools.outputs_of(folder)
         grown[count] = [json.loads((folder / f"memory-{rank}.json").read_text()) for rank in range(count)]
     num_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     shares = {count: [{key: one[key] / num_bytes for key in one} for one in found] for count, found in grown.items()}
@@ -399,26 +411,27 @@ def test_a_killed_rank_ends_the_group(models, tmp_path, shard, victim):
     """No process stays, and none takes the closed connection for an answer."""
     job = {"cases": [], "programs": [("killed", models["tied"])], "shard": shard}
     (tmp_path / "job.json").write_text(json.dumps(job))
-    processes = ranktools.start(2, [ranktools.HERE, tmp_path])
-    while not (tmp_path / "started").exists():
-        assert all(process.poll() is None for process in processes)
-        time.sleep(0.1)
-    processes[victim].kill()
-    ended = ranktools.finish(processes)
-    code, output = ended[1 - victim]
-    assert code == EXIT_LOST
+    parent = ranktools.parent()
+    ranks = parent.fork(2, tmp_path, {})
+    until((tmp_path / "started").exists)
+    os.kill(ranks[victim], signal.SIGKILL)
+    assert parent.wait()[1 - victim] == EXIT_LOST
+    output = (tmp_path / f"output-{1 - victim}").read_text()
     assert output.strip().splitlines()[-1].startswith("error: rank ") and "Traceback" not in output
 
 
-@pytest.mark.slow
+# A few of the cases in CI, other ones with each commit; all of them at night.
+@pytest.mark.parametrize("count", rest_nightly([5, None]))
 @pytest.mark.parametrize("shard", SHARDS)
-def test_two_ranks_compute_every_loss_and_every_option(models, tmp_path, shard):
-    results = check([*SLOW[shard], case(shard, "sft")], 2, models, tmp_path)
+def test_two_ranks_compute_every_loss_and_every_option(models, tmp_path, shard, count):
+    once = [case(shard, "sft"), case(shard, "custom"), case(shard, "custom", **LORA), case(shard, "custom", **UNTIED)]
+    chosen = [once[0], *some(SLOW[shard], count)]
+    results = check(chosen, 2, models, tmp_path)
     # The ranks compute every token once, as one process does, also for a custom loss: no logprobs are computed twice.
-    for one in (case(shard, "sft"), case(shard, "custom"), case(shard, "custom", **LORA), case(shard, "custom", **UNTIED)):
-        assert results[one["name"]]["tokens"] == 1.0, one["name"]
+    for name in {one["name"] for one in once} & results.keys():
+        assert results[name]["tokens"] == 1.0, name
 
 
-@pytest.mark.slow
-def test_four_ranks_shard_within_nodes(models, tmp_path):
-    check(HYBRID, 4, models, tmp_path, LOCAL_WORLD_SIZE="2")
+@pytest.mark.parametrize("count", rest_nightly([3, None]))
+def test_four_ranks_shard_within_nodes(models, tmp_path, count):
+    check(some(HYBRID, count), 4, models, tmp_path, LOCAL_WORLD_SIZE="2")

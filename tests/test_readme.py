@@ -56,6 +56,14 @@ def test_links_and_named_files_exist(page: Path) -> None:
     assert missing == set()
 
 
+def test_the_map_of_promises_names_every_test_file() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = text.partition("| promise |")[2].partition("\n\n")[0]
+    named = {name for row in table.splitlines() for name in re.findall(r"`([\w/]+)`", "".join(row.split("|")[2:]))}
+    files = {path.stem.removeprefix("test_") for path in (ROOT / "tests").glob("test_*.py")}
+    assert named == files | {f"system/{folder.name}" for folder in (ROOT / "tests" / "system").iterdir()}
+
+
 def test_nothing_is_left_to_fill_in() -> None:
     assert "@@" not in README
 
@@ -75,6 +83,18 @@ COMPOSED: dict[str, dict[str, object] | str] = {
     "train recipe=sft loss=dpo": "error: loss: recipe=sft trains on conversations",
     "train recipe=dpo loss.normalization=num_sequences": "error: loss: DPO already returns a mean",
     "train recipe=sft model=Qwen/Qwen3-0.6B data=chats.jsonl": CHATS,
+    "train recipe=sft model=Qwen/Qwen3-0.6B data=chats.jsonl model.chat_template_kwargs={enable_thinking: false}": {
+        **CHATS, "model.chat_template_kwargs": {"enable_thinking": False},
+    },
+    "train recipe=sft model=tiny data=arithmetic_chat recipe.epochs=1 out=runs/sft": {
+        "model.random": False, "recipe.epochs": 1,
+    },
+    "train recipe=dpo model=runs/sft data=arithmetic_pairs eval.max_tokens=16 out=runs/dpo": {
+        "model.name": "runs/sft", "optim.lr": 1e-6, "eval.max_tokens": 16,
+    },
+    "train recipe=grpo model=runs/dpo data=arithmetic recipe.steps=20 rollout.max_tokens=16 eval.max_tokens=16 out=runs/grpo": {
+        "model.name": "runs/dpo", "optim.lr": 1e-6, "recipe.steps": 20,
+    },
     "train recipe=grpo rollout.refill=2": {"rollout.refill": 2.0, "data.curriculum": None},
     "train recipe=grpo data.curriculum={}": {"data.curriculum": {}, "rollout.refill": 1.0},
     "train recipe=grpo data.curriculum={new: 0.3, medium: 0.6, hard: 0.1, easy: 0.0}": {
@@ -146,6 +166,7 @@ COMPOSED: dict[str, dict[str, object] | str] = {
     "train experiment=dpo_pairs": {"recipe.name": "dpo", "optim.lr": 5e-5},
     "train experiment=orpo_pairs": {"recipe.name": "orpo", "optim.lr": 3e-4},
     "train experiment=grpo_sums": DEMO,
+    "train experiment=grpo_two_digits": {"model.name": "build/smollm2", "optim.lr": 2e-5, "recipe.steps": 20},
     "train experiment=grpo_lora": {**DEMO, "optim.lr": 1e-3, "model.lora_rank": 16},
     "train experiment=grpo_second_try": {**DEMO, "recipe.steps": 15, "env.max_turns": 2},
     "train experiment=grpo_judge": {**DEMO, "reward.url": "http://127.0.0.1:8001/v1"},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import threading
@@ -469,12 +468,6 @@ def test_a_service_client_is_the_same_over_http(server, tiny_folder):
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
 
 
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
 def error_of(capsys, *words):
     assert train(*words, "out=run") == 2
     lines = capsys.readouterr().err.strip().splitlines()
@@ -483,7 +476,7 @@ def error_of(capsys, *words):
 
 
 def test_no_server(capsys, model):
-    url = f"http://127.0.0.1:{free_port()}"
+    url = f"http://127.0.0.1:{servertools.free_port()}"
     found = error_of(capsys, *SMALL["sft"], *model, "backend=remote", f"backend.base_url={url}")
     assert f"no answer from {url}" in found and "cookbook serve" in found
 

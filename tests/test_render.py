@@ -126,22 +126,26 @@ def test_message_weights_only_take_away(template):
 def test_trimmed_answers_and_literal_stop_tokens():
     render = renderer(TRIMS)
     assert trained(render, render.conversation([*TURNS[:4], {"role": "assistant", "content": "  x \n"}]))[-1] == "x<|im_end|>"
-    # Sampling would end at the stop token in the middle, so training does.
+    # A stop token that the answer spells is text, and one at its end is the end of the turn.
     render = renderer(PLAIN_CHATML)
-    assert trained(render, render.conversation([TURNS[1], {"role": "assistant", "content": "a<|im_end|>b"}])) == ["a<|im_end|>"]
+    for content in ("a<|im_end|>b", "a<|im_end|>b<|im_end|>", "a<|im_end|>b<|im_end|>\n"):
+        rendered = render.conversation([TURNS[1], {"role": "assistant", "content": content}])
+        assert trained(render, rendered) == ["a<|im_end|>b<|im_end|>"]
+        assert rendered.tokens.count(render.tokenizer.eos_token_id) == 2
 
 
-def test_templates_that_rewrite_history_are_refused_where_it_matters():
+def test_templates_that_rewrite_history_have_a_sequence_for_each_answer():
     render = renderer(FORGETFUL)
-    with pytest.raises(DataError, match=r"rewrites message 2 .*set data\.train_on=each_assistant .* or last_assistant"):
-        render.conversation(TURNS)
+    parts = render.sequences([Chat("row", parse_messages(TURNS, "row", "messages"))])[0]
+    assert [trained(render, one) for one in parts] == [["<think></think>Four é<|im_end|>"], ["<think></think>東京<|im_end|>"]]
+    assert [one.num_messages for one in parts] == [3, 5]
     assert trained(render, render.conversation(TURNS, "last_assistant")) == ["<think></think>東京<|im_end|>"]
     assert trained(render, render.conversation(TURNS[:3])) == ["<think></think>Four é<|im_end|>"]
+    # One sequence, as of a pair: the first answer as it is printed before the last.
+    assert trained(render, render.conversation(TURNS)) == ["Four é<|im_end|>", "<think></think>東京<|im_end|>"]
 
 
 def test_templates_that_cannot_be_trained_are_refused():
-    with pytest.raises(DataError, match=r"renders message 2 differently from its generation prompt.*as model\.chat_template"):
-        renderer(OPENS_OTHERWISE).conversation(TURNS)
     with pytest.raises(DataError, match="drops text of message 1"):
         renderer(DROPS).conversation([TURNS[1], {"role": "assistant", "content": "<think>why</think>4"}])
     with pytest.raises(DataError, match="begins with an answer"):
@@ -361,17 +365,15 @@ def test_a_shape_of_message_is_tried_once(monkeypatch):
     assert len(counted) == 5 * 4  # the row, the prompts of both answers, and the first answer as the last message
 
 
-def test_reasoning_that_a_later_turn_removes_is_refused_where_it_is_trained():
+@pytest.mark.parametrize("template", [QWEN, QWEN_GENERATION])
+def test_reasoning_that_a_later_turn_removes_is_trained_in_a_sequence_of_its_own(template):
     turns = [ASK, {**DRY, "reasoning_content": "look"}, ASK, DRY]
-    with pytest.raises(DataError, match=r"rewrites message 1 when more messages follow"):
-        renderer(QWEN).render([chat(*turns)])
+    render = renderer(template)
+    parts = render.sequences([chat(*turns)])[0]
+    assert [trained(render, one) for one in parts] == [["<think>\nlook\n</think>\n\nNo.<|im_end|>"], ["No.<|im_end|>"]]
+    assert trained(render, render.render([chat(*turns)], "last_assistant")[0]) == ["No.<|im_end|>"]
     with pytest.raises(DataError, match=r"drops text of message 1 \(reasoning_content\)"):
-        renderer(QWEN_GENERATION).render([chat(*turns)])
-    for template in (QWEN, QWEN_GENERATION):
-        render = renderer(template)
-        assert trained(render, render.render([chat(*turns)], "last_assistant")[0]) == ["No.<|im_end|>"]
-    with pytest.raises(DataError, match=r"drops text of message 1 \(reasoning_content\)"):
-        renderer(QWEN).render([chat(*turns)], "all")
+        renderer(template).render([chat(*turns)], "all")
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "last_assistant", "all"])

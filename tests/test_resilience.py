@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tiny
 from runtools import here, rows, timeless, train  # noqa: F401 - here is a fixture
+from waiting import WAIT_S
 
 from cookbook.cli.app import run
 from cookbook.data import RenderedPrompt, Renderer, Row
@@ -264,7 +265,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         status = self.server.status_of(body["token_ids"][0])
         if status == "hangs":
-            self.server.ended.wait(30)
+            self.server.ended.wait(WAIT_S)
             self.close_connection = True
             return
         content = json.dumps(self.server.samples(body) if status == 200 else {"error": "no"}).encode()
@@ -311,7 +312,7 @@ def serving():
         thread = threading.Thread(target=web.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         servers.append((web, thread))
-        pools.append(Pool([Client(f"http://127.0.0.1:{web.server_port}", timeout_s=0.5, retries=0)], 64, 8))
+        pools.append(Pool([Client(f"http://127.0.0.1:{web.server_port}", timeout_s=3.0, retries=0)], 64, 8))
         return DeploymentSampler(pools[-1], 3, "v"), web
 
     yield serve

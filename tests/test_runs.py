@@ -109,7 +109,11 @@ def check_metrics(recipe):
 def check_summary(recipe, out, capsys):
     assert "step 3/3" in out
     assert "run folder: run  (metrics.jsonl, samples.jsonl, curves.svg, checkpoints)\n" in out
-    assert "accuracy on held-out prompts: " in out and " after 0 steps -> " in out
+    judge = "reward=number" if recipe == "grpo" else "token equality"
+    assert f"\naccuracy on 4 held-out prompts, by {judge}: " in out and " after 0 steps -> " in out
+    # Lines of the progress and of the result are in the log too.
+    log = Path("run/log.txt").read_text()
+    assert " INFO step 3/3  loss " in log and f" INFO accuracy on 4 held-out prompts, by {judge}: " in log
     assert sum(" -> '" in line for line in out.splitlines()) == 3
     assert {"step", "prompt", "completion", "reward"} <= set(rows("run", "samples.jsonl")[0])
     command = shlex.split(out.rpartition("next: ")[2])
@@ -147,7 +151,8 @@ def test_on_a_terminal_the_display_is_live(monkeypatch, capsys):
     [
         "tiny",
         "tiny model.lora_rank=2",
-        *(pytest.param(f"tiny{rest}", marks=pytest.mark.slow) for rest in ("_random", " model.dtype=bfloat16")),
+        pytest.param("tiny model.dtype=bfloat16", marks=pytest.mark.slow),
+        pytest.param("tiny_random", marks=pytest.mark.nightly),
     ],
 )
 def test_dpo_starts_at_ln_2_whatever_it_starts_from(model):
@@ -250,7 +255,7 @@ def test_text_that_is_trained_whole_asks_nothing():
     assert "eval/loss" in rows("run")[-1] and "eval/accuracy" not in rows("run")[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_held_out_rows_may_fill_the_context():
     def row(length):
         return json.dumps({"prompt": "1" * length, "completion": "22"}) + "\n"

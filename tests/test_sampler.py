@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from waiting import WAIT_S
 
 from cookbook.backends.local import sample_queue
 from cookbook.backends.local.sample_queue import SampleQueue
@@ -80,7 +81,7 @@ def test_a_callback_of_a_dropped_sample_may_ask_for_another():
         sample = queue.add(model, 0, [1])
         thread = threading.Thread(target=queue.flush, daemon=True)
         thread.start()
-        thread.join(60)
+        thread.join(WAIT_S)
         assert added and isinstance(sample.failure(), BackendError)
 
 
@@ -917,13 +918,21 @@ def test_a_sampler_streams(make_trainer):
 
 
 def test_a_stream_without_a_reader_ends(make_trainer, monkeypatch):
-    asked, original = [], Decoder._round
-    monkeypatch.setattr(Decoder, "_round", lambda decoder: (asked.append(1), time.sleep(0.01), original(decoder))[-1])
+    asked, closed, original = [], threading.Event(), Decoder._round
+
+    def counted(decoder):
+        asked.append(1)
+        # The other rounds come after the stream was closed.
+        assert len(asked) < 3 or closed.wait(WAIT_S)
+        return original(decoder)
+
     live = make_trainer().live_sampler(0).result()
-    asked.clear()  # the probe's
+    # Without the rounds of the probe.
+    monkeypatch.setattr(Decoder, "_round", counted)
     pieces = live.stream(PROMPTS[0], 1, SamplingParams(max_tokens=90, stop=[]))
     next(pieces)
     pieces.close()
+    closed.set()
     assert drawn(live.sample(PROMPTS[0], 1, GREEDY))  # its turn comes
     assert len(asked) < 10  # of 23, and one for the last line
 
@@ -945,7 +954,7 @@ def test_a_closed_trainer_answers_nothing_and_hangs_no_caller(make_trainer):
     late = live.sample(PROMPTS[0], 1, GREEDY)
     for _ in range(2):
         with pytest.raises(Exception, match="the trainer is closed"):
-            late.result(timeout=10)
+            late.result(timeout=WAIT_S)
 
 
 @pytest.mark.parametrize("look", [futures.wait, lambda them: list(futures.as_completed(them)), lambda them: them[1].done()])
@@ -954,11 +963,11 @@ def test_every_way_of_looking_at_a_sample_starts_it(make_trainer, look):
     asked = [live.sample(prompt, 1, GREEDY) for prompt in PROMPTS]
     looking = threading.Thread(target=look, args=(asked,), daemon=True)
     looking.start()
-    looking.join(20)
+    looking.join(WAIT_S)
     assert not looking.is_alive()
     told = threading.Event()
     asked[0].add_done_callback(lambda _: told.set())
-    assert told.wait(20) and asked[0]._start is None
+    assert told.wait(WAIT_S) and asked[0]._start is None
 
 
 def test_a_flush_does_not_overtake_another(make_trainer, monkeypatch):
@@ -977,9 +986,9 @@ def test_a_flush_does_not_overtake_another(make_trainer, monkeypatch):
     first = [live.sample(prompt, 1, GREEDY) for prompt in PROMPTS[:2]]
     sending = threading.Thread(target=first[0].done)
     sending.start()
-    assert begun.wait(10)
-    live.sample(PROMPTS[2], 1, GREEDY).result(20)
-    sending.join(10)
+    assert begun.wait(WAIT_S)
+    live.sample(PROMPTS[2], 1, GREEDY).result(WAIT_S)
+    sending.join(WAIT_S)
     assert order == [2, 1]
 
 

@@ -12,6 +12,7 @@ import httpx
 import pytest
 import servertools
 from servertools import wait_until
+from waiting import WAIT_S
 
 from cookbook.server.handlers import sampling
 from cookbook.server.handlers import training as requests
@@ -40,7 +41,7 @@ def serve(tiny_folder, tmp_path):
 
 
 def gauges(url):
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    lines = httpx.get(f"{url}/metrics", timeout=WAIT_S).text.splitlines()
     return {name: float(value) for name, _, value in (one.rpartition(" ") for one in lines if not one.startswith("#"))}
 
 
@@ -101,7 +102,7 @@ def test_runs_and_sessions_have_a_limit_that_says_what_to_do(serve):
         with pytest.raises(tinker.RequestFailedError, match=r"1 training runs are in memory; .*raise server\.max_runs"):
             service.create_lora_training_client("tiny", rank=2).result()
         assert training.forward([DATUM], "cross_entropy").result().metrics["loss:sum"] > 0
-        asked = [httpx.post(f"{server.url}/api/v1/create_session", json={}) for _ in range(2)]
+        asked = [httpx.post(f"{server.url}/api/v1/create_session", json={}, timeout=WAIT_S) for _ in range(2)]
         assert [one.status_code for one in asked] == [200, 429]
         assert "raise server.max_sessions" in asked[1].json()["detail"]
 

@@ -16,6 +16,7 @@ import servertools
 import tiny
 import torch
 import zstandard
+from waiting import WAIT_S
 
 from cookbook.checkpoints import manifest
 from cookbook.server.wire import bodies
@@ -50,7 +51,7 @@ def post(server):
     """``post(path, content or json)`` -> status, answer."""
 
     def send(path, **body):
-        response = httpx.post(f"{server.url}/api/v1/{path}", headers=body.pop("headers", {}), **body, timeout=60)
+        response = httpx.post(f"{server.url}/api/v1/{path}", headers=body.pop("headers", {}), **body, timeout=WAIT_S)
         return response.status_code, response.json() if "json" in response.headers["content-type"] else response.content
 
     return send
@@ -236,11 +237,11 @@ def test_weights_are_fetched_as_files_without_a_key(server, service, training, t
     found = rest.get_external_weights_urls(path).result().urls
     assert {"adapter_config.json", "adapter_model.safetensors"} <= found.keys()
     # Without keys on the server, an adapter keeps the folder of its base model.
-    stated = json.loads(urllib.request.urlopen(found["adapter_config.json"]).read())
+    stated = json.loads(urllib.request.urlopen(found["adapter_config.json"], timeout=WAIT_S).read())
     assert stated["base_model_name_or_path"] == str(tiny_folder)
     monkeypatch.setattr(server.service.tenants.keys, "keys", ["a key"])
     for name, url in found.items():
-        (tmp_path / name).write_bytes(urllib.request.urlopen(url).read())
+        (tmp_path / name).write_bytes(urllib.request.urlopen(url, timeout=WAIT_S).read())
     monkeypatch.undo()
     # Its files name no folder of the server, and its digests are those of the files that were sent.
     assert manifest.verify(tmp_path)["base_model"] == "cookbook/tiny"
@@ -254,11 +255,11 @@ def test_weights_are_fetched_as_files_without_a_key(server, service, training, t
     ids = torch.tensor([PROMPT.to_ints()])
     torch.testing.assert_close(network(ids).logits, live(ids).logits, rtol=0, atol=1e-5)  # the live one's layers are fused
     name, url = next(iter(found.items()))
-    assert httpx.get(url.replace(name, "checkpoint.json")).status_code == 403
-    assert httpx.get(url.replace("exported", "sampled")).status_code == 403
+    assert httpx.get(url.replace(name, "checkpoint.json"), timeout=WAIT_S).status_code == 403
+    assert httpx.get(url.replace("exported", "sampled"), timeout=WAIT_S).status_code == 403
     # The end of the claim is moved into the file's name.
     claim, expires, signature = url.removesuffix(f"/{name}").rsplit("~", 2)
-    assert httpx.get(f"{claim}~{signature}/{expires}~{name}").status_code == 403
+    assert httpx.get(f"{claim}~{signature}/{expires}~{name}", timeout=WAIT_S).status_code == 403
 
 
 def test_adapters_share_the_base_weights_and_a_full_run_has_its_own(server, service):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import servertools
+from waiting import WAIT_S
 
 from cookbook.backends.local import LocalConfig
 from cookbook.cli import app
@@ -50,7 +51,7 @@ def test_a_mistake_is_one_line(override, problem, tiny_folder, tmp_path, monkeyp
     assert problem in error and error.startswith("error: ") and error.count("\n") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_server_in_a_process_of_its_own_is_killed_resumes_and_ends_on_request(tmp_path, tiny_folder):
     port = servertools.free_port()
     command = [sys.executable, "-m", "cookbook", "serve", f"model.name={tiny_folder}", f"server.port={port}", "out=out"]
@@ -75,7 +76,7 @@ def test_a_server_in_a_process_of_its_own_is_killed_resumes_and_ends_on_request(
             _train(training)  # what came before is repeated in the new process, and is the same byte by byte
     finally:
         server.send_signal(signal.SIGTERM)
-    _, told = server.communicate(timeout=30)
+    _, told = server.communicate(timeout=WAIT_S)
     assert server.returncode == 0
     assert "\nfinishing accepted requests and saving runs; press Ctrl-C again to stop immediately\n" in told
 

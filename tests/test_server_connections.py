@@ -19,6 +19,7 @@ import httpx
 import pytest
 import servertools
 import uvicorn
+from waiting import WAIT_S, until
 
 from cookbook.server import connections
 from cookbook.server.state import uploads
@@ -29,7 +30,7 @@ MB = 1_000_000
 
 
 def connected(port):
-    return socket.create_connection(("127.0.0.1", port), timeout=20)
+    return socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
 
 
 def closed(client):
@@ -82,14 +83,15 @@ def test_a_connection_without_a_request_is_closed_also_if_its_header_arrives_slo
         assert b"200" in slow_again.recv(1000)
         for client in (slow, slow_again):
             client.sendall(GET[:-4] + b"\r\n")
-        began = time.monotonic()
-        while not (closed(silent) and closed(slow) and closed(slow_again)):
+
+        def all_closed():
             for client in (slow, slow_again):
                 client.setblocking(True)
                 with contextlib.suppress(OSError):
                     client.sendall(b"x: y\r\n")
-            assert time.monotonic() < began + 30
-            time.sleep(0.05)
+            return closed(silent) and closed(slow) and closed(slow_again)
+
+        until(all_closed)
 
 
 def test_a_header_without_an_end_closes_its_connection_and_a_long_body_does_not(listening, monkeypatch):
@@ -127,7 +129,7 @@ def test_a_response_that_its_client_does_not_read_is_dropped_and_a_slow_computat
     async def app(scope, receive, send):
         if scope["path"] == "/slow":
             began.set()
-            await asyncio.to_thread(go_on.wait, 30)
+            await asyncio.to_thread(go_on.wait, WAIT_S)
             await answer(scope, receive, send)
         else:
             await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -137,12 +139,12 @@ def test_a_response_that_its_client_does_not_read_is_dropped_and_a_slow_computat
     with connected(port) as unread, connected(port) as slow:
         slow.sendall(GET.replace(b"/ ", b"/slow ", 1))
         unread.sendall(GET)
-        assert began.wait(20)
+        assert began.wait(WAIT_S)
         # Enough for its connection to be closed if it counted as idle.
         time.sleep(1.5)
         go_on.set()
         assert b"200" in slow.recv(1000)
-        unread.settimeout(20)
+        unread.settimeout(WAIT_S)
         with contextlib.suppress(ConnectionResetError):
             size = 0
             while part := unread.recv(1 << 20):
@@ -154,10 +156,11 @@ def test_a_response_that_its_client_does_not_read_is_dropped_and_a_slow_computat
 def test_idle_connections_give_way_to_new_ones_and_busy_ones_do_not(listening, monkeypatch, caplog):
     monkeypatch.setattr(connections.BoundedConnection, "_above_limit", connections.Repeats())
     monkeypatch.setattr(connections, "IDLE_S", 500.0)
-    go_on = threading.Event()
+    go_on, begun = threading.Event(), []
 
     async def app(scope, receive, send):
-        await asyncio.to_thread(go_on.wait, 30)
+        begun.append(scope)
+        await asyncio.to_thread(go_on.wait, WAIT_S)
         await answer(scope, receive, send)
 
     port = listening(3, app)
@@ -165,16 +168,16 @@ def test_idle_connections_give_way_to_new_ones_and_busy_ones_do_not(listening, m
         clients = [ends.enter_context(connected(port)) for _ in range(3)]
         for client in clients[1:]:
             client.sendall(GET)
-        time.sleep(0.3)
+        until(lambda: len(begun) == 2)
         newest = ends.enter_context(connected(port))
         newest.sendall(GET)
         servertools.wait_until(lambda: closed(clients[0]))
-        time.sleep(0.3)
+        until(lambda: len(begun) == 3)
         refused = ends.enter_context(connected(port))
         servertools.wait_until(lambda: closed(refused))
         go_on.set()
         for client in (*clients[1:], newest):
-            client.settimeout(20)
+            client.settimeout(WAIT_S)
             assert b"200" in client.recv(1000)
     # Two connections were above the limit, and the log says it once.
     assert caplog.messages == ["more than 3 connections: those without a request are closed; raise server.max_connections"]
@@ -197,7 +200,7 @@ def test_more_idle_connections_than_the_server_may_open_files_keep_no_client_out
         for _ in range(NUM_IDLE):
             ends.enter_context(connected(int(url[1])))
         for _ in range(20):
-            created = httpx.post(f"{url[0]}/api/v1/create_session", json={}, timeout=20)
+            created = httpx.post(f"{url[0]}/api/v1/create_session", json={}, timeout=WAIT_S)
             assert created.status_code == 200, created.text
         assert len(list(Path(f"/proc/{server.pid}/fd").iterdir())) < MAX_FILES - 200
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -295,7 +298,7 @@ def test_incomplete_uploads_are_pending_bytes_with_a_bound_and_a_time_limit(tiny
         with contextlib.ExitStack() as ends:
             clients = [ends.enter_context(uploading(server, 5 * MB, 6 * MB)) for _ in range(3)]
             servertools.wait_until(lambda: held.num_bytes == 15 * MB)
-            pending = re.search(r"\ncookbook_pending_bytes (\d+)", httpx.get(f"{server.url}/metrics").text)
+            pending = re.search(r"\ncookbook_pending_bytes (\d+)", httpx.get(f"{server.url}/metrics", timeout=WAIT_S).text)
             assert int(pending[1]) == 15 * MB
             small = ends.enter_context(uploading(server, 900, 1000))
             servertools.wait_until(lambda: held.num_bytes == 15 * MB + 900)
@@ -303,7 +306,7 @@ def test_incomplete_uploads_are_pending_bytes_with_a_bound_and_a_time_limit(tiny
             # The first one gives way.
             answer = clients[0].recv(1000)
             assert b" 429 " in answer and b"max_pending_mb" in clients[0].recv(1000) + answer
-            assert httpx.post(f"{server.url}/api/v1/create_session", json={}).status_code == 200
+            assert httpx.post(f"{server.url}/api/v1/create_session", json={}, timeout=WAIT_S).status_code == 200
             for client in (*clients[1:], small):
                 answer = client.recv(1000)
                 assert b" 408 " in answer and b"upload_timeout_s" in client.recv(1000) + answer

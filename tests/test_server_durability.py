@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import resource
 import shutil
-import time
 
+import children
 import httpx
 import numpy as np
 import pytest
 import servertools
 import tiny
 import torch
+from waiting import WAIT_S, until
 
 from cookbook.backends.local import LocalConfig
 from cookbook.cli.app import run as cookbook
@@ -35,7 +36,7 @@ class Client:
 
     def send(self, path, body):
         content = {"content": body} if isinstance(body, bytes) else {"json": body}
-        return httpx.post(f"{self.server.url}/api/v1/{path}", **content, timeout=60)
+        return httpx.post(f"{self.server.url}/api/v1/{path}", **content, timeout=WAIT_S)
 
     def post(self, path, body):
         response = self.send(path, body)
@@ -259,7 +260,7 @@ def test_a_state_stays_where_nothing_came_after_it(start, monkeypatch):
         run = client.run()
         client.result("forward_backward", passing(run, 1))
         client.result("optim_step", stepping(run, 2))
-        wait_for(lambda: server.service.snapshots[run].newest == 2)
+        until(lambda: server.service.snapshots[run].newest == 2)
         expected = weights(server, run)
     for _ in range(2):
         with start() as server:
@@ -280,7 +281,7 @@ def test_samplers_in_flight_follow_after_a_restart(start):
         before = client.sample(first, 0, seed=1)
         client.result("forward_backward", passing(run, 2))
         client.result("optim_step", stepping(run, 3))
-        wait_for(lambda: server.service.snapshots[run].newest == 3)
+        until(lambda: server.service.snapshots[run].newest == 3)
         second = publish(client, run, 4, 1)
         drawn = client.sample(first, 1, seed=1)
         assert drawn == client.sample(second, 0, seed=1) != before
@@ -309,13 +310,6 @@ def test_attempts_to_publish_weights_are_one_request(start):
     assert drawn[0] == drawn[1]
 
 
-def wait_for(happened):
-    until = time.monotonic() + 60
-    while not happened():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 @pytest.mark.slow
 def test_what_was_loaded_may_be_deleted(start):
     with start() as server:
@@ -331,7 +325,7 @@ def test_what_was_loaded_may_be_deleted(start):
         drawn = client.sample(sampler_id, 0)
         client.result("load_weights", {"model_id": run, "seq_id": 4, "path": path, "optimizer": False})
         checkpoints = f"api/v1/training_runs/{run}/checkpoints"
-        assert httpx.delete(f"{server.url}/{checkpoints}/weights/one").status_code == 204
+        assert httpx.delete(f"{server.url}/{checkpoints}/weights/one", timeout=WAIT_S).status_code == 204
         expected = [weights(server, one) for one in (run, other)]
     with start() as server:
         client = Client(server, client.session)
@@ -343,7 +337,7 @@ def test_what_was_loaded_may_be_deleted(start):
             "sampling_session_id": sampler_id,
         }
         assert client.sample(sampler_id, 0) == drawn != client.sample(sampler_id, 1)
-        assert httpx.get(f"{server.url}/{checkpoints}").json()["checkpoints"] == []
+        assert httpx.get(f"{server.url}/{checkpoints}", timeout=WAIT_S).json()["checkpoints"] == []
 
 
 @pytest.mark.slow
@@ -433,17 +427,23 @@ def broken_disk():
 
 @pytest.mark.slow
 def test_a_full_disk_refuses_the_request_and_nothing_else(start, tmp_path, monkeypatch):
+    session, run, passed, stepped = children.in_child(lambda: fill_disk(start, tmp_path, monkeypatch))
+    with start() as server:
+        assert Client(server, session).result("forward_backward", passing(run, 1)) == passed
+        assert Client(server, session).result("optim_step", stepping(run, 2)) == stepped
+
+
+def fill_disk(start, tmp_path, monkeypatch):
+    """Send requests to a server whose disk is full for the first. Return its session and run, and two results."""
     with start() as server:
         client = Client(server)
         run = client.run()
         file = next((tmp_path / "out" / "sessions" / client.session / "run-0").glob("log-*"))
-        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 100, limit[1]))  # the kernel writes no more than that
-        try:
-            refused = client.send("forward_backward", passing(run, 1))
-            assert httpx.get(f"{server.url}/api/v1/healthz").status_code == 200
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        children.limit_files(file.stat().st_size + 100)
+        refused = client.send("forward_backward", passing(run, 1))
+        assert httpx.get(f"{server.url}/api/v1/healthz", timeout=WAIT_S).status_code == 200
+        children.limit_files(unlimited)
         assert refused.status_code == 507 and "cannot write: File too large; free disk space" in refused.json()["detail"]
         passed = client.result("forward_backward", passing(run, 1))
         # A disk that cannot sync costs a snapshot, and no request.
@@ -451,9 +451,7 @@ def test_a_full_disk_refuses_the_request_and_nothing_else(start, tmp_path, monke
         monkeypatch.setattr(server.service.runs[run].log, "rotate", broken_disk)
         stepped = client.result("optim_step", stepping(run, 2))
     assert read(file)[1] == 0  # no half of the refused record is left
-    with start() as server:
-        assert Client(server, client.session).result("forward_backward", passing(run, 1)) == passed
-        assert Client(server, client.session).result("optim_step", stepping(run, 2)) == stepped
+    return client.session, run, passed, stepped
 
 
 @pytest.mark.slow
@@ -522,7 +520,7 @@ def test_switched_off_nothing_is_kept(start, tmp_path):
         client.result("forward_backward", passing(run, 1))
     assert not (tmp_path / "out" / "sessions").exists()
     with start() as server:
-        found = httpx.post(f"{server.url}/api/v1/retrieve_future", json={"request_id": f"{run}/1"})
+        found = httpx.post(f"{server.url}/api/v1/retrieve_future", json={"request_id": f"{run}/1"}, timeout=WAIT_S)
         assert found.status_code == 404 and "restarted with server.durability=off" in found.json()["detail"]
 
 

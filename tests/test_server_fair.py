@@ -11,13 +11,16 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
 import pytest
 import servertools
 import tiny
+from marks import rest_nightly
 from servertools import wait_until
+from waiting import WAIT_S
 
 from cookbook.backends import worker as backend_worker
 from cookbook.backends.local import LocalConfig, LocalTrainer
@@ -81,7 +84,7 @@ def test_a_short_job_does_not_wait_for_the_end_of_a_long_one(turns):
     long = queue(worker.lane(Account()), "long", 1000, 0.01)
     short = queue(worker.lane(Account()), "short", 3, 0.01)
     go.set()
-    short.result(10), long.result(10)
+    short.result(WAIT_S), long.result(WAIT_S)
     worker.close()
     assert order.index("short") <= 4 and len(order) - 1 - order[::-1].index("short") < 20
 
@@ -95,7 +98,7 @@ def test_owners_get_equal_seconds_whatever_their_queues_and_steps_are(turns):
     jobs = [queue(lanes[0], "a", 400, 0.01), queue(lanes[1], "b", 400, 0.01), queue(lanes[2], "c", 200, 0.04)]
     go.set()
     for job in jobs:
-        job.result(10)
+        job.result(WAIT_S)
     worker.close()
     seconds = {"a": 0.01, "b": 0.01, "c": 0.04}
     used = {name: sum(seconds[one] for one in order[:300] if one == name) for name in "abc"}
@@ -111,7 +114,7 @@ def test_a_queue_with_half_the_charge_gets_twice_the_seconds(turns):
     jobs = [queue(worker.lane(Account(), share), str(share), 400, 0.01) for share in (1.0, 0.5)]
     go.set()
     for job in jobs:
-        job.result(10)
+        job.result(WAIT_S)
     worker.close()
     assert order[:300].count("0.5") == pytest.approx(200, abs=10)
 
@@ -121,12 +124,12 @@ def test_idle_time_is_not_saved_up(turns, clock):
     queue, order = turns
     worker = Worker(1)
     first, late = worker.lane(Account()), worker.lane(Account())
-    queue(first, "first", 500, 0.1).result(10)
+    queue(first, "first", 500, 0.1).result(WAIT_S)
     go = held(worker)
     jobs = [queue(first, "again", 60, 0.1), queue(late, "late", 60, 0.1)]
     go.set()
     for job in jobs:
-        job.result(10)
+        job.result(WAIT_S)
     worker.close()
     assert order[500:560].count("late") <= 30 + HEAD_START_S / 0.1 + 2
 
@@ -141,8 +144,8 @@ def test_dropped_jobs_end_at_their_next_step_with_an_error(turns):
     lane.drop()
     for job in (running, waiting):
         with pytest.raises(BackendError, match="was dropped"):
-            job.result(10)
-    assert other.submit(lambda: "continues").result(10) == "continues" and order == []
+            job.result(WAIT_S)
+    assert other.submit(lambda: "continues").result(WAIT_S) == "continues" and order == []
     with pytest.raises(BackendError, match="has ended"):
         lane.submit(lambda: None)
     worker.close()
@@ -151,13 +154,13 @@ def test_dropped_jobs_end_at_their_next_step_with_an_error(turns):
 def test_jobs_that_have_not_begun_can_be_dropped_alone():
     worker = Worker(1)
     lane, begun, go = worker.lane(Account()), threading.Event(), threading.Event()
-    running = lane.submit(lambda: (begun.set(), go.wait(10), "done")[-1])
+    running = lane.submit(lambda: (begun.set(), go.wait(WAIT_S), "done")[-1])
     waiting = lane.submit(lambda: None)
-    assert begun.wait(10)
+    assert begun.wait(WAIT_S)
     lane.clear()
     go.set()
-    assert running.result(10) == "done" and isinstance(waiting.exception(10), BackendError)
-    assert lane.submit(lambda: "open").result(10) == "open"
+    assert running.result(WAIT_S) == "done" and isinstance(waiting.exception(WAIT_S), BackendError)
+    assert lane.submit(lambda: "open").result(WAIT_S) == "open"
     worker.close()
 
 
@@ -251,7 +254,7 @@ def test_short_calls_run_in_the_middle_of_logprobs_of_prompts_and_change_no_bit(
         short.add_done_callback(lambda _: order.append("short"))
         go.set()
         wait_until(lambda: "short" in order)
-        return [one.result(60) for one in scores], order
+        return [one.result(WAIT_S) for one in scores], order
 
     alone, order = played(pauses=False)
     assert order == ["pass"] * 40 + ["short"]
@@ -271,8 +274,8 @@ def test_a_call_that_is_dropped_in_a_pause_ends_and_its_thread_is_used_again(tra
         # The long call pauses for this one, which drops its lane.
         other._worker.submit(long._worker.drop)
     with pytest.raises(BackendError, match="was dropped"):
-        dropped.result(60)
-    assert other.forward(rows_of(1, 2), "cross_entropy").result(60).metrics
+        dropped.result(WAIT_S)
+    assert other.forward(rows_of(1, 2), "cross_entropy").result(WAIT_S).metrics
     assert len(worker._call_threads._idle) == 2 - is_alone and not worker._call_threads.is_held
 
 
@@ -290,7 +293,7 @@ class Client:
         self.count = itertools.count()
 
     def post(self, path, body):
-        return httpx.post(f"{self.url}/api/v1/{path}", json=body, timeout=60)
+        return httpx.post(f"{self.url}/api/v1/{path}", json=body, timeout=WAIT_S)
 
     def sample(self, num_samples=1, *, scored=None, **params):
         prompt = {"chunks": [{"tokens": scored or [5, 6, 7]}]}
@@ -329,12 +332,16 @@ def test_another_client_is_answered_while_a_large_request_is_computed(server, en
 
 def test_the_prompts_of_a_session_and_of_the_endpoint_are_scored_in_turns(tiny_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(backend_worker, "SLICE_S", 0.0)
+    monkeypatch.setattr(backend_worker, "HEAD_START_S", 0.0)
+    # Every pass takes a second of this clock.
+    seconds = itertools.count()
+    monkeypatch.setattr(backend_worker, "time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
     backend = LocalConfig(micro_batch_tokens=32)
     with servertools.running(tiny_folder, tmp_path, names=["tiny"], backend=backend) as server, contextlib.ExitStack() as end:
         client, prompts = Client(server.url), [row.model_input.to_ints() for row in rows_of(0, 40)]
         scored = {"model": "tiny", "prompt": prompts[0], "max_tokens": 0, "echo": True, "logprobs": 0}
         # The first request creates the sampler of the endpoint, on the worker.
-        httpx.post(f"{server.url}/v1/completions", json=scored)
+        httpx.post(f"{server.url}/v1/completions", json=scored, timeout=WAIT_S)
         calls, passes = [], server.service.host._base_trainer.engine.passes
         run = passes.run
         monkeypatch.setattr(passes, "run", lambda data, *args, **more: (calls.append(id(data)), run(data, *args, **more)))
@@ -345,7 +352,8 @@ def test_the_prompts_of_a_session_and_of_the_endpoint_are_scored_in_turns(tiny_f
             target=httpx.post, args=(f"{server.url}/v1/completions",), kwargs={"json": {**scored, "prompt": prompts}}
         )
         posted.start()
-        wait_until(lambda: server.service.endpoint.num_unfinished)
+        # The job that holds the worker, and a queue of each owner.
+        wait_until(lambda: len(server.service.host.worker._schedule._ready) == 3)
         go.set()
         posted.join()
         for one in asked:
@@ -486,7 +494,7 @@ def test_suspects_are_computed_sequentially_and_others_in_their_pauses(turns):
             jobs.append(queue(worker.lane(Account()), name, 30, 0.1))
     go.set()
     for job in jobs:
-        job.result(10)
+        job.result(WAIT_S)
     worker.close()
     assert ["new", "suspect 1"] in begun and ["new", "suspect 2"] in begun
     assert not any({"suspect 1", "suspect 2"} <= set(purposes) for purposes in begun)
@@ -517,8 +525,8 @@ serve(ModelConfig(model), LocalConfig(), ServerConfig(port=int(port), names=["ti
 """
 
 
-@pytest.mark.slow
-def test_a_request_that_ends_the_process_fails_after_two_attempts(tiny_folder, tmp_path):
+@pytest.mark.parametrize("kind", rest_nightly(["sample", "optim_step"]))
+def test_a_request_that_ends_the_process_fails_after_two_attempts(tiny_folder, tmp_path, kind):
     port = servertools.free_port()
     command = [sys.executable, "-c", FATAL, str(tiny_folder), str(tmp_path / "out"), str(port)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -533,19 +541,17 @@ def test_a_request_that_ends_the_process_fails_after_two_attempts(tiny_folder, t
     lora = {"rank": 2, "seed": 1}
     asked = {"session_id": client.session, "model_seq_id": 0, "base_model": "tiny", "lora_config": lora}
     run = client.result(client.post("create_model", asked)).json()["model_id"]
-    fatal = [
-        lambda: client.sample(13),
-        lambda: client.post("optim_step", {"model_id": run, "seq_id": 1, "adam_params": {"learning_rate": 13}}),
-    ]
-    for send in fatal:
-        answer = send()
-        assert server.wait(60) == 9
+    if kind == "sample":
+        answer = client.sample(13)
+    else:
+        answer = client.post("optim_step", {"model_id": run, "seq_id": 1, "adam_params": {"learning_rate": 13}})
+    for _ in range(2):
+        assert server.wait(WAIT_S) == 9
         server = start()
-        assert server.wait(60) == 9
-        server = start()
-        assert "2 processes of the server ended while they computed this request" in client.result(answer).json()["error"]
+    assert "2 processes of the server ended while they computed this request" in client.result(answer).json()["error"]
     assert client.result(client.sample()).status_code == 200
-    step = client.post("optim_step", {"model_id": run, "seq_id": 2, "adam_params": {"learning_rate": 0.1}})
+    number = 1 if kind == "sample" else 2
+    step = client.post("optim_step", {"model_id": run, "seq_id": number, "adam_params": {"learning_rate": 0.1}})
     assert "error" not in client.result(step).json()
     server.kill()
     server.wait()
@@ -591,7 +597,7 @@ serve(ModelConfig(model), config, ServerConfig(port=int(port), names=["tiny"]), 
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_paused_request_that_ends_the_process_fails_and_the_one_that_ran_meanwhile_does_not(tiny_folder, tmp_path):
     """Two ends of the process: at the first, the sample runs and the pass has paused. Each works, or fails, alone."""
     pytest.importorskip("tinker")
@@ -615,7 +621,7 @@ def test_a_paused_request_that_ends_the_process_fails_and_the_one_that_ran_meanw
         asked = {"session_id": client.session, "model_seq_id": 0, "base_model": "tiny", "lora_config": lora}
         run = client.result(client.post("create_model", asked)).json()["model_id"]
         content, kind = passing(run, 1, count=13), {"content-type": "application/x-protobuf"}
-        fatal = httpx.post(f"{client.url}/api/v1/forward_backward", content=content, headers=kind, timeout=60)
+        fatal = httpx.post(f"{client.url}/api/v1/forward_backward", content=content, headers=kind, timeout=WAIT_S)
         innocent = other.sample()
         for _ in range(2):
             assert server.wait(300) == -signal.SIGKILL
@@ -663,13 +669,13 @@ def busy_server(tiny_folder, tmp_path, *, seconds, drain_s):
     return server, Client(f"http://127.0.0.1:{port}")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_server_that_has_ended_drops_queued_samples_without_a_trace(tiny_folder, tmp_path):
     """The worker is in the middle of a call until after the event loop has closed."""
     server, client = busy_server(tiny_folder, tmp_path, seconds=3, drain_s=0.1)
     assert [client.sample(count).status_code for count in (13, 1, 1, 1)] == [200] * 4
     server.send_signal(signal.SIGTERM)
-    _, errors = server.communicate(timeout=60)
+    _, errors = server.communicate(timeout=WAIT_S)
     assert server.returncode == 0
     assert "finishing accepted requests" in errors and "Traceback" not in errors
 
@@ -684,7 +690,7 @@ def test_a_busy_server_ends_when_told(tiny_folder, tmp_path, signals):
     assert "finishing accepted requests" in server.stderr.readline() + server.stderr.readline()
     if signals == 2:
         server.send_signal(signal.SIGTERM)
-    assert server.wait(60) == (0 if signals == 1 else 128 + signal.SIGTERM)
+    assert server.wait(WAIT_S) == (0 if signals == 1 else 128 + signal.SIGTERM)
     # The signal ended the process, not the request.
     counts = Attempts(tmp_path / "out")
     assert counts.count(f"{client.sampler}/0") == 0

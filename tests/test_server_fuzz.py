@@ -8,6 +8,7 @@ import httpx
 import pytest
 import servertools
 import zstandard
+from waiting import WAIT_S
 
 from cookbook.server.wire.decode import decompress
 
@@ -56,7 +57,7 @@ def post(server):
 
     def send(path, body, method="POST"):
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        response = httpx.request(method, f"{server.url}/api/v1/{path}", content=data, timeout=60)
+        response = httpx.request(method, f"{server.url}/api/v1/{path}", content=data, timeout=WAIT_S)
         told = response.json() if response.content else None
         if isinstance(told, dict) and "request_id" in told:
             return send("retrieve_future", {"request_id": told["request_id"]})

@@ -32,11 +32,11 @@ def test_a_run_whose_server_is_killed(play):
     assert play(kills=3, ranks=[4], steps=10) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_runs_whose_server_is_killed(play):
     assert play(kills=6, ranks=killing.RANKS, steps=30) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_runs_of_one_session_whose_server_is_killed(play):
     assert play(kills=6, ranks=killing.RANKS, steps=30, one_session=True) == []

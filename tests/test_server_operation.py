@@ -12,6 +12,7 @@ import time
 import httpx
 import pytest
 import servertools
+from waiting import WAIT_S
 
 from cookbook.server import metrics, serve
 from cookbook.server.serve import drain
@@ -62,7 +63,7 @@ def learn(client, steps=1):
 @pytest.fixture
 def post(server):
     def send(path, **body):
-        return httpx.post(f"{server.url}/api/v1/{path}", timeout=60, **body)
+        return httpx.post(f"{server.url}/api/v1/{path}", timeout=WAIT_S, **body)
 
     return send
 
@@ -167,7 +168,7 @@ def test_runs_and_checkpoints_from_the_command_line(cli, training, tmp_path):
 
 def test_metrics_are_what_prometheus_reads_and_tell_what_happened(server, training):
     def read():
-        text = httpx.get(f"{server.url}/metrics").text
+        text = httpx.get(f"{server.url}/metrics", timeout=WAIT_S).text
         assert all(re.fullmatch(r"# (HELP|TYPE) \S+ .+|[a-z_]+(\{.*\})? [0-9.e+-]+", line) for line in text.splitlines())
         return dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
 
@@ -187,9 +188,12 @@ def test_metrics_are_what_prometheus_reads_and_tell_what_happened(server, traini
 def test_every_request_and_call_is_in_the_log_under_its_id(server, training, tmp_path, monkeypatch):
     monkeypatch.setattr(metrics, "LOG", logging.Logger("of the test"))
     metrics.log_to(tmp_path / "log.jsonl")
-    answer = httpx.get(f"{server.url}/api/v1/healthz", headers={"X-Request-ID": "mine-1"})
+    answer = httpx.get(f"{server.url}/api/v1/healthz", headers={"X-Request-ID": "mine-1"}, timeout=WAIT_S)
     assert answer.headers["x-request-id"] == "mine-1"
-    assert httpx.get(f"{server.url}/api/v1/healthz", headers={"X-Request-ID": "a\tb"}).headers["x-request-id"] != "a\tb"
+    assert (
+        httpx.get(f"{server.url}/api/v1/healthz", headers={"X-Request-ID": "a\tb"}, timeout=WAIT_S).headers["x-request-id"]
+        != "a\tb"
+    )
     with pytest.raises(tinker.RequestFailedError):
         training.forward_backward([DATUM], "nonsense").result()
     with pytest.raises(tinker.RequestFailedError):
@@ -225,10 +229,10 @@ def test_a_server_that_ends_finishes_accepted_work_takes_no_new_and_saves_its_ru
         while not server.service.requests.unsettled():
             time.sleep(0.01)
         ending = asyncio.run_coroutine_threadsafe(drain(server.service, 30.0), server.loop)
-        late = httpx.post(f"{server.url}/api/v1/save_weights", json={"model_id": client.model_id, "seq_id": 99})
+        late = httpx.post(f"{server.url}/api/v1/save_weights", json={"model_id": client.model_id, "seq_id": 99}, timeout=WAIT_S)
         assert late.status_code == 503 and not ending.done()
         gate.set()
-        ending.result(timeout=60)
+        ending.result(timeout=WAIT_S)
         assert saved.result().path.endswith("weights/last")
         model_id = client.model_id
     with (

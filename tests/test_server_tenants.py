@@ -26,10 +26,12 @@ from servertools import wait_until
 from starlette.routing import Route
 from test_server_durability import passing
 from test_server_silence import be_silent
+from waiting import WAIT_S
 
 from cookbook.errors import ConfigError
 from cookbook.server import metrics
 from cookbook.server.config import ServerConfig
+from cookbook.server.handlers import quotas
 from cookbook.server.keys import KeyRing
 
 ALICE, BOB, ROOT = "tml-alice", "tml-bob", "tml-root"
@@ -38,7 +40,7 @@ KEYS = f"alice: {ALICE}\nbob: {BOB}\nroot: {ROOT} admin\n"
 UNKNOWN = "s0123456789abcdef"
 TOKENS = [5, 6, 7, 8]
 # One for all requests: each client would load the certificates again.
-HTTP = httpx.Client(timeout=60)
+HTTP = httpx.Client(timeout=WAIT_S)
 
 
 @pytest.fixture(scope="module")
@@ -348,6 +350,38 @@ def test_a_silent_session_is_not_restored_for_others(server):
 # ---- quotas ----------------------------------------------------------------------------------------------------------
 
 
+def test_quotas_count_everything_of_a_name(tiny_folder, tmp_path):
+    """Tokens of training, of samples and of the endpoint; runs that are loaded; logs of sessions."""
+    (tmp_path / "keys").write_text(f"alice: {ALICE} max_runs=1 max_tokens=30 max_disk_gb=0.001\n")
+    options = {"names": ["tiny"], "keys_file": str(tmp_path / "keys"), "durability": "written"}
+    with servertools.running(tiny_folder, tmp_path / "out", **options) as server:
+        service = server.service
+        session = service.sessions[Tenant(server.url, ALICE).open()]
+        # A request that exceeds the quota alone runs alone.
+        assert quotas.exceeded_quota(service, "alice", 31) is None
+        for counter, name in (
+            (session, "pending_tokens"),
+            (session, "training_tokens"),
+            (service.endpoint.callers["alice"], "pending_tokens"),
+        ):
+            setattr(counter, name, 10)
+            assert quotas.exceeded_quota(service, "alice", 20) is None
+            assert "10 tokens of alice are pending, and 21 more exceed" in quotas.exceeded_quota(service, "alice", 21)
+            setattr(counter, name, 0)
+        quotas.check_runs(service, session)
+        run = f"{session.session_id}:train:0"
+        service.loading_runs.add(run)
+        with pytest.raises(ConfigError, match="1 training runs of alice are in memory"):
+            quotas.check_runs(service, session)
+        service.loading_runs.discard(run)
+        quotas.check_disk(service, session.session_id, "save_weights")
+        folder = service.durability.session_folder(session.session_id)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "log").write_bytes(bytes(1_000_000))
+        with pytest.raises(ConfigError, match="checkpoints and logs of alice take"):
+            quotas.check_disk(service, session.session_id, "save_weights")
+
+
 @pytest.mark.slow
 def test_quotas_are_of_a_name_and_their_errors_name_it(tiny_folder, tmp_path):
     (tmp_path / "keys").write_text(f"alice: {ALICE} max_runs=1 max_tokens=30\nbob: {BOB} max_disk_gb=0.00002\n")
@@ -546,10 +580,10 @@ def test_a_server_with_a_certificate_speaks_https(tiny_folder, tmp_path):
         server.start(tiny_folder, tmp_path / "out", tls_cert=str(certificate), tls_key=str(key))
         url = server.url.replace("http:", "https:")
         trusting = ssl.create_default_context(cafile=str(certificate))
-        assert httpx.get(f"{url}/api/v1/healthz", verify=trusting).status_code == 200
+        assert httpx.get(f"{url}/api/v1/healthz", verify=trusting, timeout=WAIT_S).status_code == 200
         for wrong in (url, server.url):
             with pytest.raises(httpx.TransportError):
-                httpx.get(f"{wrong}/api/v1/healthz")
+                httpx.get(f"{wrong}/api/v1/healthz", timeout=WAIT_S)
         told = program(CONNECT, url, ALICE, tmp_path / "client", SSL_CERT_FILE=str(certificate))
         assert (told.returncode, told.stdout) == (0, "tiny\n"), told.stderr
     finally:

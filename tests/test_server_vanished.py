@@ -19,6 +19,7 @@ import pytest
 import servertools
 from servertools import wait_until
 from test_server_fair import LARGE, Client, clock, held, is_idle, turns  # noqa: F401 - clock and turns are fixtures
+from waiting import WAIT_S
 
 from cookbook.backends.worker import Account, Worker
 from cookbook.errors import BackendError, ConfigError
@@ -45,21 +46,21 @@ def test_a_paused_lane_keeps_its_jobs_and_starts_them_again(turns):  # noqa: F81
         order.append("begun")
         begun.set()
         yield
-        go.wait(10)
+        go.wait(WAIT_S)
         yield
         order.append("done")
 
     jobs = [lane.submit_steps(job), queue(lane, "waiting", 1, 0.01)]
-    assert begun.wait(10)
+    assert begun.wait(WAIT_S)
     lane.pause()
     go.set()
     jobs.append(queue(lane, "late", 1, 0.01))
-    queue(other, "other", 3, 0.01).result(10)
+    queue(other, "other", 3, 0.01).result(WAIT_S)
     wait_until(lambda: not worker._schedule._ready)
     assert order == ["begun", *["other"] * 3] and not any(one.done() for one in jobs)
     lane.resume()
     for one in jobs:
-        one.result(10)
+        one.result(WAIT_S)
     worker.close()
     assert order[4:] == ["begun", "done", "waiting", "late"]
 
@@ -71,15 +72,15 @@ def test_a_lane_that_resumes_before_the_worker_noticed_its_pause_continues():
     def job():
         next(steps)
         begun.set()
-        go.wait(10)
+        go.wait(WAIT_S)
         yield
 
     running = lane.submit_steps(job)
-    assert begun.wait(10)
+    assert begun.wait(WAIT_S)
     lane.pause()
     lane.resume()
     go.set()
-    running.result(10)
+    running.result(WAIT_S)
     worker.close()
     assert next(steps) == 1
 
@@ -91,7 +92,7 @@ def test_a_lane_that_resumes_while_its_job_is_dropped_starts_it_again():
     def job():
         begun.set()
         try:
-            go.wait(10)
+            go.wait(WAIT_S)
             yield
         except GeneratorExit:
             dropped.append("once")
@@ -99,10 +100,10 @@ def test_a_lane_that_resumes_while_its_job_is_dropped_starts_it_again():
             raise
 
     running = lane.submit_steps(job)
-    assert begun.wait(10)
+    assert begun.wait(WAIT_S)
     lane.pause()
     go.set()
-    running.result(10)
+    running.result(WAIT_S)
     worker.close()
     assert dropped == ["once"]
 
@@ -114,10 +115,10 @@ def test_jobs_of_a_paused_lane_can_be_dropped():
         lane.pause()
         waiting = lane.submit(lambda: None)
         getattr(lane, end)()
-        assert isinstance(waiting.exception(10), BackendError)
+        assert isinstance(waiting.exception(WAIT_S), BackendError)
         lane.resume()
         if not has_ended:
-            assert lane.submit(lambda: "open").result(10) == "open"
+            assert lane.submit(lambda: "open").result(WAIT_S) == "open"
     worker.close()
 
 
@@ -134,7 +135,7 @@ def test_the_end_of_a_worker_settles_the_jobs_of_its_paused_lanes(end, is_set_as
     if end == "drop_all":
         worker.drop_all()
         go.set()
-        assert isinstance(waiting.exception(10), BackendError)
+        assert isinstance(waiting.exception(WAIT_S), BackendError)
     else:
         # In a thread of its own, because without the repair it would wait forever.
         closing = threading.Thread(target=worker.close if end == "close" else lane.close, daemon=True)
@@ -143,8 +144,8 @@ def test_the_end_of_a_worker_settles_the_jobs_of_its_paused_lanes(end, is_set_as
             wait_until(lambda: worker._schedule._closed)
             lane.pause()
         go.set()
-        assert waiting.result(10) == "done"
-        closing.join(10)
+        assert waiting.result(WAIT_S) == "done"
+        closing.join(WAIT_S)
         assert not closing.is_alive()
     worker.close()
 
@@ -156,18 +157,18 @@ def test_a_job_that_is_dropped_while_the_pause_restarts_it_is_settled():
     def job():
         begun.set()
         try:
-            go.wait(10)
+            go.wait(WAIT_S)
             yield
         finally:
             lane.clear()
 
     running = lane.submit_steps(job)
-    assert begun.wait(10)
+    assert begun.wait(WAIT_S)
     lane.pause()
     go.set()
-    assert isinstance(running.exception(10), BackendError)
+    assert isinstance(running.exception(WAIT_S), BackendError)
     lane.resume()
-    assert lane.submit(lambda: "open").result(10) == "open"
+    assert lane.submit(lambda: "open").result(WAIT_S) == "open"
     worker.close()
 
 
@@ -186,7 +187,7 @@ class Poll:
     def __init__(self, server, path, body):
         presence = presence_of(server, body.get("request_id") or body["target"]["sampling_session_id"])
         before = presence._num_polls
-        self._connection = HTTPConnection(urlsplit(server.url).netloc)
+        self._connection = HTTPConnection(urlsplit(server.url).netloc, timeout=WAIT_S)
         self._connection.request("POST", f"/api/v1/{path}", json.dumps(body))
         wait_until(lambda: presence._num_polls == before + 1)
 
@@ -431,7 +432,7 @@ def test_a_shutdown_does_not_wait_for_a_client_that_vanishes_during_it(server, e
     wait_until(lambda: server.service.requests.closing)
     assert not ending.done()
     poll.close()
-    ending.result(60)
+    ending.result(WAIT_S)
     (unsettled,) = server.service.requests.unsettled()
     assert unsettled.request_id == answer.json()["request_id"]
 
@@ -441,7 +442,7 @@ def test_paused_samples_count_towards_the_quota_of_their_key(tiny_folder, tmp_pa
 
     class Keyed(Client):
         def post(self, path, body):
-            return httpx.post(f"{self.url}/api/v1/{path}", json=body, headers={"X-API-Key": "tml-alice"}, timeout=60)
+            return httpx.post(f"{self.url}/api/v1/{path}", json=body, headers={"X-API-Key": "tml-alice"}, timeout=WAIT_S)
 
     options = {"names": ["tiny"], "keys_file": str(tmp_path / "keys")}
     with servertools.running(tiny_folder, tmp_path / "out", **options) as server:
@@ -488,7 +489,7 @@ def mortal(tiny_folder, tmp_path):
 
 
 def metrics(server):
-    text = httpx.get(f"{server.url}/metrics", timeout=60).text
+    text = httpx.get(f"{server.url}/metrics", timeout=WAIT_S).text
     return {name: float(value) for name, value in re.findall(r"^cookbook_(\w+) (\S+)$", text, re.MULTILINE)}
 
 
@@ -535,5 +536,5 @@ def test_training_requests_of_a_killed_client_are_carried_out(mortal):
     wait_until(lambda: metrics(mortal)["paused_sessions"] == 1)
     wait_until(lambda: metrics(mortal)["calls_pending"] == 1)
     assert metrics(mortal)["paused_sessions"] == 1 and metrics(mortal)["trained_tokens_total"] == 8 * 200 * 89
-    saved = httpx.get(f"{mortal.url}/api/v1/training_runs/{run}/checkpoints", timeout=60).json()["checkpoints"]
+    saved = httpx.get(f"{mortal.url}/api/v1/training_runs/{run}/checkpoints", timeout=WAIT_S).json()["checkpoints"]
     assert [one["checkpoint_id"] for one in saved] == ["weights/last"]

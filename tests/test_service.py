@@ -14,6 +14,7 @@ import pytest
 import tiny
 import torch
 from marks import rest_slow
+from waiting import WAIT_S
 
 import cookbook
 from cookbook.backends.local import sample_queue
@@ -134,7 +135,7 @@ def test_clients_may_be_used_with_or_without_waiting_for_result(service, tiny_fo
     for client in (
         service.create_lora_training_client(str(tiny_folder), rank=2),
         service.create_lora_training_client(str(tiny_folder), rank=2).result(),
-        service.create_training_client(str(tiny_folder)).result(timeout=60),
+        service.create_training_client(str(tiny_folder)).result(timeout=WAIT_S),
     ):
         assert client.forward_backward(tiny.datums(2), "dpo").result()
         assert client.save_weights_and_get_sampling_client().result().compute_logprobs(PROMPT).result()[0] is None
@@ -345,7 +346,7 @@ def trainer_threads():
 def ended(threads):
     """Whether these threads end by themselves."""
     for thread in threads:
-        thread.join(10)
+        thread.join(WAIT_S)
     return not any(thread.is_alive() for thread in threads)
 
 
@@ -483,7 +484,7 @@ def test_what_tinker_programs_ask_a_service(service, tiny_folder, tmp_path):
     saved, weights = training.save_state("state").result(), training.save_weights_for_sampler("weights").result()
     rest = service.create_rest_client()
     assert rest.get_server_capabilities().result().supported_models == models
-    assert repr(service) == "<ServiceClient: trains in this process, 1 models in use>"
+    assert repr(service) == "<ServiceClient: trains in this process, 1 model in use>"
     assert repr(training) == f"<TrainingClient: {tiny_folder}, trains a LoRA adapter of rank 4, 0 steps>"
     assert repr(training.save_weights_and_get_sampling_client()) == f"<SamplingClient: {tiny_folder}>"
     found = rest.get_weights_info_by_tinker_path(saved.path).result()

@@ -2,11 +2,11 @@
 
 import json
 import signal
-import time
 from pathlib import Path
 
 import pytest
 from runtools import SMALL, here, resume_words, rows, start, train, write  # noqa: F401 - here is a fixture
+from waiting import until
 
 from cookbook.cli.app import run
 from cookbook.run import hooks
@@ -74,9 +74,7 @@ def test_failed(kind, capsys):
 @pytest.mark.slow
 def test_killed_it_says_running_and_no_process_holds_the_lock(capsys):
     process = start([*SMALL["orpo"], *QUIET, "recipe.steps=500", "checkpoint.every=null"])
-    deadline = time.monotonic() + 60
-    while not Path("run/metrics.jsonl").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(Path("run/metrics.jsonl").exists)
     assert train(*SMALL["orpo"], *QUIET) == 2
     taken = f"another process (pid {process.pid}) is running in run; wait for it or choose another folder"
     assert capsys.readouterr().err == f"error: out: {taken}\n"

@@ -42,7 +42,7 @@ def test_the_objective_is_the_last_value_of_the_metric():
     assert objective(log, "eval/accuracy") is None and objective([{"step": 0, "eval/loss": 3.0}], None) is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_optuna_optimizes_real_runs(capsys):
     """Both directions: the best of the trials is found by the metric that the runs report."""
     words = [*SMALL["sft"], "recipe.steps=2", "checkpoint.final=false", "checkpoint.every=null"]
@@ -62,7 +62,7 @@ def test_optuna_optimizes_real_runs(capsys):
     assert "optimization_results.yaml" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_failed_run_fails_its_trial_alone(capsys):
     def job(cfg, overrides):
         if cfg.seed == 1:
@@ -141,7 +141,7 @@ def test_joblib_runs_a_sweep_in_processes():
     assert [rows(f"both/{seed}")[-1]["step"] for seed in (1, 2)] == [1, 1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_joblib_reports_the_run_that_failed(capsys):
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="hydra-joblib-launcher is not installed")
     words = [*SMALL["sft"], "recipe.steps=1", "hydra/launcher=joblib", "optim.lr=-1,-2", "-m"]

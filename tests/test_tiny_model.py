@@ -10,7 +10,7 @@ from runtools import ROOT, here, rows, train  # noqa: F401 - here is a fixture
 
 from cookbook.utils.paths import packaged
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("here")]
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("here")]
 SAME_ACCURACY = 0.1  # between platforms: rounding differs, and 900 steps carry it on
 
 

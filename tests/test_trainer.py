@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from waiting import WAIT_S
 
 from cookbook.backends.local import LocalConfig, LocalTrainer
 from cookbook.backends.worker import Account, Worker, with_remedy
@@ -44,7 +45,7 @@ def test_calls_do_not_block_and_run_in_the_order_they_were_made(make_trainer):
     trainer, order, gate = make_trainer(), [], threading.Event()
 
     def slow(data, logprobs):
-        gate.wait(10)
+        gate.wait(WAIT_S)
         order.append("slow")
         return logprobs[0].sum(), {}
 
@@ -66,7 +67,7 @@ def test_the_batch_is_the_one_that_was_passed(make_trainer):
     """The caller may change its list after the call."""
     trainer, gate = make_trainer(), threading.Event()
     reference = trainer.reference()
-    trainer.forward_backward_custom(tiny.datums(1), lambda _, rows: (gate.wait(10) and rows[0].sum(), {}))
+    trainer.forward_backward_custom(tiny.datums(1), lambda _, rows: (gate.wait(WAIT_S) and rows[0].sum(), {}))
     batch = tiny.datums(3)
     calls = [trainer.forward(batch, "cross_entropy"), trainer.forward_backward(batch, "cross_entropy")]
     logprobs = reference.logprobs(batch)
@@ -88,7 +89,7 @@ def test_the_arrays_are_those_that_were_passed(make_trainer):
     passed.append([tinker.Datum(tinker.ModelInput.from_ints(list(range(8))), inputs)])
     expected = [trainer.forward(data, "cross_entropy").result().metrics["loss"] for data in passed]
 
-    trainer.forward_backward_custom(tiny.datums(1), lambda _, rows: (gate.wait(10) and rows[0].sum(), {}))
+    trainer.forward_backward_custom(tiny.datums(1), lambda _, rows: (gate.wait(WAIT_S) and rows[0].sum(), {}))
     calls = [trainer.forward(data, "cross_entropy") for data in passed]
     calls += [trainer.forward_backward_custom(data, CrossEntropy()) for data in passed]
     logprobs = reference.logprobs(batch)
@@ -101,7 +102,7 @@ def test_the_arrays_are_those_that_were_passed(make_trainer):
 
 def test_futures_can_be_waited_for_in_every_way(make_trainer):
     trainer, data = make_trainer(), tiny.datums(2)
-    plain = trainer.forward(data, "cross_entropy").result(timeout=60)
+    plain = trainer.forward(data, "cross_entropy").result(timeout=WAIT_S)
 
     async def program():
         first = await trainer.forward(data, "cross_entropy")
@@ -118,7 +119,7 @@ def test_a_timeout_ends_the_waiting_and_not_the_call(make_trainer):
     trainer, gate = make_trainer(), threading.Event()
 
     def slow(data, logprobs):
-        gate.wait(10)
+        gate.wait(WAIT_S)
         return logprobs[0].sum(), {}
 
     running = trainer.forward_backward_custom(tiny.datums(1), slow)
@@ -130,7 +131,7 @@ def test_a_timeout_ends_the_waiting_and_not_the_call(make_trainer):
             asyncio.run(future.result_async(timeout=0.01))
         assert not future.cancel()
     gate.set()
-    assert waiting.result(timeout=60).metrics["optim/grad_norm"] > 0
+    assert waiting.result(timeout=WAIT_S).metrics["optim/grad_norm"] > 0
     assert trainer.engine.step == 1
 
 
@@ -158,7 +159,7 @@ OWN_THREAD = "the trainer waits for itself"
     "ask",
     [
         lambda trainer: trainer.forward(tiny.datums(2), "dpo").result(),
-        lambda trainer: trainer.forward(tiny.datums(2), "dpo").exception(timeout=5),
+        lambda trainer: trainer.forward(tiny.datums(2), "dpo").exception(timeout=WAIT_S),
         lambda trainer: asyncio.run(trainer.forward(tiny.datums(2), "dpo").coroutine()),
         lambda trainer: trainer.snapshot_sampler().result(),
         lambda trainer: trainer.reference(),
@@ -176,9 +177,9 @@ def test_a_loss_that_waits_for_its_own_trainer_is_told(make_trainer, ask):
         return logprobs[0].sum(), {}
 
     with pytest.raises(BackendError, match=rf"{OWN_THREAD}|close: called by a loss") as caught:
-        trainer.forward_backward_custom(tiny.datums(1), loss).result(timeout=20)
+        trainer.forward_backward_custom(tiny.datums(1), loss).result(timeout=WAIT_S)
     assert "\n" not in str(caught.value)
-    assert trainer.optim_step(ADAM).result(timeout=20)
+    assert trainer.optim_step(ADAM).result(timeout=WAIT_S)
 
 
 def test_a_callback_may_read_what_is_there_and_ask_for_more(make_trainer):
@@ -193,8 +194,8 @@ def test_a_callback_may_read_what_is_there_and_ask_for_more(make_trainer):
         told.set()
 
     trainer.forward(tiny.datums(2), "dpo").add_done_callback(callback)
-    assert told.wait(20)
-    assert len(found[1].result(timeout=20).loss_fn_outputs) == 2
+    assert told.wait(WAIT_S)
+    assert len(found[1].result(timeout=WAIT_S).loss_fn_outputs) == 2
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
@@ -232,7 +233,7 @@ def test_a_step_asked_for_before_the_error_was_read_fails_however_fast_the_train
     trainer, gate = make_trainer(), threading.Event()
     trainer.forward_backward(tiny.datums(2), "cross_entropy")
     bad = trainer.forward_backward(BAD, "cross_entropy")
-    trainer.forward_backward_custom(tiny.datums(2), lambda _, rows: (gate.wait(10) * rows[0].sum(), {}))
+    trainer.forward_backward_custom(tiny.datums(2), lambda _, rows: (gate.wait(WAIT_S) * rows[0].sum(), {}))
     early, earlier = trainer.optim_step(ADAM), trainer.optim_step(ADAM)
     fails(bad)
     gate.set()  # the error has been read before the steps have their turn, and after the caller has asked for them
@@ -488,16 +489,16 @@ def test_a_job_that_was_accepted_while_another_thread_closes_is_done():
     lane._queue.jobs = SlowJobs()
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(lane.submit, lambda: "done")
-        assert lane._queue.jobs.begun.wait(10)
+        assert lane._queue.jobs.begun.wait(WAIT_S)
         worker.close()
-        assert answer.result().result(timeout=5) == "done"
+        assert answer.result().result(timeout=WAIT_S) == "done"
 
 
 def test_the_worker_ends_without_references_to_it():
     worker = Worker(1)
     thread, last = worker.thread, worker.submit(lambda: time.sleep(0.05) or "done")
     del worker
-    thread.join(10)
+    thread.join(WAIT_S)
     assert last.result(timeout=0) == "done" and not thread.is_alive()
 
 

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import viewtools
 from runtools import BRIEF, ROOT, SMALL, here, rows, start, timeless, train  # noqa: F401 - a fixture
+from waiting import WAIT_S
 
 from cookbook.cli.app import run
 from cookbook.cli.view.command import PageHandler
@@ -338,7 +339,7 @@ def served(*folders):
 
 
 def get(port, path, host="127.0.0.1"):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
     connection.request("GET", path, headers={"Host": f"{host}:{port}"})
     answer = connection.getresponse()
     content = answer.read()

@@ -48,7 +48,7 @@ def has_vllm() -> bool:
 
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.skipif("not has_vllm()", reason=f"{PYTHON} has no vLLM; run `make test-vllm`"),
 ]
 COMMON = {"python": PYTHON, "name": "tests", "max_length": 512, "on_exit": "keep"}

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from servertools import wait_until
 from test_vllm import PYTHON, ROOT, has_vllm, pytestmark  # noqa: F401 - has_vllm is used by the mark
+from waiting import WAIT_S
 
 from cookbook.data import Renderer
 from cookbook.deployments.vllm.registry import DeploymentManager
@@ -164,7 +165,7 @@ def test_chats_streams_and_echo(http):
 
 def metric(server, name):
     """The value of a metric of the vLLM server."""
-    lines = httpx.get(f"{server}/metrics").text.splitlines()
+    lines = httpx.get(f"{server}/metrics", timeout=WAIT_S).text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))
 
 
@@ -178,7 +179,7 @@ def test_private_weights_and_clients_that_leave(http, url, trained, environment,
     [[server]] = DeploymentManager().running().values()
     before = metric(server.url, "generation_tokens_total")
     body = {"token_ids": [10, 20, 30], "sampling_params": {"max_tokens": 400, "n": 128, "ignore_eos": True}}
-    connection = HTTPConnection(url.removeprefix("http://"))
+    connection = HTTPConnection(url.removeprefix("http://"), timeout=WAIT_S)
     connection.request("POST", "/inference/v1/generate", json.dumps(body), {"X-API-Key": "tml-one"})
     wait_until(lambda: metric(server.url, "num_requests_running"))
     connection.close()
@@ -197,19 +198,19 @@ def test_signals_end_the_servers(tmp_path, environment, monkeypatch):
         read_until(server, "starting vLLM at")
         assert manager.running()
         server.terminate()
-        assert server.wait(60) == 128 + signal.SIGTERM
+        assert server.wait(WAIT_S) == 128 + signal.SIGTERM
     assert not manager.running()
     with serving(tmp_path, environment) as server:
         url = read_until(server, SERVES)[1]
         [[served]] = manager.running().values()
         body = {"token_ids": [10, 20, 30], "sampling_params": {"max_tokens": 400, "n": 128, "ignore_eos": True}}
-        connection = HTTPConnection(url.removeprefix("http://"))
+        connection = HTTPConnection(url.removeprefix("http://"), timeout=WAIT_S)
         connection.request("POST", "/inference/v1/generate", json.dumps(body))
         wait_until(lambda: metric(served.url, "num_requests_running"))
         server.send_signal(signal.SIGINT)
         read_until(server, "press Ctrl-C again")
         server.send_signal(signal.SIGINT)
-        assert server.wait(10) == 128 + signal.SIGINT
+        assert server.wait(WAIT_S) == 128 + signal.SIGINT
         connection.close()
     wait_until(lambda: not served.alive)
     assert not manager.running()

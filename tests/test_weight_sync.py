@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from waiting import WAIT_S
 
 from cookbook.backends.local import LocalConfig
 from cookbook.checkpoints import manifest, sampler_checkpoints
@@ -43,7 +44,7 @@ class Served:
             if place in self.fails:
                 raise RolloutError(f"replica {place} has failed")
             holder.prepare(folder)
-            holder._thread.join(30)
+            holder._thread.join(WAIT_S)
             if (status := holder.status())["state"] == FAILED:
                 raise RolloutError(status["error"])
             holder.begin()
@@ -108,6 +109,19 @@ def test_regular_bases_and_old_chains_deleted(trainer, served):
     assert served.got == [BASE, DELTA, BASE, DELTA, BASE]
     foreign.rmdir()  # no folder of the syncer, so it was not deleted
     assert folders(trainer) == [BASE, BASE, DELTA]
+
+
+def test_a_chain_in_use_is_kept_until_no_replica_needs_it(trainer, served):
+    syncer = ChainSyncer(trainer, served, deltas=0, keep=1)
+    syncer.sync(trainer.step)
+    [first] = trainer.folder.glob("sync-*")
+    served.used = [first]
+    for _ in range(2):
+        syncer.sync(train(trainer))
+    assert first.exists() and folders(trainer) == [BASE, BASE]
+    served.used = []
+    syncer.sync(train(trainer))
+    assert not first.exists() and folders(trainer) == [BASE]
 
 
 def test_a_chain_on_disk_is_bounded_and_deleted_at_the_end(trainer, served):
@@ -290,7 +304,7 @@ def test_a_holder_refuses_what_does_not_fit(trainer, tmp_path):
     holder = WeightStore()
     for folder, reason in ((delta, "is a delta, but this replica has no weights"), (tmp_path / "none", "is not a checkpoint")):
         holder.prepare(folder)
-        holder._thread.join(30)
+        holder._thread.join(WAIT_S)
         assert holder.status()["state"] == FAILED and reason in holder.status()["error"]
         with pytest.raises(CheckpointError, match="no weights are ready to be served"):
             holder.begin()
@@ -304,11 +318,16 @@ def test_a_holder_knows_nothing_while_weights_are_put_in(trainer):
     if holder.status()["state"] == READING:
         with pytest.raises(CookbookError, match="still being read"):
             holder.prepare(base)
-    holder._thread.join(30)
+    holder._thread.join(WAIT_S)
     holder.begin()
     assert holder.status()["digest"] is None
     holder.finish()
     assert holder.status()["digest"] == manifest.read(base)["weights"]
+    # Other weights take the place of these: a load that fails leaves neither.
+    holder.prepare(base)
+    holder._thread.join(WAIT_S)
+    holder.begin()
+    assert holder.status()["digest"] is None
 
 
 # ---- several ranks ---------------------------------------------------------------------------------------------------
@@ -324,7 +343,7 @@ def group(request, tiny_folder, tmp_path):
     made.close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("group", ["none", "all"], indirect=True)
 def test_a_group_of_ranks_sends_what_one_process_sends(group, served, make_trainer):
     one, names = make_trainer(), []

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from runtools import ROOT, SMALL, here, rows  # noqa: F401 - here is a fixture
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("here")]
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("here")]
 pytest.importorskip("build", reason="the development tools are not installed")
 pytest.importorskip("hatchling", reason="the development tools are not installed")
 

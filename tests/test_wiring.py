@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import json
-import time
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
 from runtools import SMALL, checkpoint, here, rows, train, write  # noqa: F401 - here is a fixture
+from waiting import until
 
 from cookbook.backends.local import LocalTrainer
 from cookbook.checkpoints import manifest
@@ -237,9 +237,11 @@ class Noting(Hook):
 """
 
 
-def test_a_tie_is_no_preference():
-    found = reward_metrics(torch.tensor([1.0, 2.0, 0.0, 3.0]), torch.tensor([1.0, 1.0, 5.0, 3.0]))
-    assert found["rewards/accuracy"] == 0.25
+def test_a_tie_counts_as_half():
+    """A win, a loss, two equal rewards, and two that differ by less than rounding noise."""
+    chosen, rejected = torch.tensor([2.0, 0.0, 1.0, 3.0, 1.0, 1.01]), torch.tensor([1.0, 5.0, 1.0, 3.0, 1.01, 1.0])
+    found = reward_metrics(chosen, rejected, torch.tensor([0.5, 0.5, 0.0, 0.5, 0.5, 0.001]))
+    assert found["rewards/accuracy"] == pytest.approx((1 + 0 + 0.5 + 0.5 + 0.5 + 1) / 6)
 
 
 def test_every_epoch_has_an_order_of_its_own():
@@ -324,20 +326,13 @@ def test_a_published_sampler_outlives_the_states_saved_after_it(tiny_folder, tmp
         for number in (2, 4, 6):
             client.result("forward_backward", passing(run, number, number))
             client.result("optim_step", stepping(run, number + 1))
-        _wait_for(lambda: (server.service.snapshots[run].newest or 0) > 2)
+        until(lambda: (server.service.snapshots[run].newest or 0) > 2)
         drawn = client.sample(published, 0, seed=3)
         newest = {"model_id": run, "seq_id": 8, "sampling_session_seq_id": 1}
         current = json.loads(client.result("save_weights_for_sampler", newest))["sampling_session_id"]
         assert client.sample(current, 0, seed=3) != drawn
     with servertools.running(tiny_folder, tmp_path / "out", names=["tiny"]) as server:
         assert Client(server, client.session).sample(published, 1, seed=3) == drawn
-
-
-def _wait_for(happened):
-    deadline = time.monotonic() + 30
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_every_mutant_still_fits_the_code():

@@ -178,6 +178,7 @@ def row_of(workload: Workload, results: Results) -> dict[str, Any]:
         name: {
             **_rates(workload, found),
             "mb": _median(found, "peak_mb"),
+            "training": training(found[0]["steps"]),
             "wrong": _wrong(workload, name, results),
         }
         for name, found in results.items()
@@ -216,6 +217,16 @@ def _rates(workload: Workload, found: Sequence[dict[str, Any]]) -> dict[str, flo
     per_step = float(workload.rows) if workload.unit == "pairs" else per_step
     rates = [per_step / one["seconds_a_step"] for one in found]
     return {"median": statistics.median(rates), "least": min(rates), "most": max(rates)}
+
+
+def training(steps: Sequence[dict[str, float]]) -> str:
+    """Whether the measured setting trains: loss or reward of the first and the last step, and the sampler's difference."""
+    measured = "reward" if "reward" in steps[0] else "loss"
+    text = f"{measured} {steps[0][measured]:.4g} to {steps[-1][measured]:.4g}" if measured in steps[0] else ""
+    if "k3" in steps[0]:
+        text += f", k3 up to {max(step['k3'] for step in steps):.2g}"
+        text += f", {max(step['clipped'] for step in steps):.1%} clipped"
+    return text
 
 
 def _wrong(workload: Workload, name: str, results: Results) -> str:
@@ -311,7 +322,8 @@ def show(row: dict[str, Any]) -> None:
     print(f"\n{row['what']}, {row['unit']}: median, least to most, peak memory")
     for name, one in row["figures"].items():
         spread = f"{one['least']:.4g} to {one['most']:.4g}"
-        print(f"  {name:32}{one['median']:>9.4g}   {spread:20}{one['mb']:>7.0f} MB  {one['wrong']}".rstrip(), flush=True)
+        notes = "; ".join(note for note in (one["training"], one["wrong"]) if note)
+        print(f"  {name:32}{one['median']:>9.4g}   {spread:20}{one['mb']:>7.0f} MB  {notes}".rstrip(), flush=True)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> None:

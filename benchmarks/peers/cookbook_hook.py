@@ -9,6 +9,9 @@ from meter import Meter
 
 from cookbook.run.hooks import Hook
 
+# Metrics that show whether the setting trains.
+LEARNING = {"reward": "reward/mean", "k3": "kl/sampler_trainer_k3", "clipped": "loss/clip_frac"}
+
 
 class MeterHook(Hook):
     """Made with the configuration, before the model is loaded."""
@@ -24,6 +27,7 @@ class MeterHook(Hook):
             inputs=tokens,
             trained=metrics["tokens/trained"],
             sampled=metrics.get("rollout/tokens", 0.0),
+            **{name: metrics[key] for name, key in LEARNING.items() if key in metrics},
         )
 
     def on_end(self, run: object, state: str) -> None:

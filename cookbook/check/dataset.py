@@ -45,13 +45,17 @@ class WeightedSequence:
 
 @dataclass(frozen=True)
 class Survey:
-    """The rows of one split. ``unused`` names the columns, and the fields of messages, that train nothing."""
+    """The rows of one split. ``unused`` names the columns, and the fields of messages, that train nothing.
+
+    ``notes``: what the user should know about the chat template.
+    """
 
     num_rows: int
     num_used: int
     sequences: Sequence[WeightedSequence]
     refused: Sequence[RejectedRow]
     unused: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
 
 def survey(
@@ -86,7 +90,7 @@ def survey(
         used = {one.where for one in sequences}
         # A mixture may have a row several times.
         num_used = sum(row.where in used for row in rows)
-    return Survey(num_rows, num_used, sequences, refusals.found, list(refusals.unused))
+    return Survey(num_rows, num_used, sequences, refusals.found, list(refusals.unused), list(refusals.notes))
 
 
 def _sequence(datum: RowDatum, side: str) -> WeightedSequence:

@@ -31,8 +31,10 @@ def write_model(model: LanguageModel, folder: Path, shard_bytes: int) -> None:
     # No rank holds the whole model, so the ranks write parts, which the first rank joins.
     if ranks.several():
         sharded.save(saved_tensors(model), parts, shard_bytes)
-    # PEFT would otherwise ask the hub whether the embeddings were resized. They never are.
-    options: dict[str, Any] = {"save_embedding_layers": False} if model.is_lora else {"max_shard_size": shard_bytes}
+    # PEFT would otherwise ask the hub whether the embeddings were resized.
+    options: dict[str, Any] = (
+        {"save_embedding_layers": model.saves_embeddings} if model.is_lora else {"max_shard_size": shard_bytes}
+    )
 
     def write() -> None:
         if parts.is_dir():
@@ -40,6 +42,9 @@ def write_model(model: LanguageModel, folder: Path, shard_bytes: int) -> None:
             shutil.rmtree(parts)
         model.network.save_pretrained(folder, **options)
         model.tokenizer.save_pretrained(folder)
+        # PEFT writes no generation config, which has the stop tokens.
+        if model.is_lora and (generation := getattr(model.network.get_base_model(), "generation_config", None)) is not None:
+            generation.save_pretrained(folder)
 
     ranks.on_first(write)
 
@@ -51,7 +56,7 @@ def load_model(model: LanguageModel, folder: Path) -> None:
         CheckpointError: the checkpoint is of another model; nothing was changed.
     """
     if model.is_lora:
-        _load_adapter(model.network, folder)
+        _load_adapter(model, folder)
         return
     own = saved_tensors(model)
     if own.keys() == sharded.saved(folder).keys() and _are_written_unchanged(model.network, own):
@@ -85,10 +90,11 @@ def _load_converted(model: LanguageModel, folder: Path) -> None:
             model.ranks.fill(tensor, saved[name])
 
 
-def _load_adapter(network: PeftModel, folder: Path) -> None:
+def _load_adapter(model: LanguageModel, folder: Path) -> None:
     from peft import get_peft_model_state_dict
 
-    own = get_peft_model_state_dict(network, save_embedding_layers=False)
+    network: PeftModel = model.network
+    own = get_peft_model_state_dict(network, save_embedding_layers=model.saves_embeddings)
     _must_fit(folder, own, sharded.saved(folder))
     alpha = network.peft_config["default"].lora_alpha
     saved_alpha = json.loads((folder / LORA_FILE).read_text())["lora_alpha"]

@@ -6,8 +6,9 @@ Specification: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -17,9 +18,16 @@ import numpy.typing as npt
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
-from cookbook.checkpoints import tensor_digests
+from cookbook.checkpoints import manifest, tensor_digests
+from cookbook.data.encoding import TextEncoder
+from cookbook.data.formats import Chat
+from cookbook.data.messages import ChatMessage
+from cookbook.data.stop_tokens import configure, stop_token_ids
+from cookbook.data.template import ChatTemplate
 from cookbook.errors import CheckpointError
 from cookbook.types import JsonObject
+
+log = logging.getLogger("cookbook")
 
 Precision = Literal["float32", "float16", "bfloat16"]
 TYPES: dict[Precision, tuple[gguf.GGMLQuantizationType, gguf.LlamaFileType]] = {
@@ -40,13 +48,20 @@ DIVISIONS = {
 # llama.cpp refuses a file without merges. This one never applies: both sides are whole special tokens.
 NO_MERGES = "<|none|> <|none|>"
 
-# Ollama's own language for templates, for the two families whose models all write turns in the same way.
+# Ollama's own language for templates, for the two families whose models all write turns in the same way; a turn of theirs, and
+# the header of an answer, in Python's.
 CHATML = "{{- range .Messages }}<|im_start|>{{ .Role }}\n{{ .Content }}<|im_end|>\n{{ end }}<|im_start|>assistant\n"
 LLAMA3 = (
     "{{- range .Messages }}<|start_header_id|>{{ .Role }}<|end_header_id|>\n\n{{ .Content }}<|eot_id|>{{ end }}"
     "<|start_header_id|>assistant<|end_header_id|>\n\n"
 )
-OLLAMA = {"<|im_start|>": (CHATML, "<|im_end|>"), "<|start_header_id|>": (LLAMA3, "<|eot_id|>")}
+OLLAMA = {
+    CHATML: ("<|im_start|>{}\n{}<|im_end|>\n", "<|im_start|>assistant\n"),
+    LLAMA3: ("<|start_header_id|>{}<|end_header_id|>\n\n{}<|eot_id|>", "<|start_header_id|>assistant<|end_header_id|>\n\n"),
+}
+# A text to complete, without turns.
+TEXT = "{{ .Prompt }}"
+CONVERSATION = [("user", "first question"), ("assistant", "first answer"), ("user", "second question")]
 
 
 def write(folder: Path, out: Path, precision: Precision | None = None) -> None:
@@ -59,6 +74,8 @@ def write(folder: Path, out: Path, precision: Precision | None = None) -> None:
     """
     config = AutoConfig.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    if (folder / "generation_config.json").is_file():
+        configure(tokenizer, json.loads((folder / "generation_config.json").read_text(encoding="utf-8")).get("eos_token_id"))
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None:
         known = ", ".join(ARCHITECTURES)
@@ -84,7 +101,8 @@ def write(folder: Path, out: Path, precision: Precision | None = None) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    (out / "Modelfile").write_text(_modelfile(tokenizer), encoding="utf-8")
+    modelfile = _modelfile(tokenizer, is_of_text=manifest.is_of_text(folder))
+    (out / "Modelfile").write_text(modelfile, encoding="utf-8")
 
 
 def _write_shape(writer: gguf.GGUFWriter, config: PretrainedConfig) -> None:
@@ -172,7 +190,11 @@ def _write_tokenizer(
     ):
         if number is not None:
             add(number)
-    writer.add_add_bos_token(tokenizer("").input_ids[:1] == [tokenizer.bos_token_id])
+    # llama.cpp ends an answer at either of the two.
+    ends = [token for token in stop_token_ids(tokenizer) if token != tokenizer.eos_token_id]
+    if tokenizer.chat_template is not None and ends:
+        writer.add_eot_token_id(ends[0])
+    writer.add_add_bos_token(TextEncoder(tokenizer).opening == [tokenizer.bos_token_id])
     if tokenizer.chat_template is not None:
         writer.add_chat_template(tokenizer.chat_template)
 
@@ -204,11 +226,57 @@ def _division(folder: Path, facts: JsonObject, *, has_merges: bool) -> str:
     return DIVISIONS[names]
 
 
-def _modelfile(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return Ollama's description of the model: the file, how a conversation is written, and where an answer stops."""
+def _modelfile(tokenizer: PreTrainedTokenizerBase, *, is_of_text: bool) -> str:
+    """Return Ollama's description of the model: the file, how a conversation is written, and where an answer stops.
+
+    ``is_of_text``: the model was trained on texts without a chat template.
+    """
     lines = ["FROM ./model.gguf"]
-    for mark, (template, stop) in OLLAMA.items():
-        if mark in str(tokenizer.chat_template):
-            lines += [f'TEMPLATE """{template}"""', f'PARAMETER stop "{stop}"']
-            break
+    if is_of_text:
+        lines.append(f'TEMPLATE """{TEXT}"""')
+    elif (found := _ollama_template(tokenizer)) is not None:
+        template, system = found
+        lines.append(f'TEMPLATE """{template}"""')
+        if system:
+            # Ollama puts this message before a conversation without a system message, as the chat template does.
+            lines.append(f'SYSTEM """{system}"""')
+    elif tokenizer.chat_template:
+        lines.append("# The chat template of the model has no counterpart here: write one in Ollama's language as TEMPLATE.")
+        log.warning(
+            "weights export: the Modelfile has no TEMPLATE, because the model's chat template is neither ChatML nor Llama 3's; "
+            "Ollama may recognize the template in model.gguf, else write one"
+        )
+    stops = tokenizer.convert_ids_to_tokens(list(stop_token_ids(tokenizer)))
+    lines += [f'PARAMETER stop "{stop}"' for stop in stops if stop]
     return "\n".join(lines) + "\n"
+
+
+def _ollama_template(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
+    """Return the template that prints conversations as the chat template does, and its default system message.
+
+    None: no known template does.
+    """
+    if not tokenizer.chat_template:
+        return None
+    printed = _printed(tokenizer, CONVERSATION), _printed(tokenizer, [("system", "instruction"), *CONVERSATION])
+    for template, (turn, header) in OLLAMA.items():
+
+        def said(turns: Sequence[tuple[str, str]], turn: str = turn, header: str = header) -> str:
+            return "".join(turn.format(role, text) for role, text in turns) + header
+
+        plain, instructed = said(CONVERSATION), said([("system", "instruction"), *CONVERSATION])
+        if printed[1] != instructed or not printed[0].endswith(plain):
+            continue
+        before, after = turn.format("system", "\0").split("\0")
+        block = printed[0].removesuffix(plain)
+        system = block[len(before) : len(block) - len(after)]
+        if not block or (block == turn.format("system", system) and '"""' not in system):
+            return template, system
+    return None
+
+
+def _printed(tokenizer: PreTrainedTokenizerBase, turns: Sequence[tuple[str, str]]) -> str:
+    """Return a conversation as the chat template prints it, without the token that Ollama adds itself; empty: refused."""
+    chat = Chat("", tuple(ChatMessage(role, text) for role, text in turns))
+    text = ChatTemplate(tokenizer).shown(chat, header=True) or ""
+    return text.removeprefix(str(tokenizer.bos_token)) if tokenizer.bos_token else text

@@ -59,6 +59,19 @@ def read(folder: Path) -> JsonObject:
     return manifest
 
 
+def trained_on(facts: JsonObject) -> list[str]:
+    """Return the kinds of rows that the weights were trained on, ``chat`` and ``text``; empty if they are not known.
+
+    ``facts``: the manifest of a checkpoint of a run, or of an export of it.
+    """
+    return list(facts.get("run", {}).get("trained_on") or facts.get("trained_on") or ())
+
+
+def is_of_text(folder: Path) -> bool:
+    """Whether a folder is a checkpoint whose run was trained on texts only, without the chat template of the tokenizer."""
+    return (folder / NAME).is_file() and trained_on(read(folder)) == ["text"]
+
+
 def verify(folder: Path) -> JsonObject:
     """Read the manifest, and compare every file with it.
 

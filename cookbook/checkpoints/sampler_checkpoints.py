@@ -169,6 +169,7 @@ class SamplerCheckpoints:
         engine.model.tokenizer.save_pretrained(aside)
         if origin is not None:
             card.write(aside, stated | {key: origin[key] for key in ("run", "base_model") if key in origin})
+            stated |= _kinds(origin)
         manifest.write(aside, stated)
 
     def _write_delta(self, engine: Engine, folder: Path, now: Weights) -> None:
@@ -299,8 +300,14 @@ def export(folder: Path, out: Path, *, merged: bool = False) -> Checkpoint:
                 shutil.copyfile(path, aside / path.name)
         kept = {key: facts[key] for key in ("step", "base_model", "dtype", "lora", "weights") if key in facts}
         card.write(aside, {**facts, "kind": "base"})
-        manifest.write(aside, {**kept, "kind": "base"})
+        manifest.write(aside, {**kept, **_kinds(facts), "kind": "base"})
     return Checkpoint(str(out), facts["step"], "base")
+
+
+def _kinds(facts: JsonObject) -> JsonObject:
+    """Return the kinds of rows that a checkpoint was trained on, as an entry of the manifest of an export of it."""
+    kinds = manifest.trained_on(facts)
+    return {"trained_on": kinds} if kinds else {}
 
 
 def _merge(folder: Path, out: Path, facts: JsonObject) -> Checkpoint:
@@ -355,9 +362,10 @@ def unties(model: LanguageModel) -> bool:
 
 def _adapted(network: PeftModel) -> Iterator[torch.nn.Parameter]:
     from peft.tuners.lora.layer import LoraLayer
+    from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 
     for module in network.modules():
-        if isinstance(module, LoraLayer):
+        if isinstance(module, LoraLayer | TrainableTokensLayer):
             yield from module.get_base_layer().parameters()
 
 

@@ -160,7 +160,7 @@ def digests(model: LanguageModel) -> dict[str, str]:
     The digest of the weights covers every element, but not a fresh adapter: that follows from the seed, and its rounding
     differs between devices.
     """
-    named = {name: one.detach() for name, one in model.network.named_parameters() if "lora_" not in name}
+    named = {name: one.detach() for name, one in model.network.named_parameters() if not is_adapters(name)}
     if model.ranks.shards:
         # A tensor at a time, and all ranks in step.
         infos = {name: tensor_info(model.ranks.whole(tensor).cpu().contiguous()) for name, tensor in named.items()}
@@ -169,6 +169,11 @@ def digests(model: LanguageModel) -> dict[str, str]:
         infos = tensor_digests.in_parallel(lambda name: tensor_info(named[name].cpu().contiguous()), named)
     weights = tensor_digests.digest_of(infos)
     return {"weights": weights[:16], **tokenizer_digests(model.tokenizer)}
+
+
+def is_adapters(name: str) -> bool:
+    """Whether a parameter is part of an adapter: a LoRA factor, or the trained row of an added token."""
+    return "lora_" in name or "trainable_tokens_" in name
 
 
 def tokenizer_digests(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:

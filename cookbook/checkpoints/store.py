@@ -174,10 +174,10 @@ def load(engine: Engine, folder: Path, *, optimizer: bool) -> None:
     except BaseException as error:
         # A CheckpointError is raised before anything is overwritten.
         if not isinstance(error, CheckpointError):
-            engine.version += 1
+            engine.weights_changed()
             engine.lose_gradient(bool(engine.accumulated))
         raise
-    engine.version += 1
+    engine.weights_changed()
     engine.discard_gradient()
     engine.optimizer.reset()
     if optimizer:

@@ -185,6 +185,9 @@ def sample(
     temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
     num_samples: Annotated[int, typer.Option(help="Number of completions.")] = 1,
     seed: Annotated[int, typer.Option(help="The same seed draws the same completions.")] = 0,
+    chat_template_kwargs: Annotated[
+        str | None, typer.Option(help='Options of the chat template as JSON, such as {"enable_thinking": false}.')
+    ] = None,
 ) -> None:
     """Sample completions of a prompt."""
     from cookbook.cli import catalogue
@@ -195,7 +198,13 @@ def sample(
         from cookbook.run import builder
 
     for completion in builder.sample(
-        weights, prompt, max_tokens=max_tokens, temperature=temperature, num_samples=num_samples, seed=seed
+        weights,
+        prompt,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        num_samples=num_samples,
+        seed=seed,
+        chat_template_kwargs=_template_options(chat_template_kwargs),
     ):
         print(completion)
 
@@ -208,15 +217,19 @@ def chat(
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 512,
     temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
     seed: Annotated[int, typer.Option(help="The same seed draws the same answers.")] = 0,
+    chat_template_kwargs: Annotated[
+        str | None, typer.Option(help='Options of the chat template as JSON, such as {"enable_thinking": false}.')
+    ] = None,
 ) -> None:
     """Talk with a run or a model. Without a terminal: one answer for each line of the input."""
     from cookbook.cli import catalogue
 
+    options = _template_options(chat_template_kwargs)
     weights = catalogue.resolve(target, "chat")
     with importing():
         from cookbook.cli import chat as chatting
 
-    chatting.run(weights, chatting.ChatOptions(system, base, max_tokens, temperature, seed))
+    chatting.run(weights, chatting.ChatOptions(system, base, max_tokens, temperature, seed, options))
 
 
 @app.command("eval")
@@ -287,6 +300,17 @@ def plan(overrides: Overrides = None) -> None:
 
 for group in (subcommands.check, subcommands.weights, subcommands.deployments, subcommands.jobs, subcommands.cache):
     app.add_typer(group)
+
+
+def _template_options(text: str | None) -> dict[str, Any] | None:
+    """Return the options of the chat template. Raises ConfigError: the text is not an object in JSON."""
+    from cookbook.errors import ConfigError
+    from cookbook.utils.template_options import checked_options
+
+    try:
+        return checked_options(text) or None
+    except ValueError as error:
+        raise ConfigError(f"--chat-template-kwargs: {error}") from None
 
 
 def _kind_and_names(words: Sequence[str], count: int, example: str) -> tuple[str, Sequence[str]]:

@@ -93,7 +93,8 @@ def resolve(name: str, command: str = "sample") -> str:
         ConfigError: no folder and no model has this name; the error suggests the nearest run or model. The hub is not
             queried, because that takes a minute without a network.
     """
-    if Path(name).exists() or name in WITHOUT_OWNER or _is_cached(name):
+    is_step = paths.is_run(Path(name.rpartition("@")[0])) if "@" in name else False
+    if Path(name).exists() or is_step or name in WITHOUT_OWNER or _is_cached(name):
         return name
     named = [file for file in conf_files.options("model") if file.name == name]
     # Only the file of this name is read: it takes a fifth of a second to read all of them.

@@ -18,7 +18,7 @@ from cookbook.errors import CheckpointError, ConfigError, CookbookError, DataErr
 from cookbook.run import folder as run_folder
 from cookbook.run.builder import collect_garbage_from_here
 from cookbook.run.folder import sampling_target
-from cookbook.types import SamplingParams
+from cookbook.types import JsonObject, SamplingParams
 
 COMMANDS = {
     "/checkpoint": "list the checkpoints of the run; /checkpoint N: continue with the one of step N",
@@ -38,6 +38,7 @@ class ChatOptions:
     max_tokens: int = 512
     temperature: float = 0.0
     seed: int = 0
+    chat_template_kwargs: JsonObject | None = None
 
 
 class ChatModel:
@@ -52,12 +53,18 @@ class ChatModel:
         self.name = name
         self._options = options
         with terminal.doing(f"loading {name}", plain_after_s=terminal.NEVER):
-            self._trainer = LocalTrainer(ModelConfig(name), LocalConfig())
+            self._trainer = LocalTrainer(ModelConfig(name, chat_template_kwargs=options.chat_template_kwargs), LocalConfig())
             self._sampler = self._trainer.live_sampler(0).result()
             self._renderer = Renderer(self._trainer.tokenizer, self._trainer.max_length)
         if not getattr(self._trainer.tokenizer, "chat_template", None):
             self.close()
             raise ConfigError(f"chat: {name} has no chat template; complete plain text with: cookbook sample {name} PROMPT")
+        if manifest.is_of_text(Path(name)):
+            self.close()
+            raise ConfigError(
+                f"chat: {name} was trained on texts without a chat template; complete plain text with: "
+                f"cookbook sample {name} PROMPT"
+            )
         self.messages: list[dict[str, str]] = []
         self.restart(options.system)
 

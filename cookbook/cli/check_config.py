@@ -15,6 +15,7 @@ from cookbook.config import recipe as recipes
 from cookbook.data import DataConfig
 from cookbook.data.source import source_text
 from cookbook.engine.model import AUTO, ModelConfig
+from cookbook.engine.shape import Shape, is_adapter
 from cookbook.protocols import Backend, OptimizerBackend, PlannedBackend, PrecisionBackend
 from cookbook.run import folder as run_folder
 from cookbook.run import preflight
@@ -64,7 +65,7 @@ def plan(cfg: DictConfig, overrides: list[str]) -> list[tuple[str, str]]:
     )
     folder, resume_from = run_folder.examine(typed.out, typed.resume, cfg, identity)
     done = int(manifest.read(resume_from)["step"]) if resume_from is not None else 0
-    split_rows, renderer = preflight.examine(typed, identity, folder, done)
+    split_rows, renderer, shape = preflight.examine(typed, identity, folder, done)
     preflight.warn(typed, split_rows, renderer)
     name = cfg.recipe.name
     kind = typed.data_kind
@@ -76,7 +77,7 @@ def plan(cfg: DictConfig, overrides: list[str]) -> list[tuple[str, str]]:
     completions = f"completions of up to {typed.rollout.max_tokens} tokens at temperature {typed.rollout.temperature:g}"
     lines = [
         ("recipe", _recipe(name, kind)),
-        ("model", _model(typed.model) + ("" if renderer else f"; of the {place}, not read")),
+        ("model", _model(typed.model, shape) + ("" if renderer else f"; of the {place}, not read")),
         ("data", f"{source_text(typed.data)}, {counts}" if typed.numbered is None else ""),
         ("environment", _environment(typed, counts)),
         ("loss", f"{typed.loss.name}, {type(typed.loss).__module__}.{type(typed.loss).__qualname__}: {described(typed.loss)}"),
@@ -101,11 +102,23 @@ def _recipe(name: str, kind: str | None) -> str:
     return f"{paths.shown(info.path)}{learns}. {info.summary}"
 
 
-def _model(model: ModelConfig) -> str:
+def _model(model: ModelConfig, shape: Shape | None) -> str:
     weights = "fresh weights" if model.random else "its weights"
-    trained = f"a LoRA adapter of rank {model.lora_rank}" if model.lora_rank else "every parameter"
+    trained = _trained(model)
     dtype = "the type of its files" if model.dtype == AUTO else model.dtype
-    return f"{paths.shown(Path(model.name))}, {weights}, {dtype}; trains {trained}"
+    share = f": {shape.trained.text}" if shape is not None and shape.trained is not None and is_adapter(model) else ""
+    return f"{paths.shown(Path(model.name))}, {weights}, {dtype}; trains {trained}{share}{_dropout(model)}"
+
+
+def _trained(model: ModelConfig) -> str:
+    if paths.holds_adapter(model.name):
+        return "the LoRA adapter in this folder, which continues"
+    return f"a LoRA adapter of rank {model.lora_rank}" if model.lora_rank else "every parameter"
+
+
+def _dropout(model: ModelConfig) -> str:
+    """Describe ``model.dropout``; empty if it is the model's own, or off."""
+    return f"; dropout {model.dropout:g}" if model.dropout else ""
 
 
 def _rows(count: int | None, limit: int | None = None) -> str:
@@ -172,7 +185,7 @@ def _steps(recipe: JsonObject, rows: int | None) -> str:
 
 
 def _every(every: int | None, also: str, never: str) -> str:
-    return f"every {every} steps, {also}" if every else never
+    return f"every {every} steps, {also}" if every and every > 1 else f"every step, {also}" if every else never
 
 
 def _evaluation(typed: Settings, held_out: int | None) -> str:

@@ -17,6 +17,7 @@ from cookbook.engine.model import ModelConfig, context_length, load_tokenizer
 from cookbook.errors import ConfigError, CookbookError
 from cookbook.run.settings import Settings, settings
 from cookbook.utils import paths, tables
+from cookbook.utils.words import counted
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -57,7 +58,7 @@ def run(cfg: DictConfig, num_shown: int, *, table: bool) -> None:
     fatal = [refusal for one in surveys.values() for refusal in one.refused if refusal.fatal]
     if fatal:
         raise CookbookError(
-            f"check data: a run would stop at {_counted(len(fatal), 'row')}; the first: {_near(fatal[0].reason)}"
+            f"check data: a run would stop at {counted(len(fatal), 'row')}; the first: {_near(fatal[0].reason)}"
         )
 
 
@@ -85,16 +86,18 @@ def _print_counts(split: str, counts: Survey, kind: str) -> None:
         print(f"{split}: no rows\n")
         return
     unused = counts.num_rows - counts.num_used
-    note = f"{_counted(unused, 'row')} cannot be used" if unused else "all can be used"
+    note = f"{counted(unused, 'row')} cannot be used" if unused else "all can be used"
     total = sum(len(one.tokens) for one in counts.sequences)
     share = sum(one.num_trained for one in counts.sequences) / max(total, 1)
     trained = "" if kind == "rollouts" else f"; {share:.1%} of the tokens are trained"
-    print(f"{split}: {_counted(counts.num_rows, 'row')}, {note}{trained}")
+    print(f"{split}: {counted(counts.num_rows, 'row')}, {note}{trained}")
     if counts.sequences:
         rows = _length_rows(counts.sequences, kind)
         head = ["", *rows[0][1]]
         body = [[name, *(f"{number:,}" for number in numbers.values())] for name, numbers in rows]
         print("\n".join(f"  {line}" for line in tables.aligned([head, *body], right=range(1, len(head)))))
+    for sentence in counts.notes:
+        print(f"  {sentence}")
     if counts.unused:
         print(f"  columns not used for training: {', '.join(counts.unused)}")
     for refusal in counts.refused[:REFUSED_SHOWN]:
@@ -137,10 +140,6 @@ def _show(sample: Survey, tokenizer: PreTrainedTokenizerBase, count: int, sample
 def _near(where: str) -> str:
     """Return a place relative to the current folder."""
     return where.removeprefix(f"{Path.cwd()}/")
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def show_tokens(title: str, spans: Sequence[TextSpan], sampled: str, *, color: bool) -> None:

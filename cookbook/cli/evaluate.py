@@ -14,6 +14,7 @@ from cookbook.run import report
 from cookbook.sampling.evaluation import FINGERPRINT, SHOWN, Evaluation
 from cookbook.types import JsonObject
 from cookbook.utils import packages, tables
+from cookbook.utils.words import counted
 
 LONGEST = 40  # characters of a value in a table
 
@@ -71,16 +72,18 @@ def evaluate(name: str, overrides: Sequence[str], tasks: TaskOptions) -> None:
 
 def _show_result(name: str, facts: JsonObject, evaluation: Evaluation, file: Path | None) -> None:
     """Print the evaluated model and rows, the metrics, and a few completions."""
-    after = "" if facts["step"] is None else f" after {facts['step']} steps"
+    after = "" if facts["step"] is None else f" after {counted(facts['step'], 'step')}"
     first = facts["rows"]["first"].removeprefix(f"{Path.cwd()}/")
-    judged = facts["reward"] or "comparison with the row's answer"
-    if facts["env"] is not None:
-        judged = f"the environment{f'; if it gives no reward, by {judged}' if facts['reward'] else ''}"
-    print(f"{name}{after} on {facts['rows']['count']} rows from {first}, judged by {judged}\n")
-    metrics = [(key, report.spelled(key, value)) for key, value in evaluation.metrics.items() if key != FINGERPRINT]
+    judge = report.judge_of_result(facts, evaluation.metrics)
+    print(f"{name}{after} on {counted(facts['rows']['count'], 'row')} from {first}, judged by {judge}\n")
+    metrics = [
+        (key, report.spelled(key, value), report.error_of(key, evaluation.metrics))
+        for key, value in evaluation.metrics.items()
+        if key != FINGERPRINT
+    ]
     print("\n".join(tables.aligned(metrics, right=[1])))
     for example in evaluation.examples[:SHOWN]:
-        print(f"  {report.one_line(example)}")
+        print(f"  {report.one_line(example, judge)}")
     if file is not None:
         print(f"written to {file}")
 

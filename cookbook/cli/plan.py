@@ -19,7 +19,7 @@ from cookbook.engine.memory import free_bytes, shortage_of
 from cookbook.engine.model import AUTO, load_tokenizer
 from cookbook.engine.precision import DEFAULT
 from cookbook.engine.shape import Shape
-from cookbook.errors import ConfigError
+from cookbook.errors import ConfigError, DataError
 from cookbook.jobs.backend import JobBackend
 from cookbook.losses.base import Scope
 from cookbook.protocols import PlannedBackend, PrecisionBackend, RankBackend
@@ -64,6 +64,7 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
     typed = settings(cfg)
     job = typed.backend if isinstance(typed.backend, JobBackend) else None
     backend = typed.backend if job is None else job.engine
+    ranks = backend.num_ranks if isinstance(backend, RankBackend) else 1
     if not isinstance(backend, PlannedBackend):
         raise ConfigError("backend: plan estimates the embedded trainer's work; use backend=local")
     shape = _shape(typed, cfg.recipe.name)
@@ -71,7 +72,6 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
     device = backend.torch_device() if job is None or job.is_here else None
     cpu = device.type == "cpu" if device is not None else not (job and job.asks_for_gpus)
     budget = min(backend.micro_batch_tokens, CPU_PASS_TOKENS) if cpu else backend.micro_batch_tokens
-    ranks = typed.backend.num_ranks if isinstance(typed.backend, RankBackend | JobBackend) else 1
     # The ranks divide the sequences of a step.
     step_tokens = -(-shape.computed // ranks)
     pass_tokens = min(max(budget, shape.longest), max(step_tokens, shape.longest))
@@ -142,6 +142,8 @@ def _shape(typed: Settings, name: str) -> StepShape:
         rows = load_rows(data, "train", typed.seed, typed.eval.limit)
         counts = survey(kind, rows, renderer, typed.data, typed.rollout.max_tokens)
         completion = typed.rollout.max_tokens if kind == "rollouts" else 0
+        if not counts.sequences:
+            raise DataError(f"data: no row can be used, so there is no step to plan; the first: {counts.refused[0].reason}")
         lengths = [len(one.tokens) + completion for one in counts.sequences]
         basis = f" of the first {len(rows):,} rows" if data.streaming else ""
     lengths.sort(reverse=True)

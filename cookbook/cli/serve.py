@@ -16,6 +16,7 @@ from cookbook.engine.model import ModelConfig
 from cookbook.engine.parallel import RanksLostError
 from cookbook.errors import ConfigError, CookbookError
 from cookbook.protocols import DeploymentConfig, EngineBackend, Preflight, RankBackend, SeparateDeployment
+from cookbook.run.settings import pin_model
 
 if TYPE_CHECKING:
     from cookbook.server.config import ServerConfig
@@ -54,6 +55,7 @@ def _serve(cfg: DictConfig) -> None:
         raise ConfigError(
             f"serve: the package {error.name!r} is not installed; install post-training-cookbook[server]"
         ) from error
+    pin_model(cfg)
     model: ModelConfig = build(cfg.model, "model", ModelConfig)
     backend = build(cfg.backend, "backend")
     if not isinstance(backend, EngineBackend):

@@ -19,6 +19,7 @@ from cookbook.run import folder as run_folder
 from cookbook.run.folder import sampling_target
 from cookbook.types import Checkpoint
 from cookbook.utils import files, hub, packages, tables
+from cookbook.utils.words import counted
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -59,6 +60,7 @@ def reconstruct(checkpoint: Path, out: Path) -> None:
     Raises:
         CheckpointError: the checkpoint is not a delta, a file is missing or damaged, or ``out`` exists.
     """
+    checkpoint = Path(sampling_target(str(checkpoint)))
     if (kind := manifest.read(checkpoint)["kind"]) != "delta":
         raise CheckpointError(f"{checkpoint}: expected a delta, got a checkpoint of kind {kind}; use cookbook weights export")
     export(checkpoint, out, merged=False)
@@ -71,7 +73,7 @@ def export(checkpoint: Path, out: Path, *, merged: bool) -> None:
         CheckpointError: as :func:`cookbook.checkpoints.sampler_checkpoints.export`; the checkpoint is not an adapter; or its
             weights are on a server.
     """
-    made = _exported(checkpoint, out, merged=merged)
+    made = _exported(Path(sampling_target(str(checkpoint))), out, merged=merged)
     digest = manifest.read(out).get("weights", "")
     print(f"{made.path}  step {made.step}{f', weights {digest[:12]}' if digest else ''}")
 
@@ -88,6 +90,7 @@ def export_gguf(checkpoint: Path, out: Path, *, merged: bool, precision: str | N
 
     if precision is not None and precision not in gguf_file.TYPES:
         raise ConfigError(f"weights export: --precision must be one of {', '.join(gguf_file.TYPES)}, got {precision!r}")
+    checkpoint = Path(sampling_target(str(checkpoint)))
     facts = manifest.read(checkpoint)
     if facts.get("lora") and not merged:
         raise CheckpointError(f"{checkpoint}: --gguf needs full weights, and this is an adapter; add --merged")
@@ -139,7 +142,7 @@ def push(source: Path, repository: str, *, merged: bool, private: bool, dry_run:
         if dry_run:
             print(f"dry run: {checkpoint} would be uploaded to {repository} ({visibility})")
             return
-        url = _upload(folder, repository, f"Weights after {facts['step']} steps", private)
+        url = _upload(folder, repository, f"Weights after {counted(facts['step'], 'step')}", private)
         print(f"{checkpoint} is at {url}")
 
 

@@ -19,7 +19,10 @@ OmegaConf.register_new_resolver("cookbook", lambda kind: str(paths.packaged(kind
 
 def _lora_or_full(lora: float, full: float, *, _root_: DictConfig) -> float:
     """``${lora_or_full:2e-4,2e-5}``: the first value if the run trains a LoRA adapter, the second if every parameter."""
-    return lora if OmegaConf.select(_root_, "model.lora_rank", default=0, throw_on_missing=False) else full
+    rank = OmegaConf.select(_root_, "model.lora_rank", default=0, throw_on_missing=False)
+    name = OmegaConf.select(_root_, "model.name", default=None, throw_on_missing=False)
+    # Training continues an adapter that the model's folder holds.
+    return lora if rank or (name is not None and paths.holds_adapter(str(name))) else full
 
 
 OmegaConf.register_new_resolver("lora_or_full", _lora_or_full, replace=True)

@@ -21,7 +21,18 @@ from cookbook.utils.files import sha256
 MIN_BYTES = 1 << 20
 # Keys of `data` that do not change the rows. A key that is not named here changes the name of the entry.
 WITHOUT_EFFECT = frozenset(
-    {"cache", "shuffle", "shuffle_buffer", "curriculum", "max_length", "on_long", "train_on", "chat", "system"}
+    {
+        "cache",
+        "shuffle",
+        "shuffle_buffer",
+        "curriculum",
+        "max_length",
+        "on_long",
+        "train_on",
+        "train_empty_reasoning",
+        "chat",
+        "system",
+    }
 )
 
 

@@ -23,6 +23,7 @@ from cookbook.data.formats import (
     conversation_reader,
     preference_reader,
     prompt_reader,
+    question_of,
     separate_answers,
 )
 from cookbook.data.render import Rendered, Renderer
@@ -72,6 +73,9 @@ def conversation_datums(
 ) -> Sequence[RowDatum]:
     """Return one datum per row, in the order of the rows; with ``train_on=each_assistant``, one per answer.
 
+    A conversation has several datums if the chat template rewrites earlier turns, so that one datum cannot train all answers
+    as they are sampled.
+
     Each has ``num_bytes``, the bytes of the text of its trained tokens. The datums of a :class:`RowTable` are cached on disk.
 
     Args:
@@ -86,15 +90,17 @@ def conversation_datums(
     each = config.train_on == "each_assistant"
     train_on = "assistant" if each else config.train_on
 
-    def keep(index: int, row: Row, _: Example, parts: Sequence[tuple[Example, Rendered | None]]) -> Iterator[EncodedRow]:
-        for example, rendered in parts:
-            if (kept := sieve.fit(rendered, row.where)) is not None:
-                yield EncodedRow(index, example.question, np.asarray(kept.tokens, np.int32), kept.weights)
+    def keep(index: int, row: Row, _: Example, parts: Sequence[tuple[Example, list[Rendered] | None]]) -> Iterator[EncodedRow]:
+        for example, sequences in parts:
+            for rendered in sequences or ():
+                if (kept := sieve.fit(rendered, row.where)) is not None:
+                    question = question_of(example, rendered.num_messages)
+                    yield EncodedRow(index, question, np.asarray(kept.tokens, np.int32), kept.weights)
 
     steps = _Steps(
         conversation_reader,
         separate_answers if each else lambda example: [example],
-        lambda examples: renderer.render(examples, train_on),
+        lambda examples: renderer.sequences(examples, train_on, empty_reasoning=config.train_empty_reasoning),
         keep,
     )
     return _datums("conversations", rows, sieve, steps, lambda encoded: _with_num_bytes(encoded, renderer))
@@ -121,11 +127,16 @@ def preference_datums(
         (_, chosen), (_, rejected) = parts
         fit_chosen = sieve.fit(chosen, row.where, "chosen")
         fit_rejected = fit_chosen and sieve.fit(rejected, row.where, "rejected")
-        if fit_chosen and fit_rejected:
+        if fit_chosen and fit_rejected and not sieve.are_equal(fit_chosen, fit_rejected, row.where):
             for side in (fit_chosen, fit_rejected):
                 yield EncodedRow(index, pair.chosen.question, side.tokens, side.weights)
 
-    steps = _Steps(preference_reader, lambda pair: [pair.chosen, pair.rejected], renderer.render, keep)
+    steps = _Steps(
+        preference_reader,
+        lambda pair: [pair.chosen, pair.rejected],
+        lambda examples: renderer.render(examples, empty_reasoning=config.train_empty_reasoning),
+        keep,
+    )
     return _datums("preferences", rows, sieve, steps)
 
 
@@ -184,7 +195,7 @@ def _datums(
     kind: str,
     rows: Sequence[Row],
     sieve: _RowFilter,
-    steps: _Steps[Rendered],
+    steps: _Steps[Any],
     finish: Callable[[Iterator[EncodedRow]], Iterator[EncodedRow]] = iter,
 ) -> Sequence[RowDatum]:
     place = datum_table.places(rows)
@@ -352,6 +363,8 @@ class _RowFilter:
         if rendered is None:
             return None
         place = f"{where}: {side}" if side else where
+        if self._has_unknown_id(rendered.tokens, where, place):
+            return None
         length, limit = len(rendered.tokens), self.max_length
         cut = limit is not None and length > limit
         if cut and self.config.on_long != "truncate":
@@ -366,8 +379,34 @@ class _RowFilter:
         self._reject(FIT, where, "on_empty", f"{place}: {reason}; remove the row or set data.on_empty=skip")
         return None
 
+    def _has_unknown_id(self, tokens: Sequence[int], where: str, place: str) -> bool:
+        """Whether a token has no embedding in the model. Then the row is left out."""
+        known = self.renderer.known_ids
+        if known is None or (unknown := next((token for token in tokens if token >= known), None)) is None:
+            return False
+        text = self.renderer.tokenizer.convert_ids_to_tokens(int(unknown))
+        self._reject(
+            FIT,
+            where,
+            "on_bad_row",
+            f"{place}: token {unknown} ({text!r}) is beyond the model's vocabulary of {known}; use the model's own tokenizer, "
+            "or add the token in model.add_tokens to the model's original folder",
+        )
+        return True
+
+    def are_equal(self, chosen: Rendered, rejected: Rendered, where: str) -> bool:
+        """Whether both sides of a pair are the same tokens, so that neither is preferred. Then the pair is left out."""
+        if list(chosen.tokens) != list(rejected.tokens):
+            return False
+        limit = f" in the first {self.max_length}" if len(chosen.tokens) == self.max_length else ""
+        reason = f"chosen and rejected are the same tokens{limit}, so neither is preferred"
+        self._reject(FIT, where, "on_empty", f"{where}: {reason}; remove the row or set data.on_empty=skip")
+        return True
+
     def leaves_room(self, tokens: list[int], max_tokens: int, where: str) -> bool:
         """Whether prompt and completion fit. If they do not, the prompt is left out."""
+        if self._has_unknown_id(tokens, where, where):
+            return False
         if self.max_length is None or len(tokens) + max_tokens <= self.max_length:
             return True
         self._reject(
@@ -400,6 +439,7 @@ class _RowFilter:
         else:
             items = [make(one) for one in encoded]
         self.refusals.note_unused(self.unused, self.renderer.unused_fields)
+        self.refusals.add_notes(self.renderer.notes)
         if self.reader is None:
             self.refusals.check_left(self.since, self.num_rows, len(items))
         if self.tells:
@@ -413,7 +453,8 @@ class _RowFilter:
         root = cache.location(self.config.cache)
         options = {name: value for name, value in asdict(self.config).items() if name not in WITHOUT_EFFECT}
         renderer = self.renderer
-        key = cache.key_of("tokens", kind, rows.identity, options, renderer.max_length, renderer.identity())
+        limits = (renderer.max_length, renderer.known_ids) if renderer.known_ids else renderer.max_length
+        key = cache.key_of("tokens", kind, rows.identity, options, limits, renderer.identity())
         if root is not None and (table := cache.find(root, key)) is not None:
             self._rejected[READ] = [(where, policy, reason) for where, policy, reason in table.facts["rejected"]]
             self._record()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
-from cookbook.data.messages import ChatMessage, as_text
+from cookbook.data.messages import ChatMessage, as_text, is_prefill, usual_role
 from cookbook.data.row_view import REMEDY, RowView
 from cookbook.data.rows import Columns, DataConfig, EmptyRowError, Row
 from cookbook.errors import ConfigError, DataError
 from cookbook.types import JsonObject
+from cookbook.utils.template_options import TEMPLATE_OPTIONS
 
 T = TypeVar("T")
 NEEDS = {
@@ -35,12 +36,17 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation. Messages before ``start`` are the prompt and never trained."""
+    """A conversation. Messages before ``start`` are the prompt and never trained. ``options``: of the chat template.
+
+    ``prefill``: the text with which the message ``start``, an answer, begins in the prompt.
+    """
 
     where: str
     messages: tuple[ChatMessage, ...]
     start: int = 0
     tools: tuple[object, ...] | None = None
+    options: JsonObject = field(default_factory=dict)
+    prefill: str = ""
 
     @property
     def question(self) -> str:
@@ -217,11 +223,18 @@ def _remedy(row: Row, cells: RowView, accepted: Sequence[str]) -> str:
     if name and cells.has_label():
         label = f'"{cells.column("label")}" is that of KTO, which cookbook does not train'
         pairs = "write chosen and rejected answers of each prompt as one row"
-        return f"{label}; {pairs}, or train on the answers with true: {RECIPES[name]} data.on_empty=skip"
+        return f"{label}; {pairs}, or train on the answers with true or 1: {RECIPES[name]} data.on_empty=skip"
     other = f"choose {RECIPES[name]}, or " if name else ""
     likely = "prompt_completion" if "prompt_completion" in accepted and len(row.values) > 1 else accepted[0]
     keys = " ".join(f"{cells.key}.columns.{role}=<column>" for role in NEEDS[likely] if not cells.has(role))
     return f"{other}name yours, e.g. {keys}"
+
+
+def question_of(example: Example, num_messages: int | None) -> str:
+    """Return the question of a sequence that has the first ``num_messages`` messages; None: all."""
+    if isinstance(example, Plain) or num_messages is None or num_messages == len(example.messages):
+        return example.question
+    return replace(example, messages=example.messages[:num_messages]).question
 
 
 def separate_answers(chat: Example) -> list[Example]:
@@ -229,7 +242,7 @@ def separate_answers(chat: Example) -> list[Example]:
     if isinstance(chat, Plain):
         return [chat]
     return [
-        replace(chat, messages=chat.messages[: index + 1], start=index)
+        replace(chat, messages=chat.messages[: index + 1], start=index, prefill=chat.prefill if index == chat.start else "")
         for index, message in enumerate(chat.messages)
         if index >= chat.start and message.role == "assistant" and message.weight
     ]
@@ -238,7 +251,8 @@ def separate_answers(chat: Example) -> list[Example]:
 def _messages(cells: RowView) -> Chat:
     messages = cells.messages("messages")
     if cells.config.train_on != "all" and not any(message.role == "assistant" for message in messages):
-        what = f'"{cells.column("messages")}" has no assistant turn'
+        roles = ", ".join(dict.fromkeys(message.role for message in messages))
+        what = f'"{cells.column("messages")}" has no assistant turn, only {roles}'
         raise EmptyRowError(f"{cells.where}: {what}, so nothing would be trained on; {REMEDY}")
     return _with_system(Chat(cells.where, messages, tools=cells.tools()), cells)
 
@@ -310,7 +324,7 @@ def _holds_prompt(answer: object) -> bool:
     """Whether the column of an answer holds the whole conversation: messages that do not begin with the answer."""
     if not isinstance(answer, Sequence) or isinstance(answer, str) or not answer or not isinstance(answer[0], dict):
         return False
-    return (answer[0].get("role") or answer[0].get("from")) not in ("assistant", "gpt")
+    return usual_role(str(answer[0].get("role") or answer[0].get("from"))) != "assistant"
 
 
 def _implicit(cells: RowView) -> Preference:
@@ -327,7 +341,7 @@ def _implicit(cells: RowView) -> Preference:
             f'{cells.where}: "{cells.column("prompt")}" is not the prompt that chosen and rejected begin with; '
             "keep one of the two"
         )
-    chosen, rejected = (_with_system(replace(side, start=start), cells) for side in sides)
+    chosen, rejected = (_with_system(_continued(replace(side, start=start)), cells) for side in sides)
     return Preference(chosen, rejected)
 
 
@@ -356,7 +370,17 @@ def _answered(cells: RowView, role: str) -> Example:
     if after[0].role != "assistant":
         what = f'"{cells.column(role)}" begins with a {after[0].role} message'
         raise DataError(f"{cells.where}: {what}; begin it with the assistant's")
-    return _with_system(Chat(cells.where, before + after, len(before), cells.tools()), cells)
+    return _with_system(_continued(Chat(cells.where, before + after, len(before), cells.tools())), cells)
+
+
+def _continued(chat: Chat) -> Chat:
+    """Join an answer with the start of the answer at the end of the prompt, which the answer continues."""
+    if not is_prefill(chat.messages[: chat.start]) or chat.messages[chat.start].role != "assistant":
+        return chat
+    begun, answer = chat.messages[chat.start - 1], chat.messages[chat.start]
+    whole = replace(answer, content=begun.content + answer.content, extra={**begun.extra, **answer.extra})
+    messages = (*chat.messages[: chat.start - 1], whole, *chat.messages[chat.start + 1 :])
+    return replace(chat, messages=messages, start=chat.start - 1, prefill=begun.content)
 
 
 def _plain(cells: RowView, prompt: str, response: str) -> Plain:
@@ -364,14 +388,20 @@ def _plain(cells: RowView, prompt: str, response: str) -> Plain:
         raise ConfigError(
             f"{cells.key}.system needs a conversation, and {cells.where} is plain text; set {cells.key}.chat=true"
         )
-    given = next((name for name, has in {"tools": cells.has_tools(), "system": cells.system()}.items() if has), None)
+    parts = {"tools": cells.has_tools(), "system": cells.system(), TEMPLATE_OPTIONS: cells.template_options()}
+    given = next((name for name, has in parts.items() if has), None)
     if given:
         raise DataError(f'{cells.where}: "{given}" needs a conversation, and the row is plain text; set {cells.key}.chat=true')
     return Plain(cells.where, prompt, response)
 
 
 def _with_system(chat: Chat, cells: RowView) -> Chat:
-    """Add the text of the column ``system``, or ``data.system``, in front, unless the row has a system message."""
+    """Add the text of the column ``system``, or ``data.system``, in front, unless the row has a system message.
+
+    Also add the options of the chat template that the row has.
+    """
+    if options := cells.template_options():
+        chat = replace(chat, options=options)
     system = cells.system()
     if chat.messages[0].role == "system":
         if system != cells.config.system and system != chat.messages[0].content:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,13 +13,19 @@ from cookbook.data.rows import EmptyRowError
 from cookbook.errors import DataError
 from cookbook.types import JsonObject
 
-SHAREGPT_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "function": "tool",
-    "observation": "tool",
-    **{role: role for role in ("system", "user", "assistant", "tool")},
+# Roles that all chat templates know, and other usual names of them, in lower case. Data of ShareGPT, Gemma, Cohere and others
+# have these names.
+ROLES = ("system", "user", "assistant", "tool")
+ALIASES = {
+    **{role: role for role in ROLES},
+    **dict.fromkeys(("human", "person", "customer", "prompter", "instruction", "question"), "user"),
+    **dict.fromkeys(("gpt", "model", "bot", "chatbot", "chatgpt", "ai", "agent", "llm", "answer", "response"), "assistant"),
+    **dict.fromkeys(("system_prompt", "sys"), "system"),
+    **dict.fromkeys(("tool_result", "tool_response", "tool_output", "function_response", "function_result"), "tool"),
 }
+# Roles that some chat templates name. A template that does not gets the other role.
+ROLE_WITHOUT_NAME = {"developer": "system", "function": "tool", "observation": "tool", "ipython": "tool"}
+SHAREGPT_ROLES = {**ALIASES, "function": "tool", "observation": "tool"}
 # Names of the number from 0 to 1 in OpenAI's, Mistral's and Tinker's formats, and in ms-swift, which also takes true and false.
 WEIGHTS = ("weight", "loss")
 # Names of the flag in axolotl (the first two) and in Tinker.
@@ -25,6 +33,7 @@ TRAIN = ("train", "training", "trainable")
 FLAGS = frozenset({*WEIGHTS, *TRAIN, "train_detail"})
 REASONING = ("reasoning_content", "thinking", "reasoning")
 CALLS = ("tool_calls", "function_call")
+LIST_OF_OBJECTS = re.compile(r"\s*\[\s*\{.*\}\s*\]\s*\Z", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -82,12 +91,42 @@ def parse_messages(value: object, where: str, column: str) -> tuple[ChatMessage,
         DataError: the values are not messages; the error names the row, the column and the place.
     """
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise DataError(f'{where}: "{column}" must be a list of messages, got {type(value).__name__}')
+        got = "text that is not the JSON of one" if isinstance(value, str) else type(value).__name__
+        raise DataError(f'{where}: "{column}" must be a list of messages, got {got}')
     if not value:
         raise EmptyRowError(
             f'{where}: "{column}" has no messages, so nothing would be trained on; remove the row or set data.on_empty=skip'
         )
     return tuple(_plain_message(item) or _message(item, f'{where}: "{column}"[{index}]') for index, item in enumerate(value))
+
+
+def is_prefill(messages: Sequence[ChatMessage]) -> bool:
+    """Whether a prompt ends with the start of an answer, which sampling continues. An answer that calls tools is complete."""
+    return bool(messages) and messages[-1].role == "assistant" and not any(messages[-1].extra.get(name) for name in CALLS)
+
+
+def messages_in_text(value: object) -> object:
+    """Return the list of messages that a text is the JSON of, or Python's notation of; any other value unchanged.
+
+    CSV and some Parquet files have lists as text.
+    """
+    if not isinstance(value, str) or not LIST_OF_OBJECTS.match(value):
+        return value
+    try:
+        found = json.loads(value)
+    except ValueError:
+        try:
+            found = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            return value
+    named = isinstance(found, list) and all(isinstance(one, dict) and ("role" in one or "from" in one) for one in found)
+    return found if named else value
+
+
+def usual_role(role: str) -> str:
+    """Return the role that a chat template knows for a usual name of it, such as ``Assistant`` or ``model``."""
+    name = role.strip().lower()
+    return ALIASES.get(name, name if name in ROLE_WITHOUT_NAME else role)
 
 
 def as_text(value: object, place: str) -> str:
@@ -110,7 +149,7 @@ def _plain_message(item: object) -> ChatMessage | None:
     if type(item) is dict and len(item) == 2:
         role, content = item.get("role"), item.get("content")
         if type(role) is str and type(content) is str:
-            return ChatMessage(role, content)
+            return ChatMessage(role if role in ROLES else usual_role(role), content)
     return None
 
 
@@ -126,6 +165,7 @@ def _message(item: object, place: str) -> ChatMessage:
     content = values.pop("content", "" if set(values) & {*CALLS, *REASONING} else None)
     if not isinstance(role, str):
         raise DataError(f'{place} has no "role"; give system, user, assistant or tool')
+    role = usual_role(role)
     weight = _weight(values, role, place)
     if "tool_calls" in values:
         values["tool_calls"] = _tool_calls(values["tool_calls"], place)
@@ -157,11 +197,12 @@ def _part(part: object, place: str) -> str:
 
 def _from_sharegpt(values: dict[str, object], place: str) -> dict[str, object]:
     speaker = values.pop("from")
-    if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
+    role = SHAREGPT_ROLES.get(speaker.strip().lower()) if isinstance(speaker, str) else None
+    if role is None:
         raise DataError(f'{place} is "from" {speaker!r}; expected one of {", ".join(SHAREGPT_ROLES)}')
     if twice := {"role", "content"} & set(values):
         raise DataError(f'{place} has "from" and "value", and "{min(twice)}" too; keep one of the two forms')
-    return {"role": SHAREGPT_ROLES[speaker], "content": values.pop("value"), **values}
+    return {"role": role, "content": values.pop("value"), **values}
 
 
 def _weight(values: dict[str, Any], role: str, place: str) -> float:

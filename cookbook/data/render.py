@@ -6,30 +6,30 @@ import contextlib
 import datetime
 import hashlib
 import json
-import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import dropwhile, takewhile
 from operator import itemgetter
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from cookbook.data.contents import Contents
+from cookbook.data.encoding import Encoded, TextEncoder, without_breaks
 from cookbook.data.formats import Chat, Example, Plain
 from cookbook.data.messages import parse_messages
-from cookbook.data.template import ChatTemplate
+from cookbook.data.stop_tokens import StopTokens
+from cookbook.data.template import ChatTemplate, answer_weights
+from cookbook.data.turns import OTHER_TOKENS, SampledTurns, TrainedText, without_empty_reasoning
 from cookbook.errors import DataError
 from cookbook.types import JsonObject
 
 if TYPE_CHECKING:
-    from tokenizers import Encoding
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
-SURROGATE = re.compile("[\ud800-\udfff]")
 # A tokenizer prints this character for the bytes of a character that is not complete.
 PART_OF_A_CHARACTER = "\ufffd"
 # In place of a token's number of bytes: not decoded yet, and part of a character or dependent on other tokens.
@@ -38,10 +38,14 @@ NOT_DECODED, UNKNOWN = -2, -1
 
 @dataclass(frozen=True, eq=False)
 class Rendered:
-    """A sequence ready to train: ``tokens`` and ``weights``, both of length ``(T,)``."""
+    """A sequence ready to train: ``tokens`` and ``weights``, both of length ``(T,)``.
+
+    ``num_messages``: messages of the conversation that the sequence has; None: all.
+    """
 
     tokens: list[int]
     weights: npt.NDArray[np.float32]
+    num_messages: int | None = None
 
 
 class Renderer:
@@ -50,23 +54,44 @@ class Renderer:
     Args:
         tokenizer: a fast Hugging Face tokenizer.
         max_length: tokens of the model's context; None: unknown.
+        vocabulary_size: number of the model's embeddings; None: unknown.
 
     Raises:
         DataError: the tokenizer cannot map tokens to characters.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int | None = None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, max_length: int | None = None, vocabulary_size: int | None = None
+    ) -> None:
         if not tokenizer.is_fast:
             raise DataError(f"model.name: {type(tokenizer).__name__} is not a fast tokenizer; ship a tokenizer.json")
         self.tokenizer = tokenizer
         self.max_length = max_length
+        # The number of known token ids, if the tokenizer has ids that the model lacks; else None.
+        self.known_ids = vocabulary_size if vocabulary_size is not None and len(tokenizer) > vocabulary_size else None
         self._template = ChatTemplate(tokenizer)
+        self._turns = SampledTurns(self._template)
+        self._encoder = TextEncoder(tokenizer)
         self._bytes_of_token = np.empty(0, dtype=np.int64)
+        # Kinds of the rows rendered so far: "chat", "text".
+        self._kinds: dict[str, None] = {}
+        # Whether a token is white space.
+        self._space_tokens: dict[int, bool] = {}
 
     @property
     def unused_fields(self) -> Sequence[str]:
         """Fields of the messages rendered so far that the chat template does not print, and that the model does not need."""
         return self._template.unused_fields
+
+    @property
+    def kinds(self) -> Sequence[str]:
+        """The kinds of the rows rendered so far: ``chat`` for conversations, ``text`` for texts without a chat template."""
+        return list(self._kinds)
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Sentences about the chat template that the user should know, from the rows rendered so far."""
+        return self._template.notes
 
     def identity(self) -> str:
         """Return a digest of the tokenizer, its chat template, and the effect of earlier rows on the template.
@@ -79,9 +104,11 @@ class Renderer:
             f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}",
             tokenizer.backend_tokenizer.to_str(),
             tokenizer.chat_template,
+            self._template.options,
             tokenizer.special_tokens_map,
             tokenizer.all_special_ids,
             tokenizer.split_special_tokens,
+            self.stop_token_ids,
             self._template.arguments_as_text,
             datetime.date.today().isoformat() if prints_date else None,
         ]
@@ -89,48 +116,90 @@ class Renderer:
 
     def state(self) -> JsonObject:
         """Return the effect of all rows rendered so far, for :meth:`restore`."""
-        return {"unused_fields": list(self.unused_fields), "arguments_as_text": self._template.arguments_as_text}
+        effect = {"unused_fields": list(self.unused_fields), "notes": list(self.notes), "kinds": list(self.kinds)}
+        return {**effect, "arguments_as_text": self._template.arguments_as_text}
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[JsonObject]:
         """Collect the effect of the rows that are rendered inside the block, for :meth:`restore`; complete at its end."""
         effect: dict[str, object] = {}
-        with self._template.recording() as unused:
-            yield effect
-        effect.update(unused_fields=list(unused), arguments_as_text=self._template.arguments_as_text)
+        earlier, self._kinds = self._kinds, {}
+        try:
+            with self._template.recording() as (unused, notes):
+                yield effect
+            effect.update(unused_fields=list(unused), notes=list(notes), kinds=list(self._kinds))
+            effect.update(arguments_as_text=self._template.arguments_as_text)
+        finally:
+            self._kinds = earlier | self._kinds
 
-    def restore(self, unused_fields: Sequence[str], arguments_as_text: bool) -> None:
+    def restore(
+        self, unused_fields: Sequence[str], arguments_as_text: bool, notes: Sequence[str] = (), kinds: Sequence[str] = ()
+    ) -> None:
         """Continue as after the rows that had this effect."""
-        self._template.restore(unused_fields, arguments_as_text)
+        self._template.restore(unused_fields, arguments_as_text, notes)
+        self._kinds |= dict.fromkeys(kinds)
 
-    def prompt_tokens(self, prompt: Sequence[JsonObject] | str) -> list[int]:
-        """Return the tokens of a prompt to sample from: of text, or of messages with the header of the answer to sample."""
+    def prompt_tokens(self, prompt: Sequence[JsonObject] | str, options: JsonObject | None = None) -> list[int]:
+        """Return the tokens of a prompt to sample from: of text, or of messages with the header of the answer to sample.
+
+        ``options``: of the chat template, for this prompt.
+        """
         if isinstance(prompt, str):
             return self.prompts([Plain("prompt", prompt)])[0][0]
         messages = parse_messages(prompt, "prompt", "messages")
-        return self.prompts([Chat("prompt", messages, len(messages))])[0][0]
+        return self.prompts([Chat("prompt", messages, len(messages), options=options or {})])[0][0]
 
     def prompts(self, examples: Sequence[Example]) -> list[tuple[list[int], str]]:
         """Return tokens and text of each example's prompt. A response in the example is ignored."""
-        return _each_kind(examples, self._plain_prompts, self._chat_prompts)
+        return self._each_kind(examples, self._plain_prompts, self._chat_prompts)
 
     def conversation(self, messages: Sequence[JsonObject], train_on: str = "assistant") -> Rendered:
         """Render one conversation."""
         return self.render([Chat("conversation", parse_messages(messages, "conversation", "messages"))], train_on)[0]
 
-    def render(self, examples: Sequence[Example], train_on: str = "assistant") -> list[Rendered]:
-        """Render whole examples. The prompt has weight 0; answers, with their end of turn, have the weights of their messages.
+    def render(
+        self, examples: Sequence[Example], train_on: str = "assistant", *, empty_reasoning: bool = True
+    ) -> list[Rendered]:
+        """Render each example as one sequence.
+
+        The prompt has weight 0; answers, with their end of turn, have the weights of their messages. If the chat template
+        rewrites earlier turns, answers before the last are trained as the template prints them before the last.
 
         Args:
             train_on: ``assistant`` every answer, ``last_assistant`` the last, ``all`` every token. Text without a
                 prompt is trained as a whole.
+            empty_reasoning: whether a block of reasoning without text at the start of an answer is trained.
 
         Raises:
-            DataError: the chat template cannot render a conversation in one piece; the error names its row.
+            DataError: the chat template cannot render a conversation; the error names its row.
         """
-        return _each_kind(
-            examples, lambda rows: self._render_plain(rows, train_on), lambda rows: self._render_chats(rows, train_on)
+        return [one for [one] in self._rendered(examples, train_on, empty_reasoning, split=False)]
+
+    def sequences(
+        self, examples: Sequence[Example], train_on: str = "assistant", *, empty_reasoning: bool = True
+    ) -> list[list[Rendered]]:
+        """Render each example as one sequence, or as several if one cannot train all answers as they are sampled.
+
+        Args, Raises: as :meth:`render`.
+        """
+        return self._rendered(examples, train_on, empty_reasoning, split=True)
+
+    def _rendered(self, examples: Sequence[Example], train_on: str, empty_reasoning: bool, split: bool) -> list[list[Rendered]]:
+        return self._each_kind(
+            examples,
+            lambda rows: [[one] for one in self._render_plain(rows, train_on)],
+            lambda rows: self._render_chats(rows, train_on, empty_reasoning, split),
         )
+
+    def _each_kind(
+        self, examples: Sequence[Example], plain: Callable[[list[Plain]], list[T]], chat: Callable[[list[Chat]], list[T]]
+    ) -> list[T]:
+        """Apply ``plain`` and ``chat`` to the examples of their kind; results are in the examples' order."""
+        texts = [example for example in examples if isinstance(example, Plain)]
+        chats = [example for example in examples if isinstance(example, Chat)]
+        done_texts, done_chats = iter(plain(texts) if texts else []), iter(chat(chats) if chats else [])
+        self._kinds |= dict.fromkeys((*(["chat"] if chats else []), *(["text"] if texts else [])))
+        return [next(done_texts if isinstance(example, Plain) else done_chats) for example in examples]
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return a completion as text, without the end of the turn and other special tokens."""
@@ -143,13 +212,28 @@ class Renderer:
         """Return tokens as text, with special tokens."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text that continues others: no special tokens are added."""
-        return self._encode([text], [Plain("text", text)])[0]
+    def encode(self, text: str, before: Sequence[int] = ()) -> list[int]:
+        """Return the tokens of a text that continues the tokens ``before``, or others: no special tokens are added."""
+        return self._encoder.continuation(text, before).ids
+
+    def encode_observation(self, text: str, before: Sequence[int]) -> list[int]:
+        """Return the tokens of a plain text of an environment, in which control tokens are text. It follows ``before``."""
+        return self.encode(self._contents.quoted(text), before)
+
+    def spells_control_tokens(self, text: str) -> bool:
+        """Whether a plain text of an environment spells control tokens."""
+        return self._contents.quoted(text) != text
 
     def chat_text(self, chat: Chat, *, header: bool) -> str:
-        """Return all messages as the chat template prints them, with the header of the next answer if ``header``."""
-        return self._template.printed(chat, header=header)
+        """Return all messages as the chat template prints them, with the header of the next answer if ``header``.
+
+        Control tokens in contents are marked as text, for :meth:`encode` and :meth:`chat_tokens`.
+        """
+        return self._template.printed(self._contents.prepared(chat), header=header)
+
+    def chat_tokens(self, text: str) -> list[int]:
+        """Return the tokens of a whole text of :meth:`chat_text`."""
+        return self._encoder.whole([text], ["text"])[0].ids
 
     @property
     def end_of_turn(self) -> str:
@@ -193,58 +277,156 @@ class Renderer:
         decode = self.tokenizer.backend_tokenizer.decode_batch if self._decodes_as_standard else self._decoded
         return list(decode(rows, skip_special_tokens=True))
 
-    @cached_property
+    @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end a completion: end of text, and the token with which the chat template closes an answer."""
-        stops = [] if self.tokenizer.eos_token_id is None else [int(self.tokenizer.eos_token_id)]
-        if self.tokenizer.chat_template:
-            special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
-            closing = self._encode([self._template.end_of_turn], [Plain("", "")])[0]
-            closing = list(takewhile(special.__contains__, dropwhile(lambda token: token not in special, closing)))
-            stops += closing[:1] if not set(stops) & set(closing) else []
-        return tuple(stops)
+        """The tokens that end a completion (:mod:`cookbook.data.stop_tokens`)."""
+        return self._stops.ids
+
+    @property
+    def answer_end(self) -> tuple[int, ...]:
+        """The token that a complete answer ends with; empty: the tokenizer has none."""
+        return self._stops.answer_end
+
+    @cached_property
+    def _stops(self) -> StopTokens:
+        return StopTokens(self.tokenizer, self._template, self._encoder)
+
+    @cached_property
+    def _contents(self) -> Contents:
+        return Contents(self.tokenizer, self._template, self.stop_token_ids)
 
     def _plain_prompts(self, examples: list[Plain]) -> list[tuple[list[int], str]]:
-        encoded = self._encode([example.prompt for example in examples], examples)
-        return [(self._opening + tokens, example.prompt) for example, tokens in zip(examples, encoded, strict=True)]
+        encoded = self._raw([example.prompt for example in examples], examples)
+        return [(self._encoder.opened(tokens), example.prompt) for example, tokens in zip(examples, encoded, strict=True)]
 
     def _chat_prompts(self, chats: list[Chat]) -> list[tuple[list[int], str]]:
-        texts = self._template.prompts(chats)
-        return list(zip(self._encode(texts, chats), texts, strict=True))
+        texts = self._turns.prompts([self._contents.prepared(chat) for chat in chats])
+        return [(tokens, without_breaks(text)) for tokens, text in zip(self._encode(texts, chats), texts, strict=True)]
 
     def _render_plain(self, examples: list[Plain], train_on: str) -> list[Rendered]:
         """Tokenize prompt and response separately, so that training and sampling see the same prompt tokens."""
         eos = self.tokenizer.eos_token_id
         if eos is None:
             raise DataError("model.name: the tokenizer has no end-of-text token, so a text could not end; give it one")
-        prompts = self._encode([example.prompt for example in examples], examples)
-        responses = self._encode([example.response for example in examples], examples)
+        prompts = self._raw([example.prompt for example in examples], examples)
+        responses = self._responses(examples, prompts)
         rendered = []
         for prompt, response in zip(prompts, responses, strict=True):
-            before = self._opening + prompt
-            after = response if response[-1:] == [eos] else [*response, eos]
+            before = self._encoder.opened(prompt) if prompt else []
+            after = self._closed_text(response if prompt else self._encoder.opened(response))
             weights = np.ones(len(before) + len(after), dtype=np.float32)
             if train_on != "all":
-                weights[: len(before)] = 0.0
+                # Text without a prompt is trained as a whole, except for the token that begins every text.
+                weights[: len(before) if prompt else len(self._encoder.opening)] = 0.0
             rendered.append(Rendered(before + after, weights))
         return rendered
 
-    def _render_chats(self, chats: list[Chat], train_on: str) -> list[Rendered]:
-        shown = self._template.conversations(chats, train_on)
-        encodings = self._encodings([text for text, _ in shown], chats)
+    def _responses(self, examples: list[Plain], prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return the tokens of the responses, each as a text that continues its prompt."""
+        if not self._encoder.prefixes:
+            return self._raw([example.response for example in examples], examples)
+        return [
+            self._encoder.raw_continuation(example.response, prompt, example.where).ids
+            if prompt
+            else self._raw([example.response], [example])[0]
+            for example, prompt in zip(examples, prompts, strict=True)
+        ]
+
+    def _closed_text(self, tokens: list[int]) -> list[int]:
+        """Return the tokens of a text with the end-of-text token, unless the text has a stop token at its end.
+
+        White space after the stop token does not count: chat templates print a line end there.
+        """
+        eos = self.tokenizer.eos_token_id
+        behind = next((place for place in range(len(tokens) - 1, -1, -1) if not self._is_space(tokens[place])), -1)
+        return tokens if behind >= 0 and tokens[behind] in self.stop_token_ids else [*tokens, int(eos or 0)]
+
+    def _is_space(self, token: int) -> bool:
+        if token not in self._space_tokens:
+            self._space_tokens[token] = token not in self.stop_token_ids and not self.printed([token]).strip()
+        return self._space_tokens[token]
+
+    def _render_chats(self, chats: list[Chat], train_on: str, empty_reasoning: bool, split: bool) -> list[list[Rendered]]:
+        chats = [self._contents.prepared(chat) for chat in chats]
+        wanted = [answer_weights(chat, train_on) for chat in chats]
+        texts = self._turns.sequences(chats, wanted, train_on, split=split)
+        # The tokenizer encodes many texts in one call with several threads.
+        encodings = iter(
+            self._encodings(
+                [one.text for found in texts for one in found], [c for c, t in zip(chats, texts, strict=True) for _ in t]
+            )
+        )
         rendered = []
-        for (_, spans), encoding in zip(shown, encodings, strict=True):
-            tokens, offsets = encoding.ids, encoding.offsets if spans else []
-            weights = np.full(len(tokens), 1.0 if train_on == "all" else 0.0, dtype=np.float32)
-            for start, end, weight in spans:
-                first, behind = self._with_end_of_turn(tokens, *_tokens_of(start, end, offsets))
-                weights[first:behind] = weight
-            rendered.append(Rendered(tokens, weights) if train_on == "all" else self._closed(tokens, weights))
+        for chat, weights, found in zip(chats, wanted, texts, strict=True):
+            pairs = [(one, next(encodings)) for one in found]
+            rendered.append(self._weighted(chat, weights, pairs, train_on, empty_reasoning, split))
         return rendered
 
-    def _closed(self, tokens: list[int], weights: npt.NDArray[np.float32]) -> Rendered:
-        """Add the end-of-text token after an answer that the template leaves open: otherwise the model never learns to stop."""
-        eos = self.tokenizer.eos_token_id
+    def _weighted(
+        self,
+        chat: Chat,
+        wanted: Mapping[int, float],
+        pairs: Sequence[tuple[TrainedText, Encoded]],
+        train_on: str,
+        empty_reasoning: bool,
+        split: bool,
+    ) -> list[Rendered]:
+        """Return the sequences of one conversation with the weights of their tokens."""
+        rendered: list[tuple[TrainedText, list[int], list[tuple[int, int]]]] = []
+        for sequence, encoding in pairs:
+            apart = (
+                [] if train_on == "all" else [at for at in sequence.prompts if self._has_other_tokens(sequence, encoding, at)]
+            )
+            if not apart:
+                rendered.append((sequence, encoding.ids, encoding.offsets if sequence.spans else []))
+                continue
+            self._template.note(OTHER_TOKENS)
+            alone = [sequence]
+            if split and len(sequence.spans) > 1:
+                alone = self._turns.separate(chat, {index: wanted[index] for index in sequence.answers})
+            rendered += [(one, *self._encoded_apart(chat, one)) for one in alone]
+        return [self._with_weights(*one, train_on, empty_reasoning) for one in rendered]
+
+    def _has_other_tokens(self, sequence: TrainedText, encoding: Encoded, place: int) -> bool:
+        """Whether the text up to ``place``, a prompt, has other tokens than the whole text begins with."""
+        offsets = encoding.offsets
+        first = bisect_right(offsets, place, key=itemgetter(1))
+        if first == len(offsets):
+            return False
+        # White space that a tokenizer leaves out of the offsets may belong to either side.
+        start, before = offsets[first][0], offsets[first - 1][1] if first else 0
+        if start < place:
+            return True
+        return before < place == start and self._encode([sequence.text[:place]], [Plain("", "")])[0] != encoding.ids[:first]
+
+    def _encoded_apart(self, chat: Chat, sequence: TrainedText) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the tokens of the first prompt, followed by those of the text after it, with their characters."""
+        place = sequence.prompts[0]
+        [before] = self._encodings([sequence.text[:place]], [chat])
+        after = self._encoder.continuation(sequence.text[place:], before.ids, chat.where)
+        return before.ids + after.ids, before.offsets + [(start + place, end + place) for start, end in after.offsets]
+
+    def _with_weights(
+        self, sequence: TrainedText, tokens: list[int], offsets: list[tuple[int, int]], train_on: str, empty_reasoning: bool
+    ) -> Rendered:
+        weights = np.full(len(tokens), 1.0 if train_on == "all" else 0.0, dtype=np.float32)
+        if not empty_reasoning:
+            sequence = without_empty_reasoning(sequence)
+        for start, end, weight in sequence.spans:
+            first, behind = self._with_end_of_turn(tokens, *_tokens_of(start, end, offsets))
+            weights[first:behind] = weight
+        if train_on == "all":
+            return Rendered(tokens, weights, sequence.num_messages)
+        closed = self._closed(tokens, weights, calls=sequence.ends_with_call)
+        return replace(closed, num_messages=sequence.num_messages)
+
+    def _closed(self, tokens: list[int], weights: npt.NDArray[np.float32], *, calls: bool = False) -> Rendered:
+        """Add a stop token after an answer that the template leaves open: otherwise the model never learns to stop.
+
+        It is the token that begins the next turn, or the end-of-text token. ``calls``: the answer calls tools.
+        """
+        next_turns = self._stops.next_turns
+        eos = next_turns[-1 if calls else 0] if next_turns else self.tokenizer.eos_token_id
         if eos is None or not tokens or tokens[-1] in self.stop_token_ids or not weights[-1]:
             return Rendered(tokens, weights)
         return Rendered([*tokens, eos], np.append(weights, weights[-1]))
@@ -259,46 +441,14 @@ class Renderer:
         stop = next((index for index in range(first, behind) if tokens[index] in self.stop_token_ids), behind - 1)
         return first, stop + 1
 
-    @cached_property
-    def _opening(self) -> list[int]:
-        """Tokens that the tokenizer puts before every text: the beginning-of-text token, or none."""
-        tokens = list(self.tokenizer("")["input_ids"])
-        return tokens[:-1] if tokens[-1:] == [self.tokenizer.eos_token_id] else tokens
+    def _raw(self, texts: list[str], examples: Sequence[Plain]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._encoder.raw(texts, [example.where for example in examples])]
 
     def _encode(self, texts: list[str], examples: Sequence[Example]) -> list[list[int]]:
         return [encoding.ids for encoding in self._encodings(texts, examples)]
 
-    def _encodings(self, texts: list[str], examples: Sequence[Example]) -> Sequence[Encoding]:
-        """Raise DataError for text that is not valid Unicode, and name its row: JSON can contain half of a surrogate pair."""
-        try:
-            # The model's tokenizer also makes lists that are not needed, which takes as long again.
-            if self._can_bypass:
-                return list(self.tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False))
-            return self._tokenized(texts)
-        except TypeError:
-            for text, example in zip(texts, examples, strict=True):
-                if SURROGATE.search(text):
-                    message = "holds half of a surrogate pair (\\ud800 to \\udfff), which is not a character; fix or remove it"
-                    raise DataError(f"{example.where}: {message}") from None
-            raise
-
-    @property
-    def _can_bypass(self) -> bool:
-        """Whether the library's tokenizer returns the same tokens as the model's tokenizer, which calls it.
-
-        Another caller may have left its padding or truncation switched on. A call of the model's tokenizer switches both off.
-        """
-        backend = self.tokenizer.backend_tokenizer
-        is_plain = backend.padding is None and backend.truncation is None
-        return self._is_standard and is_plain and backend.encode_special_tokens == self.tokenizer.split_special_tokens
-
-    @cached_property
-    def _is_standard(self) -> bool:
-        """Whether the class of the model's tokenizer encodes text as all fast tokenizers do."""
-        from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-
-        own = type(self.tokenizer)
-        return own.__call__ is PreTrainedTokenizerBase.__call__ and own._encode_plus is PreTrainedTokenizerFast._encode_plus
+    def _encodings(self, texts: list[str], examples: Sequence[Example]) -> Sequence[Encoded]:
+        return self._encoder.whole(texts, [example.where for example in examples])
 
     @cached_property
     def _decodes_as_standard(self) -> bool:
@@ -322,12 +472,6 @@ class Renderer:
         )
         return texts
 
-    def _tokenized(self, texts: list[str]) -> Sequence[Encoding]:
-        encoded = self.tokenizer(
-            texts, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=True, verbose=False
-        )
-        return encoded.encodings or []
-
 
 def _tokens_of(start: int, end: int, offsets: list[tuple[int, int]]) -> tuple[int, int]:
     """Return the range of tokens that hold any of the characters ``[start, end)``.
@@ -338,16 +482,6 @@ def _tokens_of(start: int, end: int, offsets: list[tuple[int, int]]) -> tuple[in
     first = bisect_right(offsets, start, key=itemgetter(1))
     behind = max(bisect_left(offsets, end, key=itemgetter(0)), bisect_right(offsets, end, key=itemgetter(1)))
     return first, max(first, behind)
-
-
-def _each_kind(
-    examples: Sequence[Example], plain: Callable[[list[Plain]], list[T]], chat: Callable[[list[Chat]], list[T]]
-) -> list[T]:
-    """Apply ``plain`` and ``chat`` to the examples of their kind; results are in the examples' order."""
-    texts = [example for example in examples if isinstance(example, Plain)]
-    chats = [example for example in examples if isinstance(example, Chat)]
-    done_texts, done_chats = iter(plain(texts) if texts else []), iter(chat(chats) if chats else [])
-    return [next(done_texts if isinstance(example, Plain) else done_chats) for example in examples]
 
 
 def completed_text(renderer: Renderer, tokens: Sequence[int], stops: Sequence[str]) -> str:

@@ -8,18 +8,24 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cookbook.data.messages import CALLS, ChatMessage, as_text, parse_messages
+from cookbook.data.messages import CALLS, ChatMessage, as_text, messages_in_text, parse_messages
 from cookbook.data.rows import Columns, DataConfig, EmptyRowError, Row
 from cookbook.errors import DataError
+from cookbook.types import JsonObject
 from cookbook.utils.suggest import did_you_mean
+from cookbook.utils.template_options import TEMPLATE_OPTIONS, checked_options
 
 REMEDY = "remove the row or set data.on_empty=skip"
 SHAREGPT_COLUMN = "conversations"
+# Labels of KTO, as texts.
+DESIRABLE, UNDESIRABLE = ("true", "1", "1.0"), ("false", "0", "0.0")
+# Columns that may hold messages.
+HOLD_MESSAGES = frozenset({"messages", "prompt", "completion", "chosen", "rejected"})
 TOOLS = "tools"
 SYSTEM = "system"
 MEDIA = re.compile(r"(image|picture|video|audio)s?(_(url|path|file|byte)s?)?", re.IGNORECASE)
-# Columns that change the text of a conversation in OpenAI's fine-tuning and in TRL.
-NEEDED = ("functions", "chat_template_kwargs")
+# A column that changes the text of a conversation in OpenAI's fine-tuning.
+FUNCTIONS = "functions"
 # Fields of an assistant message; as columns they would go untrained. "reasoning" often is a comment on the row.
 ANSWER_FIELDS = (*CALLS, "reasoning_content", "thinking")
 
@@ -61,7 +67,7 @@ class RowView:
         """Return the value of a column. Raise DataError if it is missing or null."""
         column, values = self.column(role), self.row.values
         if (value := values.get(column)) is not None:
-            return value
+            return messages_in_text(value) if role in HOLD_MESSAGES else value
         if column in values:
             raise DataError(f'{self.where}: "{column}" is null; fix or remove the row')
         columns = ", ".join(values) or "none"
@@ -87,9 +93,8 @@ class RowView:
 
     def tools(self) -> tuple[object, ...] | None:
         """Tool schemas for the chat template, from a ``tools`` column that holds a list or its JSON text."""
-        for name in NEEDED:
-            if self.row.values.get(name):
-                raise DataError(f'{self.where}: "{name}" would change the text, and is not read; remove the column')
+        if self.row.values.get(FUNCTIONS):
+            raise DataError(f'{self.where}: "{FUNCTIONS}" would change the text, and is not read; remove the column')
         tools = self.row.values.get(TOOLS)
         if isinstance(tools, str) and tools.strip():
             try:
@@ -105,22 +110,36 @@ class RowView:
                 raise DataError(f'{self.where}: "tools"[{index}] must be a tool schema, an object, got {type(tool).__name__}')
         return tuple(tools)
 
+    def template_options(self) -> JsonObject:
+        """Options of the chat template for this row, from a column ``chat_template_kwargs``: an object or its JSON text."""
+        try:
+            return checked_options(self.row.values.get(TEMPLATE_OPTIONS))
+        except ValueError as error:
+            raise DataError(f'{self.where}: "{TEMPLATE_OPTIONS}": {error}') from None
+
     def system(self) -> str | None:
         """Text of the system message: of a column ``system``, else ``data.system``."""
         text = self.row.values.get(SYSTEM)
         return text if isinstance(text, str) and text else self.config.system
 
     def has_label(self) -> bool:
-        """Whether the row is one of KTO: a label says whether its answer is desirable. CSV has the label as text."""
+        """Whether the row is one of KTO: a label, true or false, 1 or 0, says whether its answer is desirable.
+
+        CSV has the label as text.
+        """
+        return self._label() in (*DESIRABLE, *UNDESIRABLE)
+
+    def _label(self) -> str:
         value = self.row.values.get(self.column("label"))
-        return isinstance(value, bool) or (isinstance(value, str) and value.lower() in ("true", "false"))
+        return str(value).lower() if isinstance(value, bool | int | float | str) else ""
 
     def check_label(self) -> None:
         """Raise EmptyRowError if the row is one of KTO whose answer is undesirable: nothing of it would be trained on."""
-        if self.has_label() and str(self.row.values[self.column("label")]).lower() == "false":
+        if (label := self._label()) in UNDESIRABLE:
+            other = DESIRABLE[UNDESIRABLE.index(label)]
             raise EmptyRowError(
-                f'{self.where}: "{self.column("label")}" is false, an answer to avoid as in KTO, so nothing is trained on; '
-                "set data.on_empty=skip to train on the rows with true, or rename the column if it means something else"
+                f'{self.where}: "{self.column("label")}" is {label}, an answer to avoid as in KTO, so nothing is trained on; '
+                f"set data.on_empty=skip to train on the rows with {other}, or rename the column if it means something else"
             )
 
     def check_columns(self) -> None:
@@ -151,13 +170,14 @@ class RowView:
             )
 
     def unused(self, roles: Collection[str]) -> Iterator[str]:
-        """Yield the names of non-empty columns that are neither one of ``roles`` nor tools nor a system message."""
-        # A label that is neither true nor false is not KTO's.
+        """Yield the names of non-empty columns that are neither one of ``roles`` nor tools, options or a system message."""
+        # A label that is neither true, false, 1 nor 0 is not KTO's.
         used = {self.column(role) for role in roles if role != "label" or self.has_label()}
         if self.row.values.get(SYSTEM) == self.system():
             used.add(SYSTEM)
         for name, value in self.row.values.items():
-            if name not in used and value not in (None, "", [], {}) and not (name == TOOLS and self.has_tools()):
+            is_read = (name == TOOLS and self.has_tools()) or name == TEMPLATE_OPTIONS
+            if name not in used and value not in (None, "", [], {}) and not is_read:
                 yield name
 
     def has_tools(self) -> bool:

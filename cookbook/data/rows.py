@@ -126,6 +126,7 @@ class DataConfig:
     on_empty: Literal["fail", "skip"] = "fail"
     on_bad_row: Literal["fail", "skip"] = "fail"
     train_on: Literal["assistant", "last_assistant", "each_assistant", "all"] = "assistant"
+    train_empty_reasoning: bool = True
 
     def __post_init__(self) -> None:
         for key, least in {"limit": 1, "max_length": 2, "shuffle_buffer": 1}.items():
@@ -230,6 +231,7 @@ class RejectedRows:
         self.collects = collect
         self.found: list[RejectedRow] = []  # each row once
         self.unused: dict[str, None] = {}  # columns, and fields of messages, that are not empty and not used for training
+        self.notes: dict[str, None] = {}  # what the user should know about the chat template
         self._places: set[str] = set()
 
     @property
@@ -262,6 +264,13 @@ class RejectedRows:
         self.unused |= dict.fromkeys(new)
         if new and not self.collects:
             log.warning("data: columns not used for training: %s", ", ".join(new))
+
+    def add_notes(self, notes: Iterable[str]) -> None:
+        """Record what the user should know about the chat template. The log gets each sentence once."""
+        new = [sentence for sentence in notes if sentence not in self.notes]
+        self.notes |= dict.fromkeys(new)
+        for sentence in new if not self.collects else ():
+            log.warning("data: %s", sentence)
 
     def check_left(self, since: int, num_rows: int, num_left: int) -> None:
         """Raise DataError if all ``num_rows`` rows were rejected since the record had ``since`` entries."""

@@ -65,7 +65,10 @@ def load_rows(
     if which == "eval" and (config.eval_path or config.eval_name):
         return _read(_Place.held_out(config), eval_limit, refusals)
     if which == "eval" and not draws:
-        return _read(_Place.of(config, split=eval_split), eval_limit, refusals) if eval_split else []
+        if eval_split is None:
+            return []
+        _refuse_overlap(config, eval_split)
+        return _read(_Place.of(config, split=eval_split), eval_limit, refusals)
     if config.mix is not None:
         return _mixture(config, which, draws, seed, refusals)[: eval_limit if which == "eval" else None]
     rows = _read(_Place.of(config), config.limit, refusals)
@@ -114,6 +117,19 @@ def _held_out_split(config: DataConfig) -> tuple[str | None, bool]:
             "data.split=train[1000:]"
         )
     return split, draws
+
+
+def _refuse_overlap(config: DataConfig, eval_split: str) -> None:
+    """Raise DataError if a held-out row is also a row to train on."""
+    is_file = config.path is not None and all(place.is_file() for place in places(config.path, "data.path"))
+    # A percentage needs the number of rows; bad rows are recorded when the split is read.
+    reader = _Place.of(config).reader(RejectedRows(config, collect=True))
+    part = splits.overlap(config.split, eval_split, reader, one_name=is_file, streaming=config.streaming)
+    if part is not None:
+        raise DataError(
+            f"data.eval_split: {part} is also in data.split={config.split}, so held-out rows would be trained; set for example "
+            "data.split=train[1000:] data.eval_split=train[:1000], or name the held-out rows with data.eval_path"
+        )
 
 
 def _is_one_split(path: str | Sequence[str], eval_split: str) -> bool:
@@ -342,8 +358,12 @@ def _of_file(path: Path, refusals: RejectedRows, streaming: bool) -> SplitReader
     if path.suffix.lower() != PARQUET:
         return SequentialReader(partial(read_file, path, refusals))
     from datasets import load_dataset
+    from pyarrow import parquet  # type: ignore[import-untyped]
 
     with _one_line(str(path)):
+        # `datasets` refuses a file without rows, which may be one of several.
+        if not parquet.read_metadata(path).num_rows:
+            return SequentialReader(lambda: iter(()))
         table = load_dataset("parquet", data_files=str(path), split="train", streaming=streaming)
         return TableReader(table, str(path), "[{}]")
 

@@ -126,6 +126,35 @@ def read(
         yield from one.between(start, max(start, stop) if stop is not None else None)
 
 
+def overlap(
+    split: str, eval_split: str, reader: Callable[[str], SplitReader], *, one_name: bool = False, streaming: bool = False
+) -> str | None:
+    """Return the part of ``eval_split`` that has a row of ``split``; None if they have no row in common.
+
+    Args:
+        one_name: all names mean the same rows, as for a file.
+        streaming: the number of rows is unknown, and bounds that depend on it raise ConfigError.
+    """
+    readers: dict[str, SplitReader] = {}
+
+    def bounds(part: SplitPart) -> tuple[int, float]:
+        def count() -> int:
+            if part.name not in readers:
+                readers[part.name] = reader(part.name)
+            return readers[part.name].count()
+
+        start, stop = part.bounds(_not_counted if streaming else count)
+        return start, float("inf") if stop is None else stop
+
+    for held_out in parts(eval_split, "data.eval_split"):
+        for trained in parts(split):
+            if one_name or held_out.name == trained.name:
+                (start, stop), (first, last) = bounds(trained), bounds(held_out)
+                if max(start, first) < min(stop, last):
+                    return held_out.text
+    return None
+
+
 # ---- mixtures: how many rows of each source, which ones, and their order, as pure functions of sizes, weights and seed
 
 

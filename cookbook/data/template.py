@@ -1,13 +1,14 @@
-"""A conversation rendered by a chat template, and the characters of it that the model has to write."""
+"""Conversations rendered by a chat template, and checks that the template prints what the rows say."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import json
+import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -17,15 +18,15 @@ from cookbook.data.messages import CALLS, REASONING, ChatMessage
 from cookbook.data.rows import EmptyRowError
 from cookbook.errors import DataError
 from cookbook.types import JsonObject
+from cookbook.utils.template_options import TEMPLATE_OPTIONS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+GENERATION_MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 # Texts, and the generation blocks of each.
 Rendering = tuple[list[str], list[list[tuple[int, int]]]]
-# Characters [start, end) of the rendered text, and the weight that they are trained with.
-Span = tuple[int, int, float]
 # Fields that the model should see. Without them the row has another meaning.
 NEEDED = frozenset(
     {*REASONING, *CALLS, "name", "refusal", "tools", "documents", "citations", "annotations"}
@@ -33,6 +34,8 @@ NEEDED = frozenset(
 )
 MARK = " probe"  # appended to a text; a template that prints the text prints the mark too
 REMEDY = "remove it from the data, or give a template that prints it as model.chat_template"
+# Tags around reasoning that is written inside of an answer's content.
+TAGS = re.compile(r"</?think>|\[/?THINK\]")
 Shape = tuple[str, bool, bool, bool, tuple[str, ...]]
 PROBE = (ChatMessage("user", "question"), ChatMessage("assistant", "answer"))
 
@@ -51,6 +54,27 @@ class ChatTemplate:
         # Shapes of messages that have been tried, and fields that the template does not print and the model does not need.
         self._known: set[Shape | str] = set()
         self._unused: dict[str, None] = {}
+        self._notes: dict[str, None] = {}
+        # Options of the chat template that apply to all conversations.
+        self.options = chat_template_options(tokenizer)
+        # By the options of a chat: a question with the header of an answer and with an answer, and the header.
+        self._probes: dict[str, tuple[tuple[str, str] | None, str]] = {}
+        self._note_unread("model.chat_template_kwargs", self.options)
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Sentences about the chat template that the user should know, from the rows seen so far."""
+        return list(self._notes)
+
+    def note(self, sentence: str) -> None:
+        """Add a sentence to the notes."""
+        self._notes[sentence] = None
+
+    def _note_unread(self, where: str, options: JsonObject) -> None:
+        """Note the options that the template does not read, once."""
+        names = _names_in(str(self._tokenizer.chat_template or "")) if options else frozenset()
+        if names and (unread := [name for name in options if name not in names]):
+            self.note(f"the chat template does not read {', '.join(unread)} of {where}, which therefore has no effect")
 
     @property
     def unused_fields(self) -> Sequence[str]:
@@ -62,21 +86,23 @@ class ChatTemplate:
         """Whether the arguments of tool calls are passed as JSON text, because the template has rejected objects."""
         return self._arguments_as_text
 
-    def restore(self, unused_fields: Sequence[str], arguments_as_text: bool) -> None:
-        """Continue as after rows that had these unused fields, and left the arguments of tool calls in this form."""
+    def restore(self, unused_fields: Sequence[str], arguments_as_text: bool, notes: Sequence[str] = ()) -> None:
+        """Continue as after rows that had these unused fields and notes, and left the arguments of tool calls in this form."""
         self._unused |= dict.fromkeys(unused_fields)
+        self._notes |= dict.fromkeys(notes)
         self._arguments_as_text = arguments_as_text
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[Mapping[str, None]]:
-        """Collect the unused fields of the rows that are rendered inside the block, also those that earlier rows had."""
-        known, unused = self._known, self._unused
-        self._known, self._unused = set(), {}
+    def recording(self) -> Iterator[tuple[Mapping[str, None], Mapping[str, None]]]:
+        """Collect unused fields and notes of the rows that are rendered inside the block, even those that earlier rows had."""
+        known, unused, notes = self._known, self._unused, self._notes
+        self._known, self._unused, self._notes = set(), {}, {}
         try:
-            yield self._unused
+            yield self._unused, self._notes
         finally:
             self._known |= known
             self._unused = unused | self._unused
+            self._notes = notes | self._notes
 
     def printed(self, chat: Chat, *, header: bool) -> str:
         """Return the text of all messages, and the header of an answer to sample."""
@@ -86,53 +112,32 @@ class ChatTemplate:
         """Return, for each chat, the text of the messages before ``start``, and the header of the answer to sample."""
         asked = [replace(chat, messages=chat.messages[: chat.start]) for chat in chats]
         texts = []
-        for chat, (text, _) in zip(asked, self._render_all(asked, header=True), strict=True):
-            self._check_fields(chat, text, header=True)
-            self._check_texts(chat, {}, text)
+        for chat, (text, _) in zip(asked, self.rendered(asked, header=True), strict=True):
+            self.check_fields(chat, text, header=True)
+            self.check_texts(chat, {}, text)
             texts.append(text)
         return texts
 
-    def conversations(self, chats: Sequence[Chat], train_on: str) -> list[tuple[str, list[Span]]]:
-        """Return all messages of each chat as text, and the spans of the answers.
-
-        The end of the turn is inside a span or follows it. ``{% generation %}`` blocks of the template mark the text of the
-        model. Without them an answer is the text that is added to the prompt of its sampling.
-        """
-        wanted = [_weights(chat, train_on) for chat in chats]
-        renderings = self._render_all(chats, header=False)
-        return [self._conversation(*one, train_on) for one in zip(chats, wanted, renderings, strict=True)]
-
-    def _conversation(
-        self, chat: Chat, wanted: Mapping[int, float], rendering: tuple[str, list[tuple[int, int]]], train_on: str
-    ) -> tuple[str, list[Span]]:
-        text, blocks = rendering
-        self._check_fields(chat, text, header=False)
-        answers = [index for index, message in enumerate(chat.messages) if message.role == "assistant"]
-        if len(blocks) == len(answers):
-            found = {index: block for index, block in zip(answers, blocks, strict=True) if index in wanted}
-        else:
-            found = {index: self._answer(chat, index, text) for index in wanted}
-        shown = dict.fromkeys(range(len(chat.messages)), text) if train_on == "all" else {}
-        self._check_texts(chat, shown | {index: text[start:end] for index, (start, end) in found.items()}, text)
-        return text, [(start, end, wanted[index]) for index, (start, end) in found.items()]
-
-    def _check_texts(self, chat: Chat, trained: Mapping[int, str], text: str) -> None:
+    def check_texts(self, chat: Chat, trained: Mapping[int, str], text: str, without: Container[int] = ()) -> None:
         """Check that the template prints each trained message in full, and the tool calls of all other messages.
 
         Reasoning may be missing from answers before the last: many templates leave it out on purpose, also when sampling.
+
+        Args:
+            trained: for each trained message, the text that has to contain it.
+            without: messages that are not checked.
 
         Raises:
             DataError: the template drops some of a message's text.
         """
         for index, message in enumerate(chat.messages):
+            if index in without:
+                continue
             said = message.texts() if index in trained else message.call_texts()
-            if field := _missing(said, trained.get(index, text)):
-                raise DataError(
-                    f"{chat.where}: the chat template drops text of message {index} ({field}), which would go untrained; "
-                    "give one that keeps it as model.chat_template"
-                )
+            if field := missing_text(said, trained.get(index, text)):
+                raise dropped_text(chat, index, field)
 
-    def _check_fields(self, chat: Chat, text: str, *, header: bool) -> None:
+    def check_fields(self, chat: Chat, text: str, *, header: bool) -> None:
         """Compare ``text``, the whole of ``chat``, with the conversation without each field of its messages.
 
         Messages of one shape (role, first or not, non-empty fields) are tried once: the template treats them the same way.
@@ -140,8 +145,10 @@ class ChatTemplate:
         Raises:
             DataError: the template drops tools, a message, or a needed field of one; it names the row.
         """
+        if chat.options:
+            self._note_unread("the column chat_template_kwargs", chat.options)
         if chat.tools and "tools" not in self._known:
-            if self._shown(replace(chat, tools=None), header) == text:
+            if self.shown(replace(chat, tools=None), header) == text:
                 raise DataError(f'{chat.where}: the chat template does not print "tools"; {REMEDY}')
             self._known.add("tools")
         for index, message in enumerate(chat.messages):
@@ -154,12 +161,12 @@ class ChatTemplate:
         message, until = chat.messages[index], chat
         if message.role == "assistant":  # the context of sampling: some templates cut answers that are not the last
             ended = replace(chat, messages=chat.messages[: index + 1])
-            if (shown := self._shown(ended, False)) is not None:
+            if (shown := self.shown(ended, False)) is not None:
                 until, text, header = ended, shown, False
 
         def prints(changed: ChatMessage) -> bool:
             messages = [*until.messages[:index], changed, *until.messages[index + 1 :]]
-            return self._shown(replace(until, messages=tuple(messages)), header) != text
+            return self.shown(replace(until, messages=tuple(messages)), header) != text
 
         if message.content.strip() and not prints(replace(message, content=message.content + MARK)):
             raise DataError(f"{chat.where}: the chat template does not print message {index} ({message.role}); {REMEDY}")
@@ -175,7 +182,7 @@ class ChatTemplate:
                 raise DataError(f"{chat.where}: the chat template does not print {what}; {REMEDY}")
             self._unused[name] = None
 
-    def _shown(self, chat: Chat, header: bool) -> str | None:
+    def shown(self, chat: Chat, header: bool) -> str | None:
         """The conversation's text; None if the template refuses it."""
         try:
             return self._render(chat, header)[0]
@@ -187,51 +194,69 @@ class ChatTemplate:
         """Whether the template prints the tools of a conversation, or fails to print any, which shows with the first row."""
         tool = {"type": "function", "function": {"name": MARK, "description": MARK, "parameters": {"type": "object"}}}
         question = Chat("", PROBE[:1])
-        plain = self._shown(question, header=True)
-        return plain is None or self._shown(replace(question, tools=(tool,)), header=True) != plain
+        plain = self.shown(question, header=True)
+        return plain is None or self.shown(replace(question, tools=(tool,)), header=True) != plain
 
     @cached_property
     def end_of_turn(self) -> str:
         """The text that the template writes after an answer; empty if it rejects a plain question and answer."""
-        text = self._shown(Chat("", PROBE), header=False)
-        return text.rpartition(PROBE[1].content)[2] if text else ""
+        text = self.shown(Chat("", PROBE), header=False) or ""
+        _, found, after = text.rpartition(PROBE[1].content)
+        if found or not text:
+            return after
+        # The template changes the text of answers. It closes other answers in the same way.
+        other = self.shown(Chat("", (PROBE[0], replace(PROBE[1], content="sentence"))), header=False) or ""
+        return os.path.commonprefix([text[::-1], other[::-1]])[::-1]
 
     @cached_property
-    def _last_word(self) -> str:
+    def last_word(self) -> str:
         """The end-of-text token, if the template ends every text with it after another token has closed the answer."""
         closed, end, _ = self.end_of_turn.rpartition(self._tokenizer.eos_token or "\0")
         return end if closed.strip() else ""
 
-    def _answer(self, chat: Chat, index: int, text: str) -> tuple[int, int]:
-        """Return the place of message ``index`` in ``text``, after a check against the prompt of its sampling."""
-        if index == 0:
-            raise DataError(f"{chat.where}: the conversation begins with an answer; begin it with a user message")
-        before, _ = self._render(replace(chat, messages=chat.messages[:index]), header=True)
-        until = text
-        if index < len(chat.messages) - 1:
-            until, _ = self._render(replace(chat, messages=chat.messages[: index + 1]), header=False)
-            until = until.removesuffix(self._last_word)
-        if not until.startswith(before):
-            raise DataError(
-                f"{chat.where}: the chat template renders message {index} differently from its generation prompt; "
-                "give a template with {% generation %} blocks as model.chat_template"
-            )
-        if not text.startswith(until):
-            raise DataError(
-                f"{chat.where}: the chat template rewrites message {index} when more messages follow, so one sequence "
-                "cannot train it as it is sampled; set data.train_on=each_assistant (a sequence per answer) or last_assistant"
-            )
-        return len(before), len(until)
+    @cached_property
+    def next_turns(self) -> Sequence[str]:
+        """Texts between an answer and the next question, and between a call and the result of the tool.
 
-    def _render_all(self, chats: Sequence[Chat], header: bool) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-        """Yield the rendering of each chat as :meth:`_render`; without tools and further fields from one call, which is faster.
+        Empty if the template closes an answer.
+        """
+        if self.end_of_turn.strip():
+            return ()
+        call = {"id": "call00000", "type": "function", "function": {"name": "tool", "arguments": {}}}
+        called = (*PROBE[:1], ChatMessage("assistant", "", extra={"tool_calls": [call]}))
+        texts = []
+        for before, after in ((PROBE, PROBE[0]), (called, ChatMessage("tool", "result"))):
+            ended, text = (self.shown(Chat("", one), header=False) for one in (before, (*before, after)))
+            texts += [text[len(ended) :]] if ended and text and text.startswith(ended) else []
+        return texts
+
+    def probe(self, options: JsonObject) -> tuple[str, str] | None:
+        """Return a question with the header of an answer, and the question with a plain answer; None if either is rejected."""
+        return self._probed(options)[0]
+
+    def header(self, options: JsonObject) -> str:
+        """Return the header of an answer to sample; empty if the template rejects a plain question."""
+        return self._probed(options)[1]
+
+    def _probed(self, options: JsonObject) -> tuple[tuple[str, str] | None, str]:
+        key = repr(options)
+        if key not in self._probes:
+            question = Chat("", PROBE[:1], options=options)
+            prompt, text = self.shown(question, header=True), self.shown(replace(question, messages=PROBE), header=False)
+            context = self.shown(question, header=False)
+            header = prompt.removeprefix(context) if prompt and context and prompt.startswith(context) else ""
+            self._probes[key] = (None if prompt is None or text is None else (prompt, text)), header
+        return self._probes[key]
+
+    def rendered(self, chats: Sequence[Chat], header: bool) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+        """Yield the rendering of each chat as :meth:`_render`. Chats of plain messages take one call, which is faster.
 
         Other chats are rendered when they are due, because tool calls change how later ones are rendered.
         """
-        if len(chats) > 1 and not any(chat.tools or any(message.extra for message in chat.messages) for chat in chats):
-            with contextlib.suppress(*_template_errors()):
+        if len(chats) > 1 and not any(chat.tools or chat.options or any(one.extra for one in chat.messages) for chat in chats):
+            with contextlib.suppress(Exception):
                 conversations = [[message.to_dict() for message in chat.messages] for chat in chats]
-                texts, blocks = self._call(None, header)(conversations=conversations)
+                texts, blocks = self._call(None, header, {})(conversations=conversations)
                 yield from zip(texts, blocks or [[] for _ in texts], strict=True)
                 return
             # One of the chats has failed, and the next line names its row.
@@ -239,15 +264,17 @@ class ChatTemplate:
 
     def _render(self, chat: Chat, header: bool) -> tuple[str, list[tuple[int, int]]]:
         """The text and the character ranges of its ``{% generation %}`` blocks."""
-        render = self._call(list(chat.tools) if chat.tools else None, header)
+        render = self._call(list(chat.tools) if chat.tools else None, header, chat.options)
         try:
-            texts, blocks = self._with_arguments(render, [message.to_dict() for message in chat.messages])
-        except _template_errors() as error:
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise DataError(f"{chat.where}: the chat template rejects the row: {reason}; fix or remove it") from error
+            messages: list[JsonObject] = [message.to_dict() for message in chat.messages]
+            if any(message.extra.get("tool_calls") and not message.content for message in chat.messages):
+                messages = self._without_empty_text(messages)
+            texts, blocks = self._with_arguments(render, messages)
+        except Exception as error:
+            raise DataError(f"{chat.where}: the chat template rejects the row: {_reason(error)}; fix or remove it") from error
         return texts[0], blocks[0] if blocks else []
 
-    def _call(self, tools: list[object] | None, header: bool) -> Callable[..., Rendering]:
+    def _call(self, tools: list[object] | None, header: bool, options: JsonObject) -> Callable[..., Rendering]:
         """Return the function that renders conversations."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -258,8 +285,34 @@ class ChatTemplate:
             chat_template=template,
             return_assistant_tokens_mask=not header and _has_blocks(template),
             add_generation_prompt=header,
-            **self._variables,
+            **{**self._variables, **self.options, **options},
         )
+
+    def _without_empty_text(self, messages: list[JsonObject]) -> list[JsonObject]:
+        """Return the messages, those with calls and without text in the shape that the template prints.
+
+        DeepSeek-R1's prints the calls of a message only if its content is null; others fail if it is.
+        """
+        if not self._calls_need_null:
+            return messages
+        return [{**one, "content": None} if one.get("tool_calls") and not one["content"] else one for one in messages]
+
+    @cached_property
+    def _calls_need_null(self) -> bool:
+        """Whether the template prints a call only without a text, not beside an empty text."""
+        call = {"id": "call00000", "type": "function", "function": {"name": MARK.strip(), "arguments": {}}}
+        for content in ("", None):
+            message = {"role": "assistant", "content": content, "tool_calls": [call]}
+            render = self._call(None, False, {})
+            try:
+                # A shape of arguments that the template takes here is not kept for rows.
+                as_text, (texts, _) = self._arguments_as_text, self._with_arguments(render, [PROBE[0].to_dict(), message])
+                self._arguments_as_text = as_text
+            except Exception:  # noqa: BLE001 - a template is a program, and may raise any error
+                continue
+            if MARK.strip() in texts[0]:
+                return content is None
+        return False
 
     def _with_arguments(self, render: Callable[..., Rendering], messages: Sequence[JsonObject]) -> Rendering:
         """Render with the arguments of tool calls as objects, or as JSON text if the template only takes that.
@@ -289,11 +342,14 @@ class ChatTemplate:
         return str(self._tokenizer.get_chat_template(tools=tools))
 
 
-def _template_errors() -> tuple[type[Exception], ...]:
-    """Return the errors with which a chat template rejects a conversation."""
+def _reason(error: Exception) -> str:
+    """Return the first line of a template's error. The text of an error such as KeyError does not say what it is."""
     from jinja2.exceptions import TemplateError
 
-    return TemplateError, TypeError, ValueError
+    text = next(iter(str(error).splitlines()), "")
+    if text and isinstance(error, TemplateError | TypeError | ValueError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 @functools.cache
@@ -301,7 +357,7 @@ def _has_blocks(template: str) -> bool:
     return GENERATION_BLOCK.search(template) is not None
 
 
-def _weights(chat: Chat, train_on: str) -> dict[int, float]:
+def answer_weights(chat: Chat, train_on: str) -> dict[int, float]:
     """Return the weights, by message index, of the answers whose weight differs from that of the text around them.
 
     Raises:
@@ -328,6 +384,31 @@ def _weights(chat: Chat, train_on: str) -> dict[int, float]:
     return {index: weight for index, weight in answers.items() if index >= first and weight != 0}
 
 
+def dropped_text(chat: Chat, index: int, field: str) -> DataError:
+    """Return the error of a message of which the template drops a text."""
+    return DataError(
+        f"{chat.where}: the chat template drops text of message {index} ({field}), which would go untrained; "
+        "give one that keeps it as model.chat_template"
+    )
+
+
+def chat_template_options(tokenizer: PreTrainedTokenizerBase) -> JsonObject:
+    """Return ``model.chat_template_kwargs``, which a tokenizer carries and saves."""
+    return dict(tokenizer.init_kwargs.get(TEMPLATE_OPTIONS) or {})
+
+
+@functools.lru_cache(maxsize=8)
+def _names_in(template: str) -> frozenset[str]:
+    """Return the names of variables in a chat template; empty if the template cannot be parsed."""
+    from jinja2 import Environment, TemplateSyntaxError, nodes
+
+    try:
+        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION_MARKS.sub("", template))
+    except TemplateSyntaxError:
+        return frozenset()
+    return frozenset(node.name for node in tree.find_all(nodes.Name))
+
+
 def _arguments_as_text(messages: Sequence[JsonObject]) -> list[JsonObject]:
     """The messages with the arguments of their tool calls as JSON text."""
 
@@ -340,10 +421,11 @@ def _arguments_as_text(messages: Sequence[JsonObject]) -> list[JsonObject]:
     return [{**one, "tool_calls": list(map(changed, one["tool_calls"]))} if "tool_calls" in one else one for one in messages]
 
 
-def _missing(said: Iterable[tuple[str, str]], printed: str) -> str:
+def missing_text(said: Iterable[tuple[str, str]], printed: str) -> str:
     """Return the field of the first text that ``printed`` contains less often than the messages; empty if it contains all.
 
-    White space does not count, because templates may trim it. A text may be printed in JSON's spelling.
+    White space does not count, because templates may trim it. A text may be printed in JSON's spelling. Reasoning inside of a
+    text may be printed with other tags.
     """
     said = list(said)
     # The usual case, without a copy of the text.
@@ -353,6 +435,9 @@ def _missing(said: Iterable[tuple[str, str]], printed: str) -> str:
     for (field, text), times in Counter(said).items():
         squeezed = squeezed or "".join(printed.split())
         forms = {text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1]}
-        if max(squeezed.count("".join(form.split())) for form in forms) < times:
+        if max(squeezed.count("".join(form.split())) for form in forms) >= times:
+            continue
+        parts = ["".join(part.split()) for part in TAGS.split(text)]
+        if len(parts) == 1 or any(squeezed.count(part) < times for part in parts if part):
             return field
     return ""

@@ -24,7 +24,7 @@ from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
 
 from cookbook.engine.fast_path import FastPathError
-from cookbook.engine.precision import EXACT, attended, half_attention, multiplies_half
+from cookbook.engine.precision import EXACT, attended, half_attention, multiplies_half, rounded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -110,6 +110,10 @@ class SharedPrefixKV:
         ``filled`` columns hold tokens. The products read all columns, because contiguous memory is faster; unfilled columns get
         no weight.
         """
+        with torch.autocast(query.device.type, enabled=False):
+            return self._attend(query, key, value, layer, params)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, layer: int, params: AttentionParams) -> Tensor:
         prompt_keys, prompt_values = self.layers[layer]
         grouped = query.to(key.dtype).reshape(len(query), key.shape[1], -1, query.shape[-1]) * params.scale
         before = self._ungroup(self._group_by_prompt(grouped) @ prompt_keys.transpose(-1, -2))
@@ -257,8 +261,10 @@ def attend(
         FastPathError: the model passes a mask of its own together with a layout.
     """
     params = AttentionParams(scaling if scaling is not None else query.shape[-1] ** -0.5, dropout, softcap, s_aux)
+    (query,) = rounded(query)
     if prompts is not None:
         return prompts.attend(query, key, value, cast("int", module.layer_idx), params).transpose(1, 2), None
+    key, value = rounded(key, value)
     if layout is not None and attention_mask is not None:
         raise FastPathError("the model builds its own attention mask, which packed rows do not support")
     causal = rest.get("is_causal", getattr(module, "is_causal", True)) is not False and rest.get("position_bias") is None
@@ -287,8 +293,6 @@ def _attend(
     """Attention of a packed row by its layout. ``query``: ``(tokens, heads, D)``; returns the same shape."""
     if layout.key_index is not None:
         key, value = key.index_select(0, layout.key_index), value.index_select(0, layout.key_index)
-    if query.is_cuda and torch.is_autocast_enabled("cuda"):
-        query, key, value = (x.to(torch.get_autocast_dtype("cuda")) for x in (query, key, value))
     varlen = _varlen_kernel() if _supports_varlen(query, value, params) else None
     if varlen is not None:
         longest = max(block.queries for block in layout.blocks), max(block.keys for block in layout.blocks)

@@ -26,6 +26,7 @@ from torch import Tensor
 from cookbook.engine import capabilities
 from cookbook.engine.batch.collate import check_data
 from cookbook.engine.batch.plan import CPU_PASS_TOKENS, MicroBatch, PackingSupport, plan
+from cookbook.engine.decoding.sampler_pass import SamplerPass
 from cookbook.engine.forward import FinishedPass, ForwardRunner, PassOutput, PassSpec, Retained, TokenScores, empty_output
 from cookbook.engine.loss_gradient import (
     CallGradients,
@@ -49,6 +50,7 @@ from cookbook.futures import between
 from cookbook.losses.base import Loss, Scope, named
 from cookbook.losses.normalization import GradientCounts, Normalization, Reduction, check, check_accumulation, warn_undeclared
 from cookbook.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput
+from cookbook.utils.words import counted
 
 __all__ = ["Engine", "EngineOptions"]
 log = logging.getLogger("cookbook")
@@ -79,6 +81,8 @@ class Engine(PerRank):
             precision=options.precision,
             like=twin.passes if twin else None,
         )
+        # Samplers of this engine compute with the weights and the precision of its training passes.
+        self.sampler_pass = SamplerPass(model, self.passes.precision, self.passes.head)
         self.router_coefficient: float = (
             twin.router_coefficient if twin else router_coefficient(model.network, model.config.router_aux_loss_coef)
         )
@@ -201,6 +205,7 @@ class Engine(PerRank):
         """
         if not data:
             return empty_output()
+        self.sampler_pass.drop_weights()
         earlier = replace(self.counts), list(self.accumulated), list(self.undeclared), self.seeds
         self._is_accumulating, self._call_gradients = False, CallGradients(keeps_error=self.ranks.shards)
         try:
@@ -420,6 +425,11 @@ class Engine(PerRank):
             value, metrics = loss(data, *scores.columns(entropy=spec.entropy))
         return scores.output(data, value, metrics)
 
+    def weights_changed(self) -> None:
+        """Count a new version of the weights."""
+        self.version += 1
+        self.sampler_pass.drop_weights()
+
     # ---- the step ------------------------------------------------------------------------------------------------
 
     @led
@@ -450,7 +460,8 @@ class Engine(PerRank):
         if not norm * clip < LARGEST_NORM:
             self.discard_gradient()
             raise NonFiniteError(
-                f"optim_step: the gradient norm is {norm} after {self.step} steps; lower optim.lr, or inspect the batch"
+                f"optim_step: the gradient norm is {norm} after {counted(self.step, 'step')}; lower optim.lr, or inspect the "
+                "batch"
             )
         counts = self.counts
         if counts.num_loss_tokens:
@@ -459,7 +470,7 @@ class Engine(PerRank):
             self.optimizer.step(adam, clip / divisor)
         self.discard_gradient()
         self.step += 1
-        self.version += 1
+        self.weights_changed()
         return OptimStepOutput(
             {
                 "optim/lr": adam.learning_rate,

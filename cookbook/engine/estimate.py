@@ -227,7 +227,7 @@ def _pass(
             captured_input(network.get_output_embeddings()) as captured,
             saved.counted(),
             skip_masks("layout" in inputs),
-            precision.forward(head.weight.device),
+            precision.forward(head.weight.device, network),
         ):
             network(**inputs, use_cache=False)
         states = captured.pop()

@@ -242,7 +242,9 @@ class ForwardRunner:
         # Tokens that this rank has computed, without filler passes.
         self.num_tokens = 0
         self.ranks = model.ranks
-        self.forward_precision, self.backward_precision = precision.contexts(model, untried=like is None)
+        # Precision of the passes, which samplers share.
+        self.precision: Precision = like.precision if like else precision.tried(model)
+        self.forward_precision, self.backward_precision = self.precision.contexts(model)
         self._offload = offload
 
     def run(
@@ -301,10 +303,11 @@ class ForwardRunner:
         self.model.network.eval()
 
         def compute() -> tuple[Tensor, Tensor]:
-            hidden, _ = self.head.hidden_states(input_ids=torch.tensor([tokens[:-1]], device=self.model.device))
-            # In chunks, because each row of logits has the length of the vocabulary.
-            logits = (self._logits(rows).float() / temperature for rows in torch.split(hidden[0], TOP_ROWS))
-            parts = [part.log_softmax(-1).topk(k) for part in logits]
+            with self.forward_precision():
+                hidden, _ = self.head.hidden_states(input_ids=torch.tensor([tokens[:-1]], device=self.model.device))
+                # In chunks, because each row of logits has the length of the vocabulary.
+                logits = (self._logits(rows) / temperature for rows in torch.split(hidden[0], TOP_ROWS))
+                parts = [part.log_softmax(-1).topk(k) for part in logits]
             return torch.cat([part[1] for part in parts]).cpu(), torch.cat([part[0] for part in parts]).cpu()
 
         ids, logprobs = self.ranks.inside(compute)
@@ -312,7 +315,9 @@ class ForwardRunner:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         head = self.head
-        return hidden if head.transform is None else head.transform(head.layer(hidden))
+        if self.precision.autocast:
+            return head.logits(hidden)
+        return (hidden if head.transform is None else head.transform(head.layer(hidden))).float()
 
     def run_all(
         self,
@@ -486,15 +491,19 @@ class ForwardRunner:
     @functools.cached_property
     def has_dropout(self) -> bool:
         """Whether a pass in training mode differs from a pass in evaluation mode."""
+        layers = (layer for layer in self.model.network.modules() if isinstance(layer, torch.nn.Dropout))
+        if any(layer.p > 0 for layer in layers):
+            return True
+        # With model.dropout set, the configuration's own probabilities are not in use.
+        if self.model.config.dropout is not None:
+            return self.model.config.dropout > 0
         config = self.model.network.config.get_text_config().to_dict()
         # These options belong to heads for other tasks.
         heads = ("classifier", "summary")
-        configured = any(
+        return any(
             any(word in name for word in ("drop", "jitter", "noise"))
             and not name.startswith(heads)
             and isinstance(value, float)
             and value > 0
             for name, value in config.items()
         )
-        layers = (layer for layer in self.model.network.modules() if isinstance(layer, torch.nn.Dropout))
-        return configured or any(layer.p > 0 for layer in layers)

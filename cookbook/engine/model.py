@@ -15,14 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cookbook import terminal
+from cookbook.data import stop_tokens
+from cookbook.engine import lora_targets, vocabulary
+from cookbook.engine.dropout import set_dropout
 from cookbook.engine.parallel import Ranks
 from cookbook.errors import BackendError, ConfigError, first_line
 from cookbook.utils import hub, paths
 from cookbook.utils.signals import is_interrupt
+from cookbook.utils.template_options import TEMPLATE_OPTIONS, checked_options
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -32,7 +36,7 @@ log = logging.getLogger("cookbook")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 # Value of ``dtype``: the dtype of the stored weights.
 AUTO = "auto"
-LORA_FILE = "adapter_config.json"
+LORA_FILE = paths.LORA_FILE
 
 # PEFT imports bitsandbytes, which warns on every use of LoRA about a missing 4-bit CPU kernel that cookbook does not use.
 logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
@@ -53,9 +57,12 @@ class ModelConfig:
     lora_dropout: float = 0.0
     lora_target_modules: Any = "all-linear"
     chat_template: str | None = None
+    chat_template_kwargs: Any = None
     attn_implementation: str = "auto"
     trust_remote_code: bool = False
     router_aux_loss_coef: float | None = None
+    dropout: float | None = None
+    add_tokens: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.dtype not in (AUTO, *DTYPES):
@@ -64,8 +71,17 @@ class ModelConfig:
             raise ConfigError(f"model.lora_rank must be >= 0, got {self.lora_rank}; 0 trains every parameter")
         if self.router_aux_loss_coef is not None and not 0 <= self.router_aux_loss_coef < float("inf"):
             raise ConfigError(f"model.router_aux_loss_coef must be >= 0, got {self.router_aux_loss_coef}; 0 leaves it out")
+        try:
+            self.chat_template_kwargs = checked_options(self.chat_template_kwargs) or None
+        except ValueError as error:
+            raise ConfigError(f"model.{TEMPLATE_OPTIONS}: {error}") from None
         if not 0 <= self.lora_dropout < 1:
             raise ConfigError(f"model.lora_dropout must be at least 0 and below 1, got {self.lora_dropout}")
+        vocabulary.check_tokens(self.add_tokens)
+        if self.dropout is not None and not 0 <= self.dropout < 1:
+            raise ConfigError(
+                f"model.dropout must be at least 0 and below 1, or null, got {self.dropout}; null is the recipe's default"
+            )
 
 
 class AdapterConfig(TypedDict):
@@ -145,6 +161,21 @@ class LanguageModel:
     def is_lora(self) -> bool:
         return hasattr(self.network, "peft_config")
 
+    @property
+    def saves_embeddings(self) -> bool:
+        """Whether checkpoints of the adapter hold the whole embeddings, as the adapter that training continues does.
+
+        Other programs write them if the vocabulary was resized, or on request.
+        """
+        path = Path(self.config.name) / "adapter_model.safetensors"
+        if not self.is_lora or not path.is_file():
+            return False
+        with safe_open(path, framework="pt") as file:
+            keys = list(file.keys())
+        stored: Any = self.network.peft_config["default"].modules_to_save or ()
+        names = {name.rpartition(".")[2] for name in vocabulary.embedding_names(self.network.get_base_model())} - set(stored)
+        return any(key.endswith(f".{name}.weight") for name in names for key in keys)
+
     def adapter_is_idle(self) -> bool:
         """Whether the model has a LoRA adapter whose output is still zero: its B factors have their initial value, zero."""
         factors = [p for name, p in self.trainable() if "lora_B" in name or "lora_embedding_A" in name]
@@ -180,19 +211,45 @@ def _load(
     # The run shows its own progress, and _network checks for missing weights.
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    tokenizer = load_tokenizer(config)
+    tokenizer, fresh = _tokenizer(config)
     config = with_dtype(config)
     if shared is None or shared.name != base:
         network = _network(config, base, seed).to(device)
     else:
         network = shared.under_adapter() if adapter or config.lora_rank else shared.copied()
+    set_dropout(network, config.dropout)
+    _resize(network, config, tokenizer, fresh, is_adapter=adapter is not None)
     if adapter:
-        network = _load_adapter(network, config.name)
         config = _as_adapter(config, adapter)
+        network = _load_adapter(network, config)
     elif config.lora_rank:
-        network = add_lora(network, config, seed)
+        network = add_lora(network, config, seed, _ids(tokenizer, config))
     network.eval()
+    set_end_tokens(network, tokenizer)
     return LanguageModel(network, tokenizer, config, device)
+
+
+def set_end_tokens(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give the network's generation config the stop tokens of the tokenizer and its chat template.
+
+    Sampling stops at them, and checkpoints carry them, so that ``generate`` of transformers stops there too.
+    """
+    base = network.get_base_model() if hasattr(network, "peft_config") else network
+    generation = getattr(base, "generation_config", None)
+    if generation is not None:
+        stop_tokens.configure(tokenizer, generation.eos_token_id)
+        generation.eos_token_id = stop_tokens.for_generation_config(tokenizer, generation.eos_token_id)
+
+
+def _stored_end_tokens(config: ModelConfig) -> object:
+    """Return the end tokens of the generation config in the model's folder, or of that of an adapter's base; None: no file."""
+    from transformers import GenerationConfig
+
+    adapter = _adapter_config(config.name)
+    for name in (config.name, *([adapter["base_model_name_or_path"]] if adapter else [])):
+        with contextlib.suppress(OSError, ValueError):
+            return GenerationConfig.from_pretrained(name, revision=config.revision).eos_token_id
+    return None
 
 
 def fresh_network(config: ModelConfig) -> PreTrainedModel:
@@ -206,9 +263,43 @@ def fresh_network(config: ModelConfig) -> PreTrainedModel:
     base = adapter["base_model_name_or_path"] if adapter else config.name
     with terminal.doing(f"reading the architecture of {base}"):
         network = _network(replace(with_dtype(config), random=True), base, seed=0)
+        set_dropout(network, config.dropout)
+    ids: list[int] = []
+    if adapter or config.add_tokens:
+        tokenizer, fresh = _tokenizer(config)
+        _resize(network, config, tokenizer, fresh, is_adapter=adapter is not None)
+        ids = _ids(tokenizer, config)
     if adapter:
-        config = _as_adapter(config, adapter)
-    return add_lora(network, config, seed=0) if config.lora_rank else network
+        return _stored_adapter(network, _as_adapter(config, adapter))
+    return add_lora(network, config, seed=0, token_ids=ids) if config.lora_rank else network
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> list[int]:
+    """Return the ids of ``model.add_tokens``."""
+    return [int(tokenizer.convert_tokens_to_ids(token)) for token in config.add_tokens]
+
+
+def _resize(
+    network: PreTrainedModel, config: ModelConfig, tokenizer: PreTrainedTokenizerBase, fresh: Sequence[int], *, is_adapter: bool
+) -> None:
+    """Give added tokens rows of the embeddings.
+
+    The tokenizer of an adapter may have more tokens than its base model. Another tokenizer with more tokens than its model is
+    left alone: the rows of data that need them are refused.
+
+    Raises:
+        ConfigError: an adapter that is trained further would need rows for further tokens.
+    """
+    if is_adapter and fresh:
+        raise ConfigError(
+            f"model.add_tokens: {config.name} holds an adapter without {config.add_tokens}; add the tokens when the adapter is "
+            "created, or merge the adapter first: cookbook weights export --merged"
+        )
+    rows = vocabulary.stored_rows(Path(config.name), network) if is_adapter else None
+    if rows is not None and rows < int(network.get_input_embeddings().weight.shape[0]):
+        network.resize_token_embeddings(rows)
+    elif is_adapter or fresh:
+        vocabulary.resize(network, rows or len(tokenizer), fresh)
 
 
 def with_dtype(config: ModelConfig) -> ModelConfig:
@@ -273,7 +364,16 @@ def recompute_activations(network: PreTrainedModel, on: bool) -> bool:
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of ``config.name``; ``config.chat_template``, if set, replaces its chat template."""
+    """Load the tokenizer of ``config.name``, with ``config.add_tokens``.
+
+    ``config.chat_template``, if set, replaces its chat template. The tokenizer carries ``config.chat_template_kwargs`` and
+    saves them in tokenizer_config.json, so a checkpoint is sampled with the options that it was trained with.
+    """
+    return _tokenizer(config)[0]
+
+
+def _tokenizer(config: ModelConfig) -> tuple[PreTrainedTokenizerBase, list[int]]:
+    """Return the tokenizer, and the ids of the added tokens that it did not have before."""
     from transformers import AutoTokenizer
 
     _must_exist(config.name)
@@ -288,7 +388,10 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
             tokenizer.chat_template = Path(config.chat_template).read_text()
         except OSError as error:
             raise ConfigError(f"model.chat_template: cannot read {config.chat_template!r}: {error.strerror}") from None
-    return tokenizer
+    if config.chat_template_kwargs:
+        tokenizer.init_kwargs[TEMPLATE_OPTIONS] = dict(config.chat_template_kwargs)
+    stop_tokens.configure(tokenizer, _stored_end_tokens(config))
+    return tokenizer, vocabulary.extend(tokenizer, config.add_tokens) if config.add_tokens else []
 
 
 def resolved(name: str) -> str:
@@ -341,8 +444,8 @@ def _size(base: str) -> str:
     return (f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB") + ("" if is_local else " so far")
 
 
-def add_lora(network: PreTrainedModel, config: ModelConfig, seed: int) -> PreTrainedModel:
-    """Add a new LoRA adapter to the network, initialized from ``seed``."""
+def add_lora(network: PreTrainedModel, config: ModelConfig, seed: int, token_ids: Sequence[int] = ()) -> PreTrainedModel:
+    """Add a new LoRA adapter to the network, initialized from ``seed``. ``token_ids``: tokens whose embeddings are trained."""
     from peft import LoraConfig, get_peft_model
 
     modules = config.lora_target_modules
@@ -358,10 +461,21 @@ def add_lora(network: PreTrainedModel, config: ModelConfig, seed: int) -> PreTra
         target_modules=modules if isinstance(modules, str) else list(modules),
         task_type="CAUSAL_LM",
     )
-    if modules == "all-linear" and (unfit := _not_adaptable(network, lora)):
-        lora.exclude_modules = unfit
+    unfit = _not_adaptable(network, lora) if modules == lora_targets.ALL_LINEAR else []
+    targets = lora_targets.choose(network, modules, unfit, lora)
+    if unfit:
         name, kind = type(network).__name__, network.config.model_type
         log.info(f"LoRA: {name} ({kind}) gets no adapter on {', '.join(unfit)}, which it does not use as plain linear layers")
+    if targets.modules == lora_targets.ALL_LINEAR:
+        lora.exclude_modules = unfit or None
+    lora.target_modules = targets.modules if isinstance(targets.modules, str) else set(targets.modules)
+    lora.target_parameters = targets.parameters or None
+    lora.trainable_token_indices = vocabulary.trainable_rows(network, token_ids)
+    if targets.parameters and config.lora_dropout:
+        raise ConfigError(
+            f"model.lora_dropout: adapters on {', '.join(targets.parameters)} have no dropout, got {config.lora_dropout}; "
+            "set it to 0, or name linear layers in model.lora_target_modules"
+        )
     with torch.random.fork_rng(), deprecations_hidden():
         torch.manual_seed(seed)
         try:
@@ -430,23 +544,42 @@ def _with_one_product(network: PreTrainedModel) -> PreTrainedModel:
     return network
 
 
-def _load_adapter(network: PreTrainedModel, folder: str) -> PreTrainedModel:
-    from peft import PeftModel
+def _load_adapter(network: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
+    from peft import PeftConfig, PeftModel
 
     try:
         with deprecations_hidden():
-            return _with_one_product(PeftModel.from_pretrained(network, folder, is_trainable=True))
+            lora: Any = PeftConfig.from_pretrained(config.name)
+            lora.lora_dropout = config.lora_dropout
+            return _with_one_product(PeftModel.from_pretrained(network, config.name, is_trainable=True, config=lora))
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise BackendError(_cannot_load("adapter", folder, error)) from None
+        raise BackendError(_cannot_load("adapter", config.name, error)) from None
+
+
+def _stored_adapter(network: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
+    """Add an adapter with the layers of the adapter in the model's folder, and with fresh weights."""
+    from peft import PeftConfig, get_peft_model
+
+    try:
+        with deprecations_hidden():
+            lora: Any = PeftConfig.from_pretrained(config.name)
+            lora.inference_mode = False
+            return _with_one_product(get_peft_model(network, lora))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BackendError(_cannot_load("adapter", config.name, error)) from None
 
 
 def _as_adapter(config: ModelConfig, adapter: AdapterConfig) -> ModelConfig:
-    """Return ``config`` with rank, alpha and dropout of the adapter that was loaded."""
+    """Return ``config`` with rank, alpha and dropout of the adapter in its folder.
+
+    If ``model.dropout`` is set, the adapter's dropout is ``model.lora_dropout`` in place of its stored one.
+    """
     if config.lora_rank not in (0, adapter["r"]):
         raise ConfigError(
             f"model.lora_rank: {config.name} holds an adapter of rank {adapter['r']}, got {config.lora_rank}; set it to 0"
         )
-    return replace(config, lora_rank=adapter["r"], lora_alpha=adapter["lora_alpha"], lora_dropout=adapter["lora_dropout"])
+    dropout = adapter["lora_dropout"] if config.dropout is None else config.lora_dropout
+    return replace(config, lora_rank=adapter["r"], lora_alpha=adapter["lora_alpha"], lora_dropout=dropout)
 
 
 def _adapter_config(name: str) -> AdapterConfig | None:
@@ -456,6 +589,11 @@ def _adapter_config(name: str) -> AdapterConfig | None:
 
 def refuse_missing_folder(name: str) -> None:
     """Raise BackendError if ``name`` is written like a path and the folder does not exist. No path is looked up on the hub."""
+    if name.endswith(".gguf"):
+        raise BackendError(
+            f"model.name: a GGUF file is not a model folder, got {name!r}; "
+            "convert it with `python scripts/from_gguf.py FILE FOLDER` of cookbook's repository"
+        )
     spelled_as_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if spelled_as_path and not Path(name).is_dir():
         raise BackendError(f"model.name: no such folder {name!r}; pass a local folder or a Hugging Face hub id")

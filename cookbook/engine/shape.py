@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import SafetensorError, safe_open
 
+from cookbook.engine.lora_targets import TrainedShare
 from cookbook.engine.model import (
     LORA_FILE,
     ModelConfig,
@@ -20,6 +21,7 @@ from cookbook.engine.model import (
     refuse_missing_folder,
 )
 from cookbook.errors import BackendError
+from cookbook.utils import paths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,11 +32,14 @@ class Shape:
     """Properties of a model that are known without its weights.
 
     ``max_length``: context length in tokens; None: unknown. ``weight_bytes``: size of the weights in memory; 0: unknown.
+    ``trained``: which weights are trained; None: unknown. ``vocabulary_size``: number of embeddings; None: unknown.
     """
 
     tokenizer: PreTrainedTokenizerBase
     max_length: int | None
     weight_bytes: int = 0
+    trained: TrainedShare | None = None
+    vocabulary_size: int | None = None
 
 
 def shape_of(config: ModelConfig, *, recompute: bool = False) -> Shape | None:
@@ -68,7 +73,8 @@ def shape_of(config: ModelConfig, *, recompute: bool = False) -> Shape | None:
     if recompute:
         recompute_activations(network, True)
     weight_bytes = sum(parameter.nbytes for parameter in network.parameters())
-    return Shape(tokenizer, context_length(network.config, tokenizer), weight_bytes)
+    limit, rows = context_length(network.config, tokenizer), int(network.config.get_text_config().vocab_size)
+    return Shape(tokenizer, limit, weight_bytes, TrainedShare.of(network), rows)
 
 
 def local_folder(config: ModelConfig) -> Path | None:
@@ -110,7 +116,7 @@ def num_parameters(config: ModelConfig) -> int | None:
 
 def is_adapter(config: ModelConfig) -> bool:
     """Whether a LoRA adapter is trained: a new adapter, or one loaded from the model's folder."""
-    return config.lora_rank > 0 or (Path(config.name) / LORA_FILE).is_file()
+    return config.lora_rank > 0 or paths.holds_adapter(config.name)
 
 
 def _base(folder: Path) -> str | None:

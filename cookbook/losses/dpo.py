@@ -47,8 +47,10 @@ class DPO(Loss):
         reference_free: f = 0, no reference is needed.
 
     Metrics, means over pairs: ``rewards/chosen`` and ``rewards/rejected``, beta s; ``rewards/margin``, their
-    difference, so beta-scaled too; ``rewards/accuracy``, how often it is above 0; ``logprobs/chosen`` and
-    ``logprobs/rejected``, sum w p.
+    difference, so beta-scaled too; ``rewards/accuracy``, the share of pairs whose margin is above 0; ``logprobs/chosen``
+    and ``logprobs/rejected``, sum w p. A pair is a tie, and counts as half, if ``|d|`` is at most 2e-6 times the sum of
+    ``w (1 + |p|)`` over both responses (with the variants that use means: the sum of the two means). This is the
+    rounding noise of single precision, so the accuracy of the first step is 0.5.
 
     Source: Rafailov et al. 2023, arXiv:2305.18290, eq. 7; IPO: Azar et al. 2023, arXiv:2310.12036, eq. 17; hinge: Zhao
     et al. 2023, arXiv:2305.10425; robust: Chowdhury et al. 2024, arXiv:2403.00409; conservative: Mitchell 2023, "A note
@@ -87,8 +89,9 @@ class DPO(Loss):
     def __call__(self, data: Sequence[Datum], logprobs: list[Tensor]) -> tuple[Tensor, Metrics]:
         batch = PairBatch(data, logprobs)
         gain = batch.logprobs - batch.read("reference_logprobs") if self.needs_reference else batch.logprobs
-        chosen, rejected = (batch.means if self.variant in PER_TOKEN else batch.sums)(gain)
-        metrics = reward_metrics(self.beta * chosen, self.beta * rejected)
+        reduce = batch.means if self.variant in PER_TOKEN else batch.sums
+        chosen, rejected = reduce(gain)
+        metrics = reward_metrics(self.beta * chosen, self.beta * rejected, self.beta * batch.resolution(reduce))
         return self.pair_losses(chosen - rejected).mean(), metrics | logprob_metrics(*batch.sums(batch.logprobs))
 
     def pair_losses(self, margin: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid
 
 from cookbook.losses.base import Loss, Metrics, Scope, non_negative
 from cookbook.losses.normalization import Normalization, Reduction
-from cookbook.losses.pairs import PairBatch, logprob_metrics, reward_metrics
+from cookbook.losses.pairs import PairBatch, logprob_metrics, preference_accuracy, reward_metrics
 from cookbook.types import Datum
 
 LARGEST_LOGPROB = -1e-6
@@ -34,8 +34,9 @@ class ORPO(Loss):
 
     Metrics, means over pairs: ``loss/nll``, -a_chosen; ``loss/odds_ratio``, the second term before its weight;
     ``loss/log_odds_ratio``; ``rewards/chosen`` and ``rewards/rejected``, odds_weight a; ``rewards/margin``, their
-    difference; ``rewards/accuracy``, how often a_chosen is above a_rejected; ``logprobs/chosen`` and
-    ``logprobs/rejected``, a.
+    difference; ``rewards/accuracy``, the share of pairs with a_chosen above a_rejected; ``logprobs/chosen`` and
+    ``logprobs/rejected``, a. A pair is a tie, and counts as half, if ``|a_chosen - a_rejected|`` is at most 2e-6 times
+    the sum of the mean ``1 + |p|`` of both responses: the rounding noise of single precision.
 
     Source: Hong et al. 2024, "ORPO: Monolithic Preference Optimization without Reference Model", arXiv:2403.07691, eq.
     6, 7.
@@ -58,13 +59,15 @@ class ORPO(Loss):
         chosen, rejected = batch.means(batch.logprobs)
         log_odds_ratio = log_odds(chosen) - log_odds(rejected)
         odds_term = -logsigmoid(log_odds_ratio)
+        resolution = batch.resolution(batch.means)
         metrics = {
             "loss/nll": -float(chosen.detach().mean()),
             "loss/odds_ratio": float(odds_term.detach().mean()),
             "loss/log_odds_ratio": float(log_odds_ratio.detach().mean()),
-            **reward_metrics(self.odds_weight * chosen, self.odds_weight * rejected),
+            **reward_metrics(self.odds_weight * chosen, self.odds_weight * rejected, self.odds_weight * resolution),
             **logprob_metrics(chosen, rejected),
-            "rewards/accuracy": float((chosen > rejected).to(chosen.dtype).mean()),
+            # By the logprobs: with odds_weight=0 all rewards are 0.
+            "rewards/accuracy": preference_accuracy(chosen - rejected, resolution),
         }
         return (self.odds_weight * odds_term - chosen).mean(), metrics
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +10,13 @@ from torch import Tensor
 from cookbook.errors import DataError
 from cookbook.losses.base import LossBatch, Metrics, masked
 from cookbook.types import Datum
+
+RESOLUTION = 16 * torch.finfo(torch.float32).eps
+"""Rounding noise of a logprob x, relative to 1 + |x|: 16 units of single precision, about 2e-6.
+
+Reference logprobs are stored in single precision even if the model computes in float64, and a forward pass rounds differently
+with other datums in its batch. At the start of DPO the policy is the reference, and its margins are noise of either sign.
+"""
 
 
 class PairBatch(LossBatch):
@@ -46,22 +53,41 @@ class PairBatch(LossBatch):
         """The weighted mean over each response's tokens: chosen ``(P,)``, rejected ``(P,)``."""
         return split(self.mean_by_sequence(values, self.weights))
 
+    def resolution(self, reduce: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
+        """The largest difference between chosen and rejected that may be rounding noise, ``(P,)``.
+
+        Args:
+            reduce: :meth:`sums` or :meth:`means`, whichever the two responses are compared by.
+        """
+        chosen, rejected = reduce(1 + self.logprobs.detach().abs())
+        return RESOLUTION * (chosen + rejected)
+
 
 def split(values: Tensor) -> tuple[Tensor, Tensor]:
     """``(2 P,)`` -> chosen ``(P,)``, rejected ``(P,)``."""
     return values[0::2], values[1::2]
 
 
-def reward_metrics(chosen: Tensor, rejected: Tensor) -> Metrics:
-    """Means over pairs of ``rewards/chosen``, ``rewards/rejected``, their difference ``rewards/margin``, and how often
-    it is above 0, ``rewards/accuracy``."""
+def reward_metrics(chosen: Tensor, rejected: Tensor, resolution: Tensor) -> Metrics:
+    """Means over pairs of ``rewards/chosen``, ``rewards/rejected``, their difference ``rewards/margin``, and
+    ``rewards/accuracy``, the share of pairs in the right order.
+
+    Rewards and ``resolution`` (:meth:`PairBatch.resolution`) have the shape ``(P,)`` and the same unit.
+    """
     chosen, rejected = chosen.detach(), rejected.detach()
     return {
         "rewards/chosen": float(chosen.mean()),
         "rewards/rejected": float(rejected.mean()),
         "rewards/margin": float((chosen - rejected).mean()),
-        "rewards/accuracy": float((chosen > rejected).to(chosen.dtype).mean()),
+        "rewards/accuracy": preference_accuracy(chosen - rejected, resolution),
     }
+
+
+def preference_accuracy(margin: Tensor, resolution: Tensor) -> float:
+    """Return the share of pairs with a positive margin. A pair whose margin is at most its resolution counts as half."""
+    # heaviside is 0 for a negative margin, 1 for a positive margin, and 0.5 for a tie.
+    margin = torch.where(margin.detach().abs() <= resolution, 0.0, margin.detach())
+    return float(torch.heaviside(margin, margin.new_tensor(0.5)).mean())
 
 
 def logprob_metrics(chosen: Tensor, rejected: Tensor) -> Metrics:

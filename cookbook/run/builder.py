@@ -21,7 +21,8 @@ from cookbook.backends.remote.config import RemoteConfig
 from cookbook.checkpoints import manifest, store
 from cookbook.checkpoints.schedule import Progress
 from cookbook.data import Renderer
-from cookbook.engine.model import AUTO, ModelConfig
+from cookbook.engine.lora_targets import TrainedShare
+from cookbook.engine.model import AUTO, ModelConfig, with_dtype
 from cookbook.errors import ConfigError, CookbookError, HookError
 from cookbook.protocols import Backend, Deployment, Reference, Reward, Sampler, StartedBackend, Trainer
 from cookbook.run import folder as run_folder
@@ -67,10 +68,13 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], JsonObje
         preflight.teacher_shape(typed)
         trainer = backend.make_trainer(typed.model, seed=typed.seed, folder=status.folder / "checkpoints")
         stack.push(functools.partial(_close, trainer))
+        if isinstance(trainer, LocalTrainer) and trainer.engine.model.is_lora:
+            terminal.say(f"trains a LoRA adapter: {TrainedShare.of(trainer.engine.model.network).text}")
         with terminal.doing("computing the digest of the weights"):
             for subject, digest in trainer.digests().items():
                 identity.measured(subject, digest)
-        renderer = Renderer(trainer.tokenizer, trainer.max_length)
+        vocabulary = trainer.engine.model.vocabulary_size if isinstance(trainer, LocalTrainer) else None
+        renderer = Renderer(trainer.tokenizer, trainer.max_length, vocabulary)
         preflight.warn(typed, rows, renderer)
         preflight.check_deployment(typed, rows, renderer)
         with terminal.doing("starting the deployment"):
@@ -189,8 +193,8 @@ def _teacher(
     if url is not None:
         # Not with the key of the server that trains.
         backend = RemoteConfig(url)
-    elif isinstance(backend, LocalConfig):
-        # Mixed precision is for training: it needs float32 weights.
+    elif isinstance(backend, LocalConfig) and _stored_dtype(name) != "float32":
+        # The precision of the student, which needs float32 weights. Weights of bfloat16 are computed as under autocast anyway.
         backend = replace(backend, autocast=None)
     if not isinstance(backend, ClientBackend):
         raise ConfigError(f"backend: {type(backend).__name__} cannot load a teacher; set recipe.teacher_url")
@@ -210,6 +214,11 @@ def _teacher(
         # The digest of a model leaves adapters out.
         digest += hashlib.sha256(adapter.read_bytes()).hexdigest()[:16]
     return teacher, clients.sampler(teacher, saved), digest
+
+
+def _stored_dtype(name: str) -> str:
+    """Return the dtype in which a teacher on this machine is loaded: that of its stored weights."""
+    return with_dtype(ModelConfig(run_folder.sampling_target(name), dtype=AUTO)).dtype
 
 
 @contextlib.contextmanager
@@ -288,18 +297,27 @@ def _resume_named(status: Status) -> Iterator[None]:
 
 
 def sample(
-    target: str, prompt: str, *, max_tokens: int = 64, temperature: float = 0.0, num_samples: int = 1, seed: int = 0
+    target: str,
+    prompt: str,
+    *,
+    max_tokens: int = 64,
+    temperature: float = 0.0,
+    num_samples: int = 1,
+    seed: int = 0,
+    chat_template_kwargs: JsonObject | None = None,
 ) -> list[str]:
     """Return completions of ``prompt`` by a run's newest checkpoint, a checkpoint, a model folder or a hub id.
 
-    The prompt is one user message if the tokenizer has a chat template, else plain text.
+    The prompt is one user message if the tokenizer has a chat template, unless a run was trained on texts without it; else it
+    is plain text. ``chat_template_kwargs``: options of the template, in place of those that a run was trained with.
 
     Raises:
         CookbookError: ``target`` has no weights, or the prompt does not fit the context.
     """
-    with contextlib.closing(LocalTrainer(ModelConfig(run_folder.sampling_target(target)), LocalConfig())) as trainer:
+    model = ModelConfig(run_folder.sampling_target(target), chat_template_kwargs=chat_template_kwargs)
+    with contextlib.closing(LocalTrainer(model, LocalConfig())) as trainer:
         renderer = Renderer(trainer.tokenizer, trainer.max_length)
-        chat = getattr(trainer.tokenizer, "chat_template", None)
+        chat = getattr(trainer.tokenizer, "chat_template", None) and not manifest.is_of_text(Path(model.name))
         tokens = renderer.prompt_tokens([{"role": "user", "content": prompt}] if chat else prompt)
         collect_garbage_from_here()
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)

@@ -30,7 +30,12 @@ SHOWN = 4
 IN_A_ROW = 3
 # Share of completions that reach rollout.max_tokens.
 CUT_OFF = 0.5
+# Share of the ratios of an on-policy update outside of the clip range. Rounding in bfloat16 clips less than 1%.
+MOST_CLIPPED = 0.02
+# Seconds. A shorter evaluation is not worth a warning, even if it takes longer than the training.
+SLOW_EVALUATION_S = 10.0
 CONSTANT, TIED, NO_GRADIENT, TRUNCATED, ENV_ERRORS = "constant", "tied", "no_gradient", "truncated", "env_errors"
+CLIPPED = "clipped"
 
 LOOK = "read the completions in samples.jsonl"
 REMEDIES = {
@@ -174,8 +179,14 @@ class Health:
         return {name: value for name, value in asdict(self).items() if name != "max_tokens"}
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Count one finished step, and log a warning if it is the third in a row with the same problem."""
+        """Count one finished step, and log a warning if it is the third in a row with the same problem.
+
+        Clipped ratios of an on-policy step are a problem in its first step: the same weights have sampled the completions.
+        """
         problems = self._problems(metrics)
+        if self._clips_on_policy(metrics) and CLIPPED not in self.warned:
+            self.warned.append(CLIPPED)
+            log.warning("step %d: %s", step, self._explained(CLIPPED, "", metrics))
         self.seen += 1
         self.learned += not problems[NO_GRADIENT]
         for kind, is_present in problems.items():
@@ -216,7 +227,17 @@ class Health:
         self.rewarded = self.rewarded or (mean is not None and mean > 0)
         return problems
 
+    def _clips_on_policy(self, metrics: Mapping[str, float]) -> bool:
+        # A step without this metric has sampled nothing: it updates with completions of an earlier step.
+        return metrics.get("sync/version_lag") == 0 and metrics.get("loss/clip_frac", 0.0) > MOST_CLIPPED
+
     def _explained(self, kind: str, steps: str, metrics: Mapping[str, float]) -> str:
+        if kind == CLIPPED:
+            return (
+                f"{metrics['loss/clip_frac']:.1%} of the ratios of an on-policy update were clipped (kl/sampler_trainer_k3 is "
+                f"{metrics.get('kl/sampler_trainer_k3', math.nan):.2g}), so sampler and trainer compute different "
+                "log-probabilities; give both the same weights, precision and temperature, or set loss.anchor=trainer"
+            )
         if kind == TRUNCATED:
             share = metrics["rollout/truncated_frac"]
             return (

@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from cookbook.backends.remote import pointers
+from cookbook.backends.model_source import sampling_target as sampling_target
 from cookbook.checkpoints import manifest, store
 from cookbook.config.typed import with_new_names
 from cookbook.errors import CheckpointError, ConfigError, CookbookError, HookError
@@ -33,12 +33,12 @@ from cookbook.run.hooks import Status, logging_to, writing_to
 from cookbook.run.identity import MISSING, Identity, differences
 from cookbook.types import JsonObject
 from cookbook.utils import files
-from cookbook.utils.paths import SWEEP, packaged
+from cookbook.utils.paths import RUN_CONFIG, SWEEP
 from cookbook.utils.version import __version__
 
 log = logging.getLogger("cookbook")
 
-CONFIG = "config.yaml"
+CONFIG = RUN_CONFIG
 METRICS = "metrics.jsonl"
 ENVIRONMENT = "environment.json"
 # Results of `cookbook eval`, below the run's folder.
@@ -376,25 +376,3 @@ def _git_state() -> JsonObject | None:
         return {"commit": git("rev-parse", "HEAD"), "changed_files": git("status", "--porcelain").splitlines()[:50]}
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def sampling_target(target: str) -> str:
-    """Return the folder or hub id to load; for a run, its newest checkpoint.
-
-    Raises:
-        CheckpointError: the run has no checkpoint, or its weights are on a server.
-    """
-    folder = Path(target)
-    if (folder / CONFIG).is_file():
-        checkpoint = store.newest(folder / "checkpoints")
-        if checkpoint is None:
-            raise CheckpointError(f"{target}: this run has no checkpoint yet; wait for one, or lower checkpoint.every")
-        if (server := manifest.read(checkpoint).get(pointers.SERVER)) is not None:
-            if (local := pointers.on_disk(server)) is not None:
-                return str(local)
-            raise CheckpointError(
-                f"{target}: the weights of its checkpoints are on the server at {server['url']}; fetch them with "
-                f"`tinker checkpoint download {server['path']}`, and sample from that folder"
-            )
-        return str(checkpoint)
-    return str(packaged("data") / "tiny") if target == "tiny" and not folder.exists() else target

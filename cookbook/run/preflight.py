@@ -63,10 +63,11 @@ TRIAL_STEPS = 10
 READ = 1 / 3
 
 
-def examine(typed: Settings, identity: Identity, folder: Path, done: int) -> tuple[SplitRows, Renderer | None]:
+def examine(typed: Settings, identity: Identity, folder: Path, done: int) -> tuple[SplitRows, Renderer | None, Shape | None]:
     """Make the checks that a run makes after its folder is open and before its first step, without loading weights.
 
-    Return the rows, and the renderer: None if the model is on a server, or on the hub and not in its cache here.
+    Return the rows, the renderer and the model's shape; both are None if the model is on a server, or on the hub and not in its
+    cache here.
 
     Args:
         folder: of the run.
@@ -85,7 +86,7 @@ def examine(typed: Settings, identity: Identity, folder: Path, done: int) -> tup
     if shape is not None:
         for subject, digest in tokenizer_digests(shape.tokenizer).items():
             identity.measured(subject, digest)
-        renderer = Renderer(shape.tokenizer, shape.max_length)
+        renderer = Renderer(shape.tokenizer, shape.max_length, shape.vocabulary_size)
         if (teacher := teacher_shape(typed)) is not None:
             compare_vocabularies(typed, shape.tokenizer, teacher.tokenizer)
     # An environment decides how its rows are used, and whether the reward is.
@@ -101,7 +102,7 @@ def examine(typed: Settings, identity: Identity, folder: Path, done: int) -> tup
     check_deployment(typed, rows, renderer)
     if (steps := planned_steps(typed, rows.counts.get("train"))) is not None:
         check_steps(folder, done, steps)
-    return rows, renderer
+    return rows, renderer, shape
 
 
 def check_deployment(typed: Settings, rows: SplitRows, renderer: Renderer | None) -> None:
@@ -287,7 +288,9 @@ def _learning_rate(typed: Settings, kind: str) -> Iterator[str]:
 def _completions(typed: Settings, kind: str, counted: dict[Split, Counted]) -> Iterator[str]:
     """Yield a warning for each limit of a completion that is below the length of the data's answers."""
     lost = "earn no reward" if typed.reward is not None else "are left out of eval/accuracy"
-    cases: list[tuple[Split, str, int, str]] = [("eval", "eval.max_tokens", typed.eval.max_tokens, lost)]
+    cases: list[tuple[Split, str, int, str]] = []
+    if "eval" in counted and _judges(typed, kind, counted["eval"]):
+        cases.append(("eval", "eval.max_tokens", typed.eval.max_tokens, lost))
     if kind == "rollouts":
         cases.insert(0, ("train", "rollout.max_tokens", typed.rollout.max_tokens, "earn no reward"))
     for which, key, limit, effect in cases:
@@ -333,6 +336,13 @@ def _step_work(typed: Settings, kind: str, train: Counted, group_size: int) -> f
     return group_size * (sampling + train.mean_tokens + completion)
 
 
+def _judges(typed: Settings, kind: str, held_out: Counted) -> bool:
+    """Whether an evaluation samples completions."""
+    if kind == "rollouts":
+        return True
+    return bool(typed.eval.answers) if typed.reward is not None else typed.eval.compares(held_out.answers)
+
+
 def _evaluation_work(typed: Settings, kind: str, held_out: Counted) -> float:
     """Return the work of one evaluation, in trained tokens: reading the rows for their loss, and sampling completions."""
     limit, mean = typed.eval.max_tokens, held_out.mean_tokens
@@ -340,7 +350,7 @@ def _evaluation_work(typed: Settings, kind: str, held_out: Counted) -> float:
     if kind == "rollouts":
         return held_out.num_rows * completions * (READ * mean + limit)
     answers = [one for one in held_out.answers if typed.reward is not None or one <= limit]
-    share = typed.eval.answers * len(answers) / max(held_out.survey.num_rows, 1)
+    share = _judges(typed, kind, held_out) * len(answers) / max(held_out.survey.num_rows, 1)
     sampled = min(float(np.mean(answers)), limit) if answers else 0.0
     sides = 2 if kind == "preferences" else 1
     return held_out.num_rows * (sides * READ * mean + share * completions * (READ * mean + sampled))

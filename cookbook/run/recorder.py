@@ -27,6 +27,7 @@ from cookbook.sampling.evaluation import SHOWN, Example
 from cookbook.terminal import Console
 from cookbook.types import Checkpoint, JsonObject
 from cookbook.utils import files
+from cookbook.utils.words import counted
 
 log = logging.getLogger("cookbook")
 
@@ -59,9 +60,12 @@ class Recorder:
             file.close()
 
     @contextlib.contextmanager
-    def shown(self, total: int, done: int) -> Iterator[None]:
-        """Show the progress of a loop of ``total`` steps, of which ``done`` are finished, while the block runs."""
-        with contextlib.closing(Console(total, done)) as self._console:
+    def shown(self, total: int, done: int, eval_every: int | None) -> Iterator[None]:
+        """Show the progress of a loop of ``total`` steps, of which ``done`` are finished, while the block runs.
+
+        The loop is evaluated every ``eval_every`` steps, and at its end; None means at its end only.
+        """
+        with contextlib.closing(Console(total, done, eval_every)) as self._console:
             yield
 
     def note(self, line: str) -> None:
@@ -230,7 +234,7 @@ class BadRows(JsonLines):
             self._known.add(one.where)
             self.write(step, {"row": one.where, "reason": one.reason, "policy": f"data.{one.policy}"})
         if new:
-            log.warning("data: left out %s, listed in %s; the first: %s", _count(len(new)), self.path, new[0].reason)
+            log.warning("data: left out %s, listed in %s; the first: %s", counted(len(new), "row"), self.path, new[0].reason)
 
     def metrics(self, step: int) -> dict[str, float]:
         """Return the number of rows left out up to ``step`` as a metric; no metric if the number is 0."""
@@ -240,11 +244,7 @@ class BadRows(JsonLines):
     def summary(self) -> str | None:
         """Return a line for the end of the run; None if no row was left out."""
         count = len(self._known)
-        return f"left out {_count(count)}, each with the reason in {self.path}" if count else None
-
-
-def _count(rows: int) -> str:
-    return f"{rows:,} row{'s' * (rows != 1)}"
+        return f"left out {counted(count, 'row')}, each with the reason in {self.path}" if count else None
 
 
 @dataclass

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,24 +22,49 @@ from cookbook.errors import ConfigError, CookbookError
 from cookbook.run import folder as run_folder
 from cookbook.run import hooks
 from cookbook.run.data import Split
+from cookbook.run.diagnostics import SLOW_EVALUATION_S
 from cookbook.run.recorder import JsonLines
 from cookbook.run.run import Run
-from cookbook.sampling.evaluation import FINGERPRINT, PASS, Example, is_better_higher
+from cookbook.sampling.evaluation import ANSWERS, FINGERPRINT, PASS, ROWS, Example, is_better_higher
+from cookbook.terminal import say
 from cookbook.types import JsonObject
 from cookbook.utils import files
 from cookbook.utils.plot import Curve, chart
 from cookbook.utils.suggest import did_you_mean
+from cookbook.utils.words import counted
 
 log = logging.getLogger("cookbook")
 
-# Metrics to compare before and after, the most important first, with label and format.
+
+@dataclass(frozen=True)
+class Headline:
+    """A metric to compare before and after. It is a mean over as many ``noun`` as the metric ``count`` says.
+
+    ``is_share``: a share of these that are right, so that it has the standard error of a proportion.
+    """
+
+    key: str
+    label: str
+    form: str
+    count: str
+    noun: str
+    is_share: bool = False
+
+
+# The most important first.
 HEADLINES = [
-    ("eval/accuracy", "accuracy on held-out prompts", "{:.1%}"),
-    ("eval/reward", "reward on held-out prompts", "{:.3f}"),
-    ("eval/rewards/accuracy", "preference accuracy on held-out pairs", "{:.1%}"),
-    ("eval/rewards/margin", "margin on held-out pairs", "{:.3f}"),
-    ("eval/loss", "loss on held-out rows", "{:.4f}"),
+    Headline("eval/accuracy", "accuracy", "{:.1%}", ANSWERS, "prompt", is_share=True),
+    Headline("eval/reward", "reward", "{:.3f}", ANSWERS, "prompt"),
+    Headline("eval/rewards/accuracy", "preference accuracy", "{:.1%}", ROWS, "pair", is_share=True),
+    Headline("eval/rewards/margin", "margin", "{:.3f}", ROWS, "pair"),
+    Headline("eval/loss", "loss", "{:.4f}", ROWS, "row"),
 ]
+# Prefixes of the metrics whose value depends on the judge of a completion, and of those among them that do not.
+JUDGED = ("eval/accuracy", "eval/reward", "reward/mean", PASS)
+NOT_JUDGED = ("eval/rewards/",)
+TOKEN_EQUALITY = "token equality"
+# The standard error of a share is shown for a smaller number of rows.
+MANY_ROWS = 1000
 KEY = "TINKER_API_KEY"
 PLACEHOLDER = "your prompt"
 # Characters.
@@ -60,7 +86,7 @@ def objective(rows: Sequence[JsonObject], name: str | None) -> float | None:
         rows: of ``metrics.jsonl``.
         name: the metric; None: the first of ``HEADLINES`` that the rows have and that grows with quality.
     """
-    names = [name] if name else [key for key, _, _ in HEADLINES if is_better_higher(key)]
+    names = [name] if name else [one.key for one in HEADLINES if is_better_higher(one.key)]
     values = next(([row[key] for row in rows if key in row] for key in names if any(key in row for row in rows)), None)
     return None if values is None else math.nan if values[-1] is None else float(values[-1])
 
@@ -73,22 +99,115 @@ def summary(run: Run, first_rows: Mapping[Split, Sequence[Row]]) -> None:
     rows = run.recorder.metrics.read()
     draw(rows, run.out / "curves.svg", f"{run.name}: {run.out.name}")
     print()
-    passes = [(key, f"{key.removeprefix('eval/')} on held-out prompts", "{:.1%}") for key in pass_metrics(rows)]
-    for key, label, form in [*HEADLINES, *passes]:
-        values = series(rows, key)
-        if len(values) > 1:
-            (first, before), (last, after) = values[0], values[-1]
-            print(f"{label}: {form.format(before)} after {first} steps -> {form.format(after)} after {last}")
+    judge = judge_of_run(run.out)
+    for line in headlines(rows, judge):
+        say(line)
+    if (slow := slow_evaluation(rows)) is not None:
+        say(slow)
     dropped, retries = (int(sum(row.get(key, 0) for row in rows)) for key in ("rollout/failed", "rollout/retries"))
     if dropped or retries:
-        print(f"sampling: {retries} requests were retried, {dropped} prompts left out (log.txt names their rows)")
+        say(
+            f"sampling: {counted(retries, 'retried request')}, {counted(dropped, 'prompt')} left out (log.txt names their rows)"
+        )
     for example in run.recorder.examples:
-        print(f"  {one_line(example)}")
+        say(f"  {one_line(example, judge)}")
     if (left_out := run.recorder.bad_rows.summary()) is not None:
-        print(left_out)
+        say(left_out)
     names = [name for name in ("metrics.jsonl", "samples.jsonl", "curves.svg", "checkpoints") if (run.out / name).exists()]
-    print(f"run folder: {run.out}  ({', '.join(names)})")
-    print(f"next: {_next(run, [*first_rows.get('eval', ()), *first_rows.get('train', ())])}", flush=True)
+    say(f"run folder: {run.out}  ({', '.join(names)})")
+    say(f"next: {_next(run, [*first_rows.get('eval', ()), *first_rows.get('train', ())])}")
+
+
+def headlines(rows: Sequence[JsonObject], judge: str) -> Iterator[str]:
+    """Yield a line for each metric of held-out rows that was measured twice: before and after, the judge, the number of rows.
+
+    Args:
+        rows: of ``metrics.jsonl``.
+        judge: of completions, see :func:`judge`.
+    """
+    passes = [Headline(key, key.removeprefix("eval/"), "{:.1%}", ANSWERS, "prompt") for key in pass_metrics(rows)]
+    are_pairs = any("eval/rewards/accuracy" in row for row in rows)
+    for one in [*HEADLINES, *passes]:
+        values = series(rows, one.key)
+        if len(values) < 2:
+            continue
+        (first, before), (last, after) = values[0], values[-1]
+        counts = series(rows, one.count)
+        # Runs of earlier versions have no numbers of rows.
+        number = int(counts[-1][1]) if counts else None
+        noun = "pair" if one.noun == "row" and are_pairs else one.noun
+        where = f"held-out {noun}s" if number is None else counted(number, f"held-out {noun}")
+        by = f", by {judge}" if is_judged(one.key) else ""
+        error = "" if not one.is_share or number is None else _error(number, before, after)
+        change = f"{one.form.format(before)} after {counted(first, 'step')} -> {one.form.format(after)} after {last}"
+        yield f"{one.label} on {where}{by}: {change}{error}"
+
+
+def _error(number: int, *shares: float) -> str:
+    """Return the largest standard error of shares of ``number`` rows as text; empty if there are many rows."""
+    if number >= MANY_ROWS:
+        return ""
+    points = 100 * max(standard_error(share, number) for share in shares)
+    return f" (standard error {points:.{0 if points >= 10 else 1}f} points)"
+
+
+def error_of(key: str, metrics: Mapping[str, float]) -> str:
+    """Return the standard error of a metric of one evaluation as text; empty for metrics that are not a share of rows."""
+    headline = next((one for one in HEADLINES if one.key == key and one.is_share), None)
+    return (
+        "" if headline is None or headline.count not in metrics else _error(int(metrics[headline.count]), metrics[key]).strip()
+    )
+
+
+def standard_error(share: float, number: int) -> float:
+    """Return the standard error of a share of ``number`` independent rows.
+
+    Half a row is added to each side, so that the error of 0 of 20 right rows is not 0.
+    """
+    share = (share * number + 0.5) / (number + 1)
+    return math.sqrt(share * (1 - share) / number)
+
+
+def slow_evaluation(rows: Sequence[JsonObject]) -> str | None:
+    """Return a line with the keys to change, if evaluating took longer than training; otherwise None."""
+    evaluations = [row["time/eval_s"] for row in rows if row.get("time/eval_s")]
+    trained = sum(row.get("time/step_s", 0.0) for row in rows)
+    if sum(evaluations) <= max(trained, SLOW_EVALUATION_S):
+        return None
+    return (
+        f"time: {counted(len(evaluations), 'evaluation')} took {sum(evaluations):,.0f} s, and the training {trained:,.0f} s; "
+        "to evaluate less, raise eval.every, lower eval.limit or eval.max_tokens, or set eval.answers=false (sft, dpo, orpo)"
+    )
+
+
+def is_judged(key: str) -> bool:
+    """Whether a metric depends on the judge of completions."""
+    return key.startswith(JUDGED) and not key.startswith(NOT_JUDGED)
+
+
+def judge_of_run(folder: Path) -> str:
+    """Return :func:`judge` of the run in ``folder``."""
+    return judge(dict(_flat(run_folder.load_config(folder))))
+
+
+def judge(config: JsonObject) -> str:
+    """Return the judge of a run's completions: ``reward=number``, ``env=arithmetic``, or ``token equality``.
+
+    Args:
+        config: of the run, with dotted keys.
+    """
+    return _part(config, "env") or _part(config, "reward") or TOKEN_EQUALITY
+
+
+def _part(config: JsonObject, group: str) -> str | None:
+    """Return ``reward=number`` for the class ``Number`` of the group; the user's own function or class by its place."""
+    target = config.get(f"{group}._target_")
+    if target is None:
+        return None
+    own = config.get(f"{group}.target")
+    # Presets are named as their classes: math_verify is MathVerify.
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(target).rpartition(".")[2].rpartition(":")[2]).lower()
+    return f"{group}={own or name}"
 
 
 def pass_metrics(rows: Sequence[JsonObject]) -> list[str]:
@@ -108,10 +227,12 @@ def draw(rows: Sequence[JsonObject], path: Path, title: str) -> None:
         log.warning("%s: cannot be written: %s", path, error.strerror)
 
 
-def one_line(example: Example) -> str:
-    """Return a completion and its reward on one line."""
+def one_line(example: Example, judge: str) -> str:
+    """Return a completion and the verdict of its judge on one line."""
     prompt = " ".join(example.prompt.split())
     reward = "" if example.reward is None else f"   reward {example.reward:g}"
+    if reward and judge.startswith(TOKEN_EQUALITY):
+        reward = "   equal" if example.reward else "   not equal"
     return f"{prompt[-60:]!r} -> {' '.join(example.completion.split())[:100]!r}{reward}"
 
 
@@ -236,20 +357,77 @@ def _value(config: JsonObject, key: str) -> str:
 
 
 def outcomes(runs: Sequence[RunSummary]) -> list[Cells]:
-    """Return the state and steps of every run, and the last and best values of the important metrics."""
+    """Return the state and steps of every run, and the last and best values of the important metrics.
+
+    Values of different judges have lines of their own.
+    """
     lines = [
         ("state", [run.state for run in runs]),
         ("steps", [str(run.rows[-1]["step"]) if run.rows else "0" for run in runs]),
     ]
+    judges = judges_of(runs)
+    for key, label in ((ANSWERS, "judged completions"), (ROWS, "held-out rows")):
+        if any(series(run.rows, key) for run in runs):
+            lines.append((label, [_last(run, key) for run in runs]))
     for key in _keys(runs):
-        of_runs = [series(run.rows, key) for run in runs]
-        lines.append((key, [spelled(key, values[-1][1]) if values else MISSING for values in of_runs]))
-        lines.append(("  at best", [_best(key, values) if values else MISSING for values in of_runs]))
+        having = [run for run in runs if series(run.rows, key)]
+        if is_judged(key):
+            measures = judges
+        elif key.endswith("loss"):
+            measures = {run.name: _loss_name(run) for run in runs}
+        else:
+            measures = dict.fromkeys(judges, "")
+        names = dict.fromkeys(measures[run.name] for run in having)
+        for name in names:
+            # A loss is named only if the runs have different ones.
+            label = f"{key} by {name}" if name and (is_judged(key) or len(names) > 1) else key
+            lines += _outcome(label, key, runs, [run for run in having if measures[run.name] == name])
     return lines
 
 
+def _loss_name(run: RunSummary) -> str:
+    """Return the class of a run's loss and its variant: values of different losses are not comparable."""
+    words = [str(run.config.get("loss._target_", "")).rpartition(".")[2], str(run.config.get("loss.variant", ""))]
+    return " ".join(filter(None, words))
+
+
+def _outcome(label: str, key: str, runs: Sequence[RunSummary], having: Sequence[RunSummary]) -> Iterator[Cells]:
+    """Yield the last and the best value of a metric; only those of the runs ``having`` belong on these lines."""
+    yield label, [_last(run, key) if run in having else MISSING for run in runs]
+    # The loss of reinforcement learning says nothing about quality: it is relative to the samples of its own step.
+    compared = [run for run in having if key != "loss" or not _learns_from_rollouts(run)]
+    if compared:
+        yield "  at best", [_best(key, series(run.rows, key)) if run in compared else MISSING for run in runs]
+
+
+def _last(run: RunSummary, key: str) -> str:
+    values = series(run.rows, key)
+    return spelled(key, values[-1][1]) if values else MISSING
+
+
+def _learns_from_rollouts(run: RunSummary) -> bool:
+    return any("rollout/tokens" in row for row in run.rows)
+
+
+def judges_of(runs: Sequence[RunSummary]) -> dict[str, str]:
+    """Return the judge of each run by the run's name. Judges of one name with different options also state these options."""
+    names = {run.name: judge(run.config) for run in runs}
+    stated = {}
+    for run in runs:
+        same = [other for other in runs if names[other.name] == names[run.name]]
+        options = [
+            f"{key}={cells[runs.index(run)]}"
+            for key, cells in differing(runs)
+            if key.startswith(("reward.", "env."))
+            and not key.endswith((".workers", ".timeout_s"))
+            and len({cells[runs.index(other)] for other in same}) > 1
+        ]
+        stated[run.name] = " ".join([names[run.name], *options])
+    return stated
+
+
 def _keys(runs: Sequence[RunSummary]) -> list[str]:
-    known = [key for key, _, _ in HEADLINES]
+    known = [one.key for one in HEADLINES]
     rows = [row for run in runs for row in run.rows]
     has = {key for row in rows for key in row}
     return [key for key in [*known[:1], *pass_metrics(rows), *known[1:], "reward/mean", "loss"] if key in has]
@@ -282,8 +460,18 @@ def evaluated(runs: Sequence[RunSummary]) -> Iterator[tuple[str, list[Cells]]]:
         lines = [("step", [str(metrics.get("step", MISSING)) for metrics in newest])]
         lines += [(key, [spelled(key, metrics[key]) if key in metrics else MISSING for metrics in newest]) for key in keys]
         facts = next(results[-1] for results in comparable if results)
-        reward = facts["reward"] or "comparison with the row's answer"
-        yield f"{facts['rows']['count']} rows from {facts['rows']['first']}, judged by {reward}", lines
+        judge = judge_of_result(facts, facts["metrics"])
+        yield f"{counted(facts['rows']['count'], 'row')} from {facts['rows']['first']}, judged by {judge}", lines
+
+
+def judge_of_result(facts: JsonObject, metrics: Mapping[str, float]) -> str:
+    """Return the judge of a result of ``cookbook eval``."""
+    if facts["reward"] is None and facts["env"] is None and not any(map(is_judged, metrics)):
+        return "the loss only"
+    reward = facts["reward"] or f"{TOKEN_EQUALITY} with the row's answer"
+    if facts["env"] is None:
+        return str(reward)
+    return f"the environment{f'; if it gives no reward, by {reward}' if facts['reward'] else ''}"
 
 
 def warnings(runs: Sequence[RunSummary]) -> list[str]:

@@ -13,6 +13,7 @@ from cookbook.run import folder as run_folder
 from cookbook.run import hooks, report
 from cookbook.run.recorder import JsonLines
 from cookbook.types import JsonObject
+from cookbook.utils.words import counted
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -72,10 +73,13 @@ class RunResult:
     def __repr__(self) -> str:
         rows = self._rows()
         state = (hooks.read_status(self.folder) or {}).get("state", "unknown")
-        values = [(key, report.series(rows, key)) for key, _, _ in report.HEADLINES]
-        shown = [f"{key} {report.spelled(key, points[-1][1])}" for key, points in values if points][:2]
+        values = [(one.key, report.series(rows, one.key)) for one in report.HEADLINES]
+        measured = [(key, points[-1][1]) for key, points in values if points][:2]
+        shown = [f"{key} {report.spelled(key, value)}" for key, value in measured]
+        if any(report.is_judged(key) for key, _ in measured):
+            shown.append(f"judged by {report.judge_of_run(self.folder)}")
         saved = len(self.checkpoints)
-        facts = [str(state), f"{rows[-1]['step'] if rows else 0} steps", *shown, f"{saved} checkpoint{'s' * (saved != 1)}"]
+        facts = [str(state), counted(rows[-1]["step"] if rows else 0, "step"), *shown, counted(saved, "checkpoint")]
         return f"<RunResult {self.folder}: {', '.join(facts)}>"
 
     def _repr_html_(self) -> str:

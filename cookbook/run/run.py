@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
+import statistics
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
-
-import torch
 
 from cookbook import terminal
 from cookbook.checkpoints.schedule import Progress
@@ -27,15 +26,17 @@ from cookbook.run import diagnostics
 from cookbook.run.data import CachedReference, Split, SplitRows
 from cookbook.run.diagnostics import Health, TrackedCall, TrackedCalls
 from cookbook.run.folder import check_steps
+from cookbook.run.held_out_loss import held_out_loss, meaningful
 from cookbook.run.hooks import Hook, HookCalls, Status
 from cookbook.run.recorder import Recorder, Saver
 from cookbook.run.rollout_store import RolloutStore
 from cookbook.sampling import environments, rollouts
-from cookbook.sampling.evaluation import FINGERPRINT, Evaluation
+from cookbook.sampling.evaluation import FINGERPRINT, Evaluation, answer_lengths
 from cookbook.sampling.prompt_queue import PromptQueue
 from cookbook.sampling.rollouts import PolicySampling, RolloutGroup
 from cookbook.types import Datum, ForwardBackwardOutput, JsonObject, OptimStepOutput
 from cookbook.utils.signals import Interrupted, InterruptGuard
+from cookbook.utils.words import counted
 
 log = logging.getLogger("cookbook")
 
@@ -120,6 +121,8 @@ class Run:
         self._queue: PromptQueue | None = None
         self._calls = TrackedCalls()
         self._streams: list[StreamedBatches[Any]] = []
+        # Seconds of training since the last evaluation, the step of that evaluation, and whether its slowness was reported.
+        self._train_s, self._evaluated_step, self._has_warned = 0.0, self.first_step, False
         # Datums since the last optimizer step.
         self._accumulated: list[Datum] = []
         # The step that the recipe is in.
@@ -300,27 +303,27 @@ class Run:
         """Return the run's loss and its metrics on held-out ``data``, each named ``eval/...``."""
         if not data:
             return Evaluation({})
-        prepared = self.loss.prepare(self.with_reference(data))
-        with terminal.doing("evaluating", detail=f"{len(data):,} datums"):
-            output = self.trainer.forward(prepared, "cross_entropy").result()
-        logprobs = [row["logprobs"].to_torch() for row in output.loss_fn_outputs]
-        with torch.no_grad():
-            value, metrics = self.loss(prepared, logprobs)
-        tokens = {key: number for key, number in output.metrics.items() if key.startswith("tokens/")}
-        numbers = {"loss": float(value), **{key: float(number) for key, number in metrics.items()}, **tokens}
-        numbers.pop("tokens/trained", None)
-        return Evaluation({f"eval/{key}": number for key, number in self._meaningful(numbers).items()})
+        return held_out_loss(self.trainer, self.loss, self.with_reference(data))
 
     def evaluate_answers(self, data: Sequence[Datum], step: int) -> Evaluation:
         """Return how many held-out answers are right: by the reward if one is chosen, else by equality with ``data``.
 
-        With ``eval.answers=false`` the result is empty, and no weights are loaded into a sampler.
+        The result is empty, and no weights are loaded into a sampler, with ``eval.answers=false``, and without a reward if the
+        answers are too long to be compared token by token (``eval.answers=auto``).
         """
         if not self.eval.answers:
             return Evaluation({})
         evaluator = self._sampling.evaluator
         if evaluator.runner is None:
-            return evaluator.answers(self._sampling.newest(step), data).abridged()
+            lengths = answer_lengths(data)
+            if self.eval.compares(lengths):
+                return evaluator.answers(self._sampling.newest(step), data).abridged()
+            if lengths and step == 0:
+                self._say(
+                    f"evaluation: samples no answers; those of the data have {statistics.median(lengths):g} tokens (median), "
+                    "too many to compare token by token (eval.answers=true does; reward=... chooses another judge)"
+                )
+            return Evaluation({})
         self._prompts = self._prompts or self.prompts("eval")
         return self.evaluate_rewards(self._prompts, step)
 
@@ -345,7 +348,7 @@ class Run:
         # A recipe may have several loops: complete the last step of the previous one.
         self.finish()
         diagnostics.warn_of_other_rates(self.schedule, self.first_step, self._origin.planned_steps or total, total)
-        with self.recorder.shown(total, self.done), InterruptGuard() as guard:
+        with self.recorder.shown(total, self.done, self.eval.every), InterruptGuard() as guard:
             if self.done >= total:
                 seen = f"{self.done} of {total} steps"
                 self.recorder.note(f"nothing to do: {self.out} is finished, with {seen}; raise recipe.steps to resume")
@@ -389,6 +392,10 @@ class Run:
         self._await_checkpoint()
         self.hook_calls.check()
         line = f"the recipe left its loop after step {self.done} of {step.total}; all of it is saved"
+        self._say(line)
+
+    def _say(self, line: str) -> None:
+        """Print a line above the progress display, and write it to the run's log."""
         log.info(line)
         self.recorder.note(line)
 
@@ -400,7 +407,7 @@ class Run:
         number = step.index + 1
         seconds = time.monotonic() - step.started
         row = {
-            **self._meaningful(step.metrics),
+            **meaningful(step.metrics, self.loss),
             "time/step_s": seconds,
             # Tokens of prompts and completions that were trained on, over the whole step with sampling and rewards.
             "time/tokens_per_s": self._tokens / seconds,
@@ -411,8 +418,12 @@ class Run:
         # Equal if two runs used the same rows in the same order.
         if self._rows_checksum is not None:
             row["data/rows_crc32"] = self._rows_checksum
+        self._train_s += seconds
         if evaluate and (last or number == step.total or (self.eval.every and number % self.eval.every == 0)):
             row.update(self._evaluate(evaluate, number))
+            if number < step.total and not last:
+                self._warn_of_slow_evaluation(number, row.get("time/eval_s", 0.0))
+            self._train_s, self._evaluated_step = 0.0, number
         if self.sampler is not None:
             row["time/sync_s"] = self._sampling.sync_s
         row.update(self.recorder.bad_rows.metrics(number))
@@ -425,21 +436,30 @@ class Run:
         self._earlier_tokens += self._tokens
         self.hook_calls.call("on_step", self, number, row)
 
+    def _warn_of_slow_evaluation(self, step: int, eval_s: float) -> None:
+        """Warn once if an evaluation takes longer than the training since the evaluation before it."""
+        if self._has_warned or eval_s <= max(self._train_s, diagnostics.SLOW_EVALUATION_S):
+            return
+        self._has_warned = True
+        trained = f"{counted(step - self._evaluated_step, 'step')} of training before it took {self._train_s:.0f} s"
+        log.warning(
+            f"eval.every={self.eval.every}: the evaluation after step {step} took {eval_s:.0f} s, and the {trained}; raise "
+            "eval.every, or lower eval.limit or eval.max_tokens"
+        )
+
     def _note_rows(self, places: Iterable[str]) -> None:
         """Add rows to the step's checksum, by file name and line. The folder is left out: it differs between machines."""
         for place in places:
             self._rows_checksum = zlib.crc32(place.rpartition("/")[2].encode(), self._rows_checksum or 0)
 
-    def _meaningful(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Drop misleading metrics: over pairs, accuracy would count as hits the tokens that the loss makes less likely."""
-        misleading = "tokens/accuracy" if self.loss.scope is Scope.pair else None
-        return {key: value for key, value in metrics.items() if key != misleading}
-
     def _evaluate(self, evaluate: Evaluate, step: int) -> dict[str, float]:
+        started = time.monotonic()
         result = evaluate(step)
         metrics = dict(result.metrics)
         if metrics and self._rows.evaluated:
             metrics[FINGERPRINT] = float(self._sampling.evaluator.fingerprint(self._rows.evaluated))
+        if metrics:
+            metrics["time/eval_s"] = time.monotonic() - started
         self.recorder.write_examples(step, result.examples)
         self.hook_calls.call("on_eval", self, step, metrics)
         return metrics
@@ -459,6 +479,7 @@ class Run:
             "optim": asdict(self.optim),
             "schedule": repr(self.schedule),
             "metrics": self.recorder.metrics.last,
+            "trained_on": list(self._sampling.evaluator.renderer.kinds),
             **({} if older is None else {"sampler_step": older.step}),
             **({"streams": [asdict(one.position) for one in self._streams]} if self._streams else {}),
             **({} if self._queue is None else {"prompts": self._queue.state()}),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import ModuleType
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from cookbook.backends.model_source import sampling_target
 from cookbook.checkpoints import CheckpointConfig
 from cookbook.config import OptimConfig
 from cookbook.config import recipe as recipes
@@ -90,6 +91,7 @@ def settings(cfg: DictConfig, *, trains: bool = True) -> Settings:
         ConfigError: an unknown or missing key, a wrong type or value, or parts that do not suit each other.
     """
     module = recipes.load(cfg.recipe.name)
+    pin_model(cfg)
     if isinstance(cfg.seed, bool) or not isinstance(cfg.seed, int) or cfg.seed < 0:
         raise ConfigError(f"seed: expected an integer >= 0, got {cfg.seed!r}")
     if isinstance(cfg.resume, bool):
@@ -101,7 +103,7 @@ def settings(cfg: DictConfig, *, trains: bool = True) -> Settings:
         resume=convert(cfg.resume, str, "resume"),
         module=module,
         recipe=build(cfg.recipe, "recipe", module.Config),
-        backend=job_backend(cfg, cfg.seed) or build(cfg.backend, "backend"),
+        backend=job_backend(cfg, cfg.seed, getattr(module, "DATA", None)) or build(cfg.backend, "backend"),
         reward=build(cfg.reward, "reward") if cfg.reward else None,
         env=build(cfg.env, "env") if cfg.get("env") else None,
         trackers=[build(node, f"tracker.{name}") for name, node in (cfg.tracker or {}).items()],
@@ -109,13 +111,34 @@ def settings(cfg: DictConfig, *, trains: bool = True) -> Settings:
         **{name: build(cfg[name], name) for name in ("model", "data", "loss", "rollout", "deployment", "weight_sync")},
         **{name: build(cfg[name], name) for name in ("optim", "schedule", "checkpoint", "eval")},
     )
+    typed.model = _with_dropout(typed.model, typed.data_kind)
     _check_recipe(cfg.recipe.name, typed, trains=trains)
     _check_streaming(typed)
     _check_optimizer(typed.backend, typed.optim)
     return typed
 
 
-def job_backend(cfg: DictConfig, seed: int) -> JobBackend | None:
+def pin_model(cfg: DictConfig) -> None:
+    """Replace a run in ``model.name`` by the folder of its checkpoint, so that a resumed run starts from the same weights.
+
+    Raises:
+        CheckpointError: the run has no checkpoint, or its weights are on a server.
+    """
+    name = OmegaConf.select(cfg, "model.name", default=None, throw_on_missing=False)
+    if isinstance(name, str) and (source := sampling_target(name)) != name:
+        OmegaConf.update(cfg, "model.name", source)
+
+
+# Kinds of data whose losses compare log-probabilities of two passes, which dropout would make unequal.
+WITHOUT_DROPOUT = ("preferences", "rollouts")
+
+
+def _with_dropout(model: ModelConfig, kind: str | None) -> ModelConfig:
+    """Return the model with the recipe's default dropout: 0 for preferences and RL, else the model's own."""
+    return replace(model, dropout=0.0) if model.dropout is None and kind in WITHOUT_DROPOUT else model
+
+
+def job_backend(cfg: DictConfig, seed: int, kind: str | None = None) -> JobBackend | None:
     """Return the backend of a job whose trainer computes with the configured backend; None with ``job=none``.
 
     Raises:
@@ -124,6 +147,8 @@ def job_backend(cfg: DictConfig, seed: int) -> JobBackend | None:
     if not cfg.get("job"):
         return None
     backend, model = (plain_node(cfg[name], name) for name in ("backend", "model"))
+    if model.get("dropout") is None and kind in WITHOUT_DROPOUT:
+        model["dropout"] = 0.0
     return JobBackend(build(cfg.job, "job"), build(cfg.backend, "backend"), backend, model, seed)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import statistics
 import tempfile
 import time
 import zlib
@@ -20,15 +21,16 @@ from cookbook.data import RejectedRows, Renderer, Row, datums, load_rows
 from cookbook.data.row_table import rows_digest
 from cookbook.engine.model import ModelConfig
 from cookbook.errors import ConfigError
-from cookbook.protocols import Sampler
+from cookbook.protocols import Sampler, Trainer
 from cookbook.run import folder as run_folder
 from cookbook.run.builder import collect_garbage_from_here, environment_runner, reward_runner
+from cookbook.run.held_out_loss import held_out_loss
 from cookbook.run.hooks import writing_to
 from cookbook.run.settings import Settings, preflight, settings
 from cookbook.sampling.environments import numbered_rows, prompts
-from cookbook.sampling.evaluation import FINGERPRINT, Evaluation, Evaluator
+from cookbook.sampling.evaluation import FINGERPRINT, Evaluation, Evaluator, answer_lengths
 from cookbook.terminal import warnings_shown
-from cookbook.types import JsonObject
+from cookbook.types import Datum, JsonObject
 from cookbook.utils import files
 
 if TYPE_CHECKING:
@@ -53,14 +55,16 @@ def find(name: str) -> Target:
     Raises:
         CheckpointError: the run has no checkpoint, or its weights are on a server.
     """
+    source = run_folder.sampling_target(name)
+    if (Path(name) / run_folder.CONFIG).is_file():
+        return Target(source, Path(name), int(manifest.read(Path(source))["step"]))
+    # RUN@step-N is a checkpoint of the run.
+    name = name if Path(name).exists() else source
     folder = Path(name)
-    if (folder / run_folder.CONFIG).is_file():
-        checkpoint = Path(run_folder.sampling_target(name))
-        return Target(str(checkpoint), folder, int(manifest.read(checkpoint)["step"]))
     run = folder.absolute().parent.parent
     if (folder / manifest.NAME).is_file() and (run / run_folder.CONFIG).is_file():
         return Target(name, folder.parent.parent, int(manifest.read(folder)["step"]))
-    return Target(run_folder.sampling_target(name))
+    return Target(source)
 
 
 @warnings_shown()
@@ -89,11 +93,11 @@ def evaluate(cfg: DictConfig, target: Target) -> tuple[JsonObject, Evaluation, P
     digest = rows_digest(rows)
     with contextlib.ExitStack() as stack:
         runner = stack.enter_context(reward_runner(typed.reward))
-        sampler, renderer = stack.enter_context(_deployed(typed, target))
+        sampler, renderer, trainer = stack.enter_context(_deployed(typed, target))
         environment = stack.enter_context(environment_runner(typed.env, renderer))
         stop = tuple(typed.rollout.stop or ())
         evaluator = Evaluator(typed.eval, renderer, typed.rollout.retrier(), runner, stop, typed.seed, refusals, environment)
-        evaluation = _evaluation(typed, evaluator, sampler, rows)
+        evaluation = _evaluation(typed, evaluator, sampler, trainer, rows)
         fingerprint = evaluator.fingerprint(digest)
     refusals.warn(len(rows))
     facts = {
@@ -121,7 +125,7 @@ def evaluate_tasks(cfg: DictConfig, target: Target, tasks: Tasks) -> tuple[JsonO
     from cookbook.sampling import lm_eval_tasks
 
     typed = settings(cfg, trains=False)
-    with _deployed(typed, target) as (sampler, renderer):
+    with _deployed(typed, target) as (sampler, renderer, _):
         scores = lm_eval_tasks.run(tasks, sampler, renderer, typed.eval.limit, typed.seed)
     options = {"tasks": asdict(tasks), "versions": scores.versions, "limit": typed.eval.limit, "seed": typed.seed}
     digest = f"{zlib.crc32(json.dumps(options).encode()):08x}"
@@ -141,8 +145,8 @@ def _weights(typed: Settings, target: Target) -> JsonObject:
 
 
 @contextlib.contextmanager
-def _deployed(typed: Settings, target: Target) -> Iterator[tuple[Sampler, Renderer]]:
-    """A sampler of the target's weights, and the renderer of its tokenizer."""
+def _deployed(typed: Settings, target: Target) -> Iterator[tuple[Sampler, Renderer, Trainer]]:
+    """A sampler of the target's weights, the renderer of its tokenizer, and the trainer that holds the weights."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         trainer = typed.backend.make_trainer(_model(typed, target), seed=typed.seed, folder=folder)
@@ -152,7 +156,7 @@ def _deployed(typed: Settings, target: Target) -> Iterator[tuple[Sampler, Render
         with terminal.doing("starting the deployment"):
             deployment = typed.deployment.deploy(trainer, live=True)
         stack.callback(deployment.close)
-        yield deployment.load(0).result(), renderer
+        yield deployment.load(0).result(), renderer, trainer
 
 
 def _model(typed: Settings, target: Target) -> ModelConfig:
@@ -163,7 +167,7 @@ def _model(typed: Settings, target: Target) -> ModelConfig:
     return model if target.run is None else replace(model, revision=None)
 
 
-def _evaluation(typed: Settings, evaluator: Evaluator, sampler: Sampler, rows: Sequence[Row]) -> Evaluation:
+def _evaluation(typed: Settings, evaluator: Evaluator, sampler: Sampler, trainer: Trainer, rows: Sequence[Row]) -> Evaluation:
     renderer, refusals = evaluator.renderer, evaluator.refusals
     if typed.env is not None:
         return evaluator.rewards(sampler, prompts(typed.env, rows, renderer, typed.data, refusals))
@@ -174,6 +178,10 @@ def _evaluation(typed: Settings, evaluator: Evaluator, sampler: Sampler, rows: S
         data = datums.preference_datums(rows, renderer, typed.data, refusals)[::2]
     else:
         data = datums.conversation_datums(rows, renderer, typed.data, refusals)
+    lengths = answer_lengths(data)
+    # Rows without any answer are refused below.
+    if lengths and not typed.eval.compares(lengths):
+        return _loss_only(typed, trainer, data, lengths)
     evaluation = evaluator.answers(sampler, data)
     if not evaluation.metrics:
         raise ConfigError(
@@ -181,6 +189,21 @@ def _evaluation(typed: Settings, evaluator: Evaluator, sampler: Sampler, rows: S
             "eval.max_tokens, or choose a reward, for example reward=number"
         )
     return evaluation
+
+
+def _loss_only(typed: Settings, trainer: Trainer, data: Sequence[Datum], lengths: Sequence[int]) -> Evaluation:
+    """Return the loss on ``data``, whose answers are not compared token by token.
+
+    Raises:
+        ConfigError: the loss needs pairs, or a reference.
+    """
+    if typed.data_kind == "conversations" and not typed.loss.needs_reference:
+        return held_out_loss(trainer, typed.loss, data)
+    why = "eval.answers=false" if not typed.eval.answers else f"the answers have {statistics.median(lengths):g} tokens (median)"
+    raise ConfigError(
+        f"eval: nothing to measure: {why}, so they are not compared token by token, and the loss of this recipe is not "
+        "evaluated without its run; choose a reward, for example reward=judge, or set eval.answers=true"
+    )
 
 
 def _written(out: str | None, target: Target, facts: JsonObject, evaluation: Evaluation) -> Path | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import math
+import statistics
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 
@@ -27,7 +29,15 @@ log = logging.getLogger("cookbook")
 SHOWN = 3
 # A completion with at least this reward counts as correct.
 CORRECT = 1.0
+# Tokens. With eval.answers=auto, answers are compared token by token if their median length is at most this. No two people
+# write the same longer text, so the share of equal ones is 0 before and after training.
+SHORT_ANSWER = 32
+# A completion that is longer than the row's answer is wrong. It may be longer by this many tokens, for people to read.
+LONGER = 16
 FINGERPRINT = "eval/crc32"
+# Number of greedy completions that were judged, and number of held-out rows or pairs whose loss was computed.
+ANSWERS = "eval/answers"
+ROWS = "eval/rows"
 # Prefix of the metrics pass@k; k follows.
 PASS = "eval/pass@"
 # Metrics that grow with quality.
@@ -45,7 +55,7 @@ class EvalConfig:
 
     every: int | None = 20
     limit: int | None = 200
-    answers: bool = True
+    answers: bool | Literal["auto"] = "auto"
     max_tokens: int = 512
     pass_at: list[int] = field(default_factory=list)
     num_samples: int | None = None
@@ -72,6 +82,12 @@ class EvalConfig:
     def num_drawn(self) -> int:
         """Completions drawn for every prompt, in addition to the greedy one."""
         return (self.num_samples or max(self.pass_at)) if self.pass_at else 0
+
+    def compares(self, lengths: Sequence[int]) -> bool:
+        """Whether answers with these numbers of tokens are compared token by token, if no reward judges completions."""
+        if self.answers == "auto":
+            return bool(lengths) and statistics.median(lengths) <= SHORT_ANSWER
+        return self.answers
 
 
 def is_better_higher(metric: str) -> bool:
@@ -138,7 +154,7 @@ class Evaluator:
     def rewards(self, sampler: Sampler, prompts: Sequence[RenderedPrompt]) -> Evaluation:
         """Return ``eval/reward``, the mean reward, ``eval/accuracy``, the share of at least ``CORRECT``, and pass@k.
 
-        ``eval/reward/part/NAME`` is the mean of a named part.
+        ``eval/reward/part/NAME`` is the mean of a named part, ``eval/answers`` the number of greedy completions.
 
         Raises:
             ConfigError: there is no reward.
@@ -156,7 +172,8 @@ class Evaluator:
     def answers(self, sampler: Sampler, data: Sequence[Datum]) -> Evaluation:
         """Return ``eval/accuracy``, the share of answers reproduced token by token, pass@k, and ``eval/answers``, their number.
 
-        Rows without a prompt before their last answer are left out, and so are answers longer than ``eval.max_tokens``.
+        Rows without a prompt before their last answer are left out, and so are answers longer than ``eval.max_tokens``. A
+        completion ends at most ``LONGER`` tokens after the length of its answer.
         """
         split = ((datum, pair) for datum in data if (pair := split_answer(datum)) is not None)
         used = [(_prompt(datum, pair[0]), pair[1]) for datum, pair in split if len(pair[1]) <= self.config.max_tokens]
@@ -166,8 +183,9 @@ class Evaluator:
             return lambda: [Score(float(attempt.turns[0].tokens == expected[id(prompt)])) for attempt in attempts]
 
         prompts = [prompt for prompt, _ in used]
-        result, scores = self._sample(sampler, prompts, Episodes(self.renderer, self.retrier), scores_of)
-        return Evaluation({**result.metrics, "eval/answers": float(len(scores))}, result.examples) if scores else result
+        limits = [len(answer) + LONGER for _, answer in used]
+        result, _ = self._sample(sampler, prompts, Episodes(self.renderer, self.retrier), scores_of, limits)
+        return result
 
     def fingerprint(self, rows_digest: str) -> int:
         """Return a checksum of the rows, the reward, the limit of a completion and the stop texts.
@@ -180,15 +198,22 @@ class Evaluator:
         return zlib.crc32(json.dumps([rows_digest, scored_by, self.config.max_tokens, list(self.stop)]).encode())
 
     def _sample(
-        self, sampler: Sampler, prompts: Sequence[RenderedPrompt], episodes: Episodes, scores_of: Scoring
+        self,
+        sampler: Sampler,
+        prompts: Sequence[RenderedPrompt],
+        episodes: Episodes,
+        scores_of: Scoring,
+        limits: Sequence[int] | None = None,
     ) -> tuple[Evaluation, list[Score]]:
         """Return the metrics that every evaluation has, and the scores of the greedy completions.
 
-        Draws ``0 .. count - 1`` are greedy; if completions are drawn, draws ``count .. 2 * count - 1`` are theirs.
+        Draws ``0 .. count - 1`` are greedy; if completions are drawn, draws ``count .. 2 * count - 1`` are theirs. ``limits``
+        are the largest numbers of tokens of a completion, by prompt.
         """
         count = len(prompts)
         kinds = (False, True) if self.config.num_drawn else (False,)
-        draws = [self._draw(prompt, index, kind) for kind in kinds for index, prompt in enumerate(prompts)]
+        limits = limits or [self.config.max_tokens] * count
+        draws = [self._draw(prompt, index, kind, limits[index]) for kind in kinds for index, prompt in enumerate(prompts)]
         pending: dict[int, PendingScores] = {}
         first: dict[int, Trajectory] = {}
 
@@ -212,6 +237,7 @@ class Evaluator:
             "eval/accuracy": float(np.mean([score.value >= CORRECT for score in greedy.values()])),
             **self._pass_at(list(correct.values())),
             "eval/failed": float(len(failed)),
+            ANSWERS: float(len(greedy)),
         }
         examples = [
             Example(
@@ -238,9 +264,9 @@ class Evaluator:
                 self.refusals.add(rows[number], "on_bad_row", str(error))
         return scores
 
-    def _draw(self, prompt: RenderedPrompt, index: int, drawn: bool) -> Draw:
+    def _draw(self, prompt: RenderedPrompt, index: int, drawn: bool, limit: int) -> Draw:
         stop: list[str | int] = [*self.renderer.stop_token_ids, *self.stop]
-        max_tokens, context = self.config.max_tokens, self.renderer.max_length
+        max_tokens, context = min(self.config.max_tokens, limit), self.renderer.max_length
         # Fewer after a prompt that almost fills the context; the row's own answer always fits.
         if context is not None:
             max_tokens = min(max_tokens, context - len(prompt.tokens))
@@ -259,6 +285,11 @@ class Evaluator:
 def _prompt(datum: Datum, tokens: list[int]) -> RenderedPrompt:
     """Return the prompt of a supervised datum's answer."""
     return RenderedPrompt(tokens, Row(getattr(datum, "where", ""), {}), "", getattr(datum, "question", ""))
+
+
+def answer_lengths(data: Sequence[Datum]) -> list[int]:
+    """Return the numbers of tokens of the answers of supervised datums. A datum without a prompt has no answer."""
+    return [len(pair[1]) for datum in data if (pair := split_answer(datum)) is not None]
 
 
 def split_answer(datum: Datum) -> tuple[list[int], list[int]] | None:

@@ -17,6 +17,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from cookbook.data import Renderer
+from cookbook.data.template import chat_template_options
 from cookbook.errors import ConfigError
 from cookbook.protocols import Sampler
 from cookbook.types import JsonObject, SamplingParams
@@ -126,6 +127,7 @@ class SamplerModel(TemplateLM):  # type: ignore[misc]
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
+            **chat_template_options(self.tokenizer),
         )
         return str(text)
 

@@ -9,6 +9,11 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parent.parent
 # Environment variable with the name of the folder of a sweep, for its runs; processes of a launcher inherit it.
 SWEEP = "COOKBOOK_SWEEP"
+# Configuration of a run, and the folder of its checkpoints, in the folder of the run.
+RUN_CONFIG = "config.yaml"
+CHECKPOINTS = "checkpoints"
+# File of a PEFT adapter.
+LORA_FILE = "adapter_config.json"
 
 
 def packaged(kind: str) -> Path:
@@ -52,3 +57,22 @@ def import_from_here() -> None:
 def shown(path: Path) -> str:
     """Return the path for messages: relative to the current directory, if it is inside."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def is_run(folder: Path) -> bool:
+    """Whether the folder is that of a run."""
+    return (folder / RUN_CONFIG).is_file()
+
+
+def holds_adapter(name: str) -> bool:
+    """Whether a model is a LoRA adapter: a folder with one, or a run (``RUN`` or ``RUN@step-N``) that trains one.
+
+    Reads file names only. All checkpoints of a run are of one kind.
+    """
+    folder = Path(name)
+    run = folder if is_run(folder) else Path(name.rpartition("@")[0])
+    if "@" in name and not folder.exists() and not is_run(run):
+        return False
+    if is_run(run) and not (folder / LORA_FILE).is_file():
+        return any((run / CHECKPOINTS).glob(f"step-*/{LORA_FILE}"))
+    return (folder / LORA_FILE).is_file()

@@ -11,13 +11,13 @@ from typing import NoReturn
 
 from cookbook.backends.client_factory import ClientTrainer, PromptSampler, checkpoint_path
 from cookbook.backends.local.trainer import LocalTrainer
+from cookbook.backends.model_source import sampling_target
 from cookbook.checkpoints import inventory, manifest
 from cookbook.engine.model import LORA_FILE, ModelConfig
 from cookbook.errors import CheckpointError, ConfigError
 from cookbook.futures import Failures, Future, done
 from cookbook.protocols import EngineBackend
 from cookbook.types import Checkpoint, GetServerCapabilitiesResponse, JsonObject, SupportedModel
-from cookbook.utils.paths import packaged
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class LocalClients:
         self._lengths: dict[str, int | None] = {"tiny": None}
 
     def model(self, name: str, options: JsonObject) -> ModelConfig:
-        return ModelConfig(_model_name(name), **options)
+        return ModelConfig(sampling_target(name), **options)
 
     def saved_model(self, checkpoint: Checkpoint | str) -> ModelConfig:
         """Return the configuration that loads a checkpoint: a model folder, or an adapter that names its base model.
@@ -106,12 +106,12 @@ class LocalClients:
         Raises:
             CheckpointError: the checkpoint is missing or damaged.
         """
-        folder = checkpoint_path(checkpoint)
+        folder = sampling_target(checkpoint_path(checkpoint))
         return ModelConfig(folder, dtype=manifest.verify(Path(folder))["dtype"])
 
     def trainer(self, model: ModelConfig, seed: int, unread: set[Failures]) -> LocalTrainer:
         trainer = LocalTrainer(model, self._backend, seed=seed, folder=self._folder, failures=Failures(unread))
-        self._lengths["tiny" if model.name == _model_name("tiny") else model.name] = trainer.max_length
+        self._lengths["tiny" if model.name == sampling_target("tiny") else model.name] = trainer.max_length
         return trainer
 
     def sampler(self, trainer: ClientTrainer, checkpoint: Checkpoint | str | None) -> PromptSampler:
@@ -127,8 +127,3 @@ class LocalClients:
 
     def close(self) -> None:
         """Do nothing: the service closes the trainers, and no other resource is open."""
-
-
-def _model_name(name: str) -> str:
-    """Return the folder of the included model for ``tiny``; any other name, a hub id or a folder, unchanged."""
-    return str(packaged("data") / "tiny") if name == "tiny" else name

@@ -162,7 +162,8 @@ class SampleQueue:
 
         def draw() -> None:
             try:
-                for chunk in stream(engine().model, request, self.max_batch_tokens):
+                found = engine()
+                for chunk in stream(found.model, request, self.max_batch_tokens, found.sampler_pass):
                     chunks.put(chunk)
                     if cancelled.is_set():
                         return
@@ -254,7 +255,7 @@ class RankSampling(PerRank):
         self.ranks: Ranks = engine.ranks
         self._count = len(requests)
         own = requests[self.ranks.rank :: self.ranks.size]
-        self._own = SlicedSampling(engine.model, own, step, max_batch_tokens)
+        self._own = SlicedSampling(engine.model, own, step, max_batch_tokens, engine.sampler_pass)
 
     @property
     def num_drawn(self) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from cookbook.backends.client_factory import ModelData, ModelInfo, checkpoint_path
 from cookbook.backends.local.kept_graphs import Graphs
 from cookbook.backends.local.sample_queue import SHARDED, LocalSampler, SampleQueue
+from cookbook.backends.model_source import sampling_target
 from cookbook.backends.worker import Lane, Worker, with_remedy
 from cookbook.checkpoints import sampler_checkpoints, snapshots, store
 from cookbook.engine.engine import Engine
@@ -33,6 +34,7 @@ from cookbook.types import (
     as_adam,
     as_datum,
 )
+from cookbook.utils import paths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -163,6 +165,8 @@ class LocalTrainer:
 
     def load_state(self, checkpoint: Checkpoint | str, *, optimizer: bool = True) -> Future[None]:
         path = Path(checkpoint_path(checkpoint))
+        if paths.is_run(path) or not path.exists():
+            path = Path(sampling_target(str(path)))
 
         def load() -> None:
             sampler_checkpoints.load(self.engine, path, optimizer=optimizer)

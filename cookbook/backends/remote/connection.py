@@ -54,8 +54,11 @@ DTYPE = "cookbook.dtype"
 PREDECESSOR = "cookbook.predecessor"
 ADAPTED_WEIGHTS = "adapted"
 
+# Metadata of a run: the run's model.dropout, a number. A run without it has the server's.
+DROPOUT = "cookbook.dropout"
+
 # Fields of the model that the server determines. With other values a run would not get the results that it expects.
-SERVER_FIELDS = ("random", "revision", "dtype", "lora_alpha", "lora_dropout", "router_aux_loss_coef")
+SERVER_FIELDS = ("random", "revision", "dtype", "lora_alpha", "lora_dropout", "router_aux_loss_coef", "add_tokens")
 
 # A reachable server responds within this time.
 TIMEOUT_S = 10.0
@@ -104,8 +107,15 @@ class ServerInfo:
 
     def check(self, model: ModelConfig, url: str) -> None:
         """Compare the model settings. Raises ConfigError: the server's settings differ from ``model``."""
+        served = self.model.get("dropout")
+        if None not in (served, model.dropout) and served != model.dropout:
+            raise ConfigError(
+                f"model.dropout: the server at {url} was started with {served}, got {model.dropout}; set it to "
+                "the server's value"
+            )
         for name in SERVER_FIELDS:
-            requested, served = getattr(model, name), self.model.get(name)
+            # A server of an earlier version adds no tokens.
+            requested, served = getattr(model, name), self.model.get(name, [] if name == "add_tokens" else None)
             is_used = model.lora_rank or not name.startswith("lora_")
             if is_used and requested != served:
                 raise ConfigError(
@@ -207,14 +217,18 @@ class Connection:
     ) -> tinker.TrainingClient:
         """Create a run on the base model, or on the checkpoint ``path``, and wait for it. ``optimizer``: load its state too."""
         service = self._service
+        # Other servers have no dropout.
+        own = {DROPOUT: str(model.dropout)} if self.info is not None and model.dropout is not None else None
         if path is None:
             refuse_adapter(model)
             name = self.model_name(model)
-            call = service.create_lora_training_client(name, rank=model.lora_rank, seed=seed, train_unembed=False)
+            call = service.create_lora_training_client(
+                name, rank=model.lora_rank, seed=seed, train_unembed=False, user_metadata=own
+            )
         elif optimizer:
-            call = service.create_training_client_from_state_with_optimizer(path)
+            call = service.create_training_client_from_state_with_optimizer(path, user_metadata=own)
         else:
-            call = service.create_training_client_from_state(path)
+            call = service.create_training_client_from_state(path, user_metadata=own)
         return self.follow(call).result()
 
     def sampler_of(self, *, path: str | None = None, base_model: str | None = None) -> tinker.SamplingClient:

@@ -144,7 +144,8 @@ def _key(group: str, value: str) -> str | None:
     if group in CODE:
         return "target" if ".py:" in value else None
     if group == "model":
-        return "name" if "/" in value or path.is_dir() or value in WITHOUT_OWNER else None
+        is_folder = path.is_dir() or Path(value.partition("@")[0]).is_dir()
+        return "name" if "/" in value or is_folder or value in WITHOUT_OWNER else None
     if (
         path.exists()
         or value.endswith(DATA_FILES)

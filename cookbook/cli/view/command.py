@@ -16,6 +16,7 @@ from cookbook.cli.view.page import ViewedRun, empty_page, whole_page
 from cookbook.errors import ConfigError
 from cookbook.run.stored_steps import ROLLOUTS
 from cookbook.utils import files
+from cookbook.utils.words import counted
 
 HOST = "127.0.0.1"
 PAGE = "view.html"
@@ -54,7 +55,7 @@ def _write(runs: Sequence[ViewedRun], path: Path) -> None:
         files.write_text(path, page)
     except OSError as error:
         raise ConfigError(f"view: cannot write {path}: {error.strerror}; choose another file with --out") from None
-    print(f"{path}: {num_steps:,} steps, {path.stat().st_size / 1e6:.1f} MB; open it in a browser")
+    print(f"{path}: {counted(num_steps, 'step')}, {path.stat().st_size / 1e6:.1f} MB; open it in a browser")
 
 
 def _serve(runs: Sequence[ViewedRun], port: int) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from cookbook import terminal
+from cookbook.data.stop_tokens import stop_token_ids
 from cookbook.deployments.vllm import api, process
 from cookbook.deployments.vllm.http import Client
 from cookbook.deployments.vllm.registry import DeploymentManager
@@ -23,6 +24,7 @@ from cookbook.deployments.vllm.replicas import AdapterServers, Servers
 from cookbook.deployments.vllm.sampler import Pool
 from cookbook.deployments.weight_sync import ChainSyncer
 from cookbook.engine.model import AUTO, ModelConfig, resolved
+from cookbook.engine.shape import is_adapter
 from cookbook.errors import ConfigError, RolloutError
 from cookbook.futures import Future, done
 from cookbook.protocols import Backend, CheckpointBackend, CheckpointTrainer, CheckpointWriter, Sampler, Trainer
@@ -98,6 +100,11 @@ class VllmConfig:
         if not (isinstance(backend, CheckpointBackend) and backend.writes_checkpoints):
             raise ConfigError(NEEDS_LOCAL)
         self._refuse_dtype(self.dtype or model.dtype)
+        if model.add_tokens and is_adapter(model):
+            raise ConfigError(
+                "deployment: vLLM does not load an adapter with trained embeddings of added tokens; set model.lora_rank=0, or "
+                "deployment=embedded"
+            )
         if self.gpus is not None and max(self.gpus) >= (count := torch.cuda.device_count()):
             raise ConfigError(
                 f"deployment.gpus: this machine has {count} GPUs, got {self.gpus}; the first GPU is 0, and null chooses "
@@ -222,7 +229,7 @@ class VllmDeployment:
 
     def _servers(self, live: bool) -> Servers:
         trainer, config, clients = self._trainer, self._config, self._clients()
-        pool = Pool(clients, api.max_length(clients), config.max_requests)
+        pool = Pool(clients, api.max_length(clients), config.max_requests, stop_token_ids(trainer.tokenizer))
         if not trainer.model_config.lora_rank:
             return Servers(clients, pool, trainer.seed, live=live)
         # A name like those of syncs, so that a later run deletes the checkpoint of a killed run.

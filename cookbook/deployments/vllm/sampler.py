@@ -127,12 +127,16 @@ class RequestFuture(Future[T]):
 class Pool:
     """Sends requests on threads, to the servers in turn, an adaptive number at a time to each.
 
-    ``max_length``: tokens of prompt and completion that every server takes. ``max_requests``: the limit of each server. The
-    threads are daemons: a run that ends because its servers do not answer must not wait for them.
+    ``max_length``: tokens of prompt and completion that every server takes. ``max_requests``: the limit of each server.
+    ``end_token_ids``: the model's stop tokens, of which the servers know the end-of-text token only. The threads are daemons: a
+    run that ends because its servers do not answer must not wait for them.
     """
 
-    def __init__(self, clients: Sequence[Client], max_length: int, max_requests: int) -> None:
+    def __init__(
+        self, clients: Sequence[Client], max_length: int, max_requests: int, end_token_ids: Sequence[int] = ()
+    ) -> None:
         self.max_length = max_length
+        self.end_token_ids = tuple(end_token_ids)
         self._round_robin = itertools.cycle([(client, AdaptiveLimit(START_REQUESTS, max_requests)) for client in clients])
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._threads = 0
@@ -209,7 +213,8 @@ class DeploymentSampler:
         seed = params.seed
         if seed is None:
             seed = request_seed(self.seed, self.step, next(self._unseeded))
-        options = {**_vllm_params(params, self._max_tokens(tokens, params)), "n": num_samples, "seed": seed % (1 << 63)}
+        sent = _vllm_params(params, self._max_tokens(tokens, params), self.pool.end_token_ids)
+        options = {**sent, "n": num_samples, "seed": seed % (1 << 63)}
         return self._submit(tokens, options, lambda response: self._read(response, num_samples))
 
     def compute_logprobs(self, prompt: Prompt) -> Future[list[float | None]]:
@@ -286,8 +291,12 @@ class DeploymentSampler:
         return Sample(tokens, logprobs, reason, self.step)
 
 
-def _vllm_params(params: SamplingParams, max_tokens: int) -> JsonObject:
-    """Convert to vLLM's sampling parameters. ``logprobs`` 0 returns those of the drawn tokens only."""
+def _vllm_params(params: SamplingParams, max_tokens: int, end_token_ids: Sequence[int] = ()) -> JsonObject:
+    """Convert to vLLM's sampling parameters. ``logprobs`` 0 returns those of the drawn tokens only.
+
+    ``end_token_ids`` end a completion too, unless ``params.stop`` is empty.
+    """
+    ignores_end = params.stop is not None and not params.stop
     stop = [params.stop] if isinstance(params.stop, str) else list(params.stop or [])
     return {
         "max_tokens": max_tokens,
@@ -296,8 +305,10 @@ def _vllm_params(params: SamplingParams, max_tokens: int) -> JsonObject:
         "top_k": max(params.top_k, 0),
         "min_p": params.min_p,
         "stop": [one for one in stop if isinstance(one, str)],
-        "stop_token_ids": [one for one in stop if not isinstance(one, str)],
-        "ignore_eos": params.stop is not None and not stop,
+        "stop_token_ids": list(
+            dict.fromkeys([*(one for one in stop if not isinstance(one, str)), *(() if ignores_end else end_token_ids)])
+        ),
+        "ignore_eos": ignores_end,
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
         "logprobs": 0,

@@ -33,9 +33,9 @@ from cookbook.engine.decoding.requests import (
     TokenChunk,
     sample_states,
 )
+from cookbook.engine.decoding.sampler_pass import SamplerPass
 from cookbook.engine.fast_path import FastPathError, first_working, probe_tokens
 from cookbook.engine.model import LanguageModel, Lineage
-from cookbook.engine.precision import sampling_precision
 from cookbook.errors import RolloutError
 from cookbook.types import Sample, SamplingParams
 
@@ -55,16 +55,23 @@ LEAVE_AT = 0.25
 _END = object()
 
 
-def sample(model: LanguageModel, requests: Sequence[SampleRequest], step: int, max_batch_tokens: int) -> list[list[Sample]]:
+def sample(
+    model: LanguageModel,
+    requests: Sequence[SampleRequest],
+    step: int,
+    max_batch_tokens: int,
+    forward: SamplerPass | None = None,
+) -> list[list[Sample]]:
     """Complete all requests. At most ``max_batch_tokens`` tokens of prompts and completions are in the batch at a time.
 
     A larger sample is decoded in a batch of its own. ``step``: the optimizer step of the weights, stored in the samples.
+    ``forward``: the forward pass, at the precision of an engine; None: one with exact products.
 
     Raises:
         RolloutError: a prompt is empty, holds an invalid token, or leaves no space for its completion; or the model's logits
             are not finite.
     """
-    sampling = SlicedSampling(model, requests, step, max_batch_tokens)
+    sampling = SlicedSampling(model, requests, step, max_batch_tokens, forward)
     while sampling.advance(ROUND_TOKENS):
         pass
     return sampling.samples()
@@ -73,12 +80,19 @@ def sample(model: LanguageModel, requests: Sequence[SampleRequest], step: int, m
 class SlicedSampling:
     """The completion of all ``requests`` in slices; see :func:`sample` for the arguments and errors."""
 
-    def __init__(self, model: LanguageModel, requests: Sequence[SampleRequest], step: int, max_batch_tokens: int) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        requests: Sequence[SampleRequest],
+        step: int,
+        max_batch_tokens: int,
+        forward: SamplerPass | None = None,
+    ) -> None:
         self._step = step
         self._states = [sample_states(model, index, request) for index, request in enumerate(requests)]
         samples = [one for of_request in self._states for one in of_request]
         method = decoding_method(model, max((one.num_tokens for one in samples), default=0))
-        self._decoder = Decoder(model, samples, max_batch_tokens, method)
+        self._decoder = Decoder(model, samples, max_batch_tokens, method, forward=forward)
         self._pauses = self._decoder.steps()
 
     @property
@@ -104,7 +118,9 @@ class SlicedSampling:
         return _samples(self._states, self._step)
 
 
-def stream(model: LanguageModel, request: SampleRequest, max_batch_tokens: int) -> Iterator[TokenChunk]:
+def stream(
+    model: LanguageModel, request: SampleRequest, max_batch_tokens: int, forward: SamplerPass | None = None
+) -> Iterator[TokenChunk]:
     """Yield the tokens of the samples that :func:`sample` would return, :data:`STREAM_TOKENS` at a time.
 
     Raises:
@@ -114,7 +130,7 @@ def stream(model: LanguageModel, request: SampleRequest, max_batch_tokens: int) 
     states = sample_states(model, 0, request)
     method = decoding_method(model, max((one.num_tokens for one in states), default=0))
     sent = [0] * request.num_samples
-    for rows in Decoder(model, states, max_batch_tokens, method, STREAM_TOKENS).rounds():
+    for rows in Decoder(model, states, max_batch_tokens, method, STREAM_TOKENS, forward=forward).rounds():
         for one in rows:
             start, sent[one.number] = sent[one.number], len(one.tokens)
             yield TokenChunk(one.number, one.tokens[start:], one.logprobs[start:], one.stop_reason)
@@ -147,15 +163,18 @@ class Decoder:
         max_batch_tokens: int,
         method: DecodingMethod,
         round_tokens: int = ROUND_TOKENS,
+        *,
+        forward: SamplerPass | None = None,
     ) -> None:
         model.network.eval()
+        self.forward = forward or SamplerPass(model)
         self.model = model
         self.budget = max_batch_tokens
         self.round_tokens = round_tokens
         # Sorted by length and prompt, so that a batch needs little padding, and a prompt is prefilled once for all its samples.
         self.waiting = deque(sorted(samples, key=lambda one: (one.num_tokens, one.prompt, one.request, one.number)))
         self.rows: list[SampleState] = []
-        self.past: Rows = method.rows(model)
+        self.past: Rows = method.rows(self.forward)
         # (rows, V), next-token logits of every row.
         self.logits: Tensor
         self._dropped: frozenset[int] = frozenset()
@@ -235,7 +254,7 @@ class Decoder:
             self._step(tokens[rows], unfinished[rows])
 
     def _step(self, tokens: Tensor, unfinished: Tensor) -> None:
-        with sampling_precision(self.model, len(tokens)):
+        with self.forward.context(len(tokens)):
             self.logits = self.past.step(tokens, unfinished)
 
     def _admit(self) -> Iterator[list[SampleState]]:
@@ -248,7 +267,7 @@ class Decoder:
             if samples:
                 prompts = list(dict.fromkeys(tuple(sample.prompt) for sample in samples))
                 prompt_index = {prompt: index for index, prompt in enumerate(prompts)}
-                with sampling_precision(self.model, sum(map(len, prompts))):
+                with self.forward.context(sum(map(len, prompts))):
                     logits = self.past.enter(prompts, [prompt_index[tuple(sample.prompt)] for sample in samples])
                 self.logits = torch.cat([self.logits, logits]) if self.rows else logits
                 self.rows += samples

@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from cookbook.engine.attention import SharedPrefixKV
 from cookbook.engine.fast_path import FastPathError
+from cookbook.engine.precision import rounded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,6 +54,7 @@ class InPlaceLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.end == self.keys.shape[2]:
             self._move(self.seen, self.keys.shape[0])
         written, read = slice(self.end, self.end + 1), slice(self.seen, self.end + 1)
+        key_states, value_states = rounded(key_states, value_states)
         self.keys[: self.rows, :, written] = key_states
         self.values[: self.rows, :, written] = value_states
         self.end += 1
@@ -63,6 +65,7 @@ class InPlaceLayer(CacheLayerMixin):  # type: ignore[misc]
 
         ``width``: number of prompt columns. In a layer with a sliding window, ``keys`` hold only the last of them.
         """
+        keys, values = rounded(keys, values)
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         count, held = self.rows + len(rows), keys.shape[2]
@@ -331,6 +334,7 @@ class _SharedPromptLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """Append one token per row. Return keys and values of all columns after the prompts."""
         keys, values = (part.own for part in self._parts)
+        key_states, value_states = rounded(key_states, value_states)
         keys[:, :, self.columns : self.columns + 1] = key_states
         values[:, :, self.columns : self.columns + 1] = value_states
         self.columns += 1
@@ -338,7 +342,7 @@ class _SharedPromptLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def enter(self, keys: Tensor, values: Tensor, rows: int) -> None:
         """Add prompts, and ``rows`` new rows that have no own tokens yet. Half precision is kept in float32."""
-        keys, values = (states.to(torch.promote_types(states.dtype, torch.float32)) for states in (keys, values))
+        keys, values = (states.to(torch.promote_types(states.dtype, torch.float32)) for states in rounded(keys, values))
         if not self._parts:
             self.lazy_initialization(keys, values)
         for part, prompts in zip(self._parts, (keys, values), strict=True):

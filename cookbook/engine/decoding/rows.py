@@ -20,7 +20,7 @@ from cookbook.engine.decoding.kv_cache import InPlaceCache, PromptCache, RowCach
 from cookbook.engine.fast_path import FastPathError
 
 if TYPE_CHECKING:
-    from cookbook.engine.model import LanguageModel
+    from cookbook.engine.decoding.sampler_pass import SamplerPass
 
 # Logits of whole sequences that may be in memory at a time.
 LOGITS_BYTES = 256 << 20
@@ -53,12 +53,13 @@ class Rows(Protocol):
 class CachedRows:
     """Rows in one batch with a KV cache of class ``kind``. Each prompt is prefilled once, left-padded."""
 
-    def __init__(self, model: LanguageModel, kind: type[RowCache]) -> None:
-        self._model = model
+    def __init__(self, forward: SamplerPass, kind: type[RowCache]) -> None:
+        self._forward = forward
+        self._model = forward.model
         self._cache = kind()
         self.in_place = self._cache.in_place
         # (rows, 1), position of each row's newest token.
-        self._positions = torch.empty(0, 1, dtype=torch.long, device=model.device)
+        self._positions = torch.empty(0, 1, dtype=torch.long, device=self._model.device)
 
     def enter(self, prompts: Sequence[tuple[int, ...]], starts: list[int]) -> Tensor:
         ids, mask = self._padded(prompts)
@@ -89,8 +90,7 @@ class CachedRows:
     def _run(self, ids: Tensor, positions: Tensor, arguments: dict[str, object]) -> Tensor:
         """Return the next-token logits after the last column, ``(rows, V)`` float32."""
         with skip_masks("prompts" in arguments):
-            out = self._model.network(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1, **arguments)
-        logits: Tensor = out.logits[:, -1].float()
+            logits, _ = self._forward.run(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1, **arguments)
         return logits
 
 
@@ -111,8 +111,9 @@ class OwnStates:
 
     in_place = False
 
-    def __init__(self, model: LanguageModel) -> None:
-        self._model = model
+    def __init__(self, forward: SamplerPass) -> None:
+        self._forward = forward
+        self._model = forward.model
         self._batches: list[_Batch] = []
 
     def enter(self, prompts: Sequence[tuple[int, ...]], starts: list[int]) -> Tensor:
@@ -135,11 +136,11 @@ class OwnStates:
         for batch in self._batches:
             # Token 0 for rows that have left.
             ids = torch.tensor([[0] if row is None else tokens[row] for row in batch.rows], device=self._model.device)
-            out = self._model.network(input_ids=ids, use_cache=True, **batch.states)
+            batch_logits, out = self._forward.run(input_ids=ids, use_cache=True, **batch.states)
             batch.states = {name: out[name] for name in STATES if getattr(out, name, None) is not None}
             if not batch.states:
                 raise FastPathError("its forward pass returns no cached states")
-            logits |= {row: one for row, one in zip(batch.rows, out.logits[:, -1].float(), strict=True) if row is not None}
+            logits |= {row: one for row, one in zip(batch.rows, batch_logits, strict=True) if row is not None}
         return torch.stack([logits[row] for row in range(len(tokens))])
 
 
@@ -148,8 +149,9 @@ class WholeSequences:
 
     in_place = True
 
-    def __init__(self, model: LanguageModel) -> None:
-        self._model = model
+    def __init__(self, forward: SamplerPass) -> None:
+        self._forward = forward
+        self._model = forward.model
         self._rows: list[list[int]] = []
 
     def enter(self, prompts: Sequence[tuple[int, ...]], starts: list[int]) -> Tensor:
@@ -175,8 +177,7 @@ class WholeSequences:
             for start in range(0, len(indices), batch_size):
                 rows = indices[start : start + batch_size]
                 ids = torch.tensor([sequences[row] for row in rows], device=self._model.device)
-                out = self._model.network(input_ids=ids, use_cache=False)
-                logits |= zip(rows, out.logits[:, -1].float(), strict=True)
+                logits |= zip(rows, self._forward.run(input_ids=ids, use_cache=False)[0], strict=True)
         return torch.stack([logits[row] for row in range(len(sequences))])
 
 
@@ -194,7 +195,7 @@ class DecodingMethod:
 
     name: str
     description: str
-    rows: Callable[[LanguageModel], Rows]
+    rows: Callable[[SamplerPass], Rows]
 
 
 SHARED_PROMPTS = DecodingMethod(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from cookbook.engine.fast_path import FastPathError, first_working
 from cookbook.engine.head.linear_logprobs import (
     LinearLogprobs,
     LogprobsWithGradient,
+    linear_logits,
     linear_logprobs,
     linear_logprobs_with_gradient,
 )
@@ -71,6 +72,24 @@ class OutputHead:
         with captured_input(self.layer) as inputs:
             out = self.network(**arguments, use_cache=False)
         return inputs[0], getattr(out, "router_logits", None) or ()
+
+    def last_hidden(self, **arguments: object) -> tuple[Tensor, Any]:
+        """Return the hidden states before the output layer, of the last token of each row, ``(B, H)``, and the output."""
+        with captured_input(self.layer, one_row=True) as inputs:
+            out = self.network(**arguments)
+        return inputs[0][:, -1], out
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of ``hidden``, ``(N, H)`` -> ``(N, V)`` float32.
+
+        Likely tokens are as exact as in :meth:`scores`.
+        """
+        layer = self._linear()
+        if layer is None:
+            logits = hidden if self.transform is None else self.transform(self.layer(hidden))
+            return logits.float()
+        return linear_logits(hidden, layer)
 
     def scores(
         self, hidden: Tensor, targets: Tensor, temperature: Tensor | None = None, *, metrics: bool, entropy: bool = False

@@ -24,6 +24,18 @@ BLOCK_QUERIES = 128
 MOST_KEYS_KEPT = 2048
 
 
+def rounded(*states: Tensor) -> tuple[Tensor, ...]:
+    """Return queries, keys or values in the dtype of autocast; unchanged outside autocast.
+
+    Small and large calls of a training pass, and a sampler, then multiply the same numbers.
+    """
+    device = states[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return states
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(one.to(dtype) if one.dtype == torch.float32 else one for one in states)
+
+
 def attended(compute: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, *rest: object) -> Tensor:
     """``compute(query, key, value, *rest)`` on a CPU, in float32; exact if the blocks are small, else at the pass's precision.
 

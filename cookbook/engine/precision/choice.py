@@ -1,7 +1,7 @@
-"""Precision of the products of a training pass: float32 products as torch rounds them, and mixed precision with bfloat16.
+"""Precision of the products of an engine: float32 products as torch rounds them, and mixed precision with bfloat16.
 
-Only passes of an engine run in a reduced precision. Trials at load, probes and sampling compute exactly: a rounding of 0.4%
-would look like a fast path that fails.
+Training passes, reference passes and sampling have one precision. Trials at load and probes compute exactly: a rounding of
+0.4% would look like a fast path that fails.
 
 Exact products on a CPU are computed by MKL, which does not use AVX-512 on AMD's CPUs. torch calls oneDNN for products at medium
 precision, and without AMX oneDNN does not round their operands. So on an AMD CPU with AVX512-BF16, wide models are trained and
@@ -35,6 +35,8 @@ AUTOCASTS = {"bfloat16": torch.bfloat16}
 # Instructions that multiply bfloat16, as torch.cpu.get_capabilities names them, and how many times as fast as exact products
 # those at medium and those of bfloat16 are, on one thread: amx_bf16 on a Xeon, avx512_bf16 on two generations of EPYC.
 INSTRUCTIONS = {"amx_bf16": ("4", "7"), "avx512_bf16": ("1.2 to 2.2", "2 to 4.5")}
+# Standard deviation between the logprobs of sampler and trainer under autocast, with a model of 135M parameters.
+ROUNDING_NATS = 0.03
 # Least width of a model, and least tokens of a sampler's forward pass, for exact products by oneDNN. From 32 tokens and weights
 # of 256 x 256 on, a product takes 0.44 to 0.8 of the time of MKL's (EPYC of family 26); with few tokens it takes more. oneDNN
 # compiles a product for every new shape: GRPO takes 0.83 of the time at a width of 256, and 1.1 with the shipped model, at 128.
@@ -66,6 +68,10 @@ class Precision:
     def __str__(self) -> str:
         return self.matmul if self.autocast is None else f"{self.matmul}, autocast {self.autocast}"
 
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        return None if self.autocast is None else AUTOCASTS[self.autocast]
+
     def refuse_half(self, dtype: str) -> None:
         """Raise ConfigError: ``autocast`` is set for weights of a ``dtype`` other than float32."""
         if self.autocast is not None and dtype != "float32":
@@ -89,42 +95,57 @@ class Precision:
         return self if device.type != "cpu" or instructions() else DEFAULT
 
     def used(self, network: PreTrainedModel, device: torch.device) -> Precision:
-        """Return the precision to set in torch: that of :meth:`on`, or medium if that is exact and faster here."""
+        """Return the precision of passes: that of :meth:`on`, or medium if that is exact and faster here.
+
+        On a CPU, weights of bfloat16 are computed under autocast, which keeps the sums of the layers in float32. With sums in
+        bfloat16, the logprobs of two passes that add in another order differ twice as much.
+        """
         found = self.on(device)
+        if device.type == "cpu" and network.dtype == torch.bfloat16:
+            return Precision(found.matmul, "bfloat16")
         if found.autocast or device.type != "cpu" or network.dtype != torch.float32:
             return found
         is_wide = getattr(network.config.get_text_config(), "hidden_size", 0) >= LEAST_HIDDEN
         return Precision("medium") if is_wide and is_amd() and medium_is_exact() else found
 
-    def contexts(self, model: LanguageModel, *, untried: bool) -> tuple[Half, Half]:
-        """Return the contexts of the two halves of a pass.
+    def tried(self, model: LanguageModel) -> Precision:
+        """Return the precision of the passes of ``model``, after a trial of mixed precision.
 
         Raises:
-            ConfigError: the model is ``untried``, and its code cannot compute in mixed precision.
+            ConfigError: the model's code cannot compute in mixed precision, which the configuration requests.
         """
-        found = self.on(model.device)
-        if found != self:
+        if self.on(model.device) != self:
             model.log_once("precision", f"products are exact, not {self}: this CPU has no bfloat16 instructions")
         found = self.used(model.network, model.device)
-        if found == DEFAULT:
+        if not found.autocast:
+            return found
+        try:
+            with torch.no_grad(), trial(), found.forward(model.device, model.network):
+                plain_logits(model, probe_tokens(model, 0, 8))
+        except FastPathError as error:
+            if self.autocast is None:
+                model.log_once("precision", f"the sums of the layers are bfloat16: {model.class_name} needs one dtype: {error}")
+                return self.on(model.device)
+            raise ConfigError(
+                f"backend.autocast: {model.class_name} cannot compute in mixed precision: {error}; leave it out, or set "
+                "model.dtype=bfloat16"
+            ) from None
+        return found
+
+    def contexts(self, model: LanguageModel) -> tuple[Half, Half]:
+        """Return the contexts of the two halves of a pass at this precision, which :meth:`tried` has returned."""
+        if self == DEFAULT:
             # Attention of 16-bit weights has a precision of its own, and an error may end its part of the backward pass early.
             return contextlib.nullcontext, contextlib.nullcontext if model.config.dtype == "float32" else restored
-        if found.autocast and untried:
-            try:
-                with torch.no_grad(), trial(), found.forward(model.device):
-                    plain_logits(model, probe_tokens(model, 0, 8))
-            except FastPathError as error:
-                raise ConfigError(
-                    f"backend.autocast: {model.class_name} cannot compute in mixed precision: {error}; leave it out, or set "
-                    "model.dtype=bfloat16"
-                ) from None
-        return functools.partial(found.forward, model.device), found.backward
+        return functools.partial(self.forward, model.device, model.network), self.backward
 
     @contextlib.contextmanager
-    def forward(self, device: torch.device) -> Iterator[None]:
-        """Context of the forward half of a pass."""
-        mixed = torch.autocast(device.type, AUTOCASTS[self.autocast]) if self.autocast else contextlib.nullcontext()
-        with self.backward(), mixed:
+    def forward(self, device: torch.device, network: PreTrainedModel | None = None) -> Iterator[None]:
+        """Context of the forward half of a pass. Under autocast, the sums of the layers of ``network`` are float32."""
+        dtype = self.autocast_dtype
+        mixed = contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+        sums = contextlib.nullcontext() if dtype is None or network is None else _float32_embedding(network)
+        with self.backward(), mixed, sums:
             yield
 
     @contextlib.contextmanager
@@ -145,12 +166,23 @@ class Precision:
         only = f"; only with float32 weights and a width below {LEAST_HIDDEN}" if is_amd() else ""
         note = "" if name == "amx_bf16" else f" (also exactly{only})"
         return (
-            f"{self}; with {name} of this CPU, backend.autocast=bfloat16 multiplies about {half} times as fast as exactly, "
-            f"and backend.matmul_precision=medium {medium} times{note}"
+            f"{self}; with {name} of this CPU, backend.autocast=bfloat16 multiplies about {half} times as fast as exactly, in "
+            f"training and in sampling, and rounds log-probabilities by about {ROUNDING_NATS:g} nats; "
+            f"backend.matmul_precision=medium multiplies {medium} times as fast{note}"
         )
 
 
 DEFAULT = Precision()
+
+
+@contextlib.contextmanager
+def _float32_embedding(network: PreTrainedModel) -> Iterator[None]:
+    """Context in which the embedding of tokens is float32. The sums of the layers begin with it, and keep its dtype."""
+    if network.dtype == torch.float32:
+        yield
+        return
+    with network.get_input_embeddings().register_forward_hook(lambda _, args, embedded: embedded.float()):
+        yield
 
 
 @contextlib.contextmanager
@@ -163,8 +195,15 @@ def restored() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def sampling_precision(model: LanguageModel, num_tokens: int) -> AbstractContextManager[None]:
-    """Context of a forward pass of ``num_tokens`` tokens in sampling: exact products, by the faster library."""
+def sampling_precision(precision: Precision, model: LanguageModel, num_tokens: int) -> AbstractContextManager[None]:
+    """Context of a forward pass of ``num_tokens`` tokens in sampling, at the ``precision`` of the training passes.
+
+    Exact products are computed by the faster library.
+    """
+    if precision.autocast:
+        return precision.forward(model.device, model.network)
+    if precision.matmul != EXACT and not (model.device.type == "cpu" and medium_is_exact()):
+        return precision.backward()
     found = DEFAULT.used(model.network, model.device) if num_tokens >= LEAST_TOKENS else DEFAULT
     return contextlib.nullcontext() if found == DEFAULT else found.backward()
 

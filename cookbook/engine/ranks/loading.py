@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from cookbook import terminal
+from cookbook.engine.dropout import set_dropout
 from cookbook.engine.model import (
     DTYPES,
     LORA_FILE,
@@ -34,6 +35,7 @@ from cookbook.engine.model import (
     load,
     load_tokenizer,
     resolved,
+    set_end_tokens,
     with_dtype,
 )
 from cookbook.engine.parallel import Ranks
@@ -75,6 +77,7 @@ def load_on(ranks: Ranks, config: ModelConfig, device: torch.device, seed: int) 
             raise BackendError(f"model.name: {base!r} lacks {len(wanted)} of the model's weights, {wanted[0]} the first")
         values |= {name: parts[other] for name, other in names.items()}
     network.eval()
+    set_end_tokens(network, tokenizer)
     return HollowModel(network, tokenizer, config, device, Lineage(), ranks, base, seed, sources, values)
 
 
@@ -135,7 +138,8 @@ def _architecture(config: ModelConfig, base: str) -> PretrainedConfig:
 
 def _folder(ranks: Ranks, config: ModelConfig) -> Path | None:
     """The folder of full weights to read in parts; None for weights that every rank needs whole, and for an adapter."""
-    if not ranks.shards or config.random:
+    # Added tokens need the whole embedding.
+    if not ranks.shards or config.random or config.add_tokens:
         return None
     folder = Path(resolved(config.name))
     # The ranks of another node may have another disk. All of them download, or none.
@@ -160,7 +164,9 @@ def _from_config(config: ModelConfig, architecture: PretrainedConfig, seed: int)
     attention = None if config.attn_implementation == "auto" else config.attn_implementation
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(architecture, dtype=DTYPES[config.dtype], attn_implementation=attention)
+        network = AutoModelForCausalLM.from_config(architecture, dtype=DTYPES[config.dtype], attn_implementation=attention)
+    set_dropout(network, config.dropout)
+    return network
 
 
 def _hollow(config: ModelConfig, architecture: PretrainedConfig, seed: int) -> PreTrainedModel:

@@ -19,12 +19,16 @@ from cookbook.types import JsonObject, Sample, SamplingParams
 
 @dataclass(frozen=True)
 class AgentCall:
-    """A call of the model: messages of a chat with tools, or a text to complete, and the limits of the answer."""
+    """A call of the model: messages of a chat with tools, or a text to complete, and the limits of the answer.
+
+    ``options``: of the chat template.
+    """
 
     prompt: str | list[JsonObject]
     tools: tuple[JsonObject, ...] = ()
     max_tokens: int | None = None
     stop: Sequence[str] = ()
+    options: JsonObject = field(default_factory=dict)
 
     def extends(self, earlier: AgentCall, answer: JsonObject) -> str | list[JsonObject] | None:
         """Return the messages or text after the earlier call and its ``answer``; None if the call does not extend them."""
@@ -33,9 +37,11 @@ class AgentCall:
                 return None
             begun = earlier.prompt + str(answer["content"])
             return self.prompt[len(begun) :] or None if self.prompt.startswith(begun) else None
-        begun_with = [*earlier.prompt, answer]
+        begun_with = _with_answer(earlier.prompt, answer)
         count = len(begun_with)
-        if self.tools != earlier.tools or list(map(_facts, self.prompt[:count])) != list(map(_facts, begun_with)):
+        if (self.tools, self.options) != (earlier.tools, earlier.options) or list(map(_facts, self.prompt[:count])) != list(
+            map(_facts, begun_with)
+        ):
             return None
         return self.prompt[count:] or None
 
@@ -118,8 +124,17 @@ class Capture:
             example: Chat | Plain = Plain("call", call.prompt)
         else:
             messages = parse_messages(call.prompt, "call", "messages")
-            example = Chat("call", messages, len(messages), call.tools or None)
+            example = Chat("call", messages, len(messages), call.tools or None, call.options)
         return Conversation(self.renderer, RenderedPrompt([], Row("call", {}), "", "", example), None, [])
+
+
+def _with_answer(prompt: Sequence[JsonObject], answer: JsonObject) -> list[JsonObject]:
+    """Return the messages after an answer, which continues an answer that the prompt begins."""
+    last = prompt[-1] if prompt else {}
+    begun = last.get("content")
+    if last.get("role") != "assistant" or not isinstance(begun, str) or not begun or last.get("tool_calls"):
+        return [*prompt, answer]
+    return [*prompt[:-1], {**answer, "content": begun + str(answer.get("content") or "")}]
 
 
 def _facts(message: JsonObject) -> str:

@@ -162,7 +162,7 @@ def _interleaved(environment: EpisodeRunner, renderer: Renderer, rows: Sequence[
 
 
 def _made_up(renderer: Renderer, text: str) -> Segment:
-    tokens = [*renderer.encode(text), renderer.stop_token_ids[0]]
+    tokens = [*renderer.encode(text), *renderer.answer_end]
     return Segment("model", tokens, text, [0.0] * len(tokens), "stop")
 
 
@@ -220,7 +220,7 @@ def turn_tokens(config: EnvironmentConfig, prompts: Sequence[RenderedPrompt], re
 
 def _continued(conversation: Conversation, renderer: Renderer, observation: object) -> list[int]:
     """Add a made-up answer and an observation. Return the tokens that the next turn has to begin with."""
-    tokens = [*renderer.encode("answer"), renderer.stop_token_ids[0]]
+    tokens = [*renderer.encode("answer"), *renderer.answer_end]
     begun = conversation.tokens + tokens
     conversation.add(Sample(tokens, [0.0] * len(tokens), "stop"))
     conversation.observe(_observed(observation) or "")

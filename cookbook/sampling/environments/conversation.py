@@ -8,8 +8,10 @@ from dataclasses import replace
 from typing import Protocol
 
 from cookbook.data import RenderedPrompt, Renderer
+from cookbook.data.encoding import without_breaks
 from cookbook.data.formats import Chat, Example, Plain
-from cookbook.data.messages import ChatMessage, parse_messages
+from cookbook.data.messages import ChatMessage, is_prefill, parse_messages
+from cookbook.data.turns import opened_reasoning
 from cookbook.sampling.environments.tool_calls import described_tools
 from cookbook.sampling.trajectory import Branch, Segment
 from cookbook.types import JsonObject, Sample, SamplingParams
@@ -17,7 +19,7 @@ from cookbook.types import JsonObject, Sample, SamplingParams
 Observation = str | list[JsonObject] | None
 
 # A conversation that shows how the chat template continues after an answer.
-QUESTION, ANSWER = ChatMessage("user", "question"), ChatMessage("assistant", "answer")
+QUESTION, ANSWER = ChatMessage("user", "question"), ChatMessage("assistant", "\u241eanswer\u241e")
 # Some templates print the result of a tool only after the call of one.
 CALL = {"tool_calls": [{"id": "call00000", "type": "function", "function": {"name": "tool", "arguments": {}}}]}
 
@@ -50,11 +52,16 @@ class Conversation:
         self.renderer = renderer
         if tools and not renderer.prints_tools:
             observation, tools = _with_tools(observation, tools), []
-        self._example = _opening(prompt, observation, tools)
+        self._example, first = _opening(prompt, observation, tools)
+        if isinstance(self._example, Plain) and not renderer.spells_control_tokens(first):
+            self._example, first = replace(self._example, prompt=self._example.prompt + first), ""
         [(tokens, text)] = renderer.prompts([self._example])
-        self.tokens = list(tokens)
+        self.tokens = [*tokens, *renderer.encode_observation(first, tokens)]
+        text += first
         # Messages so far, of a chat; and the text that they were sampled after, with its special tokens.
         self._messages = list(self._example.messages) if isinstance(self._example, Chat) else []
+        # Whether the next completion continues the last message, the start of an answer.
+        self._is_begun = is_prefill(self._messages)
         self._text = text
         shown = "\n".join(message.content for message in self._messages) if self._messages else text
         self._segments = [Segment("prompt", self.tokens.copy(), shown)]
@@ -75,7 +82,13 @@ class Conversation:
         self._answer = Segment.sampled(sample, text)
         self._segments.append(self._answer)
         self.tokens += sample.tokens
-        self._messages.append(ChatMessage("assistant", text))
+        if self._is_begun:
+            begun = self._messages.pop()
+            self._messages.append(replace(begun, content=begun.content + text))
+            self._is_begun = False
+        else:
+            # A prompt that opens the reasoning has printed the start of the message.
+            self._messages.append(ChatMessage("assistant", opened_reasoning(self._text, text) + text))
         self._text += self.renderer.printed(sample.tokens)
         return self._answer
 
@@ -90,7 +103,7 @@ class Conversation:
         """Add what the environment says, and the header of the next answer."""
         if isinstance(self._example, Plain):
             text = observation if isinstance(observation, str) else "".join(f"\n{one['content']}\n" for one in observation)
-            self._continue(text, text)
+            self._continue(self.renderer.encode_observation(text, self.tokens), text, text)
             return
         said = _messages(observation, self._example.where)
         shown = "\n".join(message.content for message in said)
@@ -98,15 +111,14 @@ class Conversation:
         between = self._between(said)
         text = self.renderer.chat_text(replace(self._example, messages=tuple(self._messages)), header=True)
         if between is not None and _squeezed(text) == _squeezed(self._text + between):
-            self._continue(between, shown)
+            self._continue(self.renderer.encode(between, self.tokens), between, shown)
             return
         self._earlier.append(tuple(self._segments))
-        self.tokens = self.renderer.encode(text)
+        self.tokens = self.renderer.chat_tokens(text)
         self._text = text
         self._segments = [Segment("prompt", self.tokens.copy(), shown)]
 
-    def _continue(self, text: str, shown: str) -> None:
-        tokens = self.renderer.encode(text)
+    def _continue(self, tokens: list[int], text: str, shown: str) -> None:
         self._segments.append(Segment("environment", tokens, shown))
         self.tokens += tokens
         self._text += text
@@ -115,7 +127,8 @@ class Conversation:
         """Return what the chat template prints between a completion and the next; None if it prints no such text."""
         last = self._answer
         assert last is not None
-        closing = _after_answer(self.renderer, isinstance(self._example, Chat) and self._example.tools, tuple(said))
+        assert isinstance(self._example, Chat)
+        closing = _after_answer(self.renderer, self._example, tuple(said))
         if closing is None:
             return None
         stop = self.renderer.printed(last.tokens[-1:]) if last.stop_reason == "stop" else ""
@@ -124,32 +137,37 @@ class Conversation:
         return tail if found and not head.strip() else closing
 
 
-def _after_answer(renderer: Renderer, tools: object, said: tuple[ChatMessage, ...]) -> str | None:
+def _after_answer(renderer: Renderer, chat: Chat, said: tuple[ChatMessage, ...]) -> str | None:
     """Return the text from the end of an answer to the header of the next answer, with ``said`` between."""
     answer = replace(ANSWER, extra=CALL) if said and said[0].role == "tool" else ANSWER
-    before = Chat("", (QUESTION, answer), tools=tools or None)  # type: ignore[arg-type]
+    before = replace(chat, messages=(QUESTION, answer))
     text = renderer.chat_text(replace(before, messages=(*before.messages, *said)), header=True)
     ended = renderer.chat_text(before, header=False)
     if not text.startswith(ended):
-        return None
+        # The template prints the last answer differently from an earlier one. What follows the answer is the same.
+        before_answer, found, after = text.rpartition(ANSWER.content)
+        return after if found and answer is ANSWER and before_answer else None
     # The end of an answer with a call follows the call.
     closed = renderer.end_of_turn
     return closed + text[len(ended) :] if ended.endswith(closed) else None
 
 
-def _opening(prompt: RenderedPrompt, observation: Observation, tools: list[JsonObject]) -> Example:
-    """Return the row's prompt with the first observation at its end."""
+def _opening(prompt: RenderedPrompt, observation: Observation, tools: list[JsonObject]) -> tuple[Example, str]:
+    """Return the row's prompt with the first observation at its end, and the first observation of a plain text."""
     example = prompt.example
     if isinstance(example, Plain):
         text = observation if isinstance(observation, str) else "".join(str(one["content"]) for one in observation or ())
-        return replace(example, prompt=example.prompt + text)
+        return example, text
     assert isinstance(example, Chat)
-    messages = list(example.messages)
+    messages = list(example.messages[: example.start])
+    if example.prefill:
+        messages.append(ChatMessage("assistant", example.prefill))
     if isinstance(observation, str) and messages and messages[-1].role == "user":
         messages[-1] = replace(messages[-1], content=f"{messages[-1].content}\n{observation}")
     else:
         messages += _messages(observation, example.where)
-    return replace(example, messages=tuple(messages), start=len(messages), tools=example.tools or tuple(tools) or None)
+    tools_shown = example.tools or tuple(tools) or None
+    return replace(example, messages=tuple(messages), start=len(messages), tools=tools_shown, prefill=""), ""
 
 
 def _with_tools(observation: Observation, tools: list[JsonObject]) -> Observation:
@@ -167,5 +185,5 @@ def _messages(observation: Observation, where: str) -> tuple[ChatMessage, ...]:
 
 
 def _squeezed(text: str) -> str:
-    """The text without white space, which templates may trim."""
-    return "".join(text.split())
+    """The text without white space, which templates may trim, and without the marks of control tokens in contents."""
+    return "".join(without_breaks(text).split())

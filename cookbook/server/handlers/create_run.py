@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from cookbook.backends import worker
 from cookbook.backends.local import LocalTrainer
+from cookbook.backends.remote.connection import DROPOUT
 from cookbook.errors import ConfigError, CookbookError
 from cookbook.server.handlers.quotas import check_disk, check_runs
 from cookbook.server.journal.log import Log, Record
@@ -124,7 +125,8 @@ def _from_base_model(service: Service, session: Session, fields: CreateModel) ->
     info = RunInfo(run_id, base, rank > 0, rank or None, lora.seed or 0, time.time(), metadata, owner)
     modules = target_modules(attention=lora.train_attn, mlp=lora.train_mlp)
     folder = service.catalog.run_folder(run_id)
-    return info, partial(service.host.new_trainer, folder, rank=rank, seed=info.seed, modules=modules)
+    dropout = _dropout(metadata)
+    return info, partial(service.host.new_trainer, folder, rank=rank, seed=info.seed, modules=modules, dropout=dropout)
 
 
 def _from_checkpoint(service: Service, session: Session, fields: LoadWeights) -> tuple[RunInfo, MakeTrainer]:
@@ -139,7 +141,17 @@ def _from_checkpoint(service: Service, session: Session, fields: LoadWeights) ->
     metadata, owner = _as_strings(fields.user_metadata), service.tenants.owner_of(run_id)
     info = RunInfo(run_id, base, origin.is_lora, origin.lora_rank, origin.seed, time.time(), metadata, owner)
     folder, optimizer = service.catalog.run_folder(run_id), fields.optimizer
-    return info, partial(service.host.trainer_from_checkpoint, folder, checkpoint, optimizer=optimizer, seed=origin.seed)
+    make = partial(service.host.trainer_from_checkpoint, folder, checkpoint, optimizer=optimizer, seed=origin.seed)
+    return info, partial(make, dropout=_dropout(metadata))
+
+
+def _dropout(metadata: Mapping[str, str] | None) -> float | None:
+    """Return the dropout that the client of a run states; None: the server's. Raises ConfigError: it is not a number."""
+    text = (metadata or {}).get(DROPOUT)
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        raise ConfigError(f"user_metadata: {DROPOUT} must be a number, got {text!r}") from None
 
 
 def run_log_name(number: int | None) -> str:

@@ -134,7 +134,9 @@ async def chat_prompt(service: Service, fields: ChatBody) -> list[int]:
         # The role developer replaces system in newer versions of OpenAI's API.
         roles = {"developer": "system"}
         renamed = [{**one, "role": roles.get(str(one.get("role")), one.get("role"))} for one in fields.messages]
-        chat = Chat("messages", parse_messages(renamed, "request", "messages"), len(renamed), tools)
+        chat = Chat(
+            "messages", parse_messages(renamed, "request", "messages"), len(renamed), tools, fields.chat_template_kwargs
+        )
         return service.host.renderer.prompts([chat])[0][0]
 
     return await _rendered(service, render, "messages")

@@ -181,11 +181,13 @@ class Host:
         rank: int,
         seed: int,
         modules: str | list[str] = "all-linear",
+        dropout: float | None = None,
         graphs: RunGraphs | None = None,
         lane: Lane | None = None,
     ) -> LocalTrainer:
-        """Create a run on the base model. ``rank`` 0 trains all parameters."""
-        return self._trainer(replace(self.model, lora_rank=rank, lora_target_modules=modules), folder, seed, graphs, lane)
+        """Create a run on the base model. ``rank`` 0 trains all parameters; ``dropout`` None is the server's."""
+        model = self._with_dropout(replace(self.model, lora_rank=rank, lora_target_modules=modules), dropout)
+        return self._trainer(model, folder, seed, graphs, lane)
 
     def trainer_from_checkpoint(
         self,
@@ -194,6 +196,7 @@ class Host:
         *,
         optimizer: bool,
         seed: int,
+        dropout: float | None = None,
         graphs: RunGraphs | None = None,
         lane: Lane | None = None,
     ) -> LocalTrainer:
@@ -205,7 +208,7 @@ class Host:
         model = self._model_of(checkpoint)
         if not is_adapter(model):
             model = replace(self.model, dtype=model.dtype)
-        trainer = self._trainer(model, folder, seed, graphs, lane)
+        trainer = self._trainer(self._with_dropout(model, dropout), folder, seed, graphs, lane)
         trainer.load_state(str(checkpoint), optimizer=optimizer).result()
         return trainer
 
@@ -237,6 +240,10 @@ class Host:
         """End the worker thread at the next pause of its work, and drop the other work."""
         self.worker.drop_all()
         self.worker.close()
+
+    def _with_dropout(self, model: ModelConfig, dropout: float | None) -> ModelConfig:
+        """Return ``model`` with the dropout of a run; the server's own ``model.dropout`` has precedence."""
+        return model if self.model.dropout is not None or dropout is None else replace(model, dropout=dropout)
 
     def _check_sampling(self) -> None:
         if self._base_trainer.engine.ranks.shards:

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from cookbook.server.wire.bodies import Int64, Refused, RequestBody
 from cookbook.server.wire.encode import JSON
 from cookbook.types import JsonObject, SamplingParams
+from cookbook.utils.template_options import TEMPLATE_OPTIONS, checked_options
 
 # Paths of the endpoint. Errors on these paths have OpenAI's format.
 PATHS = ("/v1/", "/inference/v1/")
@@ -125,10 +126,17 @@ class ChatBody(StreamedBody):
     messages: list[JsonObject] = Field(min_length=1)
     tools: list[JsonObject] = Field(default_factory=list)
     tool_choice: Literal["auto", "none"] = "auto"
+    # Options of the chat template for this request, as with vLLM.
+    chat_template_kwargs: JsonObject = Field(default_factory=dict)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP)
+
+    @field_validator(TEMPLATE_OPTIONS)
+    @classmethod
+    def _options(cls, options: JsonObject) -> JsonObject:
+        return checked_options(options)
 
     @property
     def may_call(self) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cookbook.engine.head.linear_logprobs.operator import CACHED, FROZEN, RECOMPUTE, Operands, forward
+from cookbook.engine.head.linear_logprobs.scan import LIKELY_BITS, LN2, RowBlock, Tiling
 from cookbook.engine.model import OneProductLinear
 from cookbook.errors import BackendError
 
@@ -114,6 +115,23 @@ def linear_logprobs(
     )
 
 
+def linear_logits(hidden: Tensor, layer: LinearLayer) -> Tensor:
+    """Return ``softcap(scale * (hidden W^T + bias))``, ``(N, V)`` in at least float32, for all tokens of the vocabulary.
+
+    Logits of tokens with a probability above 1/64 are computed in float32, even where products are rounded to bfloat16.
+    """
+    targets = torch.zeros(len(hidden), dtype=torch.long, device=hidden.device)
+    projection = operands(hidden, layer, targets, None).projection()
+    rows, vocabulary = projection.num_rows, projection.vocabulary
+    block = RowBlock(projection, Tiling(rows, vocabulary, max(rows, 1), vocabulary))
+    tile = slice(0, vocabulary)
+    out = torch.empty(rows, vocabulary, dtype=projection.work_dtype, device=hidden.device)
+    bits = block.bits(tile, out)
+    if block.rounds_products and rows:
+        block.recompute_likely(bits, tile, (bits * LN2).logsumexp(1) / LN2 + LIKELY_BITS)
+    return bits.mul_(LN2)
+
+
 def operands(hidden: Tensor, layer: LinearLayer, targets: Tensor, temperature: Tensor | None) -> Operands:
     """Return the operands of the operator, checked and converted.
 
@@ -193,13 +211,16 @@ def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
 
 
 @contextlib.contextmanager
-def captured_input(layer: torch.nn.Module) -> Iterator[list[Tensor]]:
-    """Context that yields a list of the inputs of each call of ``layer``, and lets the layer compute the last position only."""
+def captured_input(layer: torch.nn.Module, *, one_row: bool = False) -> Iterator[list[Tensor]]:
+    """Context that yields a list of the inputs of each call of ``layer``, and lets the layer compute the last position only.
+
+    ``one_row``: the layer computes that position of the first row only.
+    """
     inputs: list[Tensor] = []
 
     def keep(_: torch.nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         inputs.append(args[0])
-        return (args[0][:, -1:], *args[1:])
+        return (args[0][: 1 if one_row else None, -1:], *args[1:])
 
     with layer.register_forward_pre_hook(keep):
         yield inputs

@@ -1,0 +1,95 @@
+"""The tokens that end a completion: the one place that decides them for training, sampling, evaluation and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import dropwhile, takewhile
+from typing import TYPE_CHECKING, Any
+
+from cookbook.data.encoding import TextEncoder
+from cookbook.data.template import ChatTemplate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Attribute of a tokenizer: the end tokens of the generation config next to it.
+CONFIGURED = "configured_stop_token_ids"
+
+
+def configure(tokenizer: PreTrainedTokenizerBase, *eos_token_ids: object) -> None:
+    """Keep the ``eos_token_id`` of a generation config with the tokenizer. Each is a token, a list of tokens, or None."""
+    setattr(tokenizer, CONFIGURED, tuple(_unique([*configured(tokenizer), *_tokens(eos_token_ids)])))
+
+
+def configured(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the end tokens of the generation config."""
+    found: tuple[int, ...] = getattr(tokenizer, CONFIGURED, ())
+    return found
+
+
+class StopTokens:
+    """The stop tokens of a tokenizer and its chat template.
+
+    Attributes:
+        ids: end-of-text token, the token with which the template closes an answer, the tokens of the generation config, and
+            the tokens that begin the next turn if the template does not close answers.
+        next_turns: of these, those that begin the turn after an answer and after a call. The models of such templates, as
+            GLM-4, end an answer with the token that begins the next turn.
+        answer_end: the token that a complete answer ends with; empty: the tokenizer has none.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, encoder: TextEncoder) -> None:
+        self._encoder = encoder
+        eos = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+        self.next_turns: tuple[int, ...] = ()
+        closing: list[int] = []
+        if tokenizer.chat_template:
+            closing = self._leading_special(template.end_of_turn)
+            self.next_turns = tuple(_unique(token for text in template.next_turns for token in self._first_special(text)))
+        # Several special tokens may close an answer together. The last is the stop token if it is the tokenizer's.
+        own = [] if set(eos) & set(closing) else closing[:1]
+        # An ordinary token is no end of a text: the file may belong to another tokenizer.
+        stated = [token for token in configured(tokenizer) if token in encoder.added_ids]
+        self.ids = tuple(_unique([*eos, *own, *self.next_turns, *stated]))
+        self.answer_end = (*self.next_turns[:1], *own, *eos)[:1]
+
+    def _leading_special(self, text: str) -> list[int]:
+        """Return the first special tokens of a text that follow each other."""
+        special = self._encoder.added_ids
+        tokens = self._encoder.continuation(text, []).ids
+        return list(takewhile(special.__contains__, dropwhile(lambda token: token not in special, tokens)))
+
+    def _first_special(self, text: str) -> list[int]:
+        return [token for token in self._encoder.continuation(text, []).ids[:1] if token in self._encoder.added_ids]
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the stop tokens of a tokenizer, which may be a slow one: then the chat template adds none."""
+    if not tokenizer.is_fast:
+        eos = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+        return tuple(_unique([*eos, *configured(tokenizer)]))
+    return StopTokens(tokenizer, ChatTemplate(tokenizer), TextEncoder(tokenizer)).ids
+
+
+def for_generation_config(tokenizer: PreTrainedTokenizerBase, current: object) -> int | list[int] | None:
+    """Return the ``eos_token_id`` of a generation config, with which transformers and vLLM stop where cookbook does.
+
+    ``current``: its value so far, which stays if it already has all stop tokens.
+    """
+    before = _tokens([current])
+    ids = _unique([*before, *stop_token_ids(tokenizer)])
+    if set(ids) == set(before):
+        kept: Any = current
+        return kept  # type: ignore[no-any-return]
+    return ids[0] if len(ids) == 1 else ids
+
+
+def _tokens(values: Iterable[object]) -> list[int]:
+    found: list[int] = []
+    for value in values:
+        found += [int(one) for one in value] if isinstance(value, Sequence) else [] if value is None else [int(value)]  # type: ignore[call-overload]
+    return found
+
+
+def _unique(tokens: Iterable[int]) -> list[int]:
+    return list(dict.fromkeys(tokens))
