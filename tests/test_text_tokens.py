@@ -1,4 +1,4 @@
-"""Tokens of plain texts: a text that continues another, the beginning-of-text token once, one end of a text."""
+"""Tokens of plain texts: a text that continues another, the start token once, one end of a text."""
 
 import numpy as np
 import pytest
@@ -108,7 +108,7 @@ def test_a_text_begins_once(prompt):
     assert text.weights.tolist() == [0.0] + [1.0] * (len(text.tokens) - 1)
 
 
-def test_a_start_that_is_also_the_end_is_kept():
+def test_a_start_token_that_is_also_the_end_token_is_kept():
     """OPT begins every text with </s>, which is its end-of-text token too."""
     render = Renderer(opt_like())
     end = render.tokenizer.eos_token_id
@@ -118,7 +118,7 @@ def test_a_start_that_is_also_the_end_is_kept():
     assert rendered.weights.tolist() == [0, 0, 1, 1]
 
 
-def test_a_tokenizer_that_only_ends_texts_has_no_start():
+def test_a_tokenizer_that_only_ends_texts_adds_no_start():
     from tokenizers import processors
 
     tokenizer = opt_like()

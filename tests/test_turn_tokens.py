@@ -49,7 +49,7 @@ def ends(tokenizer) -> list[int]:
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2])
-def test_a_model_stops_at_the_end_of_turn_and_its_checkpoints_name_it(base_model, tmp_path, lora_rank):
+def test_a_model_and_its_checkpoints_stop_at_the_end_of_turn(base_model, tmp_path, lora_rank):
     model = load(ModelConfig(str(base_model), lora_rank=lora_rank), torch.device("cpu"), seed=0)
     stops = ends(model.tokenizer)
     assert list(StopCondition.of(model, SamplingParams()).ids) == sorted(stops)

@@ -62,7 +62,6 @@ def test_no_cell_differs_and_every_row_that_a_template_can_print_is_trained():
 
 
 @pytest.mark.nightly
-@pytest.mark.xfail(reason="a prompt that ends with an answer is not continued yet (issue 36, section 2, 6)", strict=False)
 def test_a_prefilled_answer_is_continued():
     cells = [cell(name, "prefill", method) for name in ("llama3", "qwen3", "gemma") for method in zootools.METHODS]
     assert [one for one in cells if one.result != "same"] == []

@@ -48,8 +48,8 @@ DIVISIONS = {
 # llama.cpp refuses a file without merges. This one never applies: both sides are whole special tokens.
 NO_MERGES = "<|none|> <|none|>"
 
-# Ollama's own language for templates, for the two families whose models all write turns in the same way; such a turn, and the
-# header of an answer, in Python's.
+# Templates in Ollama's language for the two families whose models all write turns in the same way. For each: a turn and the
+# header of an answer as format strings of Python.
 CHATML = "{{- range .Messages }}<|im_start|>{{ .Role }}\n{{ .Content }}<|im_end|>\n{{ end }}<|im_start|>assistant\n"
 LLAMA3 = (
     "{{- range .Messages }}<|start_header_id|>{{ .Role }}<|end_header_id|>\n\n{{ .Content }}<|eot_id|>{{ end }}"

@@ -85,7 +85,7 @@ class Contents:
         return f"'{role}'" in template or f'"{role}"' in template
 
     def _quoted(self, value: Any, marks: re.Pattern[str], where: str) -> Any:
-        """Return a value whose texts have a break inside of each control token; the same object if no token is in it."""
+        """Return a value whose texts have a break inside of each control token; the same object without a control token."""
         if isinstance(value, str):
             if BREAK in value:
                 raise DataError(f"{where}: a text has the character U+FDD0, which Unicode reserves for programs; remove it")
@@ -141,6 +141,9 @@ class Contents:
 
 def _pattern(marks: Iterable[str]) -> re.Pattern[str]:
     """Return the pattern that finds any of the marks."""
-    # A mark of one character cannot be broken.
-    ordered = sorted((mark for mark in marks if len(mark) > 1), key=lambda mark: (-len(mark), mark))
-    return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+    # Some vocabularies have a thousand marks, which are searched fast by their first two characters. A mark of one character
+    # cannot be broken.
+    groups: dict[str, list[str]] = {}
+    for mark in sorted((mark for mark in marks if len(mark) > 1), key=lambda mark: (-len(mark), mark)):
+        groups.setdefault(mark[:2], []).append(re.escape(mark[2:]))
+    return re.compile("|".join(f"{re.escape(start)}(?:{'|'.join(rests)})" for start, rests in groups.items()) or r"(?!)")

@@ -23,7 +23,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 # Separates the first character of a control token from its other characters where a row's content spells the token, so that the
 # tokenizer reads text. Unicode reserves this code point for the inside of programs.
 BREAK = "\ufdd0"
-# Steps of a tokenizer that put a space before a text, and the field that decides on the space, with the value for no space.
+# Steps of a tokenizer that may put a space before a text, and the field for the space, with its value for no space.
 PREFIXES: dict[str, tuple[str, object]] = {"Metaspace": ("prepend_scheme", "never"), "ByteLevel": ("add_prefix_space", False)}
 
 
@@ -39,7 +39,7 @@ class Encoded(Protocol):
 
 @dataclass(frozen=True)
 class JoinedText:
-    """Tokens of parts of a text that were encoded in turn. ``offsets`` are places in the whole text."""
+    """Tokens of consecutive parts of a text that were encoded separately. ``offsets`` are places in the whole text."""
 
     ids: list[int]
     offsets: list[tuple[int, int]]
@@ -100,7 +100,7 @@ class TextEncoder:
         return self._continued(text, place, is_after_special=bool(before) and before[-1] in self.added_ids)
 
     def opened(self, tokens: list[int]) -> list[int]:
-        """Return the tokens of a text with those that the tokenizer puts before every text, once."""
+        """Return the tokens of a text after those that the tokenizer puts before every text, which are not repeated."""
         opening = self.opening
         return tokens if tokens[: len(opening)] == opening else opening + tokens
 
@@ -114,10 +114,10 @@ class TextEncoder:
         starts = range(len(whole) - len(bare) + 1)
         return next((whole[:start] for start in starts if whole[start : start + len(bare)] == bare), [])
 
-    @property
+    @cached_property
     def prefixes(self) -> bool:
         """Whether the tokenizer puts a space before every text."""
-        return self._unprefixed is not None
+        return tuple(map(_without_prefix, self._steps)) != self._steps
 
     @cached_property
     def added_ids(self) -> frozenset[int]:
@@ -131,11 +131,10 @@ class TextEncoder:
 
     def _continued(self, text: str, place: str, *, is_after_special: bool = False) -> Encoded:
         """Encode a text that follows others. Its sections after special tokens are encoded as in every text."""
-        unprefixed = self._unprefixed
-        if unprefixed is None or (is_after_special and self._prefixes_sections):
+        if not self.prefixes or (is_after_special and self._prefixes_sections):
             return self.raw([text], [place])[0]
         _check_unicode(text, place)
-        encoded: Encoded = unprefixed.encode(text, add_special_tokens=False)
+        encoded: Encoded = self._unprefixed.encode(text, add_special_tokens=False)
         first = next((index for index, token in enumerate(encoded.ids) if token in self.added_ids), None)
         if first is None or not self._prefixes_sections:
             return encoded
@@ -158,13 +157,11 @@ class TextEncoder:
         return any(_prefixes_sections(step) for step in self._steps)
 
     @cached_property
-    def _unprefixed(self) -> Tokenizer | None:
-        """The tokenizer without a space before the text; None: it puts none there."""
+    def _unprefixed(self) -> Tokenizer:
+        """The tokenizer without a space before the text."""
         from tokenizers import Tokenizer
 
         normalizer, words = map(_without_prefix, self._steps)
-        if (normalizer, words) == self._steps:
-            return None
         whole = json.loads(self.tokenizer.backend_tokenizer.to_str())
         changed = {**whole, "normalizer": normalizer, "pre_tokenizer": words, "padding": None, "truncation": None}
         made = Tokenizer.from_str(json.dumps(changed))

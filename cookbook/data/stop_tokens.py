@@ -56,11 +56,11 @@ class StopTokens:
     def _leading_special(self, text: str) -> list[int]:
         """Return the first special tokens of a text that follow each other."""
         special = self._encoder.added_ids
-        tokens = self._encoder.continuation(text, []).ids
+        tokens = self._encoder.raw([text], [""])[0].ids
         return list(takewhile(special.__contains__, dropwhile(lambda token: token not in special, tokens)))
 
     def _first_special(self, text: str) -> list[int]:
-        return [token for token in self._encoder.continuation(text, []).ids[:1] if token in self._encoder.added_ids]
+        return [token for token in self._encoder.raw([text], [""])[0].ids[:1] if token in self._encoder.added_ids]
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -206,7 +205,9 @@ class ChatTemplate:
             return after
         # The template changes the text of answers. It closes other answers in the same way.
         other = self.shown(Chat("", (PROBE[0], replace(PROBE[1], content="sentence"))), header=False) or ""
-        return os.path.commonprefix([text[::-1], other[::-1]])[::-1]  # noqa: RUF071 - of texts, character by character
+        pairs = enumerate(zip(reversed(text), reversed(other), strict=False))
+        length = next((place for place, (one, another) in pairs if one != another), 0)
+        return text[len(text) - length :]
 
     @cached_property
     def last_word(self) -> str:
@@ -343,7 +344,7 @@ class ChatTemplate:
 
 
 def _reason(error: Exception) -> str:
-    """Return the first line of a template's error. The text of an error such as KeyError does not name its type."""
+    """Return the first line of a template's error. An error such as KeyError is named, because its text is only a key."""
     from jinja2.exceptions import TemplateError
 
     text = next(iter(str(error).splitlines()), "")
