@@ -1,4 +1,4 @@
-"""Memory and time of a step, estimated by ``cookbook plan`` and measured: ``python benchmarks/plan.py [--json FILE]``.
+"""Memory and time of a step, estimated by ``cookbook plan`` and measured: ``python benchmarks/plan.py [--real MODEL]``.
 
 Random models of several architectures and sizes on the CPU. Each is trained for two steps in a process of its own, whose peak
 of resident memory, Python and torch included, is compared with the estimate that is made from the shapes alone. Arithmetic is
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import plan_real
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoTokenizer
@@ -100,6 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="a part of the names of the cases")
     parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--real", type=Path, help="folder of a chat model; compare whole runs of the command on it instead")
     parser.add_argument("--train", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -108,15 +110,22 @@ def main() -> None:
         name, folder = arguments.train
         train(next(case for case in CASES if case.name == name), Path(folder))
         return
+    if arguments.real:
+        finish(plan_real.compare(arguments.real, arguments.only), ["memory off by"], arguments.json)
+        return
     columns = f"{'estimated MB':>14s}{'measured MB':>14s}{'off by':>8s}{'estimated TFLOP':>17s}{'counted':>10s}{'off by':>8s}"
     print(f"{'':32s}{columns}")
     rows = []
     for case in (case for case in CASES if arguments.only in case.name):
         with tempfile.TemporaryDirectory() as folder:
             rows.append(compared(case, Path(folder)))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
-    worst = max(abs(row[key]) for row in rows for key in ("memory off by", "arithmetic off by"))
+    finish(rows, ["memory off by", "arithmetic off by"], arguments.json)
+
+
+def finish(rows: list[dict[str, Any]], keys: list[str], file: Path | None) -> None:
+    if file:
+        file.write_text(json.dumps(rows, indent=2) + "\n")
+    worst = max(abs(row[key]) for row in rows for key in keys)
     print(f"\nworst: {worst:.0%}, within {REACH:.0%}: {worst <= REACH}")
 
 

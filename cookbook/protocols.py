@@ -292,6 +292,13 @@ class Preflight(Protocol):
         """
 
 
+@runtime_checkable
+class LimitedDeployment(Protocol):
+    """A deployment that may take shorter sequences than the model. ``max_length``: in tokens; None: the model's own."""
+
+    max_length: int | None
+
+
 # ---- sampling --------------------------------------------------------------------------------------------------------
 
 

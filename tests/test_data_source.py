@@ -342,7 +342,7 @@ def test_numbers_out_of_bounds_are_refused(values, key):
     [
         ("train", "train[:2]", "train[:2]"),
         ("train[:50%]", "train[40%:]", "train[40%:]"),
-        ("train[3:]", "validation[-8:]", "validation[-8:]"),  # a file has one split, whatever its name
+        ("train[3:]", "validation[-8:]", "validation[-8:]"),  # a file has one split of any name
         ("train[2:]", "train[:2]", None),
         ("train[:50%]", "train[50%:]", None),
     ],

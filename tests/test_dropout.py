@@ -129,3 +129,28 @@ def test_preferences_and_rl_train_without_dropout(here: Path) -> None:  # noqa: 
     assert ratios == pytest.approx([1.0] * len(ratios), abs=1e-4) and ratios
     assert train("recipe=dpo", "data=arithmetic_pairs", "recipe.batch_size=4", "out=on", "model.dropout=0.1", *short) == 0
     assert rows("on")[1]["loss"] != pytest.approx(0.693147, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_run_on_a_server_has_the_dropout_of_its_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server keeps the model's own dropout for clients that state none, such as Tinker's."""
+    pytest.importorskip("tinker")
+    import servertools
+
+    from cookbook.backends.remote.config import RemoteConfig
+
+    monkeypatch.setenv("TINKER_API_KEY", servertools.KEY)
+    folder, data = gpt2(tmp_path / "gpt2"), tiny.datums(4)
+    with servertools.running(folder, tmp_path / "server", names=["gpt2"]) as server:
+        for dropout in (None, 0.0):
+            trainer = RemoteConfig(server.url, patience_s=30.0).make_trainer(
+                ModelConfig(str(folder), dropout=dropout, lora_rank=2), seed=0, folder=tmp_path / str(dropout)
+            )
+            plain = trainer.forward(data, "cross_entropy").result().metrics["loss"]
+            [run] = server.service.runs.values()
+            assert run.trainer.engine.model.config.dropout == dropout
+            assert run.trainer.engine.passes.has_dropout == (dropout is None)
+            trained = trainer.forward_backward(data, "cross_entropy").result().metrics["loss"]
+            assert (abs(trained - plain) < 1e-4) == (dropout == 0.0)
+            trainer.close()
+            servertools.wait_until(lambda: not server.service.runs)

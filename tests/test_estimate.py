@@ -11,8 +11,10 @@ import pytest
 import tiny
 from marks import rest_slow
 
+from cookbook.cli import plan
 from cookbook.cli.app import run
 from cookbook.engine.estimate import estimate
+from cookbook.engine.heap import Heap
 from cookbook.engine.model import ModelConfig
 from cookbook.engine.precision import DEFAULT, Precision
 from cookbook.losses import CrossEntropy
@@ -120,6 +122,35 @@ def test_recomputing_activations_saves_memory(tiny_folder):
     assert again.temporary < kept.temporary
 
 
+def test_a_gap_is_too_small_for_another_aligned_block_of_its_size():
+    heap = Heap()
+    blocks = [heap.allocate(1000) for _ in range(4)]
+    grown = heap.extent
+    heap.free(blocks[1])
+    heap.allocate(1000)
+    assert heap.extent > grown  # glibc 2.36 searches for 1,000 bytes and room to align them
+    grown = heap.extent
+    heap.free(blocks[2])
+    again = heap.allocate(1500)  # both gaps are one now
+    assert again == blocks[1] and heap.extent == grown
+
+
+def test_the_end_of_the_heap_is_used_again():
+    heap = Heap()
+    kept, freed = heap.allocate(1000), heap.allocate(5000)
+    heap.free(freed)
+    assert heap.allocate(4000) == freed and heap.extent == 1008 + 5008
+    heap.free(kept)
+    assert heap.allocate(10) == kept
+
+
+def test_completions_of_a_prompt_share_it():
+    assert plan._computed(71, 24, 8) == 47 + 8 * 24
+    assert plan._computed(71, 24, 1) == 71
+    assert plan._computed(100, 95, 8) == 800  # too little is shared
+    assert plan._computed(71, 0, 8) == 8 * 71
+
+
 def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -143,6 +174,7 @@ def test_the_command_says_it_in_words(capsys, tmp_path, monkeypatch):
     out = capsys.readouterr().out
     assert "624,384, of which 624,384 are trained" in out
     assert "reference" in out and "GB of Python and torch" in out
+    assert "7.5 MB each on the disk, of which 5.0 MB are optimizer state" in out
     assert dict(line.split(None, 1) for line in out.splitlines())["recomputed"].startswith("no")
     assert run(["plan", "recipe=sft", "data.limit=50", "backend.activation_checkpointing=true"]) == 0
     assert dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())["recomputed"] == "yes: as configured"

@@ -228,10 +228,10 @@ def test_a_reward_that_hangs_ends_an_evaluation_and_names_the_row(capsys):
         "mine.py",
         "import time\n\n\ndef hang(completion, row):\n    time.sleep(600 if row['prompt'] == '8+41=' else 0)\n    return 1\n",
     )
-    words = ["reward=python", "reward.target=mine.py:hang", "reward.timeout_s=0.5", "eval.limit=4"]
+    words = ["reward=python", "reward.target=mine.py:hang", "reward.timeout_s=3", "eval.limit=4"]
     assert run(["eval", "tiny", *words]) == 2
     where = f"{packaged('data')}/arithmetic/prompts_eval.jsonl:3"
-    message = f"error: {where}: the reward has not returned after 0.5 s; fix the reward or row, or raise reward.timeout_s\n"
+    message = f"error: {where}: the reward has not returned after 3 s; fix the reward or row, or raise reward.timeout_s\n"
     assert capsys.readouterr().err == message
 
 

@@ -82,7 +82,7 @@ ORDER = {
     "engine": [
         "engine",
         "decoding estimate",
-        "forward options",
+        "forward heap options",
         "capabilities",
         "memory head layers offload shape",
         "optimizer",

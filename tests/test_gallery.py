@@ -77,6 +77,9 @@ def needed(name: str, folder: Path) -> Iterator[list[str]]:
         # The shipped model before sft_tools has no right answer under this template, so that GRPO would have no gradient.
         Path("length.py").write_text("def reward(completion, row): return len(completion) % 5 / 5")
         yield [f"model.name={ROOT / 'data' / 'tiny'}", TOOLS, f"env.target={CALCULATOR}", "reward=length.py:reward"]
+    elif name == "grpo_two_digits":
+        # The real model is trained by tests/system/real_model.
+        yield [f"model.name={ROOT / 'data' / 'tiny'}", "optim.lr=1e-4"]
     else:
         if name == "grpo_chain_sum":
             pytest.importorskip("reasoning_gym")
@@ -118,7 +121,7 @@ def test_a_conversation_about_the_calculator_has_the_tokens_of_an_episode(number
 
     contract = PythonEnvironment(target=CALCULATOR).contract
     episode = Instance(example("calculator").Calculator(), contract)
-    question = Chat("", (ChatMessage("user", row["messages"][0]["content"]),))
+    question = Chat("", (ChatMessage("user", row["messages"][0]["content"]),), start=1)
     prompt = RenderedPrompt([], Row("", {}), "", "", question)
     talk = Conversation(Renderer(tokenizer, 256), prompt, episode.reset(row, 0).observation, contract.tools)
     for answer in answers:

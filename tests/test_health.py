@@ -57,7 +57,8 @@ def test_clipped_ratios_of_an_on_policy_step_are_said_once_in_its_step(caplog):
     (line,) = said(caplog, LEARNS, clips, clips)
     assert line == (
         "step 2: 5.0% of the ratios of an on-policy update were clipped (kl/sampler_trainer_k3 is 0.015), so sampler and "
-        "trainer compute different log-probabilities; give both the same weights, precision and temperature, or set loss.anchor=trainer"
+        "trainer compute different log-probabilities; give both the same weights, precision and temperature, or set "
+        "loss.anchor=trainer"
     )
     assert not said(caplog, {**clips, "loss/clip_frac": 0.019}, {**clips, "sync/version_lag": 1.0})
     # A step that samples nothing updates with completions of an earlier one.

@@ -47,7 +47,7 @@ def found(**environment: str) -> tuple[bool, int]:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("MALLOC_TRIM_THRESHOLD_", "131072"),
+        pytest.param("MALLOC_TRIM_THRESHOLD_", "131072", marks=pytest.mark.nightly),
         ("GLIBC_TUNABLES", "glibc.malloc.arena_max=4"),
     ],
 )

@@ -175,15 +175,33 @@ def test_the_last_line_alone_is_the_score(answer, score):
     assert Judge(url="http://localhost:1/v1", model="m").score(answer) == score
 
 
-def test_every_failure_is_retried(serving):
+class Timeouts:
+    """``asyncio.timeout`` of a judge, for one request at a time, which the test ends."""
+
+    def timeout(self, limit_s):
+        self.loop, self.latest = asyncio.get_running_loop(), asyncio.timeout(None)
+        return self.latest
+
+    def end(self):
+        self.loop.call_soon_threadsafe(lambda: self.latest.reschedule(self.loop.time()))
+
+
+def test_every_failure_is_retried(serving, monkeypatch):
     """One completion meets them all, in turn; the answer without a score is followed by a correction."""
     replies = [
         (500, "broken"), (503, "busy", ("Retry-After", "0")), (429, "slow down"), DROP, HANG, (200, "<html>no JSON"),
         (200, '{"choices": []}'), (200, '{"choices": [{"message": {"content": null}}]}'), "I like it", "Score: 4",
     ]  # fmt: skip
-    said = iter(replies)
-    server = serving(lambda body, number: next(said))
-    assert scores(judge_of(server, retries=len(replies) - 1, timeout_s=0.5), "42") == [0.4]
+    said, timeouts = iter(replies), Timeouts()
+    monkeypatch.setattr(judges, "asyncio", SimpleNamespace(**{**vars(asyncio), "timeout": timeouts.timeout}))
+
+    def reply(body, number):
+        if (found := next(said)) == HANG:
+            timeouts.end()
+        return found
+
+    server = serving(reply)
+    assert scores(judge_of(server, retries=len(replies) - 1), "42") == [0.4]
     assert len(server.requests) == len(replies)
     last = server.requests[-1][2]["messages"]
     assert [one["role"] for one in last] == ["user", "assistant", "user"] and last[1]["content"] == "I like it"

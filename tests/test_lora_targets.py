@@ -1,4 +1,4 @@
-"""Which weights get a LoRA adapter: experts, no routers; the share that a run says; checkpoints that PEFT loads."""
+"""Weights that get a LoRA adapter: experts, no routers; the share that a run says; checkpoints that PEFT loads."""
 
 from __future__ import annotations
 

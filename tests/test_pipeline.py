@@ -302,13 +302,13 @@ def test_two_stages_are_one_process(two_stages: SimpleNamespace, case: tuple[str
     check(two_stages, case)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", FOUR_STAGES, ids=str)
 def test_four_stages_are_one_process(four_stages: SimpleNamespace, case: tuple[str, str, bool]) -> None:
     check(four_stages, case)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_example_learns() -> None:
     command = [sys.executable, str(ROOT / "examples" / "pipeline.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})

@@ -77,6 +77,14 @@ def refusals(capsys, *words: str) -> tuple[str, str]:
                 ["recipe=sft", "deployment=vllm", "model.dtype=float64"],
                 "deployment.dtype: vLLM serves float32 or bfloat16",
             ),
+            (
+                ["recipe=grpo", "deployment=vllm", "deployment.name=shared", "deployment.max_length=20"],
+                "deployment.max_length: completions may have ",
+            ),
+            (
+                ["recipe=sft", "deployment=vllm", "deployment.name=shared", "deployment.max_length=20"],
+                "deployment.max_length: completions may have ",
+            ),
             (["recipe=sft", "out=file/run"], "out: cannot write to file/run: Not a directory"),
         ],
         fast=3,

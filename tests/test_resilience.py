@@ -312,7 +312,7 @@ def serving():
         thread = threading.Thread(target=web.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         servers.append((web, thread))
-        pools.append(Pool([Client(f"http://127.0.0.1:{web.server_port}", timeout_s=0.5, retries=0)], 64, 8))
+        pools.append(Pool([Client(f"http://127.0.0.1:{web.server_port}", timeout_s=3.0, retries=0)], 64, 8))
         return DeploymentSampler(pools[-1], 3, "v"), web
 
     yield serve

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from marks import rest_slow
+from marks import rest_slow, rotating
 from runtools import SMALL, bits, checkpoint, files, here, resume_words, rows, start, timeless, train, write  # noqa: F401
 from safetensors.torch import load_file, save_file
 from waiting import WAIT_S, until
@@ -139,8 +139,7 @@ def test_terminate_is_the_same_and_the_printed_command_resumes(capsys):
     same_as_undisturbed("its place/a=b")
 
 
-@pytest.mark.parametrize("tracker", ["wandb", "tensorboard", "trackio", "mlflow"])
-@pytest.mark.slow
+@pytest.mark.parametrize("tracker", rotating(["wandb", "tensorboard", "trackio", "mlflow"], 1))
 def test_a_tracker_resumes_in_the_same_place(tracker, monkeypatch):
     pytest.importorskip(tracker, reason=f"{tracker} is an extra")
     monkeypatch.setenv("WANDB_MODE", "offline")

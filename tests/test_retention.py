@@ -141,7 +141,7 @@ def test_the_last_checkpoint_may_hold_weights_only(capsys):
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.slow
-def test_a_stopped_run_can_resume_whatever_its_last_checkpoint_will_hold():
+def test_a_stopped_run_can_resume_with_a_last_checkpoint_of_weights_only():
     words = [*SMALL["orpo"], "eval.every=null", "checkpoint.every=null", "checkpoint.final_state=false"]
     assert train(*words, "out=run", *stop_at(2)) == 130
     assert manifest.read(checkpoint("run", 2))["kind"] == "state"

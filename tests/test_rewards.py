@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from marks import rest_slow
+from waiting import WAIT_S
 
 from cookbook.data import Row
 from cookbook.errors import ConfigError, CookbookError, DataError, RolloutError
@@ -327,7 +328,7 @@ def test_workers_return_the_functions_results_in_any_order(judge, workers):
 @pytest.mark.parametrize(
     ("completion", "message"),
     [
-        ("hangs", "the reward has not returned after 0.5 s; fix the reward or row, or raise reward.timeout_s"),
+        ("hangs", "the reward has not returned after 3 s; fix the reward or row, or raise reward.timeout_s"),
         ("raises", "the reward raised ZeroDivisionError: division by zero (my_file.py:8); fix the reward or row"),
         ("ends", "the reward ended its process (exit code 7); fix the reward or row"),
         ("None", "the reward returned NoneType, not a number; return one float"),
@@ -336,7 +337,7 @@ def test_workers_return_the_functions_results_in_any_order(judge, workers):
 def test_what_goes_wrong_in_a_worker_names_the_row(judge, completion, message, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("cookbook"), "propagate", True)
     caplog.set_level(logging.INFO, "cookbook")
-    found = judge(workers=1, timeout_s=0.5)
+    found = judge(workers=1, timeout_s=3.0 if completion == "hangs" else WAIT_S)
     bad, good = found.submit(completion, Row("train.jsonl:7", {"answer": 0})), found.submit("abc", ROWS[1])
     with pytest.raises(RolloutError) as error:
         bad()

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import servertools
 import tiny
+from marks import rest_nightly
 from servertools import wait_until
 from waiting import WAIT_S
 
@@ -524,8 +525,8 @@ serve(ModelConfig(model), LocalConfig(), ServerConfig(port=int(port), names=["ti
 """
 
 
-@pytest.mark.slow
-def test_a_request_that_ends_the_process_fails_after_two_attempts(tiny_folder, tmp_path):
+@pytest.mark.parametrize("kind", rest_nightly(["sample", "optim_step"]))
+def test_a_request_that_ends_the_process_fails_after_two_attempts(tiny_folder, tmp_path, kind):
     port = servertools.free_port()
     command = [sys.executable, "-c", FATAL, str(tiny_folder), str(tmp_path / "out"), str(port)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -540,19 +541,17 @@ def test_a_request_that_ends_the_process_fails_after_two_attempts(tiny_folder, t
     lora = {"rank": 2, "seed": 1}
     asked = {"session_id": client.session, "model_seq_id": 0, "base_model": "tiny", "lora_config": lora}
     run = client.result(client.post("create_model", asked)).json()["model_id"]
-    fatal = [
-        lambda: client.sample(13),
-        lambda: client.post("optim_step", {"model_id": run, "seq_id": 1, "adam_params": {"learning_rate": 13}}),
-    ]
-    for send in fatal:
-        answer = send()
+    if kind == "sample":
+        answer = client.sample(13)
+    else:
+        answer = client.post("optim_step", {"model_id": run, "seq_id": 1, "adam_params": {"learning_rate": 13}})
+    for _ in range(2):
         assert server.wait(WAIT_S) == 9
         server = start()
-        assert server.wait(WAIT_S) == 9
-        server = start()
-        assert "2 processes of the server ended while they computed this request" in client.result(answer).json()["error"]
+    assert "2 processes of the server ended while they computed this request" in client.result(answer).json()["error"]
     assert client.result(client.sample()).status_code == 200
-    step = client.post("optim_step", {"model_id": run, "seq_id": 2, "adam_params": {"learning_rate": 0.1}})
+    number = 1 if kind == "sample" else 2
+    step = client.post("optim_step", {"model_id": run, "seq_id": number, "adam_params": {"learning_rate": 0.1}})
     assert "error" not in client.result(step).json()
     server.kill()
     server.wait()
@@ -598,7 +597,7 @@ serve(ModelConfig(model), config, ServerConfig(port=int(port), names=["tiny"]), 
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_paused_request_that_ends_the_process_fails_and_the_one_that_ran_meanwhile_does_not(tiny_folder, tmp_path):
     """Two ends of the process: at the first, the sample runs and the pass has paused. Each works, or fails, alone."""
     pytest.importorskip("tinker")
@@ -670,7 +669,7 @@ def busy_server(tiny_folder, tmp_path, *, seconds, drain_s):
     return server, Client(f"http://127.0.0.1:{port}")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_server_that_has_ended_drops_queued_samples_without_a_trace(tiny_folder, tmp_path):
     """The worker is in the middle of a call until after the event loop has closed."""
     server, client = busy_server(tiny_folder, tmp_path, seconds=3, drain_s=0.1)

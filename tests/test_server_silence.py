@@ -12,6 +12,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -208,17 +209,21 @@ def test_clients_get_their_full_time_again_after_a_stop_of_the_server(start, mon
     monkeypatch.setattr(app, "STOPPED_S", 0.5)
     with start() as server:
         client, service = Returning(server), server.service
-        service.sessions[client.session].last_seen -= service.config.session_timeout_s - 0.8
-        server.call(lambda: time.sleep(1.5))
+
+        def stop():
+            service.sessions[client.session].last_seen -= service.config.session_timeout_s - 0.8
+            time.sleep(1.5)
+
+        server.call(stop)
         server.call(lambda: asyncio.sleep(0.2))
         assert client.session in service.sessions
         assert service.sessions[client.session].last_seen > time.monotonic() - 60
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_process_that_was_stopped_by_a_signal_keeps_its_clients(tiny_folder, tmp_path):
     """SIGSTOP for longer than a session may be silent."""
-    options = ["server.port=0", "server.names=[tiny]", "server.session_timeout_s=15", "out=out"]
+    options = ["server.port=0", "server.names=[tiny]", "server.session_timeout_s=30", "out=out"]
     command = [sys.executable, "-m", "cookbook", "serve", f"model.name={tiny_folder}", *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
@@ -228,7 +233,7 @@ def test_a_process_that_was_stopped_by_a_signal_keeps_its_clients(tiny_folder, t
                 training = service.create_lora_training_client("tiny", rank=2).result()
                 training.save_state("before").result()
                 server.send_signal(signal.SIGSTOP)
-                time.sleep(20)
+                time.sleep(40)
                 server.send_signal(signal.SIGCONT)
                 # The cleanup runs several times.
                 time.sleep(3)
@@ -239,21 +244,44 @@ def test_a_process_that_was_stopped_by_a_signal_keeps_its_clients(tiny_folder, t
             server.kill()
 
 
+class Clock:
+    """The event loop of a countdown, whose time the test sets."""
+
+    def __init__(self):
+        self.now, self.timers = 0.0, []
+
+    def time(self):
+        return self.now
+
+    def call_later(self, delay_s, callback):
+        timer = (self.now + delay_s, callback)
+        self.timers.append(timer)
+        return SimpleNamespace(cancel=lambda: self.timers.remove(timer))
+
+    def stop_until(self, now):
+        """Jump to a time. The timers until then are late."""
+        self.now = now
+        due = [timer for timer in self.timers if timer[0] <= now]
+        self.timers = [timer for timer in self.timers if timer not in due]
+        for _, callback in due:
+            callback()
+
+    def run_until(self, end):
+        """Run every timer at its time."""
+        while self.timers and (first := min(at for at, _ in self.timers)) <= end:
+            self.stop_until(first)
+        self.now = end
+
+
 def test_a_countdown_starts_again_after_a_stop_of_the_server(monkeypatch):
-    monkeypatch.setattr(countdown, "TICK_S", 0.1)
-    monkeypatch.setattr(countdown, "STOPPED_S", 0.3)
-    fired = []
-
-    async def play():
-        Countdown(0.3, lambda: fired.append("late"))
-        Countdown(0.3, lambda: fired.append("never")).cancel()
-        time.sleep(1.0)
-        await asyncio.sleep(0)
-        assert fired == []
-        await asyncio.sleep(0.05)
-        assert fired == []
-        while not fired:
-            await asyncio.sleep(0.01)
-
-    asyncio.run(asyncio.wait_for(play(), 60))
+    clock, fired = Clock(), []
+    monkeypatch.setattr(countdown, "asyncio", SimpleNamespace(get_running_loop=lambda: clock))
+    Countdown(3.5, lambda: fired.append("late"))
+    Countdown(3.5, lambda: fired.append("never")).cancel()
+    clock.run_until(3.0)
+    clock.stop_until(63.0)
+    assert fired == []
+    clock.run_until(63.0 + 3.4)
+    assert fired == []
+    clock.run_until(63.0 + 3.5)
     assert fired == ["late"]

@@ -375,9 +375,9 @@ def test_quotas_count_everything_of_a_name(tiny_folder, tmp_path):
             quotas.check_runs(service, session)
         service.loading_runs.discard(run)
         quotas.check_disk(service, session.session_id, "save_weights")
-        folder = service.durability.session_folder(session.session_id)
+        folder = service.durability.session_folder(session.session_id) / "log"
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "log").write_bytes(bytes(1_000_000))
+        (folder / "part").write_bytes(bytes(1_000_000))
         with pytest.raises(ConfigError, match="checkpoints and logs of alice take"):
             quotas.check_disk(service, session.session_id, "save_weights")
 

@@ -484,7 +484,7 @@ def test_what_tinker_programs_ask_a_service(service, tiny_folder, tmp_path):
     saved, weights = training.save_state("state").result(), training.save_weights_for_sampler("weights").result()
     rest = service.create_rest_client()
     assert rest.get_server_capabilities().result().supported_models == models
-    assert repr(service) == "<ServiceClient: trains in this process, 1 models in use>"
+    assert repr(service) == "<ServiceClient: trains in this process, 1 model in use>"
     assert repr(training) == f"<TrainingClient: {tiny_folder}, trains a LoRA adapter of rank 4, 0 steps>"
     assert repr(training.save_weights_and_get_sampling_client()) == f"<SamplingClient: {tiny_folder}>"
     found = rest.get_weights_info_by_tinker_path(saved.path).result()

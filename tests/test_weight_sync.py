@@ -124,6 +124,26 @@ def test_a_chain_in_use_is_kept_until_no_replica_needs_it(trainer, served):
     assert not first.exists() and folders(trainer) == [BASE]
 
 
+def test_a_chain_on_disk_is_bounded_and_deleted_at_the_end(trainer, served):
+    """Deltas of a large learning rate are nearly as large as all weights."""
+    syncer, sizes = ChainSyncer(trainer, served, chain_size=1.01), []
+    for _ in range(6):
+        syncer.sync(trainer.step)
+        train(trainer, lr=1e-2)
+        sizes.append(sum(path.stat().st_size for path in trainer.folder.rglob("sync-*/*") if path.is_file()))
+    assert served.got == [BASE, DELTA, BASE, DELTA, BASE, DELTA]
+    assert max(sizes) < 2 * sizes[0]
+    state = trainer.save_state("step-000006").result()
+    syncer.delete_checkpoints(keep_newest=True)
+    assert folders(trainer) == [BASE, DELTA]
+    syncer.delete_checkpoints()
+    assert folders(trainer) == []
+    trainer.load_state(state).result()
+    # The next sync does not need them.
+    syncer.sync(trainer.step)
+    assert served.got[-1] == BASE and serves_the_trainers(served, trainer)
+
+
 def test_without_deltas(trainer, served):
     syncer = ChainSyncer(trainer, served, deltas=0)
     for _ in range(3):

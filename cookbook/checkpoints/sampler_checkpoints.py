@@ -362,9 +362,10 @@ def unties(model: LanguageModel) -> bool:
 
 def _adapted(network: PeftModel) -> Iterator[torch.nn.Parameter]:
     from peft.tuners.lora.layer import LoraLayer
+    from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 
     for module in network.modules():
-        if isinstance(module, LoraLayer):
+        if isinstance(module, LoraLayer | TrainableTokensLayer):
             yield from module.get_base_layer().parameters()
 
 

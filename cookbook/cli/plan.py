@@ -13,7 +13,7 @@ from cookbook.check.dataset import survey
 from cookbook.cli.check_config import precision
 from cookbook.cli.check_data import context
 from cookbook.data import Renderer, load_rows
-from cookbook.engine.batch.plan import CPU_PASS_TOKENS
+from cookbook.engine.batch.plan import CPU_PASS_TOKENS, WORTH_SHARING
 from cookbook.engine.estimate import Estimate, estimate
 from cookbook.engine.memory import free_bytes, shortage_of
 from cookbook.engine.model import AUTO, load_tokenizer
@@ -44,12 +44,14 @@ NOT_RECOMPUTED = "no; backend.activation_checkpointing=true saves memory, and co
 class StepShape:
     """Sequences of the step with the longest rows: their number, the tokens of the longest, the tokens of all.
 
+    ``computed``: tokens to compute, less than ``tokens`` if the completions of a prompt share the prompt.
     ``basis``: text for the rows that were looked at, if not all; begins with a space.
     """
 
     sequences: int
     longest: int
     tokens: int
+    computed: int
     basis: str
 
 
@@ -62,6 +64,7 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
     typed = settings(cfg)
     job = typed.backend if isinstance(typed.backend, JobBackend) else None
     backend = typed.backend if job is None else job.engine
+    ranks = backend.num_ranks if isinstance(backend, RankBackend) else 1
     if not isinstance(backend, PlannedBackend):
         raise ConfigError("backend: plan estimates the embedded trainer's work; use backend=local")
     shape = _shape(typed, cfg.recipe.name)
@@ -69,15 +72,17 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
     device = backend.torch_device() if job is None or job.is_here else None
     cpu = device.type == "cpu" if device is not None else not (job and job.asks_for_gpus)
     budget = min(backend.micro_batch_tokens, CPU_PASS_TOKENS) if cpu else backend.micro_batch_tokens
-    pass_tokens = min(max(budget, shape.longest), shape.tokens)
-    rows = max(1, round(pass_tokens / shape.longest))
+    # The ranks divide the sequences of a step.
+    step_tokens = -(-shape.computed // ranks)
+    pass_tokens = min(max(budget, shape.longest), max(step_tokens, shape.longest))
+    rows = max(1, round(pass_tokens / (shape.computed / shape.sequences)))
     interleaved = typed.loss.scope in (Scope.token, Scope.sequence)
     of_step = functools.partial(
         estimate,
         typed.model,
         rows,
         round(pass_tokens / rows),
-        step_tokens=shape.tokens,
+        step_tokens=max(step_tokens, pass_tokens),
         interleaved=interleaved,
         retain_bytes=int(backend.retain_gb * (1 << 30)),
         reference=typed.loss.needs_reference and not typed.has_teacher,
@@ -100,7 +105,7 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
         )
     else:
         place = ("precision", precision(backend))
-    lines = [*_lines(needs, shape, backend.optimizer, recomputed), place, *_ranks(needs, typed)]
+    lines = [*_lines(needs, shape, backend.optimizer, recomputed), place, *_ranks(needs, typed), _disk(needs, typed)]
     tables.facts(lines, table=sys.stdout.isatty())
 
 
@@ -143,8 +148,23 @@ def _shape(typed: Settings, name: str) -> StepShape:
         basis = f" of the first {len(rows):,} rows" if data.streaming else ""
     lengths.sort(reverse=True)
     count *= 2 if kind == "preferences" else 1
-    longest = [length for length in lengths[:count] for _ in range(recipe.get("group_size") or 1)]
-    return StepShape(len(longest), longest[0], sum(longest), basis)
+    group, longest = recipe.get("group_size") or 1, lengths[:count]
+    # Only the longest completion is the same for all rows; that of an episode has several parts.
+    completion = typed.rollout.max_tokens if kind == "rollouts" and typed.env is None and _shares(typed) else 0
+    computed = sum(_computed(length, completion, group) for length in longest)
+    return StepShape(group * len(longest), longest[0], group * sum(longest), computed, basis)
+
+
+def _shares(typed: Settings) -> bool:
+    """Whether completions of one prompt share the prompt in a pass, as far as the configuration says."""
+    backend = typed.backend.engine if isinstance(typed.backend, JobBackend) else typed.backend
+    return bool(getattr(backend, "shared_prompts", False)) and getattr(backend, "packing", "") != "padded"
+
+
+def _computed(length: int, completion: int, group: int) -> int:
+    """Return the tokens to compute for ``group`` sequences of ``length`` tokens, of which ``completion`` are their own."""
+    once = length + (group - 1) * completion
+    return once if completion and group * length >= WORTH_SHARING * once else group * length
 
 
 def _episode_lengths(typed: Settings, env: EnvironmentConfig, renderer: Renderer) -> list[int]:
@@ -183,9 +203,24 @@ def _lines(needs: Estimate, shape: StepShape, optimizer: str, recomputed: str) -
         ("recomputed", recomputed),
         ("allocator", f"{_size(needs.allocator)} of freed blocks that the C library keeps"),
         ("memory", f"{_size(needs.peak)} at the peak, plus {_size(PYTHON)} of Python and torch"),
-        ("arithmetic", f"{needs.flops_per_token * shape.tokens:.3g} floating-point operations per step, forward and backward"),
+        (
+            "arithmetic",
+            f"{needs.flops_per_token * shape.computed:.3g} floating-point operations per step, forward and backward",
+        ),
     ]
     return [(subject, sentence) for subject, sentence in lines if sentence]
+
+
+def _disk(needs: Estimate, typed: Settings) -> tuple[str, str]:
+    """Describe the size of the run's checkpoints on the disk."""
+    # A checkpoint of an adapter leaves out the base weights.
+    share = needs.trained / needs.parameters if typed.model.lora_rank else 1.0
+    weights, saving = needs.weights * share, typed.checkpoint
+    size = f"{_size(weights + needs.moments)} each on the disk, of which {_size(needs.moments)} are optimizer state"
+    number = "all are kept" if saving.keep is None else f"the newest {saving.keep} are kept"
+    if saving.final_state:
+        return "checkpoints", f"{size}; {number}; checkpoint.final_state=false leaves the state out of the last one"
+    return "checkpoints", f"{size}; {number}; the last one holds {_size(weights)} of weights only"
 
 
 def _ranks(needs: Estimate, typed: Settings) -> list[tuple[str, str]]:
@@ -206,6 +241,10 @@ def _ranks(needs: Estimate, typed: Settings) -> list[tuple[str, str]]:
     if (shard := backend.shard_of(typed.model)) != "none":
         return [("ranks", shards(shard))]
     replicas = f"{backend.num_ranks} replicas; {HELD.format(_size(state))}"
+    if isinstance(backend, RankBackend):
+        # Each rank also keeps the base weights, and the process of the run drives them.
+        every = backend.num_ranks * (needs.peak + needs.weights + PYTHON) + PYTHON
+        replicas += f"; {_size(every)} in all processes together"
     if isinstance(backend, JobBackend) and backend.asks_for_gpus and backend.backend_node.get("shard", AUTO) == AUTO:
         replicas += f". If a replica fills over half of a GPU: {shards('node')}"
     return [("ranks", replicas)]

@@ -92,18 +92,24 @@ class ChainSyncer:
     Args:
         deltas: maximum number of deltas in a chain, which limits the work of rebuilding full weights; 0: send bases only.
         keep: number of chains that are kept on disk, at least 1.
+        chain_size: size of a chain, relative to the size of its base, from which on a new chain begins.
     """
 
-    def __init__(self, trainer: CheckpointTrainer, replicas: Replicas, *, deltas: int = 50, keep: int = 1) -> None:
+    def __init__(
+        self, trainer: CheckpointTrainer, replicas: Replicas, *, deltas: int = 50, keep: int = 1, chain_size: float = 2.0
+    ) -> None:
         self._trainer = trainer
         self._replicas = replicas
         self._deltas = deltas
         self._keep = keep
+        self._chain_size = chain_size
         # Part of the checkpoints' names, so that they differ from those of earlier processes.
         self._session = secrets.token_hex(4)
         self._saved = 0
         # Chains on disk, oldest first; the replicas serve the last one.
         self._chains: list[list[Path]] = []
+        # Bytes of the checkpoints of the newest chain.
+        self._sizes: list[int] = []
         # Reports of all replicas after the last successful sync.
         self._last_reports: frozenset[SyncTarget] | None = None
 
@@ -123,7 +129,7 @@ class ChainSyncer:
         must_serve(reports, checkpoint["weights"], step)
         self._last_reports = frozenset(reports)
         self._add_to_chain(folder, kind)
-        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        size = self._sizes[-1]
         times = saved - started, time.monotonic() - saved
         log.info("synced step %d: %s of %d bytes, saved in %.3f s, loaded in %.3f s", step, kind, size, *times)
         return self._replicas.sampler(step)
@@ -133,6 +139,8 @@ class ChainSyncer:
     def _delta(self, step: int) -> Path | None:
         """Write a delta that applies to the weights of all replicas. Returns None if a base must be sent instead."""
         if self._last_reports is None or len(self._chains[-1]) > self._deltas:
+            return None
+        if sum(self._sizes) >= self._chain_size * self._sizes[0]:
             return None
         if frozenset(self._replicas.report()) != self._last_reports:
             log.warning("weight sync: the replicas have changed since the last sync; sending full weights")
@@ -164,7 +172,9 @@ class ChainSyncer:
         """
         if kind == "base" or not self._chains:
             self._chains.append([])
+            self._sizes = []
         self._chains[-1].append(folder)
+        self._sizes.append(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
         used = set(self._replicas.in_use())
         older, newest = self._chains[: -self._keep], self._chains[-self._keep :]
         self._chains = [*(chain for chain in older if used.intersection(chain)), *newest]
@@ -172,3 +182,13 @@ class ChainSyncer:
         for path in folder.parent.iterdir():
             if OWN_NAMES.fullmatch(path.name) and path not in kept:
                 shutil.rmtree(path)
+
+    def delete_checkpoints(self, *, keep_newest: bool = False) -> None:
+        """Delete the checkpoints of all syncs, after the last sync. ``keep_newest``: keep the last one with its chain."""
+        kept = self._chains[-1:] if keep_newest else []
+        for chain in self._chains[: len(self._chains) - len(kept)]:
+            # Deltas are deleted before the checkpoints to which they apply.
+            for folder in reversed(chain):
+                shutil.rmtree(folder, ignore_errors=True)
+        self._chains = kept
+        self._last_reports = None

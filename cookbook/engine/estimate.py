@@ -29,6 +29,7 @@ from cookbook.engine.fast_path import FastPathError
 from cookbook.engine.head.linear_logprobs import scan, tokenwise
 from cookbook.engine.head.linear_logprobs.api import captured_input
 from cookbook.engine.head.output_head import CHUNK_BYTES
+from cookbook.engine.heap import Heap
 from cookbook.engine.loss_gradient import SavedBytes
 from cookbook.engine.model import ModelConfig, fresh_network, recompute_activations
 from cookbook.engine.optimizer import RULES, GradientBuffer, state_bytes
@@ -36,15 +37,6 @@ from cookbook.engine.precision import DEFAULT, Precision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-# Heap fragmentation: the share of the temporary bytes of the forward pass, and of all bytes of the backward pass, that glibc
-# cannot reuse. For an aligned block, glibc (2.36) searches a larger gap than the block needs. So the gap that a freed tensor
-# leaves between two live tensors does not fit another tensor of the same size, and the heap grows. In the forward pass, saved
-# activations surround the temporary tensors, so most gaps are lost; the backward pass frees the activations too. Fitted to the
-# peak resident memory of eight cases of benchmarks/plan.py, compared with the same steps without fragmentation
-# (MALLOC_MMAP_THRESHOLD_=131072, which takes a quarter more CPU time). A heap that keeps freed memory
-# (:mod:`cookbook.engine.memory`) loses about the same share.
-FRAGMENTATION = 0.4, 0.06
 
 
 def _experts(rows: Sequence[int], weight: Sequence[int], *rest: object, **options: object) -> int:
@@ -118,6 +110,7 @@ def estimate(
     """
     network, tokens = _network(config, checkpointing=checkpointing), rows * width
     used = precision.used(network, torch.device("cpu" if cpu else "cuda"))
+    rule = RULES[optimizer]
     with FakeTensorMode(allow_non_fake_inputs=True), _substitutes(cpu=cpu), _LiveBytes() as alive:
         network.to_empty(device="cpu")
         # to_empty has given tied parameters separate tensors.
@@ -127,17 +120,27 @@ def estimate(
         summed = GradientBuffer(trained)
         head = _Head(network.get_output_embeddings().weight, tokens, interleaved=interleaved, cpu=cpu)
         before = alive.now
+        alive.heap = Heap()
         # With several passes, the peak is in the second, when the gradients of the first exist.
-        for _ in range(2 if interleaved and step_tokens > tokens else 1):
-            saved, lost, flops = _pass(network, rows, width, head, alive, used)
-        del summed
+        passes = 2 if interleaved and step_tokens > tokens else 1
+        for _ in range(passes):
+            saved, flops = _pass(network, rows, width, head, alive, used)
+        peak = alive.peak
+        # The moments are allocated between the blocks that the first step has left.
+        moments = [torch.empty(state_bytes(rule, [one]), dtype=torch.uint8) for one in trained] if cpu else []
+        summed.clear()
+        for _ in range(passes if cpu else 0):
+            _pass(network, rows, width, head, alive, used)
+        extent = alive.heap.extent
+        del summed, moments
     weights = sum(parameter.nbytes for parameter in network.parameters())
     gradients = sum(parameter.numel() * max(parameter.element_size(), 4) for parameter in trained)
-    temporary = max(alive.peak - before - gradients, 0)
+    temporary = max(peak - before - gradients, 0)
     if not interleaved:
         temporary += int(min(max(step_tokens - tokens, 0) * saved / tokens, retain_bytes))
-    rule = RULES[optimizer]
     update = max((rule.temporary_bytes(one.shape, max(4, one.element_size()), cpu=cpu) for one in trained), default=0)
+    temporary = max(temporary, update)
+    lost = max(extent - gradients - state_bytes(rule, trained) - temporary, 0)
     total, count = (sum(parameter.numel() for parameter in group) for group in (network.parameters(), trained))
     return Estimate(
         parameters=total,
@@ -146,7 +149,7 @@ def estimate(
         gradients=gradients,
         moments=state_bytes(rule, trained),
         reference=weights if reference and count == total else 0,
-        temporary=max(temporary, update),
+        temporary=temporary,
         allocator=lost if cpu else 0,
         pass_tokens=tokens,
         saved_per_token=saved / tokens,
@@ -211,15 +214,14 @@ def _restore_own_attention(network: PreTrainedModel) -> None:
 
 def _pass(
     network: PreTrainedModel, rows: int, width: int, head: _Head, alive: _LiveBytes, precision: Precision
-) -> tuple[int, int, int]:
+) -> tuple[int, int]:
     """Run one pass forward and backward. The network's own output layer computes one position and gets no gradient.
 
     Returns:
-        Bytes of saved activations, bytes lost to heap fragmentation, and floating-point operations without the output layer.
+        Bytes of saved activations, and floating-point operations without the output layer.
     """
     inputs = _inputs(network, rows, width)
     saved = SavedBytes(network.parameters())
-    allocated, now = alive.allocated, alive.now
     with FlopCounterMode(display=False, custom_mapping=COUNTED) as flops:
         with (
             captured_input(network.get_output_embeddings()) as captured,
@@ -228,13 +230,10 @@ def _pass(
             precision.forward(head.weight.device, network),
         ):
             network(**inputs, use_cache=False)
-        after_forward = alive.allocated
-        freed = after_forward - allocated - (alive.now - now)
         states = captured.pop()
         with head.allocations(states) as gradient:
             torch.autograd.backward(states, gradient)
-    lost = int(FRAGMENTATION[0] * freed + FRAGMENTATION[1] * (alive.allocated - after_forward))
-    return saved.total + states.nbytes, lost, flops.get_total_flops()
+    return saved.total + states.nbytes, flops.get_total_flops()
 
 
 class _Head:
@@ -284,17 +283,19 @@ class _Head:
 
 
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the live bytes of all storages that operations allocate.
+    """Counts the live bytes of all storages that operations allocate, and replays the allocations in ``heap`` if it is set.
 
-    ``now``: live bytes. ``peak``: largest ``now``. ``allocated``: bytes of all storages, including freed ones.
+    ``now``: live bytes. ``peak``: largest ``now``.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self.peak = 0
-        self.allocated = 0
+        self.heap: Heap | None = None
+        # Bytes of each live storage, and its address in the heap.
         self._sizes: dict[int, int] = {}
+        self._addresses: dict[int, int] = {}
 
     def __torch_dispatch__(
         self,
@@ -310,12 +311,17 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _record_allocation(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata not in self._sizes:
-            self._sizes[storage._cdata] = storage.nbytes()
-            self.now += storage.nbytes()
-            self.allocated += storage.nbytes()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._sizes:
+            self._sizes[key] = size
+            self.now += size
             self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._record_free, storage._cdata)
+            if self.heap is not None:
+                self._addresses[key] = self.heap.allocate(size)
+            weakref.finalize(storage, self._record_free, key)
 
     def _record_free(self, key: int) -> None:
         self.now -= self._sizes.pop(key, 0)
+        address = self._addresses.pop(key, None)
+        if self.heap is not None and address is not None:
+            self.heap.free(address)

@@ -295,8 +295,11 @@ def _resize(
             f"model.add_tokens: {config.name} holds an adapter without {config.add_tokens}; add the tokens when the adapter is "
             "created, or merge the adapter first: cookbook weights export --merged"
         )
-    if is_adapter or fresh:
-        vocabulary.resize(network, len(tokenizer), fresh)
+    rows = vocabulary.stored_rows(Path(config.name), network) if is_adapter else None
+    if rows is not None and rows < int(network.get_input_embeddings().weight.shape[0]):
+        network.resize_token_embeddings(rows)
+    elif is_adapter or fresh:
+        vocabulary.resize(network, rows or len(tokenizer), fresh)
 
 
 def with_dtype(config: ModelConfig) -> ModelConfig:
@@ -519,8 +522,8 @@ class OneProductLinear(torch.nn.Linear):
     """Linear layer that multiplies all tokens of its input in one product, even if its weight is frozen.
 
     If the input is strided, such as the last position of each prompt, and the weight has no gradient, torch multiplies each
-    sequence by a view of the weight. At medium precision and in bfloat16, oneDNN copies the weight for each
-    sequence: 113 MB for a prompt in the output layer of SmolLM2-135M.
+    sequence by a view of the weight. At medium precision and in bfloat16, oneDNN copies the weight for each sequence: 113 MB
+    per prompt in the output layer of SmolLM2-135M.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -586,6 +589,11 @@ def _adapter_config(name: str) -> AdapterConfig | None:
 
 def refuse_missing_folder(name: str) -> None:
     """Raise BackendError if ``name`` is written like a path and the folder does not exist. No path is looked up on the hub."""
+    if name.endswith(".gguf"):
+        raise BackendError(
+            f"model.name: a GGUF file is not a model folder, got {name!r}; "
+            "convert it with `python scripts/from_gguf.py FILE FOLDER` of cookbook's repository"
+        )
     spelled_as_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if spelled_as_path and not Path(name).is_dir():
         raise BackendError(f"model.name: no such folder {name!r}; pass a local folder or a Hugging Face hub id")

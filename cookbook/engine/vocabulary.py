@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from cookbook.errors import ConfigError
@@ -79,6 +81,24 @@ def trainable_rows(network: PreTrainedModel, ids: Sequence[int]) -> dict[str, li
     layers = [embedding] if head is None or head.weight is embedding.weight else [embedding, head]
     names = {id(module): name for name, module in network.named_modules()}
     return {names[id(layer)]: list(ids) for layer in layers}
+
+
+def stored_rows(adapter: Path, network: PreTrainedModel) -> int | None:
+    """Return the number of rows of the embeddings for which an adapter was made; None if its file does not show the number.
+
+    The file shows it if it holds the embeddings, or factors of them. Other programs resize to a multiple of 64, or leave
+    tokens without a row.
+    """
+    path = adapter / "adapter_model.safetensors"
+    if not path.is_file():
+        return None
+    names = {name.rpartition(".")[2] for name in embedding_names(network)}
+    with safe_open(path, framework="pt") as file:
+        for key in file.keys():  # noqa: SIM118 - `file` is not iterable
+            for suffix, axis in ((".weight", 0), (".base_layer.weight", 0), (".lora_embedding_A", 1), (".lora_B.weight", 0)):
+                if any(key.endswith(f".{name}{suffix}") for name in names):
+                    return int(file.get_slice(key).get_shape()[axis])
+    return None
 
 
 def embedding_names(network: PreTrainedModel) -> list[str]:

@@ -76,6 +76,7 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], JsonObje
         vocabulary = trainer.engine.model.vocabulary_size if isinstance(trainer, LocalTrainer) else None
         renderer = Renderer(trainer.tokenizer, trainer.max_length, vocabulary)
         preflight.warn(typed, rows, renderer)
+        preflight.check_deployment(typed, rows, renderer)
         with terminal.doing("starting the deployment"):
             deployment = typed.deployment.deploy(trainer, live=typed.weight_sync.every == 1)
         stack.callback(deployment.close)

@@ -25,7 +25,7 @@ from cookbook.engine.model import AUTO, ModelConfig, with_dtype
 from cookbook.engine.optimizer import Adafactor
 from cookbook.engine.shape import Shape, is_adapter, num_parameters, shape_of
 from cookbook.errors import BadRowError, ConfigError, CookbookError, RolloutError
-from cookbook.protocols import OptimizerBackend, PlannedBackend
+from cookbook.protocols import LimitedDeployment, OptimizerBackend, PlannedBackend
 from cookbook.run import folder as run_folder
 from cookbook.run.data import SPLITS, Split, SplitRows
 from cookbook.run.folder import check_steps
@@ -99,9 +99,51 @@ def examine(typed: Settings, identity: Identity, folder: Path, done: int) -> tup
         survey(kind, rows.sample("eval", RENDERED_ROWS), renderer, typed.data, typed.eval.max_tokens, refusals)
         survey(kind, rows.sample("train", RENDERED_ROWS), renderer, typed.data, typed.rollout.max_tokens, refusals)
     refusals.warn(sum(rows.counts.values()) + len(refusals.found))
+    check_deployment(typed, rows, renderer)
     if (steps := planned_steps(typed, rows.counts.get("train"))) is not None:
         check_steps(folder, done, steps)
     return rows, renderer, shape
+
+
+def check_deployment(typed: Settings, rows: SplitRows, renderer: Renderer | None) -> None:
+    """Check that the deployment takes the longest prompt with its completion. Starting a server takes half a minute or more.
+
+    Without ``renderer``, and for an environment, only the lengths of completions are compared.
+
+    Raises:
+        ConfigError: a sequence is longer than ``deployment.max_length``.
+    """
+    limit = typed.deployment.max_length if isinstance(typed.deployment, LimitedDeployment) else None
+    kind = typed.data_kind
+    if limit is None or kind is None:
+        return
+    keys: dict[Split, tuple[str, int]] = {}
+    if kind == "rollouts":
+        keys["train"] = "rollout.max_tokens", typed.rollout.max_tokens
+    if typed.env is None and rows.counts.get("eval") and (kind == "rollouts" or typed.eval.answers):
+        keys["eval"] = "eval.max_tokens", typed.eval.max_tokens
+    for which, (key, completion) in keys.items():
+        prompt = 1 if renderer is None or typed.env is not None else _longest_prompt(typed, rows, which, renderer)
+        context = None if renderer is None else renderer.max_length
+        # An evaluation samples shorter completions if the context is almost full.
+        if which == "eval" and context is not None:
+            completion = min(completion, context - prompt)
+        if prompt + completion > limit:
+            least = "" if prompt == 1 else f" and the longest prompt has {prompt:,}"
+            raise ConfigError(
+                f"deployment.max_length: completions may have {completion:,} tokens ({key}){least}, got {limit:,} for both; "
+                f"raise deployment.max_length to {prompt + completion:,} or more, or lower {key}"
+            )
+
+
+def _longest_prompt(typed: Settings, rows: SplitRows, which: Split, renderer: Renderer) -> int:
+    """Return the largest number of tokens before a completion, of a sample of the rows; at least 1."""
+    kind = typed.data_kind
+    assert kind is not None
+    found = survey(kind, rows.sample(which, RENDERED_ROWS), renderer, typed.data, 0, RejectedRows(typed.data, collect=True))
+    # Conversations and pairs have weights at the tokens of the answer.
+    lengths = [int(np.argmax(one.weights != 0)) if one.num_trained else len(one.tokens) for one in found.sequences]
+    return max(lengths, default=1)
 
 
 def teacher_shape(typed: Settings) -> Shape | None:

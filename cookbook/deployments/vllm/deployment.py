@@ -65,6 +65,7 @@ class VllmConfig:
     max_requests: int = 64
     on_exit: str = "delete"
     deltas: int = 50
+    chain_size: float = 2.0
     keep_chains: int = 1
     logprob_tolerance: float | Literal["auto"] | None = "auto"
 
@@ -80,6 +81,10 @@ class VllmConfig:
             raise ConfigError(f"deployment.dtype: expected {' or '.join(TOLERANCES)}, got {self.dtype!r}")
         if self.retries < 0 or self.deltas < 0:
             raise ConfigError("deployment: retries and deltas must be at least 0")
+        if self.chain_size < 1:
+            raise ConfigError(f"deployment.chain_size must be at least 1, the size of a base, got {self.chain_size}")
+        if self.max_length is not None and self.max_length < 1:
+            raise ConfigError(f"deployment.max_length must be at least 1, got {self.max_length}; null: the model's own")
         if self.url is not None and self.replicas != 1:
             raise ConfigError("deployment.url names one running server; leave deployment.replicas=1")
         if self.gpus is not None and (len(set(self.gpus)) != len(self.gpus) or not self.gpus or min(self.gpus) < 0):
@@ -180,17 +185,26 @@ class VllmDeployment:
         self._trainer = trainer
         self._end = contextlib.ExitStack()
         self._kill: Callable[[], None] = lambda: None
+        self.syncer: ChainSyncer | None = None
         try:
+            self._end.callback(self._delete_checkpoints)
             self.servers = self._servers(live)
             self._end.callback(self.servers.close)
         except BaseException:
             self._end.close()
             raise
         deltas = 0 if trainer.model_config.lora_rank else config.deltas  # an adapter has no deltas
-        self.syncer = ChainSyncer(trainer, self.servers, deltas=deltas, keep=config.keep_chains)
+        self.syncer = ChainSyncer(trainer, self.servers, deltas=deltas, keep=config.keep_chains, chain_size=config.chain_size)
+
+    def _delete_checkpoints(self) -> None:
+        """Delete the checkpoints of syncs. A server that outlives the run may read its newest adapter again."""
+        if self.syncer is not None:
+            outlives = self._config.url is not None or self._config.on_exit == "keep"
+            self.syncer.delete_checkpoints(keep_newest=outlives and self._trainer.model_config.lora_rank > 0)
 
     def load(self, step: int) -> Future[Sampler]:
         """Load the weights into the servers, and compare a few logprobs with the trainer's."""
+        assert self.syncer is not None
         sampler = self.syncer.sync(step)
         if self._tolerance is not None:
             check_logprobs(self._trainer, sampler, self._tolerance)
