@@ -1,4 +1,4 @@
-"""The zoo of chat templates: 19 cells here, all of them nightly. The table is written to build/zoo/table.md.
+"""The zoo of chat templates: 19 cells here, all of them nightly. The table of a template is written to build/zoo/table/.
 
 Without ``make zoo`` the tests skip. The small templates of ``tests/test_sampled_turns.py`` have the same structure.
 """
@@ -54,13 +54,17 @@ def test_representative_cells_are_the_same(template, case, method):
 
 
 @pytest.mark.nightly
-def test_no_cell_differs_and_every_row_that_a_template_can_print_is_trained():
-    cells = zootools.table()
-    (ROOT / "table.md").write_text(zootools.as_markdown(cells))
-    faults = [one for one in cells if one.result.startswith(("differs", "refused wrongly"))]
-    wrong = [f"{one.template}, {one.case}, {one.method}: {one.result}" for one in faults]
+@pytest.mark.parametrize("name", zootools.templates())
+def test_no_cell_differs_and_every_row_that_a_template_can_print_is_trained(name):
+    cells = zootools.table([name])
+    (ROOT / "table").mkdir(exist_ok=True)
+    (ROOT / "table" / f"{name}.md").write_text(zootools.as_markdown(cells))
+    wrong = [
+        f"{one.case}, {one.method}: {one.result}" for one in cells if one.result.startswith(("differs", "refused wrongly"))
+    ]
     assert not wrong, "\n" + "\n".join(wrong)
-    assert sum(one.result == "same" for one in cells) > 800
+    # Every template prints plain conversations of one turn and of several.
+    assert sum(one.result == "same" for one in cells) >= 9
 
 
 def _packages() -> None:
