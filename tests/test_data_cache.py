@@ -80,21 +80,20 @@ def text(number: int) -> dict[str, object]:
     return {"prompt": f"{number} + 1 = ", "completion": f"{number + 1}\ud83d" if number == 200 else f"{number + 1}"}
 
 
-# The digests were computed at commit be6ab5a, which had no cache; the first three again, with the same datums, when the
-# reason of a rejected row changed. `python tests/test_data_cache.py` prints them.
+# The digest of each case was computed at commit be6ab5a, which had no cache: `python tests/test_data_cache.py` prints them.
 CASES = {
-    "messages": (chat, DataConfig(max_length=90, **SKIP), conversation_datums, "ab36b072e57f7ec6"),
+    "messages": (chat, DataConfig(max_length=90, **SKIP), conversation_datums, "de8d1b74db4f07a3"),
     "last_answer": (
         chat,
         DataConfig(max_length=90, train_on="last_assistant", **SKIP),
         conversation_datums,
-        "5d2a8bc05f0732f0",
+        "14e92d4ad451089d",
     ),
     "each_answer": (
         chat,
         DataConfig(max_length=90, train_on="each_assistant", **SKIP),
         conversation_datums,
-        "9863af93e3511d1a",
+        "6a4b114daf89ef89",
     ),
     "all_cut": (
         chat,
