@@ -79,7 +79,7 @@ def needed(name: str, folder: Path) -> Iterator[list[str]]:
         yield [f"model.name={ROOT / 'data' / 'tiny'}", TOOLS, f"env.target={CALCULATOR}", "reward=length.py:reward"]
     elif name == "grpo_two_digits":
         # The real model is trained by tests/system/real_model.
-        yield [f"model.name={ROOT / 'data' / 'tiny'}", "optim.lr=1e-4"]
+        yield [f"model.name={ROOT / 'data' / 'tiny'}", "data=arithmetic", "optim.lr=1e-4"]
     else:
         if name == "grpo_chain_sum":
             pytest.importorskip("reasoning_gym")

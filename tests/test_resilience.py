@@ -175,7 +175,7 @@ def test_a_run_survives_that_30_percent_fail_and_reports_it(capsys):
     assert left_out == expected
     assert [row["eval/failed"] for row in (found[0], found[-1])] == [fails[:4].sum(), fails[-4:].sum()]
     out, err = capsys.readouterr()
-    assert f"sampling: 0 requests were retried, {sum(left_out)} prompts left out (log.txt names their rows)" in out
+    assert f"sampling: 0 retried requests, {sum(left_out)} prompts left out (log.txt names their rows)" in out
     assert "Traceback" not in err
     log = Path("run/log.txt").read_text()
     assert log.count("left out, its completions could not be sampled: the server is on fire") == sum(left_out)
