@@ -128,7 +128,7 @@ def test_ctrl_c_stops_the_answer_and_an_error_does_not_end_the_conversation(monk
     assert 0 < len(talk.models[0].messages[1]["content"]) < len(builder.sample("tiny", "26+10=")[0])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_real_terminal():
     """The command in a terminal of its own: a banner, an answer, Ctrl-C at the prompt drops the line, Ctrl-D ends."""
     leader, follower = pty.openpty()
