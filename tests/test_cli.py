@@ -98,8 +98,7 @@ COMPOSED = [
     (["optim="], "optim: no option given (choices: adafactor, adamw)"),
     (
         ["experiment=mine"],
-        "unknown experiment 'mine'. (choices: dpo_pairs, grpo_chain_sum, grpo_gsm8k, grpo_gsm8k_tiny, grpo_judge, "
-        "grpo_lora, grpo_remote, grpo_second_try, grpo_sums, grpo_tools, orpo_pairs, sft_chat, sft_distill, sft_tools)",
+        f"unknown experiment 'mine'. (choices: {', '.join(sorted(file.stem for file in CONF.glob('experiment/*.yaml')))})",
     ),
     (
         ["optim.lr=1e-5,1e-6"],
