@@ -135,8 +135,9 @@ TINKER_COOKBOOK_NEEDS := tinker aiohttp anyio blobfile chz cloudpickle datasets 
 tinker-cookbook: $(VENV)/tools .venv-tinker/installed ## Unmodified tinker_cookbook recipes on `cookbook serve`: each must learn
 	$(BIN)/python benchmarks/tinker_cookbook/run.py .venv-tinker/bin/python
 
-lint: $(VENV)/tools ## Style
+lint: $(VENV)/tools ## Style, and the order of imports
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/hadolint Dockerfile
 
 types: $(VENV)/tools ## Types, strict

@@ -1,22 +1,32 @@
-"""Limits on functions and names of the package. ``python tools/figures.py`` prints more figures: to look at, not to serve."""
+"""Limits on functions and names of the package. Contracts of import-linter forbid import cycles: test_imports.py."""
 
-import figures
+from __future__ import annotations
+
+import ast
+
 from places import ROOT
+from sources import nodes
 
-PACKAGE = ROOT / "cookbook"
 # A function is as long as its one thought, which seldom exceeds a screen.
 MOST_LINES_OF_A_FUNCTION = 80
-MOST_ANY_PER_1000_LINES = 8
+# protoc writes the others.
+FILES = [path for path in sorted((ROOT / "cookbook").rglob("*.py")) if not path.name.endswith("_pb2.py")]
 
 
 def test_a_function_fits_a_screen() -> None:
-    lengths = {f"{path}:{name}": lines for path in figures.modules(PACKAGE) for name, lines in figures.function_lengths(path)}
+    lengths = {
+        f"{path.relative_to(ROOT)}:{node.name}": (node.end_lineno or 0) - node.lineno + 1
+        for path in FILES
+        for node in nodes(path)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
     assert {name: lines for name, lines in lengths.items() if lines > MOST_LINES_OF_A_FUNCTION} == {}
 
 
 def test_a_class_name_stands_for_one_class() -> None:
-    assert {name: paths for name, paths in figures.class_places(PACKAGE).items() if len(paths) > 1} == {}
-
-
-def test_any_is_rare() -> None:
-    assert figures.any_per_1000_lines(PACKAGE) <= MOST_ANY_PER_1000_LINES
+    places: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in nodes(path):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
