@@ -1,7 +1,7 @@
 """Print the size and shape of the package, for one or more checkouts side by side.
 
 ``python tools/figures.py [CHECKOUT ...]`` takes a minute per checkout; the default is this one. For an older commit:
-``git worktree add /tmp/old 700e00b``, then ``python tools/figures.py /tmp/old .``.
+``git worktree add /tmp/old COMMIT``, then ``python tools/figures.py /tmp/old .``.
 ``tests/system/test_sizes.py`` holds the limits.
 """
 
