@@ -23,7 +23,6 @@ from runtools import BRIEF, SMALL, here, rows, train  # noqa: F401 - here is a f
 import cookbook
 from cookbook.cli.app import app
 
-EARLIER_RUN = ROOT / "tests" / "support" / "run_700e00b" / "run"
 # The first words of metrics, and names of another kind that begin with one of them.
 GROUPS = "curriculum|data|eval|kl|logprobs|loss|optim|refill|reward|rewards|rollout|sync|time|tokens"
 OTHER = {"tokens/s"}
@@ -63,12 +62,6 @@ def test_the_table_of_metrics_is_complete() -> None:
     # The other way round: nothing in the table that the code does not name.
     written = in_table() - {"step", "loss", "eval/NAME"} - {name for name in in_table() if name.startswith("curriculum/")}
     assert written - code == set()
-
-
-def test_the_table_has_the_metrics_of_a_real_run() -> None:
-    names = {name for row in rows(EARLIER_RUN) for name in row}
-    assert len(names) > 20
-    assert {name for name in names if not known(name, in_table())} == set()
 
 
 # Runs that log most of the metrics between them: recipes, losses with metrics of their own, environments, tools of GRPO.
@@ -167,7 +160,7 @@ def mkdocs() -> Path:
 def test_the_site_builds_without_a_warning_or_the_network_and_can_be_searched() -> None:
     program = mkdocs()
     made = make_docs()
-    pages = made.pages(EARLIER_RUN)
+    pages = made.pages(None)
     out = ROOT / "build"
     made.write(pages, out / "docs")
     words = [str(program), "build", "--quiet", "--strict", "--config-file", str(ROOT / "docs" / "site" / "mkdocs.yml")]

@@ -114,10 +114,10 @@ def test_the_supported_systems_are_named():
 
 
 def test_the_wheel_has_every_file_of_the_package():
-    """Tables that the package reads, such as ``moved.txt``, are no Python files."""
+    """Tables that the package reads, such as ``foreign_names.yaml``, are no Python files."""
     from hatchling.builders.wheel import WheelBuilder
 
     wheel = {file.distribution_path for file in WheelBuilder(str(ROOT)).recurse_included_files()}
     package = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("cookbook/**/*.*") if path.suffix != ".pyc"}
-    assert "cookbook/config/moved.txt" in package
+    assert "cookbook/cli/hydra/foreign_names.yaml" in package
     assert package <= wheel, sorted(package - wheel)

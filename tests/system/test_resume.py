@@ -418,7 +418,7 @@ def test_a_key_that_is_new_had_its_default_before(finished, monkeypatch, tmp_pat
 @pytest.mark.parametrize("by", ["words", "config"])
 @pytest.mark.slow
 def test_a_group_that_is_new_had_its_default_before(by, finished, capsys):
-    """A run of an older version, which had no ``deployment``, and no ``rollout`` in the identity of the run."""
+    """A run whose configuration has no ``deployment``, and no ``rollout`` in the identity of the run."""
     shutil.copytree(finished / "run", "run")
     config = yaml.safe_load(Path("run/config.yaml").read_text())
     facts = manifest.read(checkpoint("run"))
@@ -435,7 +435,7 @@ def test_a_group_that_is_new_had_its_default_before(by, finished, capsys):
     assert [row["step"] for row in rows("run")] == [0, 1, 2, 3, 4]
     log = Path("run/log.txt").read_text()
     for group in ("rollout", "deployment"):
-        assert f"INFO {group}: not in the run's configuration, which an earlier version wrote, so it had its default; " in log
+        assert f"INFO {group}: not in the run's configuration, so it had its default; " in log
     assert {"rollout", "deployment"} <= set(yaml.safe_load(Path("run/config.yaml").read_text()))
 
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("here")
 
 RECIPES = ("sft", "grpo", "dpo", "orpo", "distill")
 CONSTANT, LINEAR = "cookbook.config.optim.Constant", "cookbook.config.optim.Linear"
-# What the commands `cookbook train recipe=...` and `make train` run, as on commit 700e00b.
+# What the commands `cookbook train recipe=...` and `make train` run.
 TINY = {"model.dtype": "float32", "model.lora_rank": 0, "rollout.max_tokens": 16, "eval.max_tokens": 16, "eval.limit": 200}
 PAIRS = {"recipe.steps": None, "recipe.epochs": 1, "recipe.batch_size": 32, "data.chat": True, "schedule.warmup_steps": 0}
 DEMO: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ from cookbook.engine.batch.plan import PackingSupport
 from cookbook.engine.engine import Engine, EngineOptions
 from cookbook.engine.head import output_head
 from cookbook.engine.head.linear_logprobs import tokenwise
-from cookbook.engine.model import ModelConfig, SharedBase, load
+from cookbook.engine.model import ModelConfig, SharedBase, layer_stack, load
 from cookbook.errors import BackendError, ConfigError, DataError
 from cookbook.losses import DFT, DPO, GRPO, ORPO, CrossEntropy
 from cookbook.types import AdamParams, Datum, ModelInput
@@ -458,6 +458,29 @@ def test_activations_are_recomputed_where_they_do_not_fit(make_engine, monkeypat
         assert engine.options.activation_checkpointing is (free < 1 << 40)
     first, *others = found.values()
     assert all(torch.equal(one, two) for other in others for one, two in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+@pytest.mark.parametrize("pass_tokens", [4096, 32])
+def test_free_memory_does_not_change_what_is_computed(make_engine, monkeypatch, lora_rank, pass_tokens):
+    """The last layer skips the same tokens with and without activation checkpointing: rows of the product decide its last bits."""
+    data = CrossEntropy().prepare(tiny.datums(8))
+    rows, gradients = [], []
+    for choice, free in ((False, 1 << 40), (None, 1 << 40), (None, 1 << 10), (True, 1 << 40)):
+        monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free)
+        options = {"activation_checkpointing": choice, "lora_rank": lora_rank, "micro_batch_tokens": pass_tokens}
+        engine = make_engine(all_logprobs=False, token_metrics=False, **options)
+        seen, mlp = [], layer_stack(engine.model.network)[-1].mlp
+        # The verification of the last layer comes first, so that the hook does not see it.
+        assert engine.passes.last_layer
+        mlp.register_forward_hook(lambda _, inputs, output, seen=seen: seen.append(output.shape[:-1].numel()))
+        engine.forward_backward(data, CrossEntropy())
+        rows.append(seen)
+        gradients.append(tiny.gradients(engine))
+    tokens = sum(datum.model_input.length for datum in data)
+    assert all(one == rows[0] for one in rows)
+    assert sum(rows[0]) < tokens
+    assert all(torch.equal(one, two) for other in gradients for one, two in zip(gradients[0], other, strict=True))
 
 
 def test_the_bytes_of_a_token_are_those_of_a_pass(make_engine):

@@ -100,7 +100,7 @@ def test_counts_survive_a_checkpoint_as_they_were_when_it_was_saved():
     again = Health.restored(json.loads(json.dumps(state)), 16)
     again.observe(2, TIES)
     assert again == health
-    Health.restored(None, 16).check()  # of an earlier version, which did not count
+    Health.restored(None, 16).check()  # of the Python API, which does not count
 
 
 def test_a_warning_goes_to_the_stream_that_is_standard_error_at_that_moment(monkeypatch):
