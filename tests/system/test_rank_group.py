@@ -17,6 +17,7 @@ from marks import rest_nightly, rest_slow
 from omegaconf import OmegaConf
 from ranktools import long_run
 from runtools import LITTLE, SMALL, bits, checkpoint, here, rows, start, train  # noqa: F401 - here is a fixture
+from waiting import until
 
 from cookbook import Hook
 from cookbook.backends.group import supervisor
@@ -257,9 +258,7 @@ def test_a_command_that_is_stopped_saves_and_leaves_no_rank(number):
     words = [*SFT, RANKS, "out=stopped", "recipe.steps=1000", "recipe.epochs=1000"]
     with start(words) as command:
         metrics = Path("stopped/metrics.jsonl")
-        while not (metrics.exists() and metrics.read_bytes().count(b"\n") > 3):
-            assert command.poll() is None
-            time.sleep(0.1)
+        until(lambda: (metrics.exists() and metrics.read_bytes().count(b"\n") > 3) or command.poll() is not None, limit_s=300)
         ranks = kill_ranks.ranks_of(psutil.Process(command.pid))
         assert len(ranks) == 2
         sockets = [one for rank in ranks for one in rank.net_connections("inet") if one.status == psutil.CONN_LISTEN]

@@ -20,6 +20,7 @@ import pytest
 import tiny
 import torch
 from marks import rest_slow
+from waiting import until
 
 from cookbook.backends.local import LocalConfig
 from cookbook.checkpoints import CheckpointConfig, manifest, store
@@ -191,8 +192,7 @@ def test_a_save_aside_that_fails_is_told(make_trainer, tmp_path):
     with pytest.raises(CheckpointError, match="could not be saved: Not a directory"):
         trainer.save_state("one", asynchronous=True).result()
     lost = trainer.save_state("two", asynchronous=True)
-    while not lost.done():
-        time.sleep(0.01)
+    until(lost.done)
     trainer.forward_backward(tiny.datums(2), "dpo")
     with pytest.raises(CheckpointError, match="could not be saved: Not a directory"):
         trainer.optim_step(ADAM).result()

@@ -10,13 +10,12 @@ import itertools
 import os
 import sys
 import threading
-import time
 
 import numpy as np
 import power
 import pytest
 import tiny
-from waiting import WAIT_S
+from waiting import WAIT_S, until
 
 from cookbook.checkpoints import manifest, sampler_checkpoints, sharded, store
 from cookbook.server.journal.log import Log, Record, read
@@ -236,10 +235,7 @@ def test_the_state_a_run_is_replayed_from_is_stored_before_older_ones_are_delete
             client.result("forward_backward", passing(run, number, number))
             client.result("optim_step", stepping(run, number + 1))
         last = client.result("forward_backward", passing(run, 7))
-        deadline = time.monotonic() + 30
-        while len(left) < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
-    assert len(left) >= 2
+        until(lambda: len(left) >= 2)
     with servertools.running(tiny_folder, left[1], names=["tiny"]) as server:
         again = Client(server, client.session)
         assert run in server.service.runs

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from contextlib import contextmanager
 from functools import partial
 from http.server import ThreadingHTTPServer
@@ -22,7 +21,7 @@ import numpy as np
 import pytest
 import viewtools
 from runtools import BRIEF, ROOT, SMALL, here, rows, start, timeless, train  # noqa: F401 - a fixture
-from waiting import WAIT_S
+from waiting import WAIT_S, until
 
 from cookbook.cli.app import run
 from cookbook.cli.view.command import PageHandler
@@ -255,9 +254,7 @@ def test_turns_branches_and_numbers_of_each_token(tmp_path):
 def test_a_killed_run_leaves_a_readable_store(grpo):
     words = [*SMALL["grpo"], "checkpoint.every=1", "recipe.steps=200", f"out={Path.cwd() / 'run'}", *BRIEF]
     process = start(words)
-    end = time.monotonic() + 120
-    while len(blocks(Path.cwd() / "run" / ROLLOUTS)) < 4 and time.monotonic() < end:
-        time.sleep(0.05)
+    until(lambda: len(blocks(Path.cwd() / "run" / ROLLOUTS)) >= 4, limit_s=300)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     seen = [block.step for block in blocks(Path.cwd() / "run" / ROLLOUTS)]

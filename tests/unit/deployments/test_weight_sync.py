@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 import tiny
-from waiting import WAIT_S
+from waiting import WAIT_S, until
 
 from cookbook.backends.local import LocalConfig
 from cookbook.checkpoints import manifest, sampler_checkpoints
@@ -372,8 +371,7 @@ def test_a_group_of_ranks_sends_what_one_process_sends(group, served, make_train
     assert sampler_checkpoints.lineage(chain[-1]) == chain
     killed = group._group.pids
     os.kill(killed[1], signal.SIGKILL)
-    while set(killed) & set(group._group.pids):
-        time.sleep(0.05)
+    until(lambda: not set(killed) & set(group._group.pids))
     sync()  # asked for a delta; the new ranks do not know of what
     train(group)
     sync()

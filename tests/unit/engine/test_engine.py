@@ -463,7 +463,7 @@ def test_activations_are_recomputed_where_they_do_not_fit(make_engine, monkeypat
 @pytest.mark.parametrize("lora_rank", [0, 4])
 @pytest.mark.parametrize("pass_tokens", [4096, 32])
 def test_free_memory_does_not_change_what_is_computed(make_engine, monkeypatch, lora_rank, pass_tokens):
-    """The last layer skips the same tokens with and without activation checkpointing: rows of the product decide its last bits."""
+    """The last layer skips the same tokens with and without activation checkpointing: a product's rows decide its last bits."""
     data = CrossEntropy().prepare(tiny.datums(8))
     rows, gradients = [], []
     for choice, free in ((False, 1 << 40), (None, 1 << 40), (None, 1 << 10), (True, 1 << 40)):

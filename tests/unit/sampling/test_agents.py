@@ -10,10 +10,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from runtools import SMALL, here, rows, start, timeless, train, write  # noqa: F401 - here is a fixture
 from transformers import AutoTokenizer
+from waiting import WAIT_S, until
 
 from cookbook.cli.app import run
 from cookbook.data import RenderedPrompt, Renderer, Row
@@ -25,6 +27,7 @@ from cookbook.sampling.environments import AgentEnvironment
 from cookbook.sampling.environments.capture import AgentCall, Capture
 from cookbook.sampling.episodes import Draw, Episodes, Retrier
 from cookbook.sampling.trajectory import Trajectory
+from cookbook.server import agents
 from cookbook.types import Sample, SampleResponse, SamplingParams
 from cookbook.utils.paths import packaged
 
@@ -130,7 +133,7 @@ def test_a_call_continues_the_longest_call_that_it_extends():
 def played(program: str, **options: object) -> Iterator[Trajectory]:
     """Play two episodes of a program. All answers are ``one``. Yields the first trajectory; the second has to be equal."""
     Path("agent.py").write_text(CALLS + program)
-    settings = {"timeout_s": 20.0, "max_turns": 3, **options}
+    settings = {"timeout_s": WAIT_S, "max_turns": 3, **options}
     config = AgentEnvironment(command=f"{sys.executable} agent.py {{row}}", **settings)
     render = renderer()
 
@@ -165,15 +168,25 @@ def played(program: str, **options: object) -> Iterator[Trajectory]:
         ("chat([{'role': 'user', 'content': [1]}]); print(1)", "error", -1.0, "HTTP Error 400"),
         ("for _ in range(5): chat([user('a')])", "max_turns", -1.0, ""),
         ("try:\n    for _ in range(5): chat([user('a')])\nexcept urllib.error.HTTPError: print(0.25)", "max_turns", 0.25, ""),
-        ("chat([user('a')])\ntime.sleep(60)", "timeout", -1.0, "neither called the model nor ended in 3 s"),
     ],
 )
 def test_a_program_ends_its_rollout_with_a_reason(program, ended, reward, logged, caplog):
-    limit = {"timeout_s": 3.0} if "sleep" in program else {}
-    with played(program, error_reward=-1.0, **limit) as trajectory:
+    with played(program, error_reward=-1.0) as trajectory:
         assert (trajectory.ended, trajectory.reward) == (ended, reward)
         assert dict(trajectory.parts) == ({"part": 1.0} if "part" in program else {"tries": 1.0} if program is TWICE else {})
     assert logged in caplog.text
+
+
+@pytest.mark.slow
+def test_a_program_that_sleeps_ends_at_its_limit(monkeypatch, caplog):
+    """The clock of the limit moves when both programs sleep."""
+    clock = SimpleNamespace(monotonic=lambda: 3.1 if len(list(Path.cwd().glob("*.asleep"))) == 2 else 0.0, sleep=time.sleep)
+    monkeypatch.setattr(agents, "time", clock)
+    with played(
+        "chat([user('a')])\nopen(f'{os.getpid()}.asleep', 'w')\ntime.sleep(600)", error_reward=-1.0, timeout_s=3.0
+    ) as trajectory:
+        assert (trajectory.ended, trajectory.reward, dict(trajectory.parts)) == ("timeout", -1.0, {"tries": 1.0})
+    assert "neither called the model nor ended in 3 s" in caplog.text
 
 
 @pytest.mark.slow
@@ -252,18 +265,14 @@ time.sleep(600)
 """,
     )
     process = start(words("out=killed", "eval.every=null"))
-    deadline = time.monotonic() + 120
     try:
-        while not (files := [one for one in Path.cwd().glob("*.pid") if one.read_text()]):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.1)
+        until(lambda: [one for one in Path.cwd().glob("*.pid") if one.read_text()] or process.poll() is not None, limit_s=300)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    numbers = [int(number) for file in files for number in file.read_text().split()]
-    while any(map(is_running, numbers)):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    numbers = [int(number) for file in Path.cwd().glob("*.pid") for number in file.read_text().split()]
+    assert numbers
+    until(lambda: not any(map(is_running, numbers)))
 
 
 def is_running(number: int) -> bool:

@@ -20,6 +20,7 @@ from marks import rest_nightly
 from places import ROOT
 from runtools import SMALL, TWO_TURNS, bits, checkpoint, here, rows, start, timeless, train, write  # noqa: F401 - here is a fixture
 from transformers import AutoTokenizer
+from waiting import until
 
 from cookbook.cli.app import run
 from cookbook.data import DataConfig, RenderedPrompt, Renderer, Row
@@ -914,11 +915,8 @@ class Slow(Two):
     Path("calls").unlink()
     Path("wait").touch()
     process = start([*words, "out=killed"])
-    deadline = time.monotonic() + 240
     try:
-        while not Path("hangs").exists():
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: Path("hangs").exists() or process.poll() is not None, limit_s=300)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

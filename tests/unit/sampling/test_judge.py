@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 from runtools import SMALL, here, rows, start, timeless, train, write  # noqa: F401 - here is a fixture
-from waiting import WAIT_S
+from waiting import WAIT_S, until
 
 from cookbook.data import RenderedPrompt, Row
 from cookbook.data.formats import Chat, Plain
@@ -315,8 +315,7 @@ def test_closing_does_not_wait_for_the_judge(serving):
     server = serving(HANG)
     runner = RewardRunner(judge_of(server, timeout_s=None))
     pending = runner.submit("42", Row("here:1", {}))
-    while not server.requests:
-        time.sleep(0.01)
+    until(lambda: server.requests)
     runner.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "judge"]
     with pytest.raises(RolloutError, match="CancelledError"):
@@ -397,10 +396,7 @@ def test_a_run_that_is_killed_asks_nothing_twice_and_ends_as_if_undisturbed(serv
     process = start([*words_of(holder, "b"), *words])
     assert held.wait(300)
     # Answers that have arrived are stored a moment later.
-    limit = time.monotonic() + 60
-    while len(list(Path("b").rglob("*.json"))) < sum(holder.answered.values()):
-        assert time.monotonic() < limit
-        time.sleep(0.02)
+    until(lambda: len(list(Path("b").rglob("*.json"))) >= sum(holder.answered.values()))
     stored = set(holder.answered)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import tiny
 from runtools import here, rows, timeless, train  # noqa: F401 - here is a fixture
-from waiting import WAIT_S
+from waiting import WAIT_S, until
 
 from cookbook.cli.app import run
 from cookbook.data import RenderedPrompt, Renderer, Row
@@ -410,13 +409,11 @@ def test_rewards_are_under_way_while_others_are_sampled(tmp_path):
             future: Future[SampleResponse] = Future()
 
             def answer_when_judged():
-                limit = time.monotonic() + 60
-                while not note.exists() and time.monotonic() < limit:
-                    threading.Event().wait(0.01)
-                if note.exists():
+                try:
+                    until(note.exists, lambda: "no reward was called")
                     future.set_result(SampleResponse([Sample([2], [0.0], "stop")] * num_samples))
-                else:
-                    future.set_exception(AssertionError("no reward was called"))
+                except AssertionError as error:
+                    future.set_exception(error)
 
             threading.Thread(target=answer_when_judged).start()
             return future

@@ -5,7 +5,6 @@ import logging
 import os
 import subprocess
 import sys
-import time
 from contextlib import closing
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 from marks import rest_slow
 from places import ROOT
-from waiting import WAIT_S
+from waiting import WAIT_S, until
 
 from cookbook.data import Row
 from cookbook.errors import ConfigError, CookbookError, DataError, RolloutError
@@ -379,10 +378,8 @@ def test_a_worker_does_not_outlive_its_run(user_file):
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    limit = time.monotonic() + 30
-    while Path(f"/proc/{worker}/cmdline").exists() and Path(f"/proc/{worker}/cmdline").read_bytes():
-        assert time.monotonic() < limit, "it is still there"
-        time.sleep(0.05)
+    line = Path(f"/proc/{worker}/cmdline")
+    until(lambda: not line.exists() or not line.read_bytes(), lambda: "it is still there")
 
 
 @pytest.mark.parametrize(
