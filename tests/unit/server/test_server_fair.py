@@ -205,7 +205,7 @@ def test_short_calls_run_in_the_middle_of_logprobs_of_prompts_and_change_no_bit(
         monkeypatch.setattr(long.engine.passes, "run", lambda *args, **more: (order.append("pass"), run(*args, **more)))
         for lane in (long._worker, other._worker):
             # The long call is queued first, and no client has used more than the other, so the long call begins.
-            lane._queue.used_s = lane._queue.account.used_s = 0.0
+            lane._queue.used_s = lane._queue.account.used_s = lane._queue.account.clock_s = 0.0
         scores = [sampler.compute_logprobs(row.model_input) for row in rows_of(0, 40)]
         sampler._queue.flush()
         short = other.forward(rows_of(1, 1), "cross_entropy")
