@@ -1,12 +1,19 @@
-"""A disk that refuses: the kernel gives an errno of choice to every large write of one thread, and of the threads it starts."""
+"""Disks that refuse: an errno of choice for every large write of a thread and of the threads it starts, and file systems."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
+import shutil
+import subprocess
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import pytest
+from places import ROOT
 
 WRITE = {"x86_64": 1, "aarch64": 64}  # the number of the system call
 SMALL = 50_000  # bytes; configs, manifests and metrics still get through
@@ -62,3 +69,15 @@ def _refuse(errno: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(_SET_SECCOMP, _FILTER, ctypes.byref(program)):
         raise OSError(ctypes.get_errno(), "the kernel refuses a seccomp filter")
+
+
+def with_mounts(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a shell script that may mount file systems on the new folder ``disk``. Skip the test if this user may not mount."""
+    Path("disk").mkdir()
+    own = ["unshare", "--user", "--map-root-user", "--mount"]
+    tried = shutil.which("unshare") and subprocess.run([*own, "mount", "-t", "tmpfs", "tmpfs", "disk"], check=False)
+    if not tried or tried.returncode:
+        pytest.skip("this user may not mount")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [*own, "sh", "-c", script, "sh", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

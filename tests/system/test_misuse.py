@@ -3,13 +3,13 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
+import refusing
 import torch
 import yaml
 from children import in_child, limit_files
@@ -331,17 +331,9 @@ exit $code
 @pytest.mark.slow
 def test_a_disk_that_really_is_full_while_saving():
     """A file system of 12 MB, which holds the checkpoint of step 1 and half of the one after it."""
-    Path("disk").mkdir()
-    own = ["unshare", "--user", "--map-root-user", "--mount"]
-    tried = shutil.which("unshare") and subprocess.run([*own, "mount", "-t", "tmpfs", "tmpfs", "disk"], check=False)
-    if not tried or tried.returncode:
-        pytest.skip("this user may not mount")
     words = [*SMALL["orpo"], "eval.every=null", "checkpoint.every=1", "out=disk/run"]
     command = [sys.executable, "-m", "cookbook.cli.app", "train", *words]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*own, "sh", "-c", FULL_DISK, "sh", "12m", *command], env=environment, capture_output=True, text=True, check=False
-    )
+    done = refusing.with_mounts(FULL_DISK, "12m", *command)
     assert done.returncode == 2
     *others, last = done.stderr.splitlines()
     assert last.startswith("error: disk/run/checkpoints/step-000002: could not be saved: ")

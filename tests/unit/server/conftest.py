@@ -1,8 +1,26 @@
-"""A clock of the worker that a test moves."""
+"""A server and its client for the tests of a module, and a clock of the worker that a test moves."""
+
+from __future__ import annotations
 
 import pytest
+import servertools
 
 from cookbook.backends import worker as backend_worker
+
+
+@pytest.fixture(scope="module")
+def server(tiny_folder, tmp_path_factory):
+    """A server of the tiny model. Modules with other options have a fixture of their own."""
+    with servertools.running(tiny_folder, tmp_path_factory.mktemp("server"), names=["tiny"]) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def service(server):
+    """The unmodified client of the server."""
+    tinker = pytest.importorskip("tinker")
+    with tinker.ServiceClient(base_url=server.url, api_key=servertools.KEY) as client:
+        yield client
 
 
 @pytest.fixture

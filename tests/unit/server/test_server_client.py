@@ -36,12 +36,6 @@ def server(tiny_folder, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def service(server):
-    with tinker.ServiceClient(base_url=server.url, api_key=servertools.KEY) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
 def training(service):
     return service.create_lora_training_client("tiny", rank=4, user_metadata={"project": "mine"}).result()
 

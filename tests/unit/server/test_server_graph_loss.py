@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 import pytest
-import servertools
 import tiny
 import torch
 
@@ -17,18 +16,6 @@ from cookbook.server.wire.loss_graph import GraphLoss
 tinker = pytest.importorskip("tinker")
 
 CLOSE = 2e-6  # the client adds datums up in another order: a few float32 roundings
-
-
-@pytest.fixture(scope="module")
-def server(tiny_folder, tmp_path_factory):
-    with servertools.running(tiny_folder, tmp_path_factory.mktemp("server"), names=["tiny"]) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def service(server):
-    with tinker.ServiceClient(base_url=server.url, api_key=servertools.KEY) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")

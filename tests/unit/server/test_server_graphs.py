@@ -21,12 +21,6 @@ DATA = tiny.datums(4, seed=1)
 PLAIN = [type(row)(row.model_input, {"target_tokens": row.loss_fn_inputs["target_tokens"]}) for row in DATA]
 
 
-@pytest.fixture(scope="module")
-def server(tiny_folder, tmp_path_factory):
-    with servertools.running(tiny_folder, tmp_path_factory.mktemp("server"), names=["tiny"]) as found:
-        yield found
-
-
 @pytest.fixture
 def service(server):
     with tinker.ServiceClient(base_url=server.url, api_key=servertools.KEY) as client:

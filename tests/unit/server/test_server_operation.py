@@ -42,12 +42,6 @@ def server(tiny_folder, folder):
 
 
 @pytest.fixture(scope="module")
-def service(server):
-    with tinker.ServiceClient(base_url=server.url, api_key=servertools.KEY) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
 def training(service):
     client = service.create_lora_training_client("tiny", rank=4).result()
     learn(client)

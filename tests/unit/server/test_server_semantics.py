@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import servertools
 import tiny
 import torch
 from marks import rest_slow
@@ -17,18 +16,6 @@ tinker = pytest.importorskip("tinker")
 STEP = tinker.AdamParams(learning_rate=1e-2)
 # Gradients of float32 passes that add the same terms in another order, or rescaled: a few roundings of 6e-8 each.
 CLOSE = 2e-6
-
-
-@pytest.fixture(scope="module")
-def server(tiny_folder, tmp_path_factory):
-    with servertools.running(tiny_folder, tmp_path_factory.mktemp("server"), names=["tiny"]) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def service(server):
-    with tinker.ServiceClient(base_url=server.url, api_key=servertools.KEY) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")
