@@ -185,7 +185,7 @@ def test_a_program_that_sleeps_ends_at_its_limit(monkeypatch, caplog):
     with played(
         "chat([user('a')])\nopen(f'{os.getpid()}.asleep', 'w')\ntime.sleep(600)", error_reward=-1.0, timeout_s=3.0
     ) as trajectory:
-        assert (trajectory.ended, trajectory.reward, dict(trajectory.parts)) == ("timeout", -1.0, {"tries": 1.0})
+        assert (trajectory.ended, trajectory.reward, dict(trajectory.parts)) == ("timeout", -1.0, {})
     assert "neither called the model nor ended in 3 s" in caplog.text
 
 
