@@ -442,7 +442,9 @@ from cookbook.server.serve import serve
 model, out, port = sys.argv[1:]
 
 def end():
-    time.sleep(2)  # the client gets its answer first
+    # The client gets its answer first.
+    while not Path(out).with_name("go").exists():
+        time.sleep(0.01)
     os._exit(9)
 
 admit = Decoder._admit
@@ -474,7 +476,9 @@ def test_a_request_that_ends_the_process_fails_after_two_attempts(tiny_folder, t
     else:
         answer = client.post("optim_step", {"model_id": run, "seq_id": 1, "adam_params": {"learning_rate": 13}})
     for _ in range(2):
+        (tmp_path / "go").touch()
         assert server.wait(WAIT_S) == 9
+        (tmp_path / "go").unlink()
         server = start()
     assert "2 processes of the server ended while they computed this request" in client.result(answer).json()["error"]
     assert client.result(client.sample()).status_code == 200
@@ -500,7 +504,9 @@ model, out, port = sys.argv[1:]
 passes = []
 
 def end():
-    time.sleep(5)  # the client gets its answer first
+    # The client gets its answers first.
+    while not Path(out).with_name("go").exists():
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 
 pause = CallThread._pause
@@ -552,7 +558,9 @@ def test_a_paused_request_that_ends_the_process_fails_and_the_one_that_ran_meanw
         fatal = httpx.post(f"{client.url}/api/v1/forward_backward", content=content, headers=kind, timeout=WAIT_S)
         innocent = other.sample()
         for _ in range(2):
+            (tmp_path / "go").touch()
             assert server.wait(300) == -signal.SIGKILL
+            (tmp_path / "go").unlink()
             server = start()
         assert "2 processes of the server ended while they computed this request" in client.result(fatal).json()["error"]
         assert other.result(innocent).headers["content-type"] == "application/x-protobuf"
