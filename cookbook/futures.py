@@ -40,6 +40,10 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         """Return the error if the call has failed by now. Never waits, and the error still counts as unread."""
         return concurrent.futures.Future.exception(self) if self.done() else None
 
+    def fail(self, error: BaseException) -> None:
+        """Set the error with which the call has ended."""
+        self.set_exception(error)
+
     def cancel(self) -> bool:
         """Return False: every call runs, in its order. A timeout ends the wait, not the call."""
         return False
@@ -299,11 +303,19 @@ class ServedFailures(Failures):
 
 
 class CallFuture(Future[T]):
-    """Future that calls ``on_read`` when the caller reads its error."""
+    """Future of a call whose error counts as unread by the caller until it is read.
 
-    def __init__(self, on_read: Callable[[BaseException], None]) -> None:
+    ``failures`` records the error with which the call fails. An error by ``set_exception``, of a call that was dropped, is not
+    recorded.
+    """
+
+    def __init__(self, failures: Failures | PendingStep) -> None:
         super().__init__()
-        self._on_read = on_read
+        self._failures = failures
+
+    def fail(self, error: BaseException) -> None:
+        self._failures.record(error)
+        self.set_exception(error)
 
     def result(self, timeout: float | None = None) -> T:
         self._mark_read(timeout)
@@ -319,7 +331,7 @@ class CallFuture(Future[T]):
 
     def _mark_read(self, timeout: float | None) -> None:
         if (error := super().exception(timeout)) is not None:
-            self._on_read(error)
+            self._failures.mark_read(error)
 
 
 # ---- pauses ----------------------------------------------------------------------------------------------------------

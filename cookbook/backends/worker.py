@@ -25,6 +25,7 @@ from cookbook.errors import BackendError, CookbookError
 from cookbook.futures import Future
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 TRAINING_REMEDY = "lower backend.micro_batch_tokens, then backend.retain_gb, or set backend.activation_checkpointing=true"
 SAMPLING_REMEDY = "lower deployment.max_batch_tokens, and backend.micro_batch_tokens if prompt logprobs are computed"
@@ -350,13 +351,7 @@ class Lane:
 
         if (calls := self._calls) is not None:
             return self.submit_steps(lambda: calls.steps(job), future)
-
-        def steps() -> Generator[None, None, T]:
-            # Makes this function a generator, without a pause.
-            yield from ()
-            return job()
-
-        return self.submit_steps(steps, future)
+        return self._put(_run_call, job, future)
 
     def steps(self, job: Callable[[], T]) -> Generator[None, None, T]:
         """Run ``job`` as a part of a job of this lane. Yields at its pauses, if the calls of the lane pause."""
@@ -368,9 +363,14 @@ class Lane:
         Raises:
             BackendError: the worker or the lane is closed.
         """
+        return self._put(_run_steps, job, future)
+
+    def _put(
+        self, run: Callable[[Callable[[], R], Future[T]], Steps], job: Callable[[], R], future: Future[T] | None
+    ) -> Future[T]:
         submitted: Future[T] = Future() if future is None else future
         submitted.answered_by = self.thread
-        self._schedule.put(self._queue, Job(lambda: _run_job(job, submitted), submitted))
+        self._schedule.put(self._queue, Job(lambda: run(job, submitted), submitted))
         return submitted
 
     def close(self) -> None:
@@ -455,14 +455,25 @@ def _run_jobs(schedule: JobSchedule, calls: CallThreads) -> None:
     calls.close()
 
 
-def _run_job(job: Callable[[], Generator[None, None, T]], future: Future[T]) -> Steps:
+def _run_call(job: Callable[[], T], future: Future[T]) -> Steps:
+    """Run a job that does not pause. The statement after it makes this function a generator, as a job that pauses."""
+    yield from ()
+    try:
+        result = job()
+    except BaseException as error:  # noqa: BLE001 - raised again when the caller reads the future
+        future.fail(with_remedy(error))
+    else:
+        future.set_result(result)
+
+
+def _run_steps(job: Callable[[], Generator[None, None, T]], future: Future[T]) -> Steps:
     try:
         result = yield from job()
     except GeneratorExit:
         # The job is dropped; the schedule sets the error of the future.
         raise
     except BaseException as error:  # noqa: BLE001 - raised again when the caller reads the future
-        future.set_exception(with_remedy(error))
+        future.fail(with_remedy(error))
     else:
         future.set_result(result)
 
