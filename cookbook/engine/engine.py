@@ -124,8 +124,7 @@ class Engine(PerRank):
 
     def _spread(self, hollow: HollowModel | None) -> None:
         """Shard the weights over the ranks; a ``hollow`` network reads its weights now."""
-        # Verify the trimmed last layer now: the verification needs unsharded weights.
-        _ = self.passes.last_layer
+        self.passes.verify_last_layer()
         self.ranks.spread(self.model.network)
         if hollow is not None:
             # Modules are in reference cycles, so only a collection frees the memory of the twin.
