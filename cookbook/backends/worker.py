@@ -230,22 +230,25 @@ class JobSchedule:
                 if self._closed:
                     return None
                 self._changed.wait()
-            self._current = queue = min(self._candidates(), key=lambda one: one.rank)
+            self._current = queue = min(self._candidates(), key=lambda candidate: candidate.rank)
             return queue
 
     def _candidates(self) -> list[JobQueue]:
         """Return the queues that may run next: while a suspect job has begun, none whose first job is another suspect."""
-        suspects = [one for one in self._ready if self.is_suspect(one.jobs[0].purpose)]
-        if not any(one.jobs[0].has_begun for one in suspects):
+        suspects = [queue for queue in self._ready if self.is_suspect(queue.jobs[0].purpose)]
+        if not any(queue.jobs[0].has_begun for queue in suspects):
             return self._ready
-        return [one for one in self._ready if one not in suspects or one.jobs[0].has_begun or one.is_dropping]
+        return [queue for queue in self._ready if queue not in suspects or queue.jobs[0].has_begun or queue.is_dropping]
 
     def _run_slice(self, queue: JobQueue) -> None:
         """Run the first job of the queue to its end, or until another queue is further behind."""
         queue.jobs[0].has_begun = True
         with self._changed:
-            paused = [one.jobs[0].purpose for one in self._ready if one is not queue and one.jobs[0].has_begun]
-        self._announce((queue.jobs[0].purpose, *paused))
+            jobs = [candidate.jobs[0] for candidate in self._ready if candidate is not queue]
+            purposes = [job.purpose for job in jobs if job.has_begun]
+            # A job that is dropped while this one runs must not stay in memory.
+            del jobs
+        self._announce((queue.jobs[0].purpose, *purposes))
         steps, is_running = queue.jobs[0].steps, True
         while is_running and not queue.is_dropping:
             started = time.perf_counter()
@@ -317,8 +320,8 @@ class JobSchedule:
 
     def _update_clocks(self, account: Account) -> None:
         """Set the clocks to the least use of those that have jobs."""
-        self._clock_s = max(self._clock_s, min((one.account.used_s for one in self._ready), default=0.0))
-        own = [one.used_s for one in self._ready if one.account is account]
+        self._clock_s = max(self._clock_s, min((queue.account.used_s for queue in self._ready), default=0.0))
+        own = [queue.used_s for queue in self._ready if queue.account is account]
         account.clock_s = max(account.clock_s, min(own, default=0.0))
 
 

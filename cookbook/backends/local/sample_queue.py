@@ -181,8 +181,8 @@ class SampleQueue:
             # A request that failed alone has its error already if the batch starts again.
             batch = [pending for pending in batch if not pending.future.done()]
             batch = _reject_invalid(engine, _fail_stopped(batch))
-            drawn = [pending for pending in batch if pending.request is not None]
-            samples = yield from self._sampled(engine, drawn, step)
+            draws = [pending for pending in batch if pending.request is not None]
+            samples = yield from self._sampled(engine, draws, step)
             batch = _fail_stopped(batch)
             logprobs = yield from self._scored(engine, [pending for pending in batch if pending.score])
             batch = [pending for pending in batch if not pending.future.done()]
@@ -205,27 +205,27 @@ class SampleQueue:
             pending.future.set_result(scores if sequences is None else SampleResponse(sequences, scores, topk))
 
     def _sampled(
-        self, engine: Engine, drawn: list[_PendingSample], step: int
+        self, engine: Engine, batch: list[_PendingSample], step: int
     ) -> Generator[None, None, dict[int, list[Sample]]]:
         """Draw all requests. Returns the samples by the id of the pending request."""
-        requests = [pending.request for pending in drawn if pending.request is not None]
+        requests = [pending.request for pending in batch if pending.request is not None]
         if not requests:
             return {}
         sampling = _begin(engine, requests, step, self.max_batch_tokens)
         self._begun = weakref.ref(sampling)
         # Several ranks agree about every slice, which takes longer than a step of a small model.
         steps = 1 if engine.ranks.size == 1 else ROUND_TOKENS
-        running = set(range(len(drawn)))
-        watched = {index: [0] * one.num_samples for index, one in enumerate(requests) if drawn[index].future.on_tokens}
+        running = set(range(len(batch)))
+        watched = {index: [0] * request.num_samples for index, request in enumerate(requests) if batch[index].future.on_tokens}
         while running and sampling.advance(steps):
             yield
             if watched:
-                _report_tokens(drawn, sampling.samples(), watched)
-            if stopped := [index for index in running if drawn[index].future.is_stopped]:
+                _report_tokens(batch, sampling.samples(), watched)
+            if stopped := [index for index in running if batch[index].future.is_stopped]:
                 running.difference_update(stopped)
                 sampling.drop(stopped)
-        samples = sampling.samples() if running else [[] for _ in drawn]
-        return {id(pending): sequences for pending, sequences in zip(drawn, samples, strict=True)}
+        samples = sampling.samples() if running else [[] for _ in batch]
+        return {id(pending): sequences for pending, sequences in zip(batch, samples, strict=True)}
 
     def _scored(self, engine: Engine, scored: list[_PendingSample]) -> Generator[None, None, dict[int, list[float | None]]]:
         """Compute the logprobs of the prompts, by the id of the pending request. Pauses between parts of the prompts.
@@ -237,7 +237,7 @@ class SampleQueue:
         while waiting := _fail_stopped(waiting):
             # One part for each rank.
             parts = itertools.islice(prefill_parts([pending.prompt for pending in waiting]), engine.ranks.size)
-            part = waiting[: max(one.stop for one in parts)]
+            part = waiting[: max(span.stop for span in parts)]
             # Equal prompts are computed once, but each has logprobs of its own.
             ends = itertools.accumulate(len(pending.prompt) for pending in part)
             part = part[: max(1, sum(end <= MOST_COPIES * PREFILL_TOKENS for end in ends))]
