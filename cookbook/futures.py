@@ -40,6 +40,10 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         """Return the error if the call has failed by now. Never waits, and the error still counts as unread."""
         return concurrent.futures.Future.exception(self) if self.done() else None
 
+    def fail(self, error: BaseException) -> None:
+        """Set the error with which the call has ended."""
+        self.set_exception(error)
+
     def cancel(self) -> bool:
         """Return False: every call runs, in its order. A timeout ends the wait, not the call."""
         return False
@@ -67,37 +71,52 @@ class Future(concurrent.futures.Future[T], Generic[T]):
 
 
 class LazyFuture(Future[T]):
-    """A future whose work starts at its first use: a wait, a check whether it is done, or a new callback.
+    """A future whose work starts at the first call that needs it: ``result``, ``exception``, ``done``, a new callback.
 
     ``await`` first lets the other ready coroutines run, so that their requests start together with this one.
+    ``concurrent.futures.wait`` and ``as_completed`` call none of the methods: call :func:`start_all` before them.
     """
 
     def __init__(self, start: Callable[[], None]) -> None:
-        # The constructor of the base class uses the condition, which must not start the work.
-        self._start: Callable[[], None] | None = None
         super().__init__()
-        self._start = start
+        self._start: Callable[[], None] | None = start
+
+    def start(self) -> None:
+        """Start the work unless it is under way."""
+        if (start := self._start) is not None:
+            start()
 
     def started(self) -> None:
         """Note that the work is under way."""
         self._start = None
 
-    # Every use of a future takes its condition first: its own methods, `concurrent.futures.wait`, `as_completed` and asyncio.
-    # `wait` and `as_completed` use nothing else that could be overridden.
-    @property
-    def _condition(self) -> threading.Condition:
-        if (start := self._start) is not None:
-            start()
-        return self._lock
+    def result(self, timeout: float | None = None) -> T:
+        self.start()
+        return super().result(timeout)
 
-    @_condition.setter
-    def _condition(self, condition: threading.Condition) -> None:
-        self._lock = condition
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self.start()
+        return super().exception(timeout)
+
+    def done(self) -> bool:
+        self.start()
+        return super().done()
+
+    def add_done_callback(self, fn: Callable[[concurrent.futures.Future[T]], object]) -> None:
+        self.start()
+        super().add_done_callback(fn)
 
     def __await__(self) -> Generator[Any, None, T]:
         # As asyncio.sleep(0) does.
         yield
         return (yield from super().__await__())
+
+
+def start_all(futures: Iterable[concurrent.futures.Future[Any]]) -> None:
+    """Start the work of lazy futures, for ``concurrent.futures.wait`` and ``as_completed``."""
+    for future in futures:
+        if isinstance(future, LazyFuture):
+            future.start()
 
 
 def done(value: T) -> Future[T]:
@@ -284,11 +303,19 @@ class ServedFailures(Failures):
 
 
 class CallFuture(Future[T]):
-    """Future that calls ``on_read`` when the caller reads its error."""
+    """Future of a call whose error counts as unread by the caller until it is read.
 
-    def __init__(self, on_read: Callable[[BaseException], None]) -> None:
+    ``failures`` records the error with which the call fails. An error by ``set_exception``, of a call that was dropped, is not
+    recorded.
+    """
+
+    def __init__(self, failures: Failures | PendingStep) -> None:
         super().__init__()
-        self._on_read = on_read
+        self._failures = failures
+
+    def fail(self, error: BaseException) -> None:
+        self._failures.record(error)
+        self.set_exception(error)
 
     def result(self, timeout: float | None = None) -> T:
         self._mark_read(timeout)
@@ -304,7 +331,7 @@ class CallFuture(Future[T]):
 
     def _mark_read(self, timeout: float | None) -> None:
         if (error := super().exception(timeout)) is not None:
-            self._on_read(error)
+            self._failures.mark_read(error)
 
 
 # ---- pauses ----------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from cookbook.errors import BackendError, CookbookError
 from cookbook.futures import Future
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 TRAINING_REMEDY = "lower backend.micro_batch_tokens, then backend.retain_gb, or set backend.activation_checkpointing=true"
 SAMPLING_REMEDY = "lower deployment.max_batch_tokens, and backend.micro_batch_tokens if prompt logprobs are computed"
@@ -229,22 +230,25 @@ class JobSchedule:
                 if self._closed:
                     return None
                 self._changed.wait()
-            self._current = queue = min(self._candidates(), key=lambda one: one.rank)
+            self._current = queue = min(self._candidates(), key=lambda candidate: candidate.rank)
             return queue
 
     def _candidates(self) -> list[JobQueue]:
         """Return the queues that may run next: while a suspect job has begun, none whose first job is another suspect."""
-        suspects = [one for one in self._ready if self.is_suspect(one.jobs[0].purpose)]
-        if not any(one.jobs[0].has_begun for one in suspects):
+        suspects = [queue for queue in self._ready if self.is_suspect(queue.jobs[0].purpose)]
+        if not any(queue.jobs[0].has_begun for queue in suspects):
             return self._ready
-        return [one for one in self._ready if one not in suspects or one.jobs[0].has_begun or one.is_dropping]
+        return [queue for queue in self._ready if queue not in suspects or queue.jobs[0].has_begun or queue.is_dropping]
 
     def _run_slice(self, queue: JobQueue) -> None:
         """Run the first job of the queue to its end, or until another queue is further behind."""
         queue.jobs[0].has_begun = True
         with self._changed:
-            paused = [one.jobs[0].purpose for one in self._ready if one is not queue and one.jobs[0].has_begun]
-        self._announce((queue.jobs[0].purpose, *paused))
+            jobs = [candidate.jobs[0] for candidate in self._ready if candidate is not queue]
+            purposes = [job.purpose for job in jobs if job.has_begun]
+            # A job that is dropped while this one runs must not stay in memory.
+            del jobs
+        self._announce((queue.jobs[0].purpose, *purposes))
         steps, is_running = queue.jobs[0].steps, True
         while is_running and not queue.is_dropping:
             started = time.perf_counter()
@@ -316,8 +320,8 @@ class JobSchedule:
 
     def _update_clocks(self, account: Account) -> None:
         """Set the clocks to the least use of those that have jobs."""
-        self._clock_s = max(self._clock_s, min((one.account.used_s for one in self._ready), default=0.0))
-        own = [one.used_s for one in self._ready if one.account is account]
+        self._clock_s = max(self._clock_s, min((queue.account.used_s for queue in self._ready), default=0.0))
+        own = [queue.used_s for queue in self._ready if queue.account is account]
         account.clock_s = max(account.clock_s, min(own, default=0.0))
 
 
@@ -350,13 +354,7 @@ class Lane:
 
         if (calls := self._calls) is not None:
             return self.submit_steps(lambda: calls.steps(job), future)
-
-        def steps() -> Generator[None, None, T]:
-            # Makes this function a generator, without a pause.
-            yield from ()
-            return job()
-
-        return self.submit_steps(steps, future)
+        return self._put(_run_call, job, future)
 
     def steps(self, job: Callable[[], T]) -> Generator[None, None, T]:
         """Run ``job`` as a part of a job of this lane. Yields at its pauses, if the calls of the lane pause."""
@@ -368,9 +366,14 @@ class Lane:
         Raises:
             BackendError: the worker or the lane is closed.
         """
+        return self._put(_run_steps, job, future)
+
+    def _put(
+        self, run: Callable[[Callable[[], R], Future[T]], Steps], job: Callable[[], R], future: Future[T] | None
+    ) -> Future[T]:
         submitted: Future[T] = Future() if future is None else future
         submitted.answered_by = self.thread
-        self._schedule.put(self._queue, Job(lambda: _run_job(job, submitted), submitted))
+        self._schedule.put(self._queue, Job(lambda: run(job, submitted), submitted))
         return submitted
 
     def close(self) -> None:
@@ -455,14 +458,25 @@ def _run_jobs(schedule: JobSchedule, calls: CallThreads) -> None:
     calls.close()
 
 
-def _run_job(job: Callable[[], Generator[None, None, T]], future: Future[T]) -> Steps:
+def _run_call(job: Callable[[], T], future: Future[T]) -> Steps:
+    """Run a job that does not pause. The statement after it makes this function a generator, as a job that pauses."""
+    yield from ()
+    try:
+        result = job()
+    except BaseException as error:  # noqa: BLE001 - raised again when the caller reads the future
+        future.fail(with_remedy(error))
+    else:
+        future.set_result(result)
+
+
+def _run_steps(job: Callable[[], Generator[None, None, T]], future: Future[T]) -> Steps:
     try:
         result = yield from job()
     except GeneratorExit:
         # The job is dropped; the schedule sets the error of the future.
         raise
     except BaseException as error:  # noqa: BLE001 - raised again when the caller reads the future
-        future.set_exception(with_remedy(error))
+        future.fail(with_remedy(error))
     else:
         future.set_result(result)
 

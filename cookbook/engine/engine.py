@@ -124,8 +124,7 @@ class Engine(PerRank):
 
     def _spread(self, hollow: HollowModel | None) -> None:
         """Shard the weights over the ranks; a ``hollow`` network reads its weights now."""
-        # Verify the trimmed last layer now: the verification needs unsharded weights.
-        _ = self.passes.last_layer
+        self.passes.verify_last_layer()
         self.ranks.spread(self.model.network)
         if hollow is not None:
             # Modules are in reference cycles, so only a collection frees the memory of the twin.
@@ -241,7 +240,8 @@ class Engine(PerRank):
             passes = self._forward_all(data, batches, scores, spec)
             return self._backward_of_batch(data, passes, loss, scores, spec)
         before = replace(self.counts)
-        self.gradients.add_up(lambda: self._micro_batch_gradients(data, batches, loss, scores, spec), len(batches))
+        with self.gradients.accumulation(len(batches)):
+            self._micro_batch_gradients(data, batches, loss, scores, spec)
         own = self.counts.num_loss_tokens - before.num_loss_tokens, self.counts.num_sequences - before.num_sequences
         added = [int(count) for count in self.ranks.totals(own)]
         self.counts = before
@@ -360,7 +360,8 @@ class Engine(PerRank):
         )
         weight = self._router_weight(loss, grads)
         router = None if scores.router is None else weight * scores.router.gradient()
-        self.gradients.add_up(lambda: self._backward_all(data, passes, grads, spec, router), len(passes))
+        with self.gradients.accumulation(len(passes)):
+            self._backward_all(data, passes, grads, spec, router)
         return self.ranks.on_first(lambda: scores.output(data, grads.value, grads.metrics, weight), _without_outputs)
 
     def _router_weight(self, loss: LossFunction, grads: LossGradient) -> float:

@@ -446,6 +446,10 @@ class ForwardRunner:
             return contextlib.nullcontext()
         return only_rows(self.last_layer, rows.to(self.model.device))
 
+    def verify_last_layer(self) -> None:
+        """Find out now which modules of the last layer can be trimmed. This needs unsharded weights."""
+        self.last_layer = trimmable_parts(self.model)
+
     @functools.cached_property
     def last_layer(self) -> list[torch.nn.Module]:
         """Modules of the last layer that can compute a subset of the tokens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import math
@@ -93,28 +94,27 @@ class GradientBuffer:
                     parameter.grad = view
         self._buckets = buckets
 
-    def add_up(self, compute: Callable[[], None], num_passes: int) -> None:
-        """Run ``compute``, which runs the backward passes of a call, on every rank. Every replica then has the sum over all.
+    @contextlib.contextmanager
+    def accumulation(self, num_passes: int) -> Iterator[None]:
+        """Context of the backward passes of a call, on every rank. Every replica then has the sum over all ranks.
 
-        If ``compute`` fails on a rank, the rank still takes part in the sums, which the other ranks wait for.
+        If the block fails on a rank, the rank still takes part in the sums, which the other ranks wait for.
         """
-        self._ranks.together(lambda: self._add_up(compute, num_passes))
-
-    def _add_up(self, compute: Callable[[], None], num_passes: int) -> None:
-        self._passes_left, self._missing, self._waits = num_passes, [], []
-        if self._is_sum and self._ranks.rank:
-            # Rank 0 adds to the sum of the earlier calls.
-            for bucket in self._buckets:
-                bucket.zero_()
-        self._is_sum = False
-        try:
-            compute()
-        except RanksLostError:
-            raise
-        except BaseException:
+        with self._ranks.agreement():
+            self._passes_left, self._missing, self._waits = num_passes, [], []
+            if self._is_sum and self._ranks.rank:
+                # Rank 0 adds to the sum of the earlier calls.
+                for bucket in self._buckets:
+                    bucket.zero_()
+            self._is_sum = False
+            try:
+                yield
+            except RanksLostError:
+                raise
+            except BaseException:
+                self._finish_sums()
+                raise
             self._finish_sums()
-            raise
-        self._finish_sums()
 
     def next_pass(self) -> None:
         """Begin one of the backward passes of a call; the gradients of the last one are final."""

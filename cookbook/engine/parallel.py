@@ -79,6 +79,10 @@ class Ranks:
         """
         return job()
 
+    def agreement(self) -> contextlib.AbstractContextManager[None]:
+        """Context that every rank enters. If the block fails on any rank, that error is raised on all."""
+        return contextlib.nullcontext()
+
     def gathered(self, value: T) -> list[T]:
         """Return the values of all ranks, in the order of the ranks."""
         return [value]
@@ -159,6 +163,8 @@ def led(function: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P],
 
     @functools.wraps(function)
     def call(target: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if target.ranks.size == 1:
+            return function(target, *args, **kwargs)
         return target.ranks.lead(function, call, target, *args, **kwargs)
 
     return call

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import http.client
 import logging
 import secrets
 import shutil
@@ -447,14 +446,14 @@ def lost(job: TrainerJob) -> str:
 
 def is_healthy(address: str, key: str) -> bool:
     """Whether a server at ``host:port`` answers and knows the key. Proxies of the environment are not used."""
-    connection = http.client.HTTPConnection(address, timeout=HEALTH_S)
+    import httpx
+
     try:
-        connection.request("GET", "/api/v1/cookbook", headers={"X-API-Key": key})
-        return connection.getresponse().status == http.HTTPStatus.OK
-    except (OSError, http.client.HTTPException):
+        url = f"http://{address}/api/v1/cookbook"
+        response = httpx.get(url, headers={"X-API-Key": key}, timeout=HEALTH_S, trust_env=False)
+    except httpx.HTTPError:
         return False
-    finally:
-        connection.close()
+    return response.status_code == httpx.codes.OK
 
 
 def _files(job: TrainerJob, number: int) -> AttemptFiles:

@@ -301,8 +301,8 @@ def choice(where: str, key: str, value: str, choices: Sequence[str]) -> None:
 
 def named(datums: Sequence[int]) -> str:
     """Datums for a message: ``datum 3``, or ``datums 0, 1, ...``."""
-    shown = ", ".join(map(str, datums[:8])) + (", ..." if len(datums) > 8 else "")
-    return f"datums {shown}" if len(datums) > 1 else f"datum {shown}"
+    numbers = ", ".join(map(str, datums[:8])) + (", ..." if len(datums) > 8 else "")
+    return f"datums {numbers}" if len(datums) > 1 else f"datum {numbers}"
 
 
 def _missing(index: int, key: str, datum: Datum, remedy: str = "") -> str:

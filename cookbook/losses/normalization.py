@@ -75,7 +75,7 @@ def check_accumulation(loss: str, reduction: Reduction | None, earlier: Sequence
     Raises:
         ConfigError: ``loss``, or one of the ``earlier`` calls since the last step, returned a mean.
     """
-    declared = [one for one in (reduction, *earlier) if one is not None]
+    declared = [kind for kind in (reduction, *earlier) if kind is not None]
     if reduction is not None and len(declared) > 1 and Reduction.mean in declared:
         raise ConfigError(
             f"forward_backward: {loss} returns a mean, and means of several calls do not add up to a mean; "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cookbook.checkpoints import store
 from cookbook.errors import ConfigError
@@ -14,9 +13,6 @@ from cookbook.run import hooks, report
 from cookbook.run.recorder import JsonLines
 from cookbook.types import JsonObject
 from cookbook.utils.words import counted
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 
 @dataclass(frozen=True, repr=False)
@@ -42,14 +38,14 @@ class RunResult:
         return run_folder.load_config(self.folder)
 
     @property
-    def metrics(self) -> DataFrame:
-        """One row per logged step, with ``step`` as the index and a column per metric; NaN where a step lacks a metric."""
-        return self._frame(self._rows()).set_index("step")
+    def metrics(self) -> list[JsonObject]:
+        """One dict per logged step: ``step`` and the metrics of the step. ``pandas.DataFrame`` accepts the list."""
+        return self._rows()
 
     @property
-    def samples(self) -> DataFrame:
-        """The logged completions, one row each: step, prompt, completion, reward. Empty if the recipe samples none."""
-        return self._frame(self._rows("samples.jsonl"))
+    def samples(self) -> list[JsonObject]:
+        """The logged completions, one dict each: step, prompt, completion, reward. Empty if the recipe does not sample."""
+        return self._rows("samples.jsonl")
 
     @property
     def checkpoints(self) -> list[Path]:
@@ -63,12 +59,6 @@ class RunResult:
 
     def _rows(self, name: str = run_folder.METRICS) -> list[JsonObject]:
         return JsonLines(self.folder / name).read() if (self.folder / name).exists() else []
-
-    def _frame(self, rows: list[JsonObject]) -> DataFrame:
-        # Importing pandas takes half a second, and no run needs it.
-        from pandas import DataFrame
-
-        return DataFrame(rows) if rows else DataFrame({"step": []})
 
     def __repr__(self) -> str:
         rows = self._rows()

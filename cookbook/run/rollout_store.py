@@ -16,18 +16,19 @@ Tokens of the model and of the data have lists of numbers, with 4 decimals; a li
 from __future__ import annotations
 
 import itertools
+import json
 import logging
+import math
 import os
 import struct
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-import orjson
 
 from cookbook.data import Renderer, RowDatum
 from cookbook.futures import Future
@@ -44,6 +45,8 @@ log = logging.getLogger("cookbook")
 DECIMALS = 4
 # Of zlib. Level 6 needs twice the time and saves 4% of the bytes.
 LEVEL = 4
+# Encoder of a line of the file.
+LINES = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 # Counts of a trajectory that are stored unless they are 0.
 COUNTS = ("calls", "malformed_calls", "failed_calls")
 
@@ -71,7 +74,7 @@ class RolloutStore:
     """Collects what a step samples and trains on, and writes it when the step is finished.
 
     Args:
-        max_mb: megabytes of the file, see :class:`StepFile`; None: no further step is stored.
+        max_mb: megabytes of the file, see :class:`StepFile`; None stores no step.
         pairs: whether two consecutive datums are the chosen and the rejected answer of one row.
     """
 
@@ -95,14 +98,13 @@ class RolloutStore:
 
     def write(self, step: int) -> None:
         """Write the finished step. Raise ConfigError if the disk refuses."""
-        if self._file.takes(step):
+        if self._file.max_bytes:
             lines = self._lines()
             self._numbers.round()
             head = {"step": step, **self._pieces.head(lines)}
-            # orjson writes NaN and infinity, which JSON does not have, as null.
-            text = b"".join(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE) for line in (head, *lines))
+            text = "\n".join([*map(LINES.encode, (head, *lines)), ""])
             with writing_to(self._file.path, "free disk space and run the same command to resume"):
-                self._file.append(step, text)
+                self._file.append(step, text.encode())
         self.clear()
 
     def keep_until(self, step: int) -> None:
@@ -111,23 +113,23 @@ class RolloutStore:
             self._file.keep_until(step)
 
     def _lines(self) -> list[Line]:
-        trained = [one for data, output in self._passes for one in _outputs(data, output)]
+        trained = [datum for data, output in self._passes for datum in _trained_datums(data, output)]
         if not self._groups:
             return self._rows(trained)
         waiting: dict[tuple[int, ...], deque[TrainedDatum]] = defaultdict(deque)
-        for one in trained:
-            waiting[one.tokens].append(one)
+        for datum in trained:
+            waiting[datum.tokens].append(datum)
         lines = [self._group(group, waiting) for group in self._groups]
         # Datums that the recipe has made of other data.
-        return lines + self._rows([one for queue in waiting.values() for one in queue])
+        return lines + self._rows(list(itertools.chain.from_iterable(waiting.values())))
 
     def _group(self, group: RolloutGroup, waiting: Mapping[tuple[int, ...], deque[TrainedDatum]]) -> Line:
         trajectories: list[Line] = []
         for index, trajectory in enumerate(group.trajectories):
-            values: Line = {"reward": float(group.rewards[index])} if group.rewards else {}
+            values: Line = {"reward": _json_number(group.rewards[index])} if group.rewards else {}
             values["ended"] = trajectory.ended
             if parts := group.parts[index] if group.parts else {}:
-                values["parts"] = {name: float(part) for name, part in parts.items()}
+                values["parts"] = {name: _json_number(part) for name, part in parts.items()}
             counts = {name: getattr(trajectory, name) for name in COUNTS}
             values |= {name: count for name, count in counts.items() if count}
             trajectories.append({**values, "branches": self._branches(trajectory, group.prompt.tokens, waiting)})
@@ -141,7 +143,7 @@ class RolloutStore:
     ) -> list[list[Line]]:
         branches = []
         for branch in trajectory.branches:
-            queue = waiting.get(tuple(itertools.chain.from_iterable(segment.tokens for segment in branch)))
+            queue = waiting.get(tuple(itertools.chain.from_iterable([segment.tokens for segment in branch])))
             trained, start, lines = queue.popleft() if queue else None, 0, []
             for segment in branch:
                 lines.append(self._segment(segment, prompt, trained, start))
@@ -170,9 +172,8 @@ class RolloutStore:
         if (advantages := trained.values("advantages")) is not None:
             line["advantage"] = self._numbers.add(advantages[span].tolist())
         if trained.logprobs is not None and trained.logprobs.ndim == 1:
-            # Float64, as the sampler's numbers.
-            own = trained.logprobs[span].tolist()
-            line["shift"] = self._numbers.add([one - other for one, other in zip(own, sampled, strict=True)])
+            # The sampler's numbers are float64.
+            line["shift"] = self._numbers.add((trained.logprobs[span].astype(np.float64) - sampled).tolist())
         return line
 
     def _rows(self, trained: Sequence[TrainedDatum]) -> list[Line]:
@@ -220,7 +221,7 @@ class TokenPieces:
 
     def head(self, lines: Iterable[Line]) -> Line:
         """Return the entries of a step's first line: the text of every token in ``lines``, and which tokens are special."""
-        used = sorted(set(_tokens(lines)))
+        used = sorted(_token_ids(lines))
         pieces = {str(token): self.text(token) for token in used}
         return {"pieces": pieces, "special": [token for token in used if token in self._special]}
 
@@ -237,28 +238,35 @@ class TokenPieces:
         """
         for token in set(tokens).difference(self._texts):
             self.text(token)
-        return text in ("".join(map(texts.__getitem__, tokens)) for texts in (self._visible, self._texts))
+        return text in ("".join(map(self._visible.__getitem__, tokens)), "".join(map(self._texts.__getitem__, tokens)))
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
 
 
-def _tokens(lines: Iterable[Line]) -> Iterator[int]:
+def _token_ids(lines: Iterable[Line]) -> set[int]:
+    tokens: set[int] = set()
     for line in lines:
-        yield from line["prompt"]
+        tokens.update(line["prompt"])
         for trajectory in line["trajectories"]:
-            for branch in trajectory["branches"]:
-                for segment in branch:
-                    yield from segment.get("tokens", ())
+            for segment in itertools.chain.from_iterable(trajectory["branches"]):
+                tokens.update(segment.get("tokens", ()))
+    return tokens
 
 
-def _outputs(data: Sequence[Datum], output: Future[ForwardBackwardOutput]) -> Iterator[TrainedDatum]:
-    """Yield the datums of a pass with their results, if it has any. Never waits for the trainer."""
-    finished = output.done() and output.failure() is None
-    rows: Sequence[Mapping[str, TensorData]] = output.result().loss_fn_outputs if finished else []
-    for index, datum in enumerate(data):
-        logprobs = rows[index].get("logprobs") if len(rows) == len(data) else None
-        yield TrainedDatum(datum, None if logprobs is None else logprobs.to_numpy())
+def _trained_datums(data: Sequence[Datum], output: Future[ForwardBackwardOutput]) -> list[TrainedDatum]:
+    """Return the datums of a pass with their results, if it has any. Never waits for the trainer."""
+    is_finished = output.done() and output.failure() is None
+    rows: Sequence[Mapping[str, TensorData]] = output.result().loss_fn_outputs if is_finished else []
+    if len(rows) != len(data):
+        return [TrainedDatum(datum, None) for datum in data]
+    logprobs = [row.get("logprobs") for row in rows]
+    return [TrainedDatum(datum, None if own is None else own.array) for datum, own in zip(data, logprobs, strict=True)]
+
+
+def _json_number(value: float) -> float | None:
+    """Return None for NaN and infinity, which JSON does not have."""
+    return float(value) if math.isfinite(value) else None
 
 
 class RoundedNumbers:
@@ -276,7 +284,10 @@ class RoundedNumbers:
         """Round all lists. Equal numbers become one."""
         exact = np.fromiter(itertools.chain.from_iterable(self._lists), dtype=np.float64)
         # Adding 0 turns -0.0, which needs more space, into 0.0.
-        rounded: list[float] = (np.round(exact, DECIMALS) + 0.0).tolist()
+        rounded: list[Any] = (np.round(exact, DECIMALS) + 0.0).tolist()
+        for index in np.flatnonzero(~np.isfinite(exact)).tolist():
+            # JSON has neither NaN nor infinity.
+            rounded[index] = None
         start = 0
         for values in self._lists:
             end = start + len(values)
@@ -286,34 +297,26 @@ class RoundedNumbers:
 
 
 class StepFile:
-    """Texts by step, at most ``max_bytes`` of them; 0: no further text.
+    """Compressed texts by step, at most ``max_bytes`` of them; 0 stores no text.
 
-    A full file is thinned: every second stored step is deleted, and from then on every second step is stored. The steps of a
-    long run are thus evenly spaced. A step that does not fit into the thinned file is not stored, so that one huge step
-    deletes at most every second step.
+    If the file is full, the oldest steps are deleted until it is half full. A single step that is larger than the file may
+    become is left out.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self.path, self.max_bytes = path, max_bytes
-        stored = blocks(path)
-        self._every = stored[-1].every if stored else 1
-        self._has_warned = self._every > 1
-
-    def takes(self, step: int) -> bool:
-        """Whether this step would be stored."""
-        return self.max_bytes > 0 and step % self._every == 0
+        # A run reports only the first loss of steps: every later step may lose some.
+        self._has_warned = False
 
     def append(self, step: int, text: bytes) -> None:
         """Add the text of a step, which is later than all stored steps. Raises OSError."""
-        member = _member(step, text, self._every)
+        member = _member(step, text)
         if len(member) > self.max_bytes:
             self._warn(f"step {step} alone needs {len(member) / 1e6:.1f} MB, so steps of this size are not stored")
             return
         if self._size() + len(member) > self.max_bytes:
-            self._thin()
-            if not self.takes(step) or self._size() + len(member) > self.max_bytes:
-                return
-            member = _member(step, text, self._every)
+            self._warn("full, so the oldest steps are deleted")
+            self._delete_oldest(min(self.max_bytes // 2, self.max_bytes - len(member)))
         with self.path.open("ab") as file:
             file.write(member)
 
@@ -322,38 +325,34 @@ class StepFile:
         if not self.path.exists():
             return
         stored = blocks(self.path)
-        readable = stored[-1].start + stored[-1].size if stored else 0
+        readable = stored[-1].end if stored else 0
         if readable < self._size():
             log.info("%s: removed %d bytes after step %d", self.path, self._size() - readable, stored[-1].step if stored else 0)
-        kept = [block for block in stored if block.step <= step]
-        end = kept[-1].start + kept[-1].size if kept else 0
+        end = max((block.end for block in stored if block.step <= step), default=0)
         if end < self._size():
             os.truncate(self.path, end)
-        self._every = kept[-1].every if kept else 1
 
     def _size(self) -> int:
         return self.path.stat().st_size if self.path.exists() else 0
 
-    def _thin(self) -> None:
-        """Double the spacing, and delete the steps between."""
-        self._every *= 2
-        self._warn(f"full; of the steps so far and to come, every {self._every}nd is kept, later fewer")
-        aside = self.path.with_name(f".{self.path.name}.tmp")
-        with StoredSteps(self.path) as old, aside.open("wb") as new:
-            for step in filter(self.takes, old.blocks):
-                new.write(old.member(step) or b"")
-        files.sync(aside)
-        aside.replace(self.path)
+    def _delete_oldest(self, max_bytes: int) -> None:
+        """Keep the newest steps, at most ``max_bytes`` of them."""
+        temporary = self.path.with_name(f".{self.path.name}.tmp")
+        with StoredSteps(self.path) as stored, temporary.open("wb") as file:
+            end = max((block.end for block in stored.blocks.values()), default=0)
+            for step in [block.step for block in stored.blocks.values() if end - block.start <= max_bytes]:
+                file.write(stored.member(step) or b"")
+        files.sync(temporary)
+        temporary.replace(self.path)
 
     def _warn(self, problem: str) -> None:
-        """Log the first loss of a run."""
         if not self._has_warned:
             log.warning("%s: %s; raise rollout.store_mb (now %g)", self.path, problem, self.max_bytes / 1e6)
             self._has_warned = True
 
 
-def _member(step: int, content: bytes, every: int) -> bytes:
+def _member(step: int, content: bytes) -> bytes:
     deflate = zlib.compressobj(LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS)
     body = deflate.compress(content) + deflate.flush()
     end = struct.pack("<II", zlib.crc32(content), len(content) & 0xFFFFFFFF)
-    return START + FIELDS.pack(step, HEADER + len(body) + len(end), every) + body + end
+    return START + FIELDS.pack(step, HEADER + len(body) + len(end)) + body + end

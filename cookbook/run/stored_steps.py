@@ -1,8 +1,8 @@
 """Format of ``rollouts.jsonl.gz``: compressed texts, one per step, that ``zcat`` prints and a page decompresses one by one.
 
-Every step is a gzip member of its own (RFC 1952). Its header has an extra field with the step, the size of the member and the
-spacing of the stored steps, so that a reader finds every step without decompressing any. A member that a kill has cut short
-ends the file: readers ignore it, and the resumed run removes it.
+Every step is a gzip member (RFC 1952). Its header has an extra field with the step and the size of the member, so that a reader
+finds every step without decompressing any. A member that a kill has cut short ends the file: readers ignore it, and the resumed
+run removes it.
 
 :mod:`cookbook.run.rollout_store` writes the file, and documents the texts.
 """
@@ -22,20 +22,23 @@ ROLLOUTS = "rollouts.jsonl.gz"
 
 # Fixed part of the header: magic number, deflate, "has an extra field", no time, no level, unknown system; then the length of
 # the extra field, and of the one subfield "CB" in it.
-START = b"\x1f\x8b\x08\x04\x00\x00\x00\x00\x00\xff" + struct.pack("<H2sH", 24, b"CB", 20)
-# step, bytes of the whole member, spacing of the stored steps.
-FIELDS = struct.Struct("<QQI")
+START = b"\x1f\x8b\x08\x04\x00\x00\x00\x00\x00\xff" + struct.pack("<H2sH", 20, b"CB", 16)
+# Step, and bytes of the whole member.
+FIELDS = struct.Struct("<QQ")
 HEADER = len(START) + FIELDS.size
 
 
 @dataclass(frozen=True)
 class Block:
-    """Place of one step in the file, in bytes. ``every``: distance of the stored steps from each other at that time."""
+    """Place of one step in the file, in bytes."""
 
     step: int
     start: int
     size: int
-    every: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.size
 
 
 class StoredSteps:
@@ -52,9 +55,9 @@ class StoredSteps:
             size = os.fstat(self._file.fileno()).st_size
         except FileNotFoundError:
             self._file, size = io.BytesIO(), 0
-        found = list(_blocks(self._file, size))
-        self.blocks = {block.step: block for block in found}
-        self.unread_bytes = size - (found[-1].start + found[-1].size if found else 0)
+        whole = list(_blocks(self._file, size))
+        self.blocks = {block.step: block for block in whole}
+        self.unread_bytes = size - (whole[-1].end if whole else 0)
 
     def __enter__(self) -> StoredSteps:
         return self
@@ -81,9 +84,9 @@ def blocks(path: Path) -> list[Block]:
 def _blocks(file: BinaryIO, size: int) -> Iterator[Block]:
     start = 0
     while len(header := file.read(HEADER)) == HEADER and header.startswith(START):
-        step, length, every = FIELDS.unpack(header[len(START) :])
+        step, length = FIELDS.unpack(header[len(START) :])
         if length <= HEADER or start + length > size:
             return
-        yield Block(step, start, length, every)
+        yield Block(step, start, length)
         start += length
         file.seek(start)

@@ -30,7 +30,7 @@ import numpy as np
 from cookbook.data import RenderedPrompt, Renderer
 from cookbook.data.render import continues_text
 from cookbook.errors import ConfigError, DataError, RolloutError, SampleRefusedError, SamplerUnavailableError
-from cookbook.futures import Future, LazyFuture
+from cookbook.futures import Future, LazyFuture, start_all
 from cookbook.protocols import Sampler
 from cookbook.sampling.environments.conversation import Transcript
 from cookbook.sampling.environments.instance import EarnedReward, Reply
@@ -107,6 +107,7 @@ class Retrier:
         indices = {submitted(request): index for index, request in requests.items()}
         in_order = deque(indices)
         failed = {}
+        start_all(indices)
         for future in concurrent.futures.as_completed(indices):
             if future.exception() is None:
                 arrived(indices[future], future.result().sequences)
@@ -363,6 +364,7 @@ class _EpisodeLoop:
         seconds = self._request_due(attempts)
         awaited = [one.awaited for one in attempts if one.due_at is None]
         if awaited:
+            start_all(awaited)
             concurrent.futures.wait(awaited, seconds, return_when=concurrent.futures.FIRST_COMPLETED)
         elif seconds:
             time.sleep(seconds)

@@ -160,7 +160,7 @@ class RankSupervisor:
         failures = 0
         try:
             while not self._ending.is_set():
-                starts = [*(one for one in starts if time.monotonic() - one < WITHIN_S), time.monotonic()]
+                starts = [*(start for start in starts if time.monotonic() - start < WITHIN_S), time.monotonic()]
                 self._has_progress = False
                 try:
                     self._start()
@@ -191,7 +191,7 @@ class RankSupervisor:
     @property
     def pids(self) -> list[int]:
         """Processes of the ranks, in their order."""
-        return [one.process.pid for one in self._ranks]
+        return [rank.process.pid for rank in self._ranks]
 
     # ---- inside --------------------------------------------------------------------------------------------------
 
@@ -229,15 +229,15 @@ class RankSupervisor:
         """
         ends_at: float | None = None
         while not self._ending.is_set():
-            channels = [one.channel for one in self._ranks if not one.is_closed]
+            channels = [rank.channel for rank in self._ranks if not rank.is_closed]
             select.select(channels, [], [], POLL_S)
             # In this order: a report is sent before its process ends.
-            ended = [one for one in self._ranks if one.process.poll() is not None]
-            for one in self._ranks:
-                self._receive(one)
-            if lost := [one for one in ended if one.process.returncode != 0]:
-                # A rank that ends because of another one has an exit code; the first cause is rather a signal.
-                self._lost = min(lost, key=lambda one: (one.process.returncode, one.cause_time)).ending()
+            ended = [rank for rank in self._ranks if rank.process.poll() is not None]
+            for rank in self._ranks:
+                self._receive(rank)
+            if lost := [rank for rank in ended if rank.process.returncode != 0]:
+                # A rank that ends because of another rank has an exit code; the first cause is rather a signal.
+                self._lost = min(lost, key=lambda rank: (rank.process.returncode, rank.cause_time)).ending()
                 return self._is_asked
             if ended:
                 # The first rank ends the others, which may end before its own process does.
@@ -260,11 +260,11 @@ class RankSupervisor:
 
     def _kill(self) -> None:
         ranks, self._ranks = self._ranks, []
-        for one in ranks:
-            one.process.kill()
-        for one in ranks:
-            one.process.wait()
-            one.channel.close()
+        for rank in ranks:
+            rank.process.kill()
+        for rank in ranks:
+            rank.process.wait()
+            rank.channel.close()
 
     def _given_up(self, failures: int) -> str:
         where = f"; see {self.log_file}" if self.log_file is not None else ""

@@ -62,7 +62,7 @@ class _Model:
 
     @property
     def graphs(self) -> list[Retained]:
-        return [one.graph for one in list(self.forwards.values()) if one.graph is not None]
+        return [forward.graph for forward in list(self.forwards.values()) if forward.graph is not None]
 
 
 class Graphs(Protocol):
@@ -136,7 +136,7 @@ class KeptGraphs:
         model = self._model(engine)
         if model.graphs:
             return None
-        forwards = {digest.hex(): one.index for digest, one in model.forwards.items()}
+        forwards = {digest.hex(): forward.index for digest, forward in model.forwards.items()}
         return {
             "forwards": forwards,
             "count": model.count,
@@ -161,8 +161,8 @@ class KeptGraphs:
         while self.num_bytes and self.num_bytes + needed > self.max_bytes:
             models = list(self._models.values())
             largest = max(models, key=lambda model: sum(graph.num_bytes for graph in model.graphs))
-            oldest = min((one for one in largest.forwards.values() if one.graph is not None), key=lambda one: one.index)
-            oldest.graph = None
+            with_graph = [forward for forward in largest.forwards.values() if forward.graph is not None]
+            min(with_graph, key=lambda forward: forward.index).graph = None
 
 
 def _estimate(engine: Engine, data: Sequence[Datum]) -> int:

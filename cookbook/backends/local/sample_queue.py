@@ -162,8 +162,8 @@ class SampleQueue:
 
         def draw() -> None:
             try:
-                found = engine()
-                for chunk in stream(found.model, request, self.max_batch_tokens, found.sampler_pass):
+                current = engine()
+                for chunk in stream(current.model, request, self.max_batch_tokens, current.sampler_pass):
                     chunks.put(chunk)
                     if cancelled.is_set():
                         return
@@ -180,15 +180,16 @@ class SampleQueue:
             engine = engine_of()
             # A request that failed alone has its error already if the batch starts again.
             batch = [pending for pending in batch if not pending.future.done()]
-            batch = [pending for pending in batch if _is_valid(engine, pending)]
-            drawn = [pending for pending in batch if pending.request is not None]
-            samples = yield from self._sampled(engine, drawn, step)
-            batch = [pending for pending in batch if not _is_stopped(pending)]
+            batch = _reject_invalid(engine, _fail_stopped(batch))
+            draws = [pending for pending in batch if pending.request is not None]
+            samples = yield from self._sampled(engine, draws, step)
+            batch = _fail_stopped(batch)
             logprobs = yield from self._scored(engine, [pending for pending in batch if pending.score])
             batch = [pending for pending in batch if not pending.future.done()]
             topks = {}
             for pending in batch:
-                if not _is_stopped(pending):
+                # Only a request that still computes gets its likely tokens; a stopped request fails in this pause.
+                if _fail_stopped([pending]):
                     topks[id(pending)] = _prompt_topk(engine, pending)
                     yield
             batch = [pending for pending in batch if id(pending) in topks]
@@ -204,27 +205,27 @@ class SampleQueue:
             pending.future.set_result(scores if sequences is None else SampleResponse(sequences, scores, topk))
 
     def _sampled(
-        self, engine: Engine, drawn: list[_PendingSample], step: int
+        self, engine: Engine, batch: list[_PendingSample], step: int
     ) -> Generator[None, None, dict[int, list[Sample]]]:
         """Draw all requests. Returns the samples by the id of the pending request."""
-        requests = [pending.request for pending in drawn if pending.request is not None]
+        requests = [pending.request for pending in batch if pending.request is not None]
         if not requests:
             return {}
         sampling = _begin(engine, requests, step, self.max_batch_tokens)
         self._begun = weakref.ref(sampling)
         # Several ranks agree about every slice, which takes longer than a step of a small model.
         steps = 1 if engine.ranks.size == 1 else ROUND_TOKENS
-        running = set(range(len(drawn)))
-        watched = {index: [0] * one.num_samples for index, one in enumerate(requests) if drawn[index].future.on_tokens}
+        running = set(range(len(batch)))
+        watched = {index: [0] * request.num_samples for index, request in enumerate(requests) if batch[index].future.on_tokens}
         while running and sampling.advance(steps):
             yield
             if watched:
-                _report_tokens(drawn, sampling.samples(), watched)
-            if stopped := [index for index in running if drawn[index].future.is_stopped]:
+                _report_tokens(batch, sampling.samples(), watched)
+            if stopped := [index for index in running if batch[index].future.is_stopped]:
                 running.difference_update(stopped)
                 sampling.drop(stopped)
-        samples = sampling.samples() if running else [[] for _ in drawn]
-        return {id(pending): sequences for pending, sequences in zip(drawn, samples, strict=True)}
+        samples = sampling.samples() if running else [[] for _ in batch]
+        return {id(pending): sequences for pending, sequences in zip(batch, samples, strict=True)}
 
     def _scored(self, engine: Engine, scored: list[_PendingSample]) -> Generator[None, None, dict[int, list[float | None]]]:
         """Compute the logprobs of the prompts, by the id of the pending request. Pauses between parts of the prompts.
@@ -233,10 +234,10 @@ class SampleQueue:
         """
         logprobs: dict[int, list[float | None]] = {}
         waiting = scored
-        while waiting := [pending for pending in waiting if not _is_stopped(pending)]:
+        while waiting := _fail_stopped(waiting):
             # One part for each rank.
             parts = itertools.islice(prefill_parts([pending.prompt for pending in waiting]), engine.ranks.size)
-            part = waiting[: max(one.stop for one in parts)]
+            part = waiting[: max(span.stop for span in parts)]
             # Equal prompts are computed once, but each has logprobs of its own.
             ends = itertools.accumulate(len(pending.prompt) for pending in part)
             part = part[: max(1, sum(end <= MOST_COPIES * PREFILL_TOKENS for end in ends))]
@@ -311,29 +312,34 @@ def _report_tokens(drawn: Sequence[_PendingSample], samples: list[list[Sample]],
             on_tokens(chunks)
 
 
-def _is_stopped(pending: _PendingSample) -> bool:
-    """Whether the request is stopped. If so, set the error of its future."""
-    if not pending.future.is_stopped:
-        return False
-    pending.future.set_exception(RolloutError(STOPPED))
-    return True
+def _fail_stopped(batch: Sequence[_PendingSample]) -> list[_PendingSample]:
+    """Set the error of the requests that are stopped, and return the others."""
+    for pending in batch:
+        if pending.future.is_stopped and not pending.future.done():
+            pending.future.set_exception(RolloutError(STOPPED))
+    return [pending for pending in batch if not pending.future.done()]
 
 
-def _is_valid(engine: Engine, pending: _PendingSample) -> bool:
-    """Whether the request is valid and is not stopped. If not, set the error of its future."""
-    if _is_stopped(pending):
-        return False
-    try:
-        check_prompt(engine.model, pending.prompt, pending.request.params.max_tokens if pending.request is not None else 0)
-        vocabulary = int(engine.model.network.config.get_text_config().vocab_size)
-        if not 0 <= pending.top_k <= vocabulary:
-            raise RolloutError(
-                f"sample: topk_prompt_logprobs: expected 0 to {vocabulary} (the vocabulary size), got {pending.top_k}"
-            )
-    except RolloutError as error:
-        pending.future.set_exception(error)
-        return False
-    return True
+def _reject_invalid(engine: Engine, batch: Sequence[_PendingSample]) -> list[_PendingSample]:
+    """Set the error of the requests that the model cannot compute, and return the others."""
+    valid = []
+    for pending in batch:
+        try:
+            _check(engine, pending)
+            valid.append(pending)
+        except RolloutError as error:
+            pending.future.set_exception(error)
+    return valid
+
+
+def _check(engine: Engine, pending: _PendingSample) -> None:
+    """Raise RolloutError: the prompt is too long or has unknown tokens, or ``top_k`` is larger than the vocabulary."""
+    check_prompt(engine.model, pending.prompt, pending.request.params.max_tokens if pending.request is not None else 0)
+    vocabulary = int(engine.model.network.config.get_text_config().vocab_size)
+    if not 0 <= pending.top_k <= vocabulary:
+        raise RolloutError(
+            f"sample: topk_prompt_logprobs: expected 0 to {vocabulary} (the vocabulary size), got {pending.top_k}"
+        )
 
 
 def _fail_dropped(batch: Sequence[_PendingSample], computed: Future[None]) -> None:

@@ -13,7 +13,7 @@ from cookbook.backends.client_factory import ModelData, ModelInfo, checkpoint_pa
 from cookbook.backends.local.kept_graphs import Graphs
 from cookbook.backends.local.sample_queue import SHARDED, LocalSampler, SampleQueue
 from cookbook.backends.model_source import sampling_target
-from cookbook.backends.worker import Lane, Worker, with_remedy
+from cookbook.backends.worker import Lane, Worker
 from cookbook.checkpoints import sampler_checkpoints, snapshots, store
 from cookbook.engine.engine import Engine
 from cookbook.engine.loss_gradient import LossFunction
@@ -358,20 +358,8 @@ class LocalTrainer:
         """
         if self._samples.waiting:
             self._samples.flush()
-        failures = step or self._failures
-
-        def guarded() -> T:
-            try:
-                return job()
-            except BaseException as caught:
-                error = with_remedy(caught)
-                failures.record(error)
-                if error is caught:
-                    raise
-                raise error from None
-
-        future: CallFuture[T] = CallFuture(failures.mark_read)
-        (worker or self._worker).submit(guarded, future)
+        future: CallFuture[T] = CallFuture(step or self._failures)
+        (worker or self._worker).submit(job, future)
         return future
 
     def _require_step(self, step: int) -> None:

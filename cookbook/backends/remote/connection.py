@@ -162,7 +162,7 @@ class Connection:
         self._service: tinker.ServiceClient = self._tinker.ServiceClient(base_url=self.url, api_key=key)
         self.rest: tinker.RestClient = self._translate(lambda: self._tinker.RestClient(base_url=self.url, api_key=key))
         self._lengths: Mapping[str, int | None] = {
-            one.model_name: one.max_context_length for one in self.capabilities().supported_models if one.model_name
+            model.model_name: model.max_context_length for model in self.capabilities().supported_models if model.model_name
         }
         self._watchdog = Watchdog(self.url, self._is_reachable, patience_s, self.translate_error.unreachable, lost)
         for client in (self._service, self.rest):

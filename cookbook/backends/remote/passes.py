@@ -112,7 +112,7 @@ class CallQueue:
         with self._order:
             before = self._newest
             sent = self._sender.submit(run_send)
-            future: CallFuture[T] = CallFuture(failures.mark_read)
+            future: CallFuture[T] = CallFuture(failures)
             self._newest = future
             return self._receiver.submit(run_receive, future)
 

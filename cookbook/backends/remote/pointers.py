@@ -146,8 +146,8 @@ class CheckpointGarbage:
     def sweep(self, *, closing: bool = False) -> None:
         """Delete unreferenced checkpoints, and wait for the server. ``closing``: ignore references of samplers."""
         pointed = set(below(self._folder))
-        held = {path for path, sampler in self._samplers.items() if sampler() is not None and not closing}
-        for path in self._known - pointed - held:
+        in_use = {path for path, sampler in self._samplers.items() if sampler() is not None and not closing}
+        for path in self._known - pointed - in_use:
             self._samplers.pop(path, None)
             self._connection.delete(path)
-        self._known = pointed | held
+        self._known = pointed | in_use

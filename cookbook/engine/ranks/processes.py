@@ -207,10 +207,14 @@ class ProcessRanks(Ranks):
         return found
 
     def together(self, job: Callable[[], T], *, ends_command: bool = False) -> T:
-        result: list[T] = []
+        with self.agreement(ends_command=ends_command):
+            return job()
+
+    @contextlib.contextmanager
+    def agreement(self, *, ends_command: bool = False) -> Iterator[None]:
         own: BaseException | None = None
         try:
-            result.append(job())
+            yield
         except RanksLostError:
             raise
         except BaseException as caught:  # noqa: BLE001 - it is raised below, on all ranks
@@ -218,7 +222,6 @@ class ProcessRanks(Ranks):
         answers = self.gathered(Agreement(ends_command, None if own is None else portable(own)))
         if errors := [one.error for one in answers if one.error is not None]:
             raise own or errors[0]
-        return result[0]
 
     def gathered(self, value: T) -> list[T]:
         values: list[T | None] = [None] * self.size

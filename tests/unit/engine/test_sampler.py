@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import threading
@@ -28,6 +29,7 @@ from cookbook.engine.decoding.rows import METHODS
 from cookbook.engine.fast_path import FastPathError
 from cookbook.engine.model import LanguageModel, ModelConfig
 from cookbook.errors import BackendError, ConfigError, RolloutError
+from cookbook.futures import start_all
 from cookbook.sampling.rollouts import RolloutConfig
 from cookbook.types import AdamParams, Datum, ModelInput, SamplingParams
 
@@ -957,7 +959,17 @@ def test_a_closed_trainer_answers_nothing_and_hangs_no_caller(make_trainer):
             late.result(timeout=WAIT_S)
 
 
-@pytest.mark.parametrize("look", [futures.wait, lambda them: list(futures.as_completed(them)), lambda them: them[1].done()])
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda them: (start_all(them), futures.wait(them)),
+        lambda them: them[1].done(),
+        lambda them: them[1].result(),
+        lambda them: them[1].exception(),
+        lambda them: them[1].add_done_callback(lambda _: None),
+        lambda them: asyncio.run(awaited(them[1])),
+    ],
+)
 def test_every_way_of_looking_at_a_sample_starts_it(make_trainer, look):
     live = make_trainer().live_sampler(0).result()
     asked = [live.sample(prompt, 1, GREEDY) for prompt in PROMPTS]
@@ -968,6 +980,10 @@ def test_every_way_of_looking_at_a_sample_starts_it(make_trainer, look):
     told = threading.Event()
     asked[0].add_done_callback(lambda _: told.set())
     assert told.wait(WAIT_S) and asked[0]._start is None
+
+
+async def awaited(future):
+    return await future
 
 
 def test_a_flush_does_not_overtake_another(make_trainer, monkeypatch):

@@ -63,7 +63,7 @@ class Projection:
     @property
     def work_dtype(self) -> torch.dtype:
         """Dtype of all other values."""
-        return torch.promote_types(self.dtype, torch.float32)
+        return torch.promote_types(self.pairs[0][1].dtype, torch.float32)
 
     @property
     def device(self) -> torch.device:
@@ -105,8 +105,10 @@ class Projection:
 
     def target_bits(self) -> Tensor:
         """Return the targets' logits in bits, ``(N, K)``, computed in the work dtype even if tiles are rounded to bfloat16."""
-        parts = [self.select(rows)._target_bits() for rows in self._gatherable_slices()]
-        return torch.cat(parts) if parts else self.targets.new_zeros(self.targets.shape, dtype=self.work_dtype)
+        bits = torch.empty(self.targets.shape, dtype=self.work_dtype, device=self.device)
+        for rows in self._gatherable_slices():
+            bits[rows] = self.select(rows)._target_bits()
+        return bits
 
     def target_rows(self, coefficients: Tensor, pair: int) -> Tensor:
         """Return the sum over K of ``coefficients`` ``(N, K)`` times the targets' rows of the weight, ``(N, D)``."""
@@ -136,7 +138,7 @@ class Projection:
         return self._column(value) if self.temperature is None else value / self.temperature
 
     def _column(self, value: float) -> Tensor:
-        return torch.full((self.num_rows,), value, dtype=self.work_dtype, device=self.device)
+        return torch.full(self.targets.shape[:1], value, dtype=self.work_dtype, device=self.device)
 
 
 @dataclass(frozen=True)
