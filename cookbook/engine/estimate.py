@@ -221,19 +221,18 @@ def _pass(
         Bytes of saved activations, and floating-point operations without the output layer.
     """
     inputs = _inputs(network, rows, width)
-    saved = SavedBytes(network.parameters())
-    with FlopCounterMode(display=False, custom_mapping=COUNTED) as flops:
-        with (
-            captured_input(network.get_output_embeddings()) as captured,
-            saved.counted(),
-            skip_masks("layout" in inputs),
-            precision.forward(head.weight.device, network),
-        ):
-            network(**inputs, use_cache=False)
-        states = captured.pop()
-        with head.allocations(states) as gradient:
-            torch.autograd.backward(states, gradient)
-    return saved.total + states.nbytes, flops.get_total_flops()
+    saved, flops = SavedBytes(network.parameters()), alive.flops
+    with (
+        captured_input(network.get_output_embeddings()) as captured,
+        saved.counted(),
+        skip_masks("layout" in inputs),
+        precision.forward(head.weight.device, network),
+    ):
+        network(**inputs, use_cache=False)
+    states = captured.pop()
+    with head.allocations(states) as gradient:
+        torch.autograd.backward(states, gradient)
+    return saved.total + states.nbytes, alive.flops - flops
 
 
 class _Head:
@@ -285,7 +284,7 @@ class _Head:
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the live bytes of all storages that operations allocate, and replays the allocations in ``heap`` if it is set.
 
-    ``now``: live bytes. ``peak``: largest ``now``.
+    ``now``: live bytes. ``peak``: largest ``now``. ``flops``: floating-point operations so far.
     """
 
     def __init__(self) -> None:
@@ -293,6 +292,9 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now = 0
         self.peak = 0
         self.heap: Heap | None = None
+        self.flops = 0
+        # Only the formulas are used: torch's counter itself keeps all tensors that activation checkpointing recomputes.
+        self._formulas = FlopCounterMode(display=False, custom_mapping=COUNTED).flop_registry
         # Bytes of each live storage, and its address in the heap.
         self._sizes: dict[int, int] = {}
         self._addresses: dict[int, int] = {}
@@ -305,6 +307,9 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         out = func(*args, **(kwargs or {}))
+        formula = self._formulas.get(getattr(func, "overloadpacket", func))
+        if formula is not None:
+            self.flops += formula(*args, **(kwargs or {}), out_val=out)
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._record_allocation(tensor.untyped_storage())
