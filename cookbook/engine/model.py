@@ -363,7 +363,8 @@ def recompute_activations(network: PreTrainedModel, on: bool) -> bool:
         if on:
             network.gradient_checkpointing_enable({"use_reentrant": False})
             if (stack := layer_stack(network)) is not None and keeps_last_layer(network):
-                stack[-1].gradient_checkpointing = False
+                last: Any = stack[-1]
+                last.gradient_checkpointing = False
         elif network.supports_gradient_checkpointing:
             network.gradient_checkpointing_disable()
     return on
