@@ -63,8 +63,9 @@ class Estimate:
 
     ``parameters`` and ``trained`` are counts. ``moments``: optimizer state, with float32 master weights. ``reference``: weights
     of the reference model. ``temporary``: activations and temporary tensors of a pass of ``pass_tokens`` tokens, or temporary
-    tensors of the optimizer update if these are larger. ``allocator``: overhead of the C library. ``saved_per_token``: bytes of
-    saved activations. ``recomputable``: whether the model supports activation checkpointing.
+    tensors of the optimizer update if these are larger. ``allocator``: overhead of the C library. ``sampling``: keys, values
+    and logits of the completions that are sampled at a time. ``saved_per_token``: bytes of saved activations.
+    ``recomputable``: whether the model supports activation checkpointing.
     """
 
     parameters: int
@@ -75,6 +76,7 @@ class Estimate:
     reference: int
     temporary: int
     allocator: int
+    sampling: int
     pass_tokens: int
     saved_per_token: float
     flops_per_token: float
@@ -82,7 +84,8 @@ class Estimate:
 
     @property
     def peak(self) -> int:
-        return self.weights + self.gradients + self.moments + self.reference + self.temporary + self.allocator
+        # Sampling does not run during a pass, but its large tensors do not fit into the gaps that passes leave in the heap.
+        return self.weights + self.gradients + self.moments + self.reference + self.temporary + self.allocator + self.sampling
 
 
 def estimate(
@@ -95,6 +98,7 @@ def estimate(
     retain_bytes: int,
     reference: bool,
     cpu: bool,
+    sampled: Sequence[tuple[int, int]] = (),
     optimizer: str = "adamw",
     checkpointing: bool = False,
     precision: Precision = DEFAULT,
@@ -103,7 +107,8 @@ def estimate(
 
     ``interleaved``: each micro-batch runs forward and backward before the next one; otherwise the loss needs the whole batch,
     and the graphs of all micro-batches are kept, up to ``retain_bytes``. ``reference``: a frozen copy of the weights is in
-    memory. ``checkpointing``: activation checkpointing is on. ``precision``: of the products, which determines what is saved.
+    memory. ``sampled``: batches of completions, as numbers of rows and of tokens of a row, prompt included.
+    ``checkpointing``: activation checkpointing is on. ``precision``: of the products, which determines what is saved.
 
     Raises:
         BackendError: the model's configuration cannot be loaded.
@@ -151,11 +156,25 @@ def estimate(
         reference=weights if reference and count == total else 0,
         temporary=temporary,
         allocator=lost if cpu else 0,
+        sampling=max((_sampling_bytes(network, *batch) for batch in sampled), default=0),
         pass_tokens=tokens,
         saved_per_token=saved / tokens,
         flops_per_token=(flops + head.flops) / tokens,
         recomputable=bool(trained and network.supports_gradient_checkpointing),
     )
+
+
+def _sampling_bytes(network: PreTrainedModel, rows: int, tokens: int) -> int:
+    """Return the bytes of keys, values and logits while ``rows`` completions are sampled, ``tokens`` each with their prompt.
+
+    Keys and values count twice: they are copied when the batch grows. So do the logits, which are sorted.
+    """
+    text = network.config.get_text_config()
+    heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+    width = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    element = int(network.get_output_embeddings().weight.element_size())
+    of_token = 2 * int(text.num_hidden_layers) * heads * width * element
+    return 2 * rows * (tokens * of_token + int(text.vocab_size) * 4)
 
 
 def _network(config: ModelConfig, *, checkpointing: bool) -> PreTrainedModel:
