@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from startup import cpu_until
-from workloads import COMPLETION_TOKENS, DEFAULTS, GROUP, LR, PRECISIONS, WORKLOADS, Folder, Setting, Workload
+from workloads import COMPLETION_TOKENS, DEFAULTS, GROUP, PRECISIONS, WORKLOADS, Folder, Setting, Workload
 
 HERE = Path(__file__).parent
 SAME_LOSS = 1e-4  # relative: float32 rounding is 1e-7, a token more or less in the mean 1e-3
@@ -42,7 +42,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--trl", type=Path, required=True, help="the Python of TRL's environment")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="*", help=f"of startup, {', '.join(work.name for work in WORKLOADS)}")
+    parser.add_argument("--only", nargs="*", help=f"of startup, real, {', '.join(work.name for work in WORKLOADS)}")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
     folder, trl = Folder(arguments.folder.resolve()), arguments.trl.absolute()
@@ -51,7 +51,10 @@ def main() -> int:
     facts = _facts(folder)
     rows = []
     for workload in WORKLOADS:
-        if not arguments.only or workload.name in arguments.only:
+        names = {workload.name, *(["real"] if workload.model.source else [])}
+        if workload.model.source and not folder.model(workload.model).is_dir():
+            print(f"{workload.name}: left out, because {workload.model.source} is missing; run make real-model", flush=True)
+        elif not arguments.only or names & set(arguments.only):
             rows.append(row_of(workload, measure(workload, folder, trl, arguments.rounds)))
             show(rows[-1])
     if not arguments.only or "startup" in arguments.only:
@@ -85,7 +88,7 @@ def _facts(folder: Folder) -> str:
 def measure(workload: Workload, folder: Folder, trl: Path, rounds: int) -> Results:
     """Measure every candidate once per round, in turn, so that other load on the machine affects all sides."""
     settings = {setting.name: setting for setting in workload.settings}
-    results: Results = {name: [] for name in (*(f"cookbook, {precision}" for precision in PRECISIONS), *settings)}
+    results: Results = {name: [] for name in (*(f"cookbook, {precision}" for precision in workload.precisions), *settings)}
     chosen = list(results)
     for number in range(rounds):
         for candidate in chosen:
@@ -97,14 +100,14 @@ def measure(workload: Workload, folder: Folder, trl: Path, rounds: int) -> Resul
             _run(command, folder, name)
             results[candidate].append(folder.read(name))
             print(f"{name}: {results[candidate][-1]['seconds_a_step']:.3f} CPU s a step", file=sys.stderr, flush=True)
-        chosen = [*list(results)[: len(PRECISIONS)], *_fastest(workload, results)]
+        chosen = [*list(results)[: len(workload.precisions)], *_fastest(workload, results)]
     return results
 
 
 def _fastest(workload: Workload, results: Results) -> list[str]:
     """TRL's defaults, and its fastest setting of each precision in the first round."""
     found = [DEFAULTS]
-    for precision in PRECISIONS:
+    for precision in workload.precisions:
         names = [setting.name for setting in workload.settings if setting.precision == precision and setting.name != DEFAULTS]
         found.append(min(names, key=lambda name: float(results[name][0]["seconds_a_step"])))
     return found
@@ -117,7 +120,7 @@ def _ours(workload: Workload, precision: str, folder: Folder, name: str) -> list
         "recipe": workload.method,
         "recipe.steps": workload.steps,
         "data.path": folder.rows(workload),
-        "optim.lr": LR,
+        "optim.lr": workload.lr,
         "out": out,
         **_plain(folder.model(workload.model)),
         **OURS[precision],
@@ -183,7 +186,7 @@ def row_of(workload: Workload, results: Results) -> dict[str, Any]:
         }
         for name, found in results.items()
     }
-    ours = list(figures)[: len(PRECISIONS)]
+    ours = list(figures)[: len(workload.precisions)]
     theirs = _fastest(workload, results)
     exact, best = theirs[1], max(theirs, key=lambda name: figures[name]["median"])
     pairs = {"best": (max(ours, key=lambda name: figures[name]["median"]), best), "float32": (ours[0], exact)}
@@ -245,10 +248,10 @@ def difference(workload: Workload, ours: list[dict[str, float]], theirs: list[di
         return "" if abs(a - b) <= SAME_SAMPLES * b else f"{a:.0f} tokens sampled, and {b:.0f} by TRL"
     sequences = workload.rows * (2 if workload.unit == "pairs" else 1)  # a sequence's last token is no model input
     for number, (a_step, b_step) in enumerate(zip(ours, theirs, strict=True), 1):
-        for key, added in (("inputs", sequences), ("trained", 0)):
+        for key, added in (("inputs", sequences), ("trained", workload.rows * workload.trl_trains)):
             if a_step[key] + added != b_step[key]:
                 return f"step {number}: {a_step[key] + added:.0f} tokens {key}, and {b_step[key]:.0f} by TRL"
-    if workload.method == "orpo":  # TRL's loss is also one of the prompt: docs/parity.md
+    if workload.method == "orpo" or workload.trl_trains:  # ORPO's loss by TRL is also one of the prompt: docs/parity.md
         return ""
     a, b = ours[0]["loss"], theirs[0]["loss"]
     same = SAME_LOSS if exact else SAME_ROUNDED_LOSS

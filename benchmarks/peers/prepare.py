@@ -2,7 +2,8 @@
 
     python benchmarks/peers/prepare.py FOLDER [--gsm8k FOLDER]
 
-Rows are GSM8K's where its files are at hand, else random letters of GSM8K's lengths.
+Rows are GSM8K's where its files are at hand, else random letters of GSM8K's lengths. The workloads of the real model need
+`make real-model`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
-from workloads import COMPLETION_TOKENS, CONTEXT, MID, SMALL, WIDE, WORKLOADS, Folder, Model, Workload
+from workloads import COMPLETION_TOKENS, CONTEXT, MID, REAL, SMALL, WIDE, WORKLOADS, Folder, Model, Workload
 
 from cookbook.utils.paths import packaged
 
@@ -35,6 +36,7 @@ def main() -> None:
     folder.root.mkdir(parents=True, exist_ok=True)
     for model in (SMALL, MID, WIDE):
         _make(model, folder.model(model))
+    _link(REAL, folder.model(REAL))
     pairs, source = _pairs(arguments.gsm8k, max(map(_needed, WORKLOADS)))
     print(f"rows: {source}", flush=True)
     (folder.root / "source.txt").write_text(f"{source}\n", encoding="utf-8")
@@ -61,6 +63,14 @@ def _make(model: Model, folder: Path) -> None:
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _link(model: Model, link: Path) -> None:
+    """Let ``link`` name the real model, if `make real-model` has made it."""
+    source = Path(__file__).parents[2] / str(model.source)
+    link.unlink(missing_ok=True)
+    if source.is_dir():
+        link.symlink_to(source.resolve())
 
 
 def _pairs(gsm8k: Path, count: int) -> tuple[list[Pair], str]:
@@ -114,18 +124,21 @@ def _joined(pairs: Sequence[Pair], least_bytes: int) -> list[Pair]:
 def _write_rows(folder: Folder, workload: Workload, pairs: Sequence[Pair]) -> None:
     pairs = _joined(pairs, workload.least_bytes)
     count = workload.rows * workload.steps  # the rows after that lend the rejected answers
-    rows = [_row(workload.method, pair, other) for pair, other in zip(pairs[:count], pairs[count:], strict=False)]
+    rows = [_row(workload, pair, other) for pair, other in zip(pairs[:count], pairs[count:], strict=False)]
     _write(folder.rows(workload), rows)
     sizes = [len(json.dumps(row)) for row in rows]
     order = sorted(range(len(rows)), key=lambda i: (i // workload.rows, -sizes[i]))
     _write(folder.rows(workload, by_length=True), [rows[i] for i in order])
 
 
-def _row(method: str, pair: Pair, other: Pair) -> dict[str, Any]:
+def _row(workload: Workload, pair: Pair, other: Pair) -> dict[str, Any]:
     question, answer = {"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}
-    if method == "sft":
+    if workload.method == "sft" and workload.model.source:
+        # TRL can mask the prompt of this form without a template of its own for the model.
+        return {"prompt": [question], "completion": [answer]}
+    if workload.method == "sft":
         return {"messages": [question, answer]}
-    if method == "grpo":
+    if workload.method == "grpo":
         return {"prompt": [question]}
     return {"prompt": pair[0], "chosen": pair[1], "rejected": other[1]}
 

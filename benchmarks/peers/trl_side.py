@@ -19,13 +19,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from transformers.utils import logging
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
-from workloads import COMPLETION_TOKENS, CONTEXT, GROUP, LR, Folder, Setting, Workload, find, letters
+from workloads import COMPLETION_TOKENS, CONTEXT, GROUP, Folder, Setting, Workload, find, letters
 
 COMMON = {  # on the CPU, in the rows' order, and nothing written or reported
     "use_cpu": True,
     "train_sampling_strategy": "sequential",
     "lr_scheduler_type": "constant",
-    "learning_rate": LR,
     "report_to": "none",
     "save_strategy": "no",
     "disable_tqdm": True,
@@ -98,6 +97,7 @@ def trainer_of(workload: Workload, setting: Setting, folder: Folder) -> Any:
     passes = workload.sequences // setting.micro_rows
     arguments = {
         **COMMON,
+        "learning_rate": workload.lr,
         "bf16": setting.precision == "autocast",
         "output_dir": tempfile.gettempdir(),
         "max_steps": workload.steps,
@@ -110,7 +110,9 @@ def trainer_of(workload: Workload, setting: Setting, folder: Folder) -> Any:
 
 
 def _sft(arguments: dict[str, Any], shared: dict[str, Any]) -> Any:
-    return CountingSFT(args=SFTConfig(**arguments, assistant_only_loss=True, max_length=None), **shared)
+    # Rows with a prompt of their own are trained on their completion by default.
+    options = {"assistant_only_loss": True} if "messages" in shared["train_dataset"].column_names else {}
+    return CountingSFT(args=SFTConfig(**arguments, **options, max_length=None), **shared)
 
 
 def _dpo(arguments: dict[str, Any], shared: dict[str, Any]) -> Any:

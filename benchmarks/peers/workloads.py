@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-LR = 1e-3  # constant; the losses of the first step do not depend on it
+LR = 1e-3  # of untrained models; constant; the losses of the first step do not depend on it
 COMPLETION_TOKENS = 64  # of a GRPO sample
 GROUP = 8  # GRPO samples a prompt
 CONTEXT = 4096  # tokens: neither side cuts a row
@@ -18,12 +18,16 @@ DEFAULTS = "defaults"
 
 @dataclass(frozen=True)
 class Model:
-    """An untrained Qwen3 with the byte tokenizer, its vocabulary padded to ``vocabulary``."""
+    """An untrained Qwen3 with the byte tokenizer, its vocabulary padded to ``vocabulary``; with ``source``, a real model.
+
+    ``source``: the folder of a pretrained chat model, relative to the root of the checkout.
+    """
 
     name: str
     hidden: int
     vocabulary: int
     layers: int
+    source: str | None = None
 
     @property
     def heads(self) -> int:
@@ -33,6 +37,7 @@ class Model:
 SMALL = Model("small", 128, 512, 4)
 WIDE = Model("wide", 256, 151_936, 2)
 MID = Model("mid", 512, 512, 6)
+REAL = Model("real", 576, 49_152, 30, source="build/smollm2")  # SmolLM2-135M-Instruct, of `make real-model`
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,8 @@ class Workload:
 
     ``reach``: how many times as fast cookbook is to be, each side at its best precision and TRL in its best setting.
     ``least_bytes``: GSM8K's rows are joined until a row has this number of bytes. ``memory``: cookbook's peak at its defaults
-    is to be at most this share of the peak of TRL's best float32 setting.
+    is to be at most this share of the peak of TRL's best float32 setting. ``lr``: a rate at which the model learns.
+    ``trl_trains``: tokens of a row that only TRL trains, after the end of the last turn.
     """
 
     name: str
@@ -66,6 +72,8 @@ class Workload:
     reach: float
     least_bytes: int = 0
     memory: float | None = None
+    lr: float = LR
+    trl_trains: int = 0
 
     @property
     def sequences(self) -> int:
@@ -75,9 +83,15 @@ class Workload:
     @property
     def settings(self) -> list[Setting]:
         """Ways to run TRL, each at every precision; the last one is TRL's defaults."""
-        fitting = [one for one in CANDIDATES[self.method] if one.micro_rows <= self.sequences]
+        candidates = REAL_CANDIDATES if self.model.source else CANDIDATES
+        fitting = [setting for setting in candidates[self.method] if setting.micro_rows <= self.sequences]
         defaults = Setting(DEFAULTS, min(8, self.sequences), {"gradient_checkpointing": True})
-        return [*(one.at(precision) for one in fitting for precision in PRECISIONS), defaults]
+        return [*(setting.at(precision) for setting in fitting for precision in self.precisions), defaults]
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """Precisions of both sides. The width of the real model gains nothing from "medium" on CPUs without AMX."""
+        return ("float32", "autocast") if self.model.source else PRECISIONS
 
     @property
     def unit(self) -> str:
@@ -95,6 +109,10 @@ WORKLOADS = [
     Workload("orpo-mid", "orpo", MID, 2, 3, reach=1.5, least_bytes=1200),
     Workload("grpo-small", "grpo", SMALL, 8, 5, reach=2.5),
     Workload("grpo-mid", "grpo", MID, 2, 3, reach=1.5, least_bytes=1200),
+    # TRL also trains the line break that SmolLM2's template prints after the last turn.
+    Workload("sft-real", "sft", REAL, 8, 4, reach=1.5, lr=2e-5, trl_trains=1),
+    Workload("dpo-real", "dpo", REAL, 4, 4, reach=1.5, lr=1e-6),
+    Workload("grpo-real", "grpo", REAL, 8, 4, reach=2.5, lr=1e-5),
 ]
 
 # Ways to run TRL that might be its best: rows of similar length in a pass, or packed rows; activations are computed once.
@@ -105,6 +123,12 @@ CANDIDATES = {
     "dpo": SORTED,
     "orpo": SORTED,
     "grpo": [Setting(f"{n} a pass", n, PLAIN) for n in (8, 16, 32, 64)],
+}
+# Of the settings above, those that came near the best for models of this size.
+REAL_CANDIDATES = {
+    "sft": [*SORTED[:2], Setting("padding-free, 4 a pass", 4, {**PLAIN, "padding_free": True})],
+    "dpo": SORTED[:2],
+    "grpo": CANDIDATES["grpo"][1:3],
 }
 
 

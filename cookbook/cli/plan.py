@@ -22,7 +22,7 @@ from cookbook.engine.shape import Shape
 from cookbook.errors import ConfigError, DataError
 from cookbook.jobs.backend import JobBackend
 from cookbook.losses.base import Scope
-from cookbook.protocols import PlannedBackend, PrecisionBackend, RankBackend
+from cookbook.protocols import MAX_BATCH_TOKENS, PlannedBackend, PrecisionBackend, RankBackend, SeparateDeployment
 from cookbook.run.preflight import RENDERED_ROWS, teacher_shape
 from cookbook.run.settings import Settings, settings
 from cookbook.sampling.environments import AgentEnvironment, EnvironmentConfig, numbered_rows, prompts
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 # Resident memory besides the weights, with the CPU build of torch and a model of any size: 383 to 399 MB in
 # eight cases of benchmarks/plan.py, of which 115 MB are pages of libraries.
 PYTHON = 0.39e9
+# What a whole run of the command adds (data, evaluation, records), and what PEFT adds with an adapter: measured with SmolLM2.
+COMMAND, PEFT = 0.1e9, 0.09e9
 
 HELD = "each holds {} of weights, twice, gradients and optimizer state"
 NOT_RECOMPUTED = "no; backend.activation_checkpointing=true saves memory, and costs time"
@@ -87,6 +89,7 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
         retain_bytes=int(backend.retain_gb * (1 << 30)),
         reference=typed.loss.needs_reference and not typed.has_teacher,
         cpu=cpu,
+        sampled=_sampled(typed, shape),
         optimizer=backend.optimizer,
         precision=backend.precision if isinstance(backend, PrecisionBackend) else DEFAULT,
     )
@@ -105,7 +108,12 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
         )
     else:
         place = ("precision", precision(backend))
-    lines = [*_lines(needs, shape, backend.optimizer, recomputed), place, *_ranks(needs, typed), _disk(needs, typed)]
+    lines = [
+        *_lines(needs, shape, backend.optimizer, recomputed, _process_bytes(typed)),
+        place,
+        *_ranks(needs, typed),
+        _disk(needs, typed),
+    ]
     tables.facts(lines, table=sys.stdout.isatty())
 
 
@@ -155,6 +163,33 @@ def _shape(typed: Settings, name: str) -> StepShape:
     return StepShape(group * len(longest), longest[0], group * sum(longest), computed, basis)
 
 
+def _sampled(typed: Settings, shape: StepShape) -> list[tuple[int, int]]:
+    """Return the batches that the embedded sampler decodes, of rollouts and of evaluations: rows, and tokens of a row.
+
+    Nothing if a separate server samples, or no completion is sampled.
+    """
+    if typed.data_kind != "rollouts" or _has_own_weights(typed):
+        return []
+    prompt = shape.longest - typed.rollout.max_tokens if typed.env is None else shape.longest
+    batches = [(shape.sequences, shape.longest)]
+    if typed.eval.every is not None:
+        held_out = typed.eval.limit or shape.sequences
+        if typed.env is None:
+            held_out = min(held_out, len(load_rows(typed.data, "eval", typed.seed, typed.eval.limit)))
+        batches.append((held_out, prompt + (typed.eval.max_tokens if typed.env is None else 0)))
+    return [(min(rows, max(1, MAX_BATCH_TOKENS // tokens)), tokens) for rows, tokens in batches]
+
+
+def _has_own_weights(typed: Settings) -> bool:
+    """Whether a server with weights of its own samples."""
+    return isinstance(typed.deployment, SeparateDeployment) and typed.deployment.has_own_weights
+
+
+def _process_bytes(typed: Settings) -> float:
+    """Return the memory of a process besides tensors: Python, torch and what a run imports."""
+    return PYTHON + COMMAND + (PEFT if typed.model.lora_rank else 0)
+
+
 def _shares(typed: Settings) -> bool:
     """Whether completions of one prompt share the prompt in a pass, as far as the configuration says."""
     backend = typed.backend.engine if isinstance(typed.backend, JobBackend) else typed.backend
@@ -188,7 +223,7 @@ def _episode_lengths(typed: Settings, env: EnvironmentConfig, renderer: Renderer
     return [length if renderer.max_length is None else min(length, renderer.max_length) for length in lengths]
 
 
-def _lines(needs: Estimate, shape: StepShape, optimizer: str, recomputed: str) -> list[tuple[str, str]]:
+def _lines(needs: Estimate, shape: StepShape, optimizer: str, recomputed: str, process_bytes: float) -> list[tuple[str, str]]:
     """``recomputed``: whether activations are recomputed in the backward pass, and why."""
     most = f", at most{shape.basis}"
     lines = [
@@ -201,8 +236,9 @@ def _lines(needs: Estimate, shape: StepShape, optimizer: str, recomputed: str) -
         ("reference", f"{_size(needs.reference)}, frozen" if needs.reference else ""),
         ("activations", f"{_size(needs.temporary)} at the worst moment of the backward pass"),
         ("recomputed", recomputed),
+        ("sampling", f"{_size(needs.sampling)} of keys, values and logits" if needs.sampling else ""),
         ("allocator", f"{_size(needs.allocator)} of freed blocks that the C library keeps"),
-        ("memory", f"{_size(needs.peak)} at the peak, plus {_size(PYTHON)} of Python and torch"),
+        ("memory", f"{_size(needs.peak)} at the peak, plus {_size(process_bytes)} of Python and torch"),
         (
             "arithmetic",
             f"{needs.flops_per_token * shape.computed:.3g} floating-point operations per step, forward and backward",
@@ -243,7 +279,8 @@ def _ranks(needs: Estimate, typed: Settings) -> list[tuple[str, str]]:
     replicas = f"{backend.num_ranks} replicas; {HELD.format(_size(state))}"
     if isinstance(backend, RankBackend):
         # Each rank also keeps the base weights, and the process of the run drives them.
-        every = backend.num_ranks * (needs.peak + needs.weights + PYTHON) + PYTHON
+        process = _process_bytes(typed)
+        every = backend.num_ranks * (needs.peak + needs.weights + process) + process
         replicas += f"; {_size(every)} in all processes together"
     if isinstance(backend, JobBackend) and backend.asks_for_gpus and backend.backend_node.get("shard", AUTO) == AUTO:
         replicas += f". If a replica fills over half of a GPU: {shards('node')}"

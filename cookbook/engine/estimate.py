@@ -63,8 +63,9 @@ class Estimate:
 
     ``parameters`` and ``trained`` are counts. ``moments``: optimizer state, with float32 master weights. ``reference``: weights
     of the reference model. ``temporary``: activations and temporary tensors of a pass of ``pass_tokens`` tokens, or temporary
-    tensors of the optimizer update if these are larger. ``allocator``: overhead of the C library. ``saved_per_token``: bytes of
-    saved activations. ``recomputable``: whether the model supports activation checkpointing.
+    tensors of the optimizer update if these are larger. ``allocator``: overhead of the C library. ``sampling``: keys, values
+    and logits of the completions that are sampled at a time. ``saved_per_token``: bytes of saved activations.
+    ``recomputable``: whether the model supports activation checkpointing.
     """
 
     parameters: int
@@ -75,6 +76,7 @@ class Estimate:
     reference: int
     temporary: int
     allocator: int
+    sampling: int
     pass_tokens: int
     saved_per_token: float
     flops_per_token: float
@@ -82,7 +84,8 @@ class Estimate:
 
     @property
     def peak(self) -> int:
-        return self.weights + self.gradients + self.moments + self.reference + self.temporary + self.allocator
+        # Sampling does not run during a pass, but its large tensors do not fit into the gaps that passes leave in the heap.
+        return self.weights + self.gradients + self.moments + self.reference + self.temporary + self.allocator + self.sampling
 
 
 def estimate(
@@ -95,6 +98,7 @@ def estimate(
     retain_bytes: int,
     reference: bool,
     cpu: bool,
+    sampled: Sequence[tuple[int, int]] = (),
     optimizer: str = "adamw",
     checkpointing: bool = False,
     precision: Precision = DEFAULT,
@@ -103,7 +107,8 @@ def estimate(
 
     ``interleaved``: each micro-batch runs forward and backward before the next one; otherwise the loss needs the whole batch,
     and the graphs of all micro-batches are kept, up to ``retain_bytes``. ``reference``: a frozen copy of the weights is in
-    memory. ``checkpointing``: activation checkpointing is on. ``precision``: of the products, which determines what is saved.
+    memory. ``sampled``: batches of completions, as numbers of rows and of tokens of a row, prompt included.
+    ``checkpointing``: activation checkpointing is on. ``precision``: of the products, which determines what is saved.
 
     Raises:
         BackendError: the model's configuration cannot be loaded.
@@ -151,11 +156,25 @@ def estimate(
         reference=weights if reference and count == total else 0,
         temporary=temporary,
         allocator=lost if cpu else 0,
+        sampling=max((_sampling_bytes(network, *batch) for batch in sampled), default=0),
         pass_tokens=tokens,
         saved_per_token=saved / tokens,
         flops_per_token=(flops + head.flops) / tokens,
         recomputable=bool(trained and network.supports_gradient_checkpointing),
     )
+
+
+def _sampling_bytes(network: PreTrainedModel, rows: int, tokens: int) -> int:
+    """Return the bytes of keys, values and logits while ``rows`` completions are sampled, ``tokens`` each with their prompt.
+
+    Keys and values count twice: they are copied when the batch grows. So do the logits, which are sorted.
+    """
+    text = network.config.get_text_config()
+    heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+    width = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    element = int(network.get_output_embeddings().weight.element_size())
+    of_token = 2 * int(text.num_hidden_layers) * heads * width * element
+    return 2 * rows * (tokens * of_token + int(text.vocab_size) * 4)
 
 
 def _network(config: ModelConfig, *, checkpointing: bool) -> PreTrainedModel:
@@ -221,19 +240,18 @@ def _pass(
         Bytes of saved activations, and floating-point operations without the output layer.
     """
     inputs = _inputs(network, rows, width)
-    saved = SavedBytes(network.parameters())
-    with FlopCounterMode(display=False, custom_mapping=COUNTED) as flops:
-        with (
-            captured_input(network.get_output_embeddings()) as captured,
-            saved.counted(),
-            skip_masks("layout" in inputs),
-            precision.forward(head.weight.device, network),
-        ):
-            network(**inputs, use_cache=False)
-        states = captured.pop()
-        with head.allocations(states) as gradient:
-            torch.autograd.backward(states, gradient)
-    return saved.total + states.nbytes, flops.get_total_flops()
+    saved, flops = SavedBytes(network.parameters()), alive.flops
+    with (
+        captured_input(network.get_output_embeddings()) as captured,
+        saved.counted(),
+        skip_masks("layout" in inputs),
+        precision.forward(head.weight.device, network),
+    ):
+        network(**inputs, use_cache=False)
+    states = captured.pop()
+    with head.allocations(states) as gradient:
+        torch.autograd.backward(states, gradient)
+    return saved.total + states.nbytes, alive.flops - flops
 
 
 class _Head:
@@ -285,7 +303,7 @@ class _Head:
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the live bytes of all storages that operations allocate, and replays the allocations in ``heap`` if it is set.
 
-    ``now``: live bytes. ``peak``: largest ``now``.
+    ``now``: live bytes. ``peak``: largest ``now``. ``flops``: floating-point operations so far.
     """
 
     def __init__(self) -> None:
@@ -293,6 +311,9 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now = 0
         self.peak = 0
         self.heap: Heap | None = None
+        self.flops = 0
+        # Only the formulas are used: torch's counter itself keeps all tensors that activation checkpointing recomputes.
+        self._formulas = FlopCounterMode(display=False, custom_mapping=COUNTED).flop_registry
         # Bytes of each live storage, and its address in the heap.
         self._sizes: dict[int, int] = {}
         self._addresses: dict[int, int] = {}
@@ -305,6 +326,9 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         out = func(*args, **(kwargs or {}))
+        formula = self._formulas.get(getattr(func, "overloadpacket", func))
+        if formula is not None:
+            self.flops += formula(*args, **(kwargs or {}), out_val=out)
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._record_allocation(tensor.untyped_storage())

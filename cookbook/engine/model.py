@@ -349,9 +349,9 @@ def deprecations_hidden() -> Iterator[None]:
 def recompute_activations(network: PreTrainedModel, on: bool) -> bool:
     """Switch activation checkpointing on or off. Return ``on``.
 
-    The last layer keeps its activations in any case. The backward pass starts with that layer, so recomputing it would free no
-    memory at the peak; and it may skip tokens (``trim_last_layer``), which a recomputation would not know of. So a pass has the
-    same bits with and without checkpointing.
+    The last layer keeps its activations in any case: it may skip tokens (``trim_last_layer``), which a recomputation would not
+    know of. So a pass has the same bits with and without checkpointing. The backward pass starts with that layer, so this costs
+    memory only while the output head is computed.
 
     Raises:
         ConfigError: the model does not support activation checkpointing.
@@ -363,7 +363,8 @@ def recompute_activations(network: PreTrainedModel, on: bool) -> bool:
         if on:
             network.gradient_checkpointing_enable({"use_reentrant": False})
             if (stack := layer_stack(network)) is not None and keeps_last_layer(network):
-                stack[-1].gradient_checkpointing = False
+                last: Any = stack[-1]
+                last.gradient_checkpointing = False
         elif network.supports_gradient_checkpointing:
             network.gradient_checkpointing_disable()
     return on

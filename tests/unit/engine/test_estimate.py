@@ -13,12 +13,14 @@ from marks import rest_slow
 
 from cookbook.cli import plan
 from cookbook.cli.app import run
-from cookbook.engine.estimate import estimate
+from cookbook.engine.decoding.decoder import sample
+from cookbook.engine.decoding.requests import SampleRequest
+from cookbook.engine.estimate import _LiveBytes, estimate
 from cookbook.engine.heap import Heap
 from cookbook.engine.model import ModelConfig
 from cookbook.engine.precision import DEFAULT, Precision
 from cookbook.losses import CrossEntropy
-from cookbook.types import datum_from_tokens_weights
+from cookbook.types import SamplingParams, datum_from_tokens_weights
 
 ROWS, WIDTH = 4, 32
 
@@ -51,6 +53,23 @@ def test_arithmetic_is_that_of_the_matrix_products(tiny_folder, make_engine):
     # The backward pass does not read the result of a layer's last product.
     recomputed = layer - hidden * config.intermediate_size
     assert again == pytest.approx(config.num_hidden_layers * 2 * recomputed + 2 / 7 * scores, rel=1e-3)
+
+
+def test_sampling_counts_keys_values_and_logits(tiny_folder, make_engine):
+    """The estimate is between the bytes that a sampler holds at least and twice what it allocates at its worst moment."""
+    rows, prompt, new = 16, 24, 8
+    engine = make_engine()
+    config = engine.model.network.config
+    request = SampleRequest(list(range(prompt)), rows, SamplingParams(max_tokens=new, seed=0, stop=[]), 0)
+    with _LiveBytes() as alive:
+        before = alive.now
+        sample(engine.model, [request], 0, 4096)
+    sampled = [(rows, prompt + new), (1, 2)]
+    options = {"interleaved": True, "retain_bytes": 0, "reference": False, "cpu": True, "sampled": sampled}
+    estimated = estimate(ModelConfig(str(tiny_folder)), ROWS, WIDTH, step_tokens=ROWS * WIDTH, **options)
+    held = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4 * rows * (prompt + new)
+    assert held < estimated.sampling < 2 * (alive.peak - before)
+    assert estimated.peak - found(tiny_folder).peak == estimated.sampling
 
 
 @pytest.mark.slow
