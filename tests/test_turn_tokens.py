@@ -77,22 +77,31 @@ def test_transformers_stops_at_the_end_of_turn_of_a_checkpoint(base_model, tmp_p
     assert found[0, 2:].tolist() == [end]
 
 
-def test_the_tokens_of_a_generation_config_stop_too(base_model):
-    """As <|eom_id|> of Llama 3.1. An ordinary token in the file ends no answer of the data."""
+def test_the_tokens_of_a_generation_config_stop_too(base_model, tmp_path, caplog):
+    """As <|eom_id|> of Llama 3.1. An ordinary token in the file ends neither an answer of the data nor a sample."""
     start = base_model_tokenizer().convert_tokens_to_ids("<|im_start|>")
     path = base_model / "generation_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [256, start, 65]}))
     render = Renderer(load_tokenizer(ModelConfig(str(base_model))))
     assert set(render.stop_token_ids) == {*ends(render.tokenizer), start}
     model = load(ModelConfig(str(base_model)), torch.device("cpu"), seed=0)
-    assert set(StopCondition.of(model, SamplingParams()).ids) == {*ends(render.tokenizer), start, 65}
+    assert set(StopCondition.of(model, SamplingParams()).ids) == set(render.stop_token_ids)
+    assert "ordinary tokens of the tokenizer, 65 ('b')" in caplog.text
+    checkpoint_contents.write_model(model, tmp_path / "saved", 1 << 30)
+    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert set(saved["eos_token_id"]) == set(render.stop_token_ids)
 
 
 def test_a_generation_config_with_all_stop_tokens_is_left_alone():
     tokenizer = tiny.tokenizer()
     assert stop_tokens.for_generation_config(tokenizer, tokenizer.eos_token_id) == tokenizer.eos_token_id
-    assert stop_tokens.for_generation_config(tokenizer, [tokenizer.eos_token_id, 5]) == [tokenizer.eos_token_id, 5]
     assert stop_tokens.for_generation_config(tokenizer, None) == tokenizer.eos_token_id
+    tokenizer = base_model_tokenizer()
+    # The file's order and a third token stay, an ordinary token goes.
+    both = ends(tokenizer)
+    stop_tokens.configure(tokenizer, [*both, 257])
+    assert stop_tokens.for_generation_config(tokenizer, [257, *both]) == [257, *both]
+    assert stop_tokens.for_generation_config(tokenizer, [257, *both, 5]) == [257, *both]
 
 
 def test_vllm_gets_the_stop_tokens():
