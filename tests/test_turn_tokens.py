@@ -401,3 +401,34 @@ def test_an_answer_after_a_token_that_takes_white_space_keeps_its_own():
     assert rendered.tokens[: len(prompt)] == prompt and not rendered.weights[: len(prompt)].any()
     assert render.tokenizer.convert_ids_to_tokens(rendered.tokens[len(prompt) :]) == ["\u2581" * 4, "return", "</s>"]
     assert rendered.weights[len(prompt) :].all()
+
+
+# ---- templates that need more than a question and an answer -----------------------------------------------------------
+
+
+NEEDS_TOOLS = "{% if not tools %}{{ raise_exception('needs tools') }}{% endif %}{{ tools | tojson }}" + CHATML
+NEEDS_SYSTEM = "{% if messages[0].role != 'system' %}{{ raise_exception('needs a system message') }}{% endif %}" + CHATML
+TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(("template", "tools"), [(NEEDS_TOOLS, (TOOL,)), (NEEDS_SYSTEM, None)])
+def test_a_template_that_rejects_a_plain_question_has_its_stop_tokens_and_turn_marks(template, tools):
+    render = Renderer(base_model_tokenizer(template))
+    assert list(render.stop_token_ids) == ends(render.tokenizer)
+    messages = parse_messages([{"role": "system", "content": "Help."}, {**USER, "content": ATTACK}, ANSWER] * 2, "row", "messages")
+    messages = (*messages[:3], *messages[4:])
+    [rendered] = render.render([Chat("row", messages, tools=tools)])
+    assert trained(render, rendered) == "four<|im_end|>" * 2
+    assert turns(render, rendered.tokens) == 5
+
+
+def test_a_tokenizer_without_any_end_is_named():
+    tokenizer = base_model_tokenizer("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    tokenizer.eos_token = None
+    render = Renderer(tokenizer)
+    render.render([Chat("row", parse_messages([USER, ANSWER], "row", "messages"))])
+    assert any("no end-of-text token" in note for note in render.notes)
+    tokenizer.chat_template = CHATML
+    render = Renderer(tokenizer)
+    render.render([Chat("row", parse_messages([USER, ANSWER], "row", "messages"))])
+    assert render.notes == []

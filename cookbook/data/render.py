@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # A tokenizer prints this character for the bytes of a character that is not complete.
 PART_OF_A_CHARACTER = "\ufffd"
+NO_END = (
+    "the tokenizer has no end-of-text token, and no special token of the chat template closes answers, so completions end at "
+    "their limit of tokens only; give the tokenizer an eos_token"
+)
 # In place of a token's number of bytes: not decoded yet, and part of a character or dependent on other tokens.
 NOT_DECODED, UNKNOWN = -2, -1
 
@@ -303,6 +307,10 @@ class Renderer:
     def _stops(self) -> StopTokens:
         return StopTokens(self.tokenizer, self._template, self._encoder)
 
+    def _note_missing_end(self) -> None:
+        if not self.stop_token_ids:
+            self._template.note(NO_END)
+
     @cached_property
     def _contents(self) -> Contents:
         return Contents(self.tokenizer, self._template, self.stop_token_ids)
@@ -312,6 +320,7 @@ class Renderer:
         return [(self._encoder.opened(tokens), example.prompt) for example, tokens in zip(examples, encoded, strict=True)]
 
     def _chat_prompts(self, chats: list[Chat]) -> list[tuple[list[int], str]]:
+        self._note_missing_end()
         texts = self._turns.prompts([self._contents.prepared(chat) for chat in chats])
         return [(tokens, without_breaks(text)) for tokens, text in zip(self._encode(texts, chats), texts, strict=True)]
 
@@ -359,6 +368,7 @@ class Renderer:
         return self._space_tokens[token]
 
     def _render_chats(self, chats: list[Chat], train_on: str, empty_reasoning: bool, split: bool) -> list[list[Rendered]]:
+        self._note_missing_end()
         chats = [self._contents.prepared(chat) for chat in chats]
         wanted = [answer_weights(chat, train_on) for chat in chats]
         texts = self._turns.sequences(chats, wanted, train_on, split=split)
