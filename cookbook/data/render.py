@@ -22,7 +22,7 @@ from cookbook.data.formats import Chat, Example, Plain
 from cookbook.data.messages import is_prefill, parse_messages
 from cookbook.data.stop_tokens import StopTokens
 from cookbook.data.template import ChatTemplate, answer_weights
-from cookbook.data.turns import OTHER_TOKENS, SampledTurns, TrainedText, without_empty_reasoning
+from cookbook.data.turns import OTHER_TOKENS, SampledTurns, TrainedText, reasoning_tag, without_empty_reasoning
 from cookbook.errors import DataError
 from cookbook.types import JsonObject
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # A tokenizer prints this character for the bytes of a character that is not complete.
 PART_OF_A_CHARACTER = "\ufffd"
+# Number of tokens at the end of a prompt in which the tag that opens the reasoning is looked for.
+TAG_TOKENS = 16
 NO_END = (
     "the tokenizer has no end-of-text token, and no special token of the chat template closes answers, so completions end at "
     "their limit of tokens only; give the tokenizer an eos_token"
@@ -227,6 +229,13 @@ class Renderer:
     def printed(self, tokens: Sequence[int]) -> str:
         """Return tokens as text, with special tokens."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def opened_reasoning(self, prompt: Sequence[int]) -> str:
+        """Return the text at the end of a prompt that opens the reasoning, such as ``<think>``; empty if there is none.
+
+        A sampled answer continues it, so that the complete text of the answer begins with it.
+        """
+        return reasoning_tag(self.printed(prompt[-TAG_TOKENS:]))
 
     def encode(self, text: str, before: Sequence[int] = ()) -> list[int]:
         """Return the tokens of a text that continues the tokens ``before``, or others: no special tokens are added."""
