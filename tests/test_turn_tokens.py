@@ -1,6 +1,7 @@
 """Tokens of turns: stop tokens from one place, roles, answers that the prompt begins, control tokens that contents spell."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -75,6 +76,43 @@ def test_transformers_stops_at_the_end_of_turn_of_a_checkpoint(base_model, tmp_p
     prompt = torch.tensor([[65, 66]])
     found = saved.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
     assert found[0, 2:].tolist() == [end]
+
+
+@pytest.mark.slow
+def test_every_export_of_an_adapter_stops_at_the_end_of_turn(base_model, tmp_path):
+    """Merged for transformers and vLLM, as an adapter for PEFT, and as a GGUF file with a Modelfile."""
+    import gguf
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    from cookbook.backends.local import LocalConfig, LocalTrainer
+    from cookbook.cli import weights
+
+    base = AutoModelForCausalLM.from_pretrained(base_model)
+    text_end, turn_end = ends(base_model_tokenizer())
+    with torch.no_grad():
+        # The embeddings are the output head too. Every position predicts the end of the turn.
+        base.get_input_embeddings().weight.fill_(1.0)
+        base.get_input_embeddings().weight[turn_end] = 2.0
+    base.save_pretrained(base_model)
+    trainer = LocalTrainer(ModelConfig(str(base_model), lora_rank=2), LocalConfig(), seed=0, folder=tmp_path / "run")
+    saved = Path(trainer.save_state("state").result().path)
+    weights.export(saved, tmp_path / "merged", merged=True)
+    weights.export(saved, tmp_path / "adapter", merged=False)
+    weights.export_gguf(saved, tmp_path / "gguf", merged=True, precision=None)
+    prompt = torch.tensor([[65, 66]])
+    for folder, kind in (("merged", AutoModelForCausalLM), ("adapter", AutoPeftModelForCausalLM)):
+        model = kind.from_pretrained(tmp_path / folder)
+        # PEFT takes the generation config of the base, so that the adapter's has to be given.
+        given = {"generation_config": GenerationConfig.from_pretrained(tmp_path / folder)} if folder == "adapter" else {}
+        options = {"max_new_tokens": 8, "do_sample": False, **given}
+        found = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **options)
+        assert found[0, 2:].tolist() == [turn_end], folder
+    fields = gguf.GGUFReader(tmp_path / "gguf" / "model.gguf").fields
+    written = [int(fields[f"tokenizer.ggml.{name}_token_id"].parts[-1][0]) for name in ("eos", "eot")]
+    assert written == [text_end, turn_end]
+    modelfile = (tmp_path / "gguf" / "Modelfile").read_text()
+    assert 'PARAMETER stop "<|endoftext|>"' in modelfile and 'PARAMETER stop "<|im_end|>"' in modelfile
 
 
 def test_the_tokens_of_a_generation_config_stop_too(base_model, tmp_path, caplog):
