@@ -124,7 +124,7 @@ def test_the_tokens_of_a_generation_config_stop_too(base_model, tmp_path, caplog
     assert set(render.stop_token_ids) == {*ends(render.tokenizer), start}
     model = load(ModelConfig(str(base_model)), torch.device("cpu"), seed=0)
     assert set(StopCondition.of(model, SamplingParams()).ids) == set(render.stop_token_ids)
-    assert "ordinary tokens of the tokenizer, 65 ('b')" in caplog.text
+    assert "ordinary tokens of the tokenizer, got 65 ('b')" in caplog.text
     checkpoint_contents.write_model(model, tmp_path / "saved", 1 << 30)
     saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
     assert set(saved["eos_token_id"]) == set(render.stop_token_ids)
@@ -453,7 +453,9 @@ TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "
 def test_a_template_that_rejects_a_plain_question_has_its_stop_tokens_and_turn_marks(template, tools):
     render = Renderer(base_model_tokenizer(template))
     assert list(render.stop_token_ids) == ends(render.tokenizer)
-    messages = parse_messages([{"role": "system", "content": "Help."}, {**USER, "content": ATTACK}, ANSWER] * 2, "row", "messages")
+    messages = parse_messages(
+        [{"role": "system", "content": "Help."}, {**USER, "content": ATTACK}, ANSWER] * 2, "row", "messages"
+    )
     messages = (*messages[:3], *messages[4:])
     [rendered] = render.render([Chat("row", messages, tools=tools)])
     assert trained(render, rendered) == "four<|im_end|>" * 2
