@@ -241,8 +241,8 @@ def set_end_tokens(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
         if ordinary := stop_tokens.ordinary_ids(tokenizer):
             names = ", ".join(f"{token} ({tokenizer.decode([token])!r})" for token in ordinary)
             log.warning(
-                "generation_config.json: eos_token_id names ordinary tokens of the tokenizer, got %s, at which completions do not "
-                "end; declare them as special tokens of the tokenizer to end completions there",
+                "generation_config.json: eos_token_id names ordinary tokens of the tokenizer, got %s, which end no "
+                "completion; declare them as special tokens of the tokenizer to end completions there",
                 names,
             )
         generation.eos_token_id = stop_tokens.for_generation_config(tokenizer, generation.eos_token_id)
