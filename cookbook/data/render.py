@@ -231,7 +231,7 @@ class Renderer:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def opened_reasoning(self, prompt: Sequence[int]) -> str:
-        """Return the text at the end of a prompt that opens the reasoning, such as ``<think>``; empty if the prompt does not open it.
+        """Return the end of a prompt that opens the reasoning, such as ``<think>``; empty if the prompt does not open it.
 
         A sampled answer continues it, so that the complete text of the answer begins with it.
         """
