@@ -90,9 +90,12 @@ class ChatModel:
         # Each turn draws with its own seed.
         seed = options.seed + len(messages)
         params = SamplingParams(min(options.max_tokens, free), temperature=options.temperature, seed=seed)
-        stream, parts = TextStream(self._renderer, ()), list[str]()
+        # A prompt that opens the reasoning has printed the start of the answer.
+        stream, parts = TextStream(self._renderer, ()), [self._renderer.opened_reasoning(prompt)]
         chunks = self._sampler.stream(prompt, 1, params)
         try:
+            if parts[0]:
+                yield parts[0]
             with contextlib.closing(chunks):  # type: ignore[type-var]
                 for chunk in chunks:
                     parts.append(stream.add(chunk.tokens, is_last=chunk.stop_reason is not None))

@@ -129,8 +129,9 @@ class Contents:
     @cached_property
     def _turn_marks(self) -> frozenset[str]:
         """The tokens that the template prints around the turns of a conversation."""
-        chats = [(ChatMessage("system", "system"), *PROBE, PROBE[0]), (*PROBE, PROBE[0])]
-        texts = [text for chat in chats if (text := self._template.shown(Chat("", chat), header=True))]
+        messages = (*PROBE, PROBE[0])
+        chats = [Chat("", (ChatMessage("system", "system"), *messages)), self._template.small(messages)]
+        texts = [text for chat in chats if (text := self._template.shown(chat, header=True))]
         added = [one.content for one in self._tokenizer.added_tokens_decoder.values()]
         return frozenset(one for one in added if any(one in text for text in texts) and not ANSWERS_OWN.search(one))
 

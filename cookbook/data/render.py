@@ -22,7 +22,7 @@ from cookbook.data.formats import Chat, Example, Plain
 from cookbook.data.messages import is_prefill, parse_messages
 from cookbook.data.stop_tokens import StopTokens
 from cookbook.data.template import ChatTemplate, answer_weights
-from cookbook.data.turns import OTHER_TOKENS, SampledTurns, TrainedText, without_empty_reasoning
+from cookbook.data.turns import OTHER_TOKENS, SampledTurns, TrainedText, reasoning_tag, without_empty_reasoning
 from cookbook.errors import DataError
 from cookbook.types import JsonObject
 
@@ -32,6 +32,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # A tokenizer prints this character for the bytes of a character that is not complete.
 PART_OF_A_CHARACTER = "\ufffd"
+# Number of tokens at the end of a prompt in which the tag that opens the reasoning is looked for.
+TAG_TOKENS = 16
+NO_END = (
+    "the tokenizer has no end-of-text token, and no special token of the chat template closes answers, so completions end at "
+    "their limit of tokens only; give the tokenizer an eos_token"
+)
 # In place of a token's number of bytes: not decoded yet, and part of a character or dependent on other tokens.
 NOT_DECODED, UNKNOWN = -2, -1
 
@@ -224,6 +230,13 @@ class Renderer:
         """Return tokens as text, with special tokens."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
+    def opened_reasoning(self, prompt: Sequence[int]) -> str:
+        """Return the end of a prompt that opens the reasoning, such as ``<think>``; empty if the prompt does not open it.
+
+        A sampled answer continues it, so that the complete text of the answer begins with it.
+        """
+        return reasoning_tag(self.printed(prompt[-TAG_TOKENS:]))
+
     def encode(self, text: str, before: Sequence[int] = ()) -> list[int]:
         """Return the tokens of a text that continues the tokens ``before``, or others: no special tokens are added."""
         return self._encoder.continuation(text, before).ids
@@ -303,6 +316,10 @@ class Renderer:
     def _stops(self) -> StopTokens:
         return StopTokens(self.tokenizer, self._template, self._encoder)
 
+    def _note_missing_end(self) -> None:
+        if not self.stop_token_ids:
+            self._template.note(NO_END)
+
     @cached_property
     def _contents(self) -> Contents:
         return Contents(self.tokenizer, self._template, self.stop_token_ids)
@@ -312,6 +329,7 @@ class Renderer:
         return [(self._encoder.opened(tokens), example.prompt) for example, tokens in zip(examples, encoded, strict=True)]
 
     def _chat_prompts(self, chats: list[Chat]) -> list[tuple[list[int], str]]:
+        self._note_missing_end()
         texts = self._turns.prompts([self._contents.prepared(chat) for chat in chats])
         return [(tokens, without_breaks(text)) for tokens, text in zip(self._encode(texts, chats), texts, strict=True)]
 
@@ -359,6 +377,7 @@ class Renderer:
         return self._space_tokens[token]
 
     def _render_chats(self, chats: list[Chat], train_on: str, empty_reasoning: bool, split: bool) -> list[list[Rendered]]:
+        self._note_missing_end()
         chats = [self._contents.prepared(chat) for chat in chats]
         wanted = [answer_weights(chat, train_on) for chat in chats]
         texts = self._turns.sequences(chats, wanted, train_on, split=split)

@@ -71,13 +71,19 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return StopTokens(tokenizer, ChatTemplate(tokenizer), TextEncoder(tokenizer)).ids
 
 
+def ordinary_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the end tokens of the generation config that are ordinary tokens of the tokenizer, and so do not end a text."""
+    stops = stop_token_ids(tokenizer)
+    return [token for token in configured(tokenizer) if token not in stops]
+
+
 def for_generation_config(tokenizer: PreTrainedTokenizerBase, current: object) -> int | list[int] | None:
     """Return the ``eos_token_id`` of a generation config, with which transformers and vLLM stop where cookbook does.
 
-    ``current``: its value so far, which stays if it already has all stop tokens.
+    ``current``: its value so far, whose order stays. It stays as it is if it already has the stop tokens and no others.
     """
-    before = _tokens([current])
-    ids = _unique([*before, *stop_token_ids(tokenizer)])
+    before, stops = _tokens([current]), stop_token_ids(tokenizer)
+    ids = _unique([*(token for token in before if token in stops), *stops])
     if set(ids) == set(before):
         kept: Any = current
         return kept  # type: ignore[no-any-return]

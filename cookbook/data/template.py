@@ -37,6 +37,10 @@ REMEDY = "remove it from the data, or give a template that prints it as model.ch
 TAGS = re.compile(r"</?think>|\[/?THINK\]")
 Shape = tuple[str, bool, bool, bool, tuple[str, ...]]
 PROBE = (ChatMessage("user", "question"), ChatMessage("assistant", "answer"))
+PROBE_TOOL: JsonObject = {
+    "type": "function",
+    "function": {"name": "tool", "description": "tool", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 class ChatTemplate:
@@ -196,15 +200,29 @@ class ChatTemplate:
         plain = self.shown(question, header=True)
         return plain is None or self.shown(replace(question, tools=(tool,)), header=True) != plain
 
+    def small(self, messages: Sequence[ChatMessage], options: JsonObject | None = None) -> Chat:
+        """Return a conversation of these messages with all that the template needs around a plain question and answer."""
+        before, tools = self._needs
+        return Chat("", (*before, *messages), tools=tools, options=options or {})
+
+    @cached_property
+    def _needs(self) -> tuple[tuple[ChatMessage, ...], tuple[object, ...] | None]:
+        """A system message and tools, if the template rejects a plain question and answer without them; usually neither."""
+        system, tools = (ChatMessage("system", "system"),), (PROBE_TOOL,)
+        contexts: list[tuple[tuple[ChatMessage, ...], tuple[object, ...] | None]]
+        contexts = [((), None), ((), tools), (system, None), (system, tools)]
+        accepted = (one for one in contexts if self.shown(Chat("", (*one[0], *PROBE), tools=one[1]), header=False) is not None)
+        return next(accepted, contexts[0])
+
     @cached_property
     def end_of_turn(self) -> str:
         """The text that the template writes after an answer; empty if it rejects a plain question and answer."""
-        text = self.shown(Chat("", PROBE), header=False) or ""
+        text = self.shown(self.small(PROBE), header=False) or ""
         _, found, after = text.rpartition(PROBE[1].content)
         if found or not text:
             return after
         # The template changes the text of answers. It closes other answers in the same way.
-        other = self.shown(Chat("", (PROBE[0], replace(PROBE[1], content="sentence"))), header=False) or ""
+        other = self.shown(self.small((PROBE[0], replace(PROBE[1], content="sentence"))), header=False) or ""
         pairs = enumerate(zip(reversed(text), reversed(other), strict=False))
         length = next((place for place, (one, another) in pairs if one != another), 0)
         return text[len(text) - length :]
@@ -227,7 +245,7 @@ class ChatTemplate:
         called = (*PROBE[:1], ChatMessage("assistant", "", extra={"tool_calls": [call]}))
         texts = []
         for before, after in ((PROBE, PROBE[0]), (called, ChatMessage("tool", "result"))):
-            ended, text = (self.shown(Chat("", one), header=False) for one in (before, (*before, after)))
+            ended, text = (self.shown(self.small(one), header=False) for one in (before, (*before, after)))
             texts += [text[len(ended) :]] if ended and text and text.startswith(ended) else []
         return texts
 
@@ -242,8 +260,8 @@ class ChatTemplate:
     def _probed(self, options: JsonObject) -> tuple[tuple[str, str] | None, str]:
         key = repr(options)
         if key not in self._probes:
-            question = Chat("", PROBE[:1], options=options)
-            prompt, text = self.shown(question, header=True), self.shown(replace(question, messages=PROBE), header=False)
+            question = self.small(PROBE[:1], options)
+            prompt, text = self.shown(question, header=True), self.shown(self.small(PROBE, options), header=False)
             context = self.shown(question, header=False)
             header = prompt.removeprefix(context) if prompt and context and prompt.startswith(context) else ""
             self._probes[key] = (None if prompt is None or text is None else (prompt, text)), header

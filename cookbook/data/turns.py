@@ -30,6 +30,8 @@ MARK = "\u241ebegin\u241e"
 REASONING_END = re.compile(r"</[\w:|]+>|\[/THINK\]")
 # A tag at the end of a prompt that opens the reasoning, and a block of reasoning without text.
 OPENED = re.compile(r"(<([\w:]+)>|\[(THINK)\])\s*\Z")
+# Of these tags, the ones whose text is reasoning. Others, such as <assistant>, name the author of a turn.
+REASONING_TAG = re.compile(r"think|thought|reason", re.IGNORECASE)
 EMPTY_BLOCK = re.compile(r"\s*(<([\w:]+)>\s*</\2>|\[THINK\]\s*\[/THINK\])\s*")
 REST_OF_EMPTY_BLOCK = re.compile(r"\s*(</([\w:]+)>|\[/(THINK)\])\s*")
 
@@ -530,6 +532,12 @@ def without_empty_reasoning(sequence: TrainedText) -> TrainedText:
             block = rest if rest and (rest[2] or rest[3]) == (opened[2] or opened[3]) else None
         spans.append((start + (block.end() if block else 0), end, weight))
     return replace(sequence, spans=spans)
+
+
+def reasoning_tag(prompt: str) -> str:
+    """Return the tag at the end of a prompt that opens the reasoning, with the white space after it; empty without one."""
+    opened = OPENED.search(prompt)
+    return opened[0] if opened and REASONING_TAG.search(opened[1]) else ""
 
 
 def opened_reasoning(prompt: str, answer: str) -> str:

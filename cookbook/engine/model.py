@@ -238,6 +238,13 @@ def set_end_tokens(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     generation = getattr(base, "generation_config", None)
     if generation is not None:
         stop_tokens.configure(tokenizer, generation.eos_token_id)
+        if ordinary := stop_tokens.ordinary_ids(tokenizer):
+            names = ", ".join(f"{token} ({tokenizer.decode([token])!r})" for token in ordinary)
+            log.warning(
+                "generation_config.json: eos_token_id names ordinary tokens of the tokenizer, got %s, which end no "
+                "completion; declare them as special tokens of the tokenizer to end completions there",
+                names,
+            )
         generation.eos_token_id = stop_tokens.for_generation_config(tokenizer, generation.eos_token_id)
 
 

@@ -58,7 +58,7 @@ class Response:
 
 @dataclass(eq=False)
 class Exchange:
-    """One call of a program. ``encode`` returns the response to a completion and to the number of tokens of its prompt."""
+    """One call of a program, and the response to it."""
 
     call: AgentCall
     fields: ChatBody | CompletionBody
@@ -67,13 +67,14 @@ class Exchange:
     def refuse(self, status: int, message: str) -> None:
         self.response.set_result(Response(status, json.dumps({"error": openai.error_object(message, status)})))
 
-    def answer(self, renderer: Renderer, turn: Segment, num_prompt_tokens: int) -> JsonObject:
-        """Respond with a completion. Return the message of the response, whose content is the completion's text."""
+    def answer(self, renderer: Renderer, turn: Segment, prompt: list[int]) -> JsonObject:
+        """Respond with a completion of ``prompt``. Return the message of the response."""
         fields, sample = self.fields, Sample(turn.tokens, turn.logprobs, turn.stop_reason or "stop")
         continues = not isinstance(fields, ChatBody) or fields.continues_answer
         text = completed_text(renderer, sample.tokens, fields.stop_strings, continues=continues)
-        said = openai_results.message(text, may_call=isinstance(fields, ChatBody) and fields.may_call)
-        answer = Answer([0] * num_prompt_tokens, [sample])
+        begun = openai_results.opening(renderer, fields, prompt)
+        said = openai_results.message(text, may_call=isinstance(fields, ChatBody) and fields.may_call, begun=begun)
+        answer = Answer(prompt, [sample])
         if fields.stream:
             self.response.set_result(Response(200, _stream(renderer, fields, answer, turn.step), EVENTS))
             return said
@@ -95,7 +96,7 @@ def _stream(renderer: Renderer, fields: ChatBody | CompletionBody, answer: Answe
     """Return the events of a stream, which has the whole completion in one part."""
     head, [sample] = _head(fields, step), answer.sequences
     chunk = TokenChunk(0, sample.tokens, sample.logprobs, sample.stop_reason)
-    parts = ChatParts(renderer, fields) if isinstance(fields, ChatBody) else CompletionParts(renderer, fields, 1)
+    parts = ChatParts(renderer, fields, answer.prompt) if isinstance(fields, ChatBody) else CompletionParts(renderer, fields, 1)
     choices = [*parts.opening(), *filter(None, [parts.next(0, chunk)])]
     events = [head.response([choice]) for choice in choices]
     if fields.stream_options is not None and fields.stream_options.include_usage:
@@ -202,8 +203,9 @@ class AgentRunner(EpisodeRunner):
         with self._changed:
             exchange, session.current = session.current, None
         if exchange is not None:
-            num_prompt_tokens = max(0, len(session.capture.tokens) - len(turn.tokens))
-            session.capture.answered(exchange.answer(self._renderer, turn, num_prompt_tokens))
+            tokens = session.capture.tokens
+            prompt = list(tokens[: max(0, len(tokens) - len(turn.tokens))])
+            session.capture.answered(exchange.answer(self._renderer, turn, prompt))
         with self._changed:
             session.waiting = Future()
             if session.ended is None:

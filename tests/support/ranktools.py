@@ -53,7 +53,7 @@ LIMIT_S = 1200
 PRELOADED = ("transformers.models.qwen3.modeling_qwen3", "torch.distributed.checkpoint.hf_storage", "torch.distributed.fsdp")
 # A parameter of glibc's mallopt: larger blocks have pages of their own.
 M_MMAP_THRESHOLD = -3
-MODEL_FIELDS = {"dtype", "lora_rank", "lora_dropout", "router_aux_loss_coef"}
+MODEL_FIELDS = {"dtype", "lora_rank", "lora_dropout", "add_tokens", "router_aux_loss_coef"}
 # Bytes of a bucket of gradients, so that a tiny model has several.
 BUCKET_BYTES = 4096
 # A graph of its own parameter, as a learned temperature has.
@@ -174,6 +174,17 @@ def longest(count: int) -> list[Datum]:
     return [tiny.datums(1, seed=3, longest=90)[0], *tiny.datums(count - 1, longest=8)]
 
 
+def with_added_tokens(count: int = 8) -> list[Datum]:
+    """Sequences with two tokens after the vocabulary of the tiny model, as inputs and as targets."""
+    rng, found = np.random.default_rng(4), []
+    for _ in range(count):
+        tokens = rng.integers(0, tiny.VOCABULARY, int(rng.integers(8, 20)))
+        tokens[[2, 5]] = [tiny.VOCABULARY, tiny.VOCABULARY + 1]
+        inputs = {"target_tokens": tokens[1:], "weights": np.ones(len(tokens) - 1)}
+        found.append(Datum(ModelInput.from_ints(tokens[:-1]), inputs))
+    return found
+
+
 DATA: dict[str, Callable[[], list[Datum]]] = {
     "usual": lambda: tiny.datums(8),
     "seven": lambda: tiny.datums(7),
@@ -182,6 +193,7 @@ DATA: dict[str, Callable[[], list[Datum]]] = {
     "one": lambda: tiny.datums(1),
     "pair": lambda: tiny.datums(2, longest=12),
     "longest": lambda: longest(4),
+    "added tokens": with_added_tokens,
 }
 
 

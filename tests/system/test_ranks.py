@@ -62,6 +62,10 @@ VARIANTS: list[dict[str, Any]] = [
     {"options": {"fused_layers": False, "trim_last_layer": False}},
     {"data": "seven", "accumulates": True},
     {"retained": True},
+    # Tokens that the run adds, in full and under LoRA, and adapters on experts.
+    {"data": "added tokens", "options": {"add_tokens": ["<a>", "<b>"]}},
+    {**UNTIED, "data": "added tokens", "options": {"add_tokens": ["<a>", "<b>"], "lora_rank": 4}},
+    {**MOE, **LORA},
     {"data": "longest"},
     {"data": "pair"},
     {"data": "one"},

@@ -100,7 +100,7 @@ def _token_texts(tokenizer: PreTrainedTokenizerBase) -> list[str | None]:
 
 
 def end_token_ids(model: LanguageModel) -> set[int]:
-    """Return the end-of-text and end-of-turn tokens (:mod:`cookbook.data.stop_tokens`), of which the network has a copy."""
+    """Return the stop tokens (:mod:`cookbook.data.stop_tokens`), of which the network's generation config has a copy."""
     ids = {model.tokenizer.eos_token_id}
     configured = getattr(getattr(model.network, "generation_config", None), "eos_token_id", None)
     ids |= set(configured) if isinstance(configured, list) else {configured}

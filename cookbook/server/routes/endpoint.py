@@ -64,7 +64,7 @@ async def chat_completions(service: CurrentService, request: HttpRequest, body: 
     kind = "chat.completion.chunk" if fields.stream else "chat.completion"
     head, renderer = Head("chatcmpl", kind, fields.model, weights.sampler_id), service.host.renderer
     if fields.stream:
-        return EventStream(completion, _events(completion, fields, head, [prompt], ChatParts(renderer, fields)))
+        return EventStream(completion, _events(completion, fields, head, [prompt], ChatParts(renderer, fields, prompt)))
     answers = await _answers(request, completion)
     return await _encoded(answers, lambda: openai_results.chat(renderer, fields, head, answers[0]))
 

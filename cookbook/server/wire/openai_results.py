@@ -65,13 +65,25 @@ def usage(answers: Sequence[Answer]) -> JsonObject:
 # ---- texts -----------------------------------------------------------------------------------------------------------
 
 
-def message(text: str, *, may_call: bool) -> JsonObject:
-    """Return a message of the assistant. A text whose calls of tools cannot all be read stays text."""
+def opening(renderer: Renderer, fields: ChatBody | CompletionBody, prompt: Sequence[int]) -> str:
+    """Return the text of the prompt with which the answer begins: the tag that opens the reasoning, or nothing.
+
+    The client does not see the prompt. It needs the tag to separate the reasoning from the answer. The start of an answer that
+    the client has sent is not repeated.
+    """
+    return renderer.opened_reasoning(prompt) if isinstance(fields, ChatBody) and not fields.continues_answer else ""
+
+
+def message(text: str, *, may_call: bool, begun: str = "") -> JsonObject:
+    """Return a message of the assistant. A text whose calls of tools cannot all be read stays text.
+
+    ``begun``: the start of the answer that the prompt has printed.
+    """
     calls = parse_calls(text) if may_call else []
     read = [call for call in calls if isinstance(call, ToolCall)]
     if not calls or len(read) < len(calls):
-        return {"role": "assistant", "content": text, "refusal": None}
-    content = text_before_calls(text) or None
+        return {"role": "assistant", "content": begun + text, "refusal": None}
+    content = begun + text_before_calls(text) or None
     return {"role": "assistant", "content": content, "refusal": None, "tool_calls": [_call(call) for call in read]}
 
 
@@ -86,10 +98,11 @@ def _call(call: ToolCall) -> JsonObject:
 def chat(renderer: Renderer, fields: ChatBody, head: Head, answer: Answer) -> JsonObject:
     """Return the response of ``POST /v1/chat/completions``."""
     logprobs = LogprobFormat(renderer)
+    begun = opening(renderer, fields, answer.prompt)
     choices = []
     for number, sequence in enumerate(answer.sequences):
         text = completed_text(renderer, sequence.tokens, fields.stop_strings, continues=fields.continues_answer)
-        said = message(text, may_call=fields.may_call)
+        said = message(text, may_call=fields.may_call, begun=begun)
         top = answer.top(number, fields.top_logprobs, start=len(answer.prompt))
         scores = logprobs.chat(sequence.tokens, sequence.logprobs, top) if fields.logprobs else None
         reason = "tool_calls" if "tool_calls" in said else sequence.stop_reason
@@ -149,7 +162,8 @@ class CompletionParts:
 class ChatParts:
     """Choices of the chunks of a streamed chat. With tools, a choice is sent at its end, because its text may be a call."""
 
-    def __init__(self, renderer: Renderer, fields: ChatBody) -> None:
+    def __init__(self, renderer: Renderer, fields: ChatBody, prompt: Sequence[int]) -> None:
+        self._begun = opening(renderer, fields, prompt)
         continues = fields.continues_answer
         self._texts = [TextStream(renderer, fields.stop_strings, continues=continues) for _ in range(fields.n)]
         self._logprobs = LogprobFormat(renderer) if fields.logprobs else None
@@ -157,8 +171,8 @@ class ChatParts:
         self._waiting: list[tuple[list[int], list[float]]] = [([], []) for _ in range(fields.n)]
 
     def opening(self) -> list[JsonObject]:
-        """Return a choice per answer that names the role of its author."""
-        delta = {"role": "assistant", "content": ""}
+        """Return a choice per answer that names the role of its author, with the start that the prompt has printed."""
+        delta = {"role": "assistant", "content": self._begun}
         return [_part(index, delta, None, None) for index in range(len(self._texts))]
 
     def next(self, index: int, chunk: TokenChunk) -> JsonObject | None:

@@ -1,6 +1,7 @@
 """Tokens of turns: stop tokens from one place, roles, answers that the prompt begins, control tokens that contents spell."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -77,22 +78,68 @@ def test_transformers_stops_at_the_end_of_turn_of_a_checkpoint(base_model, tmp_p
     assert found[0, 2:].tolist() == [end]
 
 
-def test_the_tokens_of_a_generation_config_stop_too(base_model):
-    """As <|eom_id|> of Llama 3.1. An ordinary token in the file ends no answer of the data."""
+@pytest.mark.slow
+def test_every_export_of_an_adapter_stops_at_the_end_of_turn(base_model, tmp_path):
+    """Merged for transformers and vLLM, as an adapter for PEFT, and as a GGUF file with a Modelfile."""
+    import gguf
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    from cookbook.backends.local import LocalConfig, LocalTrainer
+    from cookbook.cli import weights
+
+    base = AutoModelForCausalLM.from_pretrained(base_model)
+    text_end, turn_end = ends(base_model_tokenizer())
+    with torch.no_grad():
+        # The embeddings are the output head too. Every position predicts the end of the turn.
+        base.get_input_embeddings().weight.fill_(1.0)
+        base.get_input_embeddings().weight[turn_end] = 2.0
+    base.save_pretrained(base_model)
+    trainer = LocalTrainer(ModelConfig(str(base_model), lora_rank=2), LocalConfig(), seed=0, folder=tmp_path / "run")
+    saved = Path(trainer.save_state("state").result().path)
+    weights.export(saved, tmp_path / "merged", merged=True)
+    weights.export(saved, tmp_path / "adapter", merged=False)
+    weights.export_gguf(saved, tmp_path / "gguf", merged=True, precision=None)
+    prompt = torch.tensor([[65, 66]])
+    for folder, kind in (("merged", AutoModelForCausalLM), ("adapter", AutoPeftModelForCausalLM)):
+        model = kind.from_pretrained(tmp_path / folder)
+        # PEFT takes the generation config of the base, so that the adapter's has to be given.
+        given = {"generation_config": GenerationConfig.from_pretrained(tmp_path / folder)} if folder == "adapter" else {}
+        options = {"max_new_tokens": 8, "do_sample": False, **given}
+        found = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **options)
+        assert found[0, 2:].tolist() == [turn_end], folder
+    fields = gguf.GGUFReader(tmp_path / "gguf" / "model.gguf").fields
+    written = [int(fields[f"tokenizer.ggml.{name}_token_id"].parts[-1][0]) for name in ("eos", "eot")]
+    assert written == [text_end, turn_end]
+    modelfile = (tmp_path / "gguf" / "Modelfile").read_text()
+    assert 'PARAMETER stop "<|endoftext|>"' in modelfile and 'PARAMETER stop "<|im_end|>"' in modelfile
+
+
+def test_the_tokens_of_a_generation_config_stop_too(base_model, tmp_path, caplog):
+    """As <|eom_id|> of Llama 3.1. An ordinary token in the file ends neither an answer of the data nor a sample."""
     start = base_model_tokenizer().convert_tokens_to_ids("<|im_start|>")
     path = base_model / "generation_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [256, start, 65]}))
     render = Renderer(load_tokenizer(ModelConfig(str(base_model))))
     assert set(render.stop_token_ids) == {*ends(render.tokenizer), start}
     model = load(ModelConfig(str(base_model)), torch.device("cpu"), seed=0)
-    assert set(StopCondition.of(model, SamplingParams()).ids) == {*ends(render.tokenizer), start, 65}
+    assert set(StopCondition.of(model, SamplingParams()).ids) == set(render.stop_token_ids)
+    assert "ordinary tokens of the tokenizer, got 65 ('b')" in caplog.text
+    checkpoint_contents.write_model(model, tmp_path / "saved", 1 << 30)
+    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert set(saved["eos_token_id"]) == set(render.stop_token_ids)
 
 
 def test_a_generation_config_with_all_stop_tokens_is_left_alone():
     tokenizer = tiny.tokenizer()
     assert stop_tokens.for_generation_config(tokenizer, tokenizer.eos_token_id) == tokenizer.eos_token_id
-    assert stop_tokens.for_generation_config(tokenizer, [tokenizer.eos_token_id, 5]) == [tokenizer.eos_token_id, 5]
     assert stop_tokens.for_generation_config(tokenizer, None) == tokenizer.eos_token_id
+    tokenizer = base_model_tokenizer()
+    # The file's order and a third token stay, an ordinary token goes.
+    both = ends(tokenizer)
+    stop_tokens.configure(tokenizer, [*both, 257])
+    assert stop_tokens.for_generation_config(tokenizer, [257, *both]) == [257, *both]
+    assert stop_tokens.for_generation_config(tokenizer, [257, *both, 5]) == [257, *both]
 
 
 def test_vllm_gets_the_stop_tokens():
@@ -392,3 +439,36 @@ def test_an_answer_after_a_token_that_takes_white_space_keeps_its_own():
     assert rendered.tokens[: len(prompt)] == prompt and not rendered.weights[: len(prompt)].any()
     assert render.tokenizer.convert_ids_to_tokens(rendered.tokens[len(prompt) :]) == ["\u2581" * 4, "return", "</s>"]
     assert rendered.weights[len(prompt) :].all()
+
+
+# ---- templates that need more than a question and an answer -----------------------------------------------------------
+
+
+NEEDS_TOOLS = "{% if not tools %}{{ raise_exception('needs tools') }}{% endif %}{{ tools | tojson }}" + CHATML
+NEEDS_SYSTEM = "{% if messages[0].role != 'system' %}{{ raise_exception('needs a system message') }}{% endif %}" + CHATML
+TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(("template", "tools"), [(NEEDS_TOOLS, (TOOL,)), (NEEDS_SYSTEM, None)])
+def test_a_template_that_rejects_a_plain_question_has_its_stop_tokens_and_turn_marks(template, tools):
+    render = Renderer(base_model_tokenizer(template))
+    assert list(render.stop_token_ids) == ends(render.tokenizer)
+    messages = parse_messages(
+        [{"role": "system", "content": "Help."}, {**USER, "content": ATTACK}, ANSWER] * 2, "row", "messages"
+    )
+    messages = (*messages[:3], *messages[4:])
+    [rendered] = render.render([Chat("row", messages, tools=tools)])
+    assert trained(render, rendered) == "four<|im_end|>" * 2
+    assert turns(render, rendered.tokens) == 5
+
+
+def test_a_tokenizer_without_any_end_is_named():
+    tokenizer = base_model_tokenizer("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    tokenizer.eos_token = None
+    render = Renderer(tokenizer)
+    render.render([Chat("row", parse_messages([USER, ANSWER], "row", "messages"))])
+    assert any("no end-of-text token" in note for note in render.notes)
+    tokenizer.chat_template = CHATML
+    render = Renderer(tokenizer)
+    render.render([Chat("row", parse_messages([USER, ANSWER], "row", "messages"))])
+    assert render.notes == []

@@ -1,6 +1,7 @@
-"""The zoo of chat templates: 19 cells here, all of them nightly. The table of a template is written to build/zoo/table/.
+"""The zoo of chat templates: 19 cells in CI, all of them nightly. The table of a template is written to build/zoo/table/.
 
-Without ``make zoo`` the tests skip. The small templates of ``tests/unit/data/test_sampled_turns.py`` have the same structure.
+CI runs ``make zoo`` before. Without it the tests skip. The small templates of ``tests/unit/data/test_sampled_turns.py`` have
+the same structure.
 """
 
 import sys

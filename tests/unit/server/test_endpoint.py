@@ -15,6 +15,7 @@ import servertools
 import tiny
 from places import ROOT
 from servertools import wait_until
+from tokentools import CHATML
 from waiting import WAIT_S
 
 from cookbook.backends.local import LocalConfig, LocalTrainer
@@ -24,7 +25,7 @@ from cookbook.engine.model import ModelConfig
 from cookbook.server.serve import drain
 from cookbook.server.wire import openai, openai_results
 from cookbook.server.wire.bodies import Refused
-from cookbook.types import SamplingParams
+from cookbook.types import Sample, SamplingParams
 
 MESSAGES = [{"role": "system", "content": "Count."}, {"role": "user", "content": "3+4="}]
 CHAT = {"model": "tiny", "messages": MESSAGES, "max_tokens": 40, "seed": 5}
@@ -287,7 +288,7 @@ def test_calls_of_tools_are_parsed_whole_and_streamed(renderer, text, content, c
     assert [(one["function"]["name"], one["function"]["arguments"]) for one in message.get("tool_calls", [])] == calls
     assert openai_results.message(text, may_call=False) == {"role": "assistant", "content": text, "refusal": None}
     body = {**CHAT, "tools": [TOOL]}
-    parts = openai_results.ChatParts(renderer, openai.parse(openai.ChatBody, json.dumps(body).encode()))
+    parts = openai_results.ChatParts(renderer, openai.parse(openai.ChatBody, json.dumps(body).encode()), [])
     tokens = renderer.encode(text)
     assert parts.next(0, TokenChunk(0, tokens[:3], [0.0] * 3, None)) is None
     last = parts.next(0, TokenChunk(0, tokens[3:], [0.0] * (len(tokens) - 3), "stop"))
@@ -295,6 +296,24 @@ def test_calls_of_tools_are_parsed_whole_and_streamed(renderer, text, content, c
     assert [(one["index"], one["function"]["name"]) for one in last["delta"].get("tool_calls", [])] == [
         (index, name) for index, (name, _) in enumerate(calls)
     ]
+
+
+def test_an_answer_begins_with_the_reasoning_that_its_prompt_opened():
+    """Clients find the reasoning between the tags, one of which the prompt has printed."""
+    tokenizer = tiny.byte_tokenizer()
+    tokenizer.chat_template = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    renderer = Renderer(tokenizer)
+    said = "Two.</think>Four."
+    tokens = [*renderer.encode(said), *renderer.answer_end]
+    for messages, begun in ((MESSAGES, "<think>\n"), ([*MESSAGES, {"role": "assistant", "content": "<think>Well"}], "")):
+        fields = openai.parse(openai.ChatBody, json.dumps({**CHAT, "messages": messages}).encode())
+        prompt = renderer.prompt_tokens(messages)
+        answer = openai_results.Answer(prompt, [Sample(tokens, [0.0] * len(tokens), "stop")])
+        [choice] = openai_results.chat(renderer, fields, openai_results.Head("a", "b", "c", "d"), answer)["choices"]
+        assert choice["message"]["content"] == begun + said
+        parts = openai_results.ChatParts(renderer, fields, prompt)
+        [opened], last = parts.opening(), parts.next(0, TokenChunk(0, tokens, [0.0] * len(tokens), "stop"))
+        assert opened["delta"]["content"] + last["delta"]["content"] == begun + said
 
 
 TEMPLATE = (
