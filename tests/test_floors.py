@@ -69,7 +69,7 @@ ORDER = {
         "registry",
         "process replicas",
         "api sampler worker",
-        "http weight_store",
+        "http sizing weight_store",
     ],
     "checkpoints": [
         "inventory",

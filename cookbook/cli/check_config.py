@@ -16,7 +16,7 @@ from cookbook.data import DataConfig
 from cookbook.data.source import source_text
 from cookbook.engine.model import AUTO, ModelConfig
 from cookbook.engine.shape import Shape, is_adapter
-from cookbook.protocols import Backend, OptimizerBackend, PlannedBackend, PrecisionBackend
+from cookbook.protocols import Backend, OptimizerBackend, PlannedBackend, PrecisionBackend, SizedDeployment
 from cookbook.run import folder as run_folder
 from cookbook.run import preflight
 from cookbook.run.data import SPLITS
@@ -89,6 +89,7 @@ def plan(cfg: DictConfig, overrides: list[str]) -> list[tuple[str, str]]:
         ("precision", precision(typed.backend)),
         ("steps", _steps(asdict(typed.recipe), rows)),
         ("evaluation", _evaluation(typed, held_out)),
+        ("deployment", typed.deployment.size_text if isinstance(typed.deployment, SizedDeployment) else ""),
         ("checkpoints", _checkpoints(typed)),
         ("trackers, hooks", ", ".join(type(one).__name__ for one in [*typed.trackers, *typed.hooks])),
         ("writes to", f"{folder}{resumed}"),
