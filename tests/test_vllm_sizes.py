@@ -201,7 +201,7 @@ def test_a_gpu_that_is_shared_with_the_trainer(memory):
         (
             {"replicas": 6},
             40900,
-            r"needs 4\.39 GiB .*, and 2\.\d\d GiB of memory are left .* max_length=\d+ or less",
+            r"needs 4\.39 GiB .*, and 2\.\d\d GiB of memory are left .*\.max_length=\d+ or less",
         ),
     ],
 )
