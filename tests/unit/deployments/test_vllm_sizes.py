@@ -23,6 +23,7 @@ from cookbook.engine.lora_targets import TrainedShare
 from cookbook.engine.model import ModelConfig
 from cookbook.engine.shape import Shape, kv_numbers
 from cookbook.errors import ConfigError
+from cookbook.protocols import RankBackend
 from cookbook.run import preflight
 from cookbook.run.data import SplitRows
 from cookbook.run.folder import plain
@@ -122,11 +123,7 @@ def of_run(words: list[str], context: int = 40960) -> VllmConfig:
 
 def sized(command: str, model: str) -> tuple[VllmConfig, ModelConfig, tuple[int, ...]]:
     """The deployment of a command of the pages, for a model of real shapes."""
-    seen: list[Any] = []
-    bridge.run(
-        request(command, config), lambda cfg, _: seen.append(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)))
-    )
-    cfg, known = seen[0], shape(model)
+    cfg, known = composed(request(command)), shape(model)
     if not command.startswith("train"):
         chosen = replace(build(cfg.model, "model", ModelConfig), dtype="bfloat16")
         return build(cfg.deployment, "deployment").sized(chosen, known, None, (), loaded=True), chosen, ()
@@ -135,7 +132,8 @@ def sized(command: str, model: str) -> tuple[VllmConfig, ModelConfig, tuple[int,
     typed.deployment.preflight(typed.model, typed.backend)
     rows = SplitRows(typed, Identity(plain(cfg), typed.module.Config, dict))
     found = preflight.sized_deployment(typed, rows, Renderer(TOKENIZER, known.max_length), known, loaded=False)
-    return found, typed.model, typed.backend.gpu_numbers()
+    backend = typed.backend
+    return found, typed.model, backend.gpu_numbers() if isinstance(backend, RankBackend) else backend.gpus
 
 
 def test_the_pages_have_commands_of_each_kind():
@@ -148,7 +146,8 @@ def test_the_pages_have_commands_of_each_kind():
 def test_a_command_of_the_pages_starts_on_a_cpu(command, model, memory):
     """With the default sizes vLLM gets memory for the longest sequence, and for up to 64 of them."""
     memory(cpu_gb=64)
-    if "backend.gpus" in command:
+    # The GPUs of a job are those of another machine.
+    if "backend.gpus" in command and "job=" not in command:
         with pytest.raises(ConfigError, match=r"backend\.(gpus|device)"):
             sized(command, model)
         return
