@@ -559,8 +559,8 @@ class OneProductLinear(torch.nn.Linear):
 class AdapterLinear(torch.nn.Linear):
     """Factor of an adapter with float32 weights that multiplies in the dtype of its input.
 
-    PEFT converts the input to float32 in front of each factor, and autograd keeps the copy: 4 bytes for each number of the input
-    of each adapted layer. The weights are smaller than the input, so they are converted.
+    PEFT converts the input to float32 in front of each factor, and autograd keeps the copy: 4 bytes per number of the input of
+    each adapted layer. The weights are smaller than the input, so they are converted.
     """
 
     def forward(self, input: Tensor) -> Tensor:

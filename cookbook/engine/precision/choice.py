@@ -159,8 +159,8 @@ class Precision:
         """Describe the precision, and the gain of the others on ``device`` by its instructions."""
         if device.type != "cpu":
             return (
-                f"{self}; with highest, products of float32 are exact, with high they are TF32; backend.autocast=bfloat16 multiplies "
-                "in bfloat16"
+                f"{self}; with highest, products of float32 are exact, with high they are TF32; "
+                "backend.autocast=bfloat16 multiplies in bfloat16"
             )
         name = instructions()
         if name is None:
