@@ -107,7 +107,8 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
         )
     else:
         place = ("precision", precision(backend))
-    lines = [*_lines(needs, shape, backend.optimizer, recomputed), place, *_ranks(needs, typed)]
+    offloads = bool(getattr(backend, "optimizer_offload", False)) and not cpu
+    lines = [*_lines(needs, shape, backend.optimizer, recomputed, offloads=offloads), place, *_ranks(needs, typed)]
     lines += [*_deployment(cfg, typed), _disk(needs, typed)]
     tables.facts(lines, table=sys.stdout.isatty())
 
@@ -191,7 +192,9 @@ def _computed(length: int, completion: int, group: int) -> int:
     return once if completion and group * length >= WORTH_SHARING * once else group * length
 
 
-def _lines(needs: Estimate, shape: StepShape, optimizer: str, recomputed: str) -> list[tuple[str, str]]:
+def _lines(
+    needs: Estimate, shape: StepShape, optimizer: str, recomputed: str, *, offloads: bool
+) -> list[tuple[str, str]]:
     """``recomputed``: whether activations are recomputed in the backward pass, and why."""
     most = f", at most{shape.basis}"
     lines = [
@@ -200,12 +203,12 @@ def _lines(needs: Estimate, shape: StepShape, optimizer: str, recomputed: str) -
         ("largest pass", f"{needs.pass_tokens:,} tokens; backend.micro_batch_tokens lowers it"),
         ("weights", _size(needs.weights)),
         ("gradients", _size(needs.gradients)),
-        ("optimizer", f"{_size(needs.moments)}, {optimizer}"),
+        ("optimizer", f"{_size(needs.moments)}, {optimizer}{', in host memory' if offloads else ''}"),
         ("reference", f"{_size(needs.reference)}, frozen" if needs.reference else ""),
         ("activations", f"{_size(needs.temporary)} at the worst moment of the backward pass"),
         ("recomputed", recomputed),
         ("allocator", f"{_size(needs.allocator)} of freed blocks that the C library keeps"),
-        ("memory", f"{_size(needs.peak)} at the peak, plus {_size(PYTHON)} of Python and torch"),
+        ("memory", f"{_size(needs.peak - needs.moments * offloads)} at the peak, plus {_size(PYTHON)} of Python and torch"),
         (
             "arithmetic",
             f"{needs.flops_per_token * shape.computed:.3g} floating-point operations per step, forward and backward",

@@ -117,7 +117,7 @@ class GpuTensor(Tensor):
         return self.inner.tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory")
+        raise TypeError("cannot convert a tensor on cuda:0 to numpy; use Tensor.cpu() to copy the tensor to host memory")
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         return self.numpy()

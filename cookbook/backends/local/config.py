@@ -62,6 +62,7 @@ class LocalConfig:
     activation_checkpointing: bool | str = "auto"
     activation_offloading: bool = False
     optimizer: str = "adamw"
+    optimizer_offload: bool = False
     matmul_precision: str | None = None
     autocast: str | None = None
     token_metrics: bool = True
@@ -133,6 +134,11 @@ class LocalConfig:
             )
         if self.shard_of(model) != NO_SHARD:
             rule.require_sharding()
+            if self.optimizer_offload:
+                raise ConfigError(
+                    f"backend.optimizer_offload: needs whole weights on every rank, got backend.shard={self.shard}; set "
+                    "backend.optimizer_offload=false, or backend.shard=none"
+                )
 
     def make_trainer(self, model: ModelConfig, *, seed: int, folder: Path) -> LocalTrainer | GroupTrainer:
         """Load the model, on several ranks if so configured, and return its trainer.
@@ -238,6 +244,7 @@ class LocalConfig:
             activation_checkpointing=self.recomputes,
             activation_offloading=self.activation_offloading and loaded.device.type == "cuda",
             optimizer=self.optimizer,
+            optimizer_offload=self.optimizer_offload,
             token_metrics=self.token_metrics,
             precision=self.precision,
             all_logprobs=self.all_logprobs,

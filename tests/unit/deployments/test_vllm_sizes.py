@@ -106,7 +106,7 @@ def composed(asked: bridge.ComposeRequest) -> Any:
 
 
 def request(command: str) -> bridge.ComposeRequest:
-    """What a command of the pages composes."""
+    """Request that a command of the pages composes."""
     program, *words = shlex.split(command)
     if program == "deployments":
         return bridge.ComposeRequest(deployments.overrides(words[1], words[2:]))
