@@ -192,9 +192,7 @@ def _computed(length: int, completion: int, group: int) -> int:
     return once if completion and group * length >= WORTH_SHARING * once else group * length
 
 
-def _lines(
-    needs: Estimate, shape: StepShape, optimizer: str, recomputed: str, *, offloads: bool
-) -> list[tuple[str, str]]:
+def _lines(needs: Estimate, shape: StepShape, optimizer: str, recomputed: str, *, offloads: bool) -> list[tuple[str, str]]:
     """``recomputed``: whether activations are recomputed in the backward pass, and why."""
     most = f", at most{shape.basis}"
     lines = [

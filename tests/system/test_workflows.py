@@ -1,8 +1,8 @@
 """Workflows of GitHub and files for clouds: their commands exist. GitHub's and Kubernetes' own schemas check the format.
 
-    pip install check-jsonschema kubernetes-validate
-    check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
-    kubernetes-validate examples/clouds/kubernetes.yaml
+pip install check-jsonschema kubernetes-validate
+check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+kubernetes-validate examples/clouds/kubernetes.yaml
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def test_every_supported_python_is_tested() -> None:
     classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
     supported = {one.rpartition(" ")[2] for one in classifiers if re.search(r":: 3\.\d+$", one)}
     fast = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())["jobs"]["fast"]["strategy"]["matrix"]
-    assert set(fast["python"]) == supported
+    assert supported <= set(fast["python"])
     assert {*fast["os"], *(one["os"] for one in fast["include"])} == {"ubuntu-latest", "macos-latest"}
 
 
@@ -56,6 +56,6 @@ def test_the_commands_for_clouds_compose() -> None:
         assert "Qwen/Qwen3-0.6B" in show(ComposeRequest(overrides), "job", resolve=True)
 
 
-@pytest.mark.skipif(not shutil.which("check-jsonschema"), reason="check-jsonschema is not installed: pip install check-jsonschema")
+@pytest.mark.skipif(not shutil.which("check-jsonschema"), reason="no check-jsonschema: pip install check-jsonschema")
 def test_the_workflows_have_the_format_of_github() -> None:
     subprocess.run(["check-jsonschema", "--builtin-schema", "vendor.github-workflows", *map(str, WORKFLOWS)], check=True)

@@ -13,7 +13,7 @@ from pages import COMPOSED
 from runtools import here, write  # noqa: F401 - here is a fixture
 from transformers import AutoTokenizer, DeepseekV3Config, LlamaConfig, Qwen3Config, Qwen3NextConfig
 
-from cookbook.cli import deployments
+from cookbook.cli import check_config, deployments
 from cookbook.cli.hydra import bridge
 from cookbook.config.nodes import build
 from cookbook.data import Renderer
@@ -262,3 +262,10 @@ def test_the_longest_rows_of_large_data_are_looked_at(memory, monkeypatch):
     write("rows.jsonl", "\n".join(lines))
     words = ["data=rows.jsonl", "reward=exact", "rollout.max_tokens=16", "eval.max_tokens=16"]
     assert of_run(words, 4096).longest == 1024
+
+
+def test_check_config_says_that_the_embedded_sampler_is_slow_on_a_gpu(memory):
+    for gpus, says in ((0, False), (1, True)):
+        memory(cpu_gb=64, gpus=gpus)
+        typed = settings(composed(bridge.ComposeRequest(["recipe=grpo"])))
+        assert ("9 to 13 ms of Python per token" in check_config._deployment(typed)) == says
