@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -160,8 +161,13 @@ def compute(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         out = func(*args_, **kwargs_)
         return GpuTensor(out) if result_on_gpu else out
     out = _run(func, packet, args_, kwargs_)
-    if not tensors and _CALLS and _CALLS[-1] not in FACTORIES and isinstance(out, Tensor):
-        _MADE_INSIDE.add(out.untyped_storage()._cdata)
+    if not tensors and isinstance(out, Tensor):
+        storage = out.untyped_storage()
+        # A storage that is freed gives its address to another.
+        _MADE_INSIDE.discard(storage._cdata)
+        if _CALLS and _CALLS[-1] not in FACTORIES:
+            _MADE_INSIDE.add(storage._cdata)
+            weakref.finalize(storage, _MADE_INSIDE.discard, storage._cdata)
     if result_on_gpu:
         out = tree_map_only(Tensor, lambda one: one if isinstance(one, GpuTensor) else GpuTensor(one), out)
     if not gpu:
