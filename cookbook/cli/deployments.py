@@ -10,7 +10,8 @@ from cookbook.deployments.vllm.deployment import VllmConfig
 from cookbook.deployments.vllm.http import Client
 from cookbook.deployments.vllm.registry import DeploymentManager, RunningServer
 from cookbook.engine.model import ModelConfig, load_tokenizer, with_dtype
-from cookbook.errors import BackendError, ConfigError, RolloutError
+from cookbook.engine.shape import Shape, shape_of
+from cookbook.errors import ConfigError, RolloutError
 from cookbook.utils import tables
 from cookbook.utils.suggest import did_you_mean
 
@@ -35,7 +36,8 @@ def create(cfg: DictConfig, _: list[str]) -> None:
     config = build(cfg.deployment, "deployment")
     if not isinstance(config, VllmConfig) or config.url is not None or config.name is None:
         raise ConfigError("deployments: only servers of deployment=vllm are started here; leave out deployment.url")
-    options = config.options_for(model, config.max_length or _context(model))
+    shape = shape_of(model) or Shape(load_tokenizer(model), context(model, load_tokenizer(model)))
+    options = config.sized(model, shape, None, (), loaded=True).options_for(model)
     manager = DeploymentManager(say=print)
     with manager.held(config.name):
         _warmed(manager, config.name, manager.create(config.name, options, config.replicas, config.startup_s))
@@ -109,11 +111,3 @@ def _health(one: RunningServer) -> str:
     except RolloutError:
         return "silent"
     return "healthy"
-
-
-def _context(model: ModelConfig) -> int:
-    """Return the longest sequence of training, in tokens."""
-    max_length = context(model, load_tokenizer(model))
-    if max_length is None:
-        raise BackendError(f"model.name: {model.name!r} does not state its maximum sequence length; set deployment.max_length")
-    return max_length

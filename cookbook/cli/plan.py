@@ -16,17 +16,26 @@ from cookbook.data import Renderer, load_rows
 from cookbook.engine.batch.plan import CPU_PASS_TOKENS, WORTH_SHARING
 from cookbook.engine.estimate import Estimate, estimate
 from cookbook.engine.memory import free_bytes, shortage_of
-from cookbook.engine.model import AUTO, load_tokenizer
+from cookbook.engine.model import AUTO, load_tokenizer, with_dtype
 from cookbook.engine.precision import DEFAULT
-from cookbook.engine.shape import Shape
+from cookbook.engine.shape import Shape, shape_of
 from cookbook.errors import ConfigError, DataError
 from cookbook.jobs.backend import JobBackend
 from cookbook.losses.base import Scope
-from cookbook.protocols import MAX_BATCH_TOKENS, PlannedBackend, PrecisionBackend, RankBackend, SeparateDeployment
-from cookbook.run.preflight import RENDERED_ROWS, teacher_shape
+from cookbook.protocols import (
+    MAX_BATCH_TOKENS,
+    PlannedBackend,
+    PrecisionBackend,
+    RankBackend,
+    SeparateDeployment,
+    SizedDeployment,
+)
+from cookbook.run.data import SplitRows
+from cookbook.run.folder import plain
+from cookbook.run.identity import Identity
+from cookbook.run.preflight import RENDERED_ROWS, episode_lengths, sized_deployment, teacher_shape
 from cookbook.run.settings import Settings, settings
-from cookbook.sampling.environments import AgentEnvironment, EnvironmentConfig, numbered_rows, prompts
-from cookbook.sampling.environments.check import turn_tokens
+from cookbook.sampling.environments import numbered_rows
 from cookbook.utils import tables
 
 if TYPE_CHECKING:
@@ -108,13 +117,27 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
         )
     else:
         place = ("precision", precision(backend))
-    lines = [
-        *_lines(needs, shape, backend.optimizer, recomputed, _process_bytes(typed)),
-        place,
-        *_ranks(needs, typed),
-        _disk(needs, typed),
-    ]
+    offloads = bool(getattr(backend, "optimizer_offload", False)) and not cpu
+    estimated = _lines(needs, shape, backend.optimizer, recomputed, process_bytes=_process_bytes(typed), offloads=offloads)
+    lines = [*estimated, place, *_ranks(needs, typed), *_deployment(cfg, typed), _disk(needs, typed)]
     tables.facts(lines, table=sys.stdout.isatty())
+
+
+def _deployment(cfg: DictConfig, typed: Settings) -> list[tuple[str, str]]:
+    """Describe the servers that sample, with their memory; nothing if the trainer samples.
+
+    Raises:
+        ConfigError: the servers do not fit into the memory that the trainer leaves.
+    """
+    if not isinstance(typed.deployment, SizedDeployment):
+        return []
+    identity = Identity(plain(cfg), typed.module.Config, dict, force=True)
+    rows = SplitRows(typed, identity, hub=False)
+    tokenizer = load_tokenizer(typed.model)
+    renderer = Renderer(tokenizer, context(typed.model, tokenizer))
+    deployment = sized_deployment(typed, rows, renderer, shape_of(with_dtype(typed.model)), loaded=False)
+    assert isinstance(deployment, SizedDeployment)
+    return [("deployment", deployment.size_text)]
 
 
 def _with_teacher(needs: Estimate, teacher: Shape | None) -> Estimate:
@@ -145,7 +168,11 @@ def _shape(typed: Settings, name: str) -> StepShape:
     if data.streaming:
         data = replace(data, limit=min(data.limit or RENDERED_ROWS, RENDERED_ROWS))
     if typed.env is not None:
-        lengths = _episode_lengths(typed, typed.env, renderer)
+        if typed.numbered is None:
+            rows = load_rows(data, "train", typed.seed, typed.eval.limit)
+        else:
+            rows = numbered_rows(typed.env, "train", typed.seed, None)
+        lengths = episode_lengths(typed, typed.env, rows, renderer)
     else:
         rows = load_rows(data, "train", typed.seed, typed.eval.limit)
         counts = survey(kind, rows, renderer, typed.data, typed.rollout.max_tokens)
@@ -202,28 +229,9 @@ def _computed(length: int, completion: int, group: int) -> int:
     return once if completion and group * length >= WORTH_SHARING * once else group * length
 
 
-def _episode_lengths(typed: Settings, env: EnvironmentConfig, renderer: Renderer) -> list[int]:
-    """Return the tokens of the longest episode of each row: every turn has the longest completion and observation.
-
-    Raises:
-        ConfigError: the episodes are those of a program.
-    """
-    if isinstance(env, AgentEnvironment):
-        raise ConfigError(
-            "env: plan cannot know the calls of a program; train with recipe.steps=1 and read time/step_s and rollout/tokens"
-        )
-    if typed.numbered is None:
-        rows = load_rows(typed.data, "train", typed.seed, typed.eval.limit)
-    else:
-        rows = numbered_rows(env, "train", typed.seed, None)
-    openings = prompts(env, rows, renderer, typed.data)
-    opening, later = turn_tokens(env, openings, renderer)
-    turns = opening + env.max_turns * typed.rollout.max_tokens + (env.max_turns - 1) * later
-    lengths = [len(one.tokens) + turns for one in openings]
-    return [length if renderer.max_length is None else min(length, renderer.max_length) for length in lengths]
-
-
-def _lines(needs: Estimate, shape: StepShape, optimizer: str, recomputed: str, process_bytes: float) -> list[tuple[str, str]]:
+def _lines(
+    needs: Estimate, shape: StepShape, optimizer: str, recomputed: str, *, process_bytes: float, offloads: bool
+) -> list[tuple[str, str]]:
     """``recomputed``: whether activations are recomputed in the backward pass, and why."""
     most = f", at most{shape.basis}"
     lines = [
@@ -232,13 +240,16 @@ def _lines(needs: Estimate, shape: StepShape, optimizer: str, recomputed: str, p
         ("largest pass", f"{needs.pass_tokens:,} tokens; backend.micro_batch_tokens lowers it"),
         ("weights", _size(needs.weights)),
         ("gradients", _size(needs.gradients)),
-        ("optimizer", f"{_size(needs.moments)}, {optimizer}"),
+        ("optimizer", f"{_size(needs.moments)}, {optimizer}{', in host memory' if offloads else ''}"),
         ("reference", f"{_size(needs.reference)}, frozen" if needs.reference else ""),
         ("activations", f"{_size(needs.temporary)} at the worst moment of the backward pass"),
         ("recomputed", recomputed),
         ("sampling", f"{_size(needs.sampling)} of keys, values and logits" if needs.sampling else ""),
         ("allocator", f"{_size(needs.allocator)} of freed blocks that the C library keeps"),
-        ("memory", f"{_size(needs.peak)} at the peak, plus {_size(process_bytes)} of Python and torch"),
+        (
+            "memory",
+            f"{_size(needs.peak - needs.moments * offloads)} at the peak, plus {_size(process_bytes)} of Python and torch",
+        ),
         (
             "arithmetic",
             f"{needs.flops_per_token * shape.computed:.3g} floating-point operations per step, forward and backward",

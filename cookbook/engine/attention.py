@@ -212,6 +212,22 @@ def install(network: PreTrainedModel) -> None:
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, _mask_unless_causal)
     network.set_attn_implementation(NAME)
+    _detect_packed_rows_for_masks_only()
+
+
+def _detect_packed_rows_for_masks_only() -> None:
+    """Make transformers look for packed rows only if it builds a mask: on a GPU the host waits for the answer in every pass."""
+    from transformers import masking_utils
+
+    own = masking_utils.find_packed_sequence_indices
+    if getattr(own, "is_lazy", False):
+        return
+
+    def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
+        return None if _SKIP_MASKS.get() else own(position_ids)
+
+    find_packed_sequence_indices.is_lazy = True  # type: ignore[attr-defined]
+    masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
 
 
 def is_installed(network: PreTrainedModel) -> bool:

@@ -117,7 +117,7 @@ class Engine(PerRank):
         self.passes.trims_last_layer = options.trim_last_layer and (never_recomputed or keeps_last_layer(model.network))
         if options.activation_checkpointing is None:
             # Stored in the options, so that copies of this engine do not decide again.
-            fitting = self._fitting_tokens(options.optimizer)
+            fitting = self._fitting_tokens(options)
             options = replace(options, activation_checkpointing=fitting is not None, kept_tokens=fitting or 0)
         self.options = options
         self.passes.recomputes = recompute_activations(model.network, bool(options.activation_checkpointing))
@@ -131,15 +131,18 @@ class Engine(PerRank):
             gc.collect()
             hollow.read()
 
-    def _fitting_tokens(self, optimizer: str) -> int | None:
+    def _fitting_tokens(self, options: EngineOptions) -> int | None:
         per_token, share = self.passes.trial_bytes_per_token, self.ranks.held_share()
-        fitting = fitting_tokens(self.model, per_token, self._pass_tokens, optimizer, share)
+        fitting = fitting_tokens(
+            self.model, per_token, self._pass_tokens, options.optimizer, share, offload=options.optimizer_offload
+        )
         return fitting or 0 if self.ranks.in_step([fitting is not None])[0] else None
 
     @functools.cached_property
     def optimizer(self) -> Optimizer:
         """The optimizer, created at first use, so that a model that is only evaluated has no optimizer state."""
-        return Optimizer(self.model, self.gradients, update_rule(self.options.optimizer))
+        rule = update_rule(self.options.optimizer)
+        return Optimizer(self.model, self.gradients, rule, offload=self.options.optimizer_offload)
 
     # ---- the calls -----------------------------------------------------------------------------------------------
 

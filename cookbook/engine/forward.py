@@ -109,9 +109,10 @@ class TokenScores:
 
     def add(self, tokens: TokenSelection, logprobs: Tensor, entropy: Tensor | None, hit: Tensor | None) -> None:
         self.unselected.update(tokens.unselected_masks())
-        for column, values in ((self.logprobs, logprobs), (self.entropy, entropy), (self.hit, hit)):
+        columns = (self.logprobs, self.entropy, self.hit)
+        for column, values in zip(columns, _on_host([logprobs, entropy, hit]), strict=True):
             if values is not None:
-                column.update(tokens.scatter(values.detach().cpu()))
+                column.update(tokens.scatter(values))
 
     def part(self, indices: Sequence[int], *, entropy: bool) -> tuple[dict[int, Tensor], dict[int, Tensor] | None]:
         """Return the logprobs of some datums, and their entropies if ``entropy``."""
@@ -158,6 +159,19 @@ class TokenScores:
         if not count:
             return {}
         return {"tokens/accuracy": hit / count, "tokens/entropy": entropy / count, "tokens/trained": float(count)}
+
+
+def _on_host(values: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return detached copies on the CPU. A GPU sends all of them in one copy, because the host waits for every copy."""
+    detached = [None if one is None else one.detach() for one in values]
+    present = [one for one in detached if one is not None]
+    if present[0].device.type == "cpu":
+        return detached
+    # Logprobs are float32 or wider, and represent the hits, which are 0 or 1, exactly.
+    wide = torch.promote_types(present[0].dtype, torch.float32)
+    flat = torch.cat([one.reshape(-1).to(wide) for one in present]).cpu()
+    parts = iter(torch.split(flat, [one.numel() for one in present]))
+    return [None if one is None else next(parts).view(one.shape).to(one.dtype) for one in detached]
 
 
 def empty_output(with_loss: bool = True) -> ForwardBackwardOutput:

@@ -49,17 +49,25 @@ def keep_freed_memory() -> bool:
 
 
 def fitting_tokens(
-    model: LanguageModel, bytes_per_token: Callable[[], float], pass_tokens: int, optimizer: str, share: float = 1.0
+    model: LanguageModel,
+    bytes_per_token: Callable[[], float],
+    pass_tokens: int,
+    optimizer: str,
+    share: float = 1.0,
+    *,
+    offload: bool = False,
 ) -> int | None:
     """Return the largest pass whose activations fit into memory, tokens; None if those of ``pass_tokens`` tokens fit.
 
     Larger passes need activation checkpointing. None for a frozen model, and for a model that does not support checkpointing.
-    Logs the reason once. ``share``: the fraction of the gradients and optimizer state that this process holds.
+    Logs the reason once. ``share``: the fraction of the gradients and optimizer state that this process holds. ``offload``:
+    optimizer state is in host memory.
     """
     trained = [parameter for _, parameter in model.trainable()]
     if not (trained and model.network.supports_gradient_checkpointing):
         return None
-    lasting = share * (sum(p.numel() * 4 for p in trained) + state_bytes(update_rule(optimizer), trained))
+    state = 0 if offload and model.device.type != "cpu" else state_bytes(update_rule(optimizer), trained)
+    lasting = share * (sum(p.numel() * 4 for p in trained) + state)
     per_token, free = bytes_per_token() + _kept_by_attention(model, pass_tokens), free_bytes(model.device)
     why = shortage_of(per_token * pass_tokens, pass_tokens, lasting, free)
     if why is None:

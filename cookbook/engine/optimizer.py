@@ -375,14 +375,16 @@ class Optimizer:
 
     With any rule, bfloat16 parameters have float32 master weights: at RL learning rates most updates are smaller than the
     spacing of bfloat16 numbers, and would be lost.
+
+    ``offload``: the state and the master weights of all parameters are in host memory, and the CPU computes the update.
     """
 
-    def __init__(self, model: LanguageModel, gradients: GradientBuffer, rule: UpdateRule) -> None:
+    def __init__(self, model: LanguageModel, gradients: GradientBuffer, rule: UpdateRule, *, offload: bool = False) -> None:
         self.names = [name for name, _ in model.trainable()]
         self.parameters = [parameter for _, parameter in model.trainable()]
         self.gradients = gradients
         self.rule = rule
-        self.masters = [_master(parameter) for parameter in self.parameters]
+        self.masters = [_master(parameter, offload=offload) for parameter in self.parameters]
         self.inner = rule.make(self.masters)
 
     def step(self, adam: AdamParams, scale: float) -> None:
@@ -393,7 +395,7 @@ class Optimizer:
         """
         options = self.rule.options(adam)
         for gradient, master in zip(self.gradients.all(), self.masters, strict=True):
-            master.grad = torch.zeros_like(master) if gradient is None else gradient
+            master.grad = torch.zeros_like(master) if gradient is None else gradient.to(master.device)
             if scale != 1.0:
                 master.grad.mul_(scale)
         for group in self.inner.param_groups:
@@ -416,7 +418,7 @@ class Optimizer:
             for key, value in self.inner.state.get(master, {}).items():
                 if key in self._keys:
                     tensors[f"{key}.{name}"] = torch.as_tensor(value).detach().cpu().contiguous()
-            if master is not parameter:
+            if master.dtype != parameter.dtype:
                 tensors[f"master.{name}"] = master.detach().cpu().contiguous()
         return tensors
 
@@ -442,7 +444,11 @@ class Optimizer:
         return ("step", *self.rule.keys)
 
 
-def _master(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    if parameter.dtype in (torch.float32, torch.float64):
+def _master(parameter: torch.nn.Parameter, *, offload: bool) -> torch.nn.Parameter:
+    """Return the weights that the rule updates: float32 or wider, and with ``offload`` in host memory."""
+    wide = torch.promote_types(parameter.dtype, torch.float32)
+    if offload:
+        return torch.nn.Parameter(parameter.detach().to("cpu", wide, copy=True))
+    if parameter.dtype == wide:
         return parameter
-    return torch.nn.Parameter(parameter.detach().float().clone())
+    return torch.nn.Parameter(parameter.detach().to(wide, copy=True))

@@ -29,6 +29,7 @@ class EngineOptions:
             graph at a time.
         activation_offloading: keep saved activations in CPU memory.
         optimizer: a name in ``optimizer.RULES``.
+        optimizer_offload: keep optimizer state and master weights in host memory, where the CPU updates them.
         token_metrics: compute tokens/accuracy and tokens/entropy in every pass.
         precision: precision of the products of training passes.
         all_logprobs: return the logprobs of all tokens; False: NaN at tokens of weight 0, if the loss ignores these tokens.
@@ -47,6 +48,7 @@ class EngineOptions:
     kept_tokens: int = 0
     activation_offloading: bool = False
     optimizer: str = "adamw"
+    optimizer_offload: bool = False
     token_metrics: bool = True
     precision: Precision = DEFAULT
     all_logprobs: bool = True

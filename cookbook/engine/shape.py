@@ -24,7 +24,7 @@ from cookbook.errors import BackendError
 from cookbook.utils import paths
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class Shape:
 
     ``max_length``: context length in tokens; None: unknown. ``weight_bytes``: size of the weights in memory; 0: unknown.
     ``trained``: which weights are trained; None: unknown. ``vocabulary_size``: number of embeddings; None: unknown.
+    ``kv_numbers``: upper bound of the numbers that all layers together cache per token, as keys and values; 0: unknown.
+    ``dtype``: element type of the weights, such as ``float32``.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -40,6 +42,8 @@ class Shape:
     weight_bytes: int = 0
     trained: TrainedShare | None = None
     vocabulary_size: int | None = None
+    kv_numbers: int = 0
+    dtype: str = "float32"
 
 
 def shape_of(config: ModelConfig, *, recompute: bool = False) -> Shape | None:
@@ -74,7 +78,26 @@ def shape_of(config: ModelConfig, *, recompute: bool = False) -> Shape | None:
         recompute_activations(network, True)
     weight_bytes = sum(parameter.nbytes for parameter in network.parameters())
     limit, rows = context_length(network.config, tokenizer), int(network.config.get_text_config().vocab_size)
-    return Shape(tokenizer, limit, weight_bytes, TrainedShare.of(network), rows)
+    dtype = str(network.dtype).removeprefix("torch.")
+    return Shape(tokenizer, limit, weight_bytes, TrainedShare.of(network), rows, kv_numbers(network.config), dtype)
+
+
+def kv_numbers(architecture: PreTrainedConfig) -> int:
+    """Return how many numbers the layers together cache per token, as keys and values; 0: unknown.
+
+    An upper bound: a layer with a sliding window counts as one that keeps every token. Latent attention (DeepSeek) caches one
+    compressed vector per layer. Recurrent layers cache nothing per token.
+    """
+    text = architecture.get_text_config()
+    kinds = getattr(text, "layer_types", None)
+    layers = int(text.num_hidden_layers) if not kinds else sum("linear" not in one and "mamba" not in one for one in kinds)
+    if rank := getattr(text, "kv_lora_rank", None):
+        return layers * (int(rank) + int(getattr(text, "qk_rope_head_dim", 0)))
+    heads = getattr(text, "num_attention_heads", None)
+    if not heads:
+        return 0
+    width = getattr(text, "head_dim", None) or int(text.hidden_size) // int(heads)
+    return layers * 2 * int(width) * int(getattr(text, "num_key_value_heads", None) or heads)
 
 
 def local_folder(config: ModelConfig) -> Path | None:

@@ -23,8 +23,19 @@ from cookbook.checkpoints.schedule import Progress
 from cookbook.data import Renderer
 from cookbook.engine.lora_targets import TrainedShare
 from cookbook.engine.model import AUTO, ModelConfig, with_dtype
+from cookbook.engine.shape import shape_of
 from cookbook.errors import ConfigError, CookbookError, HookError
-from cookbook.protocols import Backend, Deployment, Reference, Reward, Sampler, StartedBackend, Trainer
+from cookbook.protocols import (
+    Backend,
+    Deployment,
+    DeploymentConfig,
+    Reference,
+    Reward,
+    Sampler,
+    SizedDeployment,
+    StartedBackend,
+    Trainer,
+)
 from cookbook.run import folder as run_folder
 from cookbook.run import preflight, report
 from cookbook.run.data import SplitRows
@@ -76,7 +87,7 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], JsonObje
         vocabulary = trainer.engine.model.vocabulary_size if isinstance(trainer, LocalTrainer) else None
         renderer = Renderer(trainer.tokenizer, trainer.max_length, vocabulary)
         preflight.warn(typed, rows, renderer)
-        preflight.check_deployment(typed, rows, renderer)
+        typed.deployment, renderer = _sized(typed, rows, renderer)
         with terminal.doing("starting the deployment"):
             deployment = typed.deployment.deploy(trainer, live=typed.weight_sync.every == 1)
         stack.callback(deployment.close)
@@ -101,6 +112,22 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], JsonObje
         report.summary(run, rows.first)
         run.health.check()
         return RunResult(status.folder)
+
+
+def _sized(typed: Settings, rows: SplitRows, renderer: Renderer) -> tuple[DeploymentConfig, Renderer]:
+    """Return the deployment with its size, and the renderer of what it samples, whose context is the deployment's.
+
+    Raises:
+        ConfigError: a sequence is longer than the deployment takes, or it does not fit into the memory.
+    """
+    is_sized = isinstance(typed.deployment, SizedDeployment)
+    shape = shape_of(typed.model) if is_sized else None
+    deployment = preflight.sized_deployment(typed, rows, renderer, shape, loaded=True)
+    if not isinstance(deployment, SizedDeployment) or (limit := deployment.longest) is None:
+        return deployment, renderer
+    if typed.data_kind == "rollouts" and (renderer.max_length is None or limit < renderer.max_length):
+        renderer.max_length = limit
+    return deployment, renderer
 
 
 def _call_recipe(recipe: ModuleType, run: Run, status: Status) -> None:

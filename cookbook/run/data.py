@@ -118,6 +118,19 @@ class SplitRows:
         draw = np.random.default_rng((self.settings.seed, SAMPLE_SEED)).permutation(len(rows))[:count]
         return select(rows, sorted(draw.tolist()))
 
+    def read(self, which: Split) -> None:
+        """Read the rows of a split into memory, if they are to be read here and no call has returned them."""
+        if which not in self._read and which not in self.counts and (self.hub or _is_local(self.settings.data, which)):
+            self._read[which] = self._load(which)
+
+    def longest(self, which: Split, least: int, count: int) -> Sequence[Row]:
+        """Return the ``count`` rows in memory with the longest values as text; none of a split of at most ``least`` rows."""
+        rows = self._read.get(which, ())
+        if self.is_stream(which) or len(rows) <= least:
+            return []
+        lengths = np.array([len(str(row.values)) for row in rows])
+        return select(rows, np.argsort(-lengths, kind="stable")[:count].tolist())
+
     def _load(self, which: Split) -> Sequence[Row]:
         settings = self.settings
         rows: Sequence[Row]

@@ -18,19 +18,30 @@ import numpy as np
 
 from cookbook.check.dataset import Survey, survey
 from cookbook.checkpoints.snapshots import tokenizer_digests
-from cookbook.data import RejectedRows, Renderer
+from cookbook.data import RejectedRows, Renderer, Row
 from cookbook.data.datum_table import Batches
 from cookbook.data.row_view import answer_text, with_answer
 from cookbook.engine.model import AUTO, ModelConfig, with_dtype
 from cookbook.engine.optimizer import Adafactor
 from cookbook.engine.shape import Shape, is_adapter, num_parameters, shape_of
 from cookbook.errors import BadRowError, ConfigError, CookbookError, RolloutError
-from cookbook.protocols import LimitedDeployment, OptimizerBackend, PlannedBackend
+from cookbook.jobs.backend import JobBackend
+from cookbook.protocols import (
+    DeploymentConfig,
+    LimitedDeployment,
+    OptimizerBackend,
+    PlannedBackend,
+    RankBackend,
+    SizedDeployment,
+)
 from cookbook.run import folder as run_folder
 from cookbook.run.data import SPLITS, Split, SplitRows
 from cookbook.run.folder import check_steps
 from cookbook.run.identity import Identity
 from cookbook.run.settings import Settings
+from cookbook.sampling.environments import AgentEnvironment, EnvironmentConfig
+from cookbook.sampling.environments import prompts as environment_prompts
+from cookbook.sampling.environments.check import turn_tokens
 from cookbook.sampling.rewards import RewardRunner
 from cookbook.types import JsonObject
 
@@ -44,6 +55,8 @@ RENDERED_ROWS = 5000
 # Rows of a split whose tokens are counted: this takes a tenth of a second, and percentiles are within a few per cent.
 SAMPLED_ROWS = 500
 PERCENTILE = 95
+# Rows with the longest texts of a large split, which are rendered to find the longest prompt.
+LONGEST_ROWS = 500
 
 # Learning rates of full training that TRL 1.16 uses for models of hundreds of millions of parameters and more. An adapter takes
 # ten times as much: Schulman et al. 2025, "LoRA Without Regret".
@@ -99,14 +112,100 @@ def examine(typed: Settings, identity: Identity, folder: Path, done: int) -> tup
         survey(kind, rows.sample("eval", RENDERED_ROWS), renderer, typed.data, typed.eval.max_tokens, refusals)
         survey(kind, rows.sample("train", RENDERED_ROWS), renderer, typed.data, typed.rollout.max_tokens, refusals)
     refusals.warn(sum(rows.counts.values()) + len(refusals.found))
-    check_deployment(typed, rows, renderer)
+    typed.deployment = sized_deployment(typed, rows, renderer, shape, loaded=False)
     if (steps := planned_steps(typed, rows.counts.get("train"))) is not None:
         check_steps(folder, done, steps)
     return rows, renderer, shape
 
 
+def sized_deployment(
+    typed: Settings, rows: SplitRows, renderer: Renderer | None, shape: Shape | None, *, loaded: bool
+) -> DeploymentConfig:
+    """Return the deployment, with its size if it has servers whose size follows from the model and the data.
+
+    Starting a server takes half a minute or more, so a size that is impossible is rejected before.
+
+    Args:
+        loaded: whether the trainer's weights are in memory already.
+
+    Raises:
+        ConfigError: a sequence is longer than ``deployment.max_length``, or the servers do not fit into the memory.
+    """
+    check_deployment(typed, rows, renderer)
+    deployment, backend = typed.deployment, typed.backend
+    if not isinstance(deployment, SizedDeployment):
+        return deployment
+    job = backend if isinstance(backend, JobBackend) else None
+    gpus = backend.gpu_numbers() if isinstance(backend, RankBackend) else job.gpus if job is not None else ()
+    longest = None if renderer is None else _longest_sample(typed, rows, renderer)
+    # The memory of a trainer on another machine is not taken here.
+    share = 0.0 if job is not None and not job.is_here else _device_share(typed)
+    return deployment.sized(typed.model, shape, longest, gpus, loaded=loaded, trainer_share=share)
+
+
+def _device_share(typed: Settings) -> float:
+    """Return the weights, gradients and moments of the ranks on one device, relative to those of the whole model."""
+    backend = typed.backend
+    if not isinstance(backend, RankBackend | JobBackend) or backend.num_ranks == 1:
+        return 1.0
+    shards = 1 if backend.shard_of(typed.model) == "none" else backend.num_ranks
+    has_gpus = bool(backend.gpu_numbers() if isinstance(backend, RankBackend) else backend.gpus)
+    # All ranks of a machine without GPUs use the same memory.
+    return (1 if has_gpus else backend.num_ranks) / shards
+
+
+def _longest_sample(typed: Settings, rows: SplitRows, renderer: Renderer) -> int | None:
+    """Return the tokens of the longest sequence that the run samples, prompt and completion; None if only the model limits it.
+
+    The data limit no sequence of a stream, of which only the first rows are known, and none of a program.
+    """
+    if typed.data_kind is None or rows.is_stream("train"):
+        return None
+    if typed.env is not None:
+        if isinstance(typed.env, AgentEnvironment):
+            return None
+        episodes: list[int] = []
+        for which in SPLITS:
+            rows.read(which)
+            episodes += episode_lengths(typed, typed.env, rows.sample(which, RENDERED_ROWS), renderer)
+        return max(episodes, default=None)
+    sums = [
+        _longest_prompt(typed, rows, which, renderer) + completion
+        for which, (_, completion) in _completion_keys(typed, rows).items()
+    ]
+    return max(sums, default=1)
+
+
+def episode_lengths(typed: Settings, env: EnvironmentConfig, rows: Sequence[Row], renderer: Renderer) -> list[int]:
+    """Return the tokens of the longest episode of each row: every turn has the longest completion and observation.
+
+    Raises:
+        ConfigError: the episodes are those of a program.
+    """
+    if isinstance(env, AgentEnvironment):
+        raise ConfigError(
+            "env: plan cannot know the calls of a program; train with recipe.steps=1 and read time/step_s and rollout/tokens"
+        )
+    openings = environment_prompts(env, rows, renderer, typed.data)
+    opening, later = turn_tokens(env, openings, renderer)
+    turns = opening + env.max_turns * typed.rollout.max_tokens + (env.max_turns - 1) * later
+    lengths = [len(one.tokens) + turns for one in openings]
+    return [length if renderer.max_length is None else min(length, renderer.max_length) for length in lengths]
+
+
+def _completion_keys(typed: Settings, rows: SplitRows) -> dict[Split, tuple[str, int]]:
+    """Return the key and the value of the longest completion, for each split whose prompts are sampled."""
+    kind = typed.data_kind
+    keys: dict[Split, tuple[str, int]] = {}
+    if kind == "rollouts":
+        keys["train"] = "rollout.max_tokens", typed.rollout.max_tokens
+    if typed.env is None and rows.counts.get("eval") and (kind == "rollouts" or typed.eval.answers):
+        keys["eval"] = "eval.max_tokens", typed.eval.max_tokens
+    return keys
+
+
 def check_deployment(typed: Settings, rows: SplitRows, renderer: Renderer | None) -> None:
-    """Check that the deployment takes the longest prompt with its completion. Starting a server takes half a minute or more.
+    """Check that the deployment takes the longest prompt with its completion.
 
     Without ``renderer``, and for an environment, only the lengths of completions are compared.
 
@@ -117,12 +216,7 @@ def check_deployment(typed: Settings, rows: SplitRows, renderer: Renderer | None
     kind = typed.data_kind
     if limit is None or kind is None:
         return
-    keys: dict[Split, tuple[str, int]] = {}
-    if kind == "rollouts":
-        keys["train"] = "rollout.max_tokens", typed.rollout.max_tokens
-    if typed.env is None and rows.counts.get("eval") and (kind == "rollouts" or typed.eval.answers):
-        keys["eval"] = "eval.max_tokens", typed.eval.max_tokens
-    for which, (key, completion) in keys.items():
+    for which, (key, completion) in _completion_keys(typed, rows).items():
         prompt = 1 if renderer is None or typed.env is not None else _longest_prompt(typed, rows, which, renderer)
         context = None if renderer is None else renderer.max_length
         # An evaluation samples shorter completions if the context is almost full.
@@ -137,10 +231,14 @@ def check_deployment(typed: Settings, rows: SplitRows, renderer: Renderer | None
 
 
 def _longest_prompt(typed: Settings, rows: SplitRows, which: Split, renderer: Renderer) -> int:
-    """Return the largest number of tokens before a completion, of a sample of the rows; at least 1."""
+    """Return the largest number of tokens before a completion; at least 1.
+
+    Of a large split, a sample of the rows and the rows with the longest texts are rendered.
+    """
     kind = typed.data_kind
     assert kind is not None
-    found = survey(kind, rows.sample(which, RENDERED_ROWS), renderer, typed.data, 0, RejectedRows(typed.data, collect=True))
+    chosen = [*rows.sample(which, RENDERED_ROWS), *rows.longest(which, RENDERED_ROWS, LONGEST_ROWS)]
+    found = survey(kind, chosen, renderer, typed.data, 0, RejectedRows(typed.data, collect=True))
     # Conversations and pairs have weights at the tokens of the answer.
     lengths = [int(np.argmax(one.weights != 0)) if one.num_trained else len(one.tokens) for one in found.sequences]
     return max(lengths, default=1)

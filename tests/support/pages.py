@@ -24,6 +24,10 @@ SLURM = {"job.partition": "gpu", "job.gpus": 1, "model.name": "Qwen/Qwen3-8B"}
 
 # Every command that composes a configuration, and what it composes to; text: the error that the page shows.
 COMPOSED: dict[str, dict[str, object] | str] = {
+    "check config recipe=sft model=qwen3_0p6b data=gsm8k": {"model.name": "Qwen/Qwen3-0.6B", "data.name": "openai/gsm8k"},
+    "plan recipe=sft model=qwen3_0p6b data=gsm8k": {"model.name": "Qwen/Qwen3-0.6B", "data.name": "openai/gsm8k"},
+    "train recipe=sft model=qwen3_0p6b data=gsm8k recipe.steps=20": {"recipe.steps": 20},
+    "train recipe=grpo model=qwen3_0p6b data=gsm8k recipe.steps=5 deployment=vllm": {"deployment.max_length": None},
     "train recipe=grop": "error: unknown recipe 'grop'.",
     "train lr=1e-3": "error: unknown key 'lr'; write optim.lr=1e-3",
     "train recipe=sft loss=dpo": "error: loss: recipe=sft trains on conversations",

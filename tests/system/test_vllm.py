@@ -437,7 +437,7 @@ def test_grpo_of_an_adapter_learns_through_it(tmp_path):
 @pytest.mark.parametrize(("chosen", "turns"), [([], None), (["env=arithmetic"], 2.0)], ids=["one turn", "two turns"])
 def test_grpo_learns_through_it(tmp_path, chosen, turns):
     """The shipped model answers 19% of the held-out sums; 12 steps later well over a half."""
-    words = ["recipe=grpo", "deployment=vllm", f"deployment.python={PYTHON}", "deployment.max_length=512", "recipe.steps=12"]
+    words = ["recipe=grpo", "deployment=vllm", f"deployment.python={PYTHON}", "recipe.steps=12"]
     words += chosen
     command = [sys.executable, "-m", "cookbook", "train", *words, f"out={tmp_path / 'run'}"]
     subprocess.run(command, check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
@@ -447,6 +447,24 @@ def test_grpo_learns_through_it(tmp_path, chosen, turns):
     assert all(row["kl/sampler_trainer_k3"] < 1e-8 and row["sync/version_lag"] == 0 for row in rows[1:])
     assert rows[1].get("rollout/turns_max") == turns
     assert not [name for name in DeploymentManager().running() if name.startswith(PRIVATE)]  # its own has ended with it
+
+
+def test_a_model_with_the_keys_and_values_of_qwen3_0p6b_starts_with_the_defaults(tmp_path, capsys):
+    """Its context of 40,960 tokens takes 4.4 GB. Only the width of the layers is small."""
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+    folder, tokenizer = tmp_path / "model", AutoTokenizer.from_pretrained(paths.packaged("data") / "tiny")
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 28}
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": len(tokenizer), "max_position_embeddings": 40960}
+    Qwen3ForCausalLM(Qwen3Config(**heads, **sizes, dtype="bfloat16")).bfloat16().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    words = [f"deployment.python={PYTHON}", f"model.name={folder}", "model.dtype=bfloat16"]
+    assert run(["deployments", "create", "shapes", "model=hf", *words]) == 0
+    [one] = DeploymentManager().running()["shapes"]
+    # On a machine with little memory the default is shorter than the context.
+    assert 256 <= one.options.max_length <= 40960 and api.max_length([Client(one.url)]) == one.options.max_length
+    assert one.options.kv_cache_bytes >= 2 * 28 * 8 * 128 * 2 * one.options.max_length
+    DeploymentManager().delete("shapes")
 
 
 RANKS = ["backend.ranks=2"]

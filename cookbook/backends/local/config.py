@@ -39,6 +39,8 @@ FROZEN_BYTES = 4
 # A model that needs less than this fraction of a GPU's memory is replicated on every rank, not sharded. The rest of the memory
 # is for activations and for the server's copy of the weights.
 REPLICA_FRACTION = 0.5
+# Default of matmul_precision on a GPU.
+GPU_MATMUL = "high"
 
 
 @dataclass
@@ -60,7 +62,8 @@ class LocalConfig:
     activation_checkpointing: bool | str = "auto"
     activation_offloading: bool = False
     optimizer: str = "adamw"
-    matmul_precision: str = EXACT
+    optimizer_offload: bool = False
+    matmul_precision: str | None = None
     autocast: str | None = None
     token_metrics: bool = True
     all_logprobs: bool = False
@@ -81,7 +84,7 @@ class LocalConfig:
                 f"backend.cce_filter_eps: requires backend.head_impl=cce, got head_impl={self.head_impl!r}; remove one of them"
             )
         update_rule(self.optimizer)
-        self.precision = Precision(self.matmul_precision, self.autocast)
+        self.precision = Precision(self.matmul_precision or self._default_matmul, self.autocast)
         if self.threads < 1 or self.micro_batch_tokens < 1:
             raise ConfigError(
                 f"backend: threads and micro_batch_tokens must be at least 1, got {self.threads} and {self.micro_batch_tokens}"
@@ -93,6 +96,15 @@ class LocalConfig:
             raise ConfigError(
                 f"backend.activation_checkpointing: expected auto, true or false, got {self.activation_checkpointing!r}"
             )
+
+    @property
+    def _default_matmul(self) -> str:
+        """TF32 on a GPU, as is usual in training; exact products on a CPU."""
+        try:
+            return GPU_MATMUL if self.torch_device().type == "cuda" else EXACT
+        # A device that is absent is refused later, by its key.
+        except ConfigError:
+            return EXACT
 
     def _check_ranks(self) -> None:
         if self.shard not in (AUTO, *SHARDS):
@@ -122,6 +134,11 @@ class LocalConfig:
             )
         if self.shard_of(model) != NO_SHARD:
             rule.require_sharding()
+            if self.optimizer_offload:
+                raise ConfigError(
+                    f"backend.optimizer_offload: needs whole weights on every rank, got backend.shard={self.shard}; set "
+                    "backend.optimizer_offload=false, or backend.shard=none"
+                )
 
     def make_trainer(self, model: ModelConfig, *, seed: int, folder: Path) -> LocalTrainer | GroupTrainer:
         """Load the model, on several ranks if so configured, and return its trainer.
@@ -227,6 +244,7 @@ class LocalConfig:
             activation_checkpointing=self.recomputes,
             activation_offloading=self.activation_offloading and loaded.device.type == "cuda",
             optimizer=self.optimizer,
+            optimizer_offload=self.optimizer_offload,
             token_metrics=self.token_metrics,
             precision=self.precision,
             all_logprobs=self.all_logprobs,

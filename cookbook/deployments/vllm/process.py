@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cookbook import terminal
@@ -29,8 +29,9 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's --max-lo
 class Options:
     """Options of a server. Two servers with equal options are interchangeable.
 
-    ``kv_cache_bytes``: memory for keys and values; ``lora_rank``: rank of the adapters, 0 for none; ``args``: more arguments of
-    vLLM's command line; ``gpus``: numbers of the GPUs of each server, used in turn; empty: vLLM chooses;
+    ``max_length``: in tokens. ``kv_cache_bytes``: memory for keys and values; None: vLLM's own share of a GPU;
+    ``kv_cache_is_fixed``: the user has chosen the number. ``lora_rank``: rank of the adapters, 0 for none; ``args``: more
+    arguments of vLLM's command line; ``gpus``: numbers of the GPUs of each server, used in turn; empty: CPUs;
     ``shares_gpus``: another process computes on the same GPUs.
     """
 
@@ -38,12 +39,23 @@ class Options:
     model: str
     dtype: str
     max_length: int
-    kv_cache_bytes: int
+    kv_cache_bytes: int | None
     threads: int
     lora_rank: int
     args: tuple[str, ...]
     gpus: tuple[tuple[int, ...], ...] = ()
     shares_gpus: bool = False
+    kv_cache_is_fixed: bool = False
+
+    def serve(self, wanted: Options) -> bool:
+        """Whether a server with these options can be used in place of one with ``wanted``.
+
+        Its sequences may be longer, and memory for keys and values that was computed may differ.
+        """
+        is_fixed = self.kv_cache_is_fixed or wanted.kv_cache_is_fixed
+        memory = self.kv_cache_bytes if is_fixed else wanted.kv_cache_bytes
+        same = replace(self, max_length=wanted.max_length, kv_cache_bytes=memory)
+        return self.max_length >= wanted.max_length and same == wanted
 
     def gpus_of(self, place: int) -> tuple[int, ...]:
         """Return the numbers of the GPUs of the server number ``place``; empty: vLLM chooses."""
@@ -52,17 +64,15 @@ class Options:
 
 def command(options: Options, port: int, place: int = 0) -> list[str]:
     """Command line of the server number ``place``."""
-    # With chunked prefill, requests with seeds end vLLM's CPU engine, also at a resume. Without it, a prompt must fit into one
-    # batch.
-    batch = max(8192, options.max_length)
+    memory = [] if options.kv_cache_bytes is None else ["--kv-cache-memory-bytes", str(options.kv_cache_bytes)]
     return [
         *(options.python, "-m", "vllm.entrypoints.launchers.api_server.entry"),
         *("--model", options.model, "--served-model-name", MODEL, "--dtype", options.dtype),
         # The control routes have no authentication.
         *("--host", "127.0.0.1", "--port", str(port)),
-        *("--max-model-len", str(options.max_length), "--kv-cache-memory-bytes", str(options.kv_cache_bytes)),
-        *("--max-num-batched-tokens", str(batch), "--no-enable-chunked-prefill"),
-        *("--enforce-eager", "--enable-scale-out", "--generation-config", "vllm"),
+        *("--max-model-len", str(options.max_length), *memory),
+        *_engine(options),
+        *("--enable-scale-out", "--generation-config", "vllm"),
         # Logprobs of the distribution that was sampled from.
         *("--logprobs-mode", "processed_logprobs"),
         *("--worker-extension-cls", worker.NAME),
@@ -70,6 +80,17 @@ def command(options: Options, port: int, place: int = 0) -> list[str]:
         *_on_gpus(options, place),
         *options.args,
     ]
+
+
+def _engine(options: Options) -> list[str]:
+    """Arguments of the engine: on a GPU CUDA graphs, chunked prefill and prefix caching."""
+    if options.gpus:
+        # CUDA graphs are vLLM's default.
+        return ["--enable-chunked-prefill", "--enable-prefix-caching"]
+    # With chunked prefill, requests with seeds end vLLM's CPU engine, even at a resume. Without it, a prompt must fit into one
+    # batch. Compiling takes two minutes on a CPU, and gains nothing.
+    batch = max(8192, options.max_length)
+    return ["--enforce-eager", "--max-num-batched-tokens", str(batch), "--no-enable-chunked-prefill"]
 
 
 def _lora(rank: int) -> list[str]:

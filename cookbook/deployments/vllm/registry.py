@@ -90,7 +90,7 @@ class DeploymentManager:
         return {name: running for name, running in servers.items() if running}
 
     def create(self, name: str, options: Options, count: int, limit_s: float) -> list[RunningServer]:
-        """Return ``count`` healthy servers: those that run with the same options, and new ones.
+        """Return ``count`` healthy servers: those that run and serve these options, and new ones.
 
         Raises:
             ConfigError: ``options.python`` does not exist, or has no vLLM.
@@ -98,7 +98,7 @@ class DeploymentManager:
         """
         servers = {}
         for place, one in self._replicas(name).items():
-            if one.alive and one.options == options and place < count:
+            if one.alive and one.options.serve(options) and place < count:
                 servers[place] = one
             else:
                 self._end(name, place, one)

@@ -351,9 +351,13 @@ class _SharedPromptLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def keep(self, rows: list[int], first: int, prompts: list[int], padding: int) -> None:
         """Keep only ``rows``, from column ``first`` on, and ``prompts``, from column ``padding`` on."""
-        for part in self._parts:
-            part.own = _select(part.own[:, :, : self.columns], rows, first)
-            part.prompts = _select(part.prompts, prompts, padding)
+        if self._parts:
+            # Once for keys and values: a GPU waits for every copy from the host.
+            device = self._parts[0].own.device
+            own, of_prompts = (torch.tensor(index, device=device, dtype=torch.long) for index in (rows, prompts))
+            for part in self._parts:
+                part.own = part.own[:, :, : self.columns].index_select(0, own)[:, :, first:].contiguous()
+                part.prompts = part.prompts.index_select(0, of_prompts)[:, :, padding:].contiguous()
         self.columns, self._parts = (self.columns - first, self._parts) if rows else (0, [])
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -379,10 +383,6 @@ class _LayerStates:
 
     prompts: Tensor
     own: Tensor
-
-
-def _select(states: Tensor, rows: list[int], first: int) -> Tensor:
-    return states.index_select(0, torch.tensor(rows, device=states.device, dtype=torch.long))[:, :, first:].contiguous()
 
 
 def _stacked(states: Tensor, more: Tensor) -> Tensor:

@@ -158,7 +158,10 @@ class Precision:
     def described(self, device: torch.device) -> str:
         """Describe the precision, and the gain of the others on ``device`` by its instructions."""
         if device.type != "cpu":
-            return f"{self}; backend.matmul_precision=high multiplies float32 as TF32, backend.autocast=bfloat16 in bfloat16"
+            return (
+                f"{self}; with highest, products of float32 are exact, with high they are TF32; "
+                "backend.autocast=bfloat16 multiplies in bfloat16"
+            )
         name = instructions()
         if name is None:
             return f"{EXACT}: this CPU has no bfloat16 instructions, so matmul_precision and autocast change nothing here"

@@ -23,6 +23,7 @@ from cookbook.deployments.vllm.http import Client, RequestRefusedError, ServerUn
 from cookbook.deployments.vllm.registry import DeploymentManager, RunningServer
 from cookbook.deployments.vllm.sampler import AdaptiveLimit, DeploymentSampler, Pool
 from cookbook.engine.model import ModelConfig
+from cookbook.engine.shape import Shape
 from cookbook.errors import ConfigError, RolloutError
 from cookbook.server.rank import choose_gpu
 from cookbook.types import SamplingParams
@@ -474,7 +475,10 @@ def test_ranks_and_servers_see_their_gpus_only(trainer, config, servers, argumen
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     trainer_gpus = LocalConfig(gpus=trainer).gpu_numbers()
     given = VllmConfig(**config)
-    options = given.options_for(ModelConfig(str(tmp_path), dtype="float32"), 512, None, trainer_gpus)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (80 << 30, 80 << 30))
+    model = ModelConfig(str(tmp_path), dtype="float32")
+    sized = given.sized(model, Shape(None, 512, 1 << 20), None, trainer_gpus, loaded=True)
+    options = sized.options_for(model, None, trainer_gpus)
     seen = [process.environment(options, tmp_path / "python", place)["CUDA_VISIBLE_DEVICES"] for place in range(given.replicas)]
     assert seen == servers
     command = " ".join(process.command(options, 1))

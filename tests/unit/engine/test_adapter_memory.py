@@ -13,9 +13,11 @@ import torch
 from marks import rest_slow
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cookbook.engine import model
 from cookbook.engine.decoding.decoder import sample
 from cookbook.engine.decoding.requests import SampleRequest
 from cookbook.engine.engine import Engine, EngineOptions
+from cookbook.engine.loss_gradient import SavedBytes
 from cookbook.engine.model import LanguageModel, ModelConfig, load
 from cookbook.losses import CrossEntropy
 from cookbook.types import SamplingParams, datum_from_tokens_weights
@@ -96,3 +98,33 @@ def test_resident_memory_of_a_prefill_with_an_adapter(tmp_path, options):
 def kilobytes(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+
+def test_adapters_of_16_bit_layers_multiply_in_16_bits():
+    """Autograd keeps less than with PEFT's float32 inputs, and under autocast the bits are the same."""
+
+    def passed(owner: str, *, autocast: bool) -> tuple[float, torch.Tensor, list[torch.Tensor]]:
+        network = families.network("llama").to(torch.bfloat16)
+        with pytest.MonkeyPatch.context() as patch:
+            if owner == "peft":
+                patch.setattr(model, "_multiplying_in_model_dtype", lambda network: network)
+            adapted = model.add_lora(network, ModelConfig("llama", lora_rank=4, dtype="bfloat16"), seed=0)
+        trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
+        draw = torch.Generator().manual_seed(1)
+        for parameter in trained:
+            parameter.data.normal_(std=0.05, generator=draw)
+        saved = SavedBytes(adapted.parameters())
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), saved.counted():
+            logits = adapted(input_ids=torch.arange(64)[None], use_cache=False).logits.float()
+        logits[..., 7].sum().backward()
+        assert all(parameter.dtype == parameter.grad.dtype == torch.float32 for parameter in trained)
+        return saved.total / 64, logits.detach(), [parameter.grad for parameter in trained]
+
+    for autocast in (False, True):
+        own, theirs = (passed(owner, autocast=autocast) for owner in ("cookbook", "peft"))
+        assert own[0] < 0.95 * theirs[0]
+        distance = max(float((one - other).norm() / other.norm()) for one, other in zip(own[2], theirs[2], strict=True))
+        if autocast:
+            assert torch.equal(own[1], theirs[1]) and distance == 0
+        else:
+            assert own[0] < 0.75 * theirs[0] and distance < 0.1

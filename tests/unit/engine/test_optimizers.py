@@ -11,7 +11,8 @@ import torch
 from cookbook.backends.local import LocalConfig, LocalTrainer
 from cookbook.checkpoints import snapshots, store
 from cookbook.cli.app import run
-from cookbook.engine.model import ModelConfig
+from cookbook.engine.engine import Engine, EngineOptions
+from cookbook.engine.model import ModelConfig, load
 from cookbook.engine.optimizer import RULES, state_bytes
 from cookbook.errors import CheckpointError, ConfigError
 from cookbook.losses import CrossEntropy
@@ -217,3 +218,27 @@ def test_bytes_of_shapes():
     assert {name: state_bytes(rule, [matrix]) for name, rule in RULES.items()} == expected
     half = {name: state_bytes(rule, [matrix.bfloat16()]) for name, rule in RULES.items()}
     assert half == {name: count + 40_000 for name, count in expected.items()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_state_in_host_memory_changes_no_bit(tiny_folder, tmp_path, name, dtype):
+    """Two steps, a checkpoint, and two steps after a resume."""
+    trained = []
+    for offload in (False, True):
+        model = load(ModelConfig(str(tiny_folder), dtype=dtype), torch.device("cpu"), seed=0)
+        engine = Engine(model, EngineOptions(optimizer=name, optimizer_offload=offload))
+        train(engine, name, 0, 1)
+        assert all((master is parameter) == (dtype == "float32" and not offload) for master, parameter in _pairs(engine))
+        state = engine.optimizer.state()
+        # A master of float32 weights is the weights, which a checkpoint has already.
+        assert any(key.startswith("master.") for key in state) == (dtype == "bfloat16")
+        engine.optimizer.reset()
+        engine.optimizer.load_state({key: value.clone() for key, value in state.items()})
+        train(engine, name, 2, 3)
+        trained.append(tiny.weights(engine))
+    assert all(torch.equal(one, other) for one, other in zip(*trained, strict=True))
+
+
+def _pairs(engine):
+    return zip(engine.optimizer.masters, engine.optimizer.parameters, strict=True)

@@ -451,3 +451,12 @@ def test_check_config_describes_the_gain(capsys):
     assert run(["check", "config", "recipe=sft", "backend.matmul_precision=medium"]) == 0
     found = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("precision"))
     assert MEDIUM.described(torch.device("cpu")) in " ".join(found.split()) or "medium; this CPU has" in found
+
+
+def test_products_of_float32_are_tf32_on_a_gpu_by_default(monkeypatch):
+    assert LocalConfig(device="cpu").precision.matmul == "highest"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert LocalConfig().precision.matmul == "high" and LocalConfig(device="cpu").precision.matmul == "highest"
+    assert LocalConfig(matmul_precision="highest").precision.matmul == "highest"
+    assert "TF32" in LocalConfig().precision.described(torch.device("cuda"))
