@@ -50,7 +50,7 @@ def test_a_group_of_one() -> None:
         ([], r"got \(0,\)"),
         (1.0, r"got \(\)"),
         ([[[1.0]]], r"got \(1, 1, 1\)"),
-        ([[1.0], [1.0, 2.0]], "same size"),
+        ([[1.0], []], "at least one number"),
         (["good", "bad"], "not an array of numbers"),
     ],
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -11,22 +12,25 @@ from cookbook.errors import ConfigError, RolloutError
 
 Kind = Literal["zscore", "centered"]
 Float = npt.NDArray[np.float64]
+Rewards = npt.ArrayLike | Sequence[Sequence[float]]
 
 # Rewards that differ by at most this many rounding errors count as equal, for example 0.1 + 0.2 and 0.3.
 _NOISE_ULPS = 4
 
 
-def group_advantages(rewards: npt.ArrayLike, kind: Kind = "zscore", eps: float = 1e-6) -> Float:
+def group_advantages(rewards: Rewards, kind: Kind = "zscore", eps: float = 1e-6) -> npt.NDArray[Any]:
     """Return each reward minus its group's mean, and by default divided by the group's standard deviation.
 
     Args:
-        rewards: ``(G,)``, one group, or ``(P, G)``, P groups of G completions each; any finite numbers.
+        rewards: ``(G,)``, one group, or ``(P, G)``, P groups of G completions each; any finite numbers. The groups may have
+            different sizes, if episodes were left out.
         kind: ``zscore``: ``(r - mean) / (std + eps)`` with the sample standard deviation (divisor G - 1), so that all groups
             have equal weight, however small their spread. ``centered``: ``r - mean``, in units of the reward.
         eps: added to the standard deviation, >= 0, in units of the reward.
 
     Returns:
-        float64, in the shape of ``rewards``. A group without spread gets exact zeros: rounding in its mean is not a signal.
+        float64, in the shape of ``rewards``; for groups of different sizes, an array of one array per group. A group without
+        spread gets exact zeros: rounding in its mean is not a signal. So does a group with one reward, if others have more.
 
     Raises:
         ConfigError: an unknown ``kind``, a negative ``eps``, or ``zscore`` with groups of one, which have no deviation.
@@ -39,6 +43,10 @@ def group_advantages(rewards: npt.ArrayLike, kind: Kind = "zscore", eps: float =
         raise ConfigError(f"recipe.advantage must be one of {', '.join(get_args(Kind))}, got {kind!r}")
     if not 0 <= eps < float("inf"):
         raise ConfigError(f"advantages: eps must be >= 0, got {eps}")
+    if (groups := _of_different_sizes(rewards)) is not None:
+        found = np.empty(len(groups), object)
+        found[:] = [np.zeros(1) if len(group) == 1 else group_advantages(group, kind, eps) for group in groups]
+        return found
     array = _rewards(rewards)
     flat = groups_without_spread(array)[..., None]
     if kind == "zscore" and array.shape[-1] == 1:
@@ -62,11 +70,19 @@ def groups_without_spread(rewards: npt.ArrayLike) -> npt.NDArray[np.bool_]:
     return np.asarray(spread <= _NOISE_ULPS * np.spacing(np.abs(array).max(axis=-1)))
 
 
-def _rewards(rewards: npt.ArrayLike) -> Float:
+def _of_different_sizes(rewards: Rewards) -> list[Float] | None:
+    """Return the groups as arrays, if their sizes differ; else None."""
+    if not isinstance(rewards, Sequence) or not all(isinstance(group, Sequence | np.ndarray) for group in rewards):
+        return None
+    groups = [_rewards(group) for group in rewards if np.size(group)]
+    return groups if len(groups) == len(rewards) and len({len(group) for group in groups}) > 1 else None
+
+
+def _rewards(rewards: Rewards) -> Float:
     try:
         array = np.asarray(rewards, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise RolloutError(f"rewards: not an array of numbers, {error}; give every group the same size") from None
+        raise RolloutError(f"rewards: not an array of numbers, {error}; give every group at least one number") from None
     if array.ndim not in (1, 2) or not array.size:
         raise RolloutError(f"rewards: expected shape (G,) or (P, G), got {array.shape}; pass one row per group")
     if not np.isfinite(array).all():

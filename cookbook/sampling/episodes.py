@@ -221,13 +221,13 @@ class _Attempt:
             params = replace(params, max_tokens=left if params.max_tokens is None else min(left, params.max_tokens))
         return params
 
-    def trajectory(self, error_reward: float) -> Trajectory:
-        """Return the ended episode. One that the environment has ended by an error has ``error_reward``."""
+    def trajectory(self, error_reward: float | None) -> Trajectory:
+        """Return the ended episode. One that the environment has ended by an error has ``error_reward``; None: no reward."""
         found = self.reward.result() if self.reward is not None else Failure("")
         failed = isinstance(found, Failure)
         # Without a completion of the trained side, a reward has nothing to score.
         if isinstance(found, Failure) or (found is None and not self.num_own_turns):
-            found = EarnedReward(error_reward)
+            found = None if error_reward is None else EarnedReward(error_reward)
         branches = self.own.branches if self.own is not None else ()
         ended = "error" if failed and self.ended not in ("error", "timeout") else self.ended
         reward, parts = (None, {}) if found is None else (found.value, found.parts)
@@ -263,6 +263,10 @@ class Episodes:
 
         requests = [_request(sampler, one.prompt.tokens, one.num_samples, one.params) for one in draws]
         return self.retrier.sample(requests, arrived, has_samples=has_samples)
+
+    def valid(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Return the episodes to learn from and to evaluate: those that the environment has not ended by an error."""
+        return list(trajectories) if self.environment is None else self.environment.valid(trajectories)
 
     def scores(self, prompt: RenderedPrompt, trajectories: Sequence[Trajectory]) -> PendingScores:
         """Start the calls of the reward for the trajectories that the environment gave none.
@@ -491,7 +495,9 @@ class _EpisodeLoop:
                 for attempt in members:
                     self._environment.end(attempt.episode)
             else:
-                self._ended(index, [one.trajectory(self._environment.config.error_reward) for one in members])
+                config = self._environment.config
+                error_reward = config.error_reward if config.on_error == "end" else None
+                self._ended(index, [one.trajectory(error_reward) for one in members])
         return set(over)
 
 

@@ -70,7 +70,7 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """A prompt, ``G`` attempts at it, and their rewards (empty until they are known), with named parts if they have any.
+    """A prompt, at most ``G`` attempts at it, and their rewards (empty until they are known), with their named parts, if any.
 
     ``temperature`` is the divisor of the logits that the completions were drawn with.
     """
@@ -88,6 +88,7 @@ class StepRollouts:
 
     ``sampling_s``: seconds until the last completion arrived; ``reward_s``: seconds from then until the last reward arrived;
     ``has_turns``: there is an environment; ``refills``: rounds of further prompts, None if ``rollout.refill`` is off.
+    ``left_out``: episodes that the environment has ended by an error, with ``env.on_error=drop``. No group has them.
     """
 
     groups: list[RolloutGroup]
@@ -96,13 +97,14 @@ class StepRollouts:
     reward_s: float
     has_turns: bool = False
     refills: int | None = None
+    left_out: Sequence[Trajectory] = ()
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the groups, and ``rollout/failed``, the number of dropped prompts, and ``rollout/retries``, of retries."""
-        of_groups = metrics(self.groups)
+        of_groups = metrics(self.groups, self.left_out)
         return {
             **of_groups,
-            **(turn_metrics(self.groups) if self.has_turns else {}),
+            **(turn_metrics(self.groups, self.left_out) if self.has_turns else {}),
             **({} if self.refills is None else self._refill_metrics(self.refills)),
             "rollout/failed": float(len(self.requests.failed)),
             "rollout/retries": float(self.requests.num_retries),
@@ -143,9 +145,13 @@ def sample_groups(
     there are ``prompts``, or ``config.refill`` times the prompts are sampled. Groups without spread stay in the result: they
     are part of the metrics, and :func:`datums` leaves them out.
 
+    An episode that the environment has ended by an error is in no group, unless ``env.on_error=end``. A group may then have
+    fewer episodes than ``group_size``; a prompt without any is left out.
+
     Raises:
         BadRowError: the reward rejects a row, and ``refusals`` is None, ``data.on_bad_row`` is ``fail``, or no row is left.
-        RolloutError: sampling failed (see :class:`~cookbook.sampling.episodes.Retrier`), or a reward failed.
+        RolloutError: sampling failed (see :class:`~cookbook.sampling.episodes.Retrier`), a reward failed, or the environment
+            has ended every episode by an error.
     """
     episodes = Episodes(renderer, retrier or config.retrier(), runner, environment)
     params = replace(config.sampling(renderer.stop_token_ids), seed=seed * 100_003)
@@ -157,6 +163,9 @@ def sample_groups(
     while further is not None and (count := min(len(prompts) - step.num_with_spread(), limit - step.num_prompts)) > 0:
         step.sample(further(count))
         refills += 1
+    if environment is not None:
+        num_valid = sum(len(group.trajectories) for group in step.groups.values())
+        environment.report_errors(len(step.left_out), num_valid + len(step.left_out), "step")
     return StepRollouts(
         [step.groups[index] for index in sorted(step.groups)],
         FailedRequests(step.failed, step.num_retries),
@@ -164,6 +173,7 @@ def sample_groups(
         step.reward_s,
         environment is not None,
         None if further is None else refills,
+        step.left_out,
     )
 
 
@@ -179,6 +189,7 @@ class _StepSampling:
     refusals: RejectedRows | None
     groups: dict[int, RolloutGroup] = field(default_factory=dict)
     failed: dict[int, Exception] = field(default_factory=dict)
+    left_out: list[Trajectory] = field(default_factory=list)
     num_prompts: int = 0
     num_retries: int = 0
     sampling_s: float = 0.0
@@ -195,16 +206,24 @@ class _StepSampling:
         seed = (self.params.seed or 0) + first
         draws = [Draw(one, self.group_size, replace(self.params, seed=seed + index)) for index, one in enumerate(prompts)]
         pending: dict[int, PendingScores] = {}
+        left_out: dict[int, list[Trajectory]] = {}
 
         def ended(index: int, attempts: list[Trajectory]) -> None:
             activity.count += 1
-            self.groups[first + index] = RolloutGroup(prompts[index], attempts, [], self.temperature)
+            valid = self.episodes.valid(attempts)
+            valid_ids = {id(one) for one in valid}
+            left_out[first + index] = [one for one in attempts if id(one) not in valid_ids]
+            if not valid:
+                return
+            self.groups[first + index] = RolloutGroup(prompts[index], valid, [], self.temperature)
             if self.episodes.runner or self.episodes.environment:
-                pending[first + index] = self.episodes.scores(prompts[index], attempts)
+                pending[first + index] = self.episodes.scores(prompts[index], valid)
 
         started = time.monotonic()
         with terminal.doing("sampling", total=len(prompts), noun="prompts") as activity:
             result = self.episodes.play(self.sampler, draws, ended, has_samples=first > 0)
+        # In the order of the prompts, not of their ends.
+        self.left_out += [one for index in sorted(left_out) for one in left_out[index]]
         sampled = time.monotonic()
         self.sampling_s += sampled - started
         self.num_retries += result.num_retries
@@ -245,15 +264,16 @@ def datums(groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float]]
     return data
 
 
-def metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+def metrics(groups: Sequence[RolloutGroup], left_out: Sequence[Trajectory] = ()) -> dict[str, float]:
     """Return the metrics of a step's rewards and completions.
 
     ``reward/std`` is over all completions. ``reward/group_std`` is the mean over groups of the standard deviation within a
     group (divisor G - 1, as in z-scored advantages), which TRL logs as ``reward_std``. ``reward/frac_groups_without_spread``
     is the share of groups without a gradient, ``reward/part/NAME`` the mean of a named part. Without rewards these are
     missing. Lengths are in tokens; ``rollout/truncated_frac`` is the share of completions that reached ``max_tokens``.
+    Lengths include the episodes that were ``left_out``, which have no reward.
     """
-    attempts = [trajectory for group in groups for trajectory in group.trajectories]
+    attempts = [*(trajectory for group in groups for trajectory in group.trajectories), *left_out]
     lengths = np.array([attempt.num_sampled_tokens for attempt in attempts])
     return {
         **(_reward_metrics(groups) if groups[0].rewards else {}),
@@ -265,25 +285,27 @@ def metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def _reward_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    rewards = np.array([group.rewards for group in groups])
+    rewards = np.array([reward for group in groups for reward in group.rewards])
+    # Groups of different sizes, if episodes were left out.
+    stds = [float(np.std(group.rewards, ddof=1)) if len(group.rewards) > 1 else 0.0 for group in groups]
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
-        "reward/group_std": float(rewards.std(axis=1, ddof=1).mean()) if rewards.shape[1] > 1 else 0.0,
-        "reward/frac_groups_without_spread": float(groups_without_spread(rewards).mean()),
+        "reward/group_std": float(np.mean(stds)),
+        "reward/frac_groups_without_spread": float(np.mean([groups_without_spread(group.rewards) for group in groups])),
         **part_means([parts for group in groups for parts in group.parts], "reward/part/"),
     }
 
 
-def turn_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+def turn_metrics(groups: Sequence[RolloutGroup], left_out: Sequence[Trajectory] = ()) -> dict[str, float]:
     """Return the metrics of episodes in an environment.
 
-    ``rollout/branches`` is the number of episodes whose earlier turns the chat template rewrites, ``rollout/env_errors`` of
-    those that have ended by an error or a time limit, ``rollout/max_turns`` of those cut off by ``env.max_turns``,
-    ``rollout/context`` of those that have filled the model's context. Calls of tools are counted: all that were made, those
-    that could not be read, and those that raised.
+    ``rollout/branches`` is the number of episodes whose earlier turns the chat template rewrites, ``env/errors`` of those that
+    have ended by an error or a time limit, ``rollout/max_turns`` of those cut off by ``env.max_turns``, ``rollout/context`` of
+    those that have filled the model's context. Calls of tools are counted: all that were made, those that could not be read,
+    and those that raised. All are over the groups and the episodes that were ``left_out``.
     """
-    attempts = [trajectory for group in groups for trajectory in group.trajectories]
+    attempts = [*(trajectory for group in groups for trajectory in group.trajectories), *left_out]
     turns = [len(attempt.turns) for attempt in attempts]
     return {
         "rollout/turns_mean": float(np.mean(turns)),
@@ -291,7 +313,7 @@ def turn_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         "rollout/branches": float(sum(len(attempt.branches) > 1 for attempt in attempts)),
         "rollout/max_turns": float(sum(attempt.ended == "max_turns" for attempt in attempts)),
         "rollout/context": float(sum(attempt.ended == "context" for attempt in attempts)),
-        "rollout/env_errors": float(sum(attempt.ended in ("error", "timeout") for attempt in attempts)),
+        "env/errors": float(sum(attempt.has_failed for attempt in attempts)),
         "rollout/tool_calls": float(sum(attempt.calls for attempt in attempts)),
         "rollout/malformed_calls": float(sum(attempt.malformed_calls for attempt in attempts)),
         "rollout/failed_calls": float(sum(attempt.failed_calls for attempt in attempts)),
@@ -300,7 +322,8 @@ def turn_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 def log_rows(groups: Sequence[RolloutGroup], count: int) -> list[JsonObject]:
     """Return the first ``count`` rollouts as rows of ``samples.jsonl``: the first completion of each group, then the second."""
-    order = [(group, i) for i in range(max(len(group.trajectories) for group in groups)) for group in groups]
+    most = max(len(group.trajectories) for group in groups)
+    order = [(group, i) for i in range(most) for group in groups if i < len(group.trajectories)]
     return [
         {
             "row": group.prompt.row.where,

@@ -66,6 +66,11 @@ class Trajectory:
         return cls((branch,), sample.stop_reason)
 
     @property
+    def has_failed(self) -> bool:
+        """Whether the environment has ended the episode by an error or a time limit."""
+        return self.ended in ("error", "timeout")
+
+    @property
     def turns(self) -> list[Segment]:
         """The completions, in order."""
         return [segment for branch in self.branches for segment in branch if segment.author == "model"]

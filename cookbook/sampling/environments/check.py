@@ -59,6 +59,7 @@ def check_environment(config: EnvironmentConfig, rows: Sequence[Row], runner: Ru
         ConfigError: the environment lacks a method of the contract.
     """
     # Every failure is shown here, and none ends the command.
+    failed_episodes = config.failed_episodes
     config = dataclasses.replace(config, on_error="end")
     renderer = _tiny_renderer()
     with contextlib.closing(runner(config, renderer)) as environment:
@@ -73,7 +74,7 @@ def check_environment(config: EnvironmentConfig, rows: Sequence[Row], runner: Ru
                 failed = [(row.where, one.failure) for row, one in zip(rows, played, strict=False) if one.failure]
                 if failed:
                     # No further episode: each of them may hang, too, for env.timeout_s.
-                    harm = f"such episodes end with the reward env.error_reward={config.error_reward:g}"
+                    harm = f"such episodes {failed_episodes}"
                     return [CheckResult("plays", State.failed, ": ".join(failed[0]), harm, "fix the environment")]
     # The first call of a worker process waits for its start, which is not part of any time limit.
     slowest = max(min(one.slowest_s, other.slowest_s) for one, other in zip(alone, again, strict=True))
@@ -81,7 +82,7 @@ def check_environment(config: EnvironmentConfig, rows: Sequence[Row], runner: Ru
         CheckResult("plays", State.passed, f"{len(rows)} episodes, ended by {', '.join(sorted({one.ended for one in alone}))}"),
         _same("repeats", alone, again, "the same row, played twice", "an interrupted run would not continue as it was"),
         _same("independent", alone, together, "episodes played in turn", "episodes of one process would disturb each other"),
-        _exact_tokens(config, alone),
+        _exact_tokens(config, alone, failed_episodes),
         _rewards([one.reward for one in alone], environment.contract.reward_range),
         _limits(config, max(one.num_turns for one in alone), slowest),
     ]
@@ -234,7 +235,7 @@ def _tiny_renderer() -> Renderer:
     return Renderer(AutoTokenizer.from_pretrained(packaged("data") / "tiny"))
 
 
-def _exact_tokens(config: EnvironmentConfig, played: Sequence[PlayedEpisode]) -> CheckResult:
+def _exact_tokens(config: EnvironmentConfig, played: Sequence[PlayedEpisode], failed_episodes: str) -> CheckResult:
     """Check, with the tokenizer of the shipped model, that the tokens of each turn begin with those of the turn before."""
     if isinstance(config, AgentEnvironment):
         return CheckResult("tokens", State.skipped, "every call of a program is rendered as a whole; rollout/branches counts")
@@ -242,7 +243,7 @@ def _exact_tokens(config: EnvironmentConfig, played: Sequence[PlayedEpisode]) ->
     try:
         return _turns_continue(config, played, renderer)
     except DataError as error:
-        harm, remedy = f"such episodes end with the reward env.error_reward={config.error_reward:g}", "return other text"
+        harm, remedy = f"such episodes {failed_episodes}", "return other text"
         return CheckResult("tokens", State.failed, f"an observation is refused: {error}", harm, remedy)
 
 

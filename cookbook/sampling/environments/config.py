@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from cookbook.config import python_file
 from cookbook.errors import ConfigError, CookbookError, described
@@ -126,15 +126,23 @@ class EnvironmentConfig:
     rows: int = 1000
     chat: bool = True
     lockstep: bool = True
-    on_error: Literal["end", "fail"] = "end"
+    on_error: Literal["drop", "fail", "end"] = "drop"
     error_reward: float = 0.0
     workers: int = field(default=1, repr=False)
     timeout_s: float | None = field(default=60.0, repr=False)
+
+    # Whether an episode whose model has exceeded a limit may end without a reward of its own, and then gets error_reward.
+    ends_refused_episodes: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for key, least in {"max_turns": 1, "rows": 1, "workers": 0}.items():
             if (number := getattr(self, key)) < least:
                 raise ConfigError(f"env.{key} must be at least {least}, got {number}")
+        if self.error_reward and self.on_error != "end" and not self.ends_refused_episodes:
+            raise ConfigError(
+                f"env.error_reward={self.error_reward:g} has no effect with env.on_error={self.on_error}: such an episode is "
+                "not trained; remove env.error_reward, or set env.on_error=end"
+            )
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise ConfigError(f"env.timeout_s must be above 0, got {self.timeout_s}; null sets no limit")
         if self.timeout_s is not None and not self.workers:
@@ -142,6 +150,11 @@ class EnvironmentConfig:
             raise ConfigError(
                 f"{limit} needs env.workers of at least 1: no call can be stopped in this process; add env.timeout_s=null"
             )
+
+    @property
+    def failed_episodes(self) -> str:
+        """What happens to an episode that ends by an error, as the end of a sentence about such episodes."""
+        return "are left out" if self.on_error != "end" else f"end with the reward env.error_reward={self.error_reward:g}"
 
     def make(self) -> object:
         """Return a new environment, which plays one episode."""

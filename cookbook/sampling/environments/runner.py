@@ -34,6 +34,8 @@ CLOSE_S = 5.0
 NUM_EVAL = 200
 # Seconds that the rounds of a step may wait for slow environments. After a longer wait, one line names env.lockstep.
 LONG_WAIT_S = 10.0
+# Share of a step's episodes that may end by an error before a warning.
+LOST_SHARE = 0.1
 HANDLER = "cookbook.sampling.environments.instance:handler"
 
 
@@ -127,13 +129,44 @@ class EpisodeRunner:
 
     def check_rewards(self, trajectories: Sequence[Trajectory]) -> None:
         """Raise ConfigError if the environment gives a reward in some of its episodes only: they would not be comparable."""
-        self._rewarded |= {
-            one.reward is not None for one in trajectories if one.ended not in ("error", "timeout") and one.turns
-        }
+        self._rewarded |= {one.reward is not None for one in trajectories if not one.has_failed and one.turns}
         if len(self._rewarded) == 2:
             raise ConfigError(
                 "env: some episodes had a reward of the environment, and others none; return (observation, reward) from every "
                 "step, with 0.0 where nothing is earned, or define get_reward"
+            )
+
+    def valid(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Return the episodes to learn from and to evaluate.
+
+        With ``env.on_error=drop``, those that have ended by an error are left out: their reward would be that of the failure,
+        not of the model. So are episodes without a completion and without a reward, which another player has ended.
+        """
+        if self.config.on_error == "end":
+            return list(trajectories)
+        return [one for one in trajectories if not (one.has_failed or (one.reward is None and not one.turns))]
+
+    def report_errors(self, num_left_out: int, num_episodes: int, kind: str) -> None:
+        """Say once that many episodes of a step or an evaluation, the ``kind``, were left out.
+
+        Raises:
+            RolloutError: all episodes were left out, so that there is nothing to learn from or to measure.
+        """
+        if not num_left_out:
+            return
+        if num_left_out == num_episodes:
+            raise RolloutError(
+                f"env: all {num_episodes} episodes of the {kind} have ended by an error; log.txt has the reasons; fix the "
+                "environment (cookbook check env), and run the same command to resume"
+            )
+        if num_left_out > LOST_SHARE * num_episodes and "lost" not in self._said:
+            self._said.add("lost")
+            log.warning(
+                "env: %d of %d episodes of the %s have ended by an error and are left out, so it has learned or measured "
+                "from the others only; log.txt has the reasons, and env.timeout_s and env.workers may help",
+                num_left_out,
+                num_episodes,
+                kind,
             )
 
     def report_wait(self, waited_s: float) -> None:
@@ -159,11 +192,11 @@ class EpisodeRunner:
         if answer.get("fatal"):
             raise RolloutError(message)
         if self.config.on_error == "fail":
-            raise RolloutError(f"{message}; fix the environment, or set env.on_error=end")
+            raise RolloutError(f"{message}; fix the environment, or set env.on_error=drop")
         if self.warns and answer["failure"] not in self._said:
             self._said.add(answer["failure"])
-            remedy = "rollout/env_errors counts such episodes, and env.on_error=fail stops the run"
-            log.warning("%s; the episode ends with reward %g; %s", message, self.config.error_reward, remedy)
+            remedy = "env/errors counts such episodes, and env.on_error=fail stops the run"
+            log.warning("%s; such episodes %s; %s", message, self.config.failed_episodes, remedy)
         return Failure(answer["failure"], answer.get("ended", "error"))
 
 
