@@ -25,7 +25,7 @@ from cookbook.cli.app import app
 ROOT = Path(__file__).parents[1]
 EARLIER_RUN = ROOT / "tests" / "run_700e00b" / "run"
 # The first words of metrics, and names of another kind that begin with one of them.
-GROUPS = "curriculum|data|eval|kl|logprobs|loss|optim|refill|reward|rewards|rollout|sync|time|tokens"
+GROUPS = "curriculum|data|env|eval|kl|logprobs|loss|optim|refill|reward|rewards|rollout|sync|time|tokens"
 OTHER = {"tokens/s"}
 # Prefixes of the code, and what the table writes for them.
 FAMILIES = {"eval/pass@": "eval/pass@K", "eval/reward/part/": "eval/reward/part/NAME", "reward/part/": "reward/part/NAME"}
