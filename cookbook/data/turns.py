@@ -532,6 +532,12 @@ def without_empty_reasoning(sequence: TrainedText) -> TrainedText:
     return replace(sequence, spans=spans)
 
 
+def reasoning_tag(prompt: str) -> str:
+    """Return the tag at the end of a prompt that opens the reasoning; empty without such a tag."""
+    opened = OPENED.search(prompt)
+    return opened[0] if opened is not None else ""
+
+
 def opened_reasoning(prompt: str, answer: str) -> str:
     """Return the tag at the end of the prompt that opens the reasoning which the answer closes; empty without such a tag."""
     opened = OPENED.search(prompt)

@@ -75,6 +75,7 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], JsonObje
                 identity.measured(subject, digest)
         vocabulary = trainer.engine.model.vocabulary_size if isinstance(trainer, LocalTrainer) else None
         renderer = Renderer(trainer.tokenizer, trainer.max_length, vocabulary)
+        preflight.check_signature(typed, rows.first)
         preflight.warn(typed, rows, renderer)
         preflight.check_deployment(typed, rows, renderer)
         with terminal.doing("starting the deployment"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ import numpy as np
 
 from cookbook.check.dataset import Survey, survey
 from cookbook.checkpoints.snapshots import tokenizer_digests
-from cookbook.data import RejectedRows, Renderer
+from cookbook.data import RejectedRows, Renderer, Row
 from cookbook.data.datum_table import Batches
 from cookbook.data.row_view import answer_text, with_answer
 from cookbook.engine.model import AUTO, ModelConfig, with_dtype
@@ -90,6 +90,7 @@ def examine(typed: Settings, identity: Identity, folder: Path, done: int) -> tup
         if (teacher := teacher_shape(typed)) is not None:
             compare_vocabularies(typed, shape.tokenizer, teacher.tokenizer)
     # An environment decides how its rows are used, and whether the reward is.
+    check_signature(typed, rows.first)
     if typed.env is not None:
         kind = None
     elif typed.reward is not None:
@@ -188,6 +189,19 @@ def batch_size(recipe: JsonObject) -> int | None:
     """Return the number of rows of a step by the keys of the shipped recipes; None if the recipe has other keys."""
     size: int | None = recipe.get("batch_size", recipe.get("prompts_per_step"))
     return size
+
+
+def check_signature(typed: Settings, first: Mapping[Split, Sequence[Row]]) -> None:
+    """Check the parameters of the reward's function against the columns of the first row, before anything is sampled.
+
+    Raises:
+        ConfigError: a parameter is unknown, or needs an environment.
+    """
+    rows = first.get("train") or first.get("eval")
+    if typed.reward is None or not rows:
+        return
+    with contextlib.closing(RewardRunner(typed.reward)) as runner:
+        runner.check(with_answer(rows[0], typed.data).values, has_environment=typed.env is not None)
 
 
 def _check_reward(typed: Settings, rows: SplitRows) -> None:

@@ -332,6 +332,7 @@ class Run:
         # Without prompts, no weights need to be loaded.
         if not prompts:
             return Evaluation({})
+        self._sampling.evaluator.at_step(step)
         return self._sampling.evaluator.rewards(self._sampling.newest(step), prompts).abridged()
 
     # ---- the loop ------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from cookbook.run import folder as run_folder
 from cookbook.run.builder import collect_garbage_from_here, environment_runner, reward_runner
 from cookbook.run.held_out_loss import held_out_loss
 from cookbook.run.hooks import writing_to
+from cookbook.run.preflight import check_signature
 from cookbook.run.settings import Settings, preflight, settings
 from cookbook.sampling.environments import numbered_rows, prompts
 from cookbook.sampling.evaluation import FINGERPRINT, Evaluation, Evaluator, answer_lengths
@@ -90,6 +91,7 @@ def evaluate(cfg: DictConfig, target: Target) -> tuple[JsonObject, Evaluation, P
         raise ConfigError(
             "data: there are no held-out rows to evaluate on; set data.eval_path=<file>, data.eval_split or data.eval_fraction"
         )
+    check_signature(typed, {"eval": rows})
     digest = rows_digest(rows)
     with contextlib.ExitStack() as stack:
         runner = stack.enter_context(reward_runner(typed.reward))

@@ -29,6 +29,7 @@ import numpy as np
 
 from cookbook.data import RenderedPrompt, Renderer
 from cookbook.data.render import continues_text
+from cookbook.data.turns import reasoning_tag
 from cookbook.errors import ConfigError, DataError, RolloutError, SampleRefusedError, SamplerUnavailableError
 from cookbook.futures import Future, LazyFuture
 from cookbook.protocols import Sampler
@@ -49,6 +50,8 @@ TRANSIENT = (SamplerUnavailableError, ConnectionError, TimeoutError)
 PERMANENT = (SampleRefusedError,)
 # Waits before retries, seconds.
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 30.0
+# Tokens at the end of a prompt that may be a tag which opens the reasoning, and the line break after it.
+OPENING_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -258,8 +261,9 @@ class Episodes:
             prompt = draws[index].prompt
             continues = continues_text(prompt.example)
             texts = [self.renderer.text(sample.tokens, continues=continues) for sample in samples]
+            opened = reasoning_tag(self.renderer.printed(prompt.tokens[-OPENING_TOKENS:]))
             pairs = zip(samples, texts, strict=True)
-            ended(index, [Trajectory.single(prompt.tokens, prompt.text, sample, text) for sample, text in pairs])
+            ended(index, [Trajectory.single(prompt.tokens, prompt.text, sample, text, opened) for sample, text in pairs])
 
         requests = [_request(sampler, one.prompt.tokens, one.num_samples, one.params) for one in draws]
         return self.retrier.sample(requests, arrived, has_samples=has_samples)

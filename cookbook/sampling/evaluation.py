@@ -19,7 +19,7 @@ from cookbook.errors import BadRowError, ConfigError
 from cookbook.protocols import Sampler
 from cookbook.sampling.environments import EpisodeRunner
 from cookbook.sampling.episodes import Draw, Episodes, Retrier
-from cookbook.sampling.rewards import PendingScores, RewardRunner, Score, part_means
+from cookbook.sampling.rewards import Parts, PendingScores, RewardRunner, Score, part_means
 from cookbook.sampling.trajectory import Trajectory
 from cookbook.types import Datum, SamplingParams
 
@@ -104,7 +104,7 @@ class Example:
     reward: float | None
     row: str = ""
     num_correct: int | None = None
-    parts: Mapping[str, float] = field(default_factory=dict)
+    parts: Parts = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,11 @@ class Evaluator:
     def has_reward(self) -> bool:
         """Whether completions are scored, by a reward or an environment."""
         return self.runner is not None or self.environment is not None
+
+    def at_step(self, step: int) -> None:
+        """Tell rewards how many optimizer steps are finished."""
+        if self.runner is not None:
+            self.runner.step = step
 
     def rewards(self, sampler: Sampler, prompts: Sequence[RenderedPrompt]) -> Evaluation:
         """Return ``eval/reward``, the mean reward, ``eval/accuracy``, the share of at least ``CORRECT``, and pass@k.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -18,7 +18,7 @@ from cookbook.sampling.advantages import groups_without_spread
 from cookbook.sampling.environments import EpisodeRunner
 from cookbook.sampling.episodes import Draw, Episodes, FailedRequests, Retrier
 from cookbook.sampling.evaluation import Evaluator
-from cookbook.sampling.rewards import PendingScores, RewardRunner, part_means
+from cookbook.sampling.rewards import Parts, PendingScores, RewardRunner, part_means
 from cookbook.sampling.trajectory import Trajectory
 from cookbook.types import Datum, JsonObject, SamplingParams, as_sampling
 
@@ -79,7 +79,7 @@ class RolloutGroup:
     trajectories: list[Trajectory]
     rewards: list[float]
     temperature: float = 1.0
-    parts: list[Mapping[str, float]] = field(default_factory=list)
+    parts: list[Parts] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -388,6 +388,7 @@ class PolicySampling:
         if self.needs_reward and one.runner is None and one.environment is None:
             raise ConfigError("reward: this recipe learns from rewards; choose one, for example reward=number")
         seed = one.seed * 1_000_003 + index
+        one.at_step(index)
         return sample_groups(
             sampler,
             prompts,

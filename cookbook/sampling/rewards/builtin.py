@@ -24,16 +24,18 @@ GOLD_MARK = "####"
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Base class of rewards with the two options that limit a call.
+    """Base class of rewards, with the options that all have.
 
+    ``answer_only``: the reward gets completions without their reasoning, and an empty text if the reasoning is unfinished.
     ``workers`` processes call the reward while sampling continues; 0 calls it in this process, one completion after another.
-    ``timeout_s`` limits one call, in seconds; only a process can be stopped, so a limit needs ``workers``. Neither option
-    changes a reward's value.
+    ``timeout_s`` limits one call, in seconds; only a process can be stopped, so a limit needs ``workers``. These two
+    options change no value.
 
     Raises:
         ConfigError: a number out of its bounds, or a time limit without workers.
     """
 
+    answer_only: bool = False
     workers: int = field(default=0, repr=False)
     timeout_s: float | None = field(default=None, repr=False)
 
