@@ -614,7 +614,8 @@ def test_check_env_plays_the_rows_and_compares_the_declared_range(capsys):
     ],
 )
 def test_calls_in_the_form_of_each_family(text):
-    assert parse_calls(text) == [ToolCall("f", {"x": 1})]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert parse_calls(text, tools) == [ToolCall("f", {"x": 1})]
     assert parse_calls("The answer is {x}.") == []
 
 

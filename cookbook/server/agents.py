@@ -72,7 +72,7 @@ class Exchange:
         fields, sample = self.fields, Sample(turn.tokens, turn.logprobs, turn.stop_reason or "stop")
         continues = not isinstance(fields, ChatBody) or fields.continues_answer
         text = completed_text(renderer, sample.tokens, fields.stop_strings, continues=continues)
-        said = openai_results.message(text, may_call=isinstance(fields, ChatBody) and fields.may_call)
+        said = openai_results.message(text, fields.callable_tools if isinstance(fields, ChatBody) else ())
         answer = Answer([0] * num_prompt_tokens, [sample])
         if fields.stream:
             self.response.set_result(Response(200, _stream(renderer, fields, answer, turn.step), EVENTS))

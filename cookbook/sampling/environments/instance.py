@@ -78,7 +78,11 @@ class Instance:
         """
         if not self._tools:
             return self._step(self._awaiter.result(self._environment.step(text)))
-        calls = parse_calls(text) if read is None else [one if isinstance(one, str) else ToolCall(*one) for one in read]
+        calls = (
+            parse_calls(text, self._contract.tools)
+            if read is None
+            else [one if isinstance(one, str) else ToolCall(*one) for one in read]
+        )
         reply = Reply([], done=not calls)
         assert isinstance(reply.observation, list)
         for call in calls:

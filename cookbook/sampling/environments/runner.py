@@ -238,7 +238,9 @@ class EnvironmentRunner(EpisodeRunner):
 
     def act(self, episode: Episode, turn: Segment) -> Pending[Reply]:
         """Return the answer to a completion."""
-        return self._pending(episode, "act", [turn.text, self._calls(episode, turn)], _reply)
+        # Tools are not called in reasoning, which the prompt may have opened.
+        text = turn.opened + turn.text if self.contract.tools else turn.text
+        return self._pending(episode, "act", [text, self._calls(episode, turn)], _reply)
 
     def reward(self, episode: Episode) -> Pending[EarnedReward | None]:
         """Return the reward of the episode, None if the environment gives none."""

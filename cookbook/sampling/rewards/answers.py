@@ -1,4 +1,4 @@
-r"""Answers in texts: the part after the reasoning, the last box, and numbers as people and models write them."""
+r"""Answers in texts: the last box, and numbers as people and models write them."""
 
 from __future__ import annotations
 
@@ -8,36 +8,20 @@ from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 
-# Tags around reasoning, by family: Qwen, DeepSeek and most others; Magistral; Kimi; Seed-OSS.
-_NAMES = r"think|thinking|thought|reasoning|seed:think"
-OPENS = re.compile(rf"<(?:{_NAMES})>|\[THINK\]|◁think▷|<\|begin_of_thought\|>", re.IGNORECASE)
-CLOSES = re.compile(rf"</(?:{_NAMES})>|\[/THINK\]|◁/think▷|<\|end_of_thought\|>", re.IGNORECASE)
-# The channels of gpt-oss; and their marks without the special tokens around them.
-FINAL_CHANNEL = re.compile(r"<\|channel\|>final[^<]*<\|message\|>|(?<=[\s.!?)}])assistantfinal(?=\s*\S)|<\|channel\|>final$")
-ANALYSIS_CHANNEL = re.compile(r"<\|channel\|>(?:analysis|commentary)")
-END_OF_CHANNEL = re.compile(r"<\|(?:return|end)\|>")
+from cookbook.data.reasoning import without_reasoning
 
-
-def without_reasoning(text: str) -> str | None:
-    """Return the text after the reasoning; None if the reasoning is unfinished, so that there is no answer.
-
-    Reasoning is what stands in ``<think>``, or in the tags of another family. A text that only closes it, because the prompt
-    has opened it, is reasoning up to there.
-    """
-    if finals := [*FINAL_CHANNEL.finditer(text)]:
-        return END_OF_CHANNEL.sub("", text[finals[-1].end() :])
-    if ANALYSIS_CHANNEL.search(text):
-        return None
-    closings = [*CLOSES.finditer(text)]
-    answer = text[closings[-1].end() :] if closings else text
-    return None if OPENS.search(answer) else answer
-
-
-def is_in_reasoning(text: str) -> bool:
-    """Whether a text ends inside of reasoning: it is what precedes a completion, or a mark in it."""
-    openings, closings = [*OPENS.finditer(text)], [*CLOSES.finditer(text)]
-    return bool(openings) and (not closings or openings[-1].start() > closings[-1].start())
-
+__all__ = [
+    "BOX",
+    "Box",
+    "FoundNumber",
+    "Value",
+    "first_number",
+    "last_box",
+    "last_number",
+    "numbers",
+    "plain",
+    "without_reasoning",
+]
 
 BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:(?P<brace>\{)|(?P<bare>[^\s{$\\]+))")
 

@@ -19,11 +19,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, SupportsFloat
 
 from cookbook.config.typed import construct_target
+from cookbook.data.reasoning import without_reasoning
 from cookbook.errors import BadRowError, ConfigError, CookbookError, DataError, RolloutError, described
 from cookbook.futures import Awaiter
 from cookbook.protocols import ServiceReward
 from cookbook.sampling import workers
-from cookbook.sampling.rewards.answers import without_reasoning
 from cookbook.sampling.rewards.builtin import Limits, Python
 from cookbook.sampling.rewards.signature import Arguments, Judged, Signature, Style, arguments
 from cookbook.sampling.rewards.weighted import Parts, Score, Weighted
@@ -351,23 +351,20 @@ def _score(value: object, *, is_of_verl: bool = False) -> Score | RewardFailure 
         return RewardFailure("the reward returned no parts; return one number or at least one part")
     # Of verl's mappings, the score is the reward, and the rest are notes, of which numbers are parts.
     is_of_verl = is_of_verl and "score" in value
-    parts: dict[str, float | None] = {}
+    parts: dict[str, float] = {}
     for name, part in value.items():
         if is_of_verl and name != "score" and not isinstance(part, float | int):
             continue
         if not isinstance(name, str) or not name or any(mark.isspace() for mark in name):
             return RewardFailure(f"the reward's parts have the name {name!r}; use a text without spaces")
-        number = None if part is None else _number(part, f" as {name!r}")
+        number = _number(part, f" as {name!r}")
         if isinstance(number, RewardFailure):
             return number
         parts[name] = number
-    applied = [number for number in parts.values() if number is not None]
-    if is_of_verl and (score := parts["score"]) is not None:
-        return Score(score, parts)
-    if not applied:
-        return None
+    if is_of_verl:
+        return Score(parts["score"], parts)
     # A sum of finite numbers may overflow.
-    total = _number(sum(applied), " as the sum of its parts")
+    total = _number(sum(parts.values()), " as the sum of its parts")
     return total if isinstance(total, RewardFailure) else Score(total, parts)
 
 
