@@ -102,11 +102,11 @@ MUTANTS = (
     ),
     ("sampling/trajectory.py", "weights[start:end] = 1.0\n", "weights[:] = 1.0\n", WIRING),
     ("sampling/trajectory.py", "weights[1:] * np.float64", "-weights[1:] * np.float64", WIRING),
-    ("sampling/rollouts.py", "std(axis=1, ddof=1)", "std(axis=1, ddof=0)", WIRING),
+    ("sampling/rollouts.py", "np.std(group.rewards, ddof=1)", "np.std(group.rewards, ddof=0)", WIRING),
     ("sampling/rollouts.py", "float(lengths.max())", "float(lengths.min())", WIRING),
     (
         "sampling/rollouts.py",
-        "for score in pending():",
+        "for score, attempt in zip(pending(), group.trajectories, strict=True):",
         "for score in pending()[::-1]:",
         WIRING,
     ),
@@ -229,7 +229,7 @@ MUTANTS = (
     ("sampling/environments/runner.py", 'row.where.rpartition("/")[2].encode()', "row.where.encode()", ENVIRONMENTS),
     (
         "sampling/environments/runner.py",
-        'not in ("error", "timeout") and one.turns',
+        "not one.has_failed and one.turns",
         'not in ("error", "timeout")',
         ENVIRONMENTS,
     ),

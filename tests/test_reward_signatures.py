@@ -183,9 +183,7 @@ def test_a_row_without_the_column_is_named():
 
 
 def test_none_means_that_one_of_several_rewards_does_not_apply():
-    with pytest.raises(
-        RolloutError, match=r"rows\.jsonl:7: the reward returned None, .* reward is the only one; return a number"
-    ):
+    with pytest.raises(RolloutError, match=r"rows\.jsonl:7: the reward returned NoneType, not a number; return one float"):
         of("of_trl_none", "5", "?")
     parts = {"none": Python("mine.py:of_trl_none", **INLINE), "format": Format("5")}
     found = scores(Weighted(parts, {"format": 0.5}), "5", "?")

@@ -32,7 +32,9 @@ F1, G = ToolCall("f", {"x": 1}), ToolCall("g", {})
 
 
 def xml(**values):
-    return "<function=f>" + "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items()) + "</function>"
+    return (
+        "<function=f>" + "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items()) + "</function>"
+    )
 
 
 @pytest.mark.parametrize(

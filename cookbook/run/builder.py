@@ -24,6 +24,7 @@ from cookbook.data import Renderer
 from cookbook.engine.lora_targets import TrainedShare
 from cookbook.engine.model import AUTO, ModelConfig, with_dtype
 from cookbook.errors import ConfigError, CookbookError, HookError
+from cookbook.losses.policy import PolicyLoss
 from cookbook.protocols import Backend, Deployment, Reference, Reward, Sampler, StartedBackend, Trainer
 from cookbook.run import folder as run_folder
 from cookbook.run import preflight, report
@@ -89,7 +90,13 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], JsonObje
         reference = _reference(typed, trainer, identity, status.folder / "teacher", stack)
         origin, sampler = _resumed(status.folder, resume_from, rows, trainer, deployment)
         sampling = PolicySampling(
-            deployment, typed.weight_sync.every, typed.rollout, evaluator, sampler, needs_reward=not typed.has_teacher
+            deployment,
+            typed.weight_sync.every,
+            typed.rollout,
+            evaluator,
+            sampler,
+            needs_reward=not typed.has_teacher,
+            masks_truncated=isinstance(typed.loss, PolicyLoss) and typed.loss.mask_truncated,
         )
         run = Run(cfg.recipe.name, rows, trainer, reference, sampling, status, origin)
         run.recorder.keep_until(run.first_step if resume_from else -1)

@@ -38,6 +38,8 @@ class RolloutConfig:
     top_k: int = -1
     min_p: float = 0.0
     stop: list[str] | None = None
+    overlong: int | None = None
+    overlong_penalty: float = 1.0
     refill: float = 1.0
     retries: int = 2
     max_consecutive_failures: int = 16
@@ -49,6 +51,13 @@ class RolloutConfig:
             raise ConfigError(f"rollout.retries must be at least 0, got {self.retries}")
         if not 1 <= self.refill < float("inf"):
             raise ConfigError(f"rollout.refill must be a number >= 1, got {self.refill}; 1.0 replaces no group")
+        if self.overlong is not None and not 1 <= self.overlong <= self.max_tokens:
+            raise ConfigError(
+                f"rollout.overlong must be between 1 and rollout.max_tokens={self.max_tokens}, got {self.overlong}; "
+                "null: no penalty"
+            )
+        if not 0 < self.overlong_penalty < float("inf"):
+            raise ConfigError(f"rollout.overlong_penalty must be > 0, got {self.overlong_penalty}; rollout.overlong=null: none")
         if self.max_consecutive_failures < 1:
             raise ConfigError(f"rollout.max_consecutive_failures must be at least 1, got {self.max_consecutive_failures}")
         if self.store_mb is not None and self.store_mb <= 0:
@@ -63,6 +72,18 @@ class RolloutConfig:
         """Return the parameters of a request: the fields of the same names, and all texts and tokens that end a completion."""
         return replace(as_sampling(self), stop=[*stop_token_ids, *(self.stop or [])])
 
+    def length_penalty(self, num_tokens: int) -> float:
+        """Return what the length of a completion adds to its reward: 0, or less in the last ``overlong`` tokens.
+
+        With ``L = max_tokens`` and ``C = overlong``, it is ``(L - C - num_tokens) / C``, times ``overlong_penalty``.
+
+        Source: Yu et al. 2025, "DAPO", arXiv:2503.14476, equation 13.
+        """
+        if self.overlong is None:
+            return 0.0
+        excess = num_tokens - (self.max_tokens - self.overlong)
+        return -self.overlong_penalty * min(max(excess / self.overlong, 0.0), 1.0)
+
     def retrier(self) -> Retrier:
         """Return the object that makes the sampling requests of one run."""
         return Retrier(self.retries, self.max_consecutive_failures)
@@ -72,7 +93,8 @@ class RolloutConfig:
 class RolloutGroup:
     """A prompt, at most ``G`` attempts at it, and their rewards (empty until they are known), with their named parts, if any.
 
-    ``temperature`` is the divisor of the logits that the completions were drawn with.
+    ``temperature`` is the divisor of the logits that the completions were drawn with. ``masks_truncated``: completions that
+    were cut off are not trained (``loss.mask_truncated``).
     """
 
     prompt: RenderedPrompt
@@ -80,6 +102,7 @@ class RolloutGroup:
     rewards: list[float]
     temperature: float = 1.0
     parts: list[Parts] = field(default_factory=list)
+    masks_truncated: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,6 +121,8 @@ class StepRollouts:
     has_turns: bool = False
     refills: int | None = None
     left_out: Sequence[Trajectory] = ()
+    # What the length of each completion has added to its reward; None without rollout.overlong.
+    penalties: Sequence[float] | None = None
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the groups, and ``rollout/failed``, the number of dropped prompts, and ``rollout/retries``, of retries."""
@@ -106,10 +131,21 @@ class StepRollouts:
             **of_groups,
             **(turn_metrics(self.groups, self.left_out) if self.has_turns else {}),
             **({} if self.refills is None else self._refill_metrics(self.refills)),
+            **({} if self.penalties is None else self._penalty_metrics(self.penalties)),
+            **({"rollout/masked": float(self._num_masked())} if self.groups and self.groups[0].masks_truncated else {}),
             "rollout/failed": float(len(self.requests.failed)),
             "rollout/retries": float(self.requests.num_retries),
             "time/sampled_tokens_per_s": of_groups["rollout/tokens"] / self.sampling_s,
             "time/reward_s": self.reward_s,
+        }
+
+    def _num_masked(self) -> int:
+        return sum(one.is_truncated for group in self.groups for one in group.trajectories)
+
+    def _penalty_metrics(self, penalties: Sequence[float]) -> dict[str, float]:
+        return {
+            "rollout/overlong": float(sum(one < 0 for one in penalties)),
+            "reward/overlong": math.fsum(penalties) / max(len(penalties), 1),
         }
 
     def _refill_metrics(self, refills: int) -> dict[str, float]:
@@ -133,6 +169,8 @@ def sample_groups(
     refusals: RejectedRows | None = None,
     environment: EpisodeRunner | None = None,
     further: Further | None = None,
+    *,
+    masks_truncated: bool = False,
 ) -> StepRollouts:
     """Sample ``group_size`` completions of every prompt. All requests are made before the first result is awaited.
 
@@ -155,7 +193,7 @@ def sample_groups(
     """
     episodes = Episodes(renderer, retrier or config.retrier(), runner, environment)
     params = replace(config.sampling(renderer.stop_token_ids), seed=seed * 100_003)
-    step = _StepSampling(episodes, sampler, group_size, params, config.temperature, refusals)
+    step = _StepSampling(episodes, sampler, group_size, params, config, refusals, masks_truncated)
     step.sample(prompts)
     refills = 0
     # A product such as 1.1 * 10 is rounded up to the next float.
@@ -174,6 +212,7 @@ def sample_groups(
         environment is not None,
         None if further is None else refills,
         step.left_out,
+        None if config.overlong is None else step.penalties,
     )
 
 
@@ -185,8 +224,10 @@ class _StepSampling:
     sampler: Sampler
     group_size: int
     params: SamplingParams
-    temperature: float
+    config: RolloutConfig
     refusals: RejectedRows | None
+    masks_truncated: bool = False
+    penalties: list[float] = field(default_factory=list)
     groups: dict[int, RolloutGroup] = field(default_factory=dict)
     failed: dict[int, Exception] = field(default_factory=dict)
     left_out: list[Trajectory] = field(default_factory=list)
@@ -215,7 +256,9 @@ class _StepSampling:
             left_out[first + index] = [one for one in attempts if id(one) not in valid_ids]
             if not valid:
                 return
-            self.groups[first + index] = RolloutGroup(prompts[index], valid, [], self.temperature)
+            self.groups[first + index] = RolloutGroup(
+                prompts[index], valid, [], self.config.temperature, masks_truncated=self.masks_truncated
+            )
             if self.episodes.runner or self.episodes.environment:
                 pending[first + index] = self.episodes.scores(prompts[index], valid)
 
@@ -238,9 +281,12 @@ class _StepSampling:
         """Wait for the rewards of a group, or drop the group if the reward rejects its row."""
         group = self.groups[index]
         try:
-            for score in pending():
-                group.rewards.append(score.value)
+            for score, attempt in zip(pending(), group.trajectories, strict=True):
+                # Each turn of an episode may have max_tokens.
+                penalty = self.config.length_penalty(max((len(turn.tokens) for turn in attempt.turns), default=0))
+                group.rewards.append(score.value + penalty)
                 group.parts.append(score.parts)
+                self.penalties.append(penalty)
         except BadRowError as error:
             if self.refusals is None or not self.refusals.skips_bad_rows or len(self.groups) == 1:
                 raise
@@ -251,12 +297,16 @@ class _StepSampling:
 def datums(groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float]] | None = None) -> list[Datum]:
     """Return the datums of every group whose completions differ in reward. The others have zero advantages and no gradient.
 
+    With ``loss.mask_truncated``, completions that were cut off have no datum.
+
     Without ``advantages``: the datums of all groups, with advantages of 0, for a recipe that computes them per token.
     """
     data: list[Datum] = []
     for group, row in zip(groups, advantages or [[0.0] * len(group.trajectories) for group in groups], strict=True):
         if advantages is None or any(row):
             for trajectory, advantage in zip(group.trajectories, row, strict=True):
+                if group.masks_truncated and trajectory.is_truncated:
+                    continue
                 data.extend(
                     RowDatum(one.model_input, one.loss_fn_inputs, group.prompt.row.where, group.prompt.question)
                     for one in trajectory.datums(advantage, group.temperature)
@@ -350,6 +400,7 @@ class PolicySampling:
         evaluator: evaluates the same weights. Training shares its renderer, reward, seed and count of consecutive failures.
         sampler: of a resumed run, if the run was saved between two weight syncs.
         needs_reward: whether the recipe learns from rewards. A recipe with a teacher does not.
+        masks_truncated: whether completions that were cut off are not trained.
     """
 
     deployment: Deployment
@@ -358,6 +409,7 @@ class PolicySampling:
     evaluator: Evaluator
     sampler: Sampler | None = None
     needs_reward: bool = True
+    masks_truncated: bool = False
     on_sync: Callable[[Sampler], None] = lambda sampler: None
     sync_s: float = 0.0
 
@@ -401,6 +453,7 @@ class PolicySampling:
             refusals=one.refusals,
             environment=one.environment,
             further=further,
+            masks_truncated=self.masks_truncated,
         )
 
     def newest(self, step: int) -> Sampler:

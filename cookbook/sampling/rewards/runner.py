@@ -157,10 +157,8 @@ class RewardRunner:
 
     def _applied(self, score: Score | None, where: str) -> Score:
         if score is None:
-            raise RolloutError(
-                f"{where}: the reward returned None, which is for rewards that do not apply, and {self._key} is the only one; "
-                "return a number"
-            )
+            # None means that a reward does not apply, and it is the only one.
+            raise RolloutError(f"{where}: the reward returned NoneType, not a number; return one float")
         return score
 
     def _messages(self, prompt: RenderedPrompt, attempt: Trajectory) -> list[JsonObject]:
