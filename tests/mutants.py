@@ -107,7 +107,7 @@ MUTANTS = (
     (
         "sampling/rollouts.py",
         "for score, attempt in zip(pending(), group.trajectories, strict=True):",
-        "for score in pending()[::-1]:",
+        "for score, attempt in zip(pending()[::-1], group.trajectories, strict=True):",
         WIRING,
     ),
     ("run/run.py", "self.recorder.write_sample(step.index + 1, row)", "self.recorder.write_sample(step.index, row)", WIRING),
@@ -230,7 +230,7 @@ MUTANTS = (
     (
         "sampling/environments/runner.py",
         "not one.has_failed and one.turns",
-        'not in ("error", "timeout")',
+        "not one.has_failed",
         ENVIRONMENTS,
     ),
     ("sampling/episodes.py", "config.max_turns + reply.opponent_moves", "config.max_turns", ENVIRONMENTS),

@@ -302,7 +302,8 @@ def datums(groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float]]
     Without ``advantages``: the datums of all groups, with advantages of 0, for a recipe that computes them per token.
     """
     data: list[Datum] = []
-    for group, row in zip(groups, advantages or [[0.0] * len(group.trajectories) for group in groups], strict=True):
+    zeros = [[0.0] * len(group.trajectories) for group in groups]
+    for group, row in zip(groups, zeros if advantages is None else advantages, strict=True):
         if advantages is None or any(row):
             for trajectory, advantage in zip(group.trajectories, row, strict=True):
                 if group.masks_truncated and trajectory.is_truncated:
