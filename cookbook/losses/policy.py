@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cookbook.losses.base import Loss, LossBatch, Metrics, Scope, kept, masked, weighted_mean
-from cookbook.losses.normalization import Normalization, Reduction
+from cookbook.losses.normalization import Reduction
 from cookbook.types import Datum
 
 LOG_RATIO_LIMIT = 20.0
@@ -60,8 +60,6 @@ class PolicyLoss(Loss):
     needs: ClassVar[frozenset[str]] = frozenset({"target_tokens", "sampling_logprobs", "advantages"})
     sampled_only: ClassVar[bool] = True
     ignores_masked: ClassVar[bool] = True
-    # No field here: each loss has it as its last one.
-    normalization = Normalization.num_loss_tokens
     mask_truncated: bool = field(default=False, kw_only=True)
 
     @property

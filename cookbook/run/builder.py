@@ -77,6 +77,7 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], JsonObje
         vocabulary = trainer.engine.model.vocabulary_size if isinstance(trainer, LocalTrainer) else None
         renderer = Renderer(trainer.tokenizer, trainer.max_length, vocabulary)
         preflight.check_signature(typed, rows.first)
+        preflight.check_environment(typed, rows.first)
         preflight.warn(typed, rows, renderer)
         preflight.check_deployment(typed, rows, renderer)
         with terminal.doing("starting the deployment"):
@@ -85,6 +86,7 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], JsonObje
         runner = stack.enter_context(reward_runner(typed.reward))
         stop = tuple(typed.rollout.stop or ())
         environment = stack.enter_context(environment_runner(typed.env, renderer))
+        connect_reward(runner, environment)
         retrier = typed.rollout.retrier()
         evaluator = Evaluator(typed.eval, renderer, retrier, runner, stop, typed.seed, rows.refusals, environment)
         reference = _reference(typed, trainer, identity, status.folder / "teacher", stack)
@@ -147,6 +149,19 @@ def environment_runner(config: EnvironmentConfig | None, renderer: Renderer) -> 
         ConfigError: a package that programs need is not installed.
     """
     return contextlib.nullcontext() if config is None else contextlib.closing(episode_runner(config, renderer))
+
+
+def connect_reward(runner: RewardRunner | None, environment: EpisodeRunner | None) -> None:
+    """Let environments call a reward function that gets them.
+
+    Raises:
+        ConfigError: the environment is a program, which is not an object that a function can get.
+    """
+    if runner is None or environment is None or not runner.reads_environments:
+        return
+    if isinstance(environment.config, AgentEnvironment):
+        raise ConfigError("reward: env=agent runs programs, and the function gets environments; use trajectory in their place")
+    environment.grader = runner.grader()
 
 
 def episode_runner(config: EnvironmentConfig, renderer: Renderer) -> EpisodeRunner:

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,8 @@ from cookbook.run.data import SPLITS, Split, SplitRows
 from cookbook.run.folder import check_steps
 from cookbook.run.identity import Identity
 from cookbook.run.settings import Settings
+from cookbook.sampling.environments import AgentEnvironment, EnvironmentRunner
+from cookbook.sampling.environments.check import play, tiny_renderer
 from cookbook.sampling.rewards import RewardRunner
 from cookbook.types import JsonObject
 
@@ -91,6 +93,7 @@ def examine(typed: Settings, identity: Identity, folder: Path, done: int) -> tup
             compare_vocabularies(typed, shape.tokenizer, teacher.tokenizer)
     # An environment decides how its rows are used, and whether the reward is.
     check_signature(typed, rows.first)
+    check_environment(typed, rows.first)
     if typed.env is not None:
         kind = None
     elif typed.reward is not None:
@@ -202,6 +205,33 @@ def check_signature(typed: Settings, first: Mapping[Split, Sequence[Row]]) -> No
         return
     with contextlib.closing(RewardRunner(typed.reward)) as runner:
         runner.check(with_answer(rows[0], typed.data).values, has_environment=typed.env is not None)
+
+
+def check_environment(typed: Settings, first: Mapping[Split, Sequence[Row]]) -> None:
+    """Check that an environment without ``get_reward`` gives rewards, if no reward is chosen and the recipe needs one.
+
+    Tools give none. A class with ``step`` plays one episode with made-up answers.
+
+    Raises:
+        ConfigError: there is no reward.
+    """
+    config, rows = typed.env, first.get("train") or first.get("eval")
+    is_known = isinstance(config, AgentEnvironment) or (config is not None and config.contract.reward_arguments is not None)
+    if config is None or is_known or typed.reward is not None or typed.has_teacher:
+        return
+    if not config.contract.tools:
+        if not rows:
+            return
+        with contextlib.closing(EnvironmentRunner(replace(config, on_error="end"))) as runner:
+            runner.warns = False
+            episode = play(runner, tiny_renderer(), rows[0])
+        # A failure has its own report, and a game that another player has ended may have no reward.
+        if episode.failure or episode.reward is not None or not episode.num_turns:
+            return
+    raise ConfigError(
+        "reward: the environment gives no reward and none is chosen; define get_reward, return (observation, reward) "
+        "from every step, or choose one, for example reward=number"
+    )
 
 
 def _check_reward(typed: Settings, rows: SplitRows) -> None:

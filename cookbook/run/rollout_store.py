@@ -127,7 +127,7 @@ class RolloutStore:
             values: Line = {"reward": float(group.rewards[index])} if group.rewards else {}
             values["ended"] = trajectory.ended
             if parts := group.parts[index] if group.parts else {}:
-                values["parts"] = {name: float(part) for name, part in parts.items()}
+                values["parts"] = {name: None if part is None else float(part) for name, part in parts.items()}
             counts = {name: getattr(trajectory, name) for name in COUNTS}
             values |= {name: count for name, count in counts.items() if count}
             trajectories.append({**values, "branches": self._branches(trajectory, group.prompt.tokens, waiting)})

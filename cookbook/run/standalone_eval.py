@@ -23,7 +23,7 @@ from cookbook.engine.model import ModelConfig
 from cookbook.errors import ConfigError
 from cookbook.protocols import Sampler, Trainer
 from cookbook.run import folder as run_folder
-from cookbook.run.builder import collect_garbage_from_here, environment_runner, reward_runner
+from cookbook.run.builder import collect_garbage_from_here, connect_reward, environment_runner, reward_runner
 from cookbook.run.held_out_loss import held_out_loss
 from cookbook.run.hooks import writing_to
 from cookbook.run.preflight import check_signature
@@ -97,6 +97,7 @@ def evaluate(cfg: DictConfig, target: Target) -> tuple[JsonObject, Evaluation, P
         runner = stack.enter_context(reward_runner(typed.reward))
         sampler, renderer, trainer = stack.enter_context(_deployed(typed, target))
         environment = stack.enter_context(environment_runner(typed.env, renderer))
+        connect_reward(runner, environment)
         stop = tuple(typed.rollout.stop or ())
         evaluator = Evaluator(typed.eval, renderer, typed.rollout.retrier(), runner, stop, typed.seed, refusals, environment)
         evaluation = _evaluation(typed, evaluator, sampler, trainer, rows)

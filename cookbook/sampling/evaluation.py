@@ -155,6 +155,8 @@ class Evaluator:
         """Tell rewards how many optimizer steps are finished."""
         if self.runner is not None:
             self.runner.step = step
+        if self.environment is not None:
+            self.environment.step = step
 
     def rewards(self, sampler: Sampler, prompts: Sequence[RenderedPrompt]) -> Evaluation:
         """Return ``eval/reward``, the mean reward, ``eval/accuracy``, the share of at least ``CORRECT``, and pass@k.

@@ -61,7 +61,7 @@ def check_environment(config: EnvironmentConfig, rows: Sequence[Row], runner: Ru
     # Every failure is shown here, and none ends the command.
     failed_episodes = config.failed_episodes
     config = dataclasses.replace(config, on_error="end")
-    renderer = _tiny_renderer()
+    renderer = tiny_renderer()
     with contextlib.closing(runner(config, renderer)) as environment:
         environment.warns = False
         alone: list[PlayedEpisode] = []
@@ -228,7 +228,7 @@ def _continued(conversation: Conversation, renderer: Renderer, observation: obje
     return begun
 
 
-def _tiny_renderer() -> Renderer:
+def tiny_renderer() -> Renderer:
     """Return the renderer of the shipped model."""
     from transformers import AutoTokenizer
 
@@ -239,7 +239,7 @@ def _exact_tokens(config: EnvironmentConfig, played: Sequence[PlayedEpisode], fa
     """Check, with the tokenizer of the shipped model, that the tokens of each turn begin with those of the turn before."""
     if isinstance(config, AgentEnvironment):
         return CheckResult("tokens", State.skipped, "every call of a program is rendered as a whole; rollout/branches counts")
-    renderer = _tiny_renderer()
+    renderer = tiny_renderer()
     try:
         return _turns_continue(config, played, renderer)
     except DataError as error:

@@ -16,6 +16,8 @@ from cookbook.types import JsonObject
 
 # Methods that belong to the contract. All other public methods are tools, unless the class has `step`.
 CONTRACT = frozenset({"reset", "step", "get_reward", "close"})
+# Parameters of `get_reward`, if it has any: the text of the last completion, and all messages.
+REWARD_ARGUMENTS = ("text", "completion", "trajectory")
 # Parameters of `reset` that are not columns of the data.
 NUMBERED = frozenset({"seed", "index"})
 
@@ -36,6 +38,8 @@ class Contract:
     takes_all: bool
     reward_range: tuple[float, float] | None = None
     ignored: tuple[str, ...] = ()
+    # Parameters of get_reward; None: the class has no get_reward.
+    reward_arguments: tuple[str, ...] | None = None
 
     @property
     def reads_rows(self) -> bool:
@@ -68,7 +72,24 @@ class Contract:
             takes_all=any(one.kind is one.VAR_KEYWORD for one in parameters),
             reward_range=_reward_range(environment),
             ignored=() if tools else tuple(public_methods(environment)),
+            reward_arguments=_reward_arguments(environment),
         )
+
+
+def _reward_arguments(environment: object) -> tuple[str, ...] | None:
+    get_reward = getattr(environment, "get_reward", None)
+    if not callable(get_reward):
+        return None
+    found = []
+    for name, one in inspect.signature(get_reward).parameters.items():
+        if name in REWARD_ARGUMENTS:
+            found.append(name)
+        elif one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
+            raise ConfigError(
+                f"env: {type(environment).__name__}.get_reward has the parameter {name!r}; it may have "
+                f"{', '.join(REWARD_ARGUMENTS)}; give {name} a default, or read it in reset"
+            )
+    return tuple(found)
 
 
 def _reward_range(environment: object) -> tuple[float, float] | None:

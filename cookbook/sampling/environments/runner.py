@@ -90,6 +90,9 @@ class EpisodeRunner:
 
     limit: int | None = None
     warns = True
+    # Configuration of a reward function that gets environments, as JSON; and finished optimizer steps, for that function.
+    grader: str | None = None
+    step = 0
 
     def __init__(self, config: EnvironmentConfig) -> None:
         self.config = config
@@ -244,7 +247,14 @@ class EnvironmentRunner(EpisodeRunner):
 
     def reward(self, episode: Episode) -> Pending[EarnedReward | None]:
         """Return the reward of the episode, None if the environment gives none."""
-        return self._pending(episode, "reward", [], lambda result: None if result is None else EarnedReward(**result))
+        ended: list[Any] = []
+        if self.contract.reward_arguments or self.grader is not None:
+            own = episode.conversations.get(False)
+            trajectory = Trajectory(own.branches if own is not None else (), "done")
+            ended = [{"text": trajectory.text, "trajectory": trajectory.messages()}]
+            if self.grader is not None:
+                ended[0] |= {"grader": self.grader, "row": dict(episode.row.values), "step": self.step}
+        return self._pending(episode, "reward", ended, lambda result: None if result is None else EarnedReward(**result))
 
     def end(self, episode: Episode) -> None:
         """Drop the state of an episode."""

@@ -15,6 +15,7 @@ import queue
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, SupportsFloat
 
@@ -27,7 +28,15 @@ from cookbook.sampling import workers
 from cookbook.sampling.rewards.builtin import Limits, Python
 from cookbook.sampling.rewards.signature import Arguments, Judged, Signature, Style, arguments
 from cookbook.sampling.rewards.weighted import Parts, Score, Weighted
-from cookbook.sampling.workers import Handler, TraceError, WorkerEndedError, WorkerProcess, WorkerTimeoutError, trace_of
+from cookbook.sampling.workers import (
+    GradeError,
+    Handler,
+    TraceError,
+    WorkerEndedError,
+    WorkerProcess,
+    WorkerTimeoutError,
+    trace_of,
+)
 from cookbook.types import JsonObject
 
 if TYPE_CHECKING:
@@ -110,6 +119,13 @@ class RewardRunner:
     def reads_environments(self) -> bool:
         """Whether the function gets environments, so that it is called where they are."""
         return self._signature.reads_environments
+
+    def grader(self) -> str | None:
+        """Return the configuration with which environments call the function, as JSON; None if it gets no environment."""
+        if not self.reads_environments:
+            return None
+        reward = workers.configuration(self.reward, self._key).decode()
+        return workers.configuration(EnvironmentGrader(reward), self._key).decode()
 
     def submit_attempts(self, prompt: RenderedPrompt, attempts: Sequence[Trajectory]) -> PendingScores:
         """Start the calls for all attempts at a prompt."""
@@ -246,6 +262,38 @@ def handler(configuration: JsonObject) -> Handler:
     return lambda request: packed(call(function, Arguments(*request), awaiter))
 
 
+@dataclass(frozen=True)
+class EnvironmentGrader:
+    """A reward function with the parameter ``environment`` or ``environments``, called in the process of the environment.
+
+    It is called once per episode, so that TRL's lists have one item. ``reward`` is its configuration as JSON.
+    """
+
+    reward: str
+
+    @cached_property
+    def _function(self) -> Callable[..., object]:
+        return function_of(construct_target(json.loads(self.reward), "reward"))
+
+    def __call__(self, environment: object, ended: JsonObject, awaiter: Awaiter) -> tuple[float, Parts]:
+        signature = Signature.of(self._function)
+        row = ended["row"]
+        judged = Judged([ended["text"]], row, [ended["trajectory"]], _own_prompt(row), step=ended["step"])
+        try:
+            [given] = arguments(signature, judged)
+        except DataError as error:
+            raise GradeError(f"reward: {error}") from None
+        seen = {"environment": environment, "environments": [environment]}
+        by_name = {**given.by_name, **{name: seen[name] for name in signature.names & seen.keys()}}
+        found = call(self._function, dataclasses.replace(given, by_name=by_name), awaiter)
+        if isinstance(found, RewardFailure):
+            raise GradeError(found.message) from found.cause
+        [score] = found
+        if score is None:
+            raise GradeError("the reward returned NoneType, not a number; return one float")
+        return score.value, score.parts
+
+
 # ---- one call ------------------------------------------------------------------------------------------------------
 
 
@@ -277,8 +325,12 @@ def part_means(parts: Sequence[Parts], prefix: str) -> dict[str, float]:
 
 def _prompt_of(prompt: RenderedPrompt) -> object:
     """Return the prompt as the data have it: the text, or the list of messages of a conversation."""
+    return _own_prompt(prompt.row.values) or prompt.question or prompt.text
+
+
+def _own_prompt(row: JsonObject) -> object:
     for column in ("prompt", "messages"):
-        value = prompt.row.values.get(column)
+        value = row.get(column)
         if isinstance(value, list) and value and isinstance(value[0], Mapping):
             # The answer of the data may follow the prompt.
             own = list(value)
@@ -287,7 +339,7 @@ def _prompt_of(prompt: RenderedPrompt) -> object:
             return own
         if isinstance(value, str):
             return value
-    return prompt.question or prompt.text
+    return ""
 
 
 def _without_reasoning(judged: Judged, opened: Sequence[str]) -> Judged:
