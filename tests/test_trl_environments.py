@@ -16,7 +16,6 @@ from cookbook.futures import done
 from cookbook.run.builder import connect_reward
 from cookbook.sampling.environments import EnvironmentRunner, PythonEnvironment
 from cookbook.sampling.environments.config import Contract
-from cookbook.sampling.episodes import Retrier
 from cookbook.sampling.rewards import Python, RewardRunner
 from cookbook.sampling.rollouts import RolloutConfig, sample_groups
 from cookbook.types import Sample, SampleResponse

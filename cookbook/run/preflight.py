@@ -100,7 +100,8 @@ def examine(typed: Settings, identity: Identity, folder: Path, done: int) -> tup
         _check_reward(typed, rows)
     if kind is not None and renderer is not None:
         # The shipped recipes read the splits in this order.
-        survey(kind, rows.sample("eval", RENDERED_ROWS), renderer, typed.data, typed.eval.max_tokens, refusals)
+        held_out = rows.sample("eval", RENDERED_ROWS)
+        survey(kind, held_out, renderer, typed.data, typed.eval.max_tokens, refusals, "eval.max_tokens")
         survey(kind, rows.sample("train", RENDERED_ROWS), renderer, typed.data, typed.rollout.max_tokens, refusals)
     refusals.warn(sum(rows.counts.values()) + len(refusals.found))
     check_deployment(typed, rows, renderer)

@@ -176,7 +176,8 @@ def _evaluation(typed: Settings, evaluator: Evaluator, sampler: Sampler, trainer
         return evaluator.rewards(sampler, prompts(typed.env, rows, renderer, typed.data, refusals))
     # Without a reward, this refuses rollouts.
     if evaluator.runner is not None or typed.has_teacher:
-        return evaluator.rewards(sampler, datums.prompts(rows, renderer, typed.data, typed.eval.max_tokens, refusals))
+        limit = typed.eval.max_tokens
+        return evaluator.rewards(sampler, datums.prompts(rows, renderer, typed.data, limit, refusals, key="eval.max_tokens"))
     if typed.data_kind == "preferences":
         data = datums.preference_datums(rows, renderer, typed.data, refusals)[::2]
     else:

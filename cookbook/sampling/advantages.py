@@ -15,7 +15,10 @@ Float = npt.NDArray[np.float64]
 Rewards = npt.ArrayLike | Sequence[Sequence[float]]
 
 # Rewards that differ by at most this many rounding errors count as equal, for example 0.1 + 0.2 and 0.3.
-_NOISE_ULPS = 4
+# A sum of a hundred parts, or parts of a hundred times the sum, stay below this.
+_NOISE_ULPS = 256
+# Larger rewards are scaled first.
+_LARGE = 1e100
 
 
 def group_advantages(rewards: Rewards, kind: Kind = "zscore", eps: float = 1e-6) -> npt.NDArray[Any]:
@@ -53,10 +56,21 @@ def group_advantages(rewards: Rewards, kind: Kind = "zscore", eps: float = 1e-6)
         raise ConfigError(
             "recipe.group_size is 1, and one reward has no standard deviation; use at least 2, or recipe.advantage=centered"
         )
-    centered = array - array.mean(axis=-1, keepdims=True)
+    # The squares of very large rewards would overflow.
+    scale = _scale(array)
+    scaled = array / scale
+    centered = scaled - scaled.mean(axis=-1, keepdims=True)
     if kind == "zscore":
-        centered /= np.where(flat, 1.0, array.std(axis=-1, ddof=1, keepdims=True) + eps)
+        centered /= np.where(flat, 1.0, scaled.std(axis=-1, ddof=1, keepdims=True) + eps / scale)
+    else:
+        centered *= scale
     return np.where(flat, 0.0, centered)
+
+
+def _scale(array: Float) -> Float:
+    """Return a divisor for each group, ``(P, 1)``: 1, or the largest absolute reward if it is very large."""
+    peaks = np.abs(array).max(axis=-1, keepdims=True)
+    return np.where(peaks > _LARGE, peaks, 1.0)
 
 
 def groups_without_spread(rewards: npt.ArrayLike) -> npt.NDArray[np.bool_]:
@@ -66,16 +80,17 @@ def groups_without_spread(rewards: npt.ArrayLike) -> npt.NDArray[np.bool_]:
         RolloutError: rewards of another shape, or not finite.
     """
     array = _rewards(rewards)
-    spread = array.max(axis=-1) - array.min(axis=-1)
-    return np.asarray(spread <= _NOISE_ULPS * np.spacing(np.abs(array).max(axis=-1)))
+    scaled = array / _scale(array)
+    spread = scaled.max(axis=-1) - scaled.min(axis=-1)
+    return np.asarray(spread <= _NOISE_ULPS * np.spacing(np.abs(scaled).max(axis=-1)))
 
 
 def _of_different_sizes(rewards: Rewards) -> list[Float] | None:
     """Return the groups as arrays, if their sizes differ; else None."""
     if not isinstance(rewards, Sequence) or not all(isinstance(group, Sequence | np.ndarray) for group in rewards):
         return None
-    groups = [_rewards(group) for group in rewards if np.size(group)]
-    return groups if len(groups) == len(rewards) and len({len(group) for group in groups}) > 1 else None
+    sizes = {np.size(group) for group in rewards}
+    return [_rewards(group) for group in rewards] if len(sizes) > 1 and 0 not in sizes else None
 
 
 def _rewards(rewards: Rewards) -> Float:

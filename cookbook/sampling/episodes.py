@@ -30,7 +30,7 @@ import numpy as np
 from cookbook.data import RenderedPrompt, Renderer
 from cookbook.data.render import continues_text
 from cookbook.data.turns import reasoning_tag
-from cookbook.errors import ConfigError, DataError, RolloutError, SampleRefusedError, SamplerUnavailableError
+from cookbook.errors import ConfigError, DataError, RolloutError, SampleRefusedError, SamplerUnavailableError, shortened
 from cookbook.futures import Future, LazyFuture
 from cookbook.protocols import Sampler
 from cookbook.sampling.environments.conversation import Transcript
@@ -317,6 +317,8 @@ class _EpisodeLoop:
         # Draw and number of the attempts that have not begun.
         self._queued = deque((index, number) for index, draw in enumerate(draws) for number in range(draw.num_samples))
         self._has_samples = has_samples
+        # The first observation of each draw.
+        self._openings: dict[int, object] = {}
         self._failed: dict[int, Exception] = {}
         self._num_retries = 0
         self._waited_s = 0.0
@@ -421,6 +423,8 @@ class _EpisodeLoop:
             attempt.ended = reply.ended
             self._environment.end(attempt.episode)
             return
+        if attempt.conversation is None and self._environment.compares_openings:
+            self._compare_openings(attempt, reply)
         calls, malformed, failed = attempt.calls
         attempt.calls = calls + reply.calls, malformed + reply.malformed_calls, failed + reply.failed_calls
         try:
@@ -433,6 +437,21 @@ class _EpisodeLoop:
         if attempt.ended:
             attempt.reward = self._environment.reward(attempt.episode)
             self._environment.end(attempt.episode)
+
+    def _compare_openings(self, attempt: _Attempt, reply: Reply) -> None:
+        """Compare the first observation with that of another episode of the row.
+
+        Raises:
+            ConfigError: the observations differ, so that the group would have several problems.
+        """
+        first = self._openings.setdefault(attempt.draw, reply.observation)
+        if first != reply.observation:
+            where = self._draws[attempt.draw].prompt.row.where
+            raise ConfigError(
+                f"env: two episodes of {where} begin with different observations, {shortened(repr(first))} and "
+                f"{shortened(repr(reply.observation))}, and a group compares answers to one problem; draw in reset from "
+                "random.Random(seed), or read the problem from the row"
+            )
 
     def _continued(self, attempt: _Attempt, reply: Reply) -> str:
         """Add the answer to the conversation. Return why the episode ends, or nothing."""

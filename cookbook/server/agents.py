@@ -150,6 +150,8 @@ class ProgramSession:
 class AgentRunner(EpisodeRunner):
     """Plays episodes of programs. ``renderer`` belongs to the thread that plays."""
 
+    compares_openings = False
+
     def __init__(self, config: AgentEnvironment, renderer: Renderer) -> None:
         super().__init__(config)
         self._config = config

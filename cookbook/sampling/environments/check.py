@@ -83,9 +83,23 @@ def check_environment(config: EnvironmentConfig, rows: Sequence[Row], runner: Ru
         _same("repeats", alone, again, "the same row, played twice", "an interrupted run would not continue as it was"),
         _same("independent", alone, together, "episodes played in turn", "episodes of one process would disturb each other"),
         _exact_tokens(config, alone, failed_episodes),
+        *_repeated_prompts(rows, alone),
         _rewards([one.reward for one in alone], environment.contract.reward_range),
         _limits(config, max(one.num_turns for one in alone), slowest),
     ]
+
+
+def _repeated_prompts(rows: Sequence[Row], played: Sequence[PlayedEpisode]) -> list[CheckResult]:
+    """Say that first observations repeat the prompts of their rows, to whose end a run adds them; nothing if they do not."""
+    for row, episode in zip(rows, played, strict=True):
+        prompt, opening = row.values.get("prompt"), episode.observations[0] if episode.observations else None
+        if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
+            prompt = prompt[-1].get("content")
+        if isinstance(prompt, str) and prompt.strip() and isinstance(opening, str) and prompt.strip() in opening:
+            found = f"the first observation repeats the row's prompt, {shortened(repr(prompt.strip()))}"
+            harm = "a run adds the observation to the prompt, so the model reads it twice"
+            return [CheckResult("prompt", State.failed, found, harm, "return None from reset, or rename the column")]
+    return []
 
 
 def _rewards(rewards: Sequence[float | None], declared: tuple[float, float] | None) -> CheckResult:

@@ -93,6 +93,8 @@ class EpisodeRunner:
     # Configuration of a reward function that gets environments, as JSON; and finished optimizer steps, for that function.
     grader: str | None = None
     step = 0
+    # Whether the episodes of a row have to begin with the same observation. The first message of a program may have a time.
+    compares_openings = True
 
     def __init__(self, config: EnvironmentConfig) -> None:
         self.config = config
