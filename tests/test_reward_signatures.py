@@ -1,4 +1,4 @@
-"""What a reward function gets: by the names of its parameters, those of TRL and verl included."""
+"""Arguments of reward functions, by the names of their parameters, those of TRL and verl included."""
 
 from __future__ import annotations
 

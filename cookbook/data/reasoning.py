@@ -17,8 +17,8 @@ END_OF_CHANNEL = re.compile(r"<\|(?:return|end)\|>")
 def without_reasoning(text: str) -> str | None:
     """Return the text after the reasoning; None if the reasoning is unfinished, so that there is no answer.
 
-    Reasoning is what stands in ``<think>``, or in the tags of another family. A text that only closes it, because the prompt
-    has opened it, is reasoning up to there.
+    Reasoning is the text inside of ``<think>``, or of the tags of another family. A text that only closes it, because the
+    prompt has opened it, is reasoning up to there.
     """
     if finals := [*FINAL_CHANNEL.finditer(text)]:
         return END_OF_CHANNEL.sub("", text[finals[-1].end() :])

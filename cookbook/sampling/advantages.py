@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from cookbook.errors import ConfigError, RolloutError
 
-Kind = Literal["zscore", "centered"]
+Kind = Literal["zscore", "centered", "rloo", "maxrl"]
 Float = npt.NDArray[np.float64]
 Rewards = npt.ArrayLike | Sequence[Sequence[float]]
 
@@ -28,7 +28,9 @@ def group_advantages(rewards: Rewards, kind: Kind = "zscore", eps: float = 1e-6)
         rewards: ``(G,)``, one group, or ``(P, G)``, P groups of G completions each; any finite numbers. The groups may have
             different sizes, if episodes were left out.
         kind: ``zscore``: ``(r - mean) / (std + eps)`` with the sample standard deviation (divisor G - 1), so that all groups
-            have equal weight, however small their spread. ``centered``: ``r - mean``, in units of the reward.
+            have equal weight, however small their spread. ``centered``: ``r - mean``, in units of the reward. ``rloo``: ``r``
+            minus the mean of the other rewards, which is ``G / (G - 1)`` times the centered one, and unbiased. ``maxrl``:
+            ``(r - mean) / (mean + eps)``, so that hard prompts weigh more; all rewards have to be at least 0.
         eps: added to the standard deviation, >= 0, in units of the reward.
 
     Returns:
@@ -36,11 +38,13 @@ def group_advantages(rewards: Rewards, kind: Kind = "zscore", eps: float = 1e-6)
         spread gets exact zeros: rounding in its mean is not a signal. So does a group with one reward, if others have more.
 
     Raises:
-        ConfigError: an unknown ``kind``, a negative ``eps``, or ``zscore`` with groups of one, which have no deviation.
-        RolloutError: rewards of another shape, or not finite.
+        ConfigError: an unknown ``kind``, a negative ``eps``, or ``zscore`` or ``rloo`` with groups of one, which have no
+            deviation and no other rewards.
+        RolloutError: rewards of another shape, or not finite; or a negative reward with ``maxrl``.
 
     Source: Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, section 4.1.2; centered: Liu et al. 2025, "Understanding
-    R1-Zero-Like Training", arXiv:2503.20783.
+    R1-Zero-Like Training", arXiv:2503.20783; rloo: Ahmadian et al. 2024, "Back to Basics", arXiv:2402.14740, equation 8;
+    maxrl: Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning", arXiv:2602.02710.
     """
     if kind not in get_args(Kind):
         raise ConfigError(f"recipe.advantage must be one of {', '.join(get_args(Kind))}, got {kind!r}")
@@ -52,9 +56,15 @@ def group_advantages(rewards: Rewards, kind: Kind = "zscore", eps: float = 1e-6)
         return found
     array = _rewards(rewards)
     flat = groups_without_spread(array)[..., None]
-    if kind == "zscore" and array.shape[-1] == 1:
+    if kind in ("zscore", "rloo") and array.shape[-1] == 1:
+        lacks = "standard deviation" if kind == "zscore" else "other reward to compare with"
         raise ConfigError(
-            "recipe.group_size is 1, and one reward has no standard deviation; use at least 2, or recipe.advantage=centered"
+            f"recipe.group_size is 1, and one reward has no {lacks}; use at least 2, or recipe.advantage=centered"
+        )
+    if kind == "maxrl" and (array < 0).any():
+        raise RolloutError(
+            f"rewards: recipe.advantage=maxrl divides by the mean, and {array.min():g} is below 0; use rewards of at least 0, "
+            "or recipe.advantage=zscore"
         )
     # The squares of very large rewards would overflow.
     scale = _scale(array)
@@ -62,8 +72,10 @@ def group_advantages(rewards: Rewards, kind: Kind = "zscore", eps: float = 1e-6)
     centered = scaled - scaled.mean(axis=-1, keepdims=True)
     if kind == "zscore":
         centered /= np.where(flat, 1.0, scaled.std(axis=-1, ddof=1, keepdims=True) + eps / scale)
+    elif kind == "maxrl":
+        centered /= np.where(flat, 1.0, scaled.mean(axis=-1, keepdims=True) + eps / scale)
     else:
-        centered *= scale
+        centered *= scale * (array.shape[-1] / (array.shape[-1] - 1) if kind == "rloo" else 1.0)
     return np.where(flat, 0.0, centered)
 
 

@@ -111,7 +111,7 @@ class StepRollouts:
 
     ``sampling_s``: seconds until the last completion arrived; ``reward_s``: seconds from then until the last reward arrived;
     ``has_turns``: there is an environment; ``refills``: rounds of further prompts, None if ``rollout.refill`` is off.
-    ``left_out``: episodes that the environment has ended by an error, with ``env.on_error=drop``. No group has them.
+    ``left_out``: episodes that the environment has ended by an error, with ``env.on_error=drop``. They are in no group.
     """
 
     groups: list[RolloutGroup]

@@ -174,7 +174,7 @@ class EnvironmentConfig:
 
     @property
     def failed_episodes(self) -> str:
-        """What happens to an episode that ends by an error, as the end of a sentence about such episodes."""
+        """The end of a sentence about episodes that end by an error: how a run treats them."""
         return "are left out" if self.on_error != "end" else f"end with the reward env.error_reward={self.error_reward:g}"
 
     def make(self) -> object:

@@ -98,7 +98,7 @@ class Instance:
     def reward(self, ended: JsonObject, grade: Grade | None = None) -> EarnedReward | None:
         """Return the reward of the episode: of ``get_reward``, else the sum of the rewards of ``step``, else of ``grade``.
 
-        None: there is none of them. ``ended`` has the ``text`` of the last completion and the ``trajectory``, all messages.
+        None: all of them are missing. ``ended`` has the ``text`` of the last completion and the ``trajectory``, all messages.
         """
         if (names := self._contract.reward_arguments) is not None:
             given = {name: ended["text" if name == "completion" else name] for name in names}

@@ -188,7 +188,7 @@ def _slashed(match: re.Match[str]) -> str:
 
 
 def _spelled(text: str, place: int, mark: str) -> str:
-    """Return a sign such as ½ as 1/2, after a space if it follows a digit; other characters as they are."""
+    """Return a sign such as ½ as 1/2, after a space if it follows a digit; other characters unchanged."""
     if not unicodedata.decomposition(mark).startswith("<fraction>"):
         # The slash of fractions.
         return "/" if mark == "\u2044" else mark

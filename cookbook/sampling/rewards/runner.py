@@ -312,7 +312,8 @@ class RewardFailure:
 def part_means(parts: Sequence[Parts], prefix: str) -> dict[str, float]:
     """Return the mean of each part as a metric ``prefix + name``.
 
-    A part that a score lacks counts as 0, as in the sum. A part that is None, as it does not apply, is left out of the mean.
+    A part that a score lacks counts as 0, as in the sum. A part that is None, because the reward is
+    not applicable, is left out of the mean.
     """
     names = dict.fromkeys(name for one in parts for name in one)
     means = {}
@@ -324,7 +325,7 @@ def part_means(parts: Sequence[Parts], prefix: str) -> dict[str, float]:
 
 
 def _prompt_of(prompt: RenderedPrompt) -> object:
-    """Return the prompt as the data have it: the text, or the list of messages of a conversation."""
+    """Return the prompt of the data: the text, or the list of messages of a conversation."""
     return _own_prompt(prompt.row.values) or prompt.question or prompt.text
 
 

@@ -1,4 +1,4 @@
-"""What a reward function gets: its parameters name the completion, the row, columns of the row, or lists over the group.
+"""Arguments of reward functions: parameters name the completion, the row, columns of the row, or lists over the group.
 
 Functions of other projects are called as these call them: TRL's with lists over the completions of a prompt
 (``f(prompts, completions, **kwargs)``), verl's with ``solution_str`` and ``ground_truth``.
