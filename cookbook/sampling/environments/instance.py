@@ -95,11 +95,12 @@ class Instance:
         reply.opponent_moves = self._opponent_moves
         return reply
 
-    def reward(self, ended: JsonObject, grade: Grade | None = None) -> EarnedReward | None:
+    def reward(self, ended: JsonObject | None = None, grade: Grade | None = None) -> EarnedReward | None:
         """Return the reward of the episode: of ``get_reward``, else the sum of the rewards of ``step``, else of ``grade``.
 
         None: all of them are missing. ``ended`` has the ``text`` of the last completion and the ``trajectory``, all messages.
         """
+        ended = ended or {}
         if (names := self._contract.reward_arguments) is not None:
             given = {name: ended["text" if name == "completion" else name] for name in names}
             return _earned(self._awaiter.result(self._environment.get_reward(**given)))
