@@ -416,8 +416,7 @@ class Reward(Protocol):
     answer as ``answer`` if the row has the answer in another form. If the reward raises, the run fails with an error that names
     the row.
 
-    A reward may instead have parameters named ``completion``, ``row`` and ``trajectory``, the list of messages with ``role``
-    and ``content``; or ``group``, ``row`` and ``trajectory``, to judge all completions of a prompt in one call.
+    A reward may have other parameters: their names decide what it gets (:mod:`cookbook.sampling.rewards.signature`).
     """
 
     def __call__(self, completion: str, row: JsonObject) -> float | Mapping[str, float]: ...

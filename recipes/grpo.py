@@ -3,7 +3,7 @@
 Group relative policy optimization has no value model: the advantage A_i of answer i, with reward R_i, is relative to the G
 answers to its prompt. The loss sums over all tokens t; the logprobs are p (trained model), q (sampler), f (reference model):
 
-    A_i = (R_i - mean(R)) / (std(R) + 1e-6)                      (std: divisor G - 1; recipe.advantage=centered omits it)
+    A_i = (R_i - mean(R)) / (std(R) + 1e-6)                      (std: divisor G - 1; recipe.advantage has other kinds)
     r_t = exp(p_t - q_t)    KL_t = exp(f_t - p_t) - (f_t - p_t) - 1                          (k3, estimates KL(p, f))
     L   = sum_t [ max(-r_t A_i, -clip(r_t, 1 - clip_low, 1 + clip_high) A_i) + kl_beta KL_t ]
 

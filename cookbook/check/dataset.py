@@ -65,12 +65,13 @@ def survey(
     config: DataConfig,
     max_tokens: int,
     refusals: RejectedRows | None = None,
+    key: str = "rollout.max_tokens",
 ) -> Survey:
     """Return the sequences that a recipe with data of this ``kind`` trains on, and the rejected rows.
 
     Args:
         kind: ``conversations``, ``preferences`` or ``rollouts``, a recipe's ``DATA``.
-        max_tokens: of the completions of a rollout.
+        max_tokens: of the completions of a rollout; ``key`` is their key, for errors.
         refusals: holds the rows that could not be read.
 
     Raises:
@@ -79,7 +80,7 @@ def survey(
     refusals = RejectedRows(config, collect=True) if refusals is None else refusals
     num_rows = len(rows) + len(refusals.found)
     if kind == "rollouts":
-        rendered = prompts(rows, renderer, config, max_tokens, refusals)
+        rendered = prompts(rows, renderer, config, max_tokens, refusals, key=key)
         num_used = len(rendered)
         sequences = [WeightedSequence(one.row.where, one.tokens, np.zeros(len(one.tokens))) for one in rendered]
     else:

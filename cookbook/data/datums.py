@@ -147,11 +147,13 @@ def prompts(
     max_tokens: int = 0,
     refusals: RejectedRows | None = None,
     reader: RowReader[Example] | None = None,
+    key: str = "rollout.max_tokens",
 ) -> Sequence[RenderedPrompt]:
     """Return one prompt per row, in the order of the rows. The tokens of a :class:`RowTable` are cached on disk.
 
     Args:
         max_tokens: tokens of a completion, which must fit after the prompt.
+        key: the key of ``max_tokens``, for errors.
         refusals, reader: as of :func:`conversation_datums`.
 
     Raises:
@@ -163,7 +165,7 @@ def prompts(
         index: int, row: Row, example: Example, parts: Sequence[tuple[Example, tuple[list[int], str] | None]]
     ) -> Iterator[EncodedRow]:
         for _, rendered in parts:
-            if rendered is not None and sieve.leaves_room(rendered[0], max_tokens, row.where):
+            if rendered is not None and sieve.leaves_room(rendered[0], max_tokens, row.where, key):
                 yield EncodedRow(index, example.question, rendered[0], text=rendered[1])
 
     steps = _Steps(prompt_reader, lambda example: [example], renderer.prompts, keep)
@@ -178,7 +180,9 @@ def prompts(
         return one.prompt(row, config, read()(row))
 
     encoded = sieve.encode(rows, steps)
-    return sieve.kept(f"prompts {max_tokens}", rows, encoded, datum_table.PROMPTS, make)
+    # Rejected rows are cached with their messages, which name the key.
+    named = "" if key == "rollout.max_tokens" else f" {key}"
+    return sieve.kept(f"prompts {max_tokens}{named}", rows, encoded, datum_table.PROMPTS, make)
 
 
 @dataclass(frozen=True)
@@ -403,7 +407,7 @@ class _RowFilter:
         self._reject(FIT, where, "on_empty", f"{where}: {reason}; remove the row or set data.on_empty=skip")
         return True
 
-    def leaves_room(self, tokens: list[int], max_tokens: int, where: str) -> bool:
+    def leaves_room(self, tokens: list[int], max_tokens: int, where: str, key: str = "rollout.max_tokens") -> bool:
         """Whether prompt and completion fit. If they do not, the prompt is left out."""
         if self._has_unknown_id(tokens, where, where):
             return False
@@ -414,7 +418,7 @@ class _RowFilter:
             where,
             "on_long",
             f"{where}: a prompt of {len(tokens)} tokens and a completion of up to {max_tokens} do not fit in "
-            f"{self.max_length}; lower rollout.max_tokens, shorten the prompt, or set data.on_long=skip",
+            f"{self.max_length}; lower {key}, shorten the prompt, or set data.on_long=skip",
         )
         return False
 

@@ -122,9 +122,12 @@ class Loss:
         raise NotImplementedError
 
     def call_options(self) -> dict[str, object]:
-        """The ``loss_fn_config`` of this loss: its fields without the normalization, which ``optim_step`` takes."""
+        """The ``loss_fn_config`` of this loss: its fields that the loss itself reads.
+
+        ``optim_step`` takes the normalization, and a run leaves out truncated completions before the loss sees them.
+        """
         names = [option.name for option in fields(self)]  # type: ignore[arg-type]
-        return {name: getattr(self, name) for name in names if name != "normalization"}
+        return {name: getattr(self, name) for name in names if name not in ("normalization", "mask_truncated")}
 
     def check_data(self, data: Sequence[Datum]) -> None:
         """Check that every input of the loss is present, finite, and shaped like the targets. Needs no model output.

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from cookbook.losses.base import Loss, LossBatch, Metrics, Scope, kept, masked, weighted_mean
-from cookbook.losses.normalization import Normalization, Reduction
+from cookbook.losses.normalization import Reduction
 from cookbook.types import Datum
 
 LOG_RATIO_LIMIT = 20.0
@@ -44,19 +44,23 @@ SHARED_RATIO = "how a sequence's ratio is shared among its tokens (GSPO-token)"
 """Term that :func:`sequence_log_ratio` holds constant: exact for one advantage per sequence and weights of 0 and 1."""
 
 
+@dataclass(frozen=True)
 class PolicyLoss(Loss):
     """Base of the losses that are a sum of token terms over sampled tokens. Children give the :meth:`terms`.
 
     Reads ``sampling_logprobs`` (or ``logprobs``, Tinker's name), ``advantages`` and ``weights`` (default ones).
     ``sampled_only`` decides what ones means: True leaves out tokens with neither a sampling logprob nor an advantage,
     which is how Tinker's callers mark the prompt; False takes every token.
+
+    ``mask_truncated``: completions that were cut off are not trained, as a run leaves their datums out. Their rewards still
+    count in the mean and deviation of their group.
     """
 
     reduction: ClassVar[Reduction] = Reduction.token_sum
     needs: ClassVar[frozenset[str]] = frozenset({"target_tokens", "sampling_logprobs", "advantages"})
     sampled_only: ClassVar[bool] = True
     ignores_masked: ClassVar[bool] = True
-    normalization: Normalization | None = Normalization.num_loss_tokens
+    mask_truncated: bool = field(default=False, kw_only=True)
 
     @property
     def scope(self) -> Scope:

@@ -25,6 +25,7 @@ from cookbook.engine.lora_targets import TrainedShare
 from cookbook.engine.model import AUTO, ModelConfig, with_dtype
 from cookbook.engine.shape import shape_of
 from cookbook.errors import ConfigError, CookbookError, HookError
+from cookbook.losses.policy import PolicyLoss
 from cookbook.protocols import (
     Backend,
     Deployment,
@@ -86,6 +87,8 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], JsonObje
                 identity.measured(subject, digest)
         vocabulary = trainer.engine.model.vocabulary_size if isinstance(trainer, LocalTrainer) else None
         renderer = Renderer(trainer.tokenizer, trainer.max_length, vocabulary)
+        preflight.check_signature(typed, rows.first)
+        preflight.check_environment(typed, rows.first)
         preflight.warn(typed, rows, renderer)
         typed.deployment, renderer = _sized(typed, rows, renderer)
         with terminal.doing("starting the deployment"):
@@ -94,12 +97,19 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], JsonObje
         runner = stack.enter_context(reward_runner(typed.reward))
         stop = tuple(typed.rollout.stop or ())
         environment = stack.enter_context(environment_runner(typed.env, renderer))
+        connect_reward(runner, environment)
         retrier = typed.rollout.retrier()
         evaluator = Evaluator(typed.eval, renderer, retrier, runner, stop, typed.seed, rows.refusals, environment)
         reference = _reference(typed, trainer, identity, status.folder / "teacher", stack)
         origin, sampler = _resumed(status.folder, resume_from, rows, trainer, deployment)
         sampling = PolicySampling(
-            deployment, typed.weight_sync.every, typed.rollout, evaluator, sampler, needs_reward=not typed.has_teacher
+            deployment,
+            typed.weight_sync.every,
+            typed.rollout,
+            evaluator,
+            sampler,
+            needs_reward=not typed.has_teacher,
+            masks_truncated=isinstance(typed.loss, PolicyLoss) and typed.loss.mask_truncated,
         )
         run = Run(cfg.recipe.name, rows, trainer, reference, sampling, status, origin)
         run.recorder.keep_until(run.first_step if resume_from else -1)
@@ -166,6 +176,19 @@ def environment_runner(config: EnvironmentConfig | None, renderer: Renderer) -> 
         ConfigError: a package that programs need is not installed.
     """
     return contextlib.nullcontext() if config is None else contextlib.closing(episode_runner(config, renderer))
+
+
+def connect_reward(runner: RewardRunner | None, environment: EpisodeRunner | None) -> None:
+    """Let environments call a reward function that gets them.
+
+    Raises:
+        ConfigError: the environment is a program, which is not an object that a function can get.
+    """
+    if runner is None or environment is None or not runner.reads_environments:
+        return
+    if isinstance(environment.config, AgentEnvironment):
+        raise ConfigError("reward: env=agent runs programs, and the function gets environments; use trajectory in their place")
+    environment.grader = runner.grader()
 
 
 def episode_runner(config: EnvironmentConfig, renderer: Renderer) -> EpisodeRunner:

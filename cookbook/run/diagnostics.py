@@ -221,7 +221,7 @@ class Health:
             # A server may report no norm; a step that has trained no token has no gradient.
             NO_GRADIENT: metrics.get("optim/grad_norm", metrics.get("tokens/trained", 1.0)) == 0.0,
             TRUNCATED: metrics.get("rollout/truncated_frac", 0.0) > CUT_OFF,
-            ENV_ERRORS: metrics.get("rollout/env_errors", 0.0) > 0,
+            ENV_ERRORS: metrics.get("env/errors", 0.0) > 0,
         }
         self.reward = mean if equal else None
         self.rewarded = self.rewarded or (mean is not None and mean > 0)
@@ -258,7 +258,7 @@ class Health:
 
     def _remedy(self, kind: str) -> str:
         if kind == CONSTANT and self.streaks.get(ENV_ERRORS):
-            return "fix the environment: it ended episodes by errors (rollout/env_errors), and log.txt has the reasons"
+            return "fix the environment: it ended episodes by errors (env/errors), and log.txt has the reasons"
         if kind == CONSTANT and self.rewarded:
             return f"{LOOK}: if they are right, train on harder prompts, else check the reward function"
         return REMEDIES[kind]

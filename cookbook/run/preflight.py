@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,9 +39,9 @@ from cookbook.run.data import SPLITS, Split, SplitRows
 from cookbook.run.folder import check_steps
 from cookbook.run.identity import Identity
 from cookbook.run.settings import Settings
-from cookbook.sampling.environments import AgentEnvironment, EnvironmentConfig
+from cookbook.sampling.environments import AgentEnvironment, EnvironmentConfig, EnvironmentRunner
 from cookbook.sampling.environments import prompts as environment_prompts
-from cookbook.sampling.environments.check import turn_tokens
+from cookbook.sampling.environments.check import play, tiny_renderer, turn_tokens
 from cookbook.sampling.rewards import RewardRunner
 from cookbook.types import JsonObject
 
@@ -103,13 +103,16 @@ def examine(typed: Settings, identity: Identity, folder: Path, done: int) -> tup
         if (teacher := teacher_shape(typed)) is not None:
             compare_vocabularies(typed, shape.tokenizer, teacher.tokenizer)
     # An environment decides how its rows are used, and whether the reward is.
+    check_signature(typed, rows.first)
+    check_environment(typed, rows.first)
     if typed.env is not None:
         kind = None
     elif typed.reward is not None:
         _check_reward(typed, rows)
     if kind is not None and renderer is not None:
         # The shipped recipes read the splits in this order.
-        survey(kind, rows.sample("eval", RENDERED_ROWS), renderer, typed.data, typed.eval.max_tokens, refusals)
+        held_out = rows.sample("eval", RENDERED_ROWS)
+        survey(kind, held_out, renderer, typed.data, typed.eval.max_tokens, refusals, "eval.max_tokens")
         survey(kind, rows.sample("train", RENDERED_ROWS), renderer, typed.data, typed.rollout.max_tokens, refusals)
     refusals.warn(sum(rows.counts.values()) + len(refusals.found))
     typed.deployment = sized_deployment(typed, rows, renderer, shape, loaded=False)
@@ -286,6 +289,46 @@ def batch_size(recipe: JsonObject) -> int | None:
     """Return the number of rows of a step by the keys of the shipped recipes; None if the recipe has other keys."""
     size: int | None = recipe.get("batch_size", recipe.get("prompts_per_step"))
     return size
+
+
+def check_signature(typed: Settings, first: Mapping[Split, Sequence[Row]]) -> None:
+    """Check the parameters of the reward's function against the columns of the first row, before anything is sampled.
+
+    Raises:
+        ConfigError: a parameter is unknown, or needs an environment.
+    """
+    rows = first.get("train") or first.get("eval")
+    if typed.reward is None or not rows:
+        return
+    with contextlib.closing(RewardRunner(typed.reward)) as runner:
+        runner.check(with_answer(rows[0], typed.data).values, has_environment=typed.env is not None)
+
+
+def check_environment(typed: Settings, first: Mapping[Split, Sequence[Row]]) -> None:
+    """Check that an environment without ``get_reward`` gives rewards, if no reward is chosen and the recipe needs one.
+
+    Tools give none. A class with ``step`` plays one episode with made-up answers.
+
+    Raises:
+        ConfigError: there is no reward.
+    """
+    config, rows = typed.env, first.get("train") or first.get("eval")
+    is_known = isinstance(config, AgentEnvironment) or (config is not None and config.contract.reward_arguments is not None)
+    if config is None or is_known or typed.reward is not None or typed.has_teacher:
+        return
+    if not config.contract.tools:
+        if not rows:
+            return
+        with contextlib.closing(EnvironmentRunner(replace(config, on_error="end"))) as runner:
+            runner.warns = False
+            episode = play(runner, tiny_renderer(), rows[0])
+        # A failure has its own report, and a game that another player has ended may have no reward.
+        if episode.failure or episode.reward is not None or not episode.num_turns:
+            return
+    raise ConfigError(
+        "reward: the environment gives no reward and none is chosen; define get_reward, return (observation, reward) "
+        "from every step, or choose one, for example reward=number"
+    )
 
 
 def _check_reward(typed: Settings, rows: SplitRows) -> None:

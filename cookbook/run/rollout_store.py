@@ -129,7 +129,7 @@ class RolloutStore:
             values: Line = {"reward": _json_number(group.rewards[index])} if group.rewards else {}
             values["ended"] = trajectory.ended
             if parts := group.parts[index] if group.parts else {}:
-                values["parts"] = {name: _json_number(part) for name, part in parts.items()}
+                values["parts"] = {name: None if part is None else _json_number(part) for name, part in parts.items()}
             counts = {name: getattr(trajectory, name) for name in COUNTS}
             values |= {name: count for name, count in counts.items() if count}
             trajectories.append({**values, "branches": self._branches(trajectory, group.prompt.tokens, waiting)})

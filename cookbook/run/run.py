@@ -162,8 +162,9 @@ class Run:
         """Return the ``train`` or ``eval`` rows as prompts that leave space for a completion in the context."""
         if (environment := self._rows.settings.env) is not None:
             return environments.prompts(environment, self._rows(which), self.renderer, self.data, self._rows.refusals)
-        max_tokens = (self.rollout if which == "train" else self.eval).max_tokens
-        return self._made(which, "rollouts", functools.partial(datums.prompts, max_tokens=max_tokens))
+        limit, key = (self.rollout, "rollout.max_tokens") if which == "train" else (self.eval, "eval.max_tokens")
+        make = functools.partial(datums.prompts, max_tokens=limit.max_tokens, key=key)
+        return self._made(which, "rollouts", make)
 
     def _made(self, which: Split, kind: str, make: Callable[..., Sequence[T]]) -> Sequence[T]:
         """Return the datums or prompts of a split; of a stream, they are made when they are used."""
@@ -323,6 +324,7 @@ class Run:
         # Without prompts, no weights need to be loaded.
         if not prompts:
             return Evaluation({})
+        self._sampling.evaluator.at_step(step)
         return self._sampling.evaluator.rewards(self._sampling.newest(step), prompts).abridged()
 
     # ---- the loop ------------------------------------------------------------------------------------------------

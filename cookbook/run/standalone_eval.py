@@ -23,9 +23,10 @@ from cookbook.engine.model import ModelConfig
 from cookbook.errors import ConfigError
 from cookbook.protocols import Sampler, Trainer
 from cookbook.run import folder as run_folder
-from cookbook.run.builder import collect_garbage_from_here, environment_runner, reward_runner
+from cookbook.run.builder import collect_garbage_from_here, connect_reward, environment_runner, reward_runner
 from cookbook.run.held_out_loss import held_out_loss
 from cookbook.run.hooks import writing_to
+from cookbook.run.preflight import check_signature
 from cookbook.run.settings import Settings, preflight, settings
 from cookbook.sampling.environments import numbered_rows, prompts
 from cookbook.sampling.evaluation import FINGERPRINT, Evaluation, Evaluator, answer_lengths
@@ -90,11 +91,13 @@ def evaluate(cfg: DictConfig, target: Target) -> tuple[JsonObject, Evaluation, P
         raise ConfigError(
             "data: there are no held-out rows to evaluate on; set data.eval_path=<file>, data.eval_split or data.eval_fraction"
         )
+    check_signature(typed, {"eval": rows})
     digest = rows_digest(rows)
     with contextlib.ExitStack() as stack:
         runner = stack.enter_context(reward_runner(typed.reward))
         sampler, renderer, trainer = stack.enter_context(_deployed(typed, target))
         environment = stack.enter_context(environment_runner(typed.env, renderer))
+        connect_reward(runner, environment)
         stop = tuple(typed.rollout.stop or ())
         evaluator = Evaluator(typed.eval, renderer, typed.rollout.retrier(), runner, stop, typed.seed, refusals, environment)
         evaluation = _evaluation(typed, evaluator, sampler, trainer, rows)
@@ -173,7 +176,8 @@ def _evaluation(typed: Settings, evaluator: Evaluator, sampler: Sampler, trainer
         return evaluator.rewards(sampler, prompts(typed.env, rows, renderer, typed.data, refusals))
     # Without a reward, this refuses rollouts.
     if evaluator.runner is not None or typed.has_teacher:
-        return evaluator.rewards(sampler, datums.prompts(rows, renderer, typed.data, typed.eval.max_tokens, refusals))
+        limit = typed.eval.max_tokens
+        return evaluator.rewards(sampler, datums.prompts(rows, renderer, typed.data, limit, refusals, key="eval.max_tokens"))
     if typed.data_kind == "preferences":
         data = datums.preference_datums(rows, renderer, typed.data, refusals)[::2]
     else:

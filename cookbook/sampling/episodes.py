@@ -29,7 +29,8 @@ import numpy as np
 
 from cookbook.data import RenderedPrompt, Renderer
 from cookbook.data.render import continues_text
-from cookbook.errors import ConfigError, DataError, RolloutError, SampleRefusedError, SamplerUnavailableError
+from cookbook.data.turns import reasoning_tag
+from cookbook.errors import ConfigError, DataError, RolloutError, SampleRefusedError, SamplerUnavailableError, shortened
 from cookbook.futures import Future, LazyFuture, start_all
 from cookbook.protocols import Sampler
 from cookbook.sampling.environments.conversation import Transcript
@@ -49,6 +50,8 @@ TRANSIENT = (SamplerUnavailableError, ConnectionError, TimeoutError)
 PERMANENT = (SampleRefusedError,)
 # Waits before retries, seconds.
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 30.0
+# Tokens at the end of a prompt that may be a tag which opens the reasoning, and the line break after it.
+OPENING_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -222,13 +225,13 @@ class _Attempt:
             params = replace(params, max_tokens=left if params.max_tokens is None else min(left, params.max_tokens))
         return params
 
-    def trajectory(self, error_reward: float) -> Trajectory:
-        """Return the ended episode. One that the environment has ended by an error has ``error_reward``."""
+    def trajectory(self, error_reward: float | None) -> Trajectory:
+        """Return the ended episode. One that the environment has ended by an error has ``error_reward``; None: no reward."""
         found = self.reward.result() if self.reward is not None else Failure("")
         failed = isinstance(found, Failure)
         # Without a completion of the trained side, a reward has nothing to score.
         if isinstance(found, Failure) or (found is None and not self.num_own_turns):
-            found = EarnedReward(error_reward)
+            found = None if error_reward is None else EarnedReward(error_reward)
         branches = self.own.branches if self.own is not None else ()
         ended = "error" if failed and self.ended not in ("error", "timeout") else self.ended
         reward, parts = (None, {}) if found is None else (found.value, found.parts)
@@ -259,11 +262,16 @@ class Episodes:
             prompt = draws[index].prompt
             continues = continues_text(prompt.example)
             texts = [self.renderer.text(sample.tokens, continues=continues) for sample in samples]
+            opened = reasoning_tag(self.renderer.printed(prompt.tokens[-OPENING_TOKENS:]))
             pairs = zip(samples, texts, strict=True)
-            ended(index, [Trajectory.single(prompt.tokens, prompt.text, sample, text) for sample, text in pairs])
+            ended(index, [Trajectory.single(prompt.tokens, prompt.text, sample, text, opened) for sample, text in pairs])
 
         requests = [_request(sampler, one.prompt.tokens, one.num_samples, one.params) for one in draws]
         return self.retrier.sample(requests, arrived, has_samples=has_samples)
+
+    def valid(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Return the episodes to learn from and to evaluate: those that the environment has not ended by an error."""
+        return list(trajectories) if self.environment is None else self.environment.valid(trajectories)
 
     def scores(self, prompt: RenderedPrompt, trajectories: Sequence[Trajectory]) -> PendingScores:
         """Start the calls of the reward for the trajectories that the environment gave none.
@@ -310,6 +318,8 @@ class _EpisodeLoop:
         # Draw and number of the attempts that have not begun.
         self._queued = deque((index, number) for index, draw in enumerate(draws) for number in range(draw.num_samples))
         self._has_samples = has_samples
+        # The first observation of each draw.
+        self._openings: dict[int, object] = {}
         self._failed: dict[int, Exception] = {}
         self._num_retries = 0
         self._waited_s = 0.0
@@ -415,6 +425,8 @@ class _EpisodeLoop:
             attempt.ended = reply.ended
             self._environment.end(attempt.episode)
             return
+        if attempt.conversation is None and self._environment.compares_openings:
+            self._compare_openings(attempt, reply)
         calls, malformed, failed = attempt.calls
         attempt.calls = calls + reply.calls, malformed + reply.malformed_calls, failed + reply.failed_calls
         try:
@@ -427,6 +439,21 @@ class _EpisodeLoop:
         if attempt.ended:
             attempt.reward = self._environment.reward(attempt.episode)
             self._environment.end(attempt.episode)
+
+    def _compare_openings(self, attempt: _Attempt, reply: Reply) -> None:
+        """Compare the first observation with that of another episode of the row.
+
+        Raises:
+            ConfigError: the observations differ, so that the group would have several problems.
+        """
+        first = self._openings.setdefault(attempt.draw, reply.observation)
+        if first != reply.observation:
+            where = self._draws[attempt.draw].prompt.row.where
+            raise ConfigError(
+                f"env: two episodes of {where} begin with different observations, {shortened(repr(first))} and "
+                f"{shortened(repr(reply.observation))}, and a group compares answers to one problem; draw in reset from "
+                "random.Random(seed), or read the problem from the row"
+            )
 
     def _continued(self, attempt: _Attempt, reply: Reply) -> str:
         """Add the answer to the conversation. Return why the episode ends, or nothing."""
@@ -493,7 +520,9 @@ class _EpisodeLoop:
                 for attempt in members:
                     self._environment.end(attempt.episode)
             else:
-                self._ended(index, [one.trajectory(self._environment.config.error_reward) for one in members])
+                config = self._environment.config
+                error_reward = config.error_reward if config.on_error == "end" else None
+                self._ended(index, [one.trajectory(error_reward) for one in members])
         return set(over)
 
 

@@ -19,7 +19,7 @@ from cookbook.errors import BadRowError, ConfigError
 from cookbook.protocols import Sampler
 from cookbook.sampling.environments import EpisodeRunner
 from cookbook.sampling.episodes import Draw, Episodes, Retrier
-from cookbook.sampling.rewards import PendingScores, RewardRunner, Score, part_means
+from cookbook.sampling.rewards import Parts, PendingScores, RewardRunner, Score, part_means
 from cookbook.sampling.trajectory import Trajectory
 from cookbook.types import Datum, SamplingParams
 
@@ -104,7 +104,7 @@ class Example:
     reward: float | None
     row: str = ""
     num_correct: int | None = None
-    parts: Mapping[str, float] = field(default_factory=dict)
+    parts: Parts = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -151,13 +151,23 @@ class Evaluator:
         """Whether completions are scored, by a reward or an environment."""
         return self.runner is not None or self.environment is not None
 
+    def at_step(self, step: int) -> None:
+        """Tell rewards how many optimizer steps are finished."""
+        if self.runner is not None:
+            self.runner.step = step
+        if self.environment is not None:
+            self.environment.step = step
+
     def rewards(self, sampler: Sampler, prompts: Sequence[RenderedPrompt]) -> Evaluation:
         """Return ``eval/reward``, the mean reward, ``eval/accuracy``, the share of at least ``CORRECT``, and pass@k.
 
         ``eval/reward/part/NAME`` is the mean of a named part, ``eval/answers`` the number of greedy completions.
+        ``eval/env_errors`` is the number of episodes that the environment has ended by an error. They are left out of all other
+        metrics, unless ``env.on_error=end``.
 
         Raises:
             ConfigError: there is no reward.
+            RolloutError: the environment has ended every episode by an error.
         """
         if not self.has_reward:
             raise ConfigError("reward: no reward is chosen, and evaluation needs one; choose one, for example reward=number")
@@ -216,27 +226,38 @@ class Evaluator:
         draws = [self._draw(prompt, index, kind, limits[index]) for kind in kinds for index, prompt in enumerate(prompts)]
         pending: dict[int, PendingScores] = {}
         first: dict[int, Trajectory] = {}
+        num_episodes = num_failed = num_left_out = 0
 
         def ended(number: int, attempts: list[Trajectory]) -> None:
+            nonlocal num_episodes, num_failed, num_left_out
             activity.count += 1
-            pending[number] = scores_of(prompts[number % count], attempts)
+            valid = episodes.valid(attempts)
+            num_episodes += len(attempts)
+            num_failed += sum(one.has_failed for one in attempts)
+            num_left_out += len(attempts) - len(valid)
+            if not valid:
+                return
+            pending[number] = scores_of(prompts[number % count], valid)
             if number < count:
-                first[number] = attempts[0]
+                first[number] = valid[0]
 
         with terminal.doing("evaluating", total=len(draws), noun="prompts") as activity:
             failed = episodes.play(sampler, draws, ended).failed
+        if episodes.environment is not None:
+            episodes.environment.report_errors(num_left_out, num_episodes, "evaluation")
         for number, error in failed.items():
             log.info("%s: left out of the evaluation: %s", prompts[number % count].row.where, error)
         scores = self._scores(pending, [prompts[number % count].row.where for number in range(len(draws))])
         greedy = {number: of_one[0] for number, of_one in scores.items() if number < count}
         drawn = {number % count: of_one for number, of_one in scores.items() if number >= count}
-        correct = {index: sum(score.value >= CORRECT for score in of_one) for index, of_one in drawn.items()}
+        correct = {index: (len(of_one), sum(score.value >= CORRECT for score in of_one)) for index, of_one in drawn.items()}
         if not greedy:
             return Evaluation({}), []
         metrics = {
             "eval/accuracy": float(np.mean([score.value >= CORRECT for score in greedy.values()])),
             **self._pass_at(list(correct.values())),
             "eval/failed": float(len(failed)),
+            **({} if episodes.environment is None else {"eval/env_errors": float(num_failed)}),
             ANSWERS: float(len(greedy)),
         }
         examples = [
@@ -245,7 +266,7 @@ class Evaluator:
                 first[index].text,
                 score.value,
                 prompts[index].row.where,
-                correct.get(index),
+                correct[index][1] if index in correct else None,
                 score.parts,
             )
             for index, score in greedy.items()
@@ -276,10 +297,16 @@ class Evaluator:
             params = replace(params, temperature=self.config.temperature, top_p=self.config.top_p, seed=seed)
         return Draw(prompt, self.config.num_drawn if drawn else 1, params)
 
-    def _pass_at(self, correct: Sequence[int]) -> dict[str, float]:
-        """Return pass@k, the mean over rows; ``correct`` are the numbers of correct draws of each row."""
-        drawn = self.config.num_drawn
-        return {f"{PASS}{k}": float(np.mean([pass_at_k(drawn, n, k) for n in correct])) for k in self.config.pass_at if correct}
+    def _pass_at(self, correct: Sequence[tuple[int, int]]) -> dict[str, float]:
+        """Return pass@k, the mean over rows; ``correct`` are the numbers of draws and of correct draws of each row.
+
+        A row that has fewer than k draws, because the environment has ended the others by errors, is left out of pass@k.
+        """
+        found = {}
+        for k in self.config.pass_at:
+            if shares := [pass_at_k(drawn, right, k) for drawn, right in correct if drawn >= k]:
+                found[f"{PASS}{k}"] = float(np.mean(shares))
+        return found
 
 
 def _prompt(datum: Datum, tokens: list[int]) -> RenderedPrompt:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -18,7 +18,7 @@ from cookbook.sampling.advantages import groups_without_spread
 from cookbook.sampling.environments import EpisodeRunner
 from cookbook.sampling.episodes import Draw, Episodes, FailedRequests, Retrier
 from cookbook.sampling.evaluation import Evaluator
-from cookbook.sampling.rewards import PendingScores, RewardRunner, part_means
+from cookbook.sampling.rewards import Parts, PendingScores, RewardRunner, part_means
 from cookbook.sampling.trajectory import Trajectory
 from cookbook.types import Datum, JsonObject, SamplingParams, as_sampling
 
@@ -38,6 +38,8 @@ class RolloutConfig:
     top_k: int = -1
     min_p: float = 0.0
     stop: list[str] | None = None
+    overlong: int | None = None
+    overlong_penalty: float = 1.0
     refill: float = 1.0
     retries: int = 2
     max_consecutive_failures: int = 16
@@ -49,6 +51,13 @@ class RolloutConfig:
             raise ConfigError(f"rollout.retries must be at least 0, got {self.retries}")
         if not 1 <= self.refill < float("inf"):
             raise ConfigError(f"rollout.refill must be a number >= 1, got {self.refill}; 1.0 replaces no group")
+        if self.overlong is not None and not 1 <= self.overlong <= self.max_tokens:
+            raise ConfigError(
+                f"rollout.overlong must be between 1 and rollout.max_tokens={self.max_tokens}, got {self.overlong}; "
+                "null: no penalty"
+            )
+        if not 0 < self.overlong_penalty < float("inf"):
+            raise ConfigError(f"rollout.overlong_penalty must be > 0, got {self.overlong_penalty}; rollout.overlong=null: none")
         if self.max_consecutive_failures < 1:
             raise ConfigError(f"rollout.max_consecutive_failures must be at least 1, got {self.max_consecutive_failures}")
         if self.store_mb is not None and self.store_mb <= 0:
@@ -63,6 +72,18 @@ class RolloutConfig:
         """Return the parameters of a request: the fields of the same names, and all texts and tokens that end a completion."""
         return replace(as_sampling(self), stop=[*stop_token_ids, *(self.stop or [])])
 
+    def length_penalty(self, num_tokens: int) -> float:
+        """Return what the length of a completion adds to its reward: 0, or less in the last ``overlong`` tokens.
+
+        With ``L = max_tokens`` and ``C = overlong``, it is ``(L - C - num_tokens) / C``, times ``overlong_penalty``.
+
+        Source: Yu et al. 2025, "DAPO", arXiv:2503.14476, equation 13.
+        """
+        if self.overlong is None:
+            return 0.0
+        excess = num_tokens - (self.max_tokens - self.overlong)
+        return -self.overlong_penalty * min(max(excess / self.overlong, 0.0), 1.0)
+
     def retrier(self) -> Retrier:
         """Return the object that makes the sampling requests of one run."""
         return Retrier(self.retries, self.max_consecutive_failures)
@@ -70,16 +91,18 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """A prompt, ``G`` attempts at it, and their rewards (empty until they are known), with named parts if they have any.
+    """A prompt, at most ``G`` attempts at it, and their rewards (empty until they are known), with their named parts, if any.
 
-    ``temperature`` is the divisor of the logits that the completions were drawn with.
+    ``temperature`` is the divisor of the logits that the completions were drawn with. ``masks_truncated``: completions that
+    were cut off are not trained (``loss.mask_truncated``).
     """
 
     prompt: RenderedPrompt
     trajectories: list[Trajectory]
     rewards: list[float]
     temperature: float = 1.0
-    parts: list[Mapping[str, float]] = field(default_factory=list)
+    parts: list[Parts] = field(default_factory=list)
+    masks_truncated: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,6 +111,7 @@ class StepRollouts:
 
     ``sampling_s``: seconds until the last completion arrived; ``reward_s``: seconds from then until the last reward arrived;
     ``has_turns``: there is an environment; ``refills``: rounds of further prompts, None if ``rollout.refill`` is off.
+    ``left_out``: episodes that the environment has ended by an error, with ``env.on_error=drop``. They are in no group.
     """
 
     groups: list[RolloutGroup]
@@ -96,18 +120,32 @@ class StepRollouts:
     reward_s: float
     has_turns: bool = False
     refills: int | None = None
+    left_out: Sequence[Trajectory] = ()
+    # What the length of each completion has added to its reward; None without rollout.overlong.
+    penalties: Sequence[float] | None = None
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the groups, and ``rollout/failed``, the number of dropped prompts, and ``rollout/retries``, of retries."""
-        of_groups = metrics(self.groups)
+        of_groups = metrics(self.groups, self.left_out)
         return {
             **of_groups,
-            **(turn_metrics(self.groups) if self.has_turns else {}),
+            **(turn_metrics(self.groups, self.left_out) if self.has_turns else {}),
             **({} if self.refills is None else self._refill_metrics(self.refills)),
+            **({} if self.penalties is None else self._penalty_metrics(self.penalties)),
+            **({"rollout/masked": float(self._num_masked())} if self.groups and self.groups[0].masks_truncated else {}),
             "rollout/failed": float(len(self.requests.failed)),
             "rollout/retries": float(self.requests.num_retries),
             "time/sampled_tokens_per_s": of_groups["rollout/tokens"] / self.sampling_s,
             "time/reward_s": self.reward_s,
+        }
+
+    def _num_masked(self) -> int:
+        return sum(one.is_truncated for group in self.groups for one in group.trajectories)
+
+    def _penalty_metrics(self, penalties: Sequence[float]) -> dict[str, float]:
+        return {
+            "rollout/overlong": float(sum(one < 0 for one in penalties)),
+            "reward/overlong": math.fsum(penalties) / max(len(penalties), 1),
         }
 
     def _refill_metrics(self, refills: int) -> dict[str, float]:
@@ -131,6 +169,8 @@ def sample_groups(
     refusals: RejectedRows | None = None,
     environment: EpisodeRunner | None = None,
     further: Further | None = None,
+    *,
+    masks_truncated: bool = False,
 ) -> StepRollouts:
     """Sample ``group_size`` completions of every prompt. All requests are made before the first result is awaited.
 
@@ -143,13 +183,17 @@ def sample_groups(
     there are ``prompts``, or ``config.refill`` times the prompts are sampled. Groups without spread stay in the result: they
     are part of the metrics, and :func:`datums` leaves them out.
 
+    An episode that the environment has ended by an error is in no group, unless ``env.on_error=end``. A group may then have
+    fewer episodes than ``group_size``; a prompt without any is left out.
+
     Raises:
         BadRowError: the reward rejects a row, and ``refusals`` is None, ``data.on_bad_row`` is ``fail``, or no row is left.
-        RolloutError: sampling failed (see :class:`~cookbook.sampling.episodes.Retrier`), or a reward failed.
+        RolloutError: sampling failed (see :class:`~cookbook.sampling.episodes.Retrier`), a reward failed, or the environment
+            has ended every episode by an error.
     """
     episodes = Episodes(renderer, retrier or config.retrier(), runner, environment)
     params = replace(config.sampling(renderer.stop_token_ids), seed=seed * 100_003)
-    step = _StepSampling(episodes, sampler, group_size, params, config.temperature, refusals)
+    step = _StepSampling(episodes, sampler, group_size, params, config, refusals, masks_truncated)
     step.sample(prompts)
     refills = 0
     # A product such as 1.1 * 10 is rounded up to the next float.
@@ -157,6 +201,9 @@ def sample_groups(
     while further is not None and (count := min(len(prompts) - step.num_with_spread(), limit - step.num_prompts)) > 0:
         step.sample(further(count))
         refills += 1
+    if environment is not None:
+        num_valid = sum(len(group.trajectories) for group in step.groups.values())
+        environment.report_errors(len(step.left_out), num_valid + len(step.left_out), "step")
     return StepRollouts(
         [step.groups[index] for index in sorted(step.groups)],
         FailedRequests(step.failed, step.num_retries),
@@ -164,6 +211,8 @@ def sample_groups(
         step.reward_s,
         environment is not None,
         None if further is None else refills,
+        step.left_out,
+        None if config.overlong is None else step.penalties,
     )
 
 
@@ -175,10 +224,13 @@ class _StepSampling:
     sampler: Sampler
     group_size: int
     params: SamplingParams
-    temperature: float
+    config: RolloutConfig
     refusals: RejectedRows | None
+    masks_truncated: bool = False
+    penalties: list[float] = field(default_factory=list)
     groups: dict[int, RolloutGroup] = field(default_factory=dict)
     failed: dict[int, Exception] = field(default_factory=dict)
+    left_out: list[Trajectory] = field(default_factory=list)
     num_prompts: int = 0
     num_retries: int = 0
     sampling_s: float = 0.0
@@ -195,16 +247,26 @@ class _StepSampling:
         seed = (self.params.seed or 0) + first
         draws = [Draw(one, self.group_size, replace(self.params, seed=seed + index)) for index, one in enumerate(prompts)]
         pending: dict[int, PendingScores] = {}
+        left_out: dict[int, list[Trajectory]] = {}
 
         def ended(index: int, attempts: list[Trajectory]) -> None:
             activity.count += 1
-            self.groups[first + index] = RolloutGroup(prompts[index], attempts, [], self.temperature)
+            valid = self.episodes.valid(attempts)
+            valid_ids = {id(one) for one in valid}
+            left_out[first + index] = [one for one in attempts if id(one) not in valid_ids]
+            if not valid:
+                return
+            self.groups[first + index] = RolloutGroup(
+                prompts[index], valid, [], self.config.temperature, masks_truncated=self.masks_truncated
+            )
             if self.episodes.runner or self.episodes.environment:
-                pending[first + index] = self.episodes.scores(prompts[index], attempts)
+                pending[first + index] = self.episodes.scores(prompts[index], valid)
 
         started = time.monotonic()
         with terminal.doing("sampling", total=len(prompts), noun="prompts") as activity:
             result = self.episodes.play(self.sampler, draws, ended, has_samples=first > 0)
+        # In the order of the prompts, not of their ends.
+        self.left_out += [one for index in sorted(left_out) for one in left_out[index]]
         sampled = time.monotonic()
         self.sampling_s += sampled - started
         self.num_retries += result.num_retries
@@ -219,9 +281,12 @@ class _StepSampling:
         """Wait for the rewards of a group, or drop the group if the reward rejects its row."""
         group = self.groups[index]
         try:
-            for score in pending():
-                group.rewards.append(score.value)
+            for score, attempt in zip(pending(), group.trajectories, strict=True):
+                # Each turn of an episode may have max_tokens.
+                penalty = self.config.length_penalty(max((len(turn.tokens) for turn in attempt.turns), default=0))
+                group.rewards.append(score.value + penalty)
                 group.parts.append(score.parts)
+                self.penalties.append(penalty)
         except BadRowError as error:
             if self.refusals is None or not self.refusals.skips_bad_rows or len(self.groups) == 1:
                 raise
@@ -232,12 +297,17 @@ class _StepSampling:
 def datums(groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float]] | None = None) -> list[Datum]:
     """Return the datums of every group whose completions differ in reward. The others have zero advantages and no gradient.
 
+    With ``loss.mask_truncated``, completions that were cut off have no datum.
+
     Without ``advantages``: the datums of all groups, with advantages of 0, for a recipe that computes them per token.
     """
     data: list[Datum] = []
-    for group, row in zip(groups, advantages or [[0.0] * len(group.trajectories) for group in groups], strict=True):
+    zeros = [[0.0] * len(group.trajectories) for group in groups]
+    for group, row in zip(groups, zeros if advantages is None else advantages, strict=True):
         if advantages is None or any(row):
             for trajectory, advantage in zip(group.trajectories, row, strict=True):
+                if group.masks_truncated and trajectory.is_truncated:
+                    continue
                 data.extend(
                     RowDatum(one.model_input, one.loss_fn_inputs, group.prompt.row.where, group.prompt.question)
                     for one in trajectory.datums(advantage, group.temperature)
@@ -245,15 +315,16 @@ def datums(groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float]]
     return data
 
 
-def metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+def metrics(groups: Sequence[RolloutGroup], left_out: Sequence[Trajectory] = ()) -> dict[str, float]:
     """Return the metrics of a step's rewards and completions.
 
     ``reward/std`` is over all completions. ``reward/group_std`` is the mean over groups of the standard deviation within a
     group (divisor G - 1, as in z-scored advantages), which TRL logs as ``reward_std``. ``reward/frac_groups_without_spread``
     is the share of groups without a gradient, ``reward/part/NAME`` the mean of a named part. Without rewards these are
     missing. Lengths are in tokens; ``rollout/truncated_frac`` is the share of completions that reached ``max_tokens``.
+    Lengths include the episodes that were ``left_out``, which have no reward.
     """
-    attempts = [trajectory for group in groups for trajectory in group.trajectories]
+    attempts = [*(trajectory for group in groups for trajectory in group.trajectories), *left_out]
     lengths = np.array([attempt.num_sampled_tokens for attempt in attempts])
     return {
         **(_reward_metrics(groups) if groups[0].rewards else {}),
@@ -265,25 +336,27 @@ def metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def _reward_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    rewards = np.array([group.rewards for group in groups])
+    rewards = np.array([reward for group in groups for reward in group.rewards])
+    # Groups of different sizes, if episodes were left out.
+    stds = [float(np.std(group.rewards, ddof=1)) if len(group.rewards) > 1 else 0.0 for group in groups]
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
-        "reward/group_std": float(rewards.std(axis=1, ddof=1).mean()) if rewards.shape[1] > 1 else 0.0,
-        "reward/frac_groups_without_spread": float(groups_without_spread(rewards).mean()),
+        "reward/group_std": float(np.mean(stds)),
+        "reward/frac_groups_without_spread": float(np.mean([groups_without_spread(group.rewards) for group in groups])),
         **part_means([parts for group in groups for parts in group.parts], "reward/part/"),
     }
 
 
-def turn_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+def turn_metrics(groups: Sequence[RolloutGroup], left_out: Sequence[Trajectory] = ()) -> dict[str, float]:
     """Return the metrics of episodes in an environment.
 
-    ``rollout/branches`` is the number of episodes whose earlier turns the chat template rewrites, ``rollout/env_errors`` of
-    those that have ended by an error or a time limit, ``rollout/max_turns`` of those cut off by ``env.max_turns``,
-    ``rollout/context`` of those that have filled the model's context. Calls of tools are counted: all that were made, those
-    that could not be read, and those that raised.
+    ``rollout/branches`` is the number of episodes whose earlier turns the chat template rewrites, ``env/errors`` of those that
+    have ended by an error or a time limit, ``rollout/max_turns`` of those cut off by ``env.max_turns``, ``rollout/context`` of
+    those that have filled the model's context. Calls of tools are counted: all that were made, those that could not be read,
+    and those that raised. All are over the groups and the episodes that were ``left_out``.
     """
-    attempts = [trajectory for group in groups for trajectory in group.trajectories]
+    attempts = [*(trajectory for group in groups for trajectory in group.trajectories), *left_out]
     turns = [len(attempt.turns) for attempt in attempts]
     return {
         "rollout/turns_mean": float(np.mean(turns)),
@@ -291,7 +364,7 @@ def turn_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         "rollout/branches": float(sum(len(attempt.branches) > 1 for attempt in attempts)),
         "rollout/max_turns": float(sum(attempt.ended == "max_turns" for attempt in attempts)),
         "rollout/context": float(sum(attempt.ended == "context" for attempt in attempts)),
-        "rollout/env_errors": float(sum(attempt.ended in ("error", "timeout") for attempt in attempts)),
+        "env/errors": float(sum(attempt.has_failed for attempt in attempts)),
         "rollout/tool_calls": float(sum(attempt.calls for attempt in attempts)),
         "rollout/malformed_calls": float(sum(attempt.malformed_calls for attempt in attempts)),
         "rollout/failed_calls": float(sum(attempt.failed_calls for attempt in attempts)),
@@ -300,7 +373,8 @@ def turn_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 def log_rows(groups: Sequence[RolloutGroup], count: int) -> list[JsonObject]:
     """Return the first ``count`` rollouts as rows of ``samples.jsonl``: the first completion of each group, then the second."""
-    order = [(group, i) for i in range(max(len(group.trajectories) for group in groups)) for group in groups]
+    most = max(len(group.trajectories) for group in groups)
+    order = [(group, i) for i in range(most) for group in groups if i < len(group.trajectories)]
     return [
         {
             "row": group.prompt.row.where,
@@ -327,6 +401,7 @@ class PolicySampling:
         evaluator: evaluates the same weights. Training shares its renderer, reward, seed and count of consecutive failures.
         sampler: of a resumed run, if the run was saved between two weight syncs.
         needs_reward: whether the recipe learns from rewards. A recipe with a teacher does not.
+        masks_truncated: whether completions that were cut off are not trained.
     """
 
     deployment: Deployment
@@ -335,6 +410,7 @@ class PolicySampling:
     evaluator: Evaluator
     sampler: Sampler | None = None
     needs_reward: bool = True
+    masks_truncated: bool = False
     on_sync: Callable[[Sampler], None] = lambda sampler: None
     sync_s: float = 0.0
 
@@ -365,6 +441,7 @@ class PolicySampling:
         if self.needs_reward and one.runner is None and one.environment is None:
             raise ConfigError("reward: this recipe learns from rewards; choose one, for example reward=number")
         seed = one.seed * 1_000_003 + index
+        one.at_step(index)
         return sample_groups(
             sampler,
             prompts,
@@ -377,6 +454,7 @@ class PolicySampling:
             refusals=one.refusals,
             environment=one.environment,
             further=further,
+            masks_truncated=self.masks_truncated,
         )
 
     def newest(self, step: int) -> Sampler:

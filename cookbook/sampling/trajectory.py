@@ -18,7 +18,8 @@ class Segment:
     """Consecutive tokens of one author, and their text.
 
     Tokens of the model have ``logprobs`` (one per token, under the temperature of the draw), the reason why sampling stopped
-    (``stop`` or ``length``) and ``step``, the version of the weights. Tokens of other authors have none of these.
+    (``stop`` or ``length``), ``step``, the version of the weights, and ``opened``, the tag at the end of the prompt that opens
+    the reasoning, if there is one. Tokens of other authors have none of these.
     """
 
     author: Author
@@ -27,11 +28,12 @@ class Segment:
     logprobs: list[float] = field(default_factory=list)
     stop_reason: str = ""
     step: int = 0
+    opened: str = ""
 
     @classmethod
-    def sampled(cls, sample: Sample, text: str) -> Segment:
+    def sampled(cls, sample: Sample, text: str, opened: str = "") -> Segment:
         """Return the segment of a completion."""
-        return cls("model", sample.tokens, text, sample.logprobs, sample.stop_reason, sample.step)
+        return cls("model", sample.tokens, text, sample.logprobs, sample.stop_reason, sample.step, opened)
 
 
 Branch = tuple[Segment, ...]
@@ -60,10 +62,15 @@ class Trajectory:
     parts: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def single(cls, prompt: Sequence[int], prompt_text: str, sample: Sample, text: str) -> Trajectory:
+    def single(cls, prompt: Sequence[int], prompt_text: str, sample: Sample, text: str, opened: str = "") -> Trajectory:
         """Return the trajectory of one completion without an environment."""
-        branch = (Segment("prompt", list(prompt), prompt_text), Segment.sampled(sample, text))
+        branch = (Segment("prompt", list(prompt), prompt_text), Segment.sampled(sample, text, opened))
         return cls((branch,), sample.stop_reason)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the environment has ended the episode by an error or a time limit."""
+        return self.ended in ("error", "timeout")
 
     @property
     def turns(self) -> list[Segment]:

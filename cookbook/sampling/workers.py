@@ -52,6 +52,10 @@ class WorkerStartError(WorkerEndedError):
     """The process cannot be started, and no later call tries again."""
 
 
+class GradeError(Exception):
+    """A reward function of environments has failed; the text says how. The run ends, as with any reward."""
+
+
 class TraceError(Exception):
     """Stand-in for an exception of a worker process. Its text is that exception's traceback."""
 

@@ -73,7 +73,8 @@ class Exchange:
         continues = not isinstance(fields, ChatBody) or fields.continues_answer
         text = completed_text(renderer, sample.tokens, fields.stop_strings, continues=continues)
         begun = openai_results.opening(renderer, fields, prompt)
-        said = openai_results.message(text, may_call=isinstance(fields, ChatBody) and fields.may_call, begun=begun)
+        tools = fields.callable_tools if isinstance(fields, ChatBody) else ()
+        said = openai_results.message(begun + text, tools)
         answer = Answer(prompt, [sample])
         if fields.stream:
             self.response.set_result(Response(200, _stream(renderer, fields, answer, turn.step), EVENTS))
@@ -150,6 +151,8 @@ class ProgramSession:
 
 class AgentRunner(EpisodeRunner):
     """Plays episodes of programs. ``renderer`` belongs to the thread that plays."""
+
+    compares_openings = False
 
     def __init__(self, config: AgentEnvironment, renderer: Renderer) -> None:
         super().__init__(config)

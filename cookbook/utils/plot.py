@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -41,34 +42,38 @@ def chart(title: str, x_label: str, curves: Sequence[Curve]) -> str:
 
 
 def _panel(curve: Curve, low: float, high: float) -> str:
-    bottom, top = _range([y for _, y in curve.points])
+    points = [(x, y) for x, y in curve.points if math.isfinite(y)]
+    bottom, top = _range([y for _, y in points])
     inner_width, inner_height = PANEL_WIDTH - LEFT - RIGHT, PANEL_HEIGHT - TOP - BOTTOM
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = (x - low) / ((high - low) or 1)
-        up = (y - bottom) / (top - bottom)
+        # Halves: the difference of two large numbers may overflow.
+        up = (y / 2 - bottom / 2) / (top / 2 - bottom / 2)
         return LEFT + across * inner_width, TOP + (1 - up) * inner_height
 
     parts = [_text(LEFT + inner_width / 2, 16, curve.label)]
     for share in (0.0, 0.5, 1.0):
-        value = bottom + share * (top - bottom)
+        value = (1 - share) * bottom + share * top
         _, y = place(low, value)
         parts.append(f'<line x1="{LEFT}" x2="{PANEL_WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="{GRID}"/>')
         parts.append(_text(LEFT - 5, y + 4, f"{value:.2g}", anchor="end"))
     for x_value in (low, high):
         x, _ = place(x_value, bottom)
         parts.append(_text(x, PANEL_HEIGHT - BOTTOM + 15, f"{x_value:g}", anchor="end" if x_value == high else "start"))
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in curve.points))
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in points))
     parts.append(f'<polyline points="{path}" fill="none" stroke="{LINE}" stroke-width="1.6"/>')
     return "".join(parts)
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
     """Return [0, 1] for shares of one, and the range of the values for all others."""
-    low, high = min(values), max(values)
+    low, high = min(values, default=0.0), max(values, default=1.0)
     if low >= 0 and 0.5 <= high <= 1:
         return 0.0, 1.0
-    return (low - 0.5, high + 0.5) if low == high else (low, high)
+    # A margin of 0.5 would vanish beside a large number.
+    margin = max(0.5, abs(low) * 0.05)
+    return (low - margin, high + margin) if low == high else (low, high)
 
 
 def _text(x: float, y: float, text: str, anchor: str = "middle", size: int = 11) -> str:

@@ -45,6 +45,11 @@ COMPOSED: dict[str, dict[str, object] | str] = {
     "train recipe=grpo model=runs/dpo data=arithmetic recipe.steps=20 rollout.max_tokens=16 eval.max_tokens=16 out=runs/grpo": {
         "model.name": "runs/dpo", "optim.lr": 1e-6, "recipe.steps": 20,
     },
+    "train recipe=grpo loss.mask_truncated=true": {"loss.mask_truncated": True},
+    "train recipe=grpo rollout.max_tokens=4096 rollout.overlong=1024": {"rollout.overlong": 1024, "rollout.max_tokens": 4096},
+    "train recipe=grpo env=my_env.py:MyClass reward=my_env.py:reward_func data=rows.jsonl": {
+        "reward.target": "my_env.py:reward_func"
+    },
     "train recipe=grpo rollout.refill=2": {"rollout.refill": 2.0, "data.curriculum": None},
     "train recipe=grpo data.curriculum={}": {"data.curriculum": {}, "rollout.refill": 1.0},
     "train recipe=grpo data.curriculum={new: 0.3, medium: 0.6, hard: 0.1, easy: 0.0}": {

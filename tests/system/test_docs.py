@@ -22,7 +22,7 @@ import cookbook
 from cookbook.cli.app import app
 
 # The first words of metrics, and names of another kind that begin with one of them.
-GROUPS = "curriculum|data|eval|kl|logprobs|loss|optim|refill|reward|rewards|rollout|sync|time|tokens"
+GROUPS = "curriculum|data|env|eval|kl|logprobs|loss|optim|refill|reward|rewards|rollout|sync|time|tokens"
 OTHER = {"tokens/s"}
 # Prefixes of the code, and what the table writes for them.
 FAMILIES = {"eval/pass@": "eval/pass@K", "eval/reward/part/": "eval/reward/part/NAME", "reward/part/": "reward/part/NAME"}

@@ -225,7 +225,7 @@ def test_an_agent_learns_through_it(tmp_path, environment):
     words += ["recipe.prompts_per_step=4", "eval.limit=8", f"out={tmp_path / 'run'}"]
     subprocess.run([sys.executable, "-m", "cookbook", "train", *words], check=True, cwd=tmp_path, env=environment)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()][1:]
-    assert len(rows) == 3 and all(row["rollout/env_errors"] == 0 for row in rows)
+    assert len(rows) == 3 and all(row["env/errors"] == 0 for row in rows)
     # The recorded tokens and logprobs are the trainer's: a lost token or old weights would give 1e-3 and more.
     assert all(row["kl/sampler_trainer_k3"] < 1e-8 and row["sync/version_lag"] == 0 for row in rows)
     assert any(row["rollout/turns_mean"] > 1 for row in rows)

@@ -10,6 +10,7 @@ import shutil
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import ClassVar
 
 from cookbook.errors import ConfigError
 from cookbook.sampling.environments.config import Contract, EnvironmentConfig
@@ -35,6 +36,7 @@ class AgentEnvironment(EnvironmentConfig):
     # The rounds of a step depend on the number of workers.
     workers: int = 16
     chat: bool = field(default=True, init=False, repr=False)
+    ends_refused_episodes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

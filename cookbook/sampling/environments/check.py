@@ -59,8 +59,9 @@ def check_environment(config: EnvironmentConfig, rows: Sequence[Row], runner: Ru
         ConfigError: the environment lacks a method of the contract.
     """
     # Every failure is shown here, and none ends the command.
+    failed_episodes = config.failed_episodes
     config = dataclasses.replace(config, on_error="end")
-    renderer = _tiny_renderer()
+    renderer = tiny_renderer()
     with contextlib.closing(runner(config, renderer)) as environment:
         environment.warns = False
         alone: list[PlayedEpisode] = []
@@ -73,7 +74,7 @@ def check_environment(config: EnvironmentConfig, rows: Sequence[Row], runner: Ru
                 failed = [(row.where, one.failure) for row, one in zip(rows, played, strict=False) if one.failure]
                 if failed:
                     # No further episode: each of them may hang, too, for env.timeout_s.
-                    harm = f"such episodes end with the reward env.error_reward={config.error_reward:g}"
+                    harm = f"such episodes {failed_episodes}"
                     return [CheckResult("plays", State.failed, ": ".join(failed[0]), harm, "fix the environment")]
     # The first call of a worker process waits for its start, which is not part of any time limit.
     slowest = max(min(one.slowest_s, other.slowest_s) for one, other in zip(alone, again, strict=True))
@@ -81,10 +82,24 @@ def check_environment(config: EnvironmentConfig, rows: Sequence[Row], runner: Ru
         CheckResult("plays", State.passed, f"{len(rows)} episodes, ended by {', '.join(sorted({one.ended for one in alone}))}"),
         _same("repeats", alone, again, "the same row, played twice", "an interrupted run would not continue as it was"),
         _same("independent", alone, together, "episodes played in turn", "episodes of one process would disturb each other"),
-        _exact_tokens(config, alone),
+        _exact_tokens(config, alone, failed_episodes),
+        *_repeated_prompts(rows, alone),
         _rewards([one.reward for one in alone], environment.contract.reward_range),
         _limits(config, max(one.num_turns for one in alone), slowest),
     ]
+
+
+def _repeated_prompts(rows: Sequence[Row], played: Sequence[PlayedEpisode]) -> list[CheckResult]:
+    """Say that first observations repeat the prompts of their rows, to whose end a run adds them; nothing if they do not."""
+    for row, episode in zip(rows, played, strict=True):
+        prompt, opening = row.values.get("prompt"), episode.observations[0] if episode.observations else None
+        if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
+            prompt = prompt[-1].get("content")
+        if isinstance(prompt, str) and prompt.strip() and isinstance(opening, str) and prompt.strip() in opening:
+            found = f"the first observation repeats the row's prompt, {shortened(repr(prompt.strip()))}"
+            harm = "a run adds the observation to the prompt, so the model reads it twice"
+            return [CheckResult("prompt", State.failed, found, harm, "return None from reset, or rename the column")]
+    return []
 
 
 def _rewards(rewards: Sequence[float | None], declared: tuple[float, float] | None) -> CheckResult:
@@ -227,22 +242,22 @@ def _continued(conversation: Conversation, renderer: Renderer, observation: obje
     return begun
 
 
-def _tiny_renderer() -> Renderer:
+def tiny_renderer() -> Renderer:
     """Return the renderer of the shipped model."""
     from transformers import AutoTokenizer
 
     return Renderer(AutoTokenizer.from_pretrained(packaged("data") / "tiny"))
 
 
-def _exact_tokens(config: EnvironmentConfig, played: Sequence[PlayedEpisode]) -> CheckResult:
+def _exact_tokens(config: EnvironmentConfig, played: Sequence[PlayedEpisode], failed_episodes: str) -> CheckResult:
     """Check, with the tokenizer of the shipped model, that the tokens of each turn begin with those of the turn before."""
     if isinstance(config, AgentEnvironment):
         return CheckResult("tokens", State.skipped, "every call of a program is rendered as a whole; rollout/branches counts")
-    renderer = _tiny_renderer()
+    renderer = tiny_renderer()
     try:
         return _turns_continue(config, played, renderer)
     except DataError as error:
-        harm, remedy = f"such episodes end with the reward env.error_reward={config.error_reward:g}", "return other text"
+        harm, remedy = f"such episodes {failed_episodes}", "return other text"
         return CheckResult("tokens", State.failed, f"an observation is refused: {error}", harm, remedy)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from cookbook.config import python_file
 from cookbook.errors import ConfigError, CookbookError, described
@@ -16,6 +16,8 @@ from cookbook.types import JsonObject
 
 # Methods that belong to the contract. All other public methods are tools, unless the class has `step`.
 CONTRACT = frozenset({"reset", "step", "get_reward", "close"})
+# Parameters of `get_reward`, if it has any: the text of the last completion, and all messages.
+REWARD_ARGUMENTS = ("text", "completion", "trajectory")
 # Parameters of `reset` that are not columns of the data.
 NUMBERED = frozenset({"seed", "index"})
 
@@ -36,6 +38,8 @@ class Contract:
     takes_all: bool
     reward_range: tuple[float, float] | None = None
     ignored: tuple[str, ...] = ()
+    # Parameters of get_reward; None: the class has no get_reward.
+    reward_arguments: tuple[str, ...] | None = None
 
     @property
     def reads_rows(self) -> bool:
@@ -68,7 +72,24 @@ class Contract:
             takes_all=any(one.kind is one.VAR_KEYWORD for one in parameters),
             reward_range=_reward_range(environment),
             ignored=() if tools else tuple(public_methods(environment)),
+            reward_arguments=_reward_arguments(environment),
         )
+
+
+def _reward_arguments(environment: object) -> tuple[str, ...] | None:
+    get_reward = getattr(environment, "get_reward", None)
+    if not callable(get_reward):
+        return None
+    found = []
+    for name, one in inspect.signature(get_reward).parameters.items():
+        if name in REWARD_ARGUMENTS:
+            found.append(name)
+        elif one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
+            raise ConfigError(
+                f"env: {type(environment).__name__}.get_reward has the parameter {name!r}; it may have "
+                f"{', '.join(REWARD_ARGUMENTS)}; give {name} a default, or read it in reset"
+            )
+    return tuple(found)
 
 
 def _reward_range(environment: object) -> tuple[float, float] | None:
@@ -126,15 +147,23 @@ class EnvironmentConfig:
     rows: int = 1000
     chat: bool = True
     lockstep: bool = True
-    on_error: Literal["end", "fail"] = "end"
+    on_error: Literal["drop", "fail", "end"] = "drop"
     error_reward: float = 0.0
     workers: int = field(default=1, repr=False)
     timeout_s: float | None = field(default=60.0, repr=False)
+
+    # Whether an episode whose model has exceeded a limit may end without a reward of its own, and then gets error_reward.
+    ends_refused_episodes: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for key, least in {"max_turns": 1, "rows": 1, "workers": 0}.items():
             if (number := getattr(self, key)) < least:
                 raise ConfigError(f"env.{key} must be at least {least}, got {number}")
+        if self.error_reward and self.on_error != "end" and not self.ends_refused_episodes:
+            raise ConfigError(
+                f"env.error_reward={self.error_reward:g} has no effect with env.on_error={self.on_error}: such an episode is "
+                "not trained; remove env.error_reward, or set env.on_error=end"
+            )
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise ConfigError(f"env.timeout_s must be above 0, got {self.timeout_s}; null sets no limit")
         if self.timeout_s is not None and not self.workers:
@@ -142,6 +171,11 @@ class EnvironmentConfig:
             raise ConfigError(
                 f"{limit} needs env.workers of at least 1: no call can be stopped in this process; add env.timeout_s=null"
             )
+
+    @property
+    def failed_episodes(self) -> str:
+        """The end of a sentence about episodes that end by an error: how a run treats them."""
+        return "are left out" if self.on_error != "end" else f"end with the reward env.error_reward={self.error_reward:g}"
 
     def make(self) -> object:
         """Return a new environment, which plays one episode."""

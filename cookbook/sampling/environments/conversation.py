@@ -11,7 +11,7 @@ from cookbook.data import RenderedPrompt, Renderer
 from cookbook.data.encoding import without_breaks
 from cookbook.data.formats import Chat, Example, Plain
 from cookbook.data.messages import ChatMessage, is_prefill, parse_messages
-from cookbook.data.turns import opened_reasoning
+from cookbook.data.turns import opened_reasoning, reasoning_tag
 from cookbook.sampling.environments.tool_calls import described_tools
 from cookbook.sampling.trajectory import Branch, Segment
 from cookbook.types import JsonObject, Sample, SamplingParams
@@ -20,6 +20,8 @@ Observation = str | list[JsonObject] | None
 
 # A conversation that shows how the chat template continues after an answer.
 QUESTION, ANSWER = ChatMessage("user", "question"), ChatMessage("assistant", "\u241eanswer\u241e")
+# Characters at the end of a prompt that may be a tag which opens the reasoning.
+OPENING = 64
 # Some templates print the result of a tool only after the call of one.
 CALL = {"tool_calls": [{"id": "call00000", "type": "function", "function": {"name": "tool", "arguments": {}}}]}
 
@@ -80,7 +82,7 @@ class Conversation:
         """Add a completion to the last turn, and return it with its text."""
         continues = self._is_begun or isinstance(self._example, Plain)
         text = self.renderer.text(sample.tokens, continues=continues)
-        self._answer = Segment.sampled(sample, text)
+        self._answer = Segment.sampled(sample, text, reasoning_tag(self._text[-OPENING:]))
         self._segments.append(self._answer)
         self.tokens += sample.tokens
         if self._is_begun:

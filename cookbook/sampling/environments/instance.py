@@ -6,7 +6,7 @@ import asyncio
 import copy
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, SupportsFloat
 
@@ -15,7 +15,7 @@ from cookbook.errors import described, shortened
 from cookbook.futures import Awaiter
 from cookbook.sampling.environments.config import Contract, EnvironmentConfig, tools_of
 from cookbook.sampling.environments.tool_calls import Calls, ToolCall, parse_calls
-from cookbook.sampling.workers import Handler, trace_of
+from cookbook.sampling.workers import GradeError, Handler, trace_of
 from cookbook.types import JsonObject
 
 # Exceptions of the user's code that end an episode or fail a tool. SystemExit and CancelledError do not inherit from Exception.
@@ -50,6 +50,10 @@ class EarnedReward:
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
+Grade = Callable[[object, JsonObject, Awaiter], tuple[float, Mapping[str, float]]]
+"""A reward function that sees the environment: returns the reward and its parts. Raises GradeError: the function failed."""
+
+
 class Instance:
     """The user's object, called as its contract says. ``rewards`` are those that ``step`` has returned."""
 
@@ -78,7 +82,11 @@ class Instance:
         """
         if not self._tools:
             return self._step(self._awaiter.result(self._environment.step(text)))
-        calls = parse_calls(text) if read is None else [one if isinstance(one, str) else ToolCall(*one) for one in read]
+        calls = (
+            parse_calls(text, self._contract.tools)
+            if read is None
+            else [one if isinstance(one, str) else ToolCall(*one) for one in read]
+        )
         reply = Reply([], done=not calls)
         assert isinstance(reply.observation, list)
         for call in calls:
@@ -87,13 +95,19 @@ class Instance:
         reply.opponent_moves = self._opponent_moves
         return reply
 
-    def reward(self) -> EarnedReward | None:
-        """Return the reward of the episode: of ``get_reward``, else the sum of the rewards of ``step``; None without any."""
-        get_reward = getattr(self._environment, "get_reward", None)
-        if get_reward is not None:
-            return _earned(self._awaiter.result(get_reward()))
-        # A sum of finite numbers may overflow.
-        return EarnedReward(_number(sum(self._rewards), "step")) if self._rewards else None
+    def reward(self, ended: JsonObject | None = None, grade: Grade | None = None) -> EarnedReward | None:
+        """Return the reward of the episode: of ``get_reward``, else the sum of the rewards of ``step``, else of ``grade``.
+
+        None: all of them are missing. ``ended`` has the ``text`` of the last completion and the ``trajectory``, all messages.
+        """
+        ended = ended or {}
+        if (names := self._contract.reward_arguments) is not None:
+            given = {name: ended["text" if name == "completion" else name] for name in names}
+            return _earned(self._awaiter.result(self._environment.get_reward(**given)))
+        if self._rewards:
+            # A sum of finite numbers may overflow.
+            return EarnedReward(_number(sum(self._rewards), "step"))
+        return None if grade is None else EarnedReward(*grade(self._environment, ended, self._awaiter))
 
     def close(self) -> None:
         """Call the environment's ``close``, if it has one."""
@@ -186,6 +200,8 @@ class Instances:
     def __init__(self, config: EnvironmentConfig) -> None:
         self._config = config
         self._instances: dict[int, Instance] = {}
+        # Reward functions of environments, by their configuration.
+        self._graders: dict[str | None, Grade] = {}
 
     def __call__(self, request: tuple[int, str, list[Any]]) -> JsonObject:
         """Make the call. An exception of the user's code becomes ``{"failure": message, "trace": text}``."""
@@ -194,6 +210,8 @@ class Instances:
             return {"result": self._result(episode, method, arguments)}
         except EnvironmentFailedError as error:
             return {"failure": shortened(str(error)), "trace": None}
+        except GradeError as error:
+            return {"failure": str(error), "trace": trace_of(error.__cause__), "fatal": True}
         except FAILURES as error:
             name = called_method(method, self._config.contract)
             return {"failure": f"{name} raised {described(error)}", "trace": trace_of(error)}
@@ -210,7 +228,11 @@ class Instances:
         if method == "act":
             return dataclasses.asdict(self._instances[episode].act(*arguments))
         if method == "reward":
-            earned = self._instances[episode].reward()
+            ended = arguments[0] if arguments else {}
+            grader = ended.get("grader")
+            if grader is not None and grader not in self._graders:
+                self._graders[grader] = construct_target(json.loads(grader), "reward")
+            earned = self._instances[episode].reward(ended, self._graders.get(grader))
             return None if earned is None else dataclasses.asdict(earned)
         if (instance := self._instances.pop(episode, None)) is not None:
             instance.close()

@@ -34,6 +34,8 @@ CLOSE_S = 5.0
 NUM_EVAL = 200
 # Seconds that the rounds of a step may wait for slow environments. After a longer wait, one line names env.lockstep.
 LONG_WAIT_S = 10.0
+# Share of a step's episodes that may end by an error before a warning.
+LOST_SHARE = 0.1
 HANDLER = "cookbook.sampling.environments.instance:handler"
 
 
@@ -88,6 +90,11 @@ class EpisodeRunner:
 
     limit: int | None = None
     warns = True
+    # Configuration of a reward function that gets environments, as JSON; and finished optimizer steps, for that function.
+    grader: str | None = None
+    step = 0
+    # Whether the episodes of a row have to begin with the same observation. The first message of a program may have a time.
+    compares_openings = True
 
     def __init__(self, config: EnvironmentConfig) -> None:
         self.config = config
@@ -127,13 +134,44 @@ class EpisodeRunner:
 
     def check_rewards(self, trajectories: Sequence[Trajectory]) -> None:
         """Raise ConfigError if the environment gives a reward in some of its episodes only: they would not be comparable."""
-        self._rewarded |= {
-            one.reward is not None for one in trajectories if one.ended not in ("error", "timeout") and one.turns
-        }
+        self._rewarded |= {one.reward is not None for one in trajectories if not one.has_failed and one.turns}
         if len(self._rewarded) == 2:
             raise ConfigError(
                 "env: some episodes had a reward of the environment, and others none; return (observation, reward) from every "
                 "step, with 0.0 where nothing is earned, or define get_reward"
+            )
+
+    def valid(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Return the episodes to learn from and to evaluate.
+
+        With ``env.on_error=drop``, those that have ended by an error are left out: their reward would be that of the failure,
+        not of the model. So are episodes without a completion and without a reward, which another player has ended.
+        """
+        if self.config.on_error == "end":
+            return list(trajectories)
+        return [one for one in trajectories if not (one.has_failed or (one.reward is None and not one.turns))]
+
+    def report_errors(self, num_left_out: int, num_episodes: int, kind: str) -> None:
+        """Say once that many episodes of a step or an evaluation, the ``kind``, were left out.
+
+        Raises:
+            RolloutError: all episodes were left out, so that there is nothing to learn from or to measure.
+        """
+        if not num_left_out:
+            return
+        if num_left_out == num_episodes:
+            raise RolloutError(
+                f"env: all {num_episodes} episodes of the {kind} have ended by an error; log.txt has the reasons; fix the "
+                "environment (cookbook check env), and run the same command to resume"
+            )
+        if num_left_out > LOST_SHARE * num_episodes and "lost" not in self._said:
+            self._said.add("lost")
+            log.warning(
+                "env: %d of %d episodes of the %s have ended by an error and are left out, so it has learned or measured "
+                "from the others only; log.txt has the reasons, and env.timeout_s and env.workers may help",
+                num_left_out,
+                num_episodes,
+                kind,
             )
 
     def report_wait(self, waited_s: float) -> None:
@@ -159,11 +197,11 @@ class EpisodeRunner:
         if answer.get("fatal"):
             raise RolloutError(message)
         if self.config.on_error == "fail":
-            raise RolloutError(f"{message}; fix the environment, or set env.on_error=end")
+            raise RolloutError(f"{message}; fix the environment, or set env.on_error=drop")
         if self.warns and answer["failure"] not in self._said:
             self._said.add(answer["failure"])
-            remedy = "rollout/env_errors counts such episodes, and env.on_error=fail stops the run"
-            log.warning("%s; the episode ends with reward %g; %s", message, self.config.error_reward, remedy)
+            remedy = "env/errors counts such episodes, and env.on_error=fail stops the run"
+            log.warning("%s; such episodes %s; %s", message, self.config.failed_episodes, remedy)
         return Failure(answer["failure"], answer.get("ended", "error"))
 
 
@@ -205,11 +243,20 @@ class EnvironmentRunner(EpisodeRunner):
 
     def act(self, episode: Episode, turn: Segment) -> Pending[Reply]:
         """Return the answer to a completion."""
-        return self._pending(episode, "act", [turn.text, self._calls(episode, turn)], _reply)
+        # Tools are not called in reasoning, which the prompt may have opened.
+        text = turn.opened + turn.text if self.contract.tools else turn.text
+        return self._pending(episode, "act", [text, self._calls(episode, turn)], _reply)
 
     def reward(self, episode: Episode) -> Pending[EarnedReward | None]:
         """Return the reward of the episode, None if the environment gives none."""
-        return self._pending(episode, "reward", [], lambda result: None if result is None else EarnedReward(**result))
+        ended: list[Any] = []
+        if self.contract.reward_arguments or self.grader is not None:
+            own = episode.conversations.get(False)
+            trajectory = Trajectory(own.branches if own is not None else (), "done")
+            ended = [{"text": trajectory.text, "trajectory": trajectory.messages()}]
+            if self.grader is not None:
+                ended[0] |= {"grader": self.grader, "row": dict(episode.row.values), "step": self.step}
+        return self._pending(episode, "reward", ended, lambda result: None if result is None else EarnedReward(**result))
 
     def end(self, episode: Episode) -> None:
         """Drop the state of an episode."""

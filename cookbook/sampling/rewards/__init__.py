@@ -2,13 +2,14 @@
 
 from cookbook.sampling.rewards.builtin import Exact, Format, Limits, Number, Python
 from cookbook.sampling.rewards.runner import PendingReward, PendingScores, RewardRunner, part_means
-from cookbook.sampling.rewards.weighted import Score, Weighted
+from cookbook.sampling.rewards.weighted import Parts, Score, Weighted
 
 __all__ = [
     "Exact",
     "Format",
     "Limits",
     "Number",
+    "Parts",
     "PendingReward",
     "PendingScores",
     "Python",

@@ -6,40 +6,36 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from decimal import Decimal
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cookbook.config import python_file
 from cookbook.errors import ConfigError, DataError
+from cookbook.sampling.rewards import answers
 from cookbook.types import JsonObject
 
 if TYPE_CHECKING:
     from cookbook.protocols import Reward
 
-# A sign counts only if no number or word ends before it: "10-3" is 10 and 3. Thousands come in groups of three: "1,2,3" is
-# three numbers and "1,234" one. Currency and percent signs are ignored.
-NUMBER = re.compile(
-    r"(?P<sign>(?<![\w.)\]])[-−]\s?)?[$€£]?(?P<sign2>(?<=[$€£])-)?"  # noqa: RUF001
-    r"(?P<digits>\d{1,3}(?:,\d{3})+(?![\d])(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
-)
 # GSM8K writes its final answer after this mark.
 GOLD_MARK = "####"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Base class of rewards with the two options that limit a call.
+    """Base class of rewards, with the options that all have.
 
+    ``answer_only``: the reward gets completions without their reasoning, and an empty text if the reasoning is unfinished.
     ``workers`` processes call the reward while sampling continues; 0 calls it in this process, one completion after another.
-    ``timeout_s`` limits one call, in seconds; only a process can be stopped, so a limit needs ``workers``. Neither option
-    changes a reward's value.
+    ``timeout_s`` limits one call, in seconds; only a process can be stopped, so a limit needs ``workers``. These two
+    options change no value.
 
     Raises:
         ConfigError: a number out of its bounds, or a time limit without workers.
     """
 
+    answer_only: bool = False
     workers: int = field(default=0, repr=False)
     timeout_s: float | None = field(default=None, repr=False)
 
@@ -61,16 +57,21 @@ class Limits:
 
 @dataclass(frozen=True)
 class Number(Limits):
-    """1 if the completion's last number equals the gold number: in the column, the first after ``####``, else the last."""
+    """1 if the completion's last number equals the gold number: in the column, the first after ``####``, else the last.
+
+    Numbers are those of :func:`cookbook.sampling.rewards.answers.numbers`. Unfinished reasoning has no answer.
+    """
 
     column: str = "answer"
+    answer_only: bool = field(default=True, kw_only=True)
 
     def __call__(self, completion: str, row: JsonObject) -> float:
         value = cell(row, self.column)
         gold = _gold(str(value))
         if gold is None:
             raise DataError(f'"{self.column}" holds no number, got {value!r}; set reward.column to a column with numbers')
-        return float(_last(completion) == gold)
+        text = answers.without_reasoning(completion) if self.answer_only else completion
+        return float(text is not None and answers.last_number(text) == gold)
 
 
 @dataclass(frozen=True)
@@ -157,17 +158,13 @@ def cell(row: JsonObject, column: str) -> object:
     return row[column]
 
 
-def _gold(text: str) -> Decimal | None:
+def gold_text(value: object) -> str:
+    """Return the text of a row's answer: what follows ``####``, as GSM8K writes it, else all of it."""
+    before, mark, after = str(value).partition(GOLD_MARK)
+    return after if mark else before
+
+
+def _gold(text: str) -> answers.Value | None:
     _, mark, after = text.partition(GOLD_MARK)
-    match = NUMBER.search(after) if mark else None
-    return _decimal(match) if match else _last(text)
-
-
-def _last(text: str) -> Decimal | None:
-    matches = [*NUMBER.finditer(text)]
-    return _decimal(matches[-1]) if matches else None
-
-
-def _decimal(match: re.Match[str]) -> Decimal:
-    value = Decimal(match["digits"].replace(",", ""))
-    return -value if match["sign"] or match["sign2"] else value
+    marked = answers.first_number(after) if mark else None
+    return answers.last_number(text) if marked is None else marked

@@ -12,19 +12,31 @@ import json
 import logging
 import math
 import queue
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, SupportsFloat
 
 from cookbook.config.typed import construct_target
+from cookbook.data.reasoning import without_reasoning
 from cookbook.errors import BadRowError, ConfigError, CookbookError, DataError, RolloutError, described
 from cookbook.futures import Awaiter
 from cookbook.protocols import ServiceReward
 from cookbook.sampling import workers
 from cookbook.sampling.rewards.builtin import Limits, Python
-from cookbook.sampling.rewards.weighted import Score, Weighted
-from cookbook.sampling.workers import Handler, TraceError, WorkerEndedError, WorkerProcess, WorkerTimeoutError, trace_of
+from cookbook.sampling.rewards.signature import Arguments, Judged, Signature, Style, arguments
+from cookbook.sampling.rewards.weighted import Parts, Score, Weighted
+from cookbook.sampling.workers import (
+    GradeError,
+    Handler,
+    TraceError,
+    WorkerEndedError,
+    WorkerProcess,
+    WorkerTimeoutError,
+    trace_of,
+)
 from cookbook.types import JsonObject
 
 if TYPE_CHECKING:
@@ -34,12 +46,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Parameters of a reward that takes a group or a trajectory.
-NAMES = ("completion", "row", "group", "trajectory")
 # Arguments of ServiceReward.start.
-SERVICE_NAMES = ("completion", "row", "trajectory")
+SERVICE = Signature(Style.single, ("completion", "row", "trajectory"))
 HANDLER = "cookbook.sampling.rewards.runner:handler"
 
+Scores = list[Score | None]
+"""Scores of completions; None: the reward does not apply to the completion."""
 PendingReward = Callable[[], float]
 """Wait for a reward and return it. Raises RolloutError, which names the row, if the call gave no number."""
 PendingScores = Callable[[], list[Score]]
@@ -60,16 +72,18 @@ class RewardRunner:
         self._key = key
         self._awaiter = Awaiter()
         self._parts: dict[str, RewardRunner] = {}
-        self._named: Sequence[str] = ()
+        self._signature = Signature(Style.place)
+        # Optimizer steps that are finished, for rewards that change with them.
+        self.step = 0
         self._service: ServiceReward | None = None
         self._processes: list[WorkerProcess] = []
         if isinstance(reward, Weighted):
             self._parts = {name: RewardRunner(part, f"{key}.parts.{name}") for name, part in reward.parts.items()}
         else:
-            self._function = _function(reward)
+            self._function = function_of(reward)
             # Python compares a value with a protocol member by member, too slowly for every completion.
             self._service = reward if isinstance(reward, ServiceReward) else None
-            self._named = SERVICE_NAMES if self._service is not None else named_parameters(self._function)
+            self._signature = SERVICE if self._service is not None else Signature.of(self._function)
             if isinstance(reward, Limits) and reward.workers and self._service is None:
                 configuration = workers.configuration(reward, key)
                 self._processes = [WorkerProcess(HANDLER, configuration, reward.timeout_s) for _ in range(reward.workers)]
@@ -85,10 +99,45 @@ class RewardRunner:
         pending = self.submit_group([completion], row, [messages])
         return lambda: pending()[0].value
 
+    def check(self, columns: Collection[str], *, has_environment: bool = False) -> None:
+        """Check that the parameters of the function are arguments that it can get, before anything is sampled.
+
+        Raises:
+            ConfigError: a parameter is unknown, or needs an environment.
+        """
+        for part in self._parts.values():
+            if part.reads_environments:
+                raise ConfigError(f"{part._key}: a function of environments cannot be one of several rewards; use it alone")
+            part.check(columns, has_environment=has_environment)
+        if not self._parts and self._service is None:
+            try:
+                self._signature.check(columns, has_environment=has_environment)
+            except ConfigError as error:
+                raise ConfigError(str(error).replace("reward:", f"{self._key}:", 1)) from None
+
+    @property
+    def reads_environments(self) -> bool:
+        """Whether the function gets environments, so that it is called where they are."""
+        return self._signature.reads_environments
+
+    def grader(self) -> str | None:
+        """Return the configuration with which environments call the function, as JSON; None if it gets no environment."""
+        if not self.reads_environments:
+            return None
+        reward = workers.configuration(self.reward, self._key).decode()
+        return workers.configuration(EnvironmentGrader(reward), self._key).decode()
+
     def submit_attempts(self, prompt: RenderedPrompt, attempts: Sequence[Trajectory]) -> PendingScores:
         """Start the calls for all attempts at a prompt."""
-        messages = [self._messages(prompt, attempt) for attempt in attempts]
-        return self.submit_group([attempt.text for attempt in attempts], prompt.row, messages)
+        judged = Judged(
+            [attempt.text for attempt in attempts],
+            prompt.row.values,
+            [self._messages(prompt, attempt) for attempt in attempts],
+            _prompt_of(prompt),
+            [[token for turn in attempt.turns for token in turn.tokens] for attempt in attempts],
+        )
+        opened = [attempt.turns[-1].opened if attempt.turns else "" for attempt in attempts]
+        return self._submit(judged, prompt.row.where, opened)
 
     def submit_group(self, completions: Sequence[str], row: Row, trajectories: Sequence[Sequence[JsonObject]]) -> PendingScores:
         """Start the calls for all completions of a prompt. Without workers, a call is made when its result is asked for.
@@ -96,16 +145,41 @@ class RewardRunner:
         Args:
             trajectories: the messages of each attempt, with ``role`` and ``content``, from the prompt to its end.
         """
+        return self._submit(Judged(completions, row.values, trajectories), row.where, [""] * len(completions))
+
+    def _submit(self, judged: Judged, where: str, opened: Sequence[str]) -> PendingScores:
         if isinstance(self.reward, Weighted):
-            of_parts = {name: part.submit_group(completions, row, trajectories) for name, part in self._parts.items()}
+            of_parts = {}
+            for name, part in self._parts.items():
+                part.step = self.step
+                of_parts[name] = part._submit_calls(judged, where, opened)
             combine = self.reward.combine
-            return lambda: combine({name: pending() for name, pending in of_parts.items()})
-        results = [self._start(one) for one in arguments(self._named, completions, row.values, trajectories)]
-        return lambda: [score for result in results for score in self._scores(result(), row.where)]
+            return lambda: combine({name: pending() for name, pending in of_parts.items()}, where)
+        pending = self._submit_calls(judged, where, opened)
+        return lambda: [self._applied(score, where) for score in pending()]
+
+    def _submit_calls(self, judged: Judged, where: str, opened: Sequence[str]) -> Callable[[], list[Score | None]]:
+        """Start the calls of one reward. A score is None if the reward does not apply to the completion."""
+        judged = dataclasses.replace(judged, step=self.step)
+        if isinstance(self.reward, Limits) and self.reward.answer_only:
+            judged = _without_reasoning(judged, opened)
+        try:
+            calls = arguments(self._signature, judged)
+        except DataError as error:
+            failure = RewardFailure(f"{self._key}: {error}", error, of_row=True)
+            return lambda: self._scores(failure, where)
+        results = [self._start(one) for one in calls]
+        return lambda: [score for result in results for score in self._scores(result(), where)]
+
+    def _applied(self, score: Score | None, where: str) -> Score:
+        if score is None:
+            # None means that a reward does not apply, and it is the only one.
+            raise RolloutError(f"{where}: the reward returned NoneType, not a number; return one float")
+        return score
 
     def _messages(self, prompt: RenderedPrompt, attempt: Trajectory) -> list[JsonObject]:
         """Return the messages of an attempt; empty if the reward does not read them."""
-        if not self._parts and "trajectory" not in self._named:
+        if not self._parts and not self._signature.reads_messages:
             return []
         if attempt.branches and attempt.branches[0][0].tokens != prompt.tokens:
             # An environment has added its first observation.
@@ -141,7 +215,7 @@ class RewardRunner:
         self._threads.shutdown()
         self._awaiter.close()
 
-    def _start(self, given: Arguments) -> Callable[[], list[Score] | RewardFailure]:
+    def _start(self, given: Arguments) -> Callable[[], Scores | RewardFailure]:
         if self._service is not None:
             answer = self._service.start(**given.by_name)
             return lambda: call(lambda **_: answer(), given, self._awaiter)
@@ -149,10 +223,10 @@ class RewardRunner:
             return self._threads.submit(self._call_worker, given).result
         return lambda: call(self._function, given, self._awaiter)
 
-    def _call_worker(self, given: Arguments) -> list[Score] | RewardFailure:
+    def _call_worker(self, given: Arguments) -> Scores | RewardFailure:
         process = self._idle.get()
         try:
-            return unpacked(process.call([given.by_place, given.by_name]))
+            return unpacked(process.call([given.by_place, given.by_name, given.size]))
         except TypeError as error:
             return RewardFailure(
                 f"the row cannot be sent to a worker ({error}); set reward.workers=0 and reward.timeout_s=null"
@@ -166,7 +240,7 @@ class RewardRunner:
         finally:
             self._idle.put(process)
 
-    def _scores(self, result: list[Score] | RewardFailure, where: str) -> list[Score]:
+    def _scores(self, result: Scores | RewardFailure, where: str) -> Scores:
         if not isinstance(result, RewardFailure):
             return result
         if result.message.startswith("the reward raised"):
@@ -176,16 +250,48 @@ class RewardRunner:
         raise kind(f"{where}: {result.message.replace('reward.', f'{self._key}.')}") from result.cause
 
 
-def _function(reward: Reward) -> Callable[..., object]:
+def function_of(reward: Reward) -> Callable[..., object]:
     """Return the function that the runner calls: the user's own, whose parameters decide what it gets."""
     return reward.function if isinstance(reward, Python) else reward
 
 
 def handler(configuration: JsonObject) -> Handler:
     """Construct a reward in a worker process. Its requests are the arguments of a call, by place and by name."""
-    function = _function(construct_target(configuration, "reward"))
+    function = function_of(construct_target(configuration, "reward"))
     awaiter = Awaiter()
     return lambda request: packed(call(function, Arguments(*request), awaiter))
+
+
+@dataclass(frozen=True)
+class EnvironmentGrader:
+    """A reward function with the parameter ``environment`` or ``environments``, called in the process of the environment.
+
+    It is called once per episode, so that TRL's lists have one item. ``reward`` is its configuration as JSON.
+    """
+
+    reward: str
+
+    @cached_property
+    def _function(self) -> Callable[..., object]:
+        return function_of(construct_target(json.loads(self.reward), "reward"))
+
+    def __call__(self, environment: object, ended: JsonObject, awaiter: Awaiter) -> tuple[float, Parts]:
+        signature = Signature.of(self._function)
+        row = ended["row"]
+        judged = Judged([ended["text"]], row, [ended["trajectory"]], _own_prompt(row), step=ended["step"])
+        try:
+            [given] = arguments(signature, judged)
+        except DataError as error:
+            raise GradeError(f"reward: {error}") from None
+        seen = {"environment": environment, "environments": [environment]}
+        by_name = {**given.by_name, **{name: seen[name] for name in signature.names & seen.keys()}}
+        found = call(self._function, dataclasses.replace(given, by_name=by_name), awaiter)
+        if isinstance(found, RewardFailure):
+            raise GradeError(found.message) from found.cause
+        [score] = found
+        if score is None:
+            raise GradeError("the reward returned NoneType, not a number; return one float")
+        return score.value, score.parts
 
 
 # ---- one call ------------------------------------------------------------------------------------------------------
@@ -203,80 +309,79 @@ class RewardFailure:
     of_row: bool = False
 
 
-def part_means(parts: Sequence[Mapping[str, float]], prefix: str) -> dict[str, float]:
-    """Return the mean of each part as a metric ``prefix + name``. A part that a score lacks counts as 0, as in the sum."""
+def part_means(parts: Sequence[Parts], prefix: str) -> dict[str, float]:
+    """Return the mean of each part as a metric ``prefix + name``.
+
+    A part that a score lacks counts as 0, as in the sum. A part that is None, because the reward is
+    not applicable, is left out of the mean.
+    """
     names = dict.fromkeys(name for one in parts for name in one)
-    return {f"{prefix}{name}": math.fsum(one.get(name, 0.0) for one in parts) / len(parts) for name in names}
+    means = {}
+    for name in names:
+        values = [value for one in parts if (value := one.get(name, 0.0)) is not None]
+        if values:
+            means[f"{prefix}{name}"] = math.fsum(values) / len(values)
+    return means
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """Arguments of one call, JSON-compatible if the row is."""
-
-    by_place: Sequence[object] = ()
-    by_name: JsonObject = field(default_factory=dict)
-
-    @property
-    def group_size(self) -> int | None:
-        """Completions that the call judges together; None for a call about one completion."""
-        return len(self.by_name["group"]) if "group" in self.by_name else None
+def _prompt_of(prompt: RenderedPrompt) -> object:
+    """Return the prompt of the data: the text, or the list of messages of a conversation."""
+    return _own_prompt(prompt.row.values) or prompt.question or prompt.text
 
 
-def named_parameters(function: Callable[..., object]) -> list[str]:
-    """Return the parameters of a reward that has one named ``group`` or ``trajectory``; empty for any other reward.
+def _own_prompt(row: JsonObject) -> object:
+    for column in ("prompt", "messages"):
+        value = row.get(column)
+        if isinstance(value, list) and value and isinstance(value[0], Mapping):
+            # The answer of the data may follow the prompt.
+            own = list(value)
+            while column == "messages" and own and own[-1].get("role") == "assistant":
+                own.pop()
+            return own
+        if isinstance(value, str):
+            return value
+    return ""
 
-    Raises:
-        ConfigError: the reward also has parameters that cookbook does not know.
+
+def _without_reasoning(judged: Judged, opened: Sequence[str]) -> Judged:
+    """Return the completions and messages of the model without reasoning; those whose reasoning is unfinished are empty.
+
+    ``opened`` are the tags that the prompts have already opened, so that the completions begin inside of reasoning.
     """
+    pairs = zip(opened, judged.completions, strict=True)
+    completions = [without_reasoning(tag + text) or "" for tag, text in pairs]
+    trajectories = []
+    for tag, messages in zip(opened, judged.trajectories, strict=True):
+        said = [dict(one) for one in messages]
+        for place, one in enumerate(said):
+            if one.get("role") == "assistant":
+                before = tag if place == len(said) - 1 else ""
+                said[place]["content"] = without_reasoning(before + str(one.get("content", ""))) or ""
+        trajectories.append(said)
+    return dataclasses.replace(judged, completions=completions, trajectories=trajectories)
+
+
+def call(reward: Callable[..., object], given: Arguments, awaiter: Awaiter) -> Scores | RewardFailure:
+    """Return the score of the completion, or of each completion of the group; None: the reward does not apply."""
+    by_name = given.by_name
+    if isinstance(state := by_name.get("trainer_state"), Mapping):
+        # TRL's functions read trainer_state.global_step.
+        by_name = {**by_name, "trainer_state": SimpleNamespace(**state)}
     try:
-        parameters = inspect.signature(function).parameters
-    # A built-in function has none.
-    except (TypeError, ValueError):
-        return []
-    if not {"group", "trajectory"} & parameters.keys():
-        return []
-    given = [name for name in NAMES if name in parameters and not (name == "completion" and "group" in parameters)]
-    for name, one in parameters.items():
-        if name not in given and one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
-            kinds = "group, row and trajectory" if "group" in parameters else "completion, row and trajectory"
-            raise ConfigError(f"reward: the function has a parameter {name!r}; use {kinds}, or give {name} a default")
-    return given
-
-
-def arguments(
-    named: Sequence[str], completions: Sequence[str], row: JsonObject, trajectories: Sequence[Sequence[JsonObject]]
-) -> list[Arguments]:
-    """Return the arguments of each call for the completions of a prompt: one call per completion, or one for the group.
-
-    With ``group``, ``trajectory`` is a list with the trajectory of each completion.
-    """
-    if "group" in named:
-        values = {"group": list(completions), "row": row, "trajectory": [list(one) for one in trajectories]}
-        return [Arguments(by_name={name: values[name] for name in named})]
-    if not named:
-        return [Arguments([completion, row]) for completion in completions]
-    both = zip(completions, trajectories, strict=True)
-    each = [{"completion": completion, "row": row, "trajectory": list(trajectory)} for completion, trajectory in both]
-    return [Arguments(by_name={name: values[name] for name in named}) for values in each]
-
-
-def call(reward: Callable[..., object], given: Arguments, awaiter: Awaiter) -> list[Score] | RewardFailure:
-    """Return the score of the completion, or of each completion of the group."""
-    try:
-        value = awaiter.result(reward(*given.by_place, **given.by_name))
+        value = awaiter.result(reward(*given.by_place, **by_name))
     except CookbookError as error:
         return RewardFailure(f"reward: {error}", error, of_row=isinstance(error, DataError))
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 - the reward is the user's code
         return RewardFailure(f"the reward raised {described(error)}; fix the reward or row", error)
-    size = given.group_size
+    size = given.size
     if size is None:
-        score = _score(value)
+        score = _score(value, is_of_verl="solution_str" in by_name)
         return score if isinstance(score, RewardFailure) else [score]
     # An array of no dimension has __iter__, and no length.
     if not isinstance(value, Iterable) or isinstance(value, str | Mapping) or not getattr(value, "shape", True):
         kind = type(value).__name__
         return RewardFailure(f"the reward returned {kind} for a group of {size}; return a list of {size} numbers")
-    scores = []
+    scores: Scores = []
     for one in (values := list(value)):
         score = _score(one)
         if isinstance(score, RewardFailure):
@@ -287,20 +392,28 @@ def call(reward: Callable[..., object], given: Arguments, awaiter: Awaiter) -> l
     return scores
 
 
-def _score(value: object) -> Score | RewardFailure:
+def _score(value: object, *, is_of_verl: bool = False) -> Score | RewardFailure | None:
+    if value is None:
+        return None
     if not isinstance(value, Mapping):
         number = _number(value, "")
         return number if isinstance(number, RewardFailure) else Score(number)
     if not value:
         return RewardFailure("the reward returned no parts; return one number or at least one part")
-    parts = {}
+    # Of verl's mappings, the score is the reward, and the rest are notes, of which numbers are parts.
+    is_of_verl = is_of_verl and "score" in value
+    parts: dict[str, float] = {}
     for name, part in value.items():
+        if is_of_verl and name != "score" and not isinstance(part, float | int):
+            continue
         if not isinstance(name, str) or not name or any(mark.isspace() for mark in name):
             return RewardFailure(f"the reward's parts have the name {name!r}; use a text without spaces")
         number = _number(part, f" as {name!r}")
         if isinstance(number, RewardFailure):
             return number
         parts[name] = number
+    if is_of_verl:
+        return Score(parts["score"], parts)
     # A sum of finite numbers may overflow.
     total = _number(sum(parts.values()), " as the sum of its parts")
     return total if isinstance(total, RewardFailure) else Score(total, parts)
@@ -323,16 +436,16 @@ def _number(value: object, place: str) -> float | RewardFailure:
 # The form in which a worker sends the result of a call.
 
 
-def packed(result: list[Score] | RewardFailure) -> object:
+def packed(result: Scores | RewardFailure) -> object:
     """Return the result as JSON-compatible values, with the traceback of a failure's cause as text."""
     if isinstance(result, RewardFailure):
         return {"message": result.message, "trace": trace_of(result.cause), "of_row": result.of_row}
-    return [[score.value, dict(score.parts)] for score in result]
+    return [None if score is None else [score.value, dict(score.parts)] for score in result]
 
 
-def unpacked(answer: list[tuple[float, dict[str, float]]] | JsonObject) -> list[Score] | RewardFailure:
+def unpacked(answer: list[tuple[float, dict[str, float | None]] | None] | JsonObject) -> Scores | RewardFailure:
     """Return the result of a call that a worker has packed."""
     if isinstance(answer, list):
-        return [Score(value, parts) for value, parts in answer]
+        return [None if one is None else Score(*one) for one in answer]
     cause = None if answer["trace"] is None else TraceError(answer["trace"])
     return RewardFailure(answer["message"], cause, answer["of_row"])

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cookbook.errors import ConfigError
+from cookbook.errors import ConfigError, RolloutError
 from cookbook.protocols import Backend, Preflight, Reward
 from cookbook.utils.suggest import did_you_mean
 
@@ -18,12 +18,16 @@ if TYPE_CHECKING:
 NAME = re.compile(r"[\w.-]+")
 
 
+Parts = Mapping[str, float | None]
+"""Named parts of a reward; None: the part does not apply to the completion."""
+
+
 @dataclass(frozen=True)
 class Score:
     """Reward of one completion, and the named parts that it consists of, if it has any. A higher ``value`` is better."""
 
     value: float
-    parts: Mapping[str, float] = field(default_factory=dict)
+    parts: Parts = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -68,15 +72,27 @@ class Weighted:
             return dict(zip(self.parts, self.weights, strict=True))
         return dict.fromkeys(self.parts, 1.0) | (self.weights or {})
 
-    def combine(self, scores: Mapping[str, Sequence[Score]]) -> list[Score]:
-        """Return the sum for every completion. Parts of a part are named ``name/part``."""
+    def combine(self, scores: Mapping[str, Sequence[Score | None]], where: str = "") -> list[Score]:
+        """Return the sum for every completion. Parts of a part are named ``name/part``.
+
+        A reward that has no score for a completion does not apply to it: it is not part of the sum.
+
+        Raises:
+            RolloutError: no reward applies to a completion of the row at ``where``.
+        """
         weights = self.by_name()
         sums = []
         for of_one in zip(*scores.values(), strict=True):
             named = dict(zip(scores, of_one, strict=True))
-            value = sum(weights[name] * score.value for name, score in named.items())
-            parts: dict[str, float] = {}
+            applied = {name: score for name, score in named.items() if score is not None}
+            if not applied:
+                raise RolloutError(
+                    f"{where}: none of the rewards {', '.join(named)} applies, all returned None; one has to return a number"
+                )
+            value = sum(weights[name] * score.value for name, score in applied.items())
+            parts: dict[str, float | None] = {}
             for name, score in named.items():
-                parts |= {name: score.value} | {f"{name}/{part}": number for part, number in score.parts.items()}
+                parts[name] = None if score is None else score.value
+                parts |= {} if score is None else {f"{name}/{part}": number for part, number in score.parts.items()}
             sums.append(Score(value, parts))
         return sums

@@ -148,6 +148,11 @@ class ChatBody(StreamedBody):
         """Whether the model may call tools."""
         return bool(self.tools) and self.tool_choice == "auto"
 
+    @property
+    def callable_tools(self) -> list[JsonObject]:
+        """The tools that the model may call."""
+        return self.tools if self.may_call else []
+
 
 class CompletionBody(StreamedBody):
     prompt: Text | Tokens | Prompts

@@ -74,16 +74,18 @@ def opening(renderer: Renderer, fields: ChatBody | CompletionBody, prompt: Seque
     return renderer.opened_reasoning(prompt) if isinstance(fields, ChatBody) and not fields.continues_answer else ""
 
 
-def message(text: str, *, may_call: bool, begun: str = "") -> JsonObject:
-    """Return a message of the assistant. A text whose calls of tools cannot all be read stays text.
+def message(text: str, tools: Sequence[JsonObject]) -> JsonObject:
+    """Return a message of the assistant. A text stays text if a call cannot be read or names none of the ``tools``.
 
-    ``begun``: the start of the answer that the prompt has printed.
+    The parser is that of environments. Without ``tools``, the model may call none. ``text`` begins with what the prompt has
+    printed of the answer, so that a call inside reasoning is not taken for one.
     """
-    calls = parse_calls(text) if may_call else []
-    read = [call for call in calls if isinstance(call, ToolCall)]
+    calls = parse_calls(text, tools) if tools else []
+    known = {tool.get("function", tool).get("name") for tool in tools}
+    read = [call for call in calls if isinstance(call, ToolCall) and call.name in known]
     if not calls or len(read) < len(calls):
-        return {"role": "assistant", "content": begun + text, "refusal": None}
-    content = begun + text_before_calls(text) or None
+        return {"role": "assistant", "content": text, "refusal": None}
+    content = text_before_calls(text, tools) or None
     return {"role": "assistant", "content": content, "refusal": None, "tool_calls": [_call(call) for call in read]}
 
 
@@ -102,7 +104,7 @@ def chat(renderer: Renderer, fields: ChatBody, head: Head, answer: Answer) -> Js
     choices = []
     for number, sequence in enumerate(answer.sequences):
         text = completed_text(renderer, sequence.tokens, fields.stop_strings, continues=fields.continues_answer)
-        said = message(text, may_call=fields.may_call, begun=begun)
+        said = message(begun + text, fields.callable_tools)
         top = answer.top(number, fields.top_logprobs, start=len(answer.prompt))
         scores = logprobs.chat(sequence.tokens, sequence.logprobs, top) if fields.logprobs else None
         reason = "tool_calls" if "tool_calls" in said else sequence.stop_reason
@@ -167,7 +169,7 @@ class ChatParts:
         continues = fields.continues_answer
         self._texts = [TextStream(renderer, fields.stop_strings, continues=continues) for _ in range(fields.n)]
         self._logprobs = LogprobFormat(renderer) if fields.logprobs else None
-        self._may_call = fields.may_call
+        self._tools = fields.callable_tools
         self._waiting: list[tuple[list[int], list[float]]] = [([], []) for _ in range(fields.n)]
 
     def opening(self) -> list[JsonObject]:
@@ -181,15 +183,17 @@ class ChatParts:
         tokens += chunk.tokens
         logprobs += chunk.logprobs
         reason = chunk.stop_reason
-        if self._may_call and reason is None:
+        if self._tools and reason is None:
             return None
         self._waiting[index] = [], []
         text = self._texts[index].add(tokens, is_last=reason is not None)
         delta: JsonObject = {"content": text}
         shown = None if self._logprobs is None else self._logprobs.chat(tokens, logprobs, None)
-        if self._may_call and "tool_calls" in (said := message(text, may_call=True)):
+        if self._tools and "tool_calls" in (said := message(self._begun + text, self._tools)):
             calls = [{"index": place, **call} for place, call in enumerate(said["tool_calls"])]
-            delta, reason = {"content": said["content"], "tool_calls": calls}, "tool_calls"
+            # The first part has sent the start that the prompt has printed.
+            content = (said["content"] or "").removeprefix(self._begun) or None
+            delta, reason = {"content": content, "tool_calls": calls}, "tool_calls"
         return _part(index, delta, shown, reason)
 
 

@@ -22,7 +22,7 @@ TIES = {"optim/grad_norm": 0.0, "reward/mean": 0.5, "reward/std": 0.5, "reward/f
 ZERO = {**TIES, "reward/mean": 0.0, "reward/std": 0.0}
 ONE = {**ZERO, "reward/mean": 1.0}
 CUT = {**LEARNS, "rollout/truncated_frac": 0.75}
-FAILS = {**ZERO, "rollout/env_errors": 8.0}
+FAILS = {**ZERO, "env/errors": 8.0}
 FLAT = {"optim/grad_norm": 0.0, "loss": 0.7}
 
 
@@ -69,7 +69,7 @@ def test_each_problem_names_its_own_remedy(caplog):
     assert "raise recipe.group_size or rollout.temperature" in said(caplog, TIES, TIES, TIES)[0]
     assert "check the reward function and how it parses" in said(caplog, ZERO, ZERO, ZERO)[0]
     (failing,) = said(caplog, FAILS, FAILS, FAILS)
-    assert "every reward was 0" in failing and failing.endswith("(rollout/env_errors), and log.txt has the reasons")
+    assert "every reward was 0" in failing and failing.endswith("(env/errors), and log.txt has the reasons")
     both = said(caplog, *[{**ZERO, "rollout/truncated_frac": 1.0}] * 3)
     assert ["every reward" in both[0], "cut off" in both[1], len(both)] == [True, True, 2]
 
@@ -155,7 +155,10 @@ def test_a_run_that_never_had_a_gradient_fails_with_its_weights_saved(capsys):
 
 @pytest.mark.slow
 def test_a_gradient_before_a_resume_counts(capsys):
-    write("once.py", "import os\n\ndef odd(text, row):\n    return sum(map(ord, text)) % 2 if os.path.exists('odd') else 1\n")
+    write(
+        "once.py",
+        "import os\n\ndef odd(completion, row):\n    return sum(map(ord, text)) % 2 if os.path.exists('odd') else 1\n",
+    )
     Path("odd").touch()
     words = [*SMALL["grpo"], "reward=python", "reward.target=once.py:odd", "recipe.steps=4", "checkpoint.every=1"]
     words += ["eval.every=null", "out=run"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -50,7 +52,7 @@ def test_a_group_of_one() -> None:
         ([], r"got \(0,\)"),
         (1.0, r"got \(\)"),
         ([[[1.0]]], r"got \(1, 1, 1\)"),
-        ([[1.0], [1.0, 2.0]], "same size"),
+        ([[1.0], []], "at least one number"),
         (["good", "bad"], "not an array of numbers"),
     ],
 )
@@ -62,7 +64,40 @@ def test_bad_rewards_are_refused(rewards: object, words: str) -> None:
 
 
 def test_bad_options_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"recipe\.advantage must be one of zscore, centered, got 'rank'"):
+    with pytest.raises(ConfigError, match=r"recipe\.advantage must be one of zscore, centered, rloo, maxrl, got 'rank'"):
         group_advantages([1.0, 2.0], "rank")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="eps must be >= 0"):
         group_advantages([1.0, 2.0], eps=-1.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        # By hand, in decimals. Rewards 1, 0, 0, 3: mean 1; the means of the others are 1, 4/3, 4/3, 1/3.
+        ("centered", [0.0, -1.0, -1.0, 2.0]),
+        ("rloo", [0.0, -4 / 3, -4 / 3, 8 / 3]),
+        ("maxrl", [0.0, -1.0, -1.0, 2.0]),
+    ],
+)
+def test_each_kind_by_hand(kind: str, expected: list[float]) -> None:
+    assert group_advantages([1.0, 0.0, 0.0, 3.0], kind, eps=0.0).tolist() == pytest.approx(expected, abs=1e-15)  # type: ignore[arg-type]
+
+
+def test_rloo_and_maxrl_against_plain_python() -> None:
+    rewards = [[0.25, 1.0, 0.5, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0, 0.0]]
+    rloo, maxrl = group_advantages(rewards, "rloo"), group_advantages(rewards, "maxrl", eps=0.0)
+    for row, group in enumerate(rewards):
+        for place, reward in enumerate(group):
+            others = group[:place] + group[place + 1 :]
+            assert rloo[row][place] == pytest.approx(reward - math.fsum(others) / len(others), abs=1e-15)
+            mean = math.fsum(group) / len(group)
+            assert maxrl[row][place] == pytest.approx((reward - mean) / mean, abs=1e-14)
+    # A prompt that is solved once in five weighs more than one that is solved more often.
+    assert maxrl[1][3] == pytest.approx(4.0) and group_advantages([0.0, 0.0, 0.0], "maxrl").tolist() == [0.0, 0.0, 0.0]
+
+
+def test_limits_of_rloo_and_maxrl() -> None:
+    with pytest.raises(ConfigError, match="one reward has no other reward to compare with"):
+        group_advantages([[1.0], [2.0]], "rloo")
+    with pytest.raises(RolloutError, match="maxrl divides by the mean, and -1 is below 0"):
+        group_advantages([-1.0, 1.0], "maxrl")

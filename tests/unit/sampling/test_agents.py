@@ -171,7 +171,7 @@ def played(program: str, **options: object) -> Iterator[Trajectory]:
     ],
 )
 def test_a_program_ends_its_rollout_with_a_reason(program, ended, reward, logged, caplog):
-    with played(program, error_reward=-1.0) as trajectory:
+    with played(program, on_error="end", error_reward=-1.0) as trajectory:
         assert (trajectory.ended, trajectory.reward) == (ended, reward)
         assert dict(trajectory.parts) == ({"part": 1.0} if "part" in program else {"tries": 1.0} if program is TWICE else {})
     assert logged in caplog.text
@@ -192,7 +192,7 @@ def test_a_program_that_sleeps_ends_at_its_limit(monkeypatch, caplog):
 @pytest.mark.slow
 def test_fail_ends_the_run_and_limits_of_a_call_count():
     with (
-        pytest.raises(RolloutError, match=r"exit code 3; fix the environment, or set env\.on_error=end"),
+        pytest.raises(RolloutError, match=r"exit code 3; fix the environment, or set env\.on_error=drop"),
         played("chat([user('a')]); sys.exit(3)", on_error="fail"),
     ):
         pass
@@ -246,7 +246,7 @@ def test_a_run_repeats_and_resumes_bit_for_bit():
     whole, parts = timeless("whole"), timeless("parts")
     assert whole[-1] == parts[-1] and len(whole) == len(parts) == 3
     last = whole[-1]
-    assert last["rollout/turns_max"] == 2.0 and last["rollout/env_errors"] == 0.0 and last["rollout/branches"] == 0.0
+    assert last["rollout/turns_max"] == 2.0 and last["env/errors"] == 0.0 and last["rollout/branches"] == 0.0
     assert last["reward/part/tries"] >= 1.0
     assert all(abs(row["kl/sampler_trainer_k1"]) < 1e-6 for row in whole[1:])
 

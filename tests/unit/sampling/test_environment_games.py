@@ -156,7 +156,7 @@ def test_a_run_in_a_game():
     words = ["env=textarena", "env.game=GuessTheNumber-v0", "env.workers=0", "env.timeout_s=null", "env.max_turns=3"]
     size = ["recipe.steps=2", "recipe.prompts_per_step=2", "recipe.group_size=2", "eval.limit=2"]
     assert train("recipe=grpo", *words, *size, "out=run") in (0, 2)
-    assert rows("run")[-1]["rollout/env_errors"] == 0.0 and rows("run")[-1]["rollout/turns_max"] > 1
+    assert rows("run")[-1]["env/errors"] == 0.0 and rows("run")[-1]["rollout/turns_max"] > 1
 
 
 @pytest.mark.slow
@@ -166,7 +166,7 @@ def test_a_run_against_itself_is_evaluated_against_an_opponent(capsys):
     game = ["env=textarena", "env.game=TicTacToe-v0", "env.workers=0", "env.timeout_s=null", "env.max_turns=3"]
     size = ["recipe.steps=2", "recipe.prompts_per_step=2", "recipe.group_size=2", "eval.limit=2", "rollout.max_tokens=8"]
     assert train("recipe=grpo", *game, "env.opponent=self", *size, "out=run") in (0, 2)
-    assert rows("run")[-1]["rollout/env_errors"] == 0.0
+    assert rows("run")[-1]["env/errors"] == 0.0
     capsys.readouterr()
     assert run(["eval", "run", *game, "env.opponent=other.py:opponent"]) == 0
     assert "eval/reward" in capsys.readouterr().out

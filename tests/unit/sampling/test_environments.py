@@ -253,7 +253,7 @@ def test_limits_end_an_episode():
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_environment_that_raises_ends_its_own_episode(workers, caplog):
-    config = guess(workers=workers, error_reward=-1.0)
+    config = guess(workers=workers, on_error="end", error_reward=-1.0)
     found, _ = played(config, Scripted(renderer().tokenizer, ["raise", "a"]), [{"letter": "a"}], num_samples=2)
     assert [(one.ended, one.reward) for one in found[0]] == [("error", -1.0), ("done", 1.0)]
     assert caplog.text.count("ValueError: no such letter (guess.py:16)") == 1
@@ -265,12 +265,12 @@ def test_an_exit_inside_an_environment_ends_its_own_episode():
     write("exits.py", GUESS.replace('raise ValueError("no such letter")', "exit(3)"))
     config = PythonEnvironment(target="exits.py:Guess", workers=0, timeout_s=None)
     found, _ = played(config, Scripted(renderer().tokenizer, ["raise", "a"]), [{"letter": "a"}], num_samples=2)
-    assert [(one.ended, one.reward) for one in found[0]] == [("error", 0.0), ("done", 1.0)]
+    assert [(one.ended, one.reward) for one in found[0]] == [("error", None), ("done", 1.0)]
     # A coroutine that was cancelled: its exception is no Exception either.
     write("ends.py", "import asyncio\n" + GUESS.replace('raise ValueError("no such letter")', "raise asyncio.CancelledError"))
     config = PythonEnvironment(target="ends.py:Guess", workers=0, timeout_s=None)
     found, _ = played(config, Scripted(renderer().tokenizer, ["raise", "a"]), [{"letter": "a"}], num_samples=2)
-    assert [(one.ended, one.reward) for one in found[0]] == [("error", 0.0), ("done", 1.0)]
+    assert [(one.ended, one.reward) for one in found[0]] == [("error", None), ("done", 1.0)]
     write("leave.py", TOOLS.replace('KeyError("not for sale")', "SystemExit(3)"))
     shop = PythonEnvironment(target="leave.py:Shop")
     said = Instance(shop.make(), shop.contract).act('<tool_call>{"name": "price", "arguments": {"item": "moon"}}</tool_call>')
@@ -280,8 +280,9 @@ def test_an_exit_inside_an_environment_ends_its_own_episode():
 def test_an_observation_that_cannot_be_a_prompt_ends_its_own_episode(caplog, capsys):
     half = GUESS.replace('return f"not {text}', 'return "\\ud800" if text == "half" else f"not {text}')
     write("half.py", half.replace('"half" else', '"half" or text == "1" else').replace("self, letter,", "self, letter='a',"))
-    options = {"target": "half.py:Guess", "workers": 0, "timeout_s": None, "error_reward": -1.0}
-    found, _ = played(PythonEnvironment(**options), Scripted(renderer().tokenizer, ["half", "a"]), [{}], num_samples=2)
+    options = {"target": "half.py:Guess", "workers": 0, "timeout_s": None}
+    end = {"on_error": "end", "error_reward": -1.0}
+    found, _ = played(PythonEnvironment(**options, **end), Scripted(renderer().tokenizer, ["half", "a"]), [{}], num_samples=2)
     assert [(one.ended, one.reward) for one in found[0]] == [("error", -1.0), ("done", 1.0)]
     assert caplog.text.count("the next prompt is refused: text: holds half of a surrogate pair") == 1
     with pytest.raises(RolloutError, match=r"here:1: env: the next prompt is refused: .*; fix the environment, or set"):
@@ -468,7 +469,7 @@ def test_in_self_play_one_side_is_trained_and_each_side_has_its_own_tokens(seed,
 
 def test_a_game_that_the_opponent_ends_before_the_first_turn_has_the_reward_of_an_error():
     write("over.py", OVER)
-    config = PythonEnvironment(target="over.py:Over", workers=0, timeout_s=None, error_reward=-0.5)
+    config = PythonEnvironment(target="over.py:Over", workers=0, timeout_s=None, on_error="end", error_reward=-0.5)
     found, _ = played(config, Scripted(renderer().tokenizer, "a"), [{}])
     assert [(one.turns, one.reward, one.ended) for one in found[0]] == [([], -0.5, "done")]
 
@@ -538,7 +539,7 @@ def test_rewards_whose_sum_is_not_finite_end_the_episode(caplog):
     write("huge.py", GUESS.replace("0.0", "1e308"))
     config = PythonEnvironment(target="huge.py:Guess", workers=0, timeout_s=None)
     found, _ = played(config, Scripted(renderer().tokenizer, "b", "b", "a"), [{"letter": "a"}])
-    assert (found[0][0].ended, found[0][0].reward) == ("error", 0.0) and "step returned inf as the reward" in caplog.text
+    assert (found[0][0].ended, found[0][0].reward) == ("error", None) and "step returned inf as the reward" in caplog.text
 
 
 @pytest.mark.parametrize(("max_turns", "turns", "end"), [(7, 7, "max_turns"), (30, 20, "the check")])
@@ -614,7 +615,8 @@ def test_check_env_plays_the_rows_and_compares_the_declared_range(capsys):
     ],
 )
 def test_calls_in_the_form_of_each_family(text):
-    assert parse_calls(text) == [ToolCall("f", {"x": 1})]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert parse_calls(text, tools) == [ToolCall("f", {"x": 1})]
     assert parse_calls("The answer is {x}.") == []
 
 
@@ -764,9 +766,9 @@ def test_rewards_of_some_steps_only_are_refused():
 def test_an_episode_without_a_turn_is_no_episode_without_a_reward():
     write("guess.py", GUESS)
     config = PythonEnvironment(target="guess.py:Guess", workers=0, timeout_s=None)
-    rewarded, without = (SimpleNamespace(reward=reward, ended="done", turns=[1]) for reward in (1.0, None))
+    rewarded, without = (SimpleNamespace(reward=reward, has_failed=False, turns=[1]) for reward in (1.0, None))
     with contextlib.closing(EnvironmentRunner(config)) as environment:
-        environment.check_rewards([rewarded, SimpleNamespace(reward=None, ended="done", turns=[])])
+        environment.check_rewards([rewarded, SimpleNamespace(reward=None, has_failed=False, turns=[])])
         with pytest.raises(ConfigError, match="some episodes had a reward of the environment"):
             environment.check_rewards([without])
 
@@ -826,7 +828,7 @@ def test_the_result_of_a_tool_keeps_its_characters():
     assert said.observation == [{"role": "tool", "name": "price", "content": '{"word": "日本"}'}]
 
 
-@pytest.mark.parametrize("on_error", ["end", "fail"])
+@pytest.mark.parametrize("on_error", ["drop", "end", "fail"])
 def test_a_worker_that_cannot_start_ends_the_run(on_error):
     write("once.py", "import os\nfrom guess import Guess\nif os.environ.get('STARTED'): raise SystemExit(3)\n")
     write("guess.py", GUESS)
@@ -885,7 +887,7 @@ def test_a_run_in_an_environment_repeats_and_resumes_bit_for_bit():
     whole, parts = timeless("whole"), timeless("parts")
     assert whole[-1] == parts[-1] and len(whole) == len(parts) == 5
     last = whole[-1]
-    assert last["rollout/turns_max"] == 2.0 and last["rollout/env_errors"] == 0.0 and last["rollout/branches"] == 0.0
+    assert last["rollout/turns_max"] == 2.0 and last["env/errors"] == 0.0 and last["rollout/branches"] == 0.0
     # Sampler and trainer agree over turns: what is left is float32 rounding of single logprobs, below 1e-6.
     assert all(abs(row["kl/sampler_trainer_k1"]) < 1e-6 for row in whole[1:])
     samples = [json.loads(line) for line in Path("whole/samples.jsonl").read_text().splitlines()]
@@ -1050,4 +1052,4 @@ def test_the_environment_of_the_documentation_runs(capsys):
     assert "all from 0 to 1 as declared" in capsys.readouterr().out
     assert run(["train", "recipe=grpo", "env=my_env.py:Sums", "env.max_turns=2", "recipe.steps=15", "out=run"]) == 0
     first, last = rows("run")[0], rows("run")[-1]
-    assert first["eval/accuracy"] < 0.3 and last["eval/accuracy"] > 0.8 and last["rollout/env_errors"] == 0.0
+    assert first["eval/accuracy"] < 0.3 and last["eval/accuracy"] > 0.8 and last["env/errors"] == 0.0

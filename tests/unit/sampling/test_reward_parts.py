@@ -138,17 +138,22 @@ def test_a_trajectory_has_the_prompts_own_messages_and_all_turns():
 
 
 @pytest.mark.parametrize(
-    ("name", "parameter", "known"),
-    [("unknown", "answer", "group, row and trajectory"), ("of_one", "completion", "group, row and trajectory")],
+    ("name", "message"),
+    [
+        (
+            "unknown",
+            "the function has the parameter 'answer', which is neither an argument nor a column of the data; use group, ",
+        ),
+        ("of_one", "the function has the parameters 'group' and 'completion', which are for different calls; use one"),
+    ],
 )
-def test_a_parameter_that_cookbook_does_not_know_is_an_error_at_the_start(name, parameter, known):
+def test_a_parameter_that_cookbook_does_not_know_is_an_error_at_the_start(name, message):
     write("mine.py", FUNCTIONS)
-    with pytest.raises(ConfigError, match=f"reward: the function has a parameter '{parameter}'; use {known}, or give "):
-        RewardRunner(Python(f"mine.py:{name}"))
+    with pytest.raises(ConfigError, match=f"reward: {message}"):
+        RewardRunner(Python(f"mine.py:{name}")).check(["question"])
 
 
-def test_other_functions_get_completion_and_row_by_place():
-    assert scores(lambda text, line: len(text) + line["x"], "ab", row={"x": 1}) == [Score(3.0)]
+def test_functions_without_a_signature_get_completion_and_row_by_place():
     # The signature of a built-in function cannot be read.
     with pytest.raises(RolloutError, match="the reward raised TypeError"):
         scores(max, "ab")

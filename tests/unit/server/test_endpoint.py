@@ -283,10 +283,10 @@ def test_a_run_and_its_checkpoints_are_models(server, post):
     ],
 )
 def test_calls_of_tools_are_parsed_whole_and_streamed(renderer, text, content, calls):
-    message = openai_results.message(text, may_call=True)
+    message = openai_results.message(text, [TOOL])
     assert message["content"] == content
     assert [(one["function"]["name"], one["function"]["arguments"]) for one in message.get("tool_calls", [])] == calls
-    assert openai_results.message(text, may_call=False) == {"role": "assistant", "content": text, "refusal": None}
+    assert openai_results.message(text, []) == {"role": "assistant", "content": text, "refusal": None}
     body = {**CHAT, "tools": [TOOL]}
     parts = openai_results.ChatParts(renderer, openai.parse(openai.ChatBody, json.dumps(body).encode()), [])
     tokens = renderer.encode(text)
