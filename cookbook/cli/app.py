@@ -71,9 +71,10 @@ def _root(
 def train(
     overrides: Overrides = None,
     multirun: Annotated[bool, typer.Option("--multirun", "-m", help="Sweep: one run for each list of values.")] = False,
-    config: Annotated[Path | None, typer.Option("--config", help="Start from an earlier run's config.yaml.")] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="The same as the file as first word.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check every key, print the configuration, stop.")] = False,
     cfg: ShowConfig = None,
+    all_keys: Annotated[bool, typer.Option("--all", help="With --cfg: every key, even on a terminal.")] = False,
     resolve: Annotated[bool, typer.Option("--resolve", help="With --cfg: resolve ${...}.")] = False,
     package: Annotated[str | None, typer.Option("--package", "-p", help="With --cfg: print one node only.")] = None,
     info: Annotated[Topic | None, typer.Option("--info", "-i", help="Print the sources of the configuration.")] = None,
@@ -82,9 +83,12 @@ def train(
 ) -> None:
     """Run a recipe.
 
-    An override sets any key of the configuration, or picks a file of a group:
+    The configuration is a YAML file (cookbook init writes one), overrides, or both. An override sets any key, or picks a
+    file of a group:
 
     \b
+      cookbook train my.yaml                             your file; its keys are those of the command line
+      cookbook train my.yaml optim.lr=1e-5               a value in place of the file's
       cookbook train recipe=sft                          one of the recipes (cookbook list)
       cookbook train recipe=sft model=owner/name data=chats.jsonl
                                                          your model (hub id or folder), your data
@@ -92,14 +96,21 @@ def train(
       cookbook train recipe=grpo model=qwen3_0p6b        a file of a group: conf/model/qwen3_0p6b.yaml
       cookbook train recipe=grpo optim.lr=1e-5,1e-6 -m   one run for each value
       cookbook train recipe=grpo --cfg job               every key and its value
-      cookbook train --config runs/mine/config.yaml      the configuration of an earlier run
+      cookbook train runs/mine/config.yaml               the configuration of an earlier run
     """
     with importing():
         from cookbook.cli.hydra import bridge
 
     request = bridge.ComposeRequest(overrides or (), multirun, config_dir or (), config_name, config)
     if cfg is not None:
-        print(bridge.show(request, cfg, resolve=resolve, package=package), end="")
+        # A pipe or a file gets everything, because a program or a later run reads it.
+        folded = cfg == "job" and package is None and not all_keys and sys.stdout.isatty()
+        shown = bridge.show(request, cfg, resolve=resolve, package=package)
+        if folded:
+            from cookbook.cli.hydra import main_keys
+
+            shown = main_keys.folded(shown)
+        print(shown, end="")
     elif info is not None:
         bridge.info(request, info)
     else:
@@ -138,6 +149,27 @@ def serve(
         print(bridge.show(request, cfg), end="")
     else:
         bridge.run(request, serving.run)
+
+
+@app.command()
+def init(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE", help="As cookbook list prints them.", autocompletion=_complete_recipe)
+    ] = None,
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[FILE] [OVERRIDE]...", help="File to write; keys that it sets.")
+    ] = None,
+) -> None:
+    """Write a commented YAML file for a recipe, to edit and to train with.
+
+    \b
+      cookbook init sft                                   writes sft.yaml
+      cookbook init sft my.yaml model=./m data=rows.jsonl writes my.yaml with your model and data
+      cookbook train my.yaml                              trains
+    """
+    from cookbook.cli.hydra import main_keys
+
+    print(main_keys.init(recipe, words or []))
 
 
 @app.command()

@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import secrets
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,8 +28,8 @@ from hydra.types import RunMode
 from omegaconf import Container, DictConfig, OmegaConf, open_dict
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from cookbook.cli.hydra import conf_files, errors
-from cookbook.cli.hydra.composer import PROBLEMS, QUIET, Composer, ComposeRequest, opened
+from cookbook.cli.hydra import conf_files, errors, own_file
+from cookbook.cli.hydra.composer import PLAIN_GROUPS, PROBLEMS, QUIET, Composer, ComposeRequest, opened
 from cookbook.config.typed import TARGET
 from cookbook.errors import ConfigError, CookbookError
 from cookbook.utils.paths import SWEEP
@@ -88,7 +89,7 @@ def _with_nulls(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Set a group dropped with ``~group`` to null, so that its reader reports it in better words than a missing key."""
     for word in overrides:
         key = word.removeprefix("~").partition("=")[0]
-        if word.startswith("~") and "." not in key and key not in cfg:
+        if word.startswith("~") and "." not in key and key not in (*cfg, *PLAIN_GROUPS):
             with open_dict(cfg):
                 cfg[key] = None
     return cfg
@@ -114,11 +115,24 @@ def run(request: ComposeRequest, job: Job) -> object:
         conf_files.note_shadowed("conf", (f"{group.partition('@')[0]}/{option}.yaml" for group, option in choices))
         conf_files.note_shadowed("recipes", [f"{OmegaConf.select(cfg, 'recipe.name')}.py"])
         if composer.missing:
-            print(f"{request.config_file} takes defaults for {', '.join(composer.missing)}", file=sys.stderr)
+            print(f"{composer.config_file} takes defaults for {', '.join(composer.missing)}", file=sys.stderr)
         if not multirun:
-            return composer.run(cfg, functools.partial(_called, job))
+            with _located(composer):
+                return composer.run(cfg, functools.partial(_called, job))
         _sweep(composer, job, _is_optimizing(cfg.hydra))
         return None
+
+
+@contextlib.contextmanager
+def _located(composer: Composer) -> Iterator[None]:
+    """Add the file and line of a key to an error about the key's value."""
+    try:
+        yield
+    except ConfigError as error:
+        text = composer.located(str(error))
+        if text == str(error) or type(error) is not ConfigError:
+            raise
+        raise ConfigError(text) from error
 
 
 def _sweep(composer: Composer, job: Job, optimizing: bool) -> None:
@@ -233,6 +247,11 @@ def explain_options(arguments: Sequence[str], known: Mapping[str, bool], config_
     return errors.unknown_options(options, errors.Keys(list))
 
 
+def shell_word(word: str) -> str:
+    """Return a word as the shell reads it, in quotes if needed."""
+    return shlex.quote(word)
+
+
 def complete(request: ComposeRequest, word: str) -> list[str]:
     """Return the overrides that ``word`` can become, given those before it; empty if these do not compose."""
     with contextlib.suppress(CookbookError, *PROBLEMS), opened(request) as composer:
@@ -253,7 +272,14 @@ def complete_override(words: Sequence[str], incomplete: str, config_dirs: Sequen
     """Return the rest of each override that the last word can become, in the form that the shell expects."""
     before, head = rejoin(words, incomplete)
     matches = complete(ComposeRequest(before, config_dirs=config_dirs), head + incomplete)
-    return [match[len(head) :] for match in matches]
+    return [match[len(head) :] for match in matches] + ([] if head or "=" in incomplete else _own_files(incomplete))
+
+
+def _own_files(incomplete: str) -> list[str]:
+    """Return the YAML files whose path begins with the word."""
+    folder = Path(incomplete).parent if not incomplete.endswith("/") else Path(incomplete)
+    found = (str(path) for suffix in own_file.SUFFIXES for path in folder.glob(f"*{suffix}"))
+    return sorted(path for path in found if path.startswith(incomplete))
 
 
 def rejoin(words: Sequence[str], incomplete: str) -> tuple[list[str], str]:

@@ -88,6 +88,29 @@ def _own_component(key: str, known: Sequence[str]) -> str:
     return f"a {group} of your own needs {TARGET}: write {own}='{{{TARGET}: package.module.Class}}' with its settings"
 
 
+# Beginnings of an error that name a key: an unknown one, a group, or the key itself. The next word may be a key of the group.
+_NAMES_KEY = re.compile(r"unknown keys? '(?P<key>[\w./]+)'|unknown (?P<group>\w+) '|(?P<path>[A-Za-z_][\w./]*): (?P<next>\w+)?")
+# The remedy of an unknown key as on the command line.
+_WRITTEN = re.compile(r"(?<=write )([\w.]+)=([^\s;,()]+)(?=$|[;\s])(?! \w+[.=])")
+
+
+def located(message: str, origins: Mapping[str, str]) -> str:
+    """Return a message with the place of the key that it begins with, ``my.yaml:4: ...``, if ``origins`` has one.
+
+    Args:
+        origins: dotted key -> file and line.
+    """
+    match = _NAMES_KEY.match(message)
+    if match is None:
+        return message
+    key = match["key"] or match["group"] or match["path"]
+    where = origins.get(f"{key}.{match['next']}") or origins.get(key)
+    if where is None or message.startswith(where):
+        return message
+    as_in_a_file = _WRITTEN.sub(r"\1: \2", message)
+    return f"{where}: {as_in_a_file}"
+
+
 def unknown_options(options: Mapping[str, str | None], keys: Keys) -> str | None:
     """Return the line for options that the command does not have, such as ``--optim.lr 1e-4``; None if no key fits any."""
     counterparts = {option: _answer(option.lstrip("-"), value, keys.find()) for option, value in options.items()}

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
+from cookbook.cli.hydra.own_file import in_quotes
 from cookbook.errors import ConfigError
 
 # Language models whose hub id has no owner; the hub has not given out such names for years.
@@ -47,14 +48,8 @@ def quoted(word: str) -> str:
     """Return the override with quotes around slices of splits, ``data.split='train[:10%]'``, and around a command."""
     key, _, value = word.partition("=")
     if key.lstrip("+") == "env.command" and value not in ("", "???") and not (value[0] in "'\"" and value[-1] == value[0]):
-        return f"{key}={_in_quotes(value)}"
+        return f"{key}={in_quotes(value)}"
     return _SLICED.sub(lambda match: f"'{match[0]}'", word) if word.lstrip("+").startswith(_WITH_SPLITS) else word
-
-
-def _in_quotes(text: str) -> str:
-    """Return the text as Hydra reads it in single quotes."""
-    escaped = text.replace("'", "\\'")
-    return f"'{escaped}'"
 
 
 def spelled_out(
@@ -122,7 +117,7 @@ def combined(group: str, options: Sequence[object] | None, weighted: bool) -> li
     for name, target in parts:
         overrides.append(f"+{group}@{group}.parts.{name}={name if target is None else CODE[group]['target']}")
         if target is not None:
-            overrides.append(f"{group}.parts.{name}.target={_in_quotes(target)}")
+            overrides.append(f"{group}.parts.{name}.target={in_quotes(target)}")
     return [*overrides, *(f"+{group}.weights.{name}=1.0" for name in names if not weighted)]
 
 
