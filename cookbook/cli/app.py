@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import gc
 import os
 import select
@@ -17,6 +19,7 @@ from cookbook.cli import subcommands
 from cookbook.cli.subcommands import Overrides, importing
 from cookbook.errors import CookbookError
 from cookbook.utils.paths import import_from_here
+from cookbook.utils.signals import Stopped, exit_code
 from cookbook.utils.suggest import did_you_mean
 from cookbook.utils.version import __version__
 
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 # As shells count: 128 and the signal's number.
+SIGNALLED = 128
 INTERRUPTED = 130
 # Commands that continue if the reader of their output closes the pipe.
 OUTLIVE_READER = ("train", "serve")
@@ -114,7 +118,11 @@ def train(
     elif info is not None:
         bridge.info(request, info)
     else:
-        bridge.run(request, _dry_run if dry_run else _train)
+        try:
+            bridge.run(request, _dry_run if dry_run else _train)
+        except Stopped as stop:
+            # Typer would answer every interrupt with the code of Ctrl-C.
+            raise typer.Exit(exit_code(stop)) from None
 
 
 def _train(cfg: DictConfig, overrides: list[str]) -> float | None:
@@ -354,7 +362,7 @@ def _kind_and_names(words: Sequence[str], count: int, example: str) -> tuple[str
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Return the exit code of one command line: 0 done, 2 the user's input (one line on stderr), 130 interrupted.
+    """Return the exit code of one command line: 0 done, 2 the user's input (one line on stderr), 130 Ctrl-C, 143 SIGTERM.
 
     ``train`` and ``serve`` continue if the reader of their output closes the pipe; any other command then ends with 0.
     A bug raises, so that Python prints its trace and exits with 1.
@@ -369,6 +377,13 @@ def run(arguments: Sequence[str]) -> int:
         return _refuse(_override_typed_as_option(error, arguments) or error.format_message().replace("Value error, ", ""))
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
+    except OSError as error:
+        if error.filename is None and not _can_print():
+            terminal.write_nowhere(1)
+            return _refuse(f"standard output cannot be written: {error.strerror}; free the disk, or choose another file")
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return _refuse(f"{str(error.filename)[:40]}...: the name of a file or folder is too long; choose a shorter one")
     except SystemExit as stop:
         # Typer exits at any broken pipe, which need not be that of the standard output.
         if not isinstance(stop.__context__, BrokenPipeError):
@@ -392,6 +407,15 @@ def _override_typed_as_option(error: typer.TyperException, arguments: Sequence[s
     return bridge.explain_options(list(arguments[depth:]), known, "serve" if arguments[0] == "serve" else "train")
 
 
+def _can_print() -> bool:
+    """Whether the standard output accepts what Python has buffered for it."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 def _reader_has_left() -> bool:
     """Whether the broken pipe is the standard output, as of ``cookbook ... | head``."""
     poll = select.poll()
@@ -403,7 +427,9 @@ def _reader_has_left() -> bool:
 
 
 def _refuse(message: str) -> int:
-    print(f"error: {message}", file=sys.stderr)
+    # Without a terminal, the exit code has to do.
+    with contextlib.suppress(OSError, ValueError):
+        print(f"error: {message}", file=sys.stderr)
     return 2
 
 
@@ -414,14 +440,19 @@ def main() -> None:
     if sys.argv[1:2] in (["train"], ["sample"], ["chat"], ["eval"]):
         # Start-up makes a million objects that stay; the garbage collector took a fifth of the time to look through them.
         gc.disable()
+    terminal.make_writable()
     code = run(sys.argv[1:])
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         terminal.write_nowhere(1)
-    if code == INTERRUPTED:
+    except OSError as error:
+        terminal.write_nowhere(1)
+        code = code or _refuse(f"standard output cannot be written: {error.strerror}; free the disk, or choose another file")
+    if code > SIGNALLED:
         # The trainer's thread may still compute, and would crash while the interpreter shuts down.
-        sys.stderr.flush()
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
 

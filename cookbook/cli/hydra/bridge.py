@@ -26,6 +26,7 @@ from hydra.errors import HydraException
 from hydra.plugins.completion_plugin import DefaultCompletionPlugin
 from hydra.types import RunMode
 from omegaconf import Container, DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from cookbook.cli.hydra import conf_files, errors, own_file
@@ -36,6 +37,7 @@ from cookbook.utils.paths import SWEEP
 
 __all__ = ["ComposeRequest", "complete", "complete_override", "explain_options", "info", "run", "show"]
 
+FAILURE_RATE = "hydra.sweeper.max_failure_rate"
 Job = Callable[[DictConfig, list[str]], object]
 """A function of the composed configuration and the overrides that led to it. A sweeper gets the number that it returns."""
 
@@ -51,8 +53,27 @@ class Failed:
 
 
 def _called(job: Job, cfg: DictConfig) -> object:
-    overrides = list(HydraConfig.get().overrides.task)
+    overrides = _typed(HydraConfig.get())
+    _refuse_unresolved(cfg)
     return job(_with_nulls(cfg, overrides), overrides)
+
+
+def _typed(settings: DictConfig) -> list[str]:
+    """Return the overrides of a job as typed: an override may hold an interpolation, which is not one of this list."""
+    return list(OmegaConf.to_container(settings.overrides.task, resolve=False))  # type: ignore[arg-type]
+
+
+def _refuse_unresolved(cfg: DictConfig) -> None:
+    """Raise ConfigError for an interpolation that does not resolve, and for a top-level key without a value."""
+    try:
+        OmegaConf.to_container(cfg, resolve=True)
+        missing = next((str(key) for key in cfg if OmegaConf.is_missing(cfg, key)), None)
+    except OmegaConfBaseException as error:
+        raise ConfigError(errors.unresolved(error)) from None
+    except (RecursionError, ValueError) as error:
+        raise ConfigError(f"an interpolation of the configuration does not resolve: {error}; check its ${{...}}") from None
+    if missing is not None:
+        raise ConfigError(f"{missing}: no value, got ???; write {missing}=VALUE")
 
 
 @dataclass
@@ -60,20 +81,25 @@ class SweepTask:
     """The function that Hydra calls for each job of a sweep, in this process or in a launcher's."""
 
     job: Job
+    # Of the jobs in this process.
+    finished: int = 0
+    failed: int = 0
 
     def __call__(self, cfg: DictConfig) -> object:
         settings = HydraConfig.get()
         name = f"run {settings.job.num + 1}"
-        print(f"{name}: {' '.join(settings.overrides.task)}", file=sys.stderr, flush=True)
+        print(f"{name}: {' '.join(_typed(settings))}", file=sys.stderr, flush=True)
         optimizing = _is_optimizing(settings)
         try:
             value = _called(self.job, cfg)
             if optimizing:
                 _check_objective(cfg, value)
+            self.finished += 1
             return value
         except CookbookError as error:
             print(f"{name} failed: {error}", file=sys.stderr, flush=True)
             failed = Failed(str(error))
+            self.failed += 1
         if optimizing:
             # Outside of `except`, so that the error keeps no traceback of the run.
             raise CookbookError(failed.message)
@@ -119,8 +145,12 @@ def run(request: ComposeRequest, job: Job) -> object:
         if not multirun:
             with _located(composer):
                 return composer.run(cfg, functools.partial(_called, job))
-        _sweep(composer, job, _is_optimizing(cfg.hydra))
+        _sweep(composer, cfg, job, _is_optimizing(cfg.hydra))
         return None
+
+
+def _is_set(key: str, overrides: Sequence[str]) -> bool:
+    return any(word.lstrip("+").partition("=")[0] == key for word in overrides)
 
 
 @contextlib.contextmanager
@@ -135,13 +165,17 @@ def _located(composer: Composer) -> Iterator[None]:
         raise ConfigError(text) from error
 
 
-def _sweep(composer: Composer, job: Job, optimizing: bool) -> None:
+def _sweep(composer: Composer, cfg: DictConfig, job: Job, optimizing: bool) -> None:
     folder = Path("runs") / f"sweep-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     settings = [*QUIET, "hydra.mode=MULTIRUN", f"hydra.sweep.dir={folder}", "hydra.sweep.subdir=."]
+    if optimizing and cfg.hydra.sweeper.get("max_failure_rate") == 0 and not _is_set(FAILURE_RATE, composer.overrides):
+        # A trial that has diverged is recorded as failed, and the study continues.
+        settings.append(f"{FAILURE_RATE}=1.0")
+    task = SweepTask(job)
     # Processes of a launcher inherit the variable.
     os.environ[SWEEP] = folder.name
     try:
-        batches = composer.hydra.multirun(composer.name, SweepTask(job), [*settings, *composer.overrides])
+        batches = composer.hydra.multirun(composer.name, task, [*settings, *composer.overrides])
     except PROBLEMS as error:
         if not isinstance(error, HydraException | YAMLError) and not errors.is_hydras(error):
             # A recipe's own ValueError is a bug, and keeps its trace.
@@ -159,6 +193,8 @@ def _sweep(composer: Composer, job: Job, optimizing: bool) -> None:
         # A sweeper plugin handles failed jobs itself, and its return value is not defined.
         if folder.is_dir():
             print(f"sweep: {folder} has {', '.join(sorted(path.name for path in folder.iterdir()))}", flush=True)
+        if task.failed and not task.finished:
+            raise CookbookError(f"all {task.failed} trials failed; see the error of each above")
         return
     returned = [result.return_value for batch in batches for result in batch]
     failed = [outcome for outcome in returned if isinstance(outcome, Failed)]

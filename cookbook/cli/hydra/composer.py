@@ -162,10 +162,26 @@ class Composer:
             raise ConfigError(text) from error
         except CookbookError:
             raise
+        except AttributeError as error:
+            # OmegaConf's error for a mapping as the value of a key that has none, such as hydra.sweeper.params.
+            if (match := re.search(r"full_key: (hydra\S*)", str(error))) is None:
+                raise
+            raise ConfigError(
+                f"{match[1]}: this sweeper has no such mapping; write lists as overrides, such as optim.lr=1e-4,2e-4 -m, or "
+                "choose hydra/sweeper=optuna"
+            ) from error
         except PROBLEMS as error:
             if is_interrupt(error):
                 raise KeyboardInterrupt from error
-            raise ConfigError(self.located(errors.explain(error, self.keys))) from error
+            raise ConfigError(self._with_top_level(self.located(errors.explain(error, self.keys)))) from error
+
+    def _with_top_level(self, message: str) -> str:
+        """Return the message, and the user's file in place of the packaged top-level file, which may be another project's."""
+        with contextlib.suppress(*PROBLEMS):
+            if self.name != RERUN and (path := self._user_file(self.name)) is not None and path.name not in message:
+                name = paths.shown(path)
+                return f"{message}; {name} replaces the packaged file: rename it, or run the command in another folder"
+        return message
 
     def located(self, message: str) -> str:
         """Return the message of an error with the file and line of the key that the message begins with, if a file set it."""
@@ -186,6 +202,9 @@ class Composer:
         """Raise ConfigError for a sweep with a fixed ``out``: every later run would resume the first run's checkpoints."""
         swept = [override.key_or_group for override in self._parsed() if override.is_sweep_override()]
         out = OmegaConf.select(cfg, "out")
+        named = next((_texts(one) for one in self._parsed() if one.key_or_group == "out" and one.is_sweep_override()), [])
+        if twice := sorted({name for name in named if named.count(name) > 1}):
+            raise ConfigError(f"out: two runs of the sweep would write to {', '.join(twice)}; name each folder once")
         if swept and out and "out" not in swept and not OmegaConf.is_interpolation(cfg, "out"):
             raise ConfigError(f"out: every run would write to {out}; drop it, or write 'out={out}/${{{swept[0]}}}'")
 
@@ -366,6 +385,8 @@ class Composer:
         typed = {one.key_or_group for one in self._parsed()}
         for group, file in self._user_files(cfg):
             prefix = "" if group is None or file.package == "_global_" else f"{group}."
+            if prefix and file.lines:
+                self.origins.setdefault(str(group), f"{file.name}:1")
             for key in file.lines:
                 if f"{prefix}{key}" not in typed:
                     self.origins.setdefault(f"{prefix}{key}", file.where(key))

@@ -7,11 +7,14 @@ Hydra's errors carry no fields, so their texts are matched. They may change with
 from __future__ import annotations
 
 import functools
+import os
 import re
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from omegaconf.errors import OmegaConfBaseException
 
 from cookbook.cli.hydra import conf_files, shorthand
 from cookbook.config import recipe
@@ -47,6 +50,23 @@ def explain(error: Exception, keys: Keys) -> str:
     if error.__cause__ is not None:
         text = f"{text.removeprefix('Error merging override')}: {error.__cause__}".partition("\n")[0]
     return " ".join(re.sub(r"\nSee https://\S+.*", "", text).split())
+
+
+def unresolved(error: OmegaConfBaseException) -> str:
+    """Return one line for an interpolation that does not resolve. A variable of the environment needs ``oc.env``."""
+    text = " ".join(str(error).splitlines()[0].split())
+    where = error.full_key or "configuration"
+    if match := re.search(r"Environment variable '(\w+)' not found", text):
+        name = match[1]
+        return f"{where}: the environment variable {name} is not set; set it, or write ${{oc.env:{name},DEFAULT}}"
+    if match := re.search(r"Interpolation key '([^']+)' not found", text):
+        name = match[1]
+        if name in os.environ or name.isupper():
+            return f"{where}: no key {name!r} to interpolate; an environment variable is written as ${{oc.env:{name}}}"
+        return f"{where}: no key {name!r} to interpolate; write a key of the configuration, such as ${{optim.lr}}"
+    if "Recursive interpolation" in text or "recursion" in text:
+        return f"{where}: an interpolation that refers to itself; write a value"
+    return f"{where}: {text}"
 
 
 def is_hydras(error: Exception) -> bool:

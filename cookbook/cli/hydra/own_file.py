@@ -259,7 +259,12 @@ def _text(value: object, entry: Entry) -> str:
     if isinstance(value, list | tuple):
         return "[" + ",".join(_text(inner, entry) for inner in value) + "]"
     text = str(value)
-    return text if _PLAIN.fullmatch(text) and text.lower() not in _NOT_TEXT else in_quotes(text)
+    return text if is_plain(text) else in_quotes(text)
+
+
+def is_plain(text: str) -> bool:
+    """Whether Hydra reads the text without quotes as a text."""
+    return _PLAIN.fullmatch(text) is not None and text.lower() not in _NOT_TEXT
 
 
 def _key(key: str, entry: Entry) -> str:

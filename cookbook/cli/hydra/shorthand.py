@@ -10,6 +10,10 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from cookbook.cli.hydra import own_file
 from cookbook.cli.hydra.own_file import in_quotes
 from cookbook.errors import ConfigError
 
@@ -44,12 +48,45 @@ _SLICED = re.compile(r"(?<![\w.+'\"-])[\w.+-]+\[[-\d_%]*:[-\d_%]*\][\w.+\[\]:%-]
 _WITH_SPLITS = ("data.split=", "data.eval_split=", "data.mix=")
 
 
+# Keys whose value is a path, which may have any character.
+_PATHS = (
+    "data",
+    "data.path",
+    "data.eval_path",
+    "out",
+    "resume",
+    "model",
+    "model.name",
+    "model.chat_template",
+    "recipe.teacher",
+)
+
+# Those that take no list.
+_SINGLE = ("out", "resume", "model.name", "recipe.teacher")
+
+
 def quoted(word: str) -> str:
-    """Return the override with quotes around slices of splits, ``data.split='train[:10%]'``, and around a command."""
+    """Return the override with quotes where Hydra needs them: slices of splits, a command, paths with special characters."""
     key, _, value = word.partition("=")
+    if key.lstrip("+") in _PATHS and (_is_special(value) or (key in _SINGLE and value[:1] in tuple("[{"))):
+        return f"{key}={in_quotes(value)}"
     if key.lstrip("+") == "env.command" and value not in ("", "???") and not (value[0] in "'\"" and value[-1] == value[0]):
         return f"{key}={in_quotes(value)}"
     return _SLICED.sub(lambda match: f"'{match[0]}'", word) if word.lstrip("+").startswith(_WITH_SPLITS) else word
+
+
+def _is_special(value: str) -> bool:
+    """Whether a path is a text that Hydra would not read, or would read as a list, a mapping or a sweep."""
+    if own_file.is_plain(value) or value[:1] in ("'", '"', ""):
+        return False
+    try:
+        if Path(value).expanduser().exists():
+            return True
+        OverridesParser.create().parse_override(f"key={value}")
+    except (OSError, RuntimeError, HydraException):
+        # A name that is too long, or the home folder of an unknown user.
+        return True
+    return False
 
 
 def spelled_out(
