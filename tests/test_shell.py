@@ -224,7 +224,7 @@ def test_an_unreachable_mlflow_server_is_found_in_seconds(tmp_path):
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_that_mlflow_cannot_write(tmp_path):
     tmp_path.chmod(0o500)
-    with pytest.raises(PermissionError, match="cannot be written; see tracker.mlflow.uri"):
+    with pytest.raises(PermissionError, match=r"cannot be written; see tracker\.mlflow\.uri"):
         _check_place(str(tmp_path / "mlruns"))
 
 
