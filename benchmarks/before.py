@@ -5,7 +5,7 @@ in turn: a hook stops each process after a step until the other has made the sam
 user and system. As both make a step within the same second with the same numbers, the ratios of the steps hardly depend on what
 else the machine does: read their median. The losses and rewards of all steps are compared as well.
 
-    git worktree add /tmp/before c611549   # the last commit without environments; 700e00b: before the packages
+    git worktree add /tmp/before COMMIT
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import yaml
 from transformers import AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 import browser  # noqa: E402
 

@@ -72,10 +72,6 @@ class HookError(CookbookError, RuntimeError):
     """Error that a hook of the user has raised. The run saves its state, then ends."""
 
 
-class MovedAttributeError(CookbookError, AttributeError):
-    """Error of a hook or recipe that reads an attribute of the run which has moved."""
-
-
 def first_line(error: BaseException) -> str:
     """Return the first line of the message; the name of the class without a message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -162,9 +162,7 @@ def load(engine: Engine, folder: Path, *, optimizer: bool) -> None:
         raise CheckpointError(f"{folder}: holds {kind}, but the model is configured differently; set model.lora_rank to match")
     if optimizer and facts["kind"] != "state":
         raise CheckpointError(f"{folder}: holds weights only; pass optimizer=False, or a checkpoint made by save_state")
-    # Manifests of older versions, which had AdamW only, do not name the optimizer.
-    rule = facts.get("optimizer", "adamw")
-    if optimizer and rule != engine.options.optimizer:
+    if optimizer and (rule := facts["optimizer"]) != engine.options.optimizer:
         raise CheckpointError(
             f"{folder}: was made with backend.optimizer={rule}, now it is {engine.options.optimizer}; set it back, or load "
             "the weights alone"

@@ -15,7 +15,6 @@ from pathlib import Path
 from cookbook.cli.hydra import conf_files
 from cookbook.cli.hydra.shorthand import SHIPPED, WITHOUT_OWNER
 from cookbook.config import recipe, typed
-from cookbook.config.moved import new_name
 from cookbook.errors import ConfigError
 from cookbook.utils import files, paths, tables
 from cookbook.utils.suggest import did_you_mean
@@ -51,7 +50,7 @@ def _loss_row(file: conf_files.ConfFile) -> Sequence[str]:
     try:
         values = conf_files.values(file)
         target = values.get(typed.TARGET)
-        read = _packaged_class(new_name(target)) if isinstance(target, str) else None
+        read = _packaged_class(target) if isinstance(target, str) else None
         cls = typed.resolve_target(target) if read is None else None
     except ConfigError as error:
         return file.name, file.origin, "?", "?", f"unusable: {error}"

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cookbook.config.moved import moved_import
 from cookbook.errors import ConfigError
 from cookbook.utils import paths
 
@@ -29,11 +28,7 @@ def run(path: Path, name: str) -> ModuleType:
     except SyntaxError as error:
         where = paths.shown(Path(error.filename or path))
         raise ConfigError(f"{where}:{error.lineno}: not valid Python: {error.msg}") from error
-    except ImportError as error:
-        if (clause := moved_import(error)) is not None:
-            raise ConfigError(f"{paths.shown(path)}: {clause}") from error
-        if not isinstance(error, ModuleNotFoundError):
-            raise
+    except ModuleNotFoundError as error:
         raise ConfigError(f"{paths.shown(path)}: imports {error.name!r}, which cannot be found") from error
     return module
 

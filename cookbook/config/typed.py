@@ -19,7 +19,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-from cookbook.config.moved import moved_import, new_name
 from cookbook.errors import ConfigError, CookbookError
 from cookbook.utils.suggest import did_you_mean
 
@@ -66,7 +65,6 @@ def resolve_target(target: object, where: str = TARGET) -> type:
     Raises:
         ConfigError: the name cannot be imported, or is not a class.
     """
-    target = new_name(target) if isinstance(target, str) else target
     separator = ":" if isinstance(target, str) and ":" in target else "."
     module_name, _, name = target.rpartition(separator) if isinstance(target, str) else ("", "", "")
     if not module_name or not name:
@@ -82,24 +80,13 @@ def resolve_target(target: object, where: str = TARGET) -> type:
     return cls
 
 
-def with_new_names(node: object) -> Any:
-    """Return a configuration with today's names as ``_target_``, at every depth."""
-    if isinstance(node, Mapping):
-        return {key: with_new_names(value) if key != TARGET else new_name(str(value)) for key, value in node.items()}
-    return [with_new_names(one) for one in node] if isinstance(node, list) else node
-
-
 def _import(name: str, where: str) -> types.ModuleType:
     # A fork may be newer than the cached directory listing.
     if name not in sys.modules:
         importlib.invalidate_caches()
     try:
         return importlib.import_module(name)
-    except ImportError as error:
-        if (clause := moved_import(error)) is not None:
-            raise ConfigError(f"{where}: {name} {clause}") from error
-        if not isinstance(error, ModuleNotFoundError):
-            raise
+    except ModuleNotFoundError as error:
         missing = error.name or ""
         if name != missing and not name.startswith(f"{missing}."):
             raise ConfigError(f"{where}: {name} needs the module {missing!r}, which is not installed") from error

@@ -38,7 +38,7 @@ from cookbook.engine.loss_gradient import (
     no_gradient,
 )
 from cookbook.engine.memory import fitting_tokens
-from cookbook.engine.model import LanguageModel, recompute_activations
+from cookbook.engine.model import LanguageModel, keeps_last_layer, recompute_activations
 from cookbook.engine.optimizer import GradientBuffer, Optimizer, update_rule
 from cookbook.engine.options import EngineOptions
 from cookbook.engine.parallel import led
@@ -112,14 +112,15 @@ class Engine(PerRank):
             self.ranks.together(lambda: self._spread(hollow))
             self.ranks.try_pass(model.network)
         self.gradients = GradientBuffer([parameter for _, parameter in model.trainable()], self.ranks)
+        # Not after the choice by free memory: which tokens are computed, and so the last bits, must not depend on it.
+        never_recomputed = options.activation_checkpointing is False or not model.network.supports_gradient_checkpointing
+        self.passes.trims_last_layer = options.trim_last_layer and (never_recomputed or keeps_last_layer(model.network))
         if options.activation_checkpointing is None:
             # Stored in the options, so that copies of this engine do not decide again.
             fitting = self._fitting_tokens(options.optimizer)
             options = replace(options, activation_checkpointing=fitting is not None, kept_tokens=fitting or 0)
         self.options = options
         self.passes.recomputes = recompute_activations(model.network, bool(options.activation_checkpointing))
-        # Activation checkpointing recomputes the last layer outside the context that trims it, so the two exclude each other.
-        self.passes.trims_last_layer = options.trim_last_layer and not options.activation_checkpointing
 
     def _spread(self, hollow: HollowModel | None) -> None:
         """Shard the weights over the ranks; a ``hollow`` network reads its weights now."""

@@ -349,6 +349,10 @@ def deprecations_hidden() -> Iterator[None]:
 def recompute_activations(network: PreTrainedModel, on: bool) -> bool:
     """Switch activation checkpointing on or off. Return ``on``.
 
+    The last layer keeps its activations in any case. The backward pass starts with that layer, so recomputing it would free no
+    memory at the peak; and it may skip tokens (``trim_last_layer``), which a recomputation would not know of. So a pass has the
+    same bits with and without checkpointing.
+
     Raises:
         ConfigError: the model does not support activation checkpointing.
     """
@@ -358,9 +362,26 @@ def recompute_activations(network: PreTrainedModel, on: bool) -> bool:
     with deprecations_hidden():
         if on:
             network.gradient_checkpointing_enable({"use_reentrant": False})
+            if (stack := layer_stack(network)) is not None and keeps_last_layer(network):
+                stack[-1].gradient_checkpointing = False
         elif network.supports_gradient_checkpointing:
             network.gradient_checkpointing_disable()
     return on
+
+
+def layer_stack(network: PreTrainedModel) -> torch.nn.ModuleList | None:
+    """Return the layers of the network; None if no list of modules, or more than one, has their number."""
+    count = getattr(network.config.get_text_config(), "num_hidden_layers", 0)
+    stacks = [module for module in network.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == count]
+    return stacks[0] if len(stacks) == 1 and count else None
+
+
+def keeps_last_layer(network: PreTrainedModel) -> bool:
+    """Whether the last layer keeps its activations if the others recompute theirs."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    stack = layer_stack(network)
+    return stack is not None and isinstance(stack[-1], GradientCheckpointingLayer)
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:

@@ -171,7 +171,7 @@ class Health:
 
     @classmethod
     def restored(cls, state: JsonObject | None, max_tokens: int) -> Health:
-        """Return the counts of a checkpoint. If it has none, it is of an earlier version; assume a gradient."""
+        """Return the counts of a checkpoint. A checkpoint saved through the Python API has none; assume a gradient."""
         return cls(**{**(state or {"seen": 1, "learned": 1}), "max_tokens": max_tokens})
 
     def state(self) -> JsonObject:

@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -26,7 +27,6 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from cookbook.backends.model_source import sampling_target as sampling_target
 from cookbook.checkpoints import manifest, store
-from cookbook.config.typed import with_new_names
 from cookbook.errors import CheckpointError, ConfigError, CookbookError, HookError
 from cookbook.run import hooks
 from cookbook.run.hooks import Status, logging_to, writing_to
@@ -283,7 +283,7 @@ def _compared(out: Path, resume_from: Path | None, identity: Identity) -> dict[s
 
 def _change(name: str, then: object, now: object) -> str:
     if then is MISSING:
-        return f"{name}: not in the run's configuration, which an earlier version wrote, so it had its default; now {now!r}"
+        return f"{name}: not in the run's configuration, so it had its default; now {now!r}"
     return f"{name}: {then!r} before, now {now!r}"
 
 
@@ -304,9 +304,8 @@ def _previous_process(out: Path) -> list[str]:
 
 
 def plain(cfg: DictConfig) -> dict[str, object]:
-    """Return a configuration as dicts and lists, with interpolations resolved and today's names of classes that have moved."""
-    node: dict[str, object] = with_new_names(OmegaConf.to_container(cfg, resolve=True))
-    return node
+    """Return a configuration as dicts and lists, with interpolations resolved."""
+    return cast("dict[str, object]", OmegaConf.to_container(cfg, resolve=True))
 
 
 def _config_of(run: Path | None) -> dict[str, object] | None:

@@ -82,7 +82,7 @@ class Identity:
         Raises:
             ConfigError: the checkpoint is of a run with another identity.
         """
-        then = typed.with_new_names(manifest.read(checkpoint).get("run", {}).get("identity"))
+        then = manifest.read(checkpoint).get("run", {}).get("identity")
         # A checkpoint saved through the Python API has no configuration.
         if then is None:
             log.warning("resume: %s does not say which run saved it, so its settings cannot be compared", checkpoint)
@@ -105,7 +105,7 @@ class Identity:
         self._differs("data: the part of the stream that the run has read", self._origin, before, now)
 
     def _of(self, cfg: Mapping[str, object]) -> dict[str, object]:
-        """Return the groups of ``GROUPS``. A key that an earlier version's configuration lacks has its default."""
+        """Return the groups of ``GROUPS``. A key that the configuration of the run lacks has its default."""
         groups = {}
         for group, free in GROUPS.items():
             node = cfg[group] if group in cfg else self._defaults().get(group)

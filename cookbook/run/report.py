@@ -133,7 +133,7 @@ def headlines(rows: Sequence[JsonObject], judge: str) -> Iterator[str]:
             continue
         (first, before), (last, after) = values[0], values[-1]
         counts = series(rows, one.count)
-        # Runs of earlier versions have no numbers of rows.
+        # A recipe of the user may log the metric without its number of rows.
         number = int(counts[-1][1]) if counts else None
         noun = "pair" if one.noun == "row" and are_pairs else one.noun
         where = f"held-out {noun}s" if number is None else counted(number, f"held-out {noun}")

@@ -9,15 +9,14 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from cookbook import terminal
 from cookbook.checkpoints.schedule import Progress
-from cookbook.config.moved import moved_names
 from cookbook.data import RenderedPrompt, Row, datums
 from cookbook.data.datum_table import Batches, Pairs
 from cookbook.data.stream import RowStream, StreamedBatches, StreamPosition, StreamResume
-from cookbook.errors import ConfigError, CookbookError, MovedAttributeError
+from cookbook.errors import ConfigError, CookbookError
 from cookbook.futures import Future, done
 from cookbook.losses import LOSSES
 from cookbook.losses.base import Scope
@@ -144,14 +143,6 @@ class Run:
     def sampler(self) -> Sampler | None:
         """The sampler of the last weight sync that was due; None before the first."""
         return self._sampling.sampler
-
-    # Hidden from type checkers, which would otherwise accept every attribute.
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            if (new := moved_names().get(f"run.{name}")) is not None:
-                raise MovedAttributeError(f"run.{name} has moved; use {new}")
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # ---- data ----------------------------------------------------------------------------------------------------
 

@@ -125,8 +125,8 @@ class KeyRing:
     def may_use(self, name: str | None, owner: str | None) -> bool:
         """Whether the key ``name`` may use an object of ``owner``.
 
-        ``owner`` None: the object was created without a key, or by an earlier version of the server. It belongs to the only
-        key, and to admin keys if there are several names. A server without keys restricts nothing.
+        ``owner`` None: the object was created without a key. It belongs to the only key, and to admin keys if there are several
+        names. A server without keys restricts nothing.
         """
         names = {key.name for key in self.keys}
         if not names or name == owner:

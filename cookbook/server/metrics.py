@@ -39,7 +39,7 @@ class _EventFile(logging.handlers.RotatingFileHandler):
     def _open(self) -> TextIOWrapper:
         """Open the file for its owner only: it shows when which client did what."""
         descriptor = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        # An earlier version of the server created the file with another mode.
+        # The file may exist with another mode.
         os.fchmod(descriptor, 0o600)
         return os.fdopen(descriptor, "a", encoding=self.encoding, errors=self.errors)
 

@@ -114,8 +114,7 @@ class ServerInfo:
                 "the server's value"
             )
         for name in SERVER_FIELDS:
-            # A server of an earlier version adds no tokens.
-            requested, served = getattr(model, name), self.model.get(name, [] if name == "add_tokens" else None)
+            requested, served = getattr(model, name), self.model.get(name)
             is_used = model.lora_rank or not name.startswith("lora_")
             if is_used and requested != served:
                 raise ConfigError(

@@ -387,7 +387,7 @@ function pane(run, block, largest) {
   const element = h("section", { class: "run" }, h("div", { class: "list" }, note, list), detail);
   const made = { element, note, list };
   if (block === null) {
-    note.textContent = `${run.name}: no stored rollouts or rows (rollout.store_mb=null, or an earlier version of cookbook)`;
+    note.textContent = `${run.name}: no stored rollouts or rows (rollout.store_mb=null)`;
     return made;
   }
   const matches = matcher(), entries = block.groups.map((group, index) => entryOf(group, index, block, matches));

@@ -196,6 +196,5 @@ class DeploymentManager:
 def _running(record: JsonObject) -> RunningServer:
     """Inverse of ``asdict``. Raises KeyError or TypeError: the record is invalid."""
     options = record["options"]
-    # A record of an older version has no GPUs.
-    lists = {"args": tuple(options["args"]), "gpus": tuple(map(tuple, options.get("gpus", ())))}
+    lists = {"args": tuple(options["args"]), "gpus": tuple(map(tuple, options["gpus"]))}
     return RunningServer(**{**record, "options": Options(**{**options, **lists})})

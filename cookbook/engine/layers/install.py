@@ -19,7 +19,7 @@ from torch.func import functional_call
 from cookbook.engine.fast_path import FastPathError, first_working, plain_logits, probe_tokens
 from cookbook.engine.layers import fused
 from cookbook.engine.layers.fused import ACTIVATIONS, LayerOutput, only_rows, rms_norm, rotary
-from cookbook.engine.model import LanguageModel
+from cookbook.engine.model import LanguageModel, layer_stack
 
 # The function that attention modules of transformers call; each modeling file defines its own.
 ROTARY = "apply_rotary_pos_emb"
@@ -178,11 +178,9 @@ def _verified_parts(model: LanguageModel) -> list[nn.Module]:
 
 def last_layer_parts(model: LanguageModel) -> list[nn.Module]:
     """Return the modules of the last layer that have a known name, without verification."""
-    count = getattr(model.network.config.get_text_config(), "num_hidden_layers", 0)
-    stacks = [module for module in model.network.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
-    if len(stacks) != 1:
+    if (stack := layer_stack(model.network)) is None:
         return []
-    last: nn.Module = stacks[0][-1]
+    last: nn.Module = stack[-1]
     attentions = [child for name, child in last.named_children() if name in ATTENTIONS]
     projections = [child for attention in attentions for name, child in attention.named_children() if name in PROJECTIONS]
     return [child for name, child in last.named_children() if name in MLPS] + projections
