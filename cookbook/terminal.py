@@ -231,7 +231,10 @@ class _Stream:
             if not self._outlives_reader:
                 raise
             write_nowhere(self._stream.fileno())
-            log.info("%s cannot be written: %s; the command continues without it", self._stream.name, error.strerror)
+            if isinstance(error, BrokenPipeError):
+                log.info("the reader of %s has closed the pipe; the command continues without it", self._stream.name)
+            else:
+                log.info("%s cannot be written: %s; the command continues without it", self._stream.name, error.strerror)
 
 
 def make_writable() -> None:
