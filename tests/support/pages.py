@@ -22,7 +22,13 @@ CREATED = {"deployment._target_": "cookbook.deployments.vllm.deployment.VllmConf
 
 SLURM = {"job.partition": "gpu", "job.gpus": 1, "model.name": "Qwen/Qwen3-8B"}
 
-OWN_FILE = {"recipe.name": "sft", "model.name": "./my-model", "model.lora_rank": 16, "data.path": "chats.jsonl", "optim.lr": 1e-4}
+OWN_FILE = {
+    "recipe.name": "sft",
+    "model.name": "./my-model",
+    "model.lora_rank": 16,
+    "data.path": "chats.jsonl",
+    "optim.lr": 1e-4,
+}
 # Every command that composes a configuration, and what it composes to; text: the error that the page shows.
 COMPOSED: dict[str, dict[str, object] | str] = {
     "train recipe=grop": "error: unknown recipe 'grop'.",
