@@ -18,6 +18,7 @@ from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MappingNode, Node, ScalarNode, SequenceNode, YAMLError, compose  # type: ignore[import-untyped]
 
+from cookbook.cli.hydra.shorthand import in_quotes
 from cookbook.config.typed import TARGET
 from cookbook.errors import ConfigError
 from cookbook.utils import paths
@@ -32,8 +33,6 @@ _BASE_60 = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 _HEADER = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
 # Groups of the defaults list that a file may choose from: "override /model: tiny".
 _OVERRIDE = re.compile(r"override\s+/?([\w/]+)")
-# A text in Hydra's single quotes: backslashes count only before a quote.
-_BEFORE_QUOTE = re.compile(r"(\\*)'")
 # Characters of a key that Hydra reads if a backslash stands before them.
 _ESCAPED = re.compile(r"([\\()\[\]{}:=, \t])")
 
@@ -272,13 +271,6 @@ def _key(key: str, entry: Entry) -> str:
     if not key or not re.fullmatch(r"[\w/\-+.$%*@?|\\()\[\]{}:=, \t]+", key, re.ASCII):
         raise ConfigError(f"{entry.where or entry.key}: {entry.key}: the key {key!r} has a character that no key may have")
     return escaped
-
-
-def in_quotes(text: str) -> str:
-    """Return a text in single quotes, as Hydra reads it."""
-    escaped = _BEFORE_QUOTE.sub(lambda match: match[1] * 2 + "\\'", text)
-    trailing = len(escaped) - len(escaped.rstrip("\\"))
-    return f"'{escaped}{chr(92) * trailing}'"
 
 
 def plain_value(value: object) -> object:
