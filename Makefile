@@ -39,6 +39,7 @@ setup: $(VENV)/tools ## Make .venv and install cookbook with its development too
 
 train: $(VENV)/installed ## The main job: train the shipped model with GRPO (ARGS="..." adds overrides)
 	$(BIN)/cookbook train recipe=grpo $(ARGS)
+	@echo "the command cookbook is in $(VENV): source $(BIN)/activate"
 
 test: $(VENV)/tools ## The fast tests: some three minutes on two free cores
 	$(BIN)/python -m pytest -n 2 --dist worksteal --max-worker-restart 0

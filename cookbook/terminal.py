@@ -7,6 +7,7 @@ is a file or a pipe, an activity that lasts gets a plain line, once for each kin
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import math
 import os
@@ -17,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TextIO
 
 log = logging.getLogger("cookbook")
@@ -224,11 +226,26 @@ class _Stream:
     def _without_reader(self) -> Iterator[None]:
         try:
             yield
-        except BrokenPipeError:
+        except OSError as error:
+            # A pipe without a reader, a terminal that is gone (EIO), a full disk.
             if not self._outlives_reader:
                 raise
             write_nowhere(self._stream.fileno())
-            log.info("the reader of %s has closed the pipe; the command continues without it", self._stream.name)
+            if isinstance(error, BrokenPipeError):
+                log.info("the reader of %s has closed the pipe; the command continues without it", self._stream.name)
+            else:
+                log.info("%s cannot be written: %s; the command continues without it", self._stream.name, error.strerror)
+
+
+def make_writable() -> None:
+    """Replace a closed standard stream by the null device, and characters that a stream cannot encode by question marks."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            # Open until the process ends.
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def write_nowhere(descriptor: int) -> None:

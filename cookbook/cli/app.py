@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import gc
 import os
 import select
@@ -17,6 +19,7 @@ from cookbook.cli import subcommands
 from cookbook.cli.subcommands import Overrides, importing
 from cookbook.errors import CookbookError
 from cookbook.utils.paths import import_from_here
+from cookbook.utils.signals import Stopped, exit_code
 from cookbook.utils.suggest import did_you_mean
 from cookbook.utils.version import __version__
 
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 # As shells count: 128 and the signal's number.
+SIGNALLED = 128
 INTERRUPTED = 130
 # Commands that continue if the reader of their output closes the pipe.
 OUTLIVE_READER = ("train", "serve")
@@ -71,9 +75,10 @@ def _root(
 def train(
     overrides: Overrides = None,
     multirun: Annotated[bool, typer.Option("--multirun", "-m", help="Sweep: one run for each list of values.")] = False,
-    config: Annotated[Path | None, typer.Option("--config", help="Start from an earlier run's config.yaml.")] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="The same as the file as first word.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check every key, print the configuration, stop.")] = False,
     cfg: ShowConfig = None,
+    all_keys: Annotated[bool, typer.Option("--all", help="With --cfg: every key, even on a terminal.")] = False,
     resolve: Annotated[bool, typer.Option("--resolve", help="With --cfg: resolve ${...}.")] = False,
     package: Annotated[str | None, typer.Option("--package", "-p", help="With --cfg: print one node only.")] = None,
     info: Annotated[Topic | None, typer.Option("--info", "-i", help="Print the sources of the configuration.")] = None,
@@ -82,9 +87,12 @@ def train(
 ) -> None:
     """Run a recipe.
 
-    An override sets any key of the configuration, or picks a file of a group:
+    The configuration is a YAML file (cookbook init writes one), overrides, or both. An override sets any key, or picks a
+    file of a group:
 
     \b
+      cookbook train my.yaml                             your file; its keys are those of the command line
+      cookbook train my.yaml optim.lr=1e-5               a value in place of the file's
       cookbook train recipe=sft                          one of the recipes (cookbook list)
       cookbook train recipe=sft model=owner/name data=chats.jsonl
                                                          your model (hub id or folder), your data
@@ -92,18 +100,29 @@ def train(
       cookbook train recipe=grpo model=qwen3_0p6b        a file of a group: conf/model/qwen3_0p6b.yaml
       cookbook train recipe=grpo optim.lr=1e-5,1e-6 -m   one run for each value
       cookbook train recipe=grpo --cfg job               every key and its value
-      cookbook train --config runs/mine/config.yaml      the configuration of an earlier run
+      cookbook train runs/mine/config.yaml               the configuration of an earlier run
     """
     with importing():
         from cookbook.cli.hydra import bridge
 
     request = bridge.ComposeRequest(overrides or (), multirun, config_dir or (), config_name, config)
     if cfg is not None:
-        print(bridge.show(request, cfg, resolve=resolve, package=package), end="")
+        # A pipe or a file gets everything, because a program or a later run reads it.
+        folded = cfg == "job" and package is None and not all_keys and sys.stdout.isatty()
+        shown = bridge.show(request, cfg, resolve=resolve, package=package)
+        if folded:
+            from cookbook.cli.hydra import main_keys
+
+            shown = main_keys.folded(shown)
+        print(shown, end="")
     elif info is not None:
         bridge.info(request, info)
     else:
-        bridge.run(request, _dry_run if dry_run else _train)
+        try:
+            bridge.run(request, _dry_run if dry_run else _train)
+        except Stopped as stop:
+            # Typer would answer every interrupt with the code of Ctrl-C.
+            raise typer.Exit(exit_code(stop)) from None
 
 
 def _train(cfg: DictConfig, overrides: list[str]) -> float | None:
@@ -138,6 +157,27 @@ def serve(
         print(bridge.show(request, cfg), end="")
     else:
         bridge.run(request, serving.run)
+
+
+@app.command()
+def init(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE", help="As cookbook list prints them.", autocompletion=_complete_recipe)
+    ] = None,
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[FILE] [OVERRIDE]...", help="File to write; keys that it sets.")
+    ] = None,
+) -> None:
+    """Write a commented YAML file for a recipe, to edit and to train with.
+
+    \b
+      cookbook init sft                                   writes sft.yaml
+      cookbook init sft my.yaml model=./m data=rows.jsonl writes my.yaml with your model and data
+      cookbook train my.yaml                              trains
+    """
+    from cookbook.cli.hydra import main_keys
+
+    print(main_keys.init(recipe, words or []))
 
 
 @app.command()
@@ -322,7 +362,7 @@ def _kind_and_names(words: Sequence[str], count: int, example: str) -> tuple[str
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Return the exit code of one command line: 0 done, 2 the user's input (one line on stderr), 130 interrupted.
+    """Return the exit code of one command line: 0 done, 2 the user's input (one line on stderr), 130 Ctrl-C, 143 SIGTERM.
 
     ``train`` and ``serve`` continue if the reader of their output closes the pipe; any other command then ends with 0.
     A bug raises, so that Python prints its trace and exits with 1.
@@ -337,6 +377,13 @@ def run(arguments: Sequence[str]) -> int:
         return _refuse(_override_typed_as_option(error, arguments) or error.format_message().replace("Value error, ", ""))
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
+    except OSError as error:
+        if error.filename is None and not _can_print():
+            terminal.write_nowhere(1)
+            return _refuse(f"standard output cannot be written: {error.strerror}; free the disk, or choose another file")
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return _refuse(f"{str(error.filename)[:40]}...: the name of a file or folder is too long; choose a shorter one")
     except SystemExit as stop:
         # Typer exits at any broken pipe, which need not be that of the standard output.
         if not isinstance(stop.__context__, BrokenPipeError):
@@ -360,6 +407,15 @@ def _override_typed_as_option(error: typer.TyperException, arguments: Sequence[s
     return bridge.explain_options(list(arguments[depth:]), known, "serve" if arguments[0] == "serve" else "train")
 
 
+def _can_print() -> bool:
+    """Whether the standard output accepts what Python has buffered for it."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 def _reader_has_left() -> bool:
     """Whether the broken pipe is the standard output, as of ``cookbook ... | head``."""
     poll = select.poll()
@@ -371,7 +427,9 @@ def _reader_has_left() -> bool:
 
 
 def _refuse(message: str) -> int:
-    print(f"error: {message}", file=sys.stderr)
+    # Without a terminal, the exit code has to do.
+    with contextlib.suppress(OSError, ValueError):
+        print(f"error: {message}", file=sys.stderr)
     return 2
 
 
@@ -382,14 +440,19 @@ def main() -> None:
     if sys.argv[1:2] in (["train"], ["sample"], ["chat"], ["eval"]):
         # Start-up makes a million objects that stay; the garbage collector took a fifth of the time to look through them.
         gc.disable()
+    terminal.make_writable()
     code = run(sys.argv[1:])
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         terminal.write_nowhere(1)
-    if code == INTERRUPTED:
+    except OSError as error:
+        terminal.write_nowhere(1)
+        code = code or _refuse(f"standard output cannot be written: {error.strerror}; free the disk, or choose another file")
+    if code > SIGNALLED:
         # The trainer's thread may still compute, and would crash while the interpreter shuts down.
-        sys.stderr.flush()
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
 

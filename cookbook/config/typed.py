@@ -228,7 +228,12 @@ def _checked(fits: bool, value: object, hint: object, where: str) -> object:
 
 
 def _unfit(value: object, hint: object, where: str) -> ConfigError:
-    return ConfigError(f"{where}: expected {describe(hint)}, got {_spelled(value)}")
+    remedy = "; write null for no value" if isinstance(value, str) and value.lower() in _NULLS else ""
+    return ConfigError(f"{where}: expected {describe(hint)}, got {_spelled(value)}{remedy}")
+
+
+# Spellings of YAML's null in other languages.
+_NULLS = ("none", "nil", "undefined")
 
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path", UNTYPED: "a value"}

@@ -53,7 +53,7 @@ from cookbook.sampling.rollouts import PolicySampling
 from cookbook.sampling.teacher import Teacher
 from cookbook.terminal import warnings_shown
 from cookbook.types import JsonObject, SamplingParams
-from cookbook.utils.signals import Interrupted
+from cookbook.utils.signals import Interrupted, stopped_by_signals
 
 
 @warnings_shown()
@@ -65,13 +65,14 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], JsonObje
 
     Raises:
         CookbookError: an error that the user can fix.
-        Interrupted: the first Ctrl-C; the run is saved.
-        KeyboardInterrupt: the second Ctrl-C; the run keeps its last checkpoint.
+        Interrupted: the first signal (Ctrl-C, SIGTERM, SIGHUP, SIGUSR1); the run is saved.
+        KeyboardInterrupt: the second signal; the run keeps its last checkpoint.
     """
     typed = checked(cfg, overrides)
     plain = run_folder.plain(cfg)
     identity = Identity(plain, typed.module.Config, defaults, force=typed.resume == "force")
     with contextlib.ExitStack() as stack:
+        stack.enter_context(stopped_by_signals())
         status, resume_from = stack.enter_context(run_folder.opened(typed.out, typed.resume, cfg, overrides, identity))
         rows = SplitRows(typed, identity)
         backend = typed.backend

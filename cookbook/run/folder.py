@@ -52,7 +52,11 @@ PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "peft", "hydra-co
 
 
 def _folder(out: str | None, named: Path | None, recipe: str, new_id: str) -> Path:
-    folder = Path(out) if out else _run_of(named) or Path("runs") / f"{recipe}-{new_id}"
+    folder = Path(out).expanduser() if out else _run_of(named) or Path("runs") / f"{recipe}-{new_id}"
+    if folder.is_symlink() and not folder.exists():
+        raise ConfigError(
+            f"out: {folder} is a link to {folder.readlink()}, which does not exist; remove the link, or create that"
+        )
     _holds_run(folder)
     return folder
 
@@ -136,7 +140,7 @@ def _named(resume: str) -> Path | None:
     """Return the checkpoint that ``resume`` names: the path itself, or the newest of a run folder. None: it names no path."""
     if resume in (*RESUMING, "never"):
         return None
-    path = Path(resume)
+    path = Path(resume).expanduser()
     if (path / manifest.NAME).is_file():
         return path
     newest = store.newest(path / "checkpoints")

@@ -365,7 +365,7 @@ class Run:
                 self._checkpoint(total, stop=stop or self.hook_calls.failure is not None)
                 self.hook_calls.check()
                 if stop:
-                    raise Interrupted(index + 1)
+                    raise Interrupted(index + 1, guard.number)
 
     def finish(self) -> None:
         """Complete a loop that the recipe left with ``break`` or ``return``: write its last step, evaluate and save.

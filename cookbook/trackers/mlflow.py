@@ -5,18 +5,25 @@ from __future__ import annotations
 import logging
 import os
 import re
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from cookbook.errors import ConfigError
 from cookbook.types import JsonObject
 from cookbook.utils import files, packages
 
+log = logging.getLogger("cookbook")
+
 STATES = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 # The server's limit of one request.
 PARAMETERS = 100
+LONGEST_NAME = 250
+# Seconds that a server may take to accept a connection.
+CONNECT_S = 3.0
 
 
 @dataclass
@@ -44,12 +51,16 @@ class MLflowTracker:
 
         id_file = Path(out) / "mlflow_id.txt"
         known = id_file.read_text().strip() if id_file.exists() else ""
+        place = self.uri or mlflow.get_tracking_uri()
+        _check_place(place)
+        # MLflow's own defaults are two minutes a request and seven retries.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         try:
             self._client = mlflow.MlflowClient(tracking_uri=self.uri)
             if known:
-                self._id = known
-                self._client.update_run(known, status="RUNNING")
-            else:
+                known = self._resumed(known, mlflow.exceptions.MlflowException)
+            if not known:
                 run = self._client.create_run(self._experiment_id(), run_name=name, tags=self.tags)
                 self._id = run.info.run_id
                 parameters = [Param(key, value) for key, value in flattened(config)]
@@ -60,16 +71,28 @@ class MLflowTracker:
             raise ConfigError(f"tracker: mlflow: {message}; see tracker.mlflow.uri and MLFLOW_TRACKING_URI") from None
         if not known:
             files.write_text(id_file, f"{self._id}\n")
-        place = self._client.tracking_uri
+        place = str(self._client.tracking_uri)
         shown = f" at {place}" if place.startswith("http") else f"; show it with: mlflow ui --backend-store-uri {place}"
         print(f"mlflow: run {self._id}{shown}", flush=True)
+
+    def _resumed(self, known: str, error_type: type[Exception]) -> str:
+        """Reopen the run of an earlier process. Return its id; "" if the server has no such run, which then gets a new id."""
+        self._id = known
+        try:
+            self._client.update_run(known, status="RUNNING")
+        except error_type as error:
+            if getattr(error, "error_code", "") != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            log.warning("tracker: mlflow: run %s is gone; the run continues under a new id", known)
+            return ""
+        return known
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
         # MLflow refuses other characters in names.
-        names = {key: re.sub(r"[^\w\-. /:]", "_", key) for key in metrics}
+        names = {key: re.sub(r"[^\w\-. /:]", "_", key)[-LONGEST_NAME:] for key in metrics}
         self._client.log_batch(self._id, metrics=[Metric(names[key], value, now, step) for key, value in metrics.items()])
 
     def end(self, state: str) -> None:
@@ -79,6 +102,26 @@ class MLflowTracker:
         name = self.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "cookbook"
         known = self._client.get_experiment_by_name(name)
         return str(known.experiment_id if known else self._client.create_experiment(name))
+
+
+def _check_place(uri: str) -> None:
+    """Raise OSError if the server does not accept a connection in a few seconds, or the folder cannot be written.
+
+    It switches the tracker off, with one warning: MLflow itself would try again for minutes.
+    """
+    remedy = "see tracker.mlflow.uri and MLFLOW_TRACKING_URI"
+    parts = urlsplit(uri)
+    if parts.scheme in ("http", "https") and parts.hostname:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        try:
+            socket.create_connection((parts.hostname, port), timeout=CONNECT_S).close()
+        except OSError as error:
+            raise ConnectionError(f"{uri} does not answer: {error.strerror or error}; {remedy}") from None
+    elif parts.scheme in ("", "file", "sqlite"):
+        path = Path(parts.path.removeprefix("/") if parts.scheme == "sqlite" else parts.path or uri)
+        nearest = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+        if not os.access(nearest, os.W_OK):
+            raise PermissionError(f"{nearest} cannot be written; {remedy}")
 
 
 def flattened(config: JsonObject, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -22,6 +22,13 @@ CREATED = {"deployment._target_": "cookbook.deployments.vllm.deployment.VllmConf
 
 SLURM = {"job.partition": "gpu", "job.gpus": 1, "model.name": "Qwen/Qwen3-8B"}
 
+OWN_FILE = {
+    "recipe.name": "sft",
+    "model.name": "./my-model",
+    "model.lora_rank": 16,
+    "data.path": "chats.jsonl",
+    "optim.lr": 1e-4,
+}
 # Every command that composes a configuration, and what it composes to; text: the error that the page shows.
 COMPOSED: dict[str, dict[str, object] | str] = {
     "check config recipe=sft model=qwen3_0p6b data=gsm8k": {"model.name": "Qwen/Qwen3-0.6B", "data.name": "openai/gsm8k"},
@@ -29,6 +36,14 @@ COMPOSED: dict[str, dict[str, object] | str] = {
     "train recipe=sft model=qwen3_0p6b data=gsm8k recipe.steps=20": {"recipe.steps": 20},
     "train recipe=grpo model=qwen3_0p6b data=gsm8k recipe.steps=5 deployment=vllm": {"deployment.max_length": None},
     "train recipe=grop": "error: unknown recipe 'grop'.",
+    # The tests write the file that docs/configuration.md shows.
+    "train my.yaml": OWN_FILE,
+    "train my.yaml optim.lr=1e-4 seed=1": {**OWN_FILE, "seed": 1},
+    "train typo.yaml": "error: typo.yaml:5: unknown key 'optim.lrr'.",
+    "check config my.yaml": OWN_FILE,
+    "train recipe=sft model=./my-model data=chats.jsonl out=runs/s1": {"model.name": "./my-model", "data.path": "chats.jsonl"},
+    "train recipe=dpo model=runs/s1 data=pairs.jsonl out=runs/s2": {"model.name": "runs/s1", "data.path": "pairs.jsonl"},
+    "train recipe=grpo model=runs/s2 data=gsm8k reward=number": {"model.name": "runs/s2", "data.name": "openai/gsm8k"},
     "train lr=1e-3": "error: unknown key 'lr'; write optim.lr=1e-3",
     "train recipe=sft loss=dpo": "error: loss: recipe=sft trains on conversations",
     "train recipe=dpo loss.normalization=num_sequences": "error: loss: DPO already returns a mean",

@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import secrets
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,16 +26,18 @@ from hydra.errors import HydraException
 from hydra.plugins.completion_plugin import DefaultCompletionPlugin
 from hydra.types import RunMode
 from omegaconf import Container, DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from cookbook.cli.hydra import conf_files, errors
-from cookbook.cli.hydra.composer import PROBLEMS, QUIET, Composer, ComposeRequest, opened
+from cookbook.cli.hydra import conf_files, errors, own_file
+from cookbook.cli.hydra.composer import PLAIN_GROUPS, PROBLEMS, QUIET, Composer, ComposeRequest, opened
 from cookbook.config.typed import TARGET
 from cookbook.errors import ConfigError, CookbookError
 from cookbook.utils.paths import SWEEP
 
 __all__ = ["ComposeRequest", "complete", "complete_override", "explain_options", "info", "run", "show"]
 
+FAILURE_RATE = "hydra.sweeper.max_failure_rate"
 Job = Callable[[DictConfig, list[str]], object]
 """A function of the composed configuration and the overrides that led to it. A sweeper gets the number that it returns."""
 
@@ -50,8 +53,27 @@ class Failed:
 
 
 def _called(job: Job, cfg: DictConfig) -> object:
-    overrides = list(HydraConfig.get().overrides.task)
+    overrides = _typed(HydraConfig.get())
+    _refuse_unresolved(cfg)
     return job(_with_nulls(cfg, overrides), overrides)
+
+
+def _typed(settings: DictConfig) -> list[str]:
+    """Return the overrides of a job as typed: an override may hold an interpolation, which is not one of this list."""
+    return list(OmegaConf.to_container(settings.overrides.task, resolve=False))  # type: ignore[arg-type]
+
+
+def _refuse_unresolved(cfg: DictConfig) -> None:
+    """Raise ConfigError for an interpolation that does not resolve, and for a top-level key without a value."""
+    try:
+        OmegaConf.to_container(cfg, resolve=True)
+        missing = next((str(key) for key in cfg if OmegaConf.is_missing(cfg, key)), None)
+    except OmegaConfBaseException as error:
+        raise ConfigError(errors.unresolved(error)) from None
+    except (RecursionError, ValueError) as error:
+        raise ConfigError(f"an interpolation of the configuration does not resolve: {error}; check its ${{...}}") from None
+    if missing is not None:
+        raise ConfigError(f"{missing}: no value, got ???; write {missing}=VALUE")
 
 
 @dataclass
@@ -59,20 +81,25 @@ class SweepTask:
     """The function that Hydra calls for each job of a sweep, in this process or in a launcher's."""
 
     job: Job
+    # Of the jobs in this process.
+    finished: int = 0
+    failed: int = 0
 
     def __call__(self, cfg: DictConfig) -> object:
         settings = HydraConfig.get()
         name = f"run {settings.job.num + 1}"
-        print(f"{name}: {' '.join(settings.overrides.task)}", file=sys.stderr, flush=True)
+        print(f"{name}: {' '.join(_typed(settings))}", file=sys.stderr, flush=True)
         optimizing = _is_optimizing(settings)
         try:
             value = _called(self.job, cfg)
             if optimizing:
                 _check_objective(cfg, value)
+            self.finished += 1
             return value
         except CookbookError as error:
             print(f"{name} failed: {error}", file=sys.stderr, flush=True)
             failed = Failed(str(error))
+            self.failed += 1
         if optimizing:
             # Outside of `except`, so that the error keeps no traceback of the run.
             raise CookbookError(failed.message)
@@ -88,7 +115,7 @@ def _with_nulls(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Set a group dropped with ``~group`` to null, so that its reader reports it in better words than a missing key."""
     for word in overrides:
         key = word.removeprefix("~").partition("=")[0]
-        if word.startswith("~") and "." not in key and key not in cfg:
+        if word.startswith("~") and "." not in key and key not in (*cfg, *PLAIN_GROUPS):
             with open_dict(cfg):
                 cfg[key] = None
     return cfg
@@ -114,20 +141,41 @@ def run(request: ComposeRequest, job: Job) -> object:
         conf_files.note_shadowed("conf", (f"{group.partition('@')[0]}/{option}.yaml" for group, option in choices))
         conf_files.note_shadowed("recipes", [f"{OmegaConf.select(cfg, 'recipe.name')}.py"])
         if composer.missing:
-            print(f"{request.config_file} takes defaults for {', '.join(composer.missing)}", file=sys.stderr)
+            print(f"{composer.config_file} takes defaults for {', '.join(composer.missing)}", file=sys.stderr)
         if not multirun:
-            return composer.run(cfg, functools.partial(_called, job))
-        _sweep(composer, job, _is_optimizing(cfg.hydra))
+            with _located(composer):
+                return composer.run(cfg, functools.partial(_called, job))
+        _sweep(composer, cfg, job, _is_optimizing(cfg.hydra))
         return None
 
 
-def _sweep(composer: Composer, job: Job, optimizing: bool) -> None:
+def _is_set(key: str, overrides: Sequence[str]) -> bool:
+    return any(word.lstrip("+").partition("=")[0] == key for word in overrides)
+
+
+@contextlib.contextmanager
+def _located(composer: Composer) -> Iterator[None]:
+    """Add the file and line of a key to an error about the key's value."""
+    try:
+        yield
+    except ConfigError as error:
+        text = composer.located(str(error))
+        if text == str(error) or type(error) is not ConfigError:
+            raise
+        raise ConfigError(text) from error
+
+
+def _sweep(composer: Composer, cfg: DictConfig, job: Job, optimizing: bool) -> None:
     folder = Path("runs") / f"sweep-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     settings = [*QUIET, "hydra.mode=MULTIRUN", f"hydra.sweep.dir={folder}", "hydra.sweep.subdir=."]
+    if optimizing and cfg.hydra.sweeper.get("max_failure_rate") == 0 and not _is_set(FAILURE_RATE, composer.overrides):
+        # A trial that has diverged is recorded as failed, and the study continues.
+        settings.append(f"{FAILURE_RATE}=1.0")
+    task = SweepTask(job)
     # Processes of a launcher inherit the variable.
     os.environ[SWEEP] = folder.name
     try:
-        batches = composer.hydra.multirun(composer.name, SweepTask(job), [*settings, *composer.overrides])
+        batches = composer.hydra.multirun(composer.name, task, [*settings, *composer.overrides])
     except PROBLEMS as error:
         if not isinstance(error, HydraException | YAMLError) and not errors.is_hydras(error):
             # A recipe's own ValueError is a bug, and keeps its trace.
@@ -145,6 +193,8 @@ def _sweep(composer: Composer, job: Job, optimizing: bool) -> None:
         # A sweeper plugin handles failed jobs itself, and its return value is not defined.
         if folder.is_dir():
             print(f"sweep: {folder} has {', '.join(sorted(path.name for path in folder.iterdir()))}", flush=True)
+        if task.failed and not task.finished:
+            raise CookbookError(f"all {task.failed} trials failed; see the error of each above")
         return
     returned = [result.return_value for batch in batches for result in batch]
     failed = [outcome for outcome in returned if isinstance(outcome, Failed)]
@@ -233,6 +283,11 @@ def explain_options(arguments: Sequence[str], known: Mapping[str, bool], config_
     return errors.unknown_options(options, errors.Keys(list))
 
 
+def shell_word(word: str) -> str:
+    """Return a word as the shell reads it, in quotes if needed."""
+    return shlex.quote(word)
+
+
 def complete(request: ComposeRequest, word: str) -> list[str]:
     """Return the overrides that ``word`` can become, given those before it; empty if these do not compose."""
     with contextlib.suppress(CookbookError, *PROBLEMS), opened(request) as composer:
@@ -253,7 +308,14 @@ def complete_override(words: Sequence[str], incomplete: str, config_dirs: Sequen
     """Return the rest of each override that the last word can become, in the form that the shell expects."""
     before, head = rejoin(words, incomplete)
     matches = complete(ComposeRequest(before, config_dirs=config_dirs), head + incomplete)
-    return [match[len(head) :] for match in matches]
+    return [match[len(head) :] for match in matches] + ([] if head or "=" in incomplete else _own_files(incomplete))
+
+
+def _own_files(incomplete: str) -> list[str]:
+    """Return the YAML files whose path begins with the word."""
+    folder = Path(incomplete).parent if not incomplete.endswith("/") else Path(incomplete)
+    found = (str(path) for suffix in own_file.SUFFIXES for path in folder.glob(f"*{suffix}"))
+    return sorted(path for path in found if path.startswith(incomplete))
 
 
 def rejoin(words: Sequence[str], incomplete: str) -> tuple[list[str], str]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from hydra import version
 from hydra._internal.callbacks import Callbacks
@@ -22,12 +22,13 @@ from hydra.core.utils import JobStatus, run_job
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import HydraContext, RunMode, TaskFunction
-from omegaconf import DictConfig, DictKeyType, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 import cookbook.config.nodes  # noqa: F401 - registers ${cookbook:...}
-from cookbook.cli.hydra import conf_files, errors, shorthand
+from cookbook.cli.hydra import conf_files, errors, own_file, shorthand
+from cookbook.cli.hydra.own_file import Entry, Groups, OwnFile
 from cookbook.config.typed import TARGET
 from cookbook.errors import ConfigError, CookbookError
 from cookbook.utils import paths
@@ -35,6 +36,8 @@ from cookbook.utils.signals import is_interrupt
 from cookbook.utils.suggest import did_you_mean
 
 RERUN = "config-of-an-earlier-run"
+# Groups whose files set keys of the whole configuration.
+PLAIN_GROUPS = ("local", "experiment", "debug")
 PROBLEMS = (HydraException, OmegaConfBaseException, YAMLError, ValueError)
 
 # The run manages its own folder: Hydra writes no file, changes no folder and configures no logging.
@@ -45,12 +48,15 @@ QUIET = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none"
 class ComposeRequest:
     """Arguments of ``cookbook train``."""
 
+    # Overrides, and YAML files of the user, whose keys come before all overrides.
     overrides: Sequence[str] = ()
     multirun: bool = False
     config_dirs: Sequence[Path] = ()
     config_name: str = "train"
-    # The resolved configuration of an earlier run, which replaces config_name.
+    # The same as a YAML file among the overrides. The configuration of an earlier run replaces config_name.
     config_file: Path | None = None
+    # Keys from Python, as those of a file.
+    values: Mapping[str, object] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -86,8 +92,13 @@ class Composer:
 
     def __init__(self, request: ComposeRequest, hydra: Hydra) -> None:
         self.hydra = hydra
-        self.overrides = [shorthand.quoted(word) for word in request.overrides]
+        files = [Path(word) for word in request.overrides if own_file.is_file(word)]
+        self.overrides = [shorthand.quoted(word) for word in request.overrides if not own_file.is_file(word)]
         self.name = request.config_name
+        # Configuration of an earlier run that the run starts from.
+        self.config_file: Path | None = None
+        # Places of keys in the user's files, such as my.yaml:4, without those that the command line overrides.
+        self.origins: dict[str, str] = {}
         self.keys = errors.Keys(self.known_keys, "serve" if self.name == "serve" else "train", self.overrides)
         # Top-level keys that the configuration of an earlier run lacks.
         self.missing: conf_files.Node = {}
@@ -99,19 +110,21 @@ class Composer:
         # Interpretations of the command line, to print.
         self.notes: list[str] = []
         with self.explained():
+            stored = self._add_files([*([request.config_file] if request.config_file else []), *files], request.values)
             self._spell_out()
             self.overrides = self._components_written_out()
-            if self.replaced & set(shorthand.NEUTRAL) and request.config_file is None and self.name != "serve":
+            if self.replaced & set(shorthand.NEUTRAL) and stored is None and self.name != "serve":
                 # The demo's file is named after presets, and a component that is written out has no preset.
                 self.overrides.append("demo@_global_=none")
-            if request.config_file is not None:
+            if stored is not None:
                 self.name = RERUN
-                self._store(request.config_file)
+                self._store(stored)
 
     def compose(self, mode: RunMode) -> DictConfig:
         """Return the configuration. Raise ConfigError if an override has no effect."""
         self._refuse_unknown_keys()
         cfg: DictConfig = self.hydra.compose_config(self.name, [*QUIET, *self.overrides], mode)
+        self._note_places(cfg)
         self._refuse_fresh_weights()
         overrides, notes = self._replacements(cfg)
         self.notes += notes
@@ -119,6 +132,7 @@ class Composer:
             self.overrides += added
             cfg = self.hydra.compose_config(self.name, [*QUIET, *self.overrides], mode)
         self._refuse_unknown_demo(cfg.hydra.runtime.choices.get("demo"))
+        self._refuse_unread_keys(cfg)
         return cfg
 
     def run(self, cfg: DictConfig, task: TaskFunction) -> object:
@@ -142,12 +156,36 @@ class Composer:
         """Turn every problem inside into a ConfigError of one line."""
         try:
             yield
+        except ConfigError as error:
+            if (text := self.located(str(error))) == str(error):
+                raise
+            raise ConfigError(text) from error
         except CookbookError:
             raise
+        except AttributeError as error:
+            # OmegaConf's error for a mapping as the value of a key that has none, such as hydra.sweeper.params.
+            if (match := re.search(r"full_key: (hydra\S*)", str(error))) is None:
+                raise
+            raise ConfigError(
+                f"{match[1]}: this sweeper has no such mapping; write lists as overrides, such as optim.lr=1e-4,2e-4 -m, or "
+                "choose hydra/sweeper=optuna"
+            ) from error
         except PROBLEMS as error:
             if is_interrupt(error):
                 raise KeyboardInterrupt from error
-            raise ConfigError(errors.explain(error, self.keys)) from error
+            raise ConfigError(self._with_top_level(self.located(errors.explain(error, self.keys)))) from error
+
+    def _with_top_level(self, message: str) -> str:
+        """Return the message, and the user's file in place of the packaged top-level file, which may be another project's."""
+        with contextlib.suppress(*PROBLEMS):
+            if self.name != RERUN and (path := self._user_file(self.name)) is not None and path.name not in message:
+                name = paths.shown(path)
+                return f"{message}; {name} replaces the packaged file: rename it, or run the command in another folder"
+        return message
+
+    def located(self, message: str) -> str:
+        """Return the message of an error with the file and line of the key that the message begins with, if a file set it."""
+        return errors.located(message, self.origins)
 
     def known_keys(self) -> list[str]:
         """Return every key of the configuration of the chosen groups, without the overrides of single values."""
@@ -164,6 +202,9 @@ class Composer:
         """Raise ConfigError for a sweep with a fixed ``out``: every later run would resume the first run's checkpoints."""
         swept = [override.key_or_group for override in self._parsed() if override.is_sweep_override()]
         out = OmegaConf.select(cfg, "out")
+        named = next((_texts(one) for one in self._parsed() if one.key_or_group == "out" and one.is_sweep_override()), [])
+        if twice := sorted({name for name in named if named.count(name) > 1}):
+            raise ConfigError(f"out: two runs of the sweep would write to {', '.join(twice)}; name each folder once")
         if swept and out and "out" not in swept and not OmegaConf.is_interpolation(cfg, "out"):
             raise ConfigError(f"out: every run would write to {out}; drop it, or write 'out={out}/${{{swept[0]}}}'")
 
@@ -229,13 +270,151 @@ class Composer:
             return []
         return [f"{ratio}=null"] if steps.is_sweep_override() or steps.value() == 0 else []
 
-    def _store(self, path: Path) -> None:
+    def _add_files(self, files: Sequence[Path], values: Mapping[str, object]) -> OwnFile | None:
+        """Put the overrides of the user's files before those of the command line. Return the configuration of a run, if given.
+
+        Of several files, a later one has precedence.
+        """
+        read = [own_file.read(path) if path.name != paths.RUN_CONFIG else _read_stored(path) for path in files]
+        stored = read[0] if read and read[0].is_stored else None
+        if stored is not None:
+            self.config_file = files[0]
+        own = [file for file in read if file is not stored]
+        if any(file.is_stored for file in own):
+            raise ConfigError(f"{own[0].name}: the configuration of a run comes first; put it before the other files")
+        if values:
+            own.append(OwnFile("", dict(values)))
+        typed = self._parsed()
+        if stored is not None:
+            keys = {one.key_or_group for one in typed}
+            self.origins |= {key: stored.where(key) for key in stored.lines if key not in keys}
+        groups = Groups(self._is_group, lambda group: [name for name in self._options(group) if not name.startswith("_")])
+        if self.name != "serve":
+            own = [*self._plain_files(typed, groups, stored), *own]
+        if own:
+            self._add(own, groups)
+        return stored
+
+    def _plain_files(self, typed: Sequence[Override], groups: Groups, stored: OwnFile | None) -> list[OwnFile]:
+        """Return the user's files of ``local``, ``experiment`` and ``debug`` whose keys are written as on the command line.
+
+        Hydra would put such keys below a key ``experiment``, which nothing reads. Their choice is removed from the overrides.
+        """
+        plain = []
+        for group in PLAIN_GROUPS:
+            chosen = next((one for one in typed if one.key_or_group == group and self._is_choice(one)), None)
+            names = _texts(chosen) if chosen else ["default"] if group == "local" and stored is None else []
+            for name in names:
+                path = self._user_file(f"{group}/{name}")
+                if path is None or not _is_plain_file(file := own_file.read(path), groups):
+                    continue
+                if chosen is not None and chosen.is_sweep_override():
+                    raise ConfigError(
+                        f"{file.name}:1: a sweep over {group} needs files that begin with '# @package _global_' and choose "
+                        f"groups in a defaults list; or run each file: cookbook train {file.name}"
+                    )
+                plain.append(file)
+                if chosen is not None:
+                    self.overrides.remove(chosen.input_line)
+                else:
+                    self.overrides.append("~local")
+        return plain
+
+    def _user_file(self, name: str) -> Path | None:
+        """Return the user's file ``conf/NAME.yaml``, or that of a ``--config-dir``; None if the packaged one is used."""
+        packaged = paths.packaged("conf")
+        for source in self.hydra.config_loader.get_sources():
+            if source.scheme() == "file" and (path := Path(source.path) / f"{name}.yaml").is_file():
+                return None if Path(source.path) == packaged else path
+        return None
+
+    def _add(self, files: Sequence[OwnFile], groups: Groups) -> None:
+        """Put the keys of files before the overrides, without those that a later file or the command line sets."""
+        typed = list(self.overrides)
+        parsed = self._parsed()
+        keys = {one.key_or_group.partition("@")[0] for one in parsed}
+        replaced = {one.key_or_group for one in parsed if self._is_choice(one) or one.is_delete()}
+        split = [(file, *own_file.split(file, groups)) for file in files]
+        choices: list[Entry] = []
+        for _, chosen, _ in reversed(split):
+            own_file.refuse_twice(chosen)
+            new = [entry for entry in chosen if entry.key not in replaced]
+            choices[:0] = new
+            replaced |= {entry.key for entry in new}
+        self.origins |= {entry.key: entry.where for entry in choices if entry.where}
+        self.overrides = [shorthand.quoted(own_file.word(entry)) for entry in choices] + typed
+        self._spell_out()
+        known = self.known_keys()
+        self.notes = []
+        leaves: list[Entry] = []
+        for place, (file, _, others) in reversed(list(enumerate(split))):
+            own = own_file.flat(others, file, known)
+            own_file.refuse_twice(own)
+            # A group that a later file or the command line chooses takes no name, path or class of this file.
+            later = {entry.key for _, chosen, _ in split[place + 1 :] for entry in chosen}
+            later |= {one.key_or_group for one in parsed if self._is_choice(one)}
+            deleted = {one.key_or_group for one in parsed if one.is_delete()}
+            new = [entry for entry in own if entry.key not in keys and not _is_replaced(entry, later, deleted)]
+            leaves[:0] = new
+            keys |= {entry.key for entry in new}
+        self.origins |= {entry.key: entry.where for entry in leaves if entry.where}
+        self.overrides = [shorthand.quoted(own_file.word(entry)) for entry in (*choices, *leaves)] + typed
+        self.keys = replace(self.keys, typed=self.overrides)
+        self._combined = []
+
+    def _refuse_unread_keys(self, cfg: DictConfig) -> None:
+        """Raise ConfigError for a top-level key of a user's file that nothing reads: neither a class nor an interpolation."""
+        known = {*conf_files.top_level("serve" if self.name == "serve" else "train"), "hydra"}
+        unread = [str(key) for key in cfg if key not in known]
+        if not unread:
+            return
+        text = OmegaConf.to_yaml(OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"]))
+        for key in unread:
+            if re.search(rf"\$\{{[^}}]*\b{re.escape(key)}\b", text):
+                continue
+            where = self.origins.get(key) or next(self._places_of(key, cfg), None)
+            if where is None:
+                continue
+            if key in PLAIN_GROUPS or key in cfg.hydra.runtime.choices:
+                raise ConfigError(f"{where}: its keys apply to nothing; begin the file with '# @package _global_'")
+            others = [one for one in self.known_keys() if one.partition(".")[0] not in unread]
+            raise ConfigError(f"{where}: {errors.unknown_key(key, errors.Keys(others.copy, self.keys.command))}")
+
+    def _note_places(self, cfg: DictConfig) -> None:
+        """Add the places of the keys in the user's files of ``conf`` that the configuration consists of."""
+        typed = {one.key_or_group for one in self._parsed()}
+        for group, file in self._user_files(cfg):
+            prefix = "" if group is None or file.package == "_global_" else f"{group}."
+            if prefix and file.lines:
+                self.origins.setdefault(str(group), f"{file.name}:1")
+            for key in file.lines:
+                if f"{prefix}{key}" not in typed:
+                    self.origins.setdefault(f"{prefix}{key}", file.where(key))
+
+    def _user_files(self, cfg: DictConfig) -> Iterator[tuple[str | None, OwnFile]]:
+        """Yield the group, None for the top-level file, and the keys of each chosen file that is the user's."""
+        for group, option in cfg.hydra.runtime.choices.items():
+            name = group.partition("@")[0]
+            if (path := self._user_file(f"{name}/{option}")) is not None:
+                yield name, own_file.read(path)
+        if (path := self._user_file(self.name)) is not None:
+            yield None, own_file.read(path)
+
+    def _places_of(self, key: str, cfg: DictConfig) -> Iterator[str]:
+        """Yield file and line of a top-level key in the user's files that the configuration consists of."""
+        for group, file in self._user_files(cfg):
+            if (group is None or file.package == "_global_") and key in file.lines:
+                yield file.where(key)
+            elif group == key:
+                yield f"{file.name}:1"
+
+    def _store(self, file: OwnFile) -> None:
         """Make an earlier run's configuration the top-level one. A group on the command line replaces the file's group."""
-        loaded = _loaded(path)
+        loaded = dict(file.values)
         groups = {override.key_or_group for override in self._parsed() if self._is_choice(override)} | self.replaced
         if "recipe" in groups:
             typed = next(word for word in self.overrides if word.startswith("recipe="))
-            raise ConfigError(f"recipe: {paths.shown(path)} has settled the recipe and all that it chooses; drop {typed}")
+            raise ConfigError(f"recipe: {file.name} has settled the recipe and all that it chooses; drop {typed}")
         kept = {str(key): value for key, value in loaded.items() if key not in groups}
         recipe = OmegaConf.select(OmegaConf.create(loaded), "recipe.name")
         self.missing = {key: value for key, value in conf_files.composed(str(recipe)).items() if key not in {*kept, *groups}}
@@ -300,25 +479,33 @@ class Composer:
         return [name for source in sources for name in source.list(group, ObjectType.CONFIG)]
 
 
-def _loaded(path: Path) -> dict[DictKeyType, Any]:
-    """Return the keys of an earlier run's configuration. Raise ConfigError if the file is missing, or no configuration."""
+def _read_stored(path: Path) -> OwnFile:
+    """Return the keys of a file called ``config.yaml``. If a run's is damaged, the error says how to resume the run."""
     try:
-        if not path.is_file():
-            raise ConfigError(f"--config: file not found, got {path}; a run writes its configuration to <out>/config.yaml")
-        loaded = OmegaConf.to_container(OmegaConf.load(path))
-        if isinstance(loaded, dict) and isinstance(loaded.get("recipe"), dict):
-            return loaded
-        lacks = "has no key recipe" if isinstance(loaded, dict) else "holds no keys"
-        raise ConfigError(f"--config: {path} {lacks}; a run writes its own as <out>/config.yaml")
-    except (ConfigError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
-        if path.name == "config.yaml" and (path.parent / "checkpoints").is_dir():
-            # Raises an error that says how to resume the run without the file. The module imports torch.
+        return own_file.read(path)
+    except (ConfigError, YAMLError):
+        if (path.parent / paths.CHECKPOINTS).is_dir():
+            # The module imports torch.
             from cookbook.run.folder import load_config
 
             load_config(path.parent)
-        if isinstance(error, UnicodeDecodeError):
-            raise ConfigError(f"--config: {path} is damaged, it is not UTF-8 text; restore the file") from None
         raise
+
+
+def _is_plain_file(file: OwnFile, groups: Groups) -> bool:
+    """Whether the keys of a file are written as on the command line: no ``# @package``, or a preset in place of a mapping."""
+    presets = (groups.is_group(key) and not isinstance(value, Mapping) for key, value in file.values.items())
+    return file.package is None or (file.package == "_global_" and any(presets)) or any("." in key for key in file.values)
+
+
+def _is_replaced(entry: Entry, chosen: Collection[str], deleted: Collection[str]) -> bool:
+    """Whether a choice of the command line, or of a later file, takes the place of this key of an earlier file."""
+    group, _, rest = entry.key.partition(".")
+    if group in deleted:
+        return True
+    is_component = not rest and isinstance(entry.value, Mapping) and TARGET in entry.value
+    names = {*shorthand.NEUTRAL.get(group, ()), *shorthand.CODE.get(group, ()), TARGET}
+    return group in chosen and (is_component or rest in names)
 
 
 def _is_plain(override: Override) -> bool:

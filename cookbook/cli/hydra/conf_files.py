@@ -106,6 +106,44 @@ def composed(recipe: str) -> Node:
     return {str(key): value for key, value in plain.items() if key != "recipe"}
 
 
+def comments(file: ConfFile) -> dict[str, str]:
+    """Return the comment of each dotted key: behind its value, else the lines above the key. Bases are included."""
+    import yaml
+
+    found: dict[str, str] = {}
+    for name in _loaded(file.path).get("defaults", []):
+        if isinstance(name, str) and name != "_self_":
+            found |= comments(find(file.group, name))
+    text = file.text()
+    lines = text.splitlines()
+
+    def walk(node: yaml.MappingNode, prefix: str) -> None:
+        for key, value in node.value:
+            start = key.start_mark.line
+            _, mark, comment = lines[value.end_mark.line - (value.end_mark.column == 0)].partition("# ")
+            above: list[str] = []
+            for line in reversed(lines[1:start]):
+                if not line.lstrip().startswith("# "):
+                    break
+                above.insert(0, line.strip().removeprefix("# "))
+            own = comment if mark and not isinstance(value, yaml.MappingNode) else ""
+            if own or above:
+                found[f"{prefix}{key.value}"] = (own or " ".join(above)).strip()
+            if isinstance(value, yaml.MappingNode) and not value.flow_style:
+                walk(value, f"{prefix}{key.value}.")
+
+    if isinstance(root := yaml.compose(text, Loader=yaml.SafeLoader), yaml.MappingNode):
+        walk(root, "")
+    return found
+
+
+def top_level(name: str) -> set[str]:
+    """Return the top-level keys that the packaged ``conf/NAME.yaml`` has, and the groups that it chooses."""
+    content = _loaded(paths.packaged("conf") / f"{name}.yaml")
+    groups = {str(key).split()[-1] for entry in content.get("defaults", []) if isinstance(entry, Mapping) for key in entry}
+    return {*_without_defaults(content), *(group for group in groups if "@" not in group)} - {"experiment", "debug", "local"}
+
+
 def _file(name: str) -> Node:
     """Return the keys of a file of ``conf/``; none if the file is absent, because a run resumes without its recipe's file."""
     path = paths.find("conf", name)

@@ -7,11 +7,14 @@ Hydra's errors carry no fields, so their texts are matched. They may change with
 from __future__ import annotations
 
 import functools
+import os
 import re
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from omegaconf.errors import OmegaConfBaseException
 
 from cookbook.cli.hydra import conf_files, shorthand
 from cookbook.config import recipe
@@ -47,6 +50,23 @@ def explain(error: Exception, keys: Keys) -> str:
     if error.__cause__ is not None:
         text = f"{text.removeprefix('Error merging override')}: {error.__cause__}".partition("\n")[0]
     return " ".join(re.sub(r"\nSee https://\S+.*", "", text).split())
+
+
+def unresolved(error: OmegaConfBaseException) -> str:
+    """Return one line for an interpolation that does not resolve. A variable of the environment needs ``oc.env``."""
+    text = " ".join(str(error).splitlines()[0].split())
+    where = error.full_key or "configuration"
+    if match := re.search(r"Environment variable '(\w+)' not found", text):
+        name = match[1]
+        return f"{where}: the environment variable {name} is not set; set it, or write ${{oc.env:{name},DEFAULT}}"
+    if match := re.search(r"Interpolation key '([^']+)' not found", text):
+        name = match[1]
+        if name in os.environ or name.isupper():
+            return f"{where}: no key {name!r} to interpolate; an environment variable is written as ${{oc.env:{name}}}"
+        return f"{where}: no key {name!r} to interpolate; write a key of the configuration, such as ${{optim.lr}}"
+    if "Recursive interpolation" in text or "recursion" in text:
+        return f"{where}: an interpolation that refers to itself; write a value"
+    return f"{where}: {text}"
 
 
 def is_hydras(error: Exception) -> bool:
@@ -86,6 +106,29 @@ def _own_component(key: str, known: Sequence[str]) -> str:
     if own != group and name in (file.name for file in conf_files.options(group)):
         return f"add {group}={name}"
     return f"a {group} of your own needs {TARGET}: write {own}='{{{TARGET}: package.module.Class}}' with its settings"
+
+
+# Beginnings of an error that name a key: an unknown one, a group, or the key itself. The next word may be a key of the group.
+_NAMES_KEY = re.compile(r"unknown keys? '(?P<key>[\w./]+)'|unknown (?P<group>\w+) '|(?P<path>[A-Za-z_][\w./]*): (?P<next>\w+)?")
+# The remedy of an unknown key as on the command line.
+_WRITTEN = re.compile(r"(?<=write )([\w.]+)=([^\s;,()]+)(?=$|[;\s])(?! \w+[.=])")
+
+
+def located(message: str, origins: Mapping[str, str]) -> str:
+    """Return a message with the place of the key that it begins with, ``my.yaml:4: ...``, if ``origins`` has one.
+
+    Args:
+        origins: dotted key -> file and line.
+    """
+    match = _NAMES_KEY.match(message)
+    if match is None:
+        return message
+    key = match["key"] or match["group"] or match["path"]
+    where = origins.get(f"{key}.{match['next']}") or origins.get(key)
+    if where is None or message.startswith(where):
+        return message
+    as_in_a_file = _WRITTEN.sub(r"\1: \2", message)
+    return f"{where}: {as_in_a_file}"
 
 
 def unknown_options(options: Mapping[str, str | None], keys: Keys) -> str | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -15,13 +16,17 @@ from cookbook.run.result import RunResult
 from cookbook.utils.paths import import_from_here
 
 
-def train(recipe: str | None = None, overrides: Sequence[str] = (), *, config: Path | str | None = None) -> RunResult:
+def train(
+    recipe: str | None = None, overrides: Sequence[str] = (), *, config: Path | str | None = None, **keys: object
+) -> RunResult:
     """Run a recipe as ``cookbook train`` does, in this process, and return its metrics, samples and checkpoints.
 
     Args:
         recipe: name of the recipe; None: that of ``overrides`` or of ``config``.
         overrides: the words after ``cookbook train``, such as ``"optim.lr=1e-5"`` or ``"model=qwen3_0p6b"``.
-        config: ``config.yaml`` of an earlier run, to start from.
+        config: a YAML file as of ``cookbook train my.yaml``, or the ``config.yaml`` of an earlier run.
+        keys: the same keys as arguments: ``model="./m"``, ``data="rows.jsonl"``, ``optim={"lr": 1e-4}``. ``overrides`` have
+            precedence.
 
     Raises:
         CookbookError: an error that the user can fix.
@@ -38,6 +43,28 @@ def train(recipe: str | None = None, overrides: Sequence[str] = (), *, config: P
 
     if any(word.startswith("hydra.mode=") for word in words):
         raise ConfigError("train: hydra.mode starts a sweep; call train once for each point, or use cookbook train -m")
+    request = bridge.ComposeRequest(words, config_file=None if config is None else Path(config), values=_plain(keys))
     with terminal.shown():
-        bridge.run(bridge.ComposeRequest(words, config_file=None if config is None else Path(config)), job)
+        bridge.run(request, job)
     return results[0]
+
+
+def _plain(value: Mapping[str, object]) -> dict[str, object]:
+    """Return keys and values as YAML could hold them. Raises ConfigError: a value has another type."""
+
+    def converted(name: str, one: object) -> object:
+        if one is None or isinstance(one, bool | int | float | str):
+            return one
+        if isinstance(one, os.PathLike):
+            # A bare name could be a preset.
+            return text if os.sep in (text := os.fspath(one)) else f".{os.sep}{text}"
+        if isinstance(one, Mapping):
+            return {str(key): converted(f"{name}.{key}", inner) for key, inner in one.items()}
+        if isinstance(one, list | tuple):
+            return [converted(name, inner) for inner in one]
+        raise ConfigError(
+            f"train: {name}: expected a text, number, list or dict, got {type(one).__name__}; a class or function is named as "
+            "file.py:name"
+        )
+
+    return {key: converted(key, one) for key, one in value.items()}

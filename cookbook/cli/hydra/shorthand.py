@@ -43,18 +43,62 @@ _SLICED = re.compile(r"(?<![\w.+'\"-])[\w.+-]+\[[-\d_%]*:[-\d_%]*\][\w.+\[\]:%-]
 _WITH_SPLITS = ("data.split=", "data.eval_split=", "data.mix=")
 
 
+# Keys whose value is a path, which may have any character.
+_PATHS = (
+    "data",
+    "data.path",
+    "data.eval_path",
+    "out",
+    "resume",
+    "model",
+    "model.name",
+    "model.chat_template",
+    "recipe.teacher",
+)
+
+# Those that take no list.
+_SINGLE = ("out", "resume", "model.name", "recipe.teacher")
+
+
 def quoted(word: str) -> str:
-    """Return the override with quotes around slices of splits, ``data.split='train[:10%]'``, and around a command."""
+    """Return the override with quotes where Hydra needs them: slices of splits, a command, paths with special characters."""
     key, _, value = word.partition("=")
+    if key.lstrip("+") in _PATHS and (_is_special(value) or (key in _SINGLE and value[:1] in tuple("[{"))):
+        return f"{key}={in_quotes(value)}"
     if key.lstrip("+") == "env.command" and value not in ("", "???") and not (value[0] in "'\"" and value[-1] == value[0]):
-        return f"{key}={_in_quotes(value)}"
+        return f"{key}={in_quotes(value)}"
     return _SLICED.sub(lambda match: f"'{match[0]}'", word) if word.lstrip("+").startswith(_WITH_SPLITS) else word
 
 
-def _in_quotes(text: str) -> str:
-    """Return the text as Hydra reads it in single quotes."""
-    escaped = text.replace("'", "\\'")
-    return f"'{escaped}'"
+# A text in Hydra's single quotes: backslashes count only before a quote.
+_BEFORE_QUOTE = re.compile(r"(\\*)'")
+
+
+def in_quotes(text: str) -> str:
+    """Return a text in single quotes, as Hydra reads it."""
+    escaped = _BEFORE_QUOTE.sub(lambda match: match[1] * 2 + "\\'", text)
+    trailing = len(escaped) - len(escaped.rstrip("\\"))
+    return f"'{escaped}{chr(92) * trailing}'"
+
+
+def _is_special(value: str) -> bool:
+    """Whether a path is a text that Hydra would not read, or would read as a list, a mapping or a sweep."""
+    # `cookbook list` imports this module and must not load Hydra.
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    from cookbook.cli.hydra import own_file
+
+    if own_file.is_plain(value) or value[:1] in ("'", '"', ""):
+        return False
+    try:
+        if Path(value).expanduser().exists():
+            return True
+        OverridesParser.create().parse_override(f"key={value}")
+    except (OSError, RuntimeError, HydraException):
+        # A name that is too long, or the home folder of an unknown user.
+        return True
+    return False
 
 
 def spelled_out(
@@ -122,7 +166,7 @@ def combined(group: str, options: Sequence[object] | None, weighted: bool) -> li
     for name, target in parts:
         overrides.append(f"+{group}@{group}.parts.{name}={name if target is None else CODE[group]['target']}")
         if target is not None:
-            overrides.append(f"{group}.parts.{name}.target={_in_quotes(target)}")
+            overrides.append(f"{group}.parts.{name}.target={in_quotes(target)}")
     return [*overrides, *(f"+{group}.weights.{name}=1.0" for name in names if not weighted)]
 
 

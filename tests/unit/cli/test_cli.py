@@ -335,9 +335,9 @@ def test_the_config_of_an_earlier_run(capsys):
     [
         (
             ["--config", "nope.yaml"],
-            "--config: file not found, got nope.yaml; a run writes its configuration to <out>/config.yaml",
+            "nope.yaml: not found; write one with: cookbook init sft nope.yaml",
         ),
-        (["--config", "list.yaml"], "--config: list.yaml holds no keys; a run writes its own as <out>/config.yaml"),
+        (["--config", "list.yaml"], "list.yaml: holds no keys; write keys as on the command line, such as recipe: sft"),
         (["--config", "broken.yaml"], "broken.yaml:3: not valid YAML: could not find expected ':'"),
         (["--config", "old.yaml", "lr=1"], "unknown key 'lr'; write optim.lr=1"),
         (
@@ -349,7 +349,8 @@ def test_the_config_of_an_earlier_run(capsys):
 def test_a_config_that_cannot_be_used(capsys, words, message):
     write("list.yaml", "- 1\n")
     write("broken.yaml", "a: 1\nb\nc: 2\n")
-    write("old.yaml", "optim:\n  lr: 1\nrecipe:\n  name: sft\n")
+    parts = "".join(f"{group}:\n  _target_: x.Y\n" for group in ("model", "data", "loss"))
+    write("old.yaml", f"{parts}optim:\n  lr: 1\nrecipe:\n  name: sft\n")
     assert run(["train", "--cfg", "job", *words]) == 2
     assert capsys.readouterr().err == f"error: {message}\n"
 
