@@ -67,8 +67,8 @@ def add_routes(app: FastAPI) -> FastAPI:
 class Auth:
     """ASGI middleware for API-key authentication, with ``X-API-Key`` or a bearer token. It sets ``CALLER`` for the request.
 
-    Requests of web pages are refused; see :func:`check_page`. If the server has no keys, requests are not authenticated. ``on_request`` is called at every request of a client; health
-    probes and Prometheus are no clients.
+    Requests of web pages are refused; see :func:`check_page`. If the server has no keys, requests are not authenticated.
+    ``on_request`` is called at every request of a client; health probes and Prometheus are no clients.
     """
 
     def __init__(
