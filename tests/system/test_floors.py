@@ -52,7 +52,8 @@ ORDER = {
         "state",
         "journal",
         "config",
-        "connections keys metrics wire",
+        "connections keys metrics pages",
+        "wire",
     ],
     "jobs": ["backend", "endpoint", "manager", "command local ray slurm store", "launcher"],
     "sampling": [

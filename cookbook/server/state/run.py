@@ -146,7 +146,7 @@ class TrainingRun:
 
         request.start()
         if work.reports_once:
-            # Errors of these calls are the results of their requests, and leave the gradient as it was.
+            # Errors of these calls are the results of their requests, and leave the gradient unchanged.
             self.trainer.forget_errors(self._side_errors)
             self._side_errors = []
         with worker.purpose(request.request_id):

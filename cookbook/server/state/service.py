@@ -27,8 +27,8 @@ from cookbook.server.journal.durability import Durability
 from cookbook.server.journal.log import Log, Record
 from cookbook.server.keys import caller_name
 from cookbook.server.metrics import Metrics, log_event
+from cookbook.server.state.body_decoder import BodyDecoder
 from cookbook.server.state.catalog import Address, Catalog, CheckpointRecord, Downloads, RunInfo, not_found, unknown_run
-from cookbook.server.state.decoder import Decoder
 from cookbook.server.state.deployed import Deployed
 from cookbook.server.state.endpoint import Endpoint
 from cookbook.server.state.host import Host
@@ -111,7 +111,7 @@ class Service:
         self.tenants = Tenants(config.key_ring())
         self.requests = RequestStore(config.max_results_mb << 20, config.max_pending_mb << 20, self.tenants.sharer_of)
         self.uploads = Uploads(self.requests, config.upload_timeout_s)
-        self.decoder = Decoder()
+        self.decoder = BodyDecoder()
         self.metrics = Metrics()
         # time.monotonic() of the last request of a client.
         self.last_request = time.monotonic()

@@ -17,7 +17,7 @@ INLINE_BYTES = 1 << 14
 NUM_THREADS = 2
 
 
-class Decoder:
+class BodyDecoder:
     """Threads that decode bodies. An API key decodes one body at a time, so that each key waits for one of each other key."""
 
     def __init__(self) -> None:
