@@ -224,6 +224,14 @@ class Failures:
         for error in self.errors:
             self.mark_read(error)
 
+    def forget(self, errors: Sequence[BaseException]) -> None:
+        """Remove errors, so that no step reports them, not even one that was requested before."""
+        with self._lock:
+            for error in errors:
+                self._errors.pop(id(error), None)
+            if not self._errors:
+                self._unread_trainers.discard(self)
+
     def step(self) -> PendingStep:
         """Return a new optimizer step that the caller requests now."""
         with self._lock:

@@ -187,6 +187,23 @@ def bombs() -> dict[str, tuple[str, bytes]]:
         "gzip": ("gzip", zlib.compress(zeros, wbits=31)),
         "deflate": ("deflate", zlib.compress(zeros)),
         "br": ("br", bytes(64)),
+        **{name: ("zstd", pack(body)) for name, body in crowds().items()},
+    }
+
+
+def crowds() -> dict[str, bytes]:
+    """Valid JSON bodies, and a valid message, of a few MB, whose many values take a parser up to 1,000 times their bytes."""
+    million = 1_000_000
+    objects, numbers = b",".join([b"{}"] * million), b",".join([b"1"] * million)
+    sample = b'{"sampling_session_id": "s:sample:0", "seq_id": 0, "sampling_params": {}, "prompt": {"chunks": [%s]}}'
+    return {
+        "many chunks": sample % objects,
+        "many tokens": sample % (b'{"tokens": [%s]}' % numbers),
+        "many texts": b'{"model": "tiny", "prompt": [%s]}' % b",".join([b'""'] * million),
+        "many messages": b'{"model": "tiny", "messages": [%s]}' % objects,
+        "many keys": b"{%s}" % b",".join(b'"%d":0' % number for number in range(million // 2)),
+        "many levels": b'{"user_metadata": {"a": %s%s}}' % (b"[" * 100_000, b"]" * 100_000),
+        "many datums": b"\x1a\x00" * million,
     }
 
 

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -21,6 +22,7 @@ from cookbook.server.handlers.recovery import recover
 from cookbook.server.handlers.silence import restore, unload_silent_sessions
 from cookbook.server.keys import CALLER, ApiKey, KeyRing
 from cookbook.server.metrics import RequestObserver
+from cookbook.server.pages import check_page
 from cookbook.server.routes import endpoint, hub, requests, runs, session
 from cookbook.server.state.countdown import STOPPED_S
 from cookbook.server.state.service import Service
@@ -49,7 +51,7 @@ def create_app(service: Service) -> FastAPI:
     # A route of another method answers 405.
     for status in (404, 405):
         app.add_exception_handler(status, functools.partial(_no_route, status))
-    app.add_middleware(Auth, keys=service.tenants.keys, on_request=service.note_request)
+    app.add_middleware(Auth, keys=service.tenants.keys, host=service.config.host, on_request=service.note_request)
     app.add_middleware(RequestObserver, metrics=service.metrics)
     return app
 
@@ -65,16 +67,25 @@ def add_routes(app: FastAPI) -> FastAPI:
 class Auth:
     """ASGI middleware for API-key authentication, with ``X-API-Key`` or a bearer token. It sets ``CALLER`` for the request.
 
-    If the server has no keys, requests are not authenticated. ``on_request`` is called at every request of a client; health
-    probes and Prometheus are no clients.
+    Requests of web pages are refused; see :func:`check_page`. If the server has no keys, requests are not authenticated.
+    ``on_request`` is called at every request of a client; health probes and Prometheus are no clients.
     """
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, on_request: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: KeyRing, host: str = "127.0.0.1", on_request: Callable[[], None] = lambda: None
+    ) -> None:
         self.app = app
         self._keys = keys
+        self._host = host
         self._on_request = on_request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                check_page(Headers(scope=scope), self._host, has_keys=bool(self._keys.keys))
+            except Refused as error:
+                await _error(scope["path"], error, error.status, str(error))(scope, receive, send)
+                return
         is_open = scope["type"] != "http" or scope["path"].startswith(WITHOUT_KEY)
         key = None if is_open else self._key_of(scope)
         if not is_open and key is None and self._keys.keys:
@@ -93,7 +104,8 @@ class Auth:
         except ConfigError as error:
             log.warning("%s; the former keys stay valid", error)
         headers = dict(scope["headers"])
-        return self._keys.find(headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer "))
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        return self._keys.find(headers.get(b"x-api-key") or (token.strip() if scheme.lower() == b"bearer" else b""))
 
 
 async def _refused(request: HttpRequest, error: Exception) -> Response:
@@ -132,9 +144,11 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     service: Service = app.state.service
     service.restore = functools.partial(restore, service)
     await recover(service)
-    cleanup = asyncio.create_task(_clean_up_periodically(service))
+    tasks = [asyncio.create_task(work) for work in (_clean_up_periodically(service), service.metrics.measure_loop_delay())]
     yield
-    cleanup.cancel()
+    for task in tasks:
+        task.cancel()
+    service.decoder.close()
 
 
 async def _clean_up_periodically(service: Service) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import logging.handlers
@@ -24,6 +25,8 @@ LOG = logging.getLogger("cookbook.server")
 # The event log is rotated at this size; three old files are kept.
 LOG_BYTES = 16 << 20
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# Seconds between two measurements of the event loop's delay.
+LOOP_TICK_S = 0.25
 _TOKEN = re.compile("/download/[^/]*/?")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 # Bytes per unit of ru_maxrss.
@@ -67,6 +70,19 @@ class Metrics:
         self.seconds: defaultdict[tuple[str, ...], float] = defaultdict(float)
         self.trained_tokens = 0
         self.sampled_tokens = 0
+        # Longest delays of the event loop since the start of the server, and in the last measurement.
+        self.longest_loop_delay_s = self.loop_delay_s = 0.0
+
+    async def measure_loop_delay(self) -> None:
+        """Measure forever by how much the event loop is late. While the loop is late, no client gets a response."""
+        while True:
+            due = time.monotonic() + LOOP_TICK_S
+            await asyncio.sleep(LOOP_TICK_S)
+            self.note_loop_delay(time.monotonic() - due)
+
+    def note_loop_delay(self, seconds: float) -> None:
+        self.loop_delay_s = max(seconds, 0.0)
+        self.longest_loop_delay_s = max(self.longest_loop_delay_s, seconds)
 
     def count_settled(self, kind: str, seconds: float, *, failed: bool) -> None:
         self.settled[kind, "failed" if failed else "done"] += 1
@@ -85,6 +101,10 @@ class Metrics:
         ]
         for name, help_text, value in gauges:
             lines += _family(name, help_text, {(): value})
+        delays = ((self.loop_delay_s, "", "newest"), (self.longest_loop_delay_s, "_max", "longest"))
+        for seconds, suffix, which in delays:
+            help_text = f"Seconds by which the event loop was late, {which} measurement."
+            lines += _family(f"event_loop_delay{suffix}_seconds", help_text, {(): seconds})
         lines += _family("memory_peak_bytes", "Peak resident memory of the server process.", {(): memory})
         lines += _family("uptime_seconds", "Seconds since the server started.", {(): uptime})
         return "\n".join(lines) + "\n"

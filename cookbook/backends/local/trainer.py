@@ -132,6 +132,10 @@ class LocalTrainer:
         """Mark the errors of all calls so far as read, so that they do not fail a later optimizer step."""
         self._worker.submit(self._failures.mark_all_read)
 
+    def forget_errors(self, errors: Sequence[BaseException]) -> None:
+        """Remove the errors that ``errors`` holds once all calls so far have run, so that no optimizer step reports them."""
+        self._worker.submit(lambda: self._failures.forget(errors))
+
     def save_state(
         self,
         name: str,

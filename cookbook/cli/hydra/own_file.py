@@ -18,15 +18,12 @@ from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MappingNode, Node, ScalarNode, SequenceNode, YAMLError, compose  # type: ignore[import-untyped]
 
-from cookbook.cli.hydra.shorthand import in_quotes
+from cookbook.cli.hydra.quotes import in_quotes, is_plain
 from cookbook.config.typed import TARGET
 from cookbook.errors import ConfigError
 from cookbook.utils import paths
 
 SUFFIXES = (".yaml", ".yml")
-# Text that Hydra reads as a text without quotes.
-_PLAIN = re.compile(r"[A-Za-z_./][\w./-]*", re.ASCII)
-_NOT_TEXT = ("true", "false", "null", "nan", "inf")
 # In YAML 1.1 these numbers have base 8 and base 60.
 _OCTAL = re.compile(r"[-+]?0[0-7_]+")
 _BASE_60 = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
@@ -259,11 +256,6 @@ def _text(value: object, entry: Entry) -> str:
         return "[" + ",".join(_text(inner, entry) for inner in value) + "]"
     text = str(value)
     return text if is_plain(text) else in_quotes(text)
-
-
-def is_plain(text: str) -> bool:
-    """Whether Hydra reads the text without quotes as a text."""
-    return _PLAIN.fullmatch(text) is not None and text.lower() not in _NOT_TEXT
 
 
 def _key(key: str, entry: Entry) -> str:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
+from cookbook.cli.hydra.quotes import in_quotes, is_plain
 from cookbook.errors import ConfigError
 
 # Language models whose hub id has no owner; the hub has not given out such names for years.
@@ -70,26 +71,13 @@ def quoted(word: str) -> str:
     return _SLICED.sub(lambda match: f"'{match[0]}'", word) if word.lstrip("+").startswith(_WITH_SPLITS) else word
 
 
-# A text in Hydra's single quotes: backslashes count only before a quote.
-_BEFORE_QUOTE = re.compile(r"(\\*)'")
-
-
-def in_quotes(text: str) -> str:
-    """Return a text in single quotes, as Hydra reads it."""
-    escaped = _BEFORE_QUOTE.sub(lambda match: match[1] * 2 + "\\'", text)
-    trailing = len(escaped) - len(escaped.rstrip("\\"))
-    return f"'{escaped}{chr(92) * trailing}'"
-
-
 def _is_special(value: str) -> bool:
     """Whether a path is a text that Hydra would not read, or would read as a list, a mapping or a sweep."""
     # `cookbook list` imports this module and must not load Hydra.
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    from cookbook.cli.hydra import own_file
-
-    if own_file.is_plain(value) or value[:1] in ("'", '"', ""):
+    if is_plain(value) or value[:1] in ("'", '"', ""):
         return False
     try:
         if Path(value).expanduser().exists():

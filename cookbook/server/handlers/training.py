@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from cookbook.backends.local import LocalTrainer
@@ -25,21 +26,35 @@ from cookbook.server.wire.loss_graph import GraphLoss
 from cookbook.types import AdamParams, Checkpoint, ForwardBackwardOutput, JsonObject, OptimStepOutput
 
 
+@dataclass(frozen=True)
+class ParsedRequest:
+    """A body after parsing. ``message`` is the protobuf message of a pass, or the fields of another kind of request."""
+
+    kind: str
+    body: bytes
+    message: Any
+    num_tokens: int = 0
+
+
 def accept(service: Service, kind: str, body: bytes) -> Request:
+    """Parse a body, and accept the request as :func:`accept_parsed`."""
+    return accept_parsed(service, parse(kind, body))
+
+
+def accept_parsed(service: Service, parsed: ParsedRequest) -> Request:
     """Accept a request and run it in its turn. A retry returns the earlier request and does not run again.
 
     Raises:
-        Refused: the body is invalid, the run is unknown, a different request has this number, too many bytes are pending, or
-            the disk is full.
+        Refused: the run is unknown, a different request has this number, too many bytes are pending, or the disk is full.
     """
-    request = read(service, kind, body)
+    request = _request(service, parsed)
     # The request that all waiting ones need must be accepted even if too many bytes are pending, or none could ever run.
     run = service.run(request.scope)
     is_due = request.number == run.order.next_number and run.order.num_waiting > 0
     session = service.sessions[run.session_id]
     if not is_due and not service.requests.is_known(request):
-        check_tokens(service, session, kind, request.num_tokens)
-    request, is_new = service.requests.accept(run.log, request, body, is_due=is_due)
+        check_tokens(service, session, request.kind, request.num_tokens)
+    request, is_new = service.requests.accept(run.log, request, parsed.body, is_due=is_due)
     if is_new:
         session.training_tokens += request.num_tokens
         run.accept(request)
@@ -48,17 +63,31 @@ def accept(service: Service, kind: str, body: bytes) -> Request:
 
 def read(service: Service, kind: str, body: bytes) -> Request:
     """Build a request from its kind, as recorded in logs, and its body. Raises Refused (422): the body is invalid."""
+    return _request(service, parse(kind, body))
+
+
+def parse(kind: str, body: bytes) -> ParsedRequest:
+    """Parse a body. The function uses no state of the server, so it may run on any thread.
+
+    Raises:
+        Refused: 422, the body is invalid.
+    """
     if kind in ("forward", "forward_backward"):
         message = parse_forward_backward(body)
         kind = "forward" if message.forward_only else "forward_backward"
         num_tokens = sum(len(chunk.encoded_text.tokens) // 4 for datum in message.data for chunk in datum.model_input)
-        work = _forward_backward(service, message)
-        return Request(message.model_id, message.seq_id, kind, body, work, num_tokens=num_tokens)
-    body_type, work_of = KINDS[kind]
-    fields = bodies.parse(body_type, body)
+        return ParsedRequest(kind, body, message, num_tokens)
+    fields = bodies.parse(KINDS[kind][0], body)
     if fields.model_id is None or fields.seq_id is None:
         raise bodies.Refused(422, f"{kind}: model_id or seq_id is missing; send both, or session_id and model_seq_id")
-    return Request(fields.model_id, fields.seq_id, kind, body, work_of(service, fields))
+    return ParsedRequest(kind, body, fields)
+
+
+def _request(service: Service, parsed: ParsedRequest) -> Request:
+    message, kind = parsed.message, parsed.kind
+    work_of = _forward_backward if kind in ("forward", "forward_backward") else KINDS[kind][1]
+    work = work_of(service, message)
+    return Request(message.model_id, message.seq_id, kind, parsed.body, work, num_tokens=parsed.num_tokens)
 
 
 def _forward_backward(service: Service, message: pb.ForwardBackwardRequest) -> Work:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Annotated, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends
 from fastapi import Request as HttpRequest
@@ -12,9 +12,10 @@ from starlette.requests import ClientDisconnect
 
 from cookbook.server.state.requests import Request
 from cookbook.server.state.service import Service
-from cookbook.server.wire.bodies import RequestBody
+from cookbook.server.wire.bodies import Refused, RequestBody
 from cookbook.server.wire.decode import MIB, decompress
 from cookbook.server.wire.encode import JSON
+from cookbook.server.wire.limits import TooComplexError, check_forward_backward, check_json
 from cookbook.types import JsonObject
 
 T = TypeVar("T")
@@ -29,14 +30,41 @@ async def service_of(request: HttpRequest) -> Service:
 CurrentService = Annotated[Service, Depends(service_of)]
 
 
-async def body_of(request: HttpRequest, service: CurrentService) -> bytes:
-    """Read and decompress the body. Raises Refused: it is too large, too slow, damaged, or has an unknown encoding."""
-    limit = service.config.max_request_mb * MIB
-    body = await service.uploads.read(request.stream(), limit)
-    return decompress(body, request.headers.get("content-encoding", "identity"), limit)
+def body_of(limit_bytes: int | None, check: Callable[[bytes], None]) -> Any:
+    """Return the dependency of a route that reads bodies.
+
+    Args:
+        limit_bytes: limit on the bytes of a body, compressed or decompressed; None: only ``server.max_request_mb``.
+        check: raises TooComplexError if a parser would build too many objects from the body.
+    """
+
+    async def read(request: HttpRequest, service: CurrentService) -> bytes:
+        """Read and decompress the body. Raises Refused: it is too large, complex or slow, damaged, or has a bad encoding."""
+        configured = service.config.max_request_mb * MIB
+        limit = configured if limit_bytes is None else min(limit_bytes, configured)
+        body = await service.uploads.read(request.stream(), limit)
+        encoding = request.headers.get("content-encoding", "identity")
+
+        def decode() -> bytes:
+            decoded = decompress(body, encoding, limit)
+            try:
+                check(decoded)
+            except TooComplexError as error:
+                raise Refused(413, str(error)) from None
+            return decoded
+
+        # A compressed body of a few bytes may become large.
+        return await service.decoder.run(limit if encoding != "identity" else len(body), decode)
+
+    return Depends(read)
 
 
-Body = Annotated[bytes, Depends(body_of)]
+# Small JSON: everything but prompts, graphs and data.
+Body = Annotated[bytes, body_of(1 * MIB, check_json)]
+# Prompts. Their number of tokens is bounded too: one call of a parser holds the interpreter lock, for which all clients wait.
+PromptBody = Annotated[bytes, body_of(8 * MIB, check_json)]
+# Data to train on.
+DataBody = Annotated[bytes, body_of(None, check_forward_backward)]
 
 
 def json_body(kind: type[RequestBody]) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -16,7 +17,7 @@ from cookbook.errors import CookbookError
 from cookbook.server.handlers import endpoint
 from cookbook.server.handlers.endpoint import Completion, Question
 from cookbook.server.keys import caller_name
-from cookbook.server.routes.common import Body, CurrentService, json_body, unless_disconnected
+from cookbook.server.routes.common import CurrentService, PromptBody, json_body, unless_disconnected
 from cookbook.server.state.endpoint import Caller
 from cookbook.server.state.service import Service
 from cookbook.server.wire import openai, openai_results
@@ -49,9 +50,9 @@ async def model(service: CurrentService, model: str) -> JsonObject:
 
 
 @router.post("/v1/chat/completions", openapi_extra=json_body(ChatBody))
-async def chat_completions(service: CurrentService, request: HttpRequest, body: Body) -> Response:
+async def chat_completions(service: CurrentService, request: HttpRequest, body: PromptBody) -> Response:
     """Answer a conversation, as OpenAI's chat completions."""
-    fields = openai.parse(ChatBody, body)
+    fields = await service.decoder.run(len(body), functools.partial(openai.parse, ChatBody, body))
     if fields.top_logprobs and not fields.logprobs:
         raise InvalidField("top_logprobs", f"needs logprobs=true, got {fields.top_logprobs} without it; send both")
     max_tokens = fields.max_completion_tokens or fields.max_tokens
@@ -70,9 +71,9 @@ async def chat_completions(service: CurrentService, request: HttpRequest, body: 
 
 
 @router.post("/v1/completions", openapi_extra=json_body(CompletionBody))
-async def completions(service: CurrentService, request: HttpRequest, body: Body) -> Response:
+async def completions(service: CurrentService, request: HttpRequest, body: PromptBody) -> Response:
     """Complete texts or tokens, as OpenAI's completions."""
-    fields = openai.parse(CompletionBody, body)
+    fields = await service.decoder.run(len(body), functools.partial(openai.parse, CompletionBody, body))
     if not fields.max_tokens and not fields.echo:
         raise InvalidField("max_tokens", "0 needs echo=true, which returns the prompt; send at least 1")
     _check_stream(fields, "logprobs", fields.logprobs)
@@ -94,9 +95,9 @@ async def completions(service: CurrentService, request: HttpRequest, body: Body)
 
 
 @router.post("/inference/v1/generate", openapi_extra=json_body(GenerateBody))
-async def generate(service: CurrentService, request: HttpRequest, body: Body) -> Response:
+async def generate(service: CurrentService, request: HttpRequest, body: PromptBody) -> Response:
     """Generate from token ids, in vLLM's format."""
-    fields = openai.parse(GenerateBody, body)
+    fields = await service.decoder.run(len(body), functools.partial(openai.parse, GenerateBody, body))
     endpoint.check_tokens(service, fields.token_ids, "token_ids")
     params = fields.sampling_params
     weights = await endpoint.weights_of(service, fields.model)

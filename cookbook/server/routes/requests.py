@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Coroutine
 from dataclasses import asdict
@@ -14,7 +15,15 @@ from starlette.requests import ClientDisconnect
 
 from cookbook.backends.remote.connection import API
 from cookbook.server.handlers import create_run, sampling, training
-from cookbook.server.routes.common import Body, CurrentService, acknowledge, json_body, unless_disconnected
+from cookbook.server.routes.common import (
+    Body,
+    CurrentService,
+    DataBody,
+    PromptBody,
+    acknowledge,
+    json_body,
+    unless_disconnected,
+)
 from cookbook.server.state.service import Service
 from cookbook.server.wire import bodies
 from cookbook.server.wire.encode import JSON, PROTOBUF
@@ -57,7 +66,13 @@ def _add_training_route(kind: str, openapi: dict[str, Any]) -> None:
     router.add_api_route(f"/{kind}", accept, methods=["POST"], name=kind, openapi_extra=openapi)
 
 
-_add_training_route("forward_backward", PROTOBUF_BODY)
+@router.post("/forward_backward", openapi_extra=PROTOBUF_BODY)
+async def forward_backward(service: CurrentService, body: DataBody) -> JsonObject:
+    """Accept a forward pass, or a forward and backward pass; the result is a promise."""
+    parsed = await service.decoder.run(len(body), functools.partial(training.parse, "forward_backward", body))
+    return await acknowledge(training.accept_parsed(service, parsed))
+
+
 for _kind in ("optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external"):
     _add_training_route(_kind, json_body(training.KINDS[_kind][0]))
 
@@ -74,7 +89,8 @@ async def load_weights(service: CurrentService, body: Body) -> JsonObject:
 @router.post("/create_custom_loss", openapi_extra=json_body(bodies.CustomLoss))
 async def create_custom_loss(service: CurrentService, body: Body) -> JsonObject:
     """Register a loss that is sent as a graph."""
-    return await acknowledge(create_run.create_custom_loss(service, bodies.parse(bodies.CustomLoss, body), body))
+    fields = await service.decoder.run(len(body), functools.partial(bodies.parse, bodies.CustomLoss, body))
+    return await acknowledge(create_run.create_custom_loss(service, fields, body))
 
 
 @router.post("/create_sampling_session", openapi_extra=json_body(bodies.CreateSamplingSession))
@@ -102,9 +118,9 @@ async def sampler(service: CurrentService, sampler_id: str) -> JsonObject:
 
 
 @router.post("/asample", openapi_extra=json_body(bodies.SampleBody))
-async def asample(service: CurrentService, body: Body) -> JsonObject:
+async def asample(service: CurrentService, body: PromptBody) -> JsonObject:
     """Sample completions of one prompt; the result is a promise."""
-    fields = bodies.parse(bodies.SampleBody, body)
+    fields = await service.decoder.run(len(body), functools.partial(bodies.parse, bodies.SampleBody, body))
     request = sampling.sample(service, fields, body)
     return await acknowledge(request, sample_sequence_ids=[f"{request.request_id}/{i}" for i in range(fields.num_samples)])
 

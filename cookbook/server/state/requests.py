@@ -18,7 +18,7 @@ import enum
 import hashlib
 import json
 import time
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import InitVar, dataclass, field
@@ -157,6 +157,7 @@ class Request:
         num_tokens: largest number of tokens that a sampling request draws, from when it is queued; or the tokens of a training
             request.
         stop: stops the computation of a sampling request; None before it begins.
+        sharer: key whose share of the limits the request counts towards, from when it is accepted.
     """
 
     scope: str
@@ -177,6 +178,7 @@ class Request:
     is_cancelled: bool = False
     num_tokens: int = 0
     stop: Callable[[], None] | None = field(default=None, repr=False)
+    sharer: str | None = None
 
     def __post_init__(self, body: bytes) -> None:
         self.digest = _digest(self.kind, body)
@@ -199,16 +201,32 @@ class Request:
         self.state = RequestState.logged
 
 
+@dataclass
+class _KeptResults:
+    """Results of one key: their bytes, and the ids of the fetched and the unfetched ones in the order of dropping."""
+
+    num_bytes: int = 0
+    fetched: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    unfetched: OrderedDict[str, None] = field(default_factory=OrderedDict)
+
+    def __len__(self) -> int:
+        return len(self.fetched) + len(self.unfetched)
+
+
 class RequestStore:
     """All accepted requests of the server.
 
     Args:
-        max_bytes: limit on the kept results. Beyond it, results are dropped: the longest-fetched first, then the oldest
-            unfetched.
-        max_pending: limit on the bytes of unsettled requests. Beyond it, new requests are refused.
+        max_bytes: limit on the kept results. Beyond it, results of the key with the most bytes are dropped: the longest-fetched
+            first, then the oldest unfetched.
+        max_pending: limit on the bytes of unsettled requests. Beyond it, new requests are refused. If several keys share the
+            limit, each leaves as many bytes free as its requests have.
+        sharer_of: returns the key whose share an object counts towards, by id; None: it does not share the limits.
     """
 
-    def __init__(self, max_bytes: int, max_pending: int = 1 << 30) -> None:
+    def __init__(
+        self, max_bytes: int, max_pending: int = 1 << 30, sharer_of: Callable[[str], str | None] = lambda _: None
+    ) -> None:
         self.max_bytes = max_bytes
         self.max_pending = max_pending
         self.kept_bytes = self.pending_bytes = 0
@@ -220,9 +238,10 @@ class RequestStore:
         # Called with every request when it is settled.
         self.watchers: list[Callable[[Request], None]] = []
         self._requests: dict[str, Request] = {}
-        # Ids of requests with a result, in the order in which results are dropped: fetched ones before unfetched ones.
-        self._fetched: OrderedDict[str, None] = OrderedDict()
-        self._unfetched: OrderedDict[str, None] = OrderedDict()
+        self._sharer_of = sharer_of
+        # By key: the results that are kept, and the bytes of unsettled requests.
+        self._kept: defaultdict[str | None, _KeptResults] = defaultdict(_KeptResults)
+        self._pending: Counter[str | None] = Counter()
         # By scope: requests with lower numbers have run and will never run again.
         self._retired_below: dict[str, int] = {}
 
@@ -256,10 +275,14 @@ class RequestStore:
             raise Refused(503, "the server is shutting down: it finishes accepted requests and accepts no new ones")
         if self.pending_bytes and self.pending_bytes + len(body) > self.max_pending and not is_due:
             raise Refused(429, f"{kind}: {self.pending_bytes >> 20} MiB of requests are pending; retry later")
+        request.sharer = self._sharer_of(request.scope)
+        own_bytes = 0 if request.sharer is None else self._pending[request.sharer]
+        if own_bytes and own_bytes + len(body) > self.max_pending - self.pending_bytes and not is_due:
+            raise Refused(429, f"{kind}: {own_bytes >> 20} MiB of requests of {request.sharer} are pending; retry later")
         # Log before anything else: if this fails, the request was not accepted, and the client retries it.
         log.append(Record({"what": "request", "id": request.request_id, "kind": kind}, body))
         self._requests[request.request_id] = request
-        self.pending_bytes += request.num_bytes
+        self._add_pending(request, request.num_bytes)
         return request, True
 
     def is_known(self, request: Request) -> bool:
@@ -269,8 +292,9 @@ class RequestStore:
     def restore(self, log: Log, request: Request) -> None:
         """Add a request of an earlier process, with its result if there is one."""
         request.log, request.is_restored = log, True
+        request.sharer = self._sharer_of(request.scope)
         self._requests[request.request_id] = request
-        self.pending_bytes += request.num_bytes
+        self._add_pending(request, request.num_bytes)
         if request.result is not None:
             # It is unknown whether the client has fetched the result. Count it as fetched, so that it can be dropped.
             request.fetched = True
@@ -298,13 +322,20 @@ class RequestStore:
     def _keep_result(self, request: Request, result: StoredResult) -> None:
         request.settled_at = time.monotonic()
         self.kept_bytes += len(result.body)
-        self.pending_bytes -= request.num_bytes
-        self._unfetched[request.request_id] = None
+        kept = self._kept[request.sharer]
+        kept.num_bytes += len(result.body)
+        self._add_pending(request, -request.num_bytes)
+        kept.unfetched[request.request_id] = None
         request.settled.set()
         if request.kind == SAMPLE:
             self.completions.add(request, result)
-        while self.kept_bytes > self.max_bytes and len(self._fetched) + len(self._unfetched) > 1:
-            self._drop_result(self._requests[next(iter(self._fetched or self._unfetched))])
+        while self.kept_bytes > self.max_bytes and sum(map(len, self._kept.values())) > 1:
+            most = max(self._kept.values(), key=lambda one: one.num_bytes)
+            self._drop_result(self._requests[next(iter(most.fetched or most.unfetched))])
+
+    def _add_pending(self, request: Request, num_bytes: int) -> None:
+        self.pending_bytes += num_bytes
+        self._pending[request.sharer] += num_bytes
 
     def cancel(self, request_id: str) -> None:
         """Fail a sampling request that is not settled, and stop it. Requests of other kinds are not cancelled."""
@@ -342,9 +373,10 @@ class RequestStore:
         if request.result is None:
             raise Refused(410, (FETCHED if request.fetched else EVICTED).format(request_id))
         request.fetched = True
-        self._unfetched.pop(request_id, None)
-        self._fetched[request_id] = None
-        self._fetched.move_to_end(request_id)
+        kept = self._kept[request.sharer]
+        kept.unfetched.pop(request_id, None)
+        kept.fetched[request_id] = None
+        kept.fetched.move_to_end(request_id)
         return request.result
 
     def remove_samples(self, session_id: str) -> None:
@@ -377,7 +409,7 @@ class RequestStore:
             if (request := self._requests.pop(request_id, None)) is not None:
                 self._drop_result(request)
                 if not request.settled.is_set():
-                    self.pending_bytes -= request.num_bytes
+                    self._add_pending(request, -request.num_bytes)
                     # Wake the callers of fetch(). A result that is computed later is ignored.
                     request.settled.set()
 
@@ -403,10 +435,12 @@ class RequestStore:
         return [request for request in self._requests.values() if not request.settled.is_set()]
 
     def _drop_result(self, request: Request) -> None:
-        self._fetched.pop(request.request_id, None)
-        self._unfetched.pop(request.request_id, None)
+        kept = self._kept[request.sharer]
+        kept.fetched.pop(request.request_id, None)
+        kept.unfetched.pop(request.request_id, None)
         if request.kind == SAMPLE:
             self.completions.drop(request)
         if request.result is not None:
             self.kept_bytes -= len(request.result.body)
+            kept.num_bytes -= len(request.result.body)
             request.result = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -54,6 +55,10 @@ class RequestOrder(Generic[T]):
         return [waiting[number] for number in sorted(waiting)]
 
 
+# Requests whose failure leaves an incomplete gradient, or drops it.
+GRADIENT_KINDS = ("forward_backward", "optim_step")
+
+
 @dataclass
 class TrainingRun:
     """A training run in memory. Its methods run on the event loop; the trainer computes on the worker thread.
@@ -80,6 +85,8 @@ class TrainingRun:
     on_begin: Callable[[Request], None] = lambda _: None
     # Set if a replayed request gave a different result. Every later request fails with this error.
     _replay_error: BackendError | None = None
+    # Errors since the last optimizer step of calls that do not change the gradient, such as saves.
+    _side_errors: list[BaseException] = field(default_factory=list)
     # New requests that arrive during a replay; None if no replay is running.
     _postponed: list[Request] | None = None
     # Fires when a missing request has not arrived within ``gap_timeout_s``.
@@ -138,8 +145,14 @@ class TrainingRun:
             call_on(loop, self._finish, request, work, call, self.graphs.take_decision(), ended)
 
         request.start()
+        if work.reports_once:
+            # Errors of these calls are the results of their requests, and leave the gradient unchanged.
+            self.trainer.forget_errors(self._side_errors)
+            self._side_errors = []
         with worker.purpose(request.request_id):
             call = self._begin(request, work)
+        if request.kind not in GRADIENT_KINDS:
+            call.add_done_callback(functools.partial(_collect_error, self._side_errors))
         call.add_done_callback(finish)
         if work.reports_once:
             self.trainer.mark_errors_read()
@@ -197,3 +210,9 @@ class TrainingRun:
             request.work = None
             request.metadata["never_run"] = True
             self.requests.settle(request, failure(error))
+
+
+def _collect_error(errors: list[BaseException], call: Future[Any]) -> None:
+    """Add the error of a call to ``errors`` if it has failed. Called on the worker thread, before the next call runs."""
+    if (error := call.exception()) is not None:
+        errors.append(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -136,14 +136,23 @@ class SamplerCache(OrderedDict[str, SamplingSession]):
     Args:
         on_evict: called with each evicted session.
         on_forget: called with the id of an evicted session when the id is dropped; see ``MAX_EVICTED_IDS``.
+        sharer_of: returns the key whose share a session counts towards, by id. Sessions of the key with the most are evicted
+            first.
     """
 
-    def __init__(self, max_bytes: int, on_evict: Callable[[SamplingSession], None], on_forget: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        max_bytes: int,
+        on_evict: Callable[[SamplingSession], None],
+        on_forget: Callable[[str], None],
+        sharer_of: Callable[[str], str | None] = lambda _: None,
+    ) -> None:
         super().__init__()
         self.max_bytes = max_bytes
         self.num_evicted = 0
         self._on_evict = on_evict
         self._on_forget = on_forget
+        self._sharer_of = sharer_of
         self._evicted: OrderedDict[str, None] = OrderedDict()
 
     def touch(self, sampler_id: str) -> SamplingSession:
@@ -163,9 +172,13 @@ class SamplerCache(OrderedDict[str, SamplingSession]):
         self[session.sampler_id] = session
         self.move_to_end(session.sampler_id)
         self._evicted.pop(session.sampler_id, None)
-        idle = [one for one in self.values() if one is not session and not one.num_pending]
-        for other in idle[: max(len(self) - MAX_SAMPLERS, 0)]:
-            self._evict(other)
+        while len(self) > MAX_SAMPLERS:
+            idle = [one for one in self.values() if one is not session and not one.num_pending]
+            if not idle:
+                break
+            counts = Counter(map(self._sharer_of, self))
+            # The least recently used of the key with the most sessions: max() returns the first of equal ones.
+            self._evict(max(idle, key=lambda one: counts[self._sharer_of(one.sampler_id)]))
         self._free_weights(session)
 
     def forget_evicted(self, session_id: str) -> None:
@@ -180,7 +193,10 @@ class SamplerCache(OrderedDict[str, SamplingSession]):
         for session in self.values():
             users[id(session.sampler)] = [*users.pop(id(session.sampler), []), session]
         excess = self.num_bytes - self.max_bytes
+        held: Counter[str | None] = Counter()
         for sharing in users.values():
+            held[self._sharer_of(sharing[-1].sampler_id)] += sharing[-1].num_bytes
+        for sharing in sorted(users.values(), key=lambda one: -held[self._sharer_of(one[-1].sampler_id)]):
             if excess <= 0:
                 return
             num_bytes = sharing[-1].num_bytes

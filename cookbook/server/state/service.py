@@ -27,6 +27,7 @@ from cookbook.server.journal.durability import Durability
 from cookbook.server.journal.log import Log, Record
 from cookbook.server.keys import caller_name
 from cookbook.server.metrics import Metrics, log_event
+from cookbook.server.state.body_decoder import BodyDecoder
 from cookbook.server.state.catalog import Address, Catalog, CheckpointRecord, Downloads, RunInfo, not_found, unknown_run
 from cookbook.server.state.deployed import Deployed
 from cookbook.server.state.endpoint import Endpoint
@@ -108,8 +109,9 @@ class Service:
         self.catalog = catalog
         self.config = config
         self.tenants = Tenants(config.key_ring())
-        self.requests = RequestStore(config.max_results_mb << 20, config.max_pending_mb << 20)
+        self.requests = RequestStore(config.max_results_mb << 20, config.max_pending_mb << 20, self.tenants.sharer_of)
         self.uploads = Uploads(self.requests, config.upload_timeout_s)
+        self.decoder = BodyDecoder()
         self.metrics = Metrics()
         # time.monotonic() of the last request of a client.
         self.last_request = time.monotonic()
@@ -122,7 +124,9 @@ class Service:
         self.runs: dict[str, TrainingRun] = {}
         # Ids of runs that are being created. They count towards server.max_runs.
         self.loading_runs: set[str] = set()
-        self.samplers = SamplerCache(int(config.samplers_gb * (1 << 30)), self._on_evict, self.requests.completions.remove)
+        self.samplers = SamplerCache(
+            int(config.samplers_gb * (1 << 30)), self._on_evict, self.requests.completions.remove, self.tenants.sharer_of
+        )
         # By run id. Empty if durability is off.
         self.snapshots: dict[str, StateSnapshots] = {}
         # Ids of samplers of an earlier process that the running replay will publish again.
@@ -166,6 +170,14 @@ class Service:
         if len(self.sessions) >= self.config.max_sessions:
             raise Refused(
                 429, f"create_session: {len(self.sessions)} sessions are open; close some, or raise server.max_sessions"
+            )
+        num_own = sum(known.header.get("owner") == owner for known in self.sessions.values())
+        # Like a key's pending bytes: each key leaves as many sessions free as it has, so that no key is kept out by others.
+        if self.tenants.has_several and num_own >= self.config.max_sessions - len(self.sessions):
+            raise Refused(
+                429,
+                f"create_session: {num_own} sessions of {owner} are open, as many as are free for all keys; close some, or "
+                "raise server.max_sessions",
             )
         session_id = f"s{secrets.token_hex(8)}"
         facts = {"user_metadata": fields.user_metadata, "display_name": fields.display_name, "key": key, "owner": owner}

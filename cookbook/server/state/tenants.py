@@ -24,6 +24,15 @@ class Tenants:
     def owner_of(self, object_id: str) -> str | None:
         return self.owners.get(session_of(object_id))
 
+    def sharer_of(self, object_id: str) -> str | None:
+        """Return the key whose share of the server's limits an object counts towards; None: there are no several keys."""
+        return self.owner_of(object_id) if self.has_several else None
+
+    @property
+    def has_several(self) -> bool:
+        """Whether the keys of the server have several names, which share its limits."""
+        return len({key.name for key in self.keys.keys}) > 1
+
     def hides(self, object_id: str) -> bool:
         """Whether an object belongs to a session of another key. False for unknown objects."""
         session_id = session_of(object_id)

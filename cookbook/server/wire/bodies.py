@@ -11,6 +11,8 @@ from cookbook.errors import ConfigError, CookbookError
 
 # A century. Without a limit, the expiry could be later than the last date that datetime supports.
 MAX_TTL_S = 100 * 365 * 86400.0
+# Parts of one prompt.
+MAX_CHUNKS = 4096
 # Earlier versions of the package tinker send JSON in place of protobuf.
 OLDEST_CLIENT = (0, 25)
 UPDATE = "update the client: pip install --upgrade 'tinker>=0.38'"
@@ -167,7 +169,7 @@ class Chunk(RequestBody):
 
 
 class Prompt(RequestBody):
-    chunks: list[Chunk]
+    chunks: list[Chunk] = Field(max_length=MAX_CHUNKS)
 
 
 class Sampling(RequestBody):

@@ -204,7 +204,8 @@ B = TypeVar("B", ChatBody, CompletionBody, GenerateBody)
 def parse(kind: type[B], body: bytes) -> B:
     """Parse and validate a body. Raises InvalidField: a field is invalid, unknown or has no support."""
     try:
-        fields = json.loads(body)
+        # Decoded here, because json would also accept UTF-16, in which the limits on the structure do not see brackets.
+        fields = json.loads(body.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise InvalidField("body", f"expected JSON: {error}") from None
     if not isinstance(fields, dict):

@@ -114,6 +114,33 @@ def test_failures_are_repeated_too(start):
         assert b"optim/grad_norm" in client.result("optim_step", stepping(run, 8))
 
 
+def test_only_a_failed_gradient_call_fails_the_next_optimizer_step(start):
+    """Errors of a save, a load and a forward pass are results of their requests, before and after a restart."""
+
+    def side_failures(client, run, first):
+        save, load = {"path": "taken"}, {"path": f"tinker://{run}/weights/missing"}
+        requests = [("save_weights", save), ("load_weights", load)]
+        asked = [(kind, {"model_id": run, "seq_id": first + place, **one}) for place, (kind, one) in enumerate(requests)]
+        asked.append(("forward_backward", passing(run, first + 2, loss="nonsense", forward_only=True)))
+        return [client.result(*one) for one in asked]
+
+    with start() as server:
+        client = Client(server)
+        run = client.run()
+        client.result("save_weights", {"model_id": run, "seq_id": 1, "path": "taken"})
+        client.result("forward_backward", passing(run, 2))
+        assert all(b'"error"' in one for one in side_failures(client, run, 3))
+        assert b"optim/grad_norm" in client.result("optim_step", stepping(run, 6))
+        client.result("forward_backward", passing(run, 7))
+        assert all(b'"error"' in one for one in side_failures(client, run, 8))
+    with start() as server:
+        client = Client(server, client.session)
+        assert b"optim/grad_norm" in client.result("optim_step", stepping(run, 11))
+        failed = client.result("forward_backward", passing(run, 12, loss="nonsense"))
+        side_failures(client, run, 13)
+        assert client.result("optim_step", stepping(run, 16)) == failed
+
+
 def test_what_a_client_has_read_outlives_the_server(start):
     """The client reports which errors its caller has read; only an unread error fails the next steps."""
 

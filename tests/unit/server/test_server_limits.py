@@ -1,0 +1,129 @@
+"""No body of a request occupies the event loop or the memory: its structure has limits, and large bodies have other threads."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import httpx
+import pytest
+import servertools
+import zstandard
+from waiting import WAIT_S
+
+from cookbook.server.metrics import Metrics
+from cookbook.server.wire import bodies, limits
+from cookbook.server.wire import messages_pb2 as pb
+
+mutations = pytest.importorskip("mutations", reason="needs the package hypothesis")
+
+
+def sample_body(num_tokens: int) -> bytes:
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [5] * num_tokens}]}
+    return json.dumps({"sampling_session_id": "s:sample:0", "seq_id": 0, "prompt": prompt, "sampling_params": {}}).encode()
+
+
+def message(num_datums: int) -> bytes:
+    datum = pb.Datum()
+    datum.model_input.add().encoded_text.tokens = bytes(40)
+    for name in ("target_tokens", "weights"):
+        datum.loss_fn_inputs[name].dense = bytes(80)
+        datum.loss_fn_inputs[name].shape.append(10)
+    request = pb.ForwardBackwardRequest(model_id="s:train:0", seq_id=1, data=[datum] * num_datums)
+    return request.SerializeToString()
+
+
+@pytest.fixture(scope="module")
+def server(tiny_folder, tmp_path_factory):
+    with servertools.running(tiny_folder, tmp_path_factory.mktemp("limits"), names=["tiny"]) as running:
+        yield running
+
+
+@pytest.mark.parametrize("name", mutations.crowds())
+def test_a_body_of_many_values_is_refused_before_it_is_parsed(name):
+    check = limits.check_forward_backward if name == "many datums" else limits.check_json
+    with pytest.raises(limits.TooComplexError, match=r"send (smaller requests|fewer datums|a flatter one)"):
+        check(mutations.crowds()[name])
+
+
+def test_a_shape_of_many_dimensions_is_refused():
+    request = pb.ForwardBackwardRequest()
+    request.data.add().loss_fn_inputs["weights"].shape.extend([1] * 1000)
+    with pytest.raises(limits.TooComplexError, match="fewer dimensions"):
+        limits.check_forward_backward(request.SerializeToString())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        sample_body(400_000),
+        json.dumps({"text": "{[" * 100_000}).encode(),
+        json.dumps({"text": '\\"{[' * 50_000 + "\\"}).encode(),
+        b'{"text": "' + b"{" * 100_000,
+        b'{"text": "' + b"{" * 100_000 + b"\\",
+    ],
+)
+def test_long_prompts_and_brackets_inside_of_texts_pass(body):
+    limits.check_json(body)
+
+
+def test_a_message_of_many_datums_passes():
+    limits.check_forward_backward(message(20_000))
+    limits.check_forward_backward(message(3)[:-5])
+
+
+def test_bombs_are_refused_without_an_object(server, monkeypatch):
+    """The routes refuse a bomb before any parser sees its bytes, and the server stays in service."""
+    parsed = []
+    monkeypatch.setattr(bodies, "parse", lambda kind, body: parsed.append(kind))
+    routes = {"many texts": "/v1/completions", "many messages": "/v1/chat/completions", "many keys": "/api/v1/create_session"}
+    for name, body in mutations.crowds().items():
+        route = routes.get(name, "/api/v1/forward_backward" if name == "many datums" else "/api/v1/asample")
+        headers = {"Content-Encoding": "zstd"}
+        packed = zstandard.ZstdCompressor().compress(body)
+        response = httpx.post(f"{server.url}{route}", content=packed, headers=headers, timeout=WAIT_S)
+        assert response.status_code == 413, name
+    assert not parsed
+    assert httpx.get(f"{server.url}/api/v1/healthz", timeout=WAIT_S).status_code == 200
+
+
+def test_other_clients_are_answered_while_a_large_body_is_parsed(server, monkeypatch):
+    """The parser of a large body waits for the end of another request, which the event loop must answer meanwhile."""
+    parse, began, go = bodies.parse, threading.Event(), threading.Event()
+
+    def waiting(kind, body):
+        if kind is bodies.SampleBody:
+            began.set()
+            assert go.wait(WAIT_S)
+        return parse(kind, body)
+
+    monkeypatch.setattr(bodies, "parse", waiting)
+    statuses = []
+
+    def ask():
+        statuses.append(httpx.post(f"{server.url}/api/v1/asample", content=sample_body(20_000), timeout=WAIT_S).status_code)
+
+    client = threading.Thread(target=ask)
+    client.start()
+    assert began.wait(WAIT_S)
+    try:
+        assert httpx.get(f"{server.url}/api/v1/healthz", timeout=WAIT_S).status_code == 200
+    finally:
+        go.set()
+        client.join()
+    assert statuses == [404]
+
+
+def test_small_routes_refuse_large_bodies(server):
+    body = json.dumps({"user_metadata": {"a": "x" * (2 << 20)}}).encode()
+    response = httpx.post(f"{server.url}/api/v1/create_session", content=body, timeout=WAIT_S)
+    assert (response.status_code, "larger than 1 MiB" in response.text) == (413, True)
+
+
+def test_the_delay_of_the_event_loop_is_a_metric():
+    metrics = Metrics()
+    metrics.note_loop_delay(0.75)
+    metrics.note_loop_delay(0.25)
+    lines = metrics.exposition([]).splitlines()
+    assert "cookbook_event_loop_delay_seconds 0.25" in lines
+    assert "cookbook_event_loop_delay_max_seconds 0.75" in lines
