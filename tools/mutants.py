@@ -71,7 +71,7 @@ MUTANTS = (
     ("run/run.py", "float(step.index - sampler.step)", "float(step.index + 1 - sampler.step)", WIRING),
     ("sampling/trajectory.py", 'turn.stop_reason == "length"', 'turn.stop_reason != "length"', WIRING),
     # What must not be deleted.
-    ("backends/remote/pointers.py", "self._known - pointed - held", "self._known - pointed", WIRING),
+    ("backends/remote/pointers.py", "self._known - pointed - in_use", "self._known - pointed", WIRING),
     ("server/state/snapshots.py", "if request <= number and sampler_id", "if request < 0 and sampler_id", WIRING),
     (
         "server/state/snapshots.py",

@@ -16,6 +16,8 @@ from cookbook.errors import BackendError
 from cookbook.jobs.launcher import END_S, AttemptFiles, AttemptStatus, JobOptions, JobPhase
 
 ADOPT_S, POLL_S = 2.0, 0.05
+# Seconds until a killed process is gone. The kernel ends it when it is next scheduled, so this is long only on a loaded machine.
+KILLED_S = 60.0
 
 
 @dataclass(kw_only=True)
@@ -42,7 +44,7 @@ class LocalJob(JobOptions):
         return AttemptStatus(JobPhase.running, "running") if _members(handle) else AttemptStatus(JobPhase.ended, "ended")
 
     def stop(self, handle: str) -> None:
-        for number, limit_s in ((signal.SIGTERM, END_S), (signal.SIGKILL, END_S)):
+        for number, limit_s in ((signal.SIGTERM, END_S), (signal.SIGKILL, KILLED_S)):
             end = time.monotonic() + limit_s
             if members := _members(handle):
                 with contextlib.suppress(ProcessLookupError):

@@ -15,7 +15,7 @@ from types import FrameType
 
 Handler = Callable[[int, FrameType | None], object] | int | None
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# A parent that ignores these, such as nohup, goes on ignoring them.
+# A parent that ignores these, such as nohup, keeps ignoring them.
 UNLESS_IGNORED = (signal.SIGHUP, signal.SIGUSR1)
 # Signals within this time count as one: launchers and schedulers send two, or one to each process of a group.
 ONE_REQUEST_S = 0.5

@@ -126,7 +126,9 @@ def test_a_slip_in_a_recipe_of_ones_own(capsys):
     write("recipes/mine.py", code + "def broken(:\n")
     assert refused(capsys, "recipe=mine").startswith(f"recipes/mine.py:{code.count(chr(10)) + 1}: not valid Python: ")
     write("recipes/mine.py", code.replace("batch_size: int = 32", "batches: int = 32"))
-    assert refused(capsys, "recipe=mine").startswith("unknown key 'recipe.batch_size'. Did you mean 'batches'? ")
+    assert refused(capsys, "recipe=mine").startswith(
+        "conf/recipe/mine.yaml:16: unknown key 'recipe.batch_size'. Did you mean 'batches'? "
+    )
 
 
 # Data

@@ -140,7 +140,7 @@ def test_serve_shares_its_engine(mine, tiny_folder, monkeypatch):
 def test_a_deployment_serves_its_checkpoints(mine, tiny_folder):
     """Up to the servers themselves: the backend is accepted, and the options are those of the trainer's model."""
     backend = typed.construct_target({"_target_": "my_backend.Config"}, "backend")
-    config = VllmConfig(url="http://127.0.0.1:9", dtype="bfloat16")
+    config = VllmConfig(dtype="bfloat16")
     model = ModelConfig(str(tiny_folder))
     trainer = backend.make_trainer(model, seed=0, folder=mine)
     config.preflight(model, backend)
@@ -161,15 +161,15 @@ class Elsewhere:
 @pytest.mark.parametrize(
     ("command", "problem"),
     [
-        (["plan", "recipe=sft"], "error: backend: plan estimates the embedded trainer's work; use backend=local"),
-        (["serve", "out=served"], "error: backend: serve needs a backend that computes in this process, got Elsewhere; use"),
-        (["train", "recipe=grpo", "deployment=vllm"], "error: deployment=vllm needs backend=local"),
+        (["plan", "recipe=sft"], "backend: plan estimates the embedded trainer's work; use backend=local"),
+        (["serve", "out=served"], "backend: serve needs a backend that computes in this process, got Elsewhere; use"),
+        (["train", "recipe=grpo", "deployment=vllm"], "deployment=vllm needs backend=local"),
     ],
 )
 def test_a_backend_without_a_capability_is_refused_in_one_line(mine, capsys, command, problem):
     write("conf/backend/elsewhere.yaml", f"_target_: {__name__}.Elsewhere\n")
     assert app.run([*command, "backend=elsewhere"]) == 2
-    assert capsys.readouterr().err.startswith(problem)
+    assert problem in capsys.readouterr().err
 
 
 def test_the_python_api_refuses_a_backend_without_clients():

@@ -108,7 +108,8 @@ def _own_component(key: str, known: Sequence[str]) -> str:
     return f"a {group} of your own needs {TARGET}: write {own}='{{{TARGET}: package.module.Class}}' with its settings"
 
 
-# Beginnings of an error that name a key: an unknown one, a group, or the key itself. The next word may be a key of the group.
+# Ways in which an error begins that names a key: an unknown key, a group, or the key itself. The next word may be a key
+# of the group.
 _NAMES_KEY = re.compile(r"unknown keys? '(?P<key>[\w./]+)'|unknown (?P<group>\w+) '|(?P<path>[A-Za-z_][\w./]*): (?P<next>\w+)?")
 # The remedy of an unknown key as on the command line.
 _WRITTEN = re.compile(r"(?<=write )([\w.]+)=([^\s;,()]+)(?=$|[;\s])(?! \w+[.=])")

@@ -171,7 +171,8 @@ def _key_of(group: str, values: Sequence[str], is_preset: Callable[[str, str], b
 
 def _key(group: str, value: str) -> str | None:
     path = Path(value)
-    if not value:
+    # A mapping is a whole configuration, such as a group of a run's config.yaml.
+    if not value or value.startswith("{"):
         return None
     if group in CODE:
         return "target" if ".py:" in value else None

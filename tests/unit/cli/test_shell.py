@@ -132,7 +132,7 @@ def test_two_signals_within_half_a_second_count_as_one(monkeypatch, capsys):
     assert capsys.readouterr().err.count("stopping after this step") == 1
 
 
-def test_a_parent_that_ignores_a_hangup_goes_on_ignoring_it():
+def test_a_hangup_that_the_parent_ignores_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with stopped_by_signals(), InterruptGuard() as guard:

@@ -33,7 +33,7 @@ def test_check_config_describes_the_environment_in_place_of_data_that_are_not_re
         "PythonEnvironment, target=echo.py:Echo; answers text with text; up to 8 turns; numbered rows (env.rows): 30 rows; "
         "held out: 7 rows (eval.limit=7)"
     )
-    assert said["reward"] == "the environment's; if it gives none, Number(column='answer')"
+    assert said["reward"] == "the environment's; if it gives none, Number(answer_only=True, column='answer')"
     # Numbered rows are counted; the data are not read.
     assert (
         "30 rows"
