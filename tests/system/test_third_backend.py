@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -140,7 +141,7 @@ def test_serve_shares_its_engine(mine, tiny_folder, monkeypatch):
 def test_a_deployment_serves_its_checkpoints(mine, tiny_folder):
     """Up to the servers themselves: the backend is accepted, and the options are those of the trainer's model."""
     backend = typed.construct_target({"_target_": "my_backend.Config"}, "backend")
-    config = VllmConfig(dtype="bfloat16")
+    config = VllmConfig(python=sys.executable, dtype="bfloat16")
     model = ModelConfig(str(tiny_folder))
     trainer = backend.make_trainer(model, seed=0, folder=mine)
     config.preflight(model, backend)
