@@ -19,6 +19,7 @@ _NAMES = {
     "cookbook.engine.head.fused_loss": "LinearCrossEntropyLoss without_logits",
     "cookbook.engine.head.pipeline": "PipelineLoss",
     "cookbook.errors": "CookbookError",
+    "cookbook.futures": "start_all",
     "cookbook.deployments.vllm.registry": "DeploymentManager",
     "cookbook.deployments.vllm.sampler": "DeploymentSampler",
     "cookbook.protocols": "WeightSyncer",
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from cookbook.engine.head.linear_logprobs.implementations import FusedOutputLoss, TargetLogprobs
     from cookbook.engine.head.pipeline import PipelineLoss
     from cookbook.errors import CookbookError
+    from cookbook.futures import start_all
     from cookbook.jobs.endpoint import JobEndpoint
     from cookbook.jobs.local import LocalJob
     from cookbook.jobs.manager import TrainerJobConfig, TrainerJobManager

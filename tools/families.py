@@ -162,7 +162,8 @@ FAMILIES = {
     "gpt_oss": windows(**EXPERTS, num_local_experts=4, sliding_window=6, rope_parameters={"rope_type": "default"}),
     "gptj": Family({**GPT, "rotary_dim": 8}, **PADDED),
     "granite": dense(logits_scaling=3.0, embedding_multiplier=2.0, residual_multiplier=0.5),
-    "granitemoe": dense(**LOCAL),
+    # Its logprobs are larger than 10.
+    "granitemoe": Family(LOCAL, noise=2.0),
     "granitemoehybrid": Family(
         {**LOCAL, **MAMBA2, "shared_intermediate_size": 16, "layer_types": ["mamba", "attention"]}, **WHOLE, noise=10.0
     ),

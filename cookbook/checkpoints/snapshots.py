@@ -117,8 +117,8 @@ def on_host(engine: Engine, tokenizer: PreTrainedTokenizerBase) -> Snapshot:
     model = _with(engine.model, copy.deepcopy(network, memo))
     model.tokenizer = tokenizer
     state = engine.optimizer.state()
-    # On the CPU, `state` is the optimizer's own memory.
-    if engine.model.device.type == "cpu":
+    # In host memory, `state` is the optimizer's own memory.
+    if engine.model.device.type == "cpu" or engine.options.optimizer_offload:
         state = {name: tensor.clone() for name, tensor in state.items()}
     return Snapshot(model, engine.options, OptimizerState(state), engine.step)
 

@@ -160,18 +160,11 @@ def _device_share(typed: Settings) -> float:
 def _longest_sample(typed: Settings, rows: SplitRows, renderer: Renderer) -> int | None:
     """Return the tokens of the longest sequence that the run samples, prompt and completion; None if only the model limits it.
 
-    The data limit no sequence of a stream, of which only the first rows are known, and none of a program.
+    The data limit no sequence of a stream, of which only the first rows are known, and none of a program or of an environment:
+    a few episodes with made-up answers do not show its longest observation.
     """
-    if typed.data_kind is None or rows.is_stream("train"):
+    if typed.data_kind is None or rows.is_stream("train") or typed.env is not None:
         return None
-    if typed.env is not None:
-        if isinstance(typed.env, AgentEnvironment):
-            return None
-        episodes: list[int] = []
-        for which in SPLITS:
-            rows.read(which)
-            episodes += episode_lengths(typed, typed.env, rows.sample(which, RENDERED_ROWS), renderer)
-        return max(episodes, default=None)
     sums = [
         _longest_prompt(typed, rows, which, renderer) + completion
         for which, (_, completion) in _completion_keys(typed, rows).items()

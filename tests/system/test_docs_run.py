@@ -61,6 +61,8 @@ def test_a_command_runs(command: str, place: Path, monkeypatch: pytest.MonkeyPat
     if "trackio" in command:
         monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", place / "trackio")
     monkeypatch.setattr(sys, "stdin", io.StringIO("2+3=\n4+4=\n"))
+    if "my.yaml" in command and not command.startswith("init"):
+        assert run(["init", "sft", "my.yaml"]) == 0
     words = words_of(command)
     with judge() if "reward=judge" in words else none() as url:
         words += [f"reward.url={url}", "reward.cache=null"] if url else []

@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ from waiting import WAIT_S, until
 from cookbook.checkpoints import manifest
 from cookbook.cli.app import run
 from cookbook.utils.paths import packaged
+from cookbook.utils.signals import ONE_REQUEST_S
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -127,7 +129,7 @@ def test_terminate_is_the_same_and_the_printed_command_resumes(capsys):
     words = [*SMALL["sft"], *FOUR]
     assert train(*words, "out=straight") == 0
     capsys.readouterr()
-    assert train(*words, "out='its place/a=b'", *stop_at(2, number=signal.SIGTERM)) == 130
+    assert train(*words, "out='its place/a=b'", *stop_at(2, number=signal.SIGTERM)) == 143
     again = resume_words(capsys.readouterr().out)
     assert run(again) == 0
     same_as_undisturbed("its place/a=b")
@@ -202,6 +204,8 @@ def test_ctrl_c_twice_stops_immediately():
     assert process.stderr is not None
     while "stopping after this step; the second signal stops immediately\n" not in process.stderr.readline():
         assert process.poll() is None
+    # A second signal within this time would count as the same request.
+    time.sleep(2 * ONE_REQUEST_S)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 130 and err == ""

@@ -177,6 +177,9 @@ def _sweep(composer: Composer, cfg: DictConfig, job: Job, optimizing: bool) -> N
     try:
         batches = composer.hydra.multirun(composer.name, task, [*settings, *composer.overrides])
     except PROBLEMS as error:
+        if optimizing and task.failed and not task.finished:
+            # A study without a finished trial has no best one.
+            raise CookbookError(f"all {task.failed} trials failed; see the error of each above") from None
         if not isinstance(error, HydraException | YAMLError) and not errors.is_hydras(error):
             # A recipe's own ValueError is a bug, and keeps its trace.
             raise

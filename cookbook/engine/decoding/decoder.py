@@ -216,6 +216,7 @@ class Decoder:
         tokens, logprobs = left.new_empty(rows, steps), self.logits.new_empty(rows, steps)
         counts, stopped = torch.zeros_like(left), torch.zeros_like(left, dtype=torch.bool)
         unfinished = ~stopped
+        most = max(sample.max_new_tokens - len(sample.tokens) for sample in self.rows)
         # On a GPU the host waits for the answer, so it asks less often.
         check_every = 1 if self.model.device.type == "cpu" else GPU_CHECK_STEPS
         for step in range(steps):
@@ -223,7 +224,7 @@ class Decoder:
             counts += unfinished
             stopped |= unfinished & (stops.reached(chosen) | self._completes_string(stops, tokens[:, : step + 1], unfinished))
             unfinished = ~stopped & (counts < left)
-            is_last = step + 1 == steps
+            is_last = step + 1 == min(steps, most)
             if is_last or ((step + 1) % check_every == 0 and int(unfinished.sum()) <= (1 - LEAVE_AT) * rows):
                 break
             self._step(chosen, unfinished)

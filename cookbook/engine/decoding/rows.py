@@ -161,6 +161,9 @@ class WholeSequences:
 
     def step(self, tokens: Tensor, unfinished: Tensor) -> Tensor:
         live = unfinished.nonzero()[:, 0]
+        # On a GPU, a round goes a few steps beyond the end of its last row.
+        if not len(live):
+            return torch.zeros(len(self._rows), self._model.vocabulary_size, device=tokens.device)
         for row in live.tolist():
             self._rows[row].append(int(tokens[row]))
         logits = self._run([self._rows[row] for row in live.tolist()])

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, SupportsFloat
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from cookbook.config.typed import construct_target
 from cookbook.data.reasoning import without_reasoning
@@ -272,13 +272,19 @@ class EnvironmentGrader:
     reward: str
 
     @cached_property
+    def _reward(self) -> Any:
+        return construct_target(json.loads(self.reward), "reward")
+
+    @cached_property
     def _function(self) -> Callable[..., object]:
-        return function_of(construct_target(json.loads(self.reward), "reward"))
+        return function_of(self._reward)
 
     def __call__(self, environment: object, ended: JsonObject, awaiter: Awaiter) -> tuple[float, Parts]:
         signature = Signature.of(self._function)
         row = ended["row"]
         judged = Judged([ended["text"]], row, [ended["trajectory"]], _own_prompt(row), step=ended["step"])
+        if isinstance(self._reward, Limits) and self._reward.answer_only:
+            judged = _without_reasoning(judged, [""])
         try:
             [given] = arguments(signature, judged)
         except DataError as error:

@@ -330,8 +330,10 @@ class RequestStore:
         if request.kind == SAMPLE:
             self.completions.add(request, result)
         while self.kept_bytes > self.max_bytes and sum(map(len, self._kept.values())) > 1:
-            most = max(self._kept.values(), key=lambda one: one.num_bytes)
-            self._drop_result(self._requests[next(iter(most.fetched or most.unfetched))])
+            shares = sorted(self._kept.values(), key=lambda share: share.num_bytes, reverse=True)
+            oldest = (next(iter(share.fetched or share.unfetched)) for share in shares if len(share))
+            # The newest result goes last: its client has had no time to fetch it.
+            self._drop_result(self._requests[next(name for name in oldest if name != request.request_id)])
 
     def _add_pending(self, request: Request, num_bytes: int) -> None:
         self.pending_bytes += num_bytes

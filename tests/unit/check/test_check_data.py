@@ -236,7 +236,7 @@ def test_a_plan_of_a_run_with_rollouts():
     found = facts(
         "recipe=grpo", "recipe.steps=7", "data.limit=50", "model.lora_rank=8", "tracker=tensorboard", "eval.every=null", "out=x"
     )
-    assert found["steps"].startswith("7, of ") and found["reward"] == "Number(column='answer')"
+    assert found["steps"].startswith("7, of ") and found["reward"] == "Number(answer_only=True, column='answer')"
     assert found["rollout"] == "completions of up to 16 tokens at temperature 1"
     assert "one more forward pass per step" in found["reference"] and "a LoRA adapter of rank 8" in found["model"]
     assert found["evaluation"] == "before and after the run only" and found["writes to"] == "x"

@@ -47,7 +47,7 @@ def test_from_the_start_to_the_end():
 @pytest.mark.slow
 def test_stopped_and_resumed():
     stop = hook("if step == 2 and not run.first_step:\n    os.kill(os.getpid(), signal.SIGTERM)")
-    assert train(*SMALL["orpo"], *QUIET, *stop) == 130
+    assert train(*SMALL["orpo"], *QUIET, *stop) == 143
     last = told()
     assert (last["state"], last["step"], last["saved_step"]) == ("interrupted", 2, 2)
     assert last["error"] == "Interrupted: stopped after step 2"

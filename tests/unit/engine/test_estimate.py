@@ -52,7 +52,9 @@ def test_arithmetic_is_that_of_the_matrix_products(tiny_folder, make_engine):
     again = found(tiny_folder, checkpointing=True).flops_per_token - per_token
     # The backward pass does not read the result of a layer's last product.
     recomputed = layer - hidden * config.intermediate_size
-    assert again == pytest.approx(config.num_hidden_layers * 2 * recomputed + 2 / 7 * scores, rel=1e-3)
+    # The last layer keeps its activations.
+    share = (config.num_hidden_layers - 1) / config.num_hidden_layers
+    assert again == pytest.approx(share * (config.num_hidden_layers * 2 * recomputed + 2 / 7 * scores), rel=1e-3)
 
 
 def test_sampling_counts_keys_values_and_logits(tiny_folder, make_engine):
@@ -137,7 +139,8 @@ def test_a_second_pass_meets_the_gradients_of_the_first(tiny_folder):
 @pytest.mark.slow
 def test_recomputing_activations_saves_memory(tiny_folder):
     kept, again = found(tiny_folder), found(tiny_folder, checkpointing=True)
-    assert again.saved_per_token < 0.2 * kept.saved_per_token
+    # Of the two layers, the last one keeps its activations.
+    assert again.saved_per_token < 0.6 * kept.saved_per_token
     assert again.temporary < kept.temporary
 
 

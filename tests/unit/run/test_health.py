@@ -157,7 +157,7 @@ def test_a_run_that_never_had_a_gradient_fails_with_its_weights_saved(capsys):
 def test_a_gradient_before_a_resume_counts(capsys):
     write(
         "once.py",
-        "import os\n\ndef odd(completion, row):\n    return sum(map(ord, text)) % 2 if os.path.exists('odd') else 1\n",
+        "import os\n\ndef odd(completion, row):\n    return sum(map(ord, completion)) % 2 if os.path.exists('odd') else 1\n",
     )
     Path("odd").touch()
     words = [*SMALL["grpo"], "reward=python", "reward.target=once.py:odd", "recipe.steps=4", "checkpoint.every=1"]

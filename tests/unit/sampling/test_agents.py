@@ -183,7 +183,10 @@ def test_a_program_that_sleeps_ends_at_its_limit(monkeypatch, caplog):
     clock = SimpleNamespace(monotonic=lambda: 3.1 if len(list(Path.cwd().glob("*.asleep"))) == 2 else 0.0, sleep=time.sleep)
     monkeypatch.setattr(agents, "time", clock)
     with played(
-        "chat([user('a')])\nopen(f'{os.getpid()}.asleep', 'w')\ntime.sleep(600)", error_reward=-1.0, timeout_s=3.0
+        "chat([user('a')])\nopen(f'{os.getpid()}.asleep', 'w')\ntime.sleep(600)",
+        on_error="end",
+        error_reward=-1.0,
+        timeout_s=3.0,
     ) as trajectory:
         assert (trajectory.ended, trajectory.reward, dict(trajectory.parts)) == ("timeout", -1.0, {})
     assert "neither called the model nor ended in 3 s" in caplog.text

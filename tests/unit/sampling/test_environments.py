@@ -303,7 +303,7 @@ def test_an_observation_that_cannot_be_a_prompt_ends_its_own_episode(caplog, cap
 def test_one_that_hangs_is_stopped_and_the_others_are_replayed():
     """All episodes share a process: after it is stopped, the other episode's first turn is played again in the next one."""
     sampler = Scripted(renderer().tokenizer, ["b", "b"], "hang", "b", "a")
-    found, _ = played(guess(workers=1, timeout_s=3.0), sampler, [{"letter": "a"}], num_samples=2)
+    found, _ = played(guess(workers=1, timeout_s=3.0, on_error="end"), sampler, [{"letter": "a"}], num_samples=2)
     hung, other = found[0]
     assert hung.ended == "timeout" and hung.reward == 0.0
     # Three tries: its counter survived.

@@ -180,7 +180,7 @@ def test_a_checkpoint_and_a_model_are_evaluated_too(trained, capsys):
     for model in ("tiny", str(packaged("data") / "tiny")):
         assert run(["eval", model, "eval.limit=6"]) == 0
         out = capsys.readouterr().out
-        assert "written to" not in out and "judged by Number(column='answer')" in out
+        assert "written to" not in out and "judged by Number(answer_only=True, column='answer')" in out
         accuracy = next(line.split()[1] for line in out.splitlines() if line.startswith("eval/accuracy"))
         assert accuracy == f"{rows(trained('grpo'))[0]['eval/accuracy']:.1%}"  # where the run started from
 

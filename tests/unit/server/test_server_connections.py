@@ -283,7 +283,8 @@ def test_the_limit_of_connections_leaves_files_for_everything_else(monkeypatch, 
 def uploading(server, num_bytes, length):
     """A request of ``length`` bytes of which only ``num_bytes`` are sent."""
     with connected(int(server.url.rpartition(":")[2])) as client:
-        head = f"POST /api/v1/create_session HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n"
+        host = "Host: 127.0.0.1\r\nContent-Type: application/json"
+        head = f"POST /api/v1/create_session HTTP/1.1\r\n{host}\r\nContent-Length: {length}\r\n\r\n"
         client.sendall(head.encode() + b" " * num_bytes)
         yield client
 
