@@ -16,7 +16,7 @@ from cookbook.errors import BackendError
 from cookbook.jobs.launcher import END_S, AttemptFiles, AttemptStatus, JobOptions, JobPhase
 
 ADOPT_S, POLL_S = 2.0, 0.05
-# Seconds until a killed process is gone. The kernel ends it when it is next scheduled, so this is long only on a loaded machine.
+# Seconds until a killed process is gone: the kernel ends it when it is next scheduled.
 KILLED_S = 60.0
 
 

@@ -140,11 +140,12 @@ def test_serve_shares_its_engine(mine, tiny_folder, monkeypatch):
 def test_a_deployment_serves_its_checkpoints(mine, tiny_folder):
     """Up to the servers themselves: the backend is accepted, and the options are those of the trainer's model."""
     backend = typed.construct_target({"_target_": "my_backend.Config"}, "backend")
-    config = VllmConfig(dtype="bfloat16")
+    config = VllmConfig(url="http://127.0.0.1:9", dtype="bfloat16")
     model = ModelConfig(str(tiny_folder))
     trainer = backend.make_trainer(model, seed=0, folder=mine)
     config.preflight(model, backend)
-    assert config.options(trainer).dtype == "bfloat16" and config.options(trainer).model == str(tiny_folder)
+    options = VllmConfig(dtype="bfloat16").options(trainer)
+    assert options.dtype == "bfloat16" and options.model == str(tiny_folder)
     backend.writes_checkpoints = False
     with pytest.raises(ConfigError, match="needs backend=local"):
         config.preflight(model, backend)

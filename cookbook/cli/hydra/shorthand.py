@@ -6,6 +6,7 @@ or other data replaces such a preset by a neutral one: ``model=hf``, ``data=json
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -79,12 +80,13 @@ def _is_special(value: str) -> bool:
 
     if is_plain(value) or value[:1] in ("'", '"', ""):
         return False
-    try:
+    # No path: a name that is too long, such as a mapping with a whole configuration, or the home folder of an unknown user.
+    with contextlib.suppress(OSError, RuntimeError):
         if Path(value).expanduser().exists():
             return True
+    try:
         OverridesParser.create().parse_override(f"key={value}")
-    except (OSError, RuntimeError, HydraException):
-        # A name that is too long, or the home folder of an unknown user.
+    except HydraException:
         return True
     return False
 
@@ -171,8 +173,7 @@ def _key_of(group: str, values: Sequence[str], is_preset: Callable[[str, str], b
 
 def _key(group: str, value: str) -> str | None:
     path = Path(value)
-    # A mapping is a whole configuration, such as a group of a run's config.yaml.
-    if not value or value.startswith("{"):
+    if not value:
         return None
     if group in CODE:
         return "target" if ".py:" in value else None
