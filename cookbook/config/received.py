@@ -86,13 +86,15 @@ def _inside(key: str, value: object, is_named: Callable[[str], bool]) -> Iterato
         yield key, value, "a folder of a run may hold no interpolation"
 
 
-def _reason(field: str, value: object, target: object, is_named: bool) -> str | None:
+def _reason(field: str, value: object, target: object, target_is_named: bool) -> str | None:
     """Return the reason to refuse the value of a field of a configuration class; None if the value is harmless."""
     if field in FILES and ":" in str(value):
         return "a folder of a run may not choose a Python file"
     if field in PROGRAMS and value:
         # The class is the package's: its key precedes, or the command line names the class.
-        cls = resolve_target(target) if isinstance(target, str) and target in packaged_targets() and not is_named else None
+        cls = (
+            resolve_target(target) if isinstance(target, str) and target in packaged_targets() and not target_is_named else None
+        )
         return None if value == getattr(cls, field, None) else "a folder of a run may not run programs or other people's code"
     if field in ADDRESSES and value and not _is_loopback(str(value)):
         return "a folder of a run may not send data to another machine"

@@ -62,7 +62,7 @@ class Identity:
         force: bool = False,
     ) -> None:
         self._recipe = recipe
-        # Only these classes are imported: the earlier run's folder may be someone else's.
+        # Only these classes are imported: the earlier run's folder may be another person's.
         self._known_targets = received.packaged_targets() | set(received.targets(cfg))
         self._defaults = defaults
         self._force = force
