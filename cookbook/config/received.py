@@ -16,8 +16,8 @@ from cookbook.config import recipe
 from cookbook.config.typed import TARGET, resolve_target
 from cookbook.utils import paths
 
-# Fields of configuration classes that name a function or class of a Python file, as file.py:name.
-FILES = ("target", "opponent", "head_impl")
+# Fields of configuration classes that may name a function of a Python file (file.py:name) or a hub repository of kernels.
+FILES = ("target", "opponent", "head_impl", "attn_implementation")
 # Fields that start programs, or decide how a program or the code of a model's repository is run.
 PROGRAMS = ("command", "python", "setup", "environment", "args", "container", "trust_remote_code")
 # Fields with the address of a service that gets prompts, completions and API keys.
@@ -63,6 +63,8 @@ def _foreign(node: Mapping[str, object], prefix: str, is_named: Callable[[str], 
         # Hydra reads both: the first names classes that it constructs, the second files that it merges.
         if key in ("hydra", "defaults"):
             yield key, value, "is not a key of a run's configuration"
+        elif key == "out" and value:
+            yield key, value, "a folder of a run may not choose a file to write"
         elif key == "recipe.name":
             if not _is_packaged_recipe(value):
                 yield key, value, "a folder of a run may choose only cookbook's own recipes"
@@ -88,8 +90,8 @@ def _inside(key: str, value: object, is_named: Callable[[str], bool]) -> Iterato
 
 def _reason(field: str, value: object, target: object, target_is_named: bool) -> str | None:
     """Return the reason to refuse the value of a field of a configuration class; None if the value is harmless."""
-    if field in FILES and ":" in str(value):
-        return "a folder of a run may not choose a Python file"
+    if field in FILES and {":", "/"} & set(str(value)):
+        return "a folder of a run may not choose a Python file or a repository with code"
     if field in PROGRAMS and value:
         # The class is the package's: its key precedes, or the command line names the class.
         cls = (
