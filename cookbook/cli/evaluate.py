@@ -51,9 +51,9 @@ def evaluate(name: str, overrides: Sequence[str], tasks: TaskOptions) -> None:
         raise ConfigError(f"eval: expected a run or a model before {name!r}, for example: cookbook eval tiny {name}")
     named_in_conf = name in {file.name for file in conf_files.options("model")} and not Path(name).exists()
     target = standalone_eval.Target(None) if named_in_conf else standalone_eval.find(name)
-    # A run is evaluated with its own configuration, a model with that of `cookbook train`.
+    # A run is evaluated with its own configuration, a model with that of `cookbook train`. The folder may be another person's.
     if target.run is not None:
-        request = bridge.ComposeRequest(overrides, config_file=target.run / run_folder.CONFIG)
+        request = bridge.ComposeRequest(overrides, config_file=target.run / run_folder.CONFIG, is_received=True)
     else:
         own = [f"model={name}"] if named_in_conf else ["model=hf", f"model.name={run_folder.quoted(name)}"]
         request = bridge.ComposeRequest([*own, *overrides])

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from cookbook.checkpoints import manifest
-from cookbook.config import typed
+from cookbook.config import received, typed
 from cookbook.engine.precision import EXACT
 from cookbook.errors import ConfigError
 
@@ -62,6 +62,8 @@ class Identity:
         force: bool = False,
     ) -> None:
         self._recipe = recipe
+        # Only these classes are imported: the earlier run's folder may be another person's.
+        self._known_targets = received.packaged_targets() | set(received.targets(cfg))
         self._defaults = defaults
         self._force = force
         self._earlier: Mapping[str, object] = {}
@@ -123,10 +125,13 @@ class Identity:
         return kept
 
     def _filled(self, group: str, node: Mapping[str, object]) -> dict[str, object]:
-        # If the class does not exist here, the comparison reports it.
+        target = node.get(typed.TARGET)
+        # If the class is another one or does not exist here, the comparison reports it.
         with suppress(ConfigError):
-            cls = self._recipe if group == "recipe" else typed.resolve_target(node.get(typed.TARGET))
-            return _merged(node, _defaults(cls))
+            if group == "recipe":
+                return _merged(node, _defaults(self._recipe))
+            if isinstance(target, str) and target in self._known_targets:
+                return _merged(node, _defaults(typed.resolve_target(target)))
         return dict(node)
 
     def _differs(self, name: str, origin: str, before: object, after: object) -> None:

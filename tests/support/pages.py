@@ -147,6 +147,7 @@ COMPOSED: dict[str, dict[str, object] | str] = {
     "train experiment=grpo_gsm8k": {**QWEN, "model.dtype": "bfloat16", "data.name": "openai/gsm8k", "model.lora_rank": 16},
     "plan recipe=sft model=Qwen/Qwen3-0.6B data=chats.jsonl": CHATS,
     "eval runs/mine": DEMO,
+    "eval runs/mine reward=my_file.py:my_function": {**DEMO, "reward.target": "my_file.py:my_function"},
     "eval runs/mine env=arithmetic": {**DEMO, "env._target_": "cookbook.sampling.environments.Arithmetic"},
     "eval runs/mine eval.pass_at=[1,8]": {**DEMO, "eval.pass_at": [1, 8]},
     "eval runs/mine data=gsm8k reward=number eval.max_tokens=512 eval.pass_at=[1,8] eval.limit=null": {

@@ -89,7 +89,7 @@ def request(command: str, config: Path) -> bridge.ComposeRequest:
     if command.startswith("jobs"):
         return bridge.ComposeRequest(jobs.overrides(overrides))
     if command.startswith("eval") and given["target"] == "runs/mine":
-        return bridge.ComposeRequest(overrides, config_file=config)
+        return bridge.ComposeRequest(overrides, config_file=config, is_received=True)
     if command.startswith("eval"):
         asked: list[bridge.ComposeRequest] = []
         with pytest.MonkeyPatch.context() as patch:

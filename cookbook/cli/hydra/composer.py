@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 import cookbook.config.nodes  # noqa: F401 - registers ${cookbook:...}
 from cookbook.cli.hydra import conf_files, errors, own_file, shorthand
 from cookbook.cli.hydra.own_file import Entry, Groups, OwnFile
+from cookbook.config import received
 from cookbook.config.typed import TARGET
 from cookbook.errors import ConfigError, CookbookError
 from cookbook.utils import paths
@@ -55,6 +57,8 @@ class ComposeRequest:
     config_name: str = "train"
     # The same as a YAML file among the overrides. The configuration of an earlier run replaces config_name.
     config_file: Path | None = None
+    # Whether config_file is of a folder that another person may have made: it is refused if it names foreign code.
+    is_received: bool = False
     # Keys from Python, as those of a file.
     values: Mapping[str, object] = field(default_factory=dict)
 
@@ -118,7 +122,9 @@ class Composer:
                 self.overrides.append("demo@_global_=none")
             if stored is not None:
                 self.name = RERUN
-                self._store(stored)
+                self._store(stored, is_received=request.is_received)
+            elif request.is_received:
+                raise ConfigError(f"{request.config_file}: is not the configuration of a run; restore the file")
 
     def compose(self, mode: RunMode) -> DictConfig:
         """Return the configuration. Raise ConfigError if an override has no effect."""
@@ -408,19 +414,51 @@ class Composer:
             elif group == key:
                 yield f"{file.name}:1"
 
-    def _store(self, file: OwnFile) -> None:
-        """Make an earlier run's configuration the top-level one. A group on the command line replaces the file's group."""
+    def _store(self, file: OwnFile, *, is_received: bool) -> None:
+        """Make an earlier run's configuration the top-level one. A group on the command line replaces the file's group.
+
+        Raises:
+            ConfigError: the command line chooses a recipe, or a received file names foreign code.
+        """
         loaded = dict(file.values)
         groups = {override.key_or_group for override in self._parsed() if self._is_choice(override)} | self.replaced
         if "recipe" in groups:
             typed = next(word for word in self.overrides if word.startswith("recipe="))
             raise ConfigError(f"recipe: {file.name} has settled the recipe and all that it chooses; drop {typed}")
         kept = {str(key): value for key, value in loaded.items() if key not in groups}
+        if is_received:
+            self._refuse_foreign_code(kept, file)
         recipe = OmegaConf.select(OmegaConf.create(loaded), "recipe.name")
         self.missing = {key: value for key, value in conf_files.composed(str(recipe)).items() if key not in {*kept, *groups}}
         kept |= self.missing
         defaults = ["_self_", *({group: None} for group in sorted(groups))]
         ConfigStore.instance().store(RERUN, {"defaults": defaults, **kept})
+
+    def _refuse_foreign_code(self, values: Mapping[str, object], file: OwnFile) -> None:
+        """Raise ConfigError for a value that would run code, or send data away, and that the command line does not repeat."""
+        named: set[str] = set()
+        for one in self._parsed():
+            key, value = one.key_or_group.partition("@")[0], own_file.plain_value(one.value())
+            # The values of a chosen group are gone already.
+            if one.is_delete() or not (one.is_sweep_override() or (self._is_group(key) and not isinstance(value, Mapping))):
+                named |= set(_set_keys(key, value))
+
+        def is_named(key: str) -> bool:
+            return any(key == one or key.startswith((f"{one}.", f"{one}[")) for one in named)
+
+        if (foreign := received.first_foreign(values, is_named)) is None:
+            return
+        key, value, reason = foreign
+        group = key.partition(".")[0]
+        remedy = f"remove the key from {file.name}"
+        # The command line cannot set these keys.
+        if group not in ("hydra", "defaults") and "[" not in key:
+            is_plain_word = isinstance(value, str) and re.fullmatch(r"[\w./:-]+", value)
+            word = f"{key}={value}" if is_plain_word else shlex.quote(own_file.word(Entry(key, value)))
+            remedy = f"if you trust it, add {word} to the command"
+            if group in ("reward", "env", "job", "loss", "deployment", "backend"):
+                remedy += f", or choose another with {group}=NAME"
+        raise ConfigError(f"{key}: {reason}, got {value!r}; {remedy}")
 
     def _parsed(self) -> list[Override]:
         return list(OverridesParser.create().parse_overrides(self.overrides))
@@ -506,6 +544,15 @@ def _is_replaced(entry: Entry, chosen: Collection[str], deleted: Collection[str]
     is_component = not rest and isinstance(entry.value, Mapping) and TARGET in entry.value
     names = {*shorthand.NEUTRAL.get(group, ()), *shorthand.CODE.get(group, ()), TARGET}
     return group in chosen and (is_component or rest in names)
+
+
+def _set_keys(key: str, value: object) -> Iterator[str]:
+    """Yield the keys that an override sets. A mapping is merged, so it sets the keys inside only."""
+    if not isinstance(value, Mapping):
+        yield key
+        return
+    for name, inner in value.items():
+        yield from _set_keys(f"{key}.{name}", inner)
 
 
 def _is_plain(override: Override) -> bool:
