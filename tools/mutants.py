@@ -121,11 +121,16 @@ MUTANTS = (
     ("run/run.py", "self.recorder.write_sample(step.index + 1, row)", "self.recorder.write_sample(step.index, row)", WIRING),
     (
         "sampling/advantages.py",
-        "array.std(axis=-1, ddof=1, keepdims=True)",
-        "array.std(axis=-1, ddof=0, keepdims=True)",
+        "scaled.std(axis=-1, ddof=1, keepdims=True)",
+        "scaled.std(axis=-1, ddof=0, keepdims=True)",
         "tests/unit/sampling/test_advantages.py",
     ),
-    ("sampling/advantages.py", "array.mean(axis=-1, keepdims=True)", "array.mean()", "tests/unit/sampling/test_advantages.py"),
+    (
+        "sampling/advantages.py",
+        "centered = scaled - scaled.mean(axis=-1, keepdims=True)",
+        "centered = scaled - scaled.mean()",
+        "tests/unit/sampling/test_advantages.py",
+    ),
     ("run/run.py", "self.trainer.optim_step(adam, self.loss.normalization)", "self.trainer.optim_step(adam, None)", WIRING),
     ("run/run.py", 'step.metrics["loss"] / step.metrics.get("optim/divisor", 1.0)', 'step.metrics["loss"]', WIRING),
     (
