@@ -33,7 +33,7 @@ NAMES_MARK = "<!-- names -->"
 # Sections of the page of the Python API, and the modules that it documents there.
 PYTHON = {
     "Run a recipe": "cookbook.cli.hydra.python_api cookbook.run.result",
-    "Training and sampling": "cookbook.service",
+    "Training and sampling": "cookbook.service cookbook.futures",
     "Data and parameters": "cookbook.types",
     "Hooks": "cookbook.run.hooks cookbook.protocols",
     "Errors": "cookbook.errors",

@@ -45,9 +45,13 @@ def some(cases: Iterable[Any], count: int | None) -> list[Any]:
 
 
 def seed() -> str:
-    """The seed of this run: ``COOKBOOK_TESTS_SEED``, by default the commit. Test processes of one run inherit it."""
+    """The seed of this run: ``COOKBOOK_TESTS_SEED``, by default the week of the commit, such as 2026-W48.
+
+    So all commits of a week run the same cases: what passed before a commit runs again after it. Test processes of one run
+    inherit the seed.
+    """
     if SEED not in os.environ:
-        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
+        command = ["git", "-C", str(Path(__file__).parent), "log", "-1", "--format=%cd", "--date=format:%G-W%V"]
         try:
             os.environ[SEED] = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
         except (OSError, subprocess.CalledProcessError):

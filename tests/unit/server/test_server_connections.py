@@ -284,7 +284,7 @@ def uploading(server, num_bytes, length):
     """A request of ``length`` bytes of which only ``num_bytes`` are sent."""
     with connected(int(server.url.rpartition(":")[2])) as client:
         host = "Host: 127.0.0.1\r\nContent-Type: application/json"
-        head = f"POST /api/v1/create_session HTTP/1.1\r\n{host}\r\nContent-Length: {length}\r\n\r\n"
+        head = f"POST /api/v1/forward_backward HTTP/1.1\r\n{host}\r\nContent-Length: {length}\r\n\r\n"
         client.sendall(head.encode() + b" " * num_bytes)
         yield client
 
