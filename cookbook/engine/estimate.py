@@ -34,6 +34,7 @@ from cookbook.engine.loss_gradient import SavedBytes
 from cookbook.engine.model import ModelConfig, fresh_network, recompute_activations
 from cookbook.engine.optimizer import RULES, GradientBuffer, state_bytes
 from cookbook.engine.precision import DEFAULT, Precision
+from cookbook.engine.shape import kv_numbers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -169,12 +170,9 @@ def _sampling_bytes(network: PreTrainedModel, rows: int, tokens: int) -> int:
 
     Keys and values count twice: they are copied when the batch grows. So do the logits, which are sorted.
     """
-    text = network.config.get_text_config()
-    heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
-    width = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
     element = int(network.get_output_embeddings().weight.element_size())
-    of_token = 2 * int(text.num_hidden_layers) * heads * width * element
-    return 2 * rows * (tokens * of_token + int(text.vocab_size) * 4)
+    of_row = tokens * kv_numbers(network.config) * element + int(network.config.get_text_config().vocab_size) * 4
+    return 2 * rows * of_row
 
 
 def _network(config: ModelConfig, *, checkpointing: bool) -> PreTrainedModel:

@@ -252,6 +252,9 @@ def _prepare(
     resolved = plain(cfg) | {"out": None, "resume": "auto"}
     earlier = _compared(out, resume_from, identity)
     facts = environment(overrides)
+    # A finished run keeps the configuration that it was trained with.
+    if earlier is not None and _is_finished(cfg, resume_from):
+        return [json.dumps(facts), *_previous_process(out)], []
     with writing_to(out):
         if earlier != resolved:
             files.write_text(out / CONFIG, OmegaConf.to_yaml(OmegaConf.create(resolved)))
@@ -265,6 +268,12 @@ def _prepare(
     changes = list(differences("", before, resolved))
     notes = [json.dumps(facts), *_previous_process(out), *(_change(*change) for change in changes)]
     return notes, [f"{name} {_short(then)} -> {_short(now)}" for name, then, now in changes if then is not MISSING]
+
+
+def _is_finished(cfg: DictConfig, resume_from: Path | None) -> bool:
+    """Whether the checkpoint has all steps that the configuration asks for; False if the data decide their number."""
+    steps = OmegaConf.select(cfg, "recipe.steps")
+    return isinstance(steps, int) and resume_from is not None and int(manifest.read(resume_from)["step"]) >= steps
 
 
 def _compared(out: Path, resume_from: Path | None, identity: Identity) -> dict[str, object] | None:

@@ -227,6 +227,11 @@ def test_a_finished_run_is_left_alone(finished, capsys):
     assert {name for name in before if after[name] != before[name]} <= {"run/log.txt", "run/curves.svg", "run/status.json"}
     assert set(after) == set(before)
     assert after["run/curves.svg"][1] == before["run/curves.svg"][1]
+    # Settings that train nothing do not become those of the run.
+    assert train(*SMALL["dpo"], "out=run", "recipe.steps=2", "optim.lr=0.5") == 0
+    out = capsys.readouterr().out
+    assert "nothing to do: run is finished" in out and "changed:" not in out
+    assert files(Path("run"))["run/config.yaml"] == before["run/config.yaml"]
 
 
 @pytest.mark.slow

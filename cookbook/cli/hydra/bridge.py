@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import secrets
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -105,6 +104,11 @@ class SweepTask:
             raise CookbookError(failed.message)
         return failed
 
+    def check_finished(self) -> None:
+        """Raise CookbookError if every trial has failed."""
+        if self.failed and not self.finished:
+            raise CookbookError(f"all {self.failed} trials failed; see the error of each above") from None
+
 
 def _is_optimizing(settings: DictConfig) -> bool:
     """Whether a sweeper plugin reads the jobs' numbers. It has to see a failed job's error, by which Hydra's own would stop."""
@@ -177,9 +181,9 @@ def _sweep(composer: Composer, cfg: DictConfig, job: Job, optimizing: bool) -> N
     try:
         batches = composer.hydra.multirun(composer.name, task, [*settings, *composer.overrides])
     except PROBLEMS as error:
-        if optimizing and task.failed and not task.finished:
-            # A study without a finished trial has no best one.
-            raise CookbookError(f"all {task.failed} trials failed; see the error of each above") from None
+        if optimizing:
+            # A study without a finished trial has no best one, which its sweeper reports in its own words.
+            task.check_finished()
         if not isinstance(error, HydraException | YAMLError) and not errors.is_hydras(error):
             # A recipe's own ValueError is a bug, and keeps its trace.
             raise
@@ -196,8 +200,7 @@ def _sweep(composer: Composer, cfg: DictConfig, job: Job, optimizing: bool) -> N
         # A sweeper plugin handles failed jobs itself, and its return value is not defined.
         if folder.is_dir():
             print(f"sweep: {folder} has {', '.join(sorted(path.name for path in folder.iterdir()))}", flush=True)
-        if task.failed and not task.finished:
-            raise CookbookError(f"all {task.failed} trials failed; see the error of each above")
+        task.check_finished()
         return
     returned = [result.return_value for batch in batches for result in batch]
     failed = [outcome for outcome in returned if isinstance(outcome, Failed)]
@@ -284,11 +287,6 @@ def explain_options(arguments: Sequence[str], known: Mapping[str, bool], config_
         with contextlib.suppress(CookbookError), opened(ComposeRequest(overrides, config_name=config_name)) as composer:
             return errors.unknown_options(options, composer.keys)
     return errors.unknown_options(options, errors.Keys(list))
-
-
-def shell_word(word: str) -> str:
-    """Return a word as the shell reads it, in quotes if needed."""
-    return shlex.quote(word)
 
 
 def complete(request: ComposeRequest, word: str) -> list[str]:

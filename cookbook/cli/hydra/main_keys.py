@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -115,7 +116,7 @@ def init(recipe: str | None, words: Sequence[str]) -> str:
         files.write_text(path, text)
     except OSError as error:
         raise ConfigError(f"init: cannot write {path}: {error.strerror}; name a file in a writable folder") from None
-    return f"wrote {path}\nnext: edit its model and data, then: cookbook train {bridge.shell_word(str(path))}"
+    return f"wrote {path}\nnext: edit its model and data, then: cookbook train {shlex.quote(str(path))}"
 
 
 def content(recipe: str, typed: Sequence[str], name: str) -> str:
@@ -151,7 +152,7 @@ def content(recipe: str, typed: Sequence[str], name: str) -> str:
 
 def _head(recipe: str, name: str) -> list[str]:
     summary = conf_files.find("recipe", recipe).summary().partition("  recipes/")[0]
-    file = bridge.shell_word(name)
+    file = shlex.quote(name)
     return [
         f"# {summary}",
         f"#   cookbook train {file}                   train; a key after the file overrides it: seed=1",

@@ -202,8 +202,11 @@ def _said(trajectory: Sequence[JsonObject], prompt: object) -> list[JsonObject]:
 
 
 def _chosen(signature: Signature, values: Mapping[str, object], columns: Mapping[str, object]) -> JsonObject:
-    """Return the arguments that the signature takes: of the call, else columns."""
-    available = {**columns, **values}
+    """Return the arguments that the signature takes: of the call, else columns.
+
+    A column named step or trajectory comes first: no other tool passes these, so such a function means its data.
+    """
+    available = {**columns, **values, **{name: columns[name] for name in ("step", "trajectory") if name in columns}}
     if "solution_str" in signature.names:
         available = {**_of_verl(columns), **available}
     if signature.takes_all:

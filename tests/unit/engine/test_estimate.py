@@ -74,6 +74,19 @@ def test_sampling_counts_keys_values_and_logits(tiny_folder, make_engine):
     assert estimated.peak - found(tiny_folder).peak == estimated.sampling
 
 
+@pytest.mark.parametrize(("family", "caches"), [("mamba", False), ("deepseek_v3", True)])
+def test_sampling_is_counted_for_models_without_ordinary_heads(tmp_path, family, caches):
+    """A recurrent model caches nothing per token, latent attention one vector."""
+    config = families.network(family).config
+    config.save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    rows, tokens = 4, 16
+    options = {"interleaved": True, "retain_bytes": 0, "reference": False, "cpu": True, "sampled": [(rows, tokens)]}
+    sampling = estimate(ModelConfig(str(tmp_path)), ROWS, WIDTH, step_tokens=ROWS * WIDTH, **options).sampling
+    logits = 2 * rows * config.vocab_size * 4
+    assert (sampling > logits) == caches and sampling >= logits
+
+
 @pytest.mark.slow
 def test_states_are_counted_by_their_bytes(tiny_folder, make_engine):
     count = make_engine().model.network.num_parameters()

@@ -145,6 +145,11 @@ def test_more_about_the_arguments():
     assert one == Score(1.0, {"score": 1.0, "acc": 1.0})
 
 
+def test_a_column_named_as_the_step_comes_first():
+    row = {"prompt": "2+3=", "answer": "5", "step": 100}
+    assert of("group_and_column", "5", "6", row=row) == [101.0, 100.0]
+
+
 def test_workers_call_as_this_process_does():
     write("mine.py", FUNCTIONS)
     for name in ("of_trl", "of_verl_whole", "everything"):
