@@ -11,9 +11,9 @@ from pathlib import Path
 from cookbook import terminal
 from cookbook.errors import CheckpointError
 from cookbook.types import JsonObject
-from cookbook.utils import files
+from cookbook.utils import files, paths
 
-NAME = "checkpoint.json"
+NAME = paths.MANIFEST_FILE
 # The model card has no digest: users edit it, and nothing computes with it.
 CARD = "README.md"
 FORMAT = 2

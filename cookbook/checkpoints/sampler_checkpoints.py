@@ -21,6 +21,7 @@ from torch import Tensor
 
 from cookbook.checkpoints import card, delta, gathered, manifest, snapshots, store, tensor_digests
 from cookbook.checkpoints.tensor_digests import Weights
+from cookbook.engine import quantized
 from cookbook.engine.engine import Engine, EngineOptions
 from cookbook.engine.model import DTYPES, LanguageModel, ModelConfig
 from cookbook.engine.model import load as load_model
@@ -298,7 +299,7 @@ def export(folder: Path, out: Path, *, merged: bool = False) -> Checkpoint:
             elif path.name != manifest.NAME:
                 # Without the mode: the card of a write-protected checkpoint is replaced below.
                 shutil.copyfile(path, aside / path.name)
-        kept = {key: facts[key] for key in ("step", "base_model", "dtype", "lora", "weights") if key in facts}
+        kept = {key: facts[key] for key in ("step", "base_model", "dtype", "lora", "quantize", "weights") if key in facts}
         card.write(aside, {**facts, "kind": "base"})
         manifest.write(aside, {**kept, **_kinds(facts), "kind": "base"})
     return Checkpoint(str(out), facts["step"], "base")
@@ -346,6 +347,8 @@ def full_network(model: LanguageModel, *, merged: bool = True) -> PreTrainedMode
     own = {id(parameter) for parameter in _adapted(model.network)} if merged else set()
     tensors = [*model.network.parameters(), *model.network.buffers()]
     made = copy.deepcopy(model.network, {id(tensor): tensor for tensor in tensors if id(tensor) not in own})
+    # An adapter is merged into the weights that it was trained on.
+    quantized.uninstall(made)
     if not merged:
         return made.unload()
     if unties(model):

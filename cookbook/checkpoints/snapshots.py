@@ -13,6 +13,7 @@ import torch
 
 from cookbook.checkpoints import tensor_digests
 from cookbook.checkpoints.tensor_digests import tensor_info
+from cookbook.engine import quantized
 from cookbook.engine.engine import Engine, EngineOptions
 from cookbook.engine.loss_gradient import LossFunction
 from cookbook.engine.model import LanguageModel, network_copy
@@ -161,6 +162,7 @@ def digests(model: LanguageModel) -> dict[str, str]:
     differs between devices.
     """
     named = {name: one.detach() for name, one in model.network.named_parameters() if not is_adapters(name)}
+    named |= {f"{path}.{name}": one for path, layer in quantized.layers(model.network) for name, one in layer.named_buffers()}
     if model.ranks.shards:
         # A tensor at a time, and all ranks in step.
         infos = {name: tensor_info(model.ranks.whole(tensor).cpu().contiguous()) for name, tensor in named.items()}

@@ -89,6 +89,8 @@ def save(
     model, kind = engine.model, "state" if state else kind
     own = {"kind": kind, "step": engine.step, "base_model": model.config.name}
     stated = {**(facts or {}), **own, "dtype": model.config.dtype, "lora": model.is_lora}
+    if model.config.quantize:
+        stated["quantize"] = model.config.quantize
     if state:
         stated["optimizer"] = engine.options.optimizer
     with appearing(folder, overwrite=overwrite) as aside:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
 from transformers.integrations import moe
 
-from cookbook.engine import attention, layers
+from cookbook.engine import attention, layers, quantized
 from cookbook.engine.attention import AttentionBlock, AttentionLayout, is_installed, skip_masks
 from cookbook.engine.capabilities import KNOWN_LAYERS
 from cookbook.engine.fast_path import FastPathError
@@ -139,7 +139,7 @@ def estimate(
             _pass(network, rows, width, head, alive, used)
         extent = alive.heap.extent
         del summed, moments
-    weights = sum(parameter.nbytes for parameter in network.parameters())
+    weights = sum(parameter.nbytes for parameter in network.parameters()) + quantized.num_bytes(network)
     gradients = sum(parameter.numel() * max(parameter.element_size(), 4) for parameter in trained)
     temporary = max(peak - before - gradients, 0)
     if not interleaved:
@@ -148,6 +148,7 @@ def estimate(
     temporary = max(temporary, update)
     lost = max(extent - gradients - state_bytes(rule, trained) - temporary, 0)
     total, count = (sum(parameter.numel() for parameter in group) for group in (network.parameters(), trained))
+    total += quantized.num_weights(network)
     return Estimate(
         parameters=total,
         trained=count,

@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from cookbook.engine import quantized
+from cookbook.engine.quantized import QuantizedLinear
+
 if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PreTrainedModel
@@ -44,7 +47,7 @@ def choose(network: PreTrainedModel, modules: str | Sequence[str], unfit: Sequen
     if modules != ALL_LINEAR:
         return LoraTargets(modules, []) if isinstance(modules, str) else _named(network, modules)
     experts = sorted({_suffix(name) for name in expert_parameters(network)})
-    routers = set(_linear_routers(network))
+    routers = set(linear_routers(network))
     if not experts and not routers:
         return LoraTargets(ALL_LINEAR, [])
     head = network.get_output_embeddings()
@@ -90,7 +93,7 @@ def expert_parameters(network: nn.Module) -> Iterator[str]:
                 yield f"{path}.{name}"
 
 
-def _linear_routers(network: PreTrainedModel) -> Iterator[str]:
+def linear_routers(network: PreTrainedModel) -> Iterator[str]:
     """Yield the paths of linear layers that are routers."""
     config = network.config.get_text_config()
     counts = {getattr(config, name, None) for name in EXPERT_COUNTS} - {None}
@@ -147,6 +150,7 @@ class TrainedShare:
         """Count the weights of a network, with or without an adapter."""
         trained = adapted = base = 0
         layers, idle = set(), set()
+        # Names of what an adapter acts on, by the id of the weight, or of the layer if its weights are quantized.
         wrapped = {}
         for path, module in network.named_modules():
             if not hasattr(module, "base_layer"):
@@ -155,7 +159,9 @@ class TrainedShare:
             innermost = module
             while hasattr(innermost, "base_layer"):
                 innermost = innermost.base_layer
-            if (weight := getattr(innermost, name, None)) is not None:
+            if isinstance(innermost, QuantizedLinear):
+                wrapped[id(innermost)] = _shown(path, None)
+            elif (weight := getattr(innermost, name, None)) is not None:
                 wrapped[id(weight)] = _shown(path, getattr(module, "parameter_name", None))
         for path, parameter in network.named_parameters():
             if parameter.requires_grad:
@@ -168,6 +174,13 @@ class TrainedShare:
                 layers.add(wrapped[id(parameter)])
             elif parameter.ndim > 1:
                 idle.add(_shown(path.removesuffix(".weight"), None))
+        for path, layer in quantized.layers(network):
+            base += layer.num_weights
+            if id(layer) in wrapped:
+                adapted += layer.num_weights
+                layers.add(wrapped[id(layer)])
+            else:
+                idle.add(_shown(path, None))
         return cls(trained, adapted, base, tuple(sorted(layers)), tuple(sorted(idle)))
 
     @property

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cookbook import terminal
 from cookbook.data import stop_tokens
-from cookbook.engine import lora_targets, vocabulary
+from cookbook.engine import lora_targets, quantized, vocabulary
 from cookbook.engine.dropout import set_dropout
 from cookbook.engine.parallel import Ranks
 from cookbook.errors import BackendError, ConfigError, first_line
@@ -63,6 +63,7 @@ class ModelConfig:
     router_aux_loss_coef: float | None = None
     dropout: float | None = None
     add_tokens: list[str] = field(default_factory=list)
+    quantize: str | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in (AUTO, *DTYPES):
@@ -78,6 +79,7 @@ class ModelConfig:
         if not 0 <= self.lora_dropout < 1:
             raise ConfigError(f"model.lora_dropout must be at least 0 and below 1, got {self.lora_dropout}")
         vocabulary.check_tokens(self.add_tokens)
+        quantized.check(self.quantize)
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise ConfigError(
                 f"model.dropout must be at least 0 and below 1, or null, got {self.dropout}; null is the recipe's default"
@@ -212,9 +214,10 @@ def _load(
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     tokenizer, fresh = _tokenizer(config)
-    config = with_dtype(config)
+    config = with_quantization(with_dtype(config))
     if shared is None or shared.name != base:
-        network = _network(config, base, seed).to(device)
+        # Quantized in host memory, so that the whole weights are never on the device.
+        network = _quantized(_network(config, base, seed), config).to(device)
     else:
         network = shared.under_adapter() if adapter or config.lora_rank else shared.copied()
     set_dropout(network, config.dropout)
@@ -268,8 +271,9 @@ def fresh_network(config: ModelConfig) -> PreTrainedModel:
     """
     adapter = _adapter_config(config.name)
     base = adapter["base_model_name_or_path"] if adapter else config.name
+    config = with_quantization(config)
     with terminal.doing(f"reading the architecture of {base}"):
-        network = _network(replace(with_dtype(config), random=True), base, seed=0)
+        network = _quantized(_network(replace(with_dtype(config), random=True), base, seed=0), config)
         set_dropout(network, config.dropout)
     ids: list[int] = []
     if adapter or config.add_tokens:
@@ -321,6 +325,33 @@ def with_dtype(config: ModelConfig) -> ModelConfig:
     architecture = _architecture(config, resolved(adapter["base_model_name_or_path"] if adapter else config.name))
     stored = architecture.dtype or architecture.get_text_config().dtype
     return replace(config, dtype="bfloat16" if stored in (torch.bfloat16, torch.float16) else "float32")
+
+
+def with_quantization(config: ModelConfig) -> ModelConfig:
+    """Resolve ``quantize``: an adapter continues on the quantization that it was trained on; None if nothing is quantized."""
+    scheme = config.quantize
+    if scheme is None and _adapter_config(config.name):
+        # An adapter of another program has no manifest.
+        path = Path(config.name) / paths.MANIFEST_FILE
+        scheme = json.loads(path.read_text()).get("quantize") if path.is_file() else None
+    return replace(config, quantize=None if scheme == quantized.NONE else scheme)
+
+
+def check_trainable(config: ModelConfig) -> None:
+    """Raise ConfigError if the base model is to be quantized, and there is no adapter to train."""
+    scheme = with_quantization(config).quantize
+    if scheme and not config.lora_rank and not _adapter_config(config.name):
+        raise ConfigError(
+            f"model.quantize: quantized weights are not trained, got {scheme} without an adapter; set model.lora_rank, "
+            "for example to 16"
+        )
+
+
+def _quantized(network: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
+    """Quantize the network's linear layers if ``config`` names a scheme. Return the network."""
+    if config.quantize:
+        quantized.install(network, config.quantize, set(lora_targets.linear_routers(network)))
+    return network
 
 
 def _architecture(config: ModelConfig, base: str) -> PreTrainedConfig:
@@ -697,7 +728,13 @@ class SharedBase:
         return copy.deepcopy(self._network, {id(tensor): tensor for tensor in tensors})
 
     def copied(self) -> PreTrainedModel:
-        """Return a network with a copy of the weights, all trainable."""
+        """Return a network with a copy of the weights, all trainable.
+
+        Raises:
+            ConfigError: the weights are quantized.
+        """
+        if quantized.num_weights(self._network):
+            raise ConfigError("model.quantize: quantized weights cannot be trained; train a LoRA adapter on them")
         return network_copy(self._network).requires_grad_(True)
 
 

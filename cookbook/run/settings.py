@@ -18,7 +18,7 @@ from cookbook.config.typed import convert
 from cookbook.data import DataConfig
 from cookbook.data.stream import NOT_COUNTED
 from cookbook.deployments.weight_sync import WeightSyncConfig
-from cookbook.engine.model import ModelConfig
+from cookbook.engine.model import ModelConfig, check_trainable
 from cookbook.engine.optimizer import Adafactor, AdamW, update_rule
 from cookbook.errors import ConfigError
 from cookbook.jobs.backend import JobBackend
@@ -113,6 +113,8 @@ def settings(cfg: DictConfig, *, trains: bool = True) -> Settings:
     )
     typed.model = _with_dropout(typed.model, typed.data_kind)
     _check_recipe(cfg.recipe.name, typed, trains=trains)
+    if trains:
+        check_trainable(typed.model)
     _check_streaming(typed)
     _check_optimizer(typed.backend, typed.optim)
     return typed

@@ -14,6 +14,8 @@ RUN_CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
 # File of a PEFT adapter.
 LORA_FILE = "adapter_config.json"
+# Manifest of a checkpoint.
+MANIFEST_FILE = "checkpoint.json"
 
 
 def packaged(kind: str) -> Path:

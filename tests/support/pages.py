@@ -51,6 +51,9 @@ COMPOSED: dict[str, dict[str, object] | str] = {
     "train recipe=sft model=Qwen/Qwen3-0.6B data=chats.jsonl model.chat_template_kwargs={enable_thinking: false}": {
         **CHATS, "model.chat_template_kwargs": {"enable_thinking": False},
     },
+    "train recipe=sft model=Qwen/Qwen3-8B data=chats.jsonl model.dtype=bfloat16 model.lora_rank=16 model.quantize=nf4": {
+        "model.dtype": "bfloat16", "model.lora_rank": 16, "model.quantize": "nf4", "optim.lr": 2e-4,
+    },
     "train recipe=sft model=tiny data=arithmetic_chat recipe.epochs=1 out=runs/sft": {
         "model.random": False, "recipe.epochs": 1,
     },

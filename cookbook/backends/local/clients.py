@@ -13,7 +13,7 @@ from cookbook.backends.client_factory import ClientTrainer, PromptSampler, check
 from cookbook.backends.local.trainer import LocalTrainer
 from cookbook.backends.model_source import sampling_target
 from cookbook.checkpoints import inventory, manifest
-from cookbook.engine.model import LORA_FILE, ModelConfig
+from cookbook.engine.model import LORA_FILE, ModelConfig, check_trainable
 from cookbook.errors import CheckpointError, ConfigError
 from cookbook.futures import Failures, Future, done
 from cookbook.protocols import EngineBackend
@@ -110,6 +110,7 @@ class LocalClients:
         return ModelConfig(folder, dtype=manifest.verify(Path(folder))["dtype"])
 
     def trainer(self, model: ModelConfig, seed: int, unread: set[Failures]) -> LocalTrainer:
+        check_trainable(model)
         trainer = LocalTrainer(model, self._backend, seed=seed, folder=self._folder, failures=Failures(unread))
         self._lengths["tiny" if model.name == sampling_target("tiny") else model.name] = trainer.max_length
         return trainer

@@ -58,7 +58,7 @@ ADAPTED_WEIGHTS = "adapted"
 DROPOUT = "cookbook.dropout"
 
 # Fields of the model that the server determines. With other values a run would not get the results that it expects.
-SERVER_FIELDS = ("random", "revision", "dtype", "lora_alpha", "lora_dropout", "router_aux_loss_coef", "add_tokens")
+SERVER_FIELDS = ("random", "revision", "dtype", "lora_alpha", "lora_dropout", "router_aux_loss_coef", "add_tokens", "quantize")
 
 # A reachable server responds within this time.
 TIMEOUT_S = 10.0

@@ -25,7 +25,7 @@ from cookbook.deployments.vllm.sampler import Pool
 from cookbook.deployments.vllm.sizing import ServerSize
 from cookbook.deployments.weight_sync import ChainSyncer
 from cookbook.engine.memory import free_bytes
-from cookbook.engine.model import AUTO, ModelConfig, resolved
+from cookbook.engine.model import AUTO, ModelConfig, resolved, with_quantization
 from cookbook.engine.shape import Shape, is_adapter, shape_of
 from cookbook.errors import ConfigError, RolloutError
 from cookbook.futures import Future, done
@@ -113,6 +113,11 @@ class VllmConfig:
             raise ConfigError(
                 "deployment: vLLM does not load an adapter with trained embeddings of added tokens; set model.lora_rank=0, or "
                 "deployment=embedded"
+            )
+        if with_quantization(model).quantize:
+            raise ConfigError(
+                f"deployment: vLLM would add the adapter to other weights than the quantized ones it is trained on, got "
+                f"model.quantize={model.quantize}; set deployment=embedded"
             )
         if self.gpus is not None and max(self.gpus) >= (count := torch.cuda.device_count()):
             raise ConfigError(

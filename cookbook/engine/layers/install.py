@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import types
 from collections.abc import Callable, Sequence
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from cookbook.engine import quantized
 from cookbook.engine.fast_path import FastPathError, first_working, plain_logits, probe_tokens
 from cookbook.engine.layers import fused
 from cookbook.engine.layers.fused import ACTIVATIONS, LayerOutput, only_rows, rms_norm, rotary
@@ -93,7 +95,7 @@ def _mlp(module: nn.Module) -> PatchedForward | None:
     if activation is None or not {"gate_proj", "up_proj", "down_proj"} <= set(children):
         return None
     gate, patched = children["gate_proj"], PatchedForward(fused.project, module, activation)
-    weight = next(gate.parameters())
+    weight = _weight(gate)
     # In an estimate, the weights are on the meta device and cannot be compared.
     if weight.is_meta:
         return patched
@@ -132,7 +134,7 @@ def _attention(module: nn.Module, rotaries: dict[Rotary, Rotary]) -> PatchedForw
 
 def _is_half_rotation(original: Rotary, module: nn.Module) -> bool:
     """Whether ``original`` rotates the pairs ``(i, i + D/2)``, like :func:`rotary`."""
-    like = next(module.parameters())
+    like = _weight(module)
     q, k, cos, sin = (_random(shape, like) for shape in ((2, 4, 5, 8), (2, 2, 5, 8), (2, 5, 8), (2, 5, 8)))
 
     def joined(function: Rotary) -> Callable[[Tensor], Tensor]:
@@ -218,6 +220,11 @@ def _first(out: LayerOutput) -> Tensor:
 
 
 # ---- comparison ------------------------------------------------------------------------------------------------------
+
+
+def _weight(module: nn.Module) -> Tensor:
+    """Return one of the module's weights, for their dtype and device."""
+    return next(itertools.chain(module.parameters(), (layer.weight for _, layer in quantized.layers(module))))
 
 
 def _random(shape: Sequence[int], like: Tensor, scale: float = 1.0) -> Tensor:

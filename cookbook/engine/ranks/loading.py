@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from cookbook import terminal
+from cookbook.engine import quantized
 from cookbook.engine.dropout import set_dropout
 from cookbook.engine.model import (
     DTYPES,
@@ -39,7 +40,7 @@ from cookbook.engine.model import (
     with_dtype,
 )
 from cookbook.engine.parallel import Ranks
-from cookbook.errors import BackendError
+from cookbook.errors import BackendError, ConfigError
 from cookbook.utils import paths
 
 if TYPE_CHECKING:
@@ -60,6 +61,11 @@ def load_on(ranks: Ranks, config: ModelConfig, device: torch.device, seed: int) 
     folder = _folder(ranks, config)
     if folder is None:
         return replace(load(config, device, seed), ranks=ranks)
+    if config.quantize not in (None, quantized.NONE):
+        raise ConfigError(
+            f"model.quantize: quantized weights cannot be sharded over ranks, got {config.quantize}; set backend.shard=none, "
+            "which gives every rank a whole copy"
+        )
     from transformers.utils import logging as transformers_logging
 
     # The run has a display of its own.

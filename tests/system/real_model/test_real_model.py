@@ -141,14 +141,15 @@ def test_preferences_are_learned(real_model, recipe):
     assert losses[-1] < losses[0]
 
 
-@slow
-def test_an_adapter_learns_resumes_and_exports(real_model, tokenizer):
+@pytest.mark.parametrize("quantize", [pytest.param("null", marks=slow), pytest.param("nf4", marks=nightly)])
+def test_an_adapter_learns_resumes_and_exports(real_model, tokenizer, quantize):
     conversations()
     words = [
         "recipe=sft",
         "data=chats.jsonl",
         "recipe.batch_size=8",
         *LORA,
+        f"model.quantize={quantize}",
         "eval.every=null",
         "eval.limit=4",
         "checkpoint.every=2",

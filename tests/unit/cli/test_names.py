@@ -196,7 +196,7 @@ def test_the_answer_composes(capsys):
             (
                 ["--adapter", "qlora"],
                 "unknown option '--adapter'; cookbook's key is model.lora_rank: a rank above 0, such as 16, trains a LoRA "
-                "adapter; a 4-bit base (qlora) is not supported",
+                "adapter; with model.quantize=nf4 it is QLoRA",
             ),
             (["--nonsense_of_mine", "8"], "No such option: --nonsense_of_mine"),
         ],
