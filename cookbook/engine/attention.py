@@ -15,16 +15,17 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
 
 from cookbook.engine.fast_path import FastPathError
-from cookbook.engine.precision import EXACT, attended, half_attention, multiplies_half, rounded
+from cookbook.engine.precision import EXACT, attended, half_attention, multiplies_half, query_blocks, rounded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -136,6 +137,9 @@ class SharedPrefixKV:
 
 
 NAME = "cookbook"
+# Larger scores, in float32, are computed by blocks of queries: about so many bytes for a block, and at least so many queries.
+SCORES_BYTES = 128 << 20
+LEAST_QUERIES = 64
 
 
 @dataclass(frozen=True)
@@ -172,9 +176,7 @@ class AttentionLayout:
             return None
         shape = (block.queries, block.keys, window)
         if shape not in self.masks:
-            before = block.keys - block.queries
-            seen = torch.ones(block.queries, block.keys, dtype=torch.bool, device=self.device).tril(before)
-            self.masks[shape] = seen if window is None else seen.triu(before - window + 1)
+            self.masks[shape] = _mask(*shape, self.device)
         return self.masks[shape]
 
     @functools.cached_property
@@ -189,6 +191,13 @@ class AttentionLayout:
         keys = [block.keys for block in self.blocks for _ in range(block.count)]
         ends = torch.tensor([[0, *queries], [0, *keys]], device=self.device).cumsum(1).int()
         return ends[0], ends[1]
+
+
+def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Return the causal mask of the last ``queries`` of ``keys`` tokens, ``(queries, keys)``, true where a key is seen."""
+    before = keys - queries
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(before)
+    return seen if window is None else seen.triu(before - window + 1)
 
 
 _SKIP_MASKS: ContextVar[bool] = ContextVar("laid_out", default=False)
@@ -316,7 +325,7 @@ def _attend(
         size = (-1 if window is None else window - 1, 0)
         grouped = query.shape[1] != key.shape[1]
         return varlen(query, key, value, *layout.offsets, *longest, scale=params.scale, window_size=size, enable_gqa=grouped)
-    compute = _plain if params.is_plain else attend_by_scores
+    compute = _plain
     is_set = params.is_plain and _is_precision_set(query)
     if is_set:
         compute = functools.partial(attended, _plain)
@@ -327,11 +336,104 @@ def _attend(
         q, k, v = (x.view(block.count, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
         if is_set and not params.dropout and multiplies_half(q, k, v):
             out = half_attention(q, k, v, window, params.scale)
-        else:
+        elif params.is_plain:
+            out = _by_window(compute, q, k, v, layout, window, params)
+        elif params.dropout or _scores_bytes(q, k) <= SCORES_BYTES:
             mask = layout.mask(block, window)
-            out = compute(q, k, v, mask, mask is None, params)
+            out = attend_by_scores(q, k, v, mask, mask is None, params)
+        else:
+            out = _ScoresInBlocks.apply(params, window, q, k, v, params.sinks)  # type: ignore[no-untyped-call]
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+
+def _by_window(
+    compute: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: AttentionLayout,
+    window: int | None,
+    params: AttentionParams,
+) -> Tensor:
+    """``compute`` for runs of one shape. In a layer with a window, long runs are computed by blocks of queries.
+
+    A block reads the keys of its windows only, so that memory and time are linear in the length.
+    """
+    count, _, queries, _ = query.shape
+    keys = key.shape[2]
+    size = queries if window is None else max(LEAST_QUERIES, window // 2)
+    if window is None or keys < window + 2 * size:
+        mask = layout.mask(AttentionBlock(count, queries, keys), window)
+        return compute(query, key, value, mask, mask is None, params)
+    outputs = []
+    for block, seen in query_blocks(queries, keys, window, size):
+        mask = layout.mask(AttentionBlock(count, block.stop - block.start, seen.stop - seen.start), window)
+        outputs.append(compute(query[:, :, block], key[:, :, seen], value[:, :, seen], mask, mask is None, params))
+    return torch.cat(outputs, 2)
+
+
+def _scores_bytes(query: Tensor, key: Tensor) -> int:
+    """Return the size of the scores of all queries and keys in float32."""
+    return query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] * 4
+
+
+class _ScoresInBlocks(torch.autograd.Function):
+    """:func:`attend_by_scores` by blocks of queries, without dropout. The backward pass computes the scores again.
+
+    So the memory is linear in the length: the scores of 64 heads and 8,192 tokens would take 17 GB.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, params: AttentionParams, window: int | None, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        device = query.device.type
+        ctx.params, ctx.window = params, window
+        ctx.autocast = {"dtype": torch.get_autocast_dtype(device), "enabled": torch.is_autocast_enabled(device)}
+        ctx.save_for_backward(query, key, value, sinks)
+        outputs = [
+            _attend_to(query[:, :, block], key[:, :, seen], value[:, :, seen], window, params)
+            for block, seen in _score_blocks(query, key, window)
+        ]
+        return torch.cat(outputs, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks = ctx.saved_tensors
+        d_query = torch.empty_like(query)
+        # Sums over blocks, at least in float32.
+        d_key, d_value = (torch.zeros_like(one, dtype=torch.promote_types(one.dtype, torch.float32)) for one in (key, value))
+        d_sinks = None if sinks is None else torch.zeros_like(sinks)
+        for block, seen in _score_blocks(query, key, ctx.window):
+            q, k, v = (part.detach().requires_grad_() for part in (query[:, :, block], key[:, :, seen], value[:, :, seen]))
+            params, inputs = ctx.params, [q, k, v]
+            if sinks is not None:
+                params = replace(params, sinks=sinks.detach().requires_grad_())
+                inputs.append(params.sinks)
+            with torch.enable_grad(), torch.autocast(query.device.type, **ctx.autocast):
+                out = _attend_to(q, k, v, ctx.window, params)
+            d_query[:, :, block], of_keys, of_values, *of_sinks = torch.autograd.grad(out, inputs, gradient[:, :, block])
+            d_key[:, :, seen] += of_keys
+            d_value[:, :, seen] += of_values
+            if d_sinks is not None:
+                d_sinks += of_sinks[0]
+        return None, None, d_query, d_key.to(key.dtype), d_value.to(value.dtype), d_sinks
+
+
+def _attend_to(query: Tensor, key: Tensor, value: Tensor, window: int | None, params: AttentionParams) -> Tensor:
+    """Attention of a block of queries to the keys that it sees, which end with the block's own."""
+    mask = _mask(query.shape[2], key.shape[2], window, query.device)
+    return attend_by_scores(query, key, value, mask, causal=False, params=params)
+
+
+def _score_blocks(query: Tensor, key: Tensor, window: int | None) -> Iterator[tuple[slice, slice]]:
+    """Yield blocks of queries whose scores take about ``SCORES_BYTES``, and the keys that a block sees."""
+    count, heads, queries, _ = query.shape
+    keys = key.shape[2] if window is None else min(key.shape[2], window + LEAST_QUERIES)
+    size = max(LEAST_QUERIES, SCORES_BYTES // (count * heads * keys * 4))
+    return query_blocks(queries, key.shape[2], window, size)
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, params: AttentionParams) -> Tensor:

@@ -134,7 +134,7 @@ class _HalfAttention(torch.autograd.Function):
         out = torch.empty_like(grouped)
         kept = []
         for (queries, seen), weights in zip(
-            _blocks(grouped, keys, window), _weights(grouped, keys, window, scale), strict=True
+            _blocks_of(grouped, keys, window), _weights(grouped, keys, window, scale), strict=True
         ):
             out[:, :, queries] = torch.bmm(weights, values[:, seen]).view_as(out[:, :, queries])
             kept += [weights] if keeps else []
@@ -154,7 +154,7 @@ class _HalfAttention(torch.autograd.Function):
         upstream = gradient.bfloat16().reshape(grouped.shape)
         d_query = torch.empty_like(grouped)
         d_key, d_value = (torch.zeros(one.shape) for one in (keys, values))
-        blocks = _blocks(grouped, keys, ctx.window)
+        blocks = _blocks_of(grouped, keys, ctx.window)
         for (queries, seen), weights in zip(blocks, kept or _weights(grouped, keys, ctx.window, ctx.scale), strict=True):
             rows, slopes = (one[:, :, queries].flatten(1, 2) for one in (grouped, upstream))
             d_value[:, seen] += torch.bmm(weights.transpose(1, 2), slopes)
@@ -183,12 +183,17 @@ def _transposed(states: Tensor) -> Tensor:
     return states.contiguous().transpose(1, 2)
 
 
-def _blocks(query: Tensor, key: Tensor, window: int | None) -> Iterator[tuple[slice, slice]]:
-    """Yield blocks of queries, and the keys that a block sees. Arguments as :func:`_by_key_head` returns them."""
-    count, before = query.shape[2], key.shape[1] - query.shape[2]
-    for start in range(0, count, BLOCK_QUERIES):
-        stop = min(start + BLOCK_QUERIES, count)
+def query_blocks(queries: int, keys: int, window: int | None, size: int) -> Iterator[tuple[slice, slice]]:
+    """Yield blocks of at most ``size`` queries, and the keys that a block sees. The queries are the last of the ``keys``."""
+    before = keys - queries
+    for start in range(0, queries, size):
+        stop = min(start + size, queries)
         yield slice(start, stop), slice(0 if window is None else max(0, before + start - window + 1), before + stop)
+
+
+def _blocks_of(query: Tensor, key: Tensor, window: int | None) -> Iterator[tuple[slice, slice]]:
+    """Yield :func:`query_blocks` of arguments as :func:`_by_key_head` returns them."""
+    return query_blocks(query.shape[2], key.shape[1], window, BLOCK_QUERIES)
 
 
 def _weights(query: Tensor, key: Tensor, window: int | None, scale: float) -> Iterator[Tensor]:
@@ -201,7 +206,7 @@ def _weights(query: Tensor, key: Tensor, window: int | None, scale: float) -> It
     # One piece of memory for the scores of every block.
     rows, keys = min(BLOCK_QUERIES, query.shape[2]), key.shape[1]
     memory = torch.empty(heads * group * rows * (keys if window is None else min(keys, window + rows - 1)))
-    for queries, seen in _blocks(query, key, window):
+    for queries, seen in _blocks_of(query, key, window):
         grouped = query[:, :, queries].flatten(1, 2).float()
         shape = heads, grouped.shape[1], seen.stop - seen.start
         with torch.autocast("cpu", enabled=False), precision.backward():

@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.masking_utils import create_causal_mask
 
 from cookbook.engine import attention, capabilities
@@ -18,6 +19,7 @@ from cookbook.engine.attention import AttentionBlock, AttentionLayout, Attention
 from cookbook.engine.batch.collate import collate
 from cookbook.engine.batch.plan import PackingSupport, plan
 from cookbook.engine.engine import Engine, EngineOptions
+from cookbook.engine.estimate import _LiveBytes
 from cookbook.engine.model import LanguageModel, ModelConfig
 from cookbook.losses import DPO
 from cookbook.types import Datum, ModelInput
@@ -392,3 +394,70 @@ def test_rows_that_positions_divide_are_kept_apart():
         alone_logits = model.network(input_ids=ids[:, 3:], use_cache=False).logits
     assert (found - before).abs().max() < 1e-12
     assert (found[:, 3:] - alone_logits).abs().max() < 1e-12
+
+
+# ---- long runs by blocks of queries ----------------------------------------------------------------------------------
+
+LONG = 37  # tokens of a run
+
+
+def attended_with_gradients(params: AttentionParams, window: int | None, dtype: torch.dtype, layout: AttentionLayout) -> list:
+    """Return the output of attention over a row of two runs, and its gradients of queries, keys, values and sinks."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, 2 * LONG, 8) for heads in (4, 2, 2)]
+    states = [torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+    sinks = [] if params.sinks is None else [params.sinks]
+    options = {"scaling": params.scale, "softcap": params.softcap, "s_aux": params.sinks}
+    out, _ = attention.attend(torch.nn.Module(), *states, None, sliding_window=window, layout=layout, **options)
+    upstream = torch.randn(*out.shape, generator=generator, dtype=torch.float64).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, [*states, *sinks], upstream)]
+
+
+def some_params(kind: str, dtype: torch.dtype) -> AttentionParams:
+    sinks = torch.linspace(-1, 2, 4, dtype=dtype).requires_grad_() if kind == "sinks" else None
+    return AttentionParams(0.4, 0.0, 2.0 if kind == "soft-capped" else None, sinks)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("kind", ["plain", "soft-capped", "sinks"])
+def test_blocks_of_queries_give_the_results_of_whole_runs(kind, window, autocast, monkeypatch):
+    dtype = torch.float32 if autocast else torch.float64
+    prefix = torch.arange(2 * LONG)
+    # The second run attends to itself, or also to the first 5 tokens of the first run.
+    layouts = [
+        AttentionLayout((AttentionBlock(2, LONG, LONG),), None, CPU),
+        AttentionLayout(
+            (AttentionBlock(1, LONG, LONG), AttentionBlock(1, LONG, LONG + 5)),
+            torch.cat([prefix[:LONG], prefix[:5], prefix[LONG:]]),
+            CPU,
+        ),
+    ]
+    for layout in layouts:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            whole = attended_with_gradients(some_params(kind, dtype), window, dtype, layout)
+            with monkeypatch.context() as patch:
+                patch.setattr(attention, "SCORES_BYTES", 1)
+                patch.setattr(attention, "LEAST_QUERIES", 5)
+                blocks = attended_with_gradients(some_params(kind, dtype), window, dtype, layout)
+        for one, other in zip(blocks, whole, strict=True):
+            assert one.dtype == other.dtype
+            assert (one - other).abs().max() <= (2e-2 if autocast else 1e-12) * other.abs().max()
+
+
+@pytest.mark.parametrize(("kind", "window"), [("soft-capped", None), ("sinks", None), ("plain", 256), ("sinks", 256)])
+def test_memory_is_linear_in_the_length(kind, window, monkeypatch):
+    """Peak of a forward and a backward pass over fake tensors."""
+    monkeypatch.setattr(attention, "SCORES_BYTES", 1 << 20)
+
+    def peak(tokens: int) -> int:
+        with FakeTensorMode(), _LiveBytes() as alive:
+            q, k, v = (torch.empty(1, heads, tokens, 64, requires_grad=True) for heads in (8, 2, 2))
+            params = some_params(kind, torch.float32)
+            sinks = None if params.sinks is None else torch.empty(8, requires_grad=True)
+            options = {"sliding_window": window, "softcap": params.softcap, "s_aux": sinks}
+            out, _ = attention.attend(torch.nn.Module(), q, k, v, None, **options)
+            out.sum().backward()
+        return alive.peak
+
+    assert peak(8192) < 2.2 * peak(4096)
