@@ -3,7 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP_INSTALL = -m pip install --quiet --constraint constraints.txt
+# Modules are compiled when they are first imported: all of them, which most are never, would take 50 s.
+PIP_INSTALL = -m pip install --quiet --no-compile --constraint constraints.txt
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false

@@ -11,7 +11,7 @@ import pytest
 import servertools
 import tiny
 import torch
-from marks import rest_nightly
+from marks import learning_seeds
 from runtools import bits, checkpoint, here, rows, same_numbers, timeless, train, write  # noqa: F401 - here is a fixture
 from transformers import AutoModelForCausalLM
 
@@ -173,7 +173,7 @@ def test_a_teacher_with_a_short_context_is_named_in_the_error(student, here, cap
     assert "error: recipe.teacher: prompt: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("seed", rest_nightly([0, 1, 2]))
+@pytest.mark.parametrize("seed", learning_seeds("distill"))
 def test_the_student_learns_what_the_teacher_knows(seed):
     assert train("recipe=sft", "model=tiny", "recipe.steps=200", "eval.every=null", "out=taught") == 0
     assert train("recipe=distill", "recipe.teacher=taught", "reward=number", f"seed={seed}", "out=run") == 0

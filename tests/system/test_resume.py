@@ -5,13 +5,13 @@ import importlib
 import json
 import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 import yaml
-from marks import rest_slow, rotating
+from marks import TRACKERS, rest_slow, rotating
+from preloaded import Forked
 from runtools import (  # noqa: F401
     FOUR,
     SMALL,
@@ -135,7 +135,7 @@ def test_terminate_is_the_same_and_the_printed_command_resumes(capsys):
     same_as_undisturbed("its place/a=b")
 
 
-@pytest.mark.parametrize("tracker", rotating(["wandb", "tensorboard", "trackio", "mlflow"], 1))
+@pytest.mark.parametrize("tracker", rotating(TRACKERS, 1))
 def test_a_tracker_resumes_in_the_same_place(tracker, monkeypatch):
     pytest.importorskip(tracker, reason=f"{tracker} is an extra")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -164,7 +164,7 @@ def test_a_tracker_resumes_in_the_same_place(tracker, monkeypatch):
 # A process of its own
 
 
-def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
+def wait_for_step(process: Forked, folder: Path, step: int) -> None:
     """Until the run has written that step's row."""
     metrics = folder / "metrics.jsonl"
 

@@ -19,6 +19,7 @@ import tiny
 from fairness import LARGE, Client, held, is_idle
 from marks import rest_nightly
 from places import ROOT
+from preloaded import Forked
 from servertools import wait_until
 from waiting import WAIT_S
 
@@ -458,11 +459,9 @@ serve(ModelConfig(model), LocalConfig(), ServerConfig(port=int(port), names=["ti
 @pytest.mark.parametrize("kind", rest_nightly(["sample", "optim_step"]))
 def test_a_request_that_ends_the_process_fails_after_two_attempts(tiny_folder, tmp_path, kind):
     port = servertools.free_port()
-    command = [sys.executable, "-c", FATAL, str(tiny_folder), str(tmp_path / "out"), str(port)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
     def start():
-        server = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        server = Forked(str(tiny_folder), str(tmp_path / "out"), str(port), code=FATAL, errors="inherited")
         assert "serving" in server.stdout.readline()
         return server
 
@@ -594,13 +593,7 @@ def busy_server(tiny_folder, tmp_path, *, seconds, drain_s):
     code = FATAL.replace("end() if len(self.waiting) == 13", f"(time.sleep({seconds}), ())[1] if len(self.waiting) == 13")
     code = code.replace("names=", f"drain_s={drain_s}, names=")
     port = servertools.free_port()
-    server = subprocess.Popen(
-        [sys.executable, "-c", code, str(tiny_folder), str(tmp_path / "out"), str(port)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    server = Forked(str(tiny_folder), str(tmp_path / "out"), str(port), code=code)
     assert "serving" in server.stdout.readline()
     return server, Client(f"http://127.0.0.1:{port}")
 
