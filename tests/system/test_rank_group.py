@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar
 
+import forkedranks
 import kill_ranks
 import psutil
 import pytest
+from forkedranks import forked_ranks  # noqa: F401 - a fixture
 from kill_ranks import gone
 from marks import rest_nightly, rest_slow
 from omegaconf import OmegaConf
@@ -46,56 +45,21 @@ def assert_close(one: str, other: str) -> None:
         assert {key: row_too[key] for key in values} == pytest.approx(values, rel=1e-5, abs=1e-6), row["step"]
 
 
-RANK_PROCESSES: list[Forked] = []
-
-
-@pytest.fixture
-def forked(monkeypatch):
-    """Ranks are forked from a preloaded process, which saves six seconds of CPU time each."""
-    RANK_PROCESSES.clear()
-
-    def start_rank(
-        command: list[str], *, env: dict[str, str], stdin: int, stdout: Any, pass_fds: list[int], **_: Any
-    ) -> Forked:
-        output = 2 if stdout is None else stdout.fileno()
-        rank = Forked(code=command[2], env=env, stdin=stdin, output=output, errors="merged", pass_fds=pass_fds)
-        RANK_PROCESSES.append(rank)
-        return rank
-
-    monkeypatch.setattr(supervisor, "subprocess", SimpleNamespace(Popen=start_rank))
-
-
 class KillRank(Hook):
     """Kill the second rank after the second step."""
 
     def on_step(self, run: object, step: int, metrics: Mapping[str, float]) -> None:
         if step == 2:
-            RANK_PROCESSES[1].kill()
-
-
-class Interrupt(Hook):
-    """Press Ctrl-C after the second step, and note where the ranks listen then. A resumed run is not disturbed."""
-
-    listening: ClassVar[set[str]] = set()
-
-    def on_step(self, run: Any, step: int, metrics: Mapping[str, float]) -> None:
-        if step == 2 and run.first_step < step:
-            self.listening.update(addresses([psutil.Process(rank.pid) for rank in RANK_PROCESSES]))
-            os.kill(os.getpid(), signal.SIGINT)
-
-
-def addresses(ranks: Sequence[psutil.Process]) -> set[str]:
-    """Return the addresses at which the processes listen."""
-    sockets = [one for rank in ranks for one in rank.net_connections("inet") if one.status == psutil.CONN_LISTEN]
-    return {one.laddr.ip for one in sockets}
+            forkedranks.STARTED[1].kill()
 
 
 # GRPO does everything that the other recipes do but for their losses, which test_ranks.py compares.
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("recipe", rest_nightly(["grpo", "sft", "dpo", "orpo"]))
-def test_two_ranks_one_of_which_is_killed_train_as_one_process(recipe, forked, caplog):
+def test_two_ranks_one_of_which_is_killed_train_as_one_process(recipe, capsys):
     assert train(*SMALL[recipe], "out=one") == 0
     assert train(*SMALL[recipe], RANKS, f"+hook.kill._target_={__name__}.KillRank", "out=two") == 0
-    assert "starting the 2 ranks again" in caplog.text and len(RANK_PROCESSES) == 4
+    assert "starting the 2 ranks again" in capsys.readouterr().err and len(forkedranks.STARTED) == 4
     assert_close("one", "two")
     names = {str(path.relative_to("one")) for path in Path("one").rglob("*") if path.is_file()}
     names_too = {str(path.relative_to("two")) for path in Path("two").rglob("*") if path.is_file()}
@@ -218,14 +182,12 @@ def test_ranks_that_cannot_run_end_in_one_line(code, error, monkeypatch):
         RankSupervisor(1, {}, listener).run()
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("words", rest_nightly([SMALL["sft"], SMALL["dpo"], [*SMALL["sft"], "model.lora_rank=4"]]))
-def test_sharded_ranks_that_are_stopped_and_resumed_train_as_one_process(words, forked):
-    words = [*words, "eval.answers=false"]
-    assert train(*words, "out=one") == 0
-    sharded = [*words, RANKS, "backend.shard=all", f"+hook.interrupt._target_={__name__}.Interrupt", "out=two"]
-    assert train(*sharded) == 130
-    assert Interrupt.listening == {"127.0.0.1"} and [rank.poll() is None for rank in RANK_PROCESSES] == [False, False]
-    assert train(*sharded) == 0
+def test_sharded_ranks_train_as_one_process(words):
+    assert train(*words, "eval.answers=false", "out=one") == 0
+    assert train(*words, "eval.answers=false", RANKS, "backend.shard=all", "out=two") == 0
+    assert len(forkedranks.STARTED) == 2
     assert_close("one", "two")
     assert train("recipe=sft", "eval.limit=4", "recipe.steps=1", "model.name=two/checkpoints/step-000003", "out=three") == 0
 
@@ -307,6 +269,36 @@ def test_ranks_that_were_idle_for_longer_than_their_time_out_take_the_next_step(
     assert "again" not in capsys.readouterr().err
 
 
+# A rank without a model.
+WAITING = """
+import os, sys
+sys.path[:] = {path!r}
+from cookbook.backends.group.supervisor import RankChannel
+channel = RankChannel()
+with open("rank-" + os.environ["RANK"], "w") as file:
+    file.write(str(os.getpid()))
+channel.end_with_supervisor()
+"""
+SUPERVISOR = f"""
+import socket
+from cookbook.backends.group import supervisor
+supervisor.MAIN = {WAITING!r}
+with socket.create_server(("127.0.0.1", 0)) as listener:
+    supervisor.RankSupervisor(2, {{}}, listener).run()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_ranks_end_with_their_supervisor(number):
+    with Forked(code=SUPERVISOR, errors="inherited") as process:
+        files = [Path(f"rank-{rank}") for rank in range(2)]
+        until(lambda: all(file.exists() and file.read_text() for file in files))
+        ranks = [psutil.Process(int(file.read_text())) for file in files]
+        process.send_signal(number)
+    gone(ranks)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_command_that_is_stopped_saves_and_leaves_no_rank(number):
@@ -316,7 +308,8 @@ def test_a_command_that_is_stopped_saves_and_leaves_no_rank(number):
         until(lambda: (metrics.exists() and metrics.read_bytes().count(b"\n") > 3) or command.poll() is not None, limit_s=300)
         ranks = kill_ranks.ranks_of(psutil.Process(command.pid))
         assert len(ranks) == 2
-        assert addresses(ranks) == {"127.0.0.1"}
+        sockets = [one for rank in ranks for one in rank.net_connections("inet") if one.status == psutil.CONN_LISTEN]
+        assert sockets and {one.laddr.ip for one in sockets} == {"127.0.0.1"}
         command.send_signal(number)
         output, _ = command.communicate()
     assert command.returncode == 130

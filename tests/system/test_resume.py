@@ -172,7 +172,7 @@ def wait_for_step(process: Forked, folder: Path, step: int) -> None:
         assert process.poll() is None, process.communicate()[1]
         return metrics.exists() and metrics.read_text().count("\n") > step
 
-    until(written)
+    until(written, limit_s=300)
 
 
 @pytest.mark.slow
