@@ -127,6 +127,7 @@ def test_another_teacher_of_the_same_name_does_not_continue_a_run(student, teach
     assert "recipe.teacher: the digest of its weights: the run that saved" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_teacher_on_a_server_gives_the_same_numbers(student, teacher):
     words = [*SMALL, f"model.name={student}"]
     assert train(*words, f"recipe.teacher={teacher}", "out=here") == 0

@@ -1,6 +1,6 @@
 """Every feature on a real pretrained model, SmolLM2-135M-Instruct: what the shipped model of 0.6M parameters does not show.
 
-CI runs the tests marked slow, about two minutes; ``make test-nightly ARGS=tests/system/real_model`` runs the others.
+CI runs the tests marked slow; ``make test-nightly ARGS=tests/system/real_model`` runs the others.
 """
 
 from __future__ import annotations
