@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import signal
-import subprocess
-import sys
 import threading
 from types import SimpleNamespace
 
@@ -18,7 +15,6 @@ import servertools
 import tiny
 from fairness import LARGE, Client, held, is_idle
 from marks import rest_nightly
-from places import ROOT
 from preloaded import Forked
 from servertools import wait_until
 from waiting import WAIT_S
@@ -537,13 +533,11 @@ def test_a_paused_request_that_ends_the_process_fails_and_the_one_that_ran_meanw
     from sessions import passing
 
     port = servertools.free_port()
-    command = [sys.executable, "-c", PAUSED, str(tiny_folder), str(tmp_path / "out"), str(port)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
     with contextlib.ExitStack() as ends:
 
         def start():
-            server = ends.enter_context(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+            arguments = (str(tiny_folder), str(tmp_path / "out"), str(port))
+            server = ends.enter_context(Forked(*arguments, code=PAUSED, errors="inherited"))
             ends.callback(server.kill)
             assert "serving" in server.stdout.readline()
             return server
