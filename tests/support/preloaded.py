@@ -72,7 +72,7 @@ class Forked:
         with contextlib.ExitStack() as ends:
 
             def pipe() -> tuple[int, int]:
-                """Return a pipe whose other end is closed when the new process has it."""
+                """Return a pipe. Its writing end is closed here when the new process has started."""
                 reader, writer = os.pipe()
                 ends.callback(os.close, writer)
                 return reader, writer
