@@ -3,7 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP_INSTALL = -m pip install --quiet --constraint constraints.txt
+# Modules are compiled when they are first imported: all of them, which most are never, would take 50 s.
+PIP_INSTALL = -m pip install --quiet --no-compile --constraint constraints.txt
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
@@ -42,10 +43,10 @@ train: $(VENV)/installed ## The main job: train the shipped model with GRPO (ARG
 	@echo "the command cookbook is in $(VENV): source $(BIN)/activate"
 
 test: $(VENV)/tools ## The fast tests: some three minutes on two free cores
-	$(BIN)/python -m pytest -n 2 --dist worksteal --max-worker-restart 0
+	$(BIN)/python -m pytest -n 2 --dist worksteal --max-worker-restart 0 --durations=30 --durations-min=1
 
 test-slow: $(VENV)/tools ## The slower tests that CI runs: some ten minutes
-	$(BIN)/python -m pytest -m 'slow and not nightly' -n 2 --dist worksteal --max-worker-restart 0 -o faulthandler_timeout=1200 $(ARGS)
+	$(BIN)/python -m pytest -m 'slow and not nightly' -n 2 --dist worksteal --max-worker-restart 0 --durations=60 --durations-min=4 -o faulthandler_timeout=1200 $(ARGS)
 
 test-nightly: $(VENV)/tools ## The tests that are too long for CI; run them before a change of their subject lands (ARGS=tests/system/test_jobs.py)
 	$(BIN)/python -m pytest -m nightly -n 2 --dist worksteal --max-worker-restart 0 -o faulthandler_timeout=1200 $(ARGS)

@@ -16,12 +16,32 @@ SEED = "COOKBOOK_TESTS_SEED"
 
 
 def rest_slow(cases: Iterable[Any], fast: int = 1) -> list[Any]:
-    """Return ``cases``: the first ``fast`` without a mark, a third of the others `slow`, by the seed, the rest `nightly`.
+    """Return ``cases``: the first ``fast`` without a mark, a sixth of the others `slow`, by the seed, the rest `nightly`.
 
     A tuple holds the values of several names.
     """
     every = list(cases)
-    return [*every[:fast], *rotating(every[fast:], math.ceil(len(every[fast:]) / 3))]
+    return [*every[:fast], *rotating(every[fast:], math.ceil(len(every[fast:]) / 6))]
+
+
+# The program of one tracker reads a run back in CI, the seed chooses which; the night takes all.
+TRACKERS = ("wandb", "tensorboard", "trackio", "mlflow")
+
+
+def tracker(name: str) -> pytest.MarkDecorator:
+    """Return the mark of a test that needs the package of a tracker, whose imports take seconds."""
+    assert name in TRACKERS
+    return pytest.mark.slow if name in some(TRACKERS, 1) else pytest.mark.nightly
+
+
+# What is learned from start to end, beside GRPO. CI learns one of them, which the seed chooses; the night all of them.
+LEARNED = ("sft", "dpo", "orpo", "distill", "environment", "two turns")
+
+
+def learning_seeds(subject: str) -> list[Any]:
+    """Return the seeds 0 to 2 of a test that learns ``subject``: `slow` is seed 0 of GRPO and of one other subject."""
+    assert subject in ("grpo", *LEARNED)
+    return rest_nightly([0, 1, 2], slow=int(subject in ("grpo", *some(LEARNED, 1))))
 
 
 def rest_nightly(cases: Iterable[Any], slow: int = 1) -> list[Any]:

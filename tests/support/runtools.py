@@ -4,7 +4,6 @@ import json
 import os
 import shlex
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from places import ROOT
+from preloaded import Forked
 
 from cookbook.cli.app import run
 from cookbook.utils.files import LOCK
@@ -108,13 +108,9 @@ def files(folder: Path) -> dict[str, tuple[int, bytes]]:
     return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in found}
 
 
-def start(words: Sequence[str]) -> subprocess.Popen[str]:
+def start(words: Sequence[str]) -> Forked:
     """The command in a process of its own, to send signals to."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "cookbook.cli.app", "train", *words]
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    return Forked("train", *words, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
 
 
 def resume_words(output: str) -> list[str]:

@@ -6,9 +6,6 @@ import asyncio
 import contextlib
 import inspect
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,8 +16,8 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from places import ROOT
 from ports import free_port
+from preloaded import Forked
 from waiting import until
 
 from cookbook.backends.local import LocalConfig, LocalTrainer
@@ -120,39 +117,48 @@ def web_server(status: int, body: bytes) -> Iterator[str]:
         server.shutdown()
 
 
+# The program of a server that is killed, with JSON of ``model``, ``out`` and ``options``.
+SERVE = """
+import json, sys
+from pathlib import Path
+import torch
+from cookbook.backends.local import LocalConfig
+from cookbook.engine.model import ModelConfig
+from cookbook.server.config import ServerConfig
+from cookbook.server.serve import serve
+torch.set_num_threads(1)
+given = json.loads(sys.argv[1])
+serve(ModelConfig(given["model"]), LocalConfig(), ServerConfig(**given["options"]), seed=0, out=Path(given["out"]))
+"""
+
+
 class Mortal:
     """``cookbook serve`` as a process that can be killed, and started again at the same address and folder."""
 
     def __init__(self) -> None:
-        self._forker = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "support" / "serving.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )
-        self.url = self._line = ""
+        self.url = self._given = ""
+        self._process: Forked | None = None
 
     def start(self, model: Path, folder: Path, **options: Any) -> None:
         """``options`` are fields of ``ServerConfig``. The server before is killed."""
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         options = {"port": port, "names": ["tiny"], **options}
-        self._line = json.dumps({"model": str(model), "out": str(folder), "options": options}) + "\n"
+        self._given = json.dumps({"model": str(model), "out": str(folder), "options": options})
         self.again()
 
     def again(self) -> None:
         """Kill the server, and start it again. Return when it listens."""
-        assert self._forker.stdin is not None and self._forker.stdout is not None
-        self._forker.stdin.write(self._line)
-        self._forker.stdin.flush()
-        while not (line := self._forker.stdout.readline()).startswith("serving"):
+        self.close()
+        self._process = Forked(self._given, code=SERVE, errors="inherited")
+        while not (line := self._process.stdout.readline()).startswith("serving"):
             assert line, "the server did not start"
 
     def close(self) -> None:
-        assert self._forker.stdin is not None
-        self._forker.stdin.close()
-        self._forker.wait()
+        if self._process is not None:
+            with self._process:
+                self._process.kill()
+            self._process = None
 
 
 wait_until = until

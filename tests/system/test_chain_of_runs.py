@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from marks import rotating
 from omegaconf import OmegaConf
 from runtools import LITTLE, checkpoint, here, rows, train  # noqa: F401 - here is a fixture
 
@@ -58,8 +59,7 @@ def test_the_checkpoint_of_a_step_is_named(here: Path) -> None:  # noqa: F811
     assert sampling_target("owner/name@main") == "owner/name@main"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("rank", rotating([0, 4], 1))
 def test_sft_then_dpo_then_grpo(rank: int, here: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     short = [*LITTLE, "recipe.steps=2", "eval.max_tokens=8", "checkpoint.every=1"]
     sft = ["recipe=sft", "model=tiny", "data=arithmetic_chat", "recipe.batch_size=4", f"model.lora_rank={rank}"]

@@ -11,7 +11,7 @@ import pytest
 import servertools
 import tiny
 import torch
-from marks import rest_nightly
+from marks import learning_seeds, rest_slow
 from runtools import bits, checkpoint, here, rows, same_numbers, timeless, train, write  # noqa: F401 - here is a fixture
 from transformers import AutoModelForCausalLM
 
@@ -108,6 +108,7 @@ def test_a_run_trains_on_the_teachers_grades(student, teacher):
     assert "reward" not in rows("run", "samples.jsonl")[0]
 
 
+@pytest.mark.slow
 def test_a_stopped_run_continues_exactly(student, teacher):
     words = [*SMALL, f"model.name={student}", f"recipe.teacher={teacher}", "eval.every=null", "checkpoint.every=1"]
     assert train(*words, "out=whole") == 0
@@ -127,6 +128,7 @@ def test_another_teacher_of_the_same_name_does_not_continue_a_run(student, teach
     assert "recipe.teacher: the digest of its weights: the run that saved" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_teacher_on_a_server_gives_the_same_numbers(student, teacher):
     words = [*SMALL, f"model.name={student}"]
     assert train(*words, f"recipe.teacher={teacher}", "out=here") == 0
@@ -136,6 +138,7 @@ def test_a_teacher_on_a_server_gives_the_same_numbers(student, teacher):
     assert timeless("here") == timeless("there")[:4]
 
 
+@pytest.mark.slow
 def test_a_remote_run_has_its_teacher_on_its_server(student):
     words = [*SMALL, f"model.name={student}", "recipe.teacher=student"]
     with servertools.running(student, Path("server"), names=["student"]) as server:
@@ -173,7 +176,7 @@ def test_a_teacher_with_a_short_context_is_named_in_the_error(student, here, cap
     assert "error: recipe.teacher: prompt: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("seed", rest_nightly([0, 1, 2]))
+@pytest.mark.parametrize("seed", learning_seeds("distill"))
 def test_the_student_learns_what_the_teacher_knows(seed):
     assert train("recipe=sft", "model=tiny", "recipe.steps=200", "eval.every=null", "out=taught") == 0
     assert train("recipe=distill", "recipe.teacher=taught", "reward=number", f"seed={seed}", "out=run") == 0
@@ -207,7 +210,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("words", "message"), REFUSED, ids=[message.partition(":")[0] for _, message in REFUSED])
+@pytest.mark.parametrize(
+    ("words", "message"), rest_slow(REFUSED, fast=4), ids=[message.partition(":")[0] for _, message in REFUSED]
+)
 def test_a_teacher_is_refused_in_one_line(student, teacher, words, message, capsys):
     if "recipe.teacher=other" in words:
         shutil.copytree(teacher, "other")

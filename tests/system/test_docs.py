@@ -15,6 +15,7 @@ import browser
 import pytest
 import typer
 import yaml
+from marks import rotating
 from places import ROOT
 from runtools import BRIEF, SMALL, here, rows, train  # noqa: F401 - here is a fixture
 
@@ -77,8 +78,7 @@ LOGGING = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", LOGGING)
+@pytest.mark.parametrize("recipe", rotating(LOGGING, 3))
 def test_the_table_has_every_metric_that_a_run_logs(recipe: str, here: Path) -> None:  # noqa: F811
     name, *chosen = recipe.split()
     small = [word for word in SMALL[name] if not (chosen == ["env=arithmetic"] and word.startswith("data.limit"))]
@@ -153,7 +153,8 @@ def mkdocs() -> Path:
     return path
 
 
-@pytest.mark.slow
+# `make docs` builds it in CI, where a warning is an error.
+@pytest.mark.nightly
 def test_the_site_builds_without_a_warning_or_the_network_and_can_be_searched() -> None:
     program = mkdocs()
     made = make_docs()

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from hubtools import hub, push  # noqa: F401 - hub is a fixture
 from jobtools import answers, until
 from pageruns import SERVED, elsewhere, words_of
 from pages import FOUND
+from preloaded import Forked
 from runtools import ROOT, here, rows  # noqa: F401 - here is a fixture
 from waiting import WAIT_S
 
@@ -62,11 +62,7 @@ def words(command: str, **other: str) -> list[str]:
 @contextmanager
 def started(found: list[str], shows: str, **environment: str) -> Iterator[str]:
     """Yield the first line of a command in a process of its own that has ``shows``; end the command as Ctrl-C does."""
-    # A shell starts its background jobs without Ctrl-C, and their children inherit that.
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen([sys.executable, "-m", "cookbook", *found], env={**os.environ, **environment}, **pipes) as process:
+    with Forked(*found, env={**os.environ, **environment}, errors="merged") as process:
         seen: list[str] = []
         # A command that hangs ends, and the test fails.
         late = threading.Timer(900, process.kill)
@@ -97,6 +93,7 @@ def test_a_run_trains_on_a_server(command: str, place: Path) -> None:
     assert [row["step"] for row in rows("runs/new")] == [0, 1]
 
 
+@pytest.mark.nightly
 def test_a_run_trains_with_a_key(place: Path) -> None:
     pytest.importorskip("tinker", reason="tinker is an extra")
     Path("key").write_text("tml-secret\n")
@@ -150,6 +147,7 @@ def test_a_run_is_shown_while_it_is_served(place: Path) -> None:
         assert b'"steps": [1, 2]' in urllib.request.urlopen(f"{url}/facts", timeout=WAIT_S).read()
 
 
+@pytest.mark.nightly
 def test_a_run_is_pushed(hub, place: Path) -> None:  # noqa: F811
     found = words(PUSH)
     assert found[:2] == ["weights", "push"]

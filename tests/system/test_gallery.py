@@ -73,7 +73,7 @@ def needed(name: str, folder: Path) -> Iterator[list[str]]:
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("name", rotating(NAMES, len(NAMES) // 2))
+@pytest.mark.parametrize("name", rotating(NAMES, 3))
 def test_an_experiment_runs(name: str, tmp_path: Path) -> None:
     sizes = ["recipe.prompts_per_step=4"] if name.startswith("grpo") else ["recipe.batch_size=4"]
     limit = [word for word in LITTLE if not (name == "grpo_second_try" and word.startswith("data.limit"))]

@@ -336,7 +336,7 @@ def test_a_web_server_that_is_not_ray_is_one_line(body):
         RayJob(cluster=url).status("mine")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_port_that_is_taken_is_one_line(manager, monkeypatch, capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -420,7 +420,7 @@ class Driver:
         self.process.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_outlives_its_trainer_and_its_driver(manager, undisturbed, tmp_path, capsys):
     driver = Driver("job=local")
     driver.reach(3)

@@ -4,13 +4,12 @@ import json
 import math
 
 import pytest
-from marks import rest_nightly
+from marks import learning_seeds
 from runtools import here, rows, train  # noqa: F401 - here is a fixture
 
 from cookbook.utils.paths import packaged
 
 pytestmark = pytest.mark.usefixtures("here")
-SEEDS = pytest.mark.parametrize("seed", rest_nightly([0, 1, 2]))
 
 
 def learn(recipe: str, seed: int) -> tuple[list[dict], list[dict]]:
@@ -32,7 +31,7 @@ def test_what_is_evaluated_is_never_trained_on():
     assert not set().union(*map(questions, trained)) & set().union(*map(questions, held_out))
 
 
-@SEEDS
+@pytest.mark.parametrize("seed", learning_seeds("grpo"))
 def test_grpo_lifts_held_out_accuracy(seed):
     every, evaluated = learn("grpo", seed)
     assert evaluated[0]["eval/accuracy"] < 0.5
@@ -41,7 +40,7 @@ def test_grpo_lifts_held_out_accuracy(seed):
     assert sum(rewards[-10:]) > 1.5 * sum(rewards[:3]) / 3 * 10  # of sampled completions of training prompts
 
 
-@SEEDS
+@pytest.mark.parametrize("seed", learning_seeds("sft"))
 def test_sft_learns_from_nothing(seed):
     _, evaluated = learn("sft", seed)
     assert evaluated[0]["eval/accuracy"] < 0.05
@@ -49,7 +48,7 @@ def test_sft_learns_from_nothing(seed):
     assert evaluated[-1]["eval/loss"] < 0.1 * evaluated[0]["eval/loss"]
 
 
-@SEEDS
+@pytest.mark.parametrize("seed", learning_seeds("dpo"))
 def test_dpo_orders_held_out_pairs(seed):
     every, evaluated = learn("dpo", seed)
     assert every[1]["loss"] == pytest.approx(math.log(2), abs=1e-7)  # two float32 numbers from it, at most
@@ -59,7 +58,7 @@ def test_dpo_orders_held_out_pairs(seed):
     assert margins[0] == 0.0 < margins[1] < margins[-1]
 
 
-@SEEDS
+@pytest.mark.parametrize("seed", learning_seeds("orpo"))
 def test_orpo_pushes_the_rejected_below_the_chosen(seed):
     _, evaluated = learn("orpo", seed)
     before, after = evaluated[0], evaluated[-1]

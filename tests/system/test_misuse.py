@@ -330,7 +330,7 @@ exit $code
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_disk_that_really_is_full_while_saving():
     """A file system of 12 MB, which holds the checkpoint of step 1 and half of the one after it."""
     words = [*SMALL["orpo"], "eval.every=null", "checkpoint.every=1", "out=disk/run"]

@@ -9,12 +9,15 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import forkedranks
 import kill_ranks
 import psutil
 import pytest
+from forkedranks import forked_ranks  # noqa: F401 - a fixture
 from kill_ranks import gone
 from marks import rest_nightly, rest_slow
 from omegaconf import OmegaConf
+from preloaded import Forked
 from ranktools import long_run
 from runtools import LITTLE, SMALL, bits, checkpoint, here, rows, start, train  # noqa: F401 - here is a fixture
 from waiting import until
@@ -42,11 +45,21 @@ def assert_close(one: str, other: str) -> None:
         assert {key: row_too[key] for key in values} == pytest.approx(values, rel=1e-5, abs=1e-6), row["step"]
 
 
+class KillRank(Hook):
+    """Kill the second rank after the second step."""
+
+    def on_step(self, run: object, step: int, metrics: Mapping[str, float]) -> None:
+        if step == 2:
+            forkedranks.STARTED[1].kill()
+
+
 # GRPO does everything that the other recipes do but for their losses, which test_ranks.py compares.
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("recipe", rest_nightly(["grpo", "sft", "dpo", "orpo"]))
-def test_two_ranks_train_as_one_process(recipe):
+def test_two_ranks_one_of_which_is_killed_train_as_one_process(recipe, capsys):
     assert train(*SMALL[recipe], "out=one") == 0
-    assert train(*SMALL[recipe], RANKS, "out=two") == 0
+    assert train(*SMALL[recipe], RANKS, f"+hook.kill._target_={__name__}.KillRank", "out=two") == 0
+    assert "starting the 2 ranks again" in capsys.readouterr().err and len(forkedranks.STARTED) == 4
     assert_close("one", "two")
     names = {str(path.relative_to("one")) for path in Path("one").rglob("*") if path.is_file()}
     names_too = {str(path.relative_to("two")) for path in Path("two").rglob("*") if path.is_file()}
@@ -169,10 +182,12 @@ def test_ranks_that_cannot_run_end_in_one_line(code, error, monkeypatch):
         RankSupervisor(1, {}, listener).run()
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("words", rest_nightly([SMALL["sft"], SMALL["dpo"], [*SMALL["sft"], "model.lora_rank=4"]]))
 def test_sharded_ranks_train_as_one_process(words):
     assert train(*words, "eval.answers=false", "out=one") == 0
     assert train(*words, "eval.answers=false", RANKS, "backend.shard=all", "out=two") == 0
+    assert len(forkedranks.STARTED) == 2
     assert_close("one", "two")
     assert train("recipe=sft", "eval.limit=4", "recipe.steps=1", "model.name=two/checkpoints/step-000003", "out=three") == 0
 
@@ -229,7 +244,8 @@ def test_a_rank_that_runs_out_of_memory_ends_the_run_in_one_line(shard, monkeypa
 
 
 # `python tools/kill_ranks.py` has the other recipes and more kills.
-@pytest.mark.parametrize(("recipe", "kills"), rest_nightly([("grpo", 1), ("grpo", 3), ("sharded", 3)]))
+@pytest.mark.nightly
+@pytest.mark.parametrize(("recipe", "kills"), [("grpo", 3), ("sharded", 3)])
 def test_killed_ranks_change_nothing(recipe, kills, tmp_path):
     calm, killed = tmp_path / "calm", tmp_path / "killed"
     kill_ranks.played(calm, recipe, 12, 0, kill_ranks.VICTIMS)
@@ -253,7 +269,38 @@ def test_ranks_that_were_idle_for_longer_than_their_time_out_take_the_next_step(
     assert "again" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", rest_nightly([signal.SIGINT, signal.SIGTERM]))
+# A rank without a model.
+WAITING = """
+import os, sys
+sys.path[:] = {path!r}
+from cookbook.backends.group.supervisor import RankChannel
+channel = RankChannel()
+with open("rank-" + os.environ["RANK"], "w") as file:
+    file.write(str(os.getpid()))
+channel.end_with_supervisor()
+"""
+SUPERVISOR = f"""
+import socket
+from cookbook.backends.group import supervisor
+supervisor.MAIN = {WAITING!r}
+with socket.create_server(("127.0.0.1", 0)) as listener:
+    supervisor.RankSupervisor(2, {{}}, listener).run()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_ranks_end_with_their_supervisor(number):
+    with Forked(code=SUPERVISOR, errors="inherited") as process:
+        files = [Path(f"rank-{rank}") for rank in range(2)]
+        until(lambda: all(file.exists() and file.read_text() for file in files))
+        ranks = [psutil.Process(int(file.read_text())) for file in files]
+        process.send_signal(number)
+    gone(ranks)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_command_that_is_stopped_saves_and_leaves_no_rank(number):
     words = [*SFT, RANKS, "out=stopped", "recipe.steps=1000", "recipe.epochs=1000"]
     with start(words) as command:

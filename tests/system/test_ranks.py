@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ import pytest
 import ranktools
 import tiny
 import torch
-from marks import rest_nightly, some
+from marks import rest_nightly, rotating, some
 from rankcases import LORA, MOE, SAME, UNTIED, case, differs, save_models
 from waiting import WAIT_S, until
 
@@ -328,7 +329,7 @@ def test_replicas_and_adapters_are_led_too(models, tmp_path, shard, program, mod
         )
 
 
-@pytest.mark.parametrize(("before", "after"), rest_nightly([(1, 2), (4, 2), (2, 4)], slow=2))
+@pytest.mark.parametrize(("before", "after"), rest_nightly([(1, 2), (4, 2), (2, 4)]))
 def test_a_checkpoint_continues_on_another_number_of_ranks(models, tmp_path, before, after):
     if before == 1:
         expected = leading.checkpoints(models["untied"], tmp_path)
@@ -364,9 +365,7 @@ def test_no_rank_holds_the_whole_model_while_it_is_loaded_saved_for_sampling_or_
     assert max(rank["base"] for rank in shares[2]) < 0.15 and max(rank["delta"] for rank in shares[2]) < 0.75
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shard", SHARDS)
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("shard", "victim"), rotating(itertools.product(SHARDS, (0, 1)), 2))
 def test_a_killed_rank_ends_the_group(models, tmp_path, shard, victim):
     """No process stays, and none takes the closed connection for an answer."""
     job = {"cases": [], "programs": [("killed", models["tied"])], "shard": shard}
@@ -380,7 +379,7 @@ def test_a_killed_rank_ends_the_group(models, tmp_path, shard, victim):
     assert output.strip().splitlines()[-1].startswith("error: rank ") and "Traceback" not in output
 
 
-# A few of the cases in CI, other ones with each commit; all of them at night.
+# A few of the cases in CI, other ones each week; all of them at night.
 @pytest.mark.parametrize("count", rest_nightly([5, None]))
 @pytest.mark.parametrize("shard", SHARDS)
 def test_two_ranks_compute_every_loss_and_every_option(models, tmp_path, shard, count):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import servertools
 import tiny
-from marks import rest_slow
+from marks import rest_slow, rotating
 from runtools import BRIEF, SMALL, TWO_TURNS, here, rows, same_numbers, timeless, train, write  # noqa: F401 - here is a fixture
 
 from cookbook.backends.local import LocalConfig, LocalTrainer
@@ -74,8 +74,7 @@ LAGGING = ["weight_sync.every=2", "rollout.temperature=0.8", "rollout.stop=[a,e]
 # ---- the next command ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.slow
+@pytest.mark.parametrize("rank", rotating([0, 2], 1))
 def test_the_next_command_of_a_run_downloads_its_weights_and_samples_from_them(rank, model, backend, monkeypatch, capsys):
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
     assert (
@@ -102,14 +101,19 @@ def test_the_next_command_of_a_run_downloads_its_weights_and_samples_from_them(r
     ("recipe", "options"),
     [
         ("sft", ["model.lora_rank=4"]),
-        *(pytest.param(recipe, [], marks=pytest.mark.slow) for recipe in ("dpo", "orpo")),
-        pytest.param("grpo", ["reward=python", "reward.target=reward.py:reward", *LAGGING], marks=pytest.mark.slow),
-        pytest.param(
-            "grpo",
-            ["reward=python", "reward.target=reward.py:reward", *LAGGING, "rollout.refill=3", "data.curriculum={}"],
-            marks=pytest.mark.slow,
+        *rotating(
+            [
+                ("dpo", []),
+                ("orpo", []),
+                ("grpo", ["reward=python", "reward.target=reward.py:reward", *LAGGING]),
+                (
+                    "grpo",
+                    ["reward=python", "reward.target=reward.py:reward", *LAGGING, "rollout.refill=3", "data.curriculum={}"],
+                ),
+                ("grpo", ["env=two.py:Two", "env.chat=false", "weight_sync.every=2"]),
+            ],
+            2,
         ),
-        pytest.param("grpo", ["env=two.py:Two", "env.chat=false", "weight_sync.every=2"], marks=pytest.mark.slow),
     ],
 )
 def test_a_run_has_the_numbers_of_the_embedded_one(recipe, options, model, backend):
@@ -127,12 +131,8 @@ def test_a_run_has_the_numbers_of_the_embedded_one(recipe, options, model, backe
 
 @pytest.mark.parametrize(
     ("recipe", "options"),
-    [
-        ("dpo", []),
-        pytest.param("grpo", ["reward=python", "reward.target=reward.py:reward", "loss.kl_beta=0.1"], marks=pytest.mark.slow),
-    ],
+    rotating([("dpo", []), ("grpo", ["reward=python", "reward.target=reward.py:reward", "loss.kl_beta=0.1"])], 1),
 )
-@pytest.mark.slow
 def test_a_server_that_knows_only_cross_entropy_gets_the_slopes_of_other_losses(recipe, options, model, backend, monkeypatch):
     write("reward.py", REWARD)
     words = [*SMALL[recipe], *model, *options, "eval.every=null"]
@@ -153,8 +153,7 @@ def saved(server):
     return {one.address.path for one in server.service.catalog.of_runs(server.service.catalog.runs())}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["sft", "grpo"])
+@pytest.mark.parametrize("recipe", rotating(["sft", "grpo"], 1))
 def test_a_run_resumes_where_it_stopped(recipe, model, backend, server):
     write("reward.py", REWARD)
     sampled = ["reward=python", "reward.target=reward.py:reward", "weight_sync.every=3"] if recipe == "grpo" else []

@@ -5,13 +5,13 @@ import importlib
 import json
 import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 import yaml
-from marks import rest_slow, rotating
+from marks import TRACKERS, rest_slow, rotating
+from preloaded import Forked
 from runtools import (  # noqa: F401
     FOUR,
     SMALL,
@@ -50,12 +50,16 @@ VARIANTS = {
     "dpo-lora-bfloat16": [*SMALL["dpo"], "model.lora_rank=4", "model.dtype=bfloat16", "optim.lr=1e-2"],
 }
 
-LONG = ("sft", "dpo", "dpo-bfloat16-saved-aside", "dpo-lora-bfloat16", "orpo", "sft-lora-dropout-cosine")
+REST = [pytest.param(words, id=name) for name, words in VARIANTS.items() if name not in ("orpo", "grpo")]
 
 
 @pytest.mark.parametrize(
     "words",
-    [pytest.param(words, id=name, marks=[pytest.mark.slow] if name in LONG else []) for name, words in VARIANTS.items()],
+    [
+        pytest.param(SMALL["orpo"], id="orpo"),
+        pytest.param(SMALL["grpo"], id="grpo", marks=pytest.mark.slow),
+        *rotating(REST, 2),
+    ],
 )
 def test_two_processes_equal_one(words, capsys):
     assert train(*words, *FOUR, "out=straight") == 0
@@ -86,8 +90,7 @@ def test_between_two_weight_syncs_samples_still_come_from_the_older_weights():
     assert rows("stopped")[5]["kl/sampler_trainer_k3"] > 1e-6
 
 
-@pytest.mark.parametrize("moment", ["on_eval", "on_checkpoint"])
-@pytest.mark.slow
+@pytest.mark.parametrize("moment", rotating(["on_eval", "on_checkpoint"], 1))
 def test_asked_at_any_moment_of_the_step_it_stops_saved(moment):
     """While it evaluates, the same step is the last; while it saves already, the next one is. Either is saved."""
     words = [*SMALL["orpo"], *FOUR, "checkpoint.every=2", "out=stopped"]
@@ -135,7 +138,7 @@ def test_terminate_is_the_same_and_the_printed_command_resumes(capsys):
     same_as_undisturbed("its place/a=b")
 
 
-@pytest.mark.parametrize("tracker", rotating(["wandb", "tensorboard", "trackio", "mlflow"], 1))
+@pytest.mark.parametrize("tracker", rotating(TRACKERS, 1))
 def test_a_tracker_resumes_in_the_same_place(tracker, monkeypatch):
     pytest.importorskip(tracker, reason=f"{tracker} is an extra")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -164,7 +167,7 @@ def test_a_tracker_resumes_in_the_same_place(tracker, monkeypatch):
 # A process of its own
 
 
-def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
+def wait_for_step(process: Forked, folder: Path, step: int) -> None:
     """Until the run has written that step's row."""
     metrics = folder / "metrics.jsonl"
 
@@ -172,7 +175,7 @@ def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> No
         assert process.poll() is None, process.communicate()[1]
         return metrics.exists() and metrics.read_text().count("\n") > step
 
-    until(written)
+    until(written, limit_s=300)
 
 
 @pytest.mark.slow

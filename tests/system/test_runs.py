@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from marks import rest_slow
+from marks import rest_slow, tracker
 from places import GSM8K
 from runtools import (  # noqa: F401 - here is a fixture
     BRIEF,
@@ -506,7 +506,7 @@ def test_a_sweep_continues_after_a_failed_run(capsys):
     assert yaml.safe_load((folder / "config.yaml").read_text())["optim"]["lr"] == 1e-4
 
 
-@pytest.mark.slow
+@tracker("wandb")
 def test_wandb_offline_is_read_back(monkeypatch, capsys):
     wandb = pytest.importorskip("wandb", reason="wandb is an extra")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -529,7 +529,7 @@ def test_wandb_offline_is_read_back(monkeypatch, capsys):
     assert told == kept and told[0]["split"] == "eval" and told[0]["completion"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_wandb_runs_of_a_sweep_share_a_group(monkeypatch):
     wandb = pytest.importorskip("wandb", reason="wandb is an extra")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -622,7 +622,7 @@ def leveldb_log(data, first_block):
             parts = []
 
 
-@pytest.mark.slow
+@tracker("tensorboard")
 def test_tensorboard_is_read_back():
     module = "tensorboard.backend.event_processing.event_accumulator"
     accumulator = pytest.importorskip(module, reason="tensorboard is an extra")
@@ -633,7 +633,7 @@ def test_tensorboard_is_read_back():
         assert told == [(row["step"], pytest.approx(row[key], rel=1e-6)) for row in rows("run") if key in row]  # float32 there
 
 
-@pytest.mark.slow
+@tracker("trackio")
 def test_trackio_is_read_back(monkeypatch, capsys):
     trackio = pytest.importorskip("trackio.sqlite_storage", reason="trackio is an extra")
     monkeypatch.setattr(trackio, "TRACKIO_DIR", Path("trackio").resolve())
@@ -648,7 +648,7 @@ def test_trackio_is_read_back(monkeypatch, capsys):
             assert {key: row[key] for key in kept} == kept
 
 
-@pytest.mark.slow
+@tracker("mlflow")
 def test_mlflow_is_read_back(capsys):
     mlflow = pytest.importorskip("mlflow", reason="mlflow is an extra")
     words = [*SMALL["grpo"], "tracker=mlflow", "out=run", "tracker.mlflow.tags={team: a}"]

@@ -10,6 +10,7 @@ import sys
 import pytest
 import servertools
 from places import ROOT
+from preloaded import Forked
 from waiting import WAIT_S
 
 from cookbook.backends.local import LocalConfig
@@ -83,11 +84,7 @@ def test_a_server_in_a_process_of_its_own_is_killed_resumes_and_ends_on_request(
 @pytest.mark.slow
 def test_ctrl_c_at_the_first_line_stops_in_order(tmp_path, tiny_folder):
     """The signal comes before Uvicorn handles signals."""
-    command = [sys.executable, "-m", "cookbook", "serve", f"model.name={tiny_folder}", "server.port=0", "out=out"]
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path, **pipes) as server:
+    with Forked("serve", f"model.name={tiny_folder}", "server.port=0", "out=out", cwd=tmp_path) as server:
         try:
             assert server.stdout.readline().startswith("serving ")
             server.send_signal(signal.SIGINT)

@@ -1,6 +1,6 @@
 """Every feature on a real pretrained model, SmolLM2-135M-Instruct: what the shipped model of 0.6M parameters does not show.
 
-CI runs the tests marked slow, about two minutes; ``make test-nightly ARGS=tests/system/real_model`` runs the others.
+CI runs the tests marked slow; ``make test-nightly ARGS=tests/system/real_model`` runs the others.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ def test_sampler_and_trainer_agree_after_updates(real_model, precision, weights)
     assert sum(row["loss/clip_frac"] for row in steps) / len(steps) < MOST_CLIPPED
 
 
-@pytest.mark.parametrize("recipe", [pytest.param("dpo", marks=slow), pytest.param("orpo", marks=nightly)])
+@nightly
+@pytest.mark.parametrize("recipe", ["dpo", "orpo"])
 def test_preferences_are_learned(real_model, recipe):
     conversations()
     words = [f"recipe={recipe}", "data=pairs.jsonl", "recipe.batch_size=8", "optim.lr=1e-5", *LITTLE, *NO_CHECKPOINTS]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import rotating
 from runtools import SMALL, checkpoint, here, train  # noqa: F401 - here is a fixture
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokentools import CHATML, LLAMA2, base_model_tokenizer
@@ -81,7 +82,7 @@ def logprobs(model, tokens):
 
 @pytest.mark.parametrize(("dtype", "precision"), [(torch.float32, None), (torch.bfloat16, None), (torch.float32, "float16")])
 @pytest.mark.parametrize(
-    "name", [name for name in CONFIGS if name not in ("llama3", "qwen3-wide")]
+    "name", rotating([name for name in CONFIGS if name not in ("llama3", "qwen3-wide")], 2)
 )  # it reads neither key, and takes a head_dim of 128
 def test_transformers_reads_the_same_model(name, dtype, precision):
     model, words = saved(name, dtype)
@@ -95,7 +96,7 @@ def test_transformers_reads_the_same_model(name, dtype, precision):
 
 
 @needs_llama_cpp
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", rotating(CONFIGS, 2))
 def test_llama_cpp_computes_the_same_logprobs(name):
     model, words = saved(name)
     gguf_file.write(Path("source"), Path("made"))

@@ -86,7 +86,7 @@ exit $code
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("here")
 def test_a_disk_that_became_read_only():
     """A file system that was remounted read-only, as after a fault, between two processes of a run."""

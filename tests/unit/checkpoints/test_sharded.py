@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from marks import rotating
 from safetensors import safe_open
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -201,8 +202,7 @@ def go_on_after_three(model: Path, kind: str, folder: Path) -> None:
     assert all(torch.allclose(one, expected[name], rtol=1e-6, atol=1e-8) for name, one in held(engine).items())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", rotating(KINDS, 1))
 def test_a_checkpoint_of_two_ranks_resumes_in_one_process_and_then_in_three(tiny_folder, tmp_path, kind):
     on_ranks(2, tmp_path, save_after_two, tiny_folder, kind, tmp_path / "two")
     assert manifest.verify(tmp_path / "two")["step"] == 2

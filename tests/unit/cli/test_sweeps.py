@@ -134,7 +134,7 @@ def test_a_sweeper_of_the_user_that_returns_nothing(monkeypatch):
     assert halving.read == [2.0, 1.0, 0.5]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_joblib_runs_a_sweep_in_processes():
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="hydra-joblib-launcher is not installed")
     words = [*SMALL["sft"], "recipe.steps=1", "checkpoint.final=false", "checkpoint.every=null", "hydra/launcher=joblib"]

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from cookbook.engine.head.fused_loss import FusedOutputLoss, LinearCrossEntropyLoss, hidden_states_of, without_logits
 from cookbook.engine.head.linear_logprobs import implementations, low_rank_of
@@ -226,6 +226,9 @@ def trained(model, tmp_path, accumulation, **options):
     for index in range(6 * accumulation):
         tokens = torch.randint(1, 97, (11,), generator=draw)
         rows.append({"input_ids": tokens, "labels": tokens.masked_fill(torch.arange(11) < 2 + index % 7, -100)})
+    # Its imports take two seconds, in every process that collects the tests.
+    from transformers import Trainer, TrainingArguments
+
     arguments = TrainingArguments(
         str(tmp_path),
         per_device_train_batch_size=2,

@@ -101,6 +101,7 @@ def test_syncs_of_a_micro_batch(family, monkeypatch):
         assert sum(transfers.of("upload").values()) == 5 * passes
 
 
+@pytest.mark.slow
 def test_syncs_of_a_decoded_token(monkeypatch):
     """The host waits once in a few tokens, for the number of rows that have ended."""
     _, model = models("llama")

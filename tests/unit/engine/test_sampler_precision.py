@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import servertools
 import torch
-from marks import rest_slow
+from forkedranks import forked_ranks  # noqa: F401 - a fixture
+from marks import rest_slow, rotating
 from runtools import SMALL, here, train  # noqa: F401 - here is a fixture
 
 from cookbook.backends.local import LocalConfig
@@ -63,7 +64,7 @@ def update(trainer, data: list[Datum], rate: float = 1e-4) -> None:
     trainer.optim_step(AdamParams(learning_rate=rate)).result()
 
 
-@pytest.mark.parametrize("options", rest_slow(MODES, fast=3), ids=str)
+@pytest.mark.parametrize("options", rest_slow(MODES), ids=str)
 def test_an_embedded_sampler_agrees_with_the_trainer_before_and_after_updates(make_trainer, options):
     trainer = make_trainer(name=SHIPPED, **options)
     rate = 1e-3 if "lora_rank" in options else 1e-4
@@ -79,7 +80,7 @@ def test_an_embedded_sampler_agrees_with_the_trainer_before_and_after_updates(ma
         update(trainer, data, rate)
 
 
-@pytest.mark.parametrize("options", rest_slow([{**AUTOCAST, "lora_rank": 4}, AUTOCAST]), ids=str)
+@pytest.mark.parametrize("options", rotating([{**AUTOCAST, "lora_rank": 4}, AUTOCAST], 1), ids=str)
 def test_a_remote_sampler_agrees_with_the_trainer(tmp_path, options):
     rank = options.get("lora_rank", 0)
     with servertools.running(SHIPPED, tmp_path / "server", backend=LocalConfig(autocast="bfloat16")) as server:
@@ -108,7 +109,7 @@ def test_a_sampler_of_merged_weights_agrees_with_the_trainer_of_the_adapter(make
     assert drift(data, scored(trainer, data)) < 1e-3
 
 
-@pytest.mark.parametrize("options", [AUTOCAST, HALF], ids=str)
+@pytest.mark.parametrize("options", rest_slow([AUTOCAST, HALF]), ids=str)
 def test_streams_prompts_and_references_have_the_precision_too(make_trainer, options):
     trainer = make_trainer(name=SHIPPED, **options)
     update(trainer, drawn(trainer.live_sampler(0).result()))
@@ -200,7 +201,7 @@ def test_a_model_that_needs_one_dtype_keeps_sums_of_bfloat16(make_engine, monkey
     engine.forward([Datum(ModelInput.from_ints([1, 2, 3]), {"target_tokens": [2, 3, 4]})])
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("here", "forked_ranks")
 @pytest.mark.parametrize("words", rest_slow([["backend.autocast=bfloat16"], ["backend.autocast=bfloat16", "backend.ranks=2"]]))
 def test_the_first_update_of_a_run_is_on_policy(words, caplog):
     Path("reward.py").write_text("def reward(completion, row):\n    return sum(map(ord, completion)) % 7 / 7\n")

@@ -371,6 +371,7 @@ def test_a_server_that_only_fails(serving, status):
     assert 9 <= len(web.asked) <= 12
 
 
+@pytest.mark.slow
 def test_a_server_that_only_hangs_or_is_gone(serving):
     sampler, web = serving({token: ["hangs"] * 99 for token in range(40, 46)})
     with pytest.raises(RolloutError, match=r"6 consecutive requests failed, the last with: .*no answer \(timed out\)"):

@@ -328,7 +328,11 @@ def test_workers_return_the_functions_results_in_any_order(judge, workers):
 @pytest.mark.parametrize(
     ("completion", "message"),
     [
-        ("hangs", "the reward has not returned after 3 s; fix the reward or row, or raise reward.timeout_s"),
+        pytest.param(
+            "hangs",
+            "the reward has not returned after 3 s; fix the reward or row, or raise reward.timeout_s",
+            marks=pytest.mark.slow,
+        ),
         ("raises", "the reward raised ZeroDivisionError: division by zero (my_file.py:8); fix the reward or row"),
         ("ends", "the reward ended its process (exit code 7); fix the reward or row"),
         ("None", "the reward returned NoneType, not a number; return one float"),

@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import re
 import resource
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -19,7 +16,7 @@ import httpx
 import pytest
 import servertools
 import uvicorn
-from places import ROOT
+from preloaded import COMMAND, Forked
 from waiting import WAIT_S, until
 
 from cookbook.server import connections
@@ -189,10 +186,10 @@ def test_more_idle_connections_than_the_server_may_open_files_keep_no_client_out
     if hard < NUM_IDLE + 200:
         pytest.skip("this process may not open as many files")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, NUM_IDLE + 200), hard))
-    command = f"ulimit -n {MAX_FILES}; exec {sys.executable} -m cookbook serve model.name={tiny_folder} server.port=0 out=out"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    limited = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({MAX_FILES}, {MAX_FILES})); {COMMAND}"
+    words = ["serve", f"model.name={tiny_folder}", "server.port=0", "out=out"]
     with (
-        subprocess.Popen(["bash", "-c", command], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as server,
+        Forked(*words, code=limited, cwd=tmp_path, errors="inherited") as server,
         contextlib.ExitStack() as ends,
     ):
         ends.callback(server.kill)
@@ -245,10 +242,7 @@ def test_warnings_that_clients_cause_repeatedly_are_counted(monkeypatch, caplog)
 
 @pytest.mark.slow
 def test_invalid_requests_fill_no_log(tiny_folder, tmp_path):
-    command = [sys.executable, "-m", "cookbook", "serve", f"model.name={tiny_folder}", "server.port=0", "out=out"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, **pipes) as server:
+    with Forked("serve", f"model.name={tiny_folder}", "server.port=0", "out=out", cwd=tmp_path) as server:
         try:
             port = int(re.search(r"http://127.0.0.1:(\d+)", server.stdout.readline())[1])
             for _ in range(50):

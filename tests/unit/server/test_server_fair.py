@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import signal
-import subprocess
-import sys
 import threading
 from types import SimpleNamespace
 
@@ -18,7 +15,7 @@ import servertools
 import tiny
 from fairness import LARGE, Client, held, is_idle
 from marks import rest_nightly
-from places import ROOT
+from preloaded import Forked
 from servertools import wait_until
 from waiting import WAIT_S
 
@@ -458,11 +455,9 @@ serve(ModelConfig(model), LocalConfig(), ServerConfig(port=int(port), names=["ti
 @pytest.mark.parametrize("kind", rest_nightly(["sample", "optim_step"]))
 def test_a_request_that_ends_the_process_fails_after_two_attempts(tiny_folder, tmp_path, kind):
     port = servertools.free_port()
-    command = [sys.executable, "-c", FATAL, str(tiny_folder), str(tmp_path / "out"), str(port)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
     def start():
-        server = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        server = Forked(str(tiny_folder), str(tmp_path / "out"), str(port), code=FATAL, errors="inherited")
         assert "serving" in server.stdout.readline()
         return server
 
@@ -538,13 +533,11 @@ def test_a_paused_request_that_ends_the_process_fails_and_the_one_that_ran_meanw
     from sessions import passing
 
     port = servertools.free_port()
-    command = [sys.executable, "-c", PAUSED, str(tiny_folder), str(tmp_path / "out"), str(port)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
     with contextlib.ExitStack() as ends:
 
         def start():
-            server = ends.enter_context(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+            arguments = (str(tiny_folder), str(tmp_path / "out"), str(port))
+            server = ends.enter_context(Forked(*arguments, code=PAUSED, errors="inherited"))
             ends.callback(server.kill)
             assert "serving" in server.stdout.readline()
             return server
@@ -594,13 +587,7 @@ def busy_server(tiny_folder, tmp_path, *, seconds, drain_s):
     code = FATAL.replace("end() if len(self.waiting) == 13", f"(time.sleep({seconds}), ())[1] if len(self.waiting) == 13")
     code = code.replace("names=", f"drain_s={drain_s}, names=")
     port = servertools.free_port()
-    server = subprocess.Popen(
-        [sys.executable, "-c", code, str(tiny_folder), str(tmp_path / "out"), str(port)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    server = Forked(str(tiny_folder), str(tmp_path / "out"), str(port), code=code)
     assert "serving" in server.stdout.readline()
     return server, Client(f"http://127.0.0.1:{port}")
 

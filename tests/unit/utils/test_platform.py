@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
-from pathlib import Path
 
+import preloaded
 import pytest
 
 from cookbook.utils import paths
@@ -52,22 +51,19 @@ builtins.open = io.open = no_proc
 import psutil
 psutil.virtual_memory = lambda: type("Memory", (), {"available": 8 << 30, "total": 16 << 30})()
 sys.platform = "darwin"
-sys.exit(cookbook.cli.app.run(sys.argv[1:]))
+for command in sys.argv[1:]:
+    if code := cookbook.cli.app.run(command.split()):
+        sys.exit(code)
 """
-
-
-def elsewhere(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", ELSEWHERE, *arguments], cwd=cwd, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.slow
 def test_a_run_trains_and_resumes_without_what_only_linux_has(tmp_path):
-    train = ("train", "recipe=grpo", "eval.limit=4", "recipe.prompts_per_step=2", "out=run", "checkpoint.every=1")
-    for steps in (1, 2):
-        done = elsewhere(*train, f"recipe.steps={steps}", cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
+    train = "train recipe=grpo eval.limit=4 recipe.prompts_per_step=2 out=run checkpoint.every=1 recipe.steps="
+    commands = [f"{train}1", f"{train}2", "weights list run"]
+    done = preloaded.run(*commands, code=ELSEWHERE, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")) == ["step-000001", "step-000002"]
-    assert elsewhere("weights", "list", "run", cwd=tmp_path).returncode == 0
 
 
 def test_vllm_servers_say_that_they_need_linux(monkeypatch):
