@@ -51,7 +51,7 @@ def train(run: Run) -> None:
         sampler = run.sync(step.index)
         groups = run.sample_groups(sampler, batches[step.index], cfg.group_size, step)
         # 2. Compute A_i. Groups whose rewards are all equal have no gradient and are left out.
-        advantages = group_advantages([group.rewards for group in groups], cfg.advantage)
+        advantages = group_advantages([group.rewards for group in groups], cfg.advantage, group_size=cfg.group_size)
         data = rollouts.datums(groups, advantages.tolist())
         # 3. Queue the backward pass, with reference logprobs if kl_beta > 0, and the optimizer step. step.log waits for both.
         gradient = run.forward_backward(data)

@@ -390,6 +390,8 @@ LOSSES = {
     "gspo": "cookbook.losses.gspo:GSPO",
     "cispo": "cookbook.losses.cispo:CISPO",
     "dro": "cookbook.losses.dro:DRO",
+    "sapo": "cookbook.losses.sapo:SAPO",
+    "dppo": "cookbook.losses.dppo:DPPO",
     "dpo": "cookbook.losses.dpo:DPO",
     "orpo": "cookbook.losses.orpo:ORPO",
 }

@@ -273,7 +273,8 @@ def planned_steps(typed: Settings, num_rows: int | None) -> int | None:
     recipe = asdict(typed.recipe)
     size, epochs, steps = batch_size(recipe), recipe.get("epochs", 1), recipe.get("steps")
     if num_rows and size is not None and epochs is not None:
-        batches = Batches(range(num_rows), size, epochs, typed.seed)
+        key = "recipe.batch_size" if "batch_size" in recipe else "recipe.prompts_per_step"
+        batches = Batches(range(num_rows), size, epochs, typed.seed, key=key)
         return len(batches) if steps is None and "epochs" in recipe else steps
     return steps
 

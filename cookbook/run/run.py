@@ -31,7 +31,7 @@ from cookbook.run.recorder import Recorder, Saver
 from cookbook.run.rollout_store import RolloutStore
 from cookbook.sampling import environments, rollouts
 from cookbook.sampling.evaluation import FINGERPRINT, Evaluation, answer_lengths
-from cookbook.sampling.prompt_queue import PromptQueue
+from cookbook.sampling.prompt_queue import PROMPTS_KEY, PromptQueue
 from cookbook.sampling.rollouts import PolicySampling, RolloutGroup
 from cookbook.types import Datum, ForwardBackwardOutput, JsonObject, OptimStepOutput
 from cookbook.utils.signals import Interrupted, InterruptGuard
@@ -173,13 +173,16 @@ class Run:
             return self._rows.stream(kind, lambda rows, reader: make(rows, **rest, reader=reader), self.renderer)
         return make(self._rows(which), **rest)
 
-    def batches(self, rows: Sequence[T], size: int, epochs: int = 1) -> Batches[T]:
-        """Return ``rows`` in the order of the run's seed, ``size`` at a time. A stream repeats as the steps need it."""
+    def batches(self, rows: Sequence[T], size: int, epochs: int = 1, key: str = "recipe.batch_size") -> Batches[T]:
+        """Return ``rows`` in the order of the run's seed, ``size`` at a time. A stream repeats as the steps need it.
+
+        ``key`` is the option that ``size`` comes from, for errors.
+        """
         if not isinstance(rows, RowStream):
-            return Batches(rows, size, epochs, self.seed, self.data.shuffle)
+            return Batches(rows, size, epochs, self.seed, self.data.shuffle, key)
         positions = self._origin.streams[len(self._streams) :][:1]
         resume = StreamResume(StreamPosition(**positions[0]), self._rows.identity.compare_stream) if positions else None
-        batches = StreamedBatches(rows, size, self.seed, resume)
+        batches = StreamedBatches(rows, size, self.seed, resume, key)
         self._streams.append(batches)
         return batches
 
@@ -194,9 +197,9 @@ class Run:
         if self._queue is not None:
             raise ConfigError("recipe: run.prompt_batches was called twice, and a checkpoint has one queue; join the prompts")
         if not self._needs_queue:
-            return self.batches(prompts, size)
+            return self.batches(prompts, size, key=PROMPTS_KEY)
         # Refuse empty data before the size of a step depends on their number.
-        self.batches(prompts, size)
+        self.batches(prompts, size, key=PROMPTS_KEY)
         self._queue = PromptQueue(prompts, size, self.seed, self.data)
         self._queue.restore(self._origin.queue, self.first_step)
         return self._queue

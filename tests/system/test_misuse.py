@@ -69,7 +69,7 @@ def copy_of_tiny(name: str, *without: str) -> Path:
             ("recipe.steps=0", "recipe.steps must be at least 1, got 0"),
             ("recipe.group_size=1", "recipe.group_size must be at least 2, got 1: a group of one has no spread"),
             ("recipe.advantage=zscor", "recipe.advantage: expected one of zscore, centered, rloo, maxrl, got 'zscor'"),
-            ("recipe.prompts_per_step=0", "recipe: batch size and epochs must be at least 1, got 0 and 1"),
+            ("recipe.prompts_per_step=0", "recipe.prompts_per_step must be at least 1, got 0"),
             ("eval.limit=0", "eval.limit must be at least 1, got 0; null takes all rows"),
             ("rollout.temperature=0", "rollout.temperature must be > 0, got 0.0: "),
             ("resume=null", "resume: expected text, got null"),

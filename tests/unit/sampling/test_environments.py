@@ -932,7 +932,7 @@ class Slow(Two):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", ["cispo", "dapo", "dr_grpo", "dro", "gspo", "importance_sampling", "ppo"])
+@pytest.mark.parametrize("loss", ["cispo", "dapo", "dppo", "dr_grpo", "dro", "gspo", "importance_sampling", "ppo", "sapo"])
 def test_every_loss_trains_in_an_environment(loss):
     write("two.py", TWO_TURNS)
     grpo = [word for word in SMALL["grpo"] if not word.startswith(("data", "reward"))]
