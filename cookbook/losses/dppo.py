@@ -29,9 +29,9 @@ class DPPO(PolicyLoss):
     kl          ``a log(a / b) + (1 - a) log((1 - a) / (1 - b))``
     ==========  ==========================================================
 
-    m is 0 if A > 0, b > a and D > ``threshold_high``, or if A <= 0, b < a and D > ``threshold_low``. PPO bounds the ratio instead,
-    which stops unlikely tokens after tiny changes of probability, and lets likely tokens change a lot. Tokens that move back
-    towards the sampler are always trained.
+    m is 0 if A > 0, b > a and D > ``threshold_high``, or if A <= 0, b < a and D > ``threshold_low``. PPO bounds the ratio
+    instead, which stops unlikely tokens after tiny changes of probability, and lets likely tokens change a lot. Tokens that
+    move back towards the sampler are always trained.
 
     Options:
         divergence: see above; of the sampled token alone, as the paper's binary approximation.
@@ -41,8 +41,8 @@ class DPPO(PolicyLoss):
     Metrics: ``loss/ratio_mean``, ``loss/clip_frac`` (tokens with m = 0), ``loss/divergence_mean`` (D),
     ``kl/sampler_trainer_k1``, ``_k3``.
 
-    Source: Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning", arXiv:2602.04879, the mask of DPPO and its
-    binary approximation.
+    Source: Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning", arXiv:2602.04879, the mask of DPPO
+    and its binary approximation.
     """
 
     name: ClassVar[str] = "dppo"

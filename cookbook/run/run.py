@@ -18,10 +18,10 @@ from cookbook.data.datum_table import Batches, Pairs
 from cookbook.data.stream import RowStream, StreamedBatches, StreamPosition, StreamResume
 from cookbook.errors import ConfigError, CookbookError
 from cookbook.futures import Future, done
-from cookbook.losses import LOSSES
+from cookbook.losses import LOSSES, CrossEntropy
 from cookbook.losses.base import Scope
 from cookbook.protocols import Reference, Sampler, Trainer
-from cookbook.run import diagnostics
+from cookbook.run import diagnostics, minibatches
 from cookbook.run.data import CachedReference, Split, SplitRows
 from cookbook.run.diagnostics import Health, TrackedCall, TrackedCalls
 from cookbook.run.folder import check_steps
@@ -74,6 +74,8 @@ class Origin:
     streams: Sequence[JsonObject] = ()
     # State of the queue of prompts.
     queue: JsonObject | None = None
+    # Parts of a batch of rollouts that are not trained yet.
+    minibatches: JsonObject | None = None
 
 
 class Run:
@@ -124,6 +126,8 @@ class Run:
         self._train_s, self._evaluated_step, self._has_warned = 0.0, self.first_step, False
         # Datums since the last optimizer step.
         self._accumulated: list[Datum] = []
+        # Parts of the last batch of rollouts that no step has trained yet. A checkpoint has them: no part is drawn again.
+        self.minibatches: list[list[Datum]] = minibatches.restored(origin.minibatches)
         # The step that the recipe is in.
         self._open: tuple[Step, Evaluate | None] | None = None
 
@@ -227,6 +231,22 @@ class Run:
         self.recorder.rollouts.trained(prepared, gradient)
         self._accumulated += prepared
         return gradient
+
+    def split(self, data: Sequence[Datum], updates: int) -> None:
+        """Set :attr:`minibatches` to ``updates`` parts of one batch of rollouts, each for an optimizer step of its own.
+
+        If there are several, and the loss reads ``old_logprobs``, the datums get them: the logprobs of the weights before the
+        first of these steps, from which the loss measures the ratio that it clips.
+        """
+        if updates > 1 and data and "old_logprobs" in self.loss.reads:
+            fields = ("target_tokens", "temperature")
+            rows = [
+                Datum(one.model_input, {key: one.loss_fn_inputs[key] for key in fields if key in one.loss_fn_inputs})
+                for one in data
+            ]
+            outputs = self.trainer.forward(rows, CrossEntropy.name).result().loss_fn_outputs
+            data = [one.with_inputs(old_logprobs=row["logprobs"]) for one, row in zip(data, outputs, strict=True)]
+        self.minibatches = minibatches.split(data, updates)
 
     def optim_step(self, step: Step) -> Future[OptimStepOutput]:
         """Update the weights, with this step's learning rate and the division that the loss declares."""
@@ -479,6 +499,7 @@ class Run:
             **({} if older is None else {"sampler_step": older.step}),
             **({"streams": [asdict(one.position) for one in self._streams]} if self._streams else {}),
             **({} if self._queue is None else {"prompts": self._queue.state()}),
+            **({"minibatches": minibatches.state(self.minibatches)} if self.minibatches else {}),
         }
         last = stop or now.steps == total
         self.saver.start(now, facts, older, last=last, complete=now.steps == total)

@@ -113,6 +113,7 @@ def settings(cfg: DictConfig, *, trains: bool = True) -> Settings:
     )
     typed.model = _with_dropout(typed.model, typed.data_kind)
     _check_recipe(cfg.recipe.name, typed, trains=trains)
+    _check_updates(typed)
     _check_streaming(typed)
     _check_optimizer(typed.backend, typed.optim)
     return typed
@@ -203,6 +204,16 @@ def _check_recipe(name: str, typed: Settings, *, trains: bool) -> None:
     if (loss.scope is Scope.pair) != (kind == "preferences"):
         pairs = "compares pairs" if loss.scope is Scope.pair else "does not compare pairs"
         raise ConfigError(f"loss: {what} {pairs}; choose another loss (cookbook list losses)")
+
+
+def _check_updates(typed: Settings) -> None:
+    """Raises ConfigError: weight syncs are due between the steps that sample, so that none of these would have new weights."""
+    updates, every = getattr(typed.recipe, "updates", 1), typed.weight_sync.every
+    if updates > 1 and every % updates and updates % every:
+        raise ConfigError(
+            f"weight_sync.every={every}: with recipe.updates={updates} only one step in {updates} samples; use a multiple of "
+            f"{updates}, or 1"
+        )
 
 
 def _check_teacher(typed: Settings) -> None:

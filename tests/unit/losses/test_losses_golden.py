@@ -358,7 +358,8 @@ def test_policy_loss_table(golden: dict[str, Any], dtype: torch.dtype) -> None:
                     assert gradients[0] == near([table[slopes][place]], golden, dtype), (slopes, advantage, ratio)
 
 
-# Made with Python's math module in float64, for a token that was sampled with probability exp(-1.5). Slopes are those of the logprob.
+# Made with Python's math module in float64, for a token that was sampled with probability exp(-1.5).
+# Slopes are those of the logprob.
 RATIOS = [0.5, 0.8, 1, 1.2, 1.5, 4]
 SOFT: dict[float, dict[str, list[float]]] = {
     1.0: {
