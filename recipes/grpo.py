@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from cookbook.errors import ConfigError
 from cookbook.run import Run
 from cookbook.sampling import rollouts
-from cookbook.sampling.advantages import Kind, group_advantages
+from cookbook.sampling.advantages import Kind
 from cookbook.sampling.evaluation import Evaluation
 
 DATA = "rollouts"  # the kind of data that this recipe trains on
@@ -58,8 +58,8 @@ def train(run: Run) -> None:
             sampler = run.sync(step.index)
             groups = run.sample_groups(sampler, batches[step.index // cfg.updates], cfg.group_size, step)
             # 2. Compute A_i. Groups whose rewards are all equal have no gradient and are left out.
-            advantages = group_advantages([group.rewards for group in groups], cfg.advantage, group_size=cfg.group_size)
-            run.split(rollouts.datums(groups, advantages.tolist()), cfg.updates)
+            advantages = rollouts.advantages(groups, cfg.advantage, cfg.group_size)
+            run.split(rollouts.datums(groups, advantages), cfg.updates)
         # 3. Queue the backward pass, with reference logprobs if kl_beta > 0, and the optimizer step. step.log waits for both.
         gradient = run.forward_backward(run.minibatches.pop(0))
         update = run.optim_step(step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Sequence
+from typing import Any, cast
 
 import numpy as np
 
@@ -30,7 +31,7 @@ def state(minibatches: Sequence[Sequence[Datum]]) -> JsonObject:
         arrays |= {f"{number}/{name}": tensor.array for name, tensor in datum.loss_fn_inputs.items()}
         rows.append([datum.where, datum.question] if isinstance(datum, RowDatum) else None)
     file = io.BytesIO()
-    np.savez_compressed(file, **arrays)
+    np.savez_compressed(file, **cast("dict[str, Any]", arrays))
     return {"sizes": [len(part) for part in minibatches], "rows": rows, "arrays": base64.b64encode(file.getvalue()).decode()}
 
 

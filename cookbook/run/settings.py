@@ -38,6 +38,7 @@ from cookbook.protocols import (
 from cookbook.run.hooks import Hook
 from cookbook.sampling.environments import EnvironmentConfig
 from cookbook.sampling.evaluation import EvalConfig
+from cookbook.sampling.rewards import Weighted
 from cookbook.sampling.rollouts import RolloutConfig
 
 
@@ -114,6 +115,7 @@ def settings(cfg: DictConfig, *, trains: bool = True) -> Settings:
     typed.model = _with_dropout(typed.model, typed.data_kind)
     _check_recipe(cfg.recipe.name, typed, trains=trains)
     _check_updates(typed)
+    _check_credit(typed)
     _check_streaming(typed)
     _check_optimizer(typed.backend, typed.optim)
     return typed
@@ -213,6 +215,22 @@ def _check_updates(typed: Settings) -> None:
         raise ConfigError(
             f"weight_sync.every={every}: with recipe.updates={updates} only one step in {updates} samples; use a multiple of "
             f"{updates}, or 1"
+        )
+
+
+def _check_credit(typed: Settings) -> None:
+    """Raises ConfigError: rewards that are normalized one by one, and an option that changes their sum."""
+    reward: object = typed.reward
+    if not isinstance(reward, Weighted) or reward.normalize is None or typed.data_kind != "rollouts":
+        return
+    if (kind := getattr(typed.recipe, "advantage", "zscore")) != "zscore":
+        raise ConfigError(f"recipe.advantage={kind}: reward.normalize=each divides by standard deviations; use zscore")
+    if typed.env is not None and typed.env.gamma is not None:
+        raise ConfigError("env.gamma: reward.normalize=each compares whole episodes; remove one of the two keys")
+    if typed.rollout.overlong is not None:
+        raise ConfigError(
+            "rollout.overlong: reward.normalize=each normalizes the rewards of reward.parts, and no penalty; give the length a "
+            "reward of its own, or remove the key"
         )
 
 
