@@ -31,7 +31,7 @@ _NAMES = {
     "cookbook.run.hooks": "Hook",
     "cookbook.run.result": "RunResult",
     "cookbook.cli.hydra.python_api": "train",
-    "cookbook.losses": "Loss CrossEntropy DFT GRPO GSPO ImportanceSampling PPO CISPO DRO SAPO DPPO DPO ORPO",
+    "cookbook.losses": "Loss CrossEntropy DFT GRPO GSPO ImportanceSampling PPO CISPO DRO SAPO DPPO DPO ORPO KTO",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 # `types` is the module itself, as programs written for Tinker say `types.Datum`.
@@ -69,6 +69,7 @@ if TYPE_CHECKING:
         DRO,
         GRPO,
         GSPO,
+        KTO,
         ORPO,
         PPO,
         SAPO,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from cookbook.losses.grpo import GRPO
     from cookbook.losses.gspo import GSPO
     from cookbook.losses.importance_sampling import ImportanceSampling
+    from cookbook.losses.kto import KTO
     from cookbook.losses.orpo import ORPO
     from cookbook.losses.ppo import PPO
     from cookbook.losses.sapo import SAPO
@@ -29,6 +30,7 @@ __all__ = [
     "DRO",
     "GRPO",
     "GSPO",
+    "KTO",
     "LOSSES",
     "ORPO",
     "PPO",

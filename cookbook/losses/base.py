@@ -394,6 +394,7 @@ LOSSES = {
     "dppo": "cookbook.losses.dppo:DPPO",
     "dpo": "cookbook.losses.dpo:DPO",
     "orpo": "cookbook.losses.orpo:ORPO",
+    "kto": "cookbook.losses.kto:KTO",
 }
 """Every built-in loss: name -> ``module:Class``."""
 

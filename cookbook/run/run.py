@@ -162,6 +162,14 @@ class Run:
 
         return self._made(which, "preferences", pairs)
 
+    def labelled(self, which: Split) -> Sequence[Datum]:
+        """Return the ``train`` or ``eval`` rows as answers with ``labels``: 1 for a desirable answer, -1 for another."""
+        return self._made(which, "labels", datums.label_datums)
+
+    def mismatched(self, data: Sequence[Datum]) -> list[Datum]:
+        """Return the prompts of ``data`` with answers of other rows, whose ``labels`` are 0."""
+        return datums.mismatched(data, self.data.max_length or self.renderer.max_length)
+
     def prompts(self, which: Split) -> Sequence[RenderedPrompt]:
         """Return the ``train`` or ``eval`` rows as prompts that leave space for a completion in the context."""
         if (environment := self._rows.settings.env) is not None:

@@ -133,7 +133,7 @@ def pin_model(cfg: DictConfig) -> None:
 
 
 # Kinds of data whose losses compare log-probabilities of two passes, which dropout would make unequal.
-WITHOUT_DROPOUT = ("preferences", "rollouts")
+WITHOUT_DROPOUT = ("preferences", "labels", "rollouts")
 
 
 def _with_dropout(model: ModelConfig, kind: str | None) -> ModelConfig:
@@ -183,6 +183,7 @@ def preflight(typed: Settings, *parts: object) -> None:
 PROVIDES = {
     "conversations": {"target_tokens", "weights"},
     "preferences": {"target_tokens", "weights", "reference_logprobs"},
+    "labels": {"target_tokens", "weights", "labels", "reference_logprobs"},
     "rollouts": {"target_tokens", "weights", "advantages", "sampling_logprobs", "reference_logprobs"},
 }
 
@@ -203,6 +204,10 @@ def _check_recipe(name: str, typed: Settings, *, trains: bool) -> None:
     what = f"recipe={name} trains on {kind}, and {type(loss).__name__}"
     if missing := sorted(loss.needs - PROVIDES[kind]):
         raise ConfigError(f"loss: {what} needs {', '.join(missing)}; choose another loss (cookbook list losses)")
+    if kind == "labels" and "labels" not in loss.needs | loss.reads:
+        raise ConfigError(
+            f"loss: {what} reads no labels, so it would learn undesirable answers; choose another loss, such as kto"
+        )
     if (loss.scope is Scope.pair) != (kind == "preferences"):
         pairs = "compares pairs" if loss.scope is Scope.pair else "does not compare pairs"
         raise ConfigError(f"loss: {what} {pairs}; choose another loss (cookbook list losses)")

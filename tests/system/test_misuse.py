@@ -102,7 +102,7 @@ def copy_of_tiny(name: str, *without: str) -> Path:
                     "optim.lrr=1",
                     "unknown key 'optim.lrr'. Did you mean 'optim.lr'? (cookbook train --cfg job prints every key)",
                 ),
-                ("recipe=grop", "unknown recipe 'grop'. Did you mean 'grpo'? (choices: distill, dpo, grpo, orpo, sft)"),
+                ("recipe=grop", "unknown recipe 'grop'. Did you mean 'grpo'? (choices: distill, dpo, grpo, kto, orpo, sft)"),
                 ("loss._target_=cookbook.losses.GPRO", "loss._target_: 'cookbook.losses' has no 'GPRO'. Did you mean 'GRPO'?"),
                 ("optim.lr=fast", "optim.lr: expected a number, got 'fast'"),
                 ("recipe=sft recipe.steps=0", "recipe.steps must be at least 1, got 0"),

@@ -414,7 +414,7 @@ def test_targets_are_asked_for_before_anything_runs() -> None:
 
 def test_a_reference_is_needed_where_one_is_read() -> None:
     needing = {name for name in EVERY if get_loss(name).needs_reference}
-    assert needing == {"dpo", "grpo"}
+    assert needing == {"dpo", "grpo", "kto"}
     for loss in (GRPO(kl_beta=0.0), DPO(variant="simpo"), DPO(reference_free=True)):
         assert not loss.needs_reference
         data, logprobs = random_batch(rng())

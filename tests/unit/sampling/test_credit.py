@@ -186,7 +186,10 @@ def test_rewards_of_tokens_reach_the_tokens():
 
 
 def test_a_list_of_one_number_is_the_reward_of_the_only_turn():
-    lists, numbers = scored(lambda completion: [len(completion)], ["ab", "a"]), scored(lambda completion: len(completion), ["ab", "a"])
+    lists, numbers = (
+        scored(lambda completion: [len(completion)], ["ab", "a"]),
+        scored(lambda completion: len(completion), ["ab", "a"]),
+    )
     assert rollouts.advantages(lists, "zscore", 2)[0] == [
         [pytest.approx(one)] for one in rollouts.advantages(numbers, "zscore", 2)[0]
     ]
@@ -261,7 +264,9 @@ def test_rewards_that_differ_in_scale_keep_their_order_and_ties_are_exact():
 
 def test_a_group_uses_the_weights_of_its_rewards():
     parts = {"letters": lambda completion: completion.count("a"), "length": lambda completion: len(completion)}
-    reward = Weighted({**parts, "logged": lambda completion: 9.0}, {"letters": 1.0, "length": -1.0, "logged": 0.0}, normalize="each")
+    reward = Weighted(
+        {**parts, "logged": lambda completion: 9.0}, {"letters": 1.0, "length": -1.0, "logged": 0.0}, normalize="each"
+    )
     groups = scored(reward, ["ab", "aa", "b"])
     assert groups[0].normalized == {"letters": 1.0, "length": -1.0}
     [found] = rollouts.advantages(groups, "zscore", 3)
