@@ -31,7 +31,7 @@ _NAMES = {
     "cookbook.run.hooks": "Hook",
     "cookbook.run.result": "RunResult",
     "cookbook.cli.hydra.python_api": "train",
-    "cookbook.losses": "Loss CrossEntropy DFT GRPO GSPO ImportanceSampling PPO CISPO DRO DPO ORPO",
+    "cookbook.losses": "Loss CrossEntropy DFT GRPO GSPO ImportanceSampling PPO CISPO DRO SAPO DPPO DPO ORPO KTO",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 # `types` is the module itself, as programs written for Tinker say `types.Datum`.
@@ -61,7 +61,22 @@ if TYPE_CHECKING:
     from cookbook.jobs.manager import TrainerJobConfig, TrainerJobManager
     from cookbook.jobs.ray import RayJob
     from cookbook.jobs.slurm import SlurmJob
-    from cookbook.losses import CISPO, DFT, DPO, DRO, GRPO, GSPO, ORPO, PPO, CrossEntropy, ImportanceSampling, Loss
+    from cookbook.losses import (
+        CISPO,
+        DFT,
+        DPO,
+        DPPO,
+        DRO,
+        GRPO,
+        GSPO,
+        KTO,
+        ORPO,
+        PPO,
+        SAPO,
+        CrossEntropy,
+        ImportanceSampling,
+        Loss,
+    )
     from cookbook.protocols import WeightSyncer
     from cookbook.run.hooks import Hook
     from cookbook.run.result import RunResult

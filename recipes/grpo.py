@@ -8,7 +8,9 @@ answers to its prompt. The loss sums over all tokens t; the logprobs are p (trai
     L   = sum_t [ max(-r_t A_i, -clip(r_t, 1 - clip_low, 1 + clip_high) A_i) + kl_beta KL_t ]
 
 ``optim_step`` divides by N, the tokens of the step that have a gradient (``loss.normalization=num_loss_tokens``), then clips.
-All tokens weigh the same in long and short answers, and in any micro-batch. Options and metrics: ``cookbook/losses/grpo.py``.
+All tokens weigh the same in long and short answers, and in any micro-batch. With ``recipe.updates`` above 1, r_t is measured
+from the logprobs before the first update with the same rollouts (``old_logprobs``). Options and metrics:
+``cookbook/losses/grpo.py``.
 Source: Shao et al., DeepSeekMath (arXiv:2402.03300), eq. 3 and 4; sum over tokens: Yu et al., DAPO (arXiv:2503.14476).
 """
 
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 from cookbook.errors import ConfigError
 from cookbook.run import Run
 from cookbook.sampling import rollouts
-from cookbook.sampling.advantages import Kind, group_advantages
+from cookbook.sampling.advantages import Kind
 from cookbook.sampling.evaluation import Evaluation
 
 DATA = "rollouts"  # the kind of data that this recipe trains on
@@ -32,8 +34,11 @@ class Config:
     prompts_per_step: int = 16
     group_size: int = 8
     advantage: Kind = "zscore"
+    updates: int = 1
 
     def __post_init__(self) -> None:
+        if self.updates < 1:
+            raise ConfigError(f"recipe.updates must be at least 1, got {self.updates}")
         if self.group_size < 2:
             raise ConfigError(f"recipe.group_size must be at least 2, got {self.group_size}: a group of one has no spread")
 
@@ -47,13 +52,15 @@ def train(run: Run) -> None:
         return run.evaluate_rewards(held_out, step)
 
     for step in run.steps(cfg.steps, evaluate):
-        # 1. Load the newest weights into the deployment, then sample and reward group_size completions of every prompt.
-        sampler = run.sync(step.index)
-        groups = run.sample_groups(sampler, batches[step.index], cfg.group_size, step)
-        # 2. Compute A_i. Groups whose rewards are all equal have no gradient and are left out.
-        advantages = group_advantages([group.rewards for group in groups], cfg.advantage)
-        data = rollouts.datums(groups, advantages.tolist())
+        # With updates > 1, several steps use one batch of rollouts, a part each. The others have nothing to sample.
+        if not run.minibatches:
+            # 1. Load the newest weights into the deployment, then sample and reward group_size completions of every prompt.
+            sampler = run.sync(step.index)
+            groups = run.sample_groups(sampler, batches[step.index // cfg.updates], cfg.group_size, step)
+            # 2. Compute A_i. Groups whose rewards are all equal have no gradient and are left out.
+            advantages = rollouts.advantages(groups, cfg.advantage, cfg.group_size)
+            run.split(rollouts.datums(groups, advantages), cfg.updates)
         # 3. Queue the backward pass, with reference logprobs if kl_beta > 0, and the optimizer step. step.log waits for both.
-        gradient = run.forward_backward(data)
+        gradient = run.forward_backward(run.minibatches.pop(0))
         update = run.optim_step(step)
         step.log(gradient, update)

@@ -11,7 +11,7 @@ import numpy as np
 from cookbook.losses.base import ALIASES
 from cookbook.types import Array, Datum, ModelInput, TensorData
 
-USUAL = frozenset({"weights", "advantages", "sampling_logprobs", "logprobs", "old_logprobs", "reference_logprobs"})
+USUAL = frozenset({"weights", "advantages", "sampling_logprobs", "logprobs", "old_logprobs", "reference_logprobs", "labels"})
 """Inputs of the recipes' datums besides ``target_tokens``, under all names. Functions that declare nothing get all of them."""
 
 _CANONICAL = {alias: key for key, alias in ALIASES.items()}
@@ -94,6 +94,9 @@ def _values(key: str, rng: np.random.Generator, logprobs: Array) -> Array:
     length = len(logprobs)
     if key.endswith("logprobs"):
         return np.minimum(logprobs + rng.normal(0, 0.3, length), -1e-3)
+    if key == "labels":
+        # Without a draw, so that the other inputs do not depend on this one.
+        return np.full(length, (1.0, -1.0, 0.0)[int(-1e6 * logprobs[0]) % 3])
     if key == "advantages":
         return np.full(length, rng.normal())
     if key.endswith("low_threshold"):

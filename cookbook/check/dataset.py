@@ -17,6 +17,7 @@ from cookbook.data import (
     Row,
     RowDatum,
     conversation_datums,
+    label_datums,
     preference_datums,
     prompts,
 )
@@ -70,7 +71,7 @@ def survey(
     """Return the sequences that a recipe with data of this ``kind`` trains on, and the rejected rows.
 
     Args:
-        kind: ``conversations``, ``preferences`` or ``rollouts``, a recipe's ``DATA``.
+        kind: ``conversations``, ``preferences``, ``labels`` or ``rollouts``, a recipe's ``DATA``.
         max_tokens: of the completions of a rollout; ``key`` is their key, for errors.
         refusals: holds the rows that could not be read.
 
@@ -85,7 +86,8 @@ def survey(
         sequences = [WeightedSequence(one.row.where, one.tokens, np.zeros(len(one.tokens))) for one in rendered]
     else:
         pairs = kind == "preferences"
-        datums = (preference_datums if pairs else conversation_datums)(rows, renderer, config, refusals)
+        make = {"preferences": preference_datums, "labels": label_datums}.get(kind, conversation_datums)
+        datums = make(rows, renderer, config, refusals)
         sides = ["chosen", "rejected"] if pairs else [""]
         sequences = [_sequence(one, side) for one, side in zip(datums, itertools.cycle(sides), strict=False)]
         used = {one.where for one in sequences}

@@ -338,6 +338,26 @@ def plan(overrides: Overrides = None) -> None:
     bridge.run(bridge.ComposeRequest(overrides or ()), planning.run)
 
 
+@app.command()
+def calibrate(
+    overrides: Overrides = None,
+    prompts: Annotated[int, typer.Option(help="Prompts to sample.")] = 32,
+    completions: Annotated[int, typer.Option(help="Completions of a prompt.")] = 8,
+    price: Annotated[float | None, typer.Option(help="Price of an hour of this machine, for the cost of the run.")] = None,
+) -> None:
+    """Sample some prompts, make one step, and say what to change before a run of reinforcement learning.
+
+    \b
+      cookbook calibrate recipe=grpo model=./m data=rows.jsonl reward=number --price 2.5
+    """
+    with importing():
+        from cookbook.cli import calibrate as calibrating
+        from cookbook.cli.hydra import bridge
+
+    request = bridge.ComposeRequest(overrides or ())
+    bridge.run(request, lambda cfg, typed: calibrating.run(cfg, typed, prompts, completions, price))
+
+
 for group in (subcommands.check, subcommands.weights, subcommands.deployments, subcommands.jobs, subcommands.cache):
     app.add_typer(group)
 

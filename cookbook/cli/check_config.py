@@ -188,7 +188,9 @@ def _steps(recipe: JsonObject, rows: int | None) -> str:
     """Describe the steps from the recipe's keys, under the names that the packaged recipes use."""
     size, epochs, steps = recipe.get("batch_size"), recipe.get("epochs"), recipe.get("steps")
     if prompts := recipe.get("prompts_per_step"):
-        return f"{steps}, of {prompts} prompts with {recipe.get('group_size')} completions each"
+        batch = f"{prompts} prompts with {recipe.get('group_size')} completions each"
+        updates = recipe.get("updates", 1)
+        return f"{steps}, of {batch}" if updates == 1 else f"{steps}, {updates} for each batch of {batch}"
     if steps:
         return f"{steps}" + (f", of {size} rows" if size else "")
     if size and epochs and rows:

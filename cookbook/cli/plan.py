@@ -182,7 +182,8 @@ def _shape(typed: Settings, name: str) -> StepShape:
         lengths = [len(one.tokens) + completion for one in counts.sequences]
         basis = f" of the first {len(rows):,} rows" if data.streaming else ""
     lengths.sort(reverse=True)
-    count *= 2 if kind == "preferences" else 1
+    # Pairs have two sides, and every labelled answer also stands after another prompt.
+    count *= 2 if kind in ("preferences", "labels") else 1
     group, longest = recipe.get("group_size") or 1, lengths[:count]
     # Only the longest completion is the same for all rows; that of an episode has several parts.
     completion = typed.rollout.max_tokens if kind == "rollouts" and typed.env is None and _shares(typed) else 0

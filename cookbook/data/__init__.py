@@ -1,6 +1,6 @@
 """Rows of datasets in common formats, rendered to tokens with training weights."""
 
-from cookbook.data.datums import RenderedPrompt, RowDatum, conversation_datums, preference_datums, prompts
+from cookbook.data.datums import RenderedPrompt, RowDatum, conversation_datums, label_datums, preference_datums, prompts
 from cookbook.data.render import Renderer
 from cookbook.data.rows import Columns, Curriculum, DataConfig, RejectedRow, RejectedRows, Row
 from cookbook.data.source import load_rows
@@ -17,6 +17,7 @@ __all__ = [
     "RowDatum",
     "conversation_datums",
     "load_rows",
+    "label_datums",
     "preference_datums",
     "prompts",
 ]

@@ -184,17 +184,27 @@ def places(rows: Sequence[Row]) -> Callable[[int], str]:
     return [row.where for row in rows].__getitem__
 
 
+def check_size(size: int, key: str) -> None:
+    """Raise ConfigError unless a step has at least one row; ``key`` is the option with their number."""
+    if size < 1:
+        raise ConfigError(f"{key} must be at least 1, got {size}")
+
+
 class Batches(Generic[T]):
     """Rows in a seeded order, ``size`` at a time. ``batches[i]`` is a pure function, so resuming needs no iterator state.
 
     An epoch's last batch may be smaller; no row is dropped. Indices may exceed ``len``: every epoch has an order of its own.
+    ``key`` is the option that ``size`` comes from, for errors.
     """
 
-    def __init__(self, rows: Sequence[T], size: int, epochs: int, seed: int, shuffle: bool = True) -> None:
+    def __init__(
+        self, rows: Sequence[T], size: int, epochs: int, seed: int, shuffle: bool = True, key: str = "recipe.batch_size"
+    ) -> None:
         if not rows:
             raise ConfigError("data: there is no row to train on; look at data.path, data.limit and data.on_empty")
-        if size < 1 or epochs < 1:
-            raise ConfigError(f"recipe: batch size and epochs must be at least 1, got {size} and {epochs}")
+        check_size(size, key)
+        if epochs < 1:
+            raise ConfigError(f"recipe.epochs must be at least 1, got {epochs}")
         self._rows = rows
         self._size = size
         self._seed = seed

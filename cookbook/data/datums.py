@@ -21,6 +21,7 @@ from cookbook.data.formats import (
     Preference,
     RowReader,
     conversation_reader,
+    label_reader,
     preference_reader,
     prompt_reader,
     question_of,
@@ -31,8 +32,18 @@ from cookbook.data.row_table import RowTable
 from cookbook.data.rows import DataConfig, EmptyRowError, Policy, RejectedRows, Row
 from cookbook.data.source import first_rows
 from cookbook.errors import ConfigError, DataError
+from cookbook.types import Datum, datum_from_tokens_weights
 
-__all__ = ["RenderedPrompt", "RowDatum", "check_columns", "conversation_datums", "preference_datums", "prompts"]
+__all__ = [
+    "RenderedPrompt",
+    "RowDatum",
+    "check_columns",
+    "conversation_datums",
+    "label_datums",
+    "mismatched",
+    "preference_datums",
+    "prompts",
+]
 
 T = TypeVar("T")
 # Texts per call of the tokenizer: enough for its threads, with offsets that need little memory.
@@ -140,6 +151,74 @@ def preference_datums(
     return _datums("preferences", rows, sieve, steps)
 
 
+def label_datums(
+    rows: Sequence[Row],
+    renderer: Renderer,
+    config: DataConfig,
+    refusals: RejectedRows | None = None,
+    reader: RowReader[Any] | None = None,
+) -> Sequence[RowDatum]:
+    """Return one datum per labelled answer; weights are 1 on the answer and 0 on the prompt. A pair has two answers.
+
+    Every token has the answer's label in ``labels``: 1 if it is desirable, else -1.
+
+    Args:
+        refusals, reader: as of :func:`conversation_datums`.
+
+    Raises:
+        DataError: as :func:`conversation_datums`.
+    """
+    sieve = _RowFilter(config, renderer, len(rows), refusals, reader)
+
+    def keep(index: int, row: Row, answers: Any, parts: Sequence[tuple[Example, Rendered | None]]) -> Iterator[EncodedRow]:
+        for one, (example, rendered) in zip(answers, parts, strict=True):
+            if (fit := sieve.fit(rendered, row.where)) is not None:
+                # The table has no column for labels: undesirable answers have negative weights in it.
+                yield EncodedRow(index, example.question, fit.tokens, fit.weights if one.desirable else -fit.weights)
+
+    steps = _Steps(
+        label_reader,
+        lambda answers: [one.example for one in answers],
+        lambda examples: renderer.render(examples, empty_reasoning=config.train_empty_reasoning),
+        keep,
+    )
+    place = datum_table.places(rows)
+
+    def make(one: EncodedRow) -> RowDatum:
+        datum = one.datum(place(one.row))
+        weights = datum.loss_fn_inputs["weights"].array
+        label = -1.0 if (weights < 0).any() else 1.0
+        return datum.with_inputs(weights=np.abs(weights), labels=np.full(len(weights), label, np.float32))
+
+    return sieve.kept("labels", rows, sieve.encode(rows, steps), datum_table.DATUMS, make)
+
+
+def mismatched(data: Sequence[Datum], max_length: int | None) -> list[Datum]:
+    """Return every prompt of ``data`` with the answer of the datum before it; the first has the answer of the last.
+
+    The answer of a datum begins at its first token with a weight. ``labels`` are 0. Sequences longer than ``max_length`` tokens
+    are cut off. A single datum has no answer of another, so the result is empty.
+
+    Source: the estimate of the divergence in arXiv:2402.01306, section 4.1, with the rotation of its code and of TRL.
+    """
+    if len(data) < 2:
+        return []
+    halves = []
+    for datum in data:
+        tokens = [*datum.model_input.to_ints(), int(datum.loss_fn_inputs["target_tokens"].array[-1])]
+        # Target t is token t + 1.
+        start = int(np.flatnonzero(datum.loss_fn_inputs["weights"].array)[0]) + 1
+        halves.append((tokens[:start], tokens[start:]))
+    found = []
+    for index, (prompt, _) in enumerate(halves):
+        answer = halves[index - 1][1]
+        # At least one token of the answer remains.
+        prompt = prompt if max_length is None else prompt[: max_length - 1]
+        one = datum_from_tokens_weights([*prompt, *answer], [0.0] * len(prompt) + [1.0] * len(answer), max_length)
+        found.append(one.with_inputs(labels=np.zeros(one.model_input.length, np.float32)))
+    return found
+
+
 def prompts(
     rows: Sequence[Row],
     renderer: Renderer,
@@ -223,12 +302,13 @@ def _with_num_bytes(encoded: Iterator[EncodedRow], renderer: Renderer) -> Iterat
 _READERS: Mapping[str, Reader[Any]] = {
     "conversations": conversation_reader,
     "preferences": preference_reader,
+    "labels": label_reader,
     "rollouts": prompt_reader,
 }
 
 
 def check_columns(kind: str, rows: Sequence[Row], config: DataConfig) -> None:
-    """Check that the rows have the columns of ``conversations``, ``preferences`` or ``rollouts``, a recipe's ``DATA``.
+    """Check that the rows have the columns of a kind of data, a recipe's ``DATA``: ``conversations``, ``labels``, ...
 
     Raises:
         DataError: a column is missing.

@@ -88,6 +88,14 @@ class Preference:
 
 
 @dataclass(frozen=True)
+class Labelled:
+    """An answer, and whether it is desirable."""
+
+    example: Example
+    desirable: bool
+
+
+@dataclass(frozen=True)
 class RowFormat(Generic[T]):
     """A format of rows. ``roles`` are the columns that it reads; None: rewards read all columns."""
 
@@ -137,6 +145,11 @@ def conversation_reader(first: Row, config: DataConfig) -> RowReader[Example]:
     return RowReader(_conversation_format, first, config)
 
 
+def label_reader(first: Row, config: DataConfig) -> RowReader[Sequence[Labelled]]:
+    """Return the reader for a dataset of labelled answers that begins with ``first``; a pair is two of them."""
+    return RowReader(_label_format, first, config)
+
+
 def preference_reader(first: Row, config: DataConfig) -> RowReader[Preference]:
     """Return the reader for a preference dataset that begins with ``first``."""
     return RowReader(_preference_format, first, config)
@@ -164,6 +177,25 @@ def _preference_format(first: Row, config: DataConfig) -> RowFormat[Preference]:
     cells = RowView(first, config)
     has_instruction = cells.has("instruction") and not cells.has("prompt")
     return RowFormat(_preference, (*NEEDS[name], *(("instruction", "input") if has_instruction else ("prompt",))))
+
+
+def _label_format(first: Row, config: DataConfig) -> RowFormat[Sequence[Labelled]]:
+    needs = {name: (*NEEDS[name], "label") for name in ("prompt_completion", "messages", "alpaca")}
+    name = detect(first, config, ("preference", *needs), {**NEEDS, **needs})
+    if name == "preference":
+        pairs = _preference_format(first, config)
+
+        def both(cells: RowView) -> Sequence[Labelled]:
+            pair = pairs.read(cells)
+            return Labelled(pair.chosen, True), Labelled(pair.rejected, False)
+
+        return RowFormat(both, pairs.roles)
+    read: Mapping[str, Callable[[RowView], Example]] = {
+        "messages": _last_answer,
+        "prompt_completion": lambda cells: _answered(cells, "completion"),
+        "alpaca": lambda cells: _instructed(cells, "output"),
+    }
+    return RowFormat(lambda cells: [Labelled(read[name](cells), cells.desirable())], (*needs[name], *OPTIONAL[name]))
 
 
 def _prompt_format(first: Row, config: DataConfig) -> RowFormat[Example]:
@@ -221,9 +253,8 @@ def _remedy(row: Row, cells: RowView, accepted: Sequence[str]) -> str:
     """Return the remedy: a recipe that reads the row's columns, or keys that name the columns."""
     name = next((name for name in RECIPES if name not in accepted and all(map(cells.has, NEEDS[name]))), None)
     if name and cells.has_label():
-        label = f'"{cells.column("label")}" is that of KTO, which cookbook does not train'
-        pairs = "write chosen and rejected answers of each prompt as one row"
-        return f"{label}; {pairs}, or train on the answers with true or 1: {RECIPES[name]} data.on_empty=skip"
+        label = f'"{cells.column("label")}" is that of KTO'
+        return f"{label}: recipe=kto, or train on the answers with true or 1: {RECIPES[name]} data.on_empty=skip"
     other = f"choose {RECIPES[name]}, or " if name else ""
     likely = "prompt_completion" if "prompt_completion" in accepted and len(row.values) > 1 else accepted[0]
     keys = " ".join(f"{cells.key}.columns.{role}=<column>" for role in NEEDS[likely] if not cells.has(role))
@@ -255,6 +286,14 @@ def _messages(cells: RowView) -> Chat:
         what = f'"{cells.column("messages")}" has no assistant turn' + (f", but {', '.join(unusual)}" if unusual else "")
         raise EmptyRowError(f"{cells.where}: {what}, so nothing would be trained on; {REMEDY}")
     return _with_system(Chat(cells.where, messages, tools=cells.tools()), cells)
+
+
+def _last_answer(cells: RowView) -> Chat:
+    """Read a conversation whose last message is the answer, and all before it the prompt."""
+    chat = _messages(cells)
+    if chat.messages[-1].role != "assistant":
+        raise EmptyRowError(f'{cells.where}: "{cells.column("messages")}" does not end with an answer; {REMEDY}')
+    return replace(chat, start=len(chat.messages) - 1)
 
 
 def _text(cells: RowView) -> Plain:

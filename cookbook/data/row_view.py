@@ -142,6 +142,15 @@ class RowView:
                 f"set data.on_empty=skip to train on the rows with {other}, or rename the column if it means something else"
             )
 
+    def desirable(self) -> bool:
+        """Return the label of KTO. Raise DataError if it is neither true, false, 1 nor 0."""
+        value = self.value("label")
+        if not self.has_label():
+            raise DataError(
+                f'{self.where}: "{self.column("label")}" must be true, false, 1 or 0, got {value!r}; fix or remove the row'
+            )
+        return self._label() in DESIRABLE
+
     def check_columns(self) -> None:
         """Raise DataError if a column holds images, sound or videos: the text would be trained without them."""
         for name, value in self.row.values.items():

@@ -18,7 +18,7 @@ from typing import Generic, NoReturn, TypeVar
 import numpy as np
 
 from cookbook import terminal
-from cookbook.data.datum_table import Batches
+from cookbook.data.datum_table import Batches, check_size
 from cookbook.data.render import Renderer
 from cookbook.data.rows import RejectedRows, Row
 from cookbook.errors import ConfigError, DataError
@@ -111,9 +111,15 @@ class StreamedBatches(Batches[T]):
     An epoch's last batch may be smaller. Every epoch reads the data again and has an order of its own.
     """
 
-    def __init__(self, stream: RowStream[T], size: int, seed: int, resume: StreamResume | None = None) -> None:
-        if size < 1:
-            raise ConfigError(f"recipe: the batch size must be at least 1, got {size}")
+    def __init__(
+        self,
+        stream: RowStream[T],
+        size: int,
+        seed: int,
+        resume: StreamResume | None = None,
+        key: str = "recipe.batch_size",
+    ) -> None:
+        check_size(size, key)
         # The number is unknown: no step is known to be in a later epoch.
         self.per_epoch = sys.maxsize
         self._stream = stream

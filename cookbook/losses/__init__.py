@@ -11,24 +11,30 @@ if TYPE_CHECKING:
     from cookbook.losses.cross_entropy import CrossEntropy
     from cookbook.losses.dft import DFT
     from cookbook.losses.dpo import DPO
+    from cookbook.losses.dppo import DPPO
     from cookbook.losses.dro import DRO
     from cookbook.losses.function import FunctionLoss, returns
     from cookbook.losses.grpo import GRPO
     from cookbook.losses.gspo import GSPO
     from cookbook.losses.importance_sampling import ImportanceSampling
+    from cookbook.losses.kto import KTO
     from cookbook.losses.orpo import ORPO
     from cookbook.losses.ppo import PPO
+    from cookbook.losses.sapo import SAPO
 
 __all__ = [
     "CISPO",
     "DFT",
     "DPO",
+    "DPPO",
     "DRO",
     "GRPO",
     "GSPO",
+    "KTO",
     "LOSSES",
     "ORPO",
     "PPO",
+    "SAPO",
     "CrossEntropy",
     "FunctionLoss",
     "ImportanceSampling",

@@ -390,8 +390,11 @@ LOSSES = {
     "gspo": "cookbook.losses.gspo:GSPO",
     "cispo": "cookbook.losses.cispo:CISPO",
     "dro": "cookbook.losses.dro:DRO",
+    "sapo": "cookbook.losses.sapo:SAPO",
+    "dppo": "cookbook.losses.dppo:DPPO",
     "dpo": "cookbook.losses.dpo:DPO",
     "orpo": "cookbook.losses.orpo:ORPO",
+    "kto": "cookbook.losses.kto:KTO",
 }
 """Every built-in loss: name -> ``module:Class``."""
 

@@ -306,7 +306,14 @@ def _resumed(
     # A branch off another run's checkpoint is a new run, whose counts begin at 0.
     is_branch = folder.resolve() not in checkpoint.resolve().parents
     health = Health(max_tokens) if is_branch else Health.restored(earlier.get("health"), max_tokens)
-    origin = Origin(Progress.of(facts), earlier.get("total_steps"), health, earlier.get("streams", ()), earlier.get("prompts"))
+    origin = Origin(
+        Progress.of(facts),
+        earlier.get("total_steps"),
+        health,
+        earlier.get("streams", ()),
+        earlier.get("prompts"),
+        earlier.get("minibatches"),
+    )
     return origin, sampler
 
 

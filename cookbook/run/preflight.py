@@ -60,7 +60,12 @@ LONGEST_ROWS = 500
 
 # Learning rates of full training that TRL 1.16 uses for models of hundreds of millions of parameters and more. An adapter takes
 # ten times as much: Schulman et al. 2025, "LoRA Without Regret".
-RATES = {"conversations": ("SFT", 2e-5), "preferences": ("preference training", 1e-6), "rollouts": ("RL", 1e-6)}
+RATES = {
+    "conversations": ("SFT", 2e-5),
+    "preferences": ("preference training", 1e-6),
+    "labels": ("preference training", 1e-6),
+    "rollouts": ("RL", 1e-6),
+}
 # The rate of the Fireworks cookbook.
 DISTILLATION = ("distillation", 1e-5)
 OF_ADAPTERS = 10.0
@@ -273,7 +278,8 @@ def planned_steps(typed: Settings, num_rows: int | None) -> int | None:
     recipe = asdict(typed.recipe)
     size, epochs, steps = batch_size(recipe), recipe.get("epochs", 1), recipe.get("steps")
     if num_rows and size is not None and epochs is not None:
-        batches = Batches(range(num_rows), size, epochs, typed.seed)
+        key = "recipe.batch_size" if "batch_size" in recipe else "recipe.prompts_per_step"
+        batches = Batches(range(num_rows), size, epochs, typed.seed, key=key)
         return len(batches) if steps is None and "epochs" in recipe else steps
     return steps
 
@@ -464,7 +470,7 @@ def _evaluation(typed: Settings, kind: str, counted: dict[Split, Counted]) -> It
 def _step_work(typed: Settings, kind: str, train: Counted, group_size: int) -> float:
     """Return the work of training on one row, in trained tokens."""
     if kind != "rollouts":
-        return train.mean_tokens * (2 if kind == "preferences" else 1)
+        return train.mean_tokens * (2 if kind in ("preferences", "labels") else 1)
     completion = typed.rollout.max_tokens
     sampling = READ * train.mean_tokens + completion
     return group_size * (sampling + train.mean_tokens + completion)
@@ -486,5 +492,5 @@ def _evaluation_work(typed: Settings, kind: str, held_out: Counted) -> float:
     answers = [one for one in held_out.answers if typed.reward is not None or one <= limit]
     share = _judges(typed, kind, held_out) * len(answers) / max(held_out.survey.num_rows, 1)
     sampled = min(float(np.mean(answers)), limit) if answers else 0.0
-    sides = 2 if kind == "preferences" else 1
+    sides = 2 if kind in ("preferences", "labels") else 1
     return held_out.num_rows * (sides * READ * mean + share * completions * (READ * mean + sampled))

@@ -18,10 +18,10 @@ from cookbook.data.datum_table import Batches, Pairs
 from cookbook.data.stream import RowStream, StreamedBatches, StreamPosition, StreamResume
 from cookbook.errors import ConfigError, CookbookError
 from cookbook.futures import Future, done
-from cookbook.losses import LOSSES
+from cookbook.losses import LOSSES, CrossEntropy
 from cookbook.losses.base import Scope
 from cookbook.protocols import Reference, Sampler, Trainer
-from cookbook.run import diagnostics
+from cookbook.run import diagnostics, minibatches
 from cookbook.run.data import CachedReference, Split, SplitRows
 from cookbook.run.diagnostics import Health, TrackedCall, TrackedCalls
 from cookbook.run.folder import check_steps
@@ -31,7 +31,7 @@ from cookbook.run.recorder import Recorder, Saver
 from cookbook.run.rollout_store import RolloutStore
 from cookbook.sampling import environments, rollouts
 from cookbook.sampling.evaluation import FINGERPRINT, Evaluation, answer_lengths
-from cookbook.sampling.prompt_queue import PromptQueue
+from cookbook.sampling.prompt_queue import PROMPTS_KEY, PromptQueue
 from cookbook.sampling.rollouts import PolicySampling, RolloutGroup
 from cookbook.types import Datum, ForwardBackwardOutput, JsonObject, OptimStepOutput
 from cookbook.utils.signals import Interrupted, InterruptGuard
@@ -74,6 +74,8 @@ class Origin:
     streams: Sequence[JsonObject] = ()
     # State of the queue of prompts.
     queue: JsonObject | None = None
+    # Parts of a batch of rollouts that are not trained yet.
+    minibatches: JsonObject | None = None
 
 
 class Run:
@@ -124,6 +126,8 @@ class Run:
         self._train_s, self._evaluated_step, self._has_warned = 0.0, self.first_step, False
         # Datums since the last optimizer step.
         self._accumulated: list[Datum] = []
+        # Parts of the last batch of rollouts that no step has trained yet. A checkpoint has them: no part is drawn again.
+        self.minibatches: list[list[Datum]] = minibatches.restored(origin.minibatches)
         # The step that the recipe is in.
         self._open: tuple[Step, Evaluate | None] | None = None
 
@@ -158,6 +162,14 @@ class Run:
 
         return self._made(which, "preferences", pairs)
 
+    def labelled(self, which: Split) -> Sequence[Datum]:
+        """Return the ``train`` or ``eval`` rows as answers with ``labels``: 1 for a desirable answer, -1 for another."""
+        return self._made(which, "labels", datums.label_datums)
+
+    def mismatched(self, data: Sequence[Datum]) -> list[Datum]:
+        """Return the prompts of ``data`` with answers of other rows, whose ``labels`` are 0."""
+        return datums.mismatched(data, self.data.max_length or self.renderer.max_length)
+
     def prompts(self, which: Split) -> Sequence[RenderedPrompt]:
         """Return the ``train`` or ``eval`` rows as prompts that leave space for a completion in the context."""
         if (environment := self._rows.settings.env) is not None:
@@ -173,13 +185,16 @@ class Run:
             return self._rows.stream(kind, lambda rows, reader: make(rows, **rest, reader=reader), self.renderer)
         return make(self._rows(which), **rest)
 
-    def batches(self, rows: Sequence[T], size: int, epochs: int = 1) -> Batches[T]:
-        """Return ``rows`` in the order of the run's seed, ``size`` at a time. A stream repeats as the steps need it."""
+    def batches(self, rows: Sequence[T], size: int, epochs: int = 1, key: str = "recipe.batch_size") -> Batches[T]:
+        """Return ``rows`` in the order of the run's seed, ``size`` at a time. A stream repeats as the steps need it.
+
+        ``key`` is the option that ``size`` comes from, for errors.
+        """
         if not isinstance(rows, RowStream):
-            return Batches(rows, size, epochs, self.seed, self.data.shuffle)
+            return Batches(rows, size, epochs, self.seed, self.data.shuffle, key)
         positions = self._origin.streams[len(self._streams) :][:1]
         resume = StreamResume(StreamPosition(**positions[0]), self._rows.identity.compare_stream) if positions else None
-        batches = StreamedBatches(rows, size, self.seed, resume)
+        batches = StreamedBatches(rows, size, self.seed, resume, key)
         self._streams.append(batches)
         return batches
 
@@ -194,9 +209,9 @@ class Run:
         if self._queue is not None:
             raise ConfigError("recipe: run.prompt_batches was called twice, and a checkpoint has one queue; join the prompts")
         if not self._needs_queue:
-            return self.batches(prompts, size)
+            return self.batches(prompts, size, key=PROMPTS_KEY)
         # Refuse empty data before the size of a step depends on their number.
-        self.batches(prompts, size)
+        self.batches(prompts, size, key=PROMPTS_KEY)
         self._queue = PromptQueue(prompts, size, self.seed, self.data)
         self._queue.restore(self._origin.queue, self.first_step)
         return self._queue
@@ -224,6 +239,22 @@ class Run:
         self.recorder.rollouts.trained(prepared, gradient)
         self._accumulated += prepared
         return gradient
+
+    def split(self, data: Sequence[Datum], updates: int) -> None:
+        """Set :attr:`minibatches` to ``updates`` parts of one batch of rollouts, each for an optimizer step of its own.
+
+        If there are several, and the loss reads ``old_logprobs``, the datums get them: the logprobs of the weights before the
+        first of these steps, from which the loss measures the ratio that it clips.
+        """
+        if updates > 1 and data and "old_logprobs" in self.loss.reads:
+            fields = ("target_tokens", "temperature")
+            rows = [
+                Datum(one.model_input, {key: one.loss_fn_inputs[key] for key in fields if key in one.loss_fn_inputs})
+                for one in data
+            ]
+            outputs = self.trainer.forward(rows, CrossEntropy.name).result().loss_fn_outputs
+            data = [one.with_inputs(old_logprobs=row["logprobs"]) for one, row in zip(data, outputs, strict=True)]
+        self.minibatches = minibatches.split(data, updates)
 
     def optim_step(self, step: Step) -> Future[OptimStepOutput]:
         """Update the weights, with this step's learning rate and the division that the loss declares."""
@@ -476,6 +507,7 @@ class Run:
             **({} if older is None else {"sampler_step": older.step}),
             **({"streams": [asdict(one.position) for one in self._streams]} if self._streams else {}),
             **({} if self._queue is None else {"prompts": self._queue.state()}),
+            **({"minibatches": minibatches.state(self.minibatches)} if self.minibatches else {}),
         }
         last = stop or now.steps == total
         self.saver.start(now, facts, older, last=last, complete=now.steps == total)

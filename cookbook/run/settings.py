@@ -38,6 +38,7 @@ from cookbook.protocols import (
 from cookbook.run.hooks import Hook
 from cookbook.sampling.environments import EnvironmentConfig
 from cookbook.sampling.evaluation import EvalConfig
+from cookbook.sampling.rewards import Weighted
 from cookbook.sampling.rollouts import RolloutConfig
 
 
@@ -115,6 +116,8 @@ def settings(cfg: DictConfig, *, trains: bool = True) -> Settings:
     _check_recipe(cfg.recipe.name, typed, trains=trains)
     if trains:
         check_trainable(typed.model)
+    _check_updates(typed)
+    _check_credit(typed)
     _check_streaming(typed)
     _check_optimizer(typed.backend, typed.optim)
     return typed
@@ -132,7 +135,7 @@ def pin_model(cfg: DictConfig) -> None:
 
 
 # Kinds of data whose losses compare log-probabilities of two passes, which dropout would make unequal.
-WITHOUT_DROPOUT = ("preferences", "rollouts")
+WITHOUT_DROPOUT = ("preferences", "labels", "rollouts")
 
 
 def _with_dropout(model: ModelConfig, kind: str | None) -> ModelConfig:
@@ -182,6 +185,7 @@ def preflight(typed: Settings, *parts: object) -> None:
 PROVIDES = {
     "conversations": {"target_tokens", "weights"},
     "preferences": {"target_tokens", "weights", "reference_logprobs"},
+    "labels": {"target_tokens", "weights", "labels", "reference_logprobs"},
     "rollouts": {"target_tokens", "weights", "advantages", "sampling_logprobs", "reference_logprobs"},
 }
 
@@ -202,9 +206,39 @@ def _check_recipe(name: str, typed: Settings, *, trains: bool) -> None:
     what = f"recipe={name} trains on {kind}, and {type(loss).__name__}"
     if missing := sorted(loss.needs - PROVIDES[kind]):
         raise ConfigError(f"loss: {what} needs {', '.join(missing)}; choose another loss (cookbook list losses)")
+    if kind == "labels" and "labels" not in loss.needs | loss.reads:
+        raise ConfigError(
+            f"loss: {what} reads no labels, so it would learn undesirable answers; choose another loss, such as kto"
+        )
     if (loss.scope is Scope.pair) != (kind == "preferences"):
         pairs = "compares pairs" if loss.scope is Scope.pair else "does not compare pairs"
         raise ConfigError(f"loss: {what} {pairs}; choose another loss (cookbook list losses)")
+
+
+def _check_updates(typed: Settings) -> None:
+    """Raises ConfigError: weight syncs are due between the steps that sample, so that none of these would have new weights."""
+    updates, every = getattr(typed.recipe, "updates", 1), typed.weight_sync.every
+    if updates > 1 and every % updates and updates % every:
+        raise ConfigError(
+            f"weight_sync.every={every}: with recipe.updates={updates} only one step in {updates} samples; use a multiple of "
+            f"{updates}, or 1"
+        )
+
+
+def _check_credit(typed: Settings) -> None:
+    """Raises ConfigError: rewards that are normalized one by one, and an option that changes their sum."""
+    reward: object = typed.reward
+    if not isinstance(reward, Weighted) or reward.normalize is None or typed.data_kind != "rollouts":
+        return
+    if (kind := getattr(typed.recipe, "advantage", "zscore")) != "zscore":
+        raise ConfigError(f"recipe.advantage={kind}: reward.normalize=each divides by standard deviations; use zscore")
+    if typed.env is not None and typed.env.gamma is not None:
+        raise ConfigError("env.gamma: reward.normalize=each compares whole episodes; remove one of the two keys")
+    if typed.rollout.overlong is not None:
+        raise ConfigError(
+            "rollout.overlong: reward.normalize=each normalizes the rewards of reward.parts, and no penalty; give the length a "
+            "reward of its own, or remove the key"
+        )
 
 
 def _check_teacher(typed: Settings) -> None:

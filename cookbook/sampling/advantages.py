@@ -21,7 +21,9 @@ _NOISE_ULPS = 256
 _LARGE = 1e100
 
 
-def group_advantages(rewards: Rewards, kind: Kind = "zscore", eps: float = 1e-6) -> npt.NDArray[Any]:
+def group_advantages(
+    rewards: Rewards, kind: Kind = "zscore", eps: float = 1e-6, group_size: int | None = None
+) -> npt.NDArray[Any]:
     """Return each reward minus its group's mean, and by default divided by the group's standard deviation.
 
     Args:
@@ -32,6 +34,8 @@ def group_advantages(rewards: Rewards, kind: Kind = "zscore", eps: float = 1e-6)
             minus the mean of the other rewards, which is ``G / (G - 1)`` times the centered one, and unbiased. ``maxrl``:
             ``(r - mean) / (mean + eps)``, so that hard prompts weigh more; all rewards have to be at least 0.
         eps: added to the standard deviation, >= 0, in units of the reward.
+        group_size: the number of completions that were sampled per group. If it is above 1, groups of one have lost the others,
+            and get zeros even if all groups have one reward.
 
     Returns:
         float64, in the shape of ``rewards``; for groups of different sizes, an array of one array per group. A group without
@@ -57,9 +61,12 @@ def group_advantages(rewards: Rewards, kind: Kind = "zscore", eps: float = 1e-6)
     array = _rewards(rewards)
     flat = groups_without_spread(array)[..., None]
     if kind in ("zscore", "rloo") and array.shape[-1] == 1:
+        if group_size is not None and group_size > 1:
+            return np.zeros_like(array)
         lacks = "standard deviation" if kind == "zscore" else "other reward to compare with"
         raise ConfigError(
-            f"recipe.group_size is 1, and one reward has no {lacks}; use at least 2, or recipe.advantage=centered"
+            f"advantages: every group has one reward, which has no {lacks}; use recipe.group_size of at least 2, or "
+            "recipe.advantage=centered"
         )
     if kind == "maxrl" and (array < 0).any():
         raise RolloutError(

@@ -234,8 +234,8 @@ class _Attempt:
             found = None if error_reward is None else EarnedReward(error_reward)
         branches = self.own.branches if self.own is not None else ()
         ended = "error" if failed and self.ended not in ("error", "timeout") else self.ended
-        reward, parts = (None, {}) if found is None else (found.value, found.parts)
-        return Trajectory(branches, ended, reward, *self.calls, parts=parts)
+        reward, parts, by_turn = (None, {}, ()) if found is None else (found.value, found.parts, found.by_turn)
+        return Trajectory(branches, ended, reward, *self.calls, parts=parts, turn_rewards=by_turn)
 
 
 @dataclass(frozen=True)
@@ -269,6 +269,11 @@ class Episodes:
         requests = [_request(sampler, one.prompt.tokens, one.num_samples, one.params) for one in draws]
         return self.retrier.sample(requests, arrived, has_samples=has_samples)
 
+    @property
+    def gamma(self) -> float | None:
+        """Discount of the rewards of later turns; None: all turns have the credit of the whole episode."""
+        return None if self.environment is None else self.environment.config.gamma
+
     def valid(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """Return the episodes to learn from and to evaluate: those that the environment has not ended by an error."""
         return list(trajectories) if self.environment is None else self.environment.valid(trajectories)
@@ -279,7 +284,7 @@ class Episodes:
         Raises:
             ConfigError: there is no reward.
         """
-        scored = [None if one.reward is None else Score(one.reward, one.parts) for one in trajectories]
+        scored = [None if one.reward is None else Score(one.reward, one.parts, tuple(one.turn_rewards)) for one in trajectories]
         rest = [one for one in trajectories if one.reward is None]
         if self.environment is not None:
             self.environment.check_rewards(trajectories)

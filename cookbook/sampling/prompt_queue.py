@@ -20,6 +20,8 @@ log = logging.getLogger("cookbook")
 
 # Separates these draws from other draws of the same seed.
 DRAWS = 1_668_641_397
+# Option with the number of prompts of a step.
+PROMPTS_KEY = "recipe.prompts_per_step"
 CLASSES = ("new", "easy", "medium", "hard")
 NEW, EASY, MEDIUM, HARD = range(len(CLASSES))
 # The pass rate of a level is the mean over its prompts that were drawn last, so that it follows the model.
@@ -49,7 +51,7 @@ class PromptQueue(Batches[RenderedPrompt]):
     """
 
     def __init__(self, prompts: Sequence[RenderedPrompt], size: int, seed: int, config: DataConfig) -> None:
-        super().__init__(prompts, min(size, len(prompts)), 1, seed, config.shuffle)
+        super().__init__(prompts, min(size, len(prompts)), 1, seed, config.shuffle, key=PROMPTS_KEY)
         self._curriculum = config.curriculum
         by = config.curriculum.by if config.curriculum is not None else None
         self._levels = None if by is None else _levels(prompts, by)

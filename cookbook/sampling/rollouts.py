@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -14,7 +14,8 @@ from cookbook import terminal
 from cookbook.data import RejectedRows, RenderedPrompt, Renderer, RowDatum
 from cookbook.errors import BadRowError, ConfigError
 from cookbook.protocols import Deployment, Sampler
-from cookbook.sampling.advantages import groups_without_spread
+from cookbook.sampling.advantages import Kind, group_advantages, groups_without_spread
+from cookbook.sampling.credit import Credit, Float, credits_of, normalized_each, places, returns
 from cookbook.sampling.environments import EpisodeRunner
 from cookbook.sampling.episodes import Draw, Episodes, FailedRequests, Retrier
 from cookbook.sampling.evaluation import Evaluator
@@ -103,6 +104,22 @@ class RolloutGroup:
     temperature: float = 1.0
     parts: list[Parts] = field(default_factory=list)
     masks_truncated: bool = False
+    # Discount of the rewards of later turns; None: all turns have the credit of the whole attempt.
+    gamma: float | None = None
+    # Weights of the parts that are normalized one by one; None: the sum is.
+    normalized: Mapping[str, float] | None = None
+    # Per attempt the returns of its turns or tokens; empty: each attempt has one reward.
+    returns: list[list[Float]] = field(default_factory=list)
+
+    @property
+    def has_spread(self) -> bool:
+        """Whether the rewards differ, so that the group has a gradient."""
+        if self.returns:
+            return not groups_without_spread(places(self.returns)).all()
+        if self.normalized is not None:
+            of_parts = [[value for one in self.parts if (value := one.get(name)) is not None] for name in self.normalized]
+            return not all(groups_without_spread(values) for values in of_parts if values)
+        return not groups_without_spread(self.rewards)
 
 
 @dataclass(frozen=True)
@@ -149,7 +166,7 @@ class StepRollouts:
         }
 
     def _refill_metrics(self, refills: int) -> dict[str, float]:
-        dropped = sum(bool(groups_without_spread(group.rewards)) for group in self.groups)
+        dropped = sum(not group.has_spread for group in self.groups)
         return {
             "refill/groups": float(len(self.groups)),
             "refill/groups_dropped": float(dropped),
@@ -238,7 +255,7 @@ class _StepSampling:
 
     def num_with_spread(self) -> int:
         """Return the number of groups whose rewards differ."""
-        return int(sum(not groups_without_spread(group.rewards) for group in self.groups.values()))
+        return sum(group.has_spread for group in self.groups.values())
 
     def sample(self, prompts: Sequence[RenderedPrompt]) -> None:
         """Add the groups of further prompts, with their rewards."""
@@ -257,7 +274,13 @@ class _StepSampling:
             if not valid:
                 return
             self.groups[first + index] = RolloutGroup(
-                prompts[index], valid, [], self.config.temperature, masks_truncated=self.masks_truncated
+                prompts[index],
+                valid,
+                [],
+                self.config.temperature,
+                masks_truncated=self.masks_truncated,
+                gamma=self.episodes.gamma,
+                normalized=self.episodes.runner.normalized if self.episodes.runner is not None else None,
             )
             if self.episodes.runner or self.episodes.environment:
                 pending[first + index] = self.episodes.scores(prompts[index], valid)
@@ -281,12 +304,27 @@ class _StepSampling:
         """Wait for the rewards of a group, or drop the group if the reward rejects its row."""
         group = self.groups[index]
         try:
-            for score, attempt in zip(pending(), group.trajectories, strict=True):
+            scores = pending()
+            # Rewards of turns that the environment gives count only with env.gamma.
+            has_steps = group.gamma is not None or any(
+                score.steps for score, attempt in zip(scores, group.trajectories, strict=True) if not attempt.turn_rewards
+            )
+            of_tokens = any(
+                len(score.steps) not in (0, len(attempt.turns))
+                for score, attempt in zip(scores, group.trajectories, strict=True)
+            )
+            for score, attempt in zip(scores, group.trajectories, strict=True):
                 # Each turn of an episode may have max_tokens.
                 penalty = self.config.length_penalty(max((len(turn.tokens) for turn in attempt.turns), default=0))
                 group.rewards.append(score.value + penalty)
                 group.parts.append(score.parts)
                 self.penalties.append(penalty)
+                if has_steps:
+                    steps = [*score.steps] or [*[0.0] * (len(attempt.turns) - 1), score.value]
+                    steps[-1] += penalty
+                    group.returns.append(
+                        returns(attempt.by_turn(steps, of_tokens=of_tokens), 1.0 if group.gamma is None else group.gamma)
+                    )
         except BadRowError as error:
             if self.refusals is None or not self.refusals.skips_bad_rows or len(self.groups) == 1:
                 raise
@@ -294,7 +332,35 @@ class _StepSampling:
             del self.groups[index]
 
 
-def datums(groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float]] | None = None) -> list[Datum]:
+def advantages(groups: Sequence[RolloutGroup], kind: Kind, group_size: int | None = None) -> list[list[Credit]]:
+    """Return the advantage of every attempt: one number, or numbers of its turns or tokens.
+
+    Rewards of whole attempts are compared within their group (:func:`~cookbook.sampling.advantages.group_advantages`), with
+    ``reward.normalize=each`` one by one (:func:`~cookbook.sampling.credit.normalized_each`). Rewards of turns (``env.gamma``)
+    and of tokens are compared from their place on (:func:`~cookbook.sampling.credit.credits_of`).
+
+    Args:
+        kind: ``recipe.advantage``.
+        group_size: the number of completions that were sampled per group; some may have been left out.
+
+    Raises:
+        ConfigError, RolloutError: see these functions.
+    """
+    if groups and groups[0].normalized is not None:
+        each = normalized_each([group.parts for group in groups], groups[0].normalized, kind, group_size=group_size)
+        return [[*row] for row in each]
+    if not any(group.returns for group in groups):
+        found = group_advantages([group.rewards for group in groups], kind, group_size=group_size)
+        return [list(row) for row in found.tolist()]
+    return [
+        [*credits_of(group.returns, kind, group_size=group_size)]
+        if group.returns
+        else [*group_advantages([group.rewards], kind, group_size=group_size)[0].tolist()]
+        for group in groups
+    ]
+
+
+def datums(groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[Credit]] | None = None) -> list[Datum]:
     """Return the datums of every group whose completions differ in reward. The others have zero advantages and no gradient.
 
     With ``loss.mask_truncated``, completions that were cut off have no datum.
@@ -302,9 +368,9 @@ def datums(groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float]]
     Without ``advantages``: the datums of all groups, with advantages of 0, for a recipe that computes them per token.
     """
     data: list[Datum] = []
-    zeros = [[0.0] * len(group.trajectories) for group in groups]
+    zeros: list[list[Credit]] = [[0.0] * len(group.trajectories) for group in groups]
     for group, row in zip(groups, zeros if advantages is None else advantages, strict=True):
-        if advantages is None or any(row):
+        if advantages is None or any(_is_nonzero(one) for one in row):
             for trajectory, advantage in zip(group.trajectories, row, strict=True):
                 if group.masks_truncated and trajectory.is_truncated:
                     continue
@@ -313,6 +379,10 @@ def datums(groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float]]
                     for one in trajectory.datums(advantage, group.temperature)
                 )
     return data
+
+
+def _is_nonzero(credit: Credit) -> bool:
+    return any(turn.any() for turn in credit) if isinstance(credit, list) else bool(credit)
 
 
 def metrics(groups: Sequence[RolloutGroup], left_out: Sequence[Trajectory] = ()) -> dict[str, float]:
@@ -343,7 +413,7 @@ def _reward_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/group_std": float(np.mean(stds)),
-        "reward/frac_groups_without_spread": float(np.mean([groups_without_spread(group.rewards) for group in groups])),
+        "reward/frac_groups_without_spread": float(np.mean([not group.has_spread for group in groups])),
         **part_means([parts for group in groups for parts in group.parts], "reward/part/"),
     }
 

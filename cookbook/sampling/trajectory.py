@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
+from cookbook.sampling.credit import Credit, Float
 from cookbook.types import Datum, JsonObject, ModelInput, Sample
 
 Author = Literal["prompt", "model", "environment"]
@@ -60,6 +61,8 @@ class Trajectory:
     malformed_calls: int = 0
     failed_calls: int = 0
     parts: Mapping[str, float] = field(default_factory=dict)
+    # Rewards that the environment's step has returned, one per turn; empty if it gave the reward in another way.
+    turn_rewards: Sequence[float] = ()
 
     @classmethod
     def single(cls, prompt: Sequence[int], prompt_text: str, sample: Sample, text: str, opened: str = "") -> Trajectory:
@@ -105,36 +108,59 @@ class Trajectory:
             said.append({"role": role, "content": segment.text})
         return said
 
-    def datums(self, advantage: float, temperature: float = 1.0) -> list[Datum]:
+    def by_turn(self, steps: Sequence[float], *, of_tokens: bool) -> list[list[float]]:
+        """Return rewards of turns or tokens as one list per turn: with one number, or ``of_tokens`` with one per token.
+
+        The reward of a turn is that of its last token. An attempt without a turn has the sum of its rewards.
+        """
+        lengths = [len(turn.tokens) for turn in self.turns]
+        if not lengths:
+            return [[float(sum(steps))]]
+        if len(steps) == len(lengths):
+            return [
+                [*[0.0] * (length - 1), reward] if of_tokens else [reward]
+                for length, reward in zip(lengths, steps, strict=True)
+            ]
+        ends = np.cumsum(lengths).tolist()
+        return [list(steps[end - length : end]) for length, end in zip(lengths, ends, strict=True)]
+
+    def datums(self, advantage: Credit, temperature: float = 1.0) -> list[Datum]:
         """Return one datum per branch for a policy-gradient loss; a branch of n tokens gives arrays of length n - 1.
 
         ``weights`` is 1 on sampled tokens and 0 elsewhere: tokens of the environment have exactly zero gradient, and
         ``sampling_logprobs`` has no effect there. A ``temperature`` other than 1 is added as a scalar: training divides the
         logits by it as sampling did, so that it trains the policy that was sampled.
+
+        Args:
+            advantage: one number, or per turn an array of one number or of one number per token.
         """
+        by_turn: list[float | Float] = [*advantage] if isinstance(advantage, list) else [advantage] * len(self.turns)
+        own = iter(by_turn)
         sampled = [branch for branch in self.branches if any(segment.author == "model" for segment in branch)]
-        return [_datum(branch, advantage, temperature) for branch in sampled]
+        return [_datum(branch, own, temperature) for branch in sampled]
 
 
-def _datum(branch: Branch, advantage: float, temperature: float) -> Datum:
+def _datum(branch: Branch, advantages: Iterator[float | Float], temperature: float) -> Datum:
+    """Return the datum of a branch. ``advantages`` has those of its turns first, and keeps those of later branches."""
     # What follows the last completion has no gradient, and may exceed the context.
     last = max(index for index, segment in enumerate(branch) if segment.author == "model")
     branch = branch[: last + 1]
     tokens = [token for segment in branch for token in segment.tokens]
     weights = np.zeros(len(tokens), dtype=np.float32)
-    logprobs = np.zeros(len(tokens))
+    logprobs, credit = np.zeros(len(tokens)), np.zeros(len(tokens))
     start = 0
     for segment in branch:
         end = start + len(segment.tokens)
         if segment.author == "model":
             weights[start:end] = 1.0
             logprobs[start:end] = segment.logprobs
+            credit[start:end] = next(advantages)
         start = end
     # Nothing predicts the first token.
     inputs = {
         "target_tokens": np.asarray(tokens[1:], dtype=np.int64),
         "weights": weights[1:],
-        "advantages": weights[1:] * np.float64(advantage),
+        "advantages": credit[1:],
         "sampling_logprobs": logprobs[1:],
     }
     if temperature != 1.0:

@@ -35,6 +35,7 @@ class Two:
 SMALL = {
     "sft": ["recipe=sft", "recipe.steps=3", "recipe.batch_size=6", *LITTLE],
     "dpo": ["recipe=dpo", "recipe.steps=3", "recipe.batch_size=4", *LITTLE],
+    "kto": ["recipe=kto", "recipe.steps=3", "recipe.batch_size=4", *LITTLE],
     "orpo": ["recipe=orpo", "recipe.steps=3", "recipe.batch_size=4", *LITTLE],
     "grpo": ["recipe=grpo", "recipe.steps=3", "recipe.prompts_per_step=6", "recipe.group_size=4", *LITTLE],
 }

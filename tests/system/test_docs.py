@@ -74,6 +74,8 @@ LOGGING = {
     ],
     "grpo env=arithmetic": [],
     "grpo loss=dro": [],
+    "grpo loss=sapo": [],
+    "grpo loss=dppo": [],
     "grpo loss=cispo": [],
 }  # fmt: skip
 

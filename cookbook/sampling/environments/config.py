@@ -149,6 +149,7 @@ class EnvironmentConfig:
     lockstep: bool = True
     on_error: Literal["drop", "fail", "end"] = "drop"
     error_reward: float = 0.0
+    gamma: float | None = None
     workers: int = field(default=1, repr=False)
     timeout_s: float | None = field(default=60.0, repr=False)
 
@@ -159,6 +160,8 @@ class EnvironmentConfig:
         for key, least in {"max_turns": 1, "rows": 1, "workers": 0}.items():
             if (number := getattr(self, key)) < least:
                 raise ConfigError(f"env.{key} must be at least {least}, got {number}")
+        if self.gamma is not None and not 0 <= self.gamma <= 1:
+            raise ConfigError(f"env.gamma must be between 0 and 1, got {self.gamma}; null: one credit for all turns")
         if self.error_reward and self.on_error != "end" and not self.ends_refused_episodes:
             raise ConfigError(
                 f"env.error_reward={self.error_reward:g} has no effect with env.on_error={self.on_error}: such an episode is "

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, SupportsFloat
 
@@ -44,10 +44,11 @@ class Reply:
 
 @dataclass(frozen=True)
 class EarnedReward:
-    """Reward of an episode, with its named parts if it has any."""
+    """Reward of an episode, with its named parts if it has any, and the rewards of its turns if it is their sum."""
 
     value: float
     parts: Mapping[str, float] = field(default_factory=dict)
+    by_turn: Sequence[float] = ()
 
 
 Grade = Callable[[object, JsonObject, Awaiter], tuple[float, Mapping[str, float]]]
@@ -64,6 +65,8 @@ class Instance:
         # Lives as long as the episode.
         self._awaiter = Awaiter()
         self._rewards: list[float] = []
+        # The rewards of each turn of the trained side. Those of an opponent's move belong to the turn before it.
+        self._by_turn: list[float] = []
 
     def reset(self, values: JsonObject, seed: int) -> Reply:
         """Begin the episode of a row. The seed is for a ``reset`` that takes it, if the row has no column of that name."""
@@ -81,6 +84,8 @@ class Instance:
         ``read`` are the calls as read from the tokens; None: they are read from the text.
         """
         if not self._tools:
+            if not self._opponent_moves:
+                self._by_turn.append(0.0)
             return self._step(self._awaiter.result(self._environment.step(text)))
         calls = (
             parse_calls(text, self._contract.tools)
@@ -106,7 +111,7 @@ class Instance:
             return _earned(self._awaiter.result(self._environment.get_reward(**given)))
         if self._rewards:
             # A sum of finite numbers may overflow.
-            return EarnedReward(_number(sum(self._rewards), "step"))
+            return EarnedReward(_number(sum(self._rewards), "step"), by_turn=self._by_turn)
         return None if grade is None else EarnedReward(*grade(self._environment, ended, self._awaiter))
 
     def close(self) -> None:
@@ -145,6 +150,9 @@ class Instance:
             done = bool(result[2]) if len(result) == 3 else None
             if reward is not None:
                 self._rewards.append(_number(reward, "step"))
+                # An opponent that begins may earn a reward before the first turn.
+                self._by_turn = self._by_turn or [0.0]
+                self._by_turn[-1] += self._rewards[-1]
             result = observation
         said = _observation(result, "step")
         if said is None and done is False:

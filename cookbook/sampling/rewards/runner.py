@@ -38,6 +38,7 @@ from cookbook.sampling.workers import (
     trace_of,
 )
 from cookbook.types import JsonObject
+from cookbook.utils.words import counted
 
 if TYPE_CHECKING:
     from cookbook.data import RenderedPrompt, Row
@@ -137,7 +138,25 @@ class RewardRunner:
             [[token for turn in attempt.turns for token in turn.tokens] for attempt in attempts],
         )
         opened = [attempt.turns[-1].opened if attempt.turns else "" for attempt in attempts]
-        return self._submit(judged, prompt.row.where, opened)
+        pending = self._submit(judged, prompt.row.where, opened)
+
+        def result() -> list[Score]:
+            scores = pending()
+            for score, attempt in zip(scores, attempts, strict=True):
+                self._check_steps(score, attempt, prompt.row.where)
+            return scores
+
+        return result
+
+    def _check_steps(self, score: Score, attempt: Trajectory, where: str) -> None:
+        """Raise RolloutError unless a list of rewards has one number per turn or per token of the attempt."""
+        counts = len(attempt.turns), attempt.num_sampled_tokens
+        if score.steps and len(score.steps) not in counts:
+            raise RolloutError(
+                f"{where}: the reward returned {counted(len(score.steps), 'number')} for a completion of "
+                f"{counted(counts[1], 'token')} in {counted(counts[0], 'turn')}; return one number, one per turn, or one per "
+                "token"
+            )
 
     def submit_group(self, completions: Sequence[str], row: Row, trajectories: Sequence[Sequence[JsonObject]]) -> PendingScores:
         """Start the calls for all completions of a prompt. Without workers, a call is made when its result is asked for.
@@ -193,6 +212,13 @@ class RewardRunner:
         if self._parts:
             return [one for part in self._parts.values() for one in part.immediate()]
         return [] if self._processes or self._service is not None else [self]
+
+    @property
+    def normalized(self) -> Mapping[str, float] | None:
+        """The weights of the rewards that are normalized one by one; None: only their sum is."""
+        if not isinstance(self.reward, Weighted) or self.reward.normalize is None:
+            return None
+        return {name: weight for name, weight in self.reward.by_name().items() if weight}
 
     def fingerprint(self) -> str:
         """Text that differs between different rewards, and is the same in every process."""
@@ -297,6 +323,8 @@ class EnvironmentGrader:
         [score] = found
         if score is None:
             raise GradeError("the reward returned NoneType, not a number; return one float")
+        if score.steps:
+            raise GradeError("the reward returned a list for an environment; return one number, and rewards of turns from step")
         return score.value, score.parts
 
 
@@ -401,6 +429,13 @@ def call(reward: Callable[..., object], given: Arguments, awaiter: Awaiter) -> S
 def _score(value: object, *, is_of_verl: bool = False) -> Score | RewardFailure | None:
     if value is None:
         return None
+    if (steps := _steps(value)) is not None:
+        numbers = [_number(one, f" at index {index}") for index, one in enumerate(steps)]
+        if failures := [one for one in numbers if isinstance(one, RewardFailure)]:
+            return failures[0]
+        finite = [one for one in numbers if not isinstance(one, RewardFailure)]
+        total = _number(math.fsum(finite), " as the sum of its list")
+        return total if isinstance(total, RewardFailure) else Score(total, steps=tuple(finite))
     if not isinstance(value, Mapping):
         number = _number(value, "")
         return number if isinstance(number, RewardFailure) else Score(number)
@@ -425,6 +460,13 @@ def _score(value: object, *, is_of_verl: bool = False) -> Score | RewardFailure 
     return total if isinstance(total, RewardFailure) else Score(total, parts)
 
 
+def _steps(value: object) -> list[object] | None:
+    """Return the rewards of turns or tokens: of a list, tuple or array of one dimension; None: the value is one reward."""
+    if isinstance(value, list | tuple) or (isinstance(value, Iterable) and len(getattr(value, "shape", ())) == 1):
+        return list(value) or None
+    return None
+
+
 def _number(value: object, place: str) -> float | RewardFailure:
     try:
         number = float(value) if isinstance(value, float | int | SupportsFloat) else None
@@ -446,12 +488,12 @@ def packed(result: Scores | RewardFailure) -> object:
     """Return the result as JSON-compatible values, with the traceback of a failure's cause as text."""
     if isinstance(result, RewardFailure):
         return {"message": result.message, "trace": trace_of(result.cause), "of_row": result.of_row}
-    return [None if score is None else [score.value, dict(score.parts)] for score in result]
+    return [None if score is None else [score.value, dict(score.parts), list(score.steps)] for score in result]
 
 
-def unpacked(answer: list[tuple[float, dict[str, float | None]] | None] | JsonObject) -> Scores | RewardFailure:
+def unpacked(answer: list[tuple[float, dict[str, float | None], list[float]] | None] | JsonObject) -> Scores | RewardFailure:
     """Return the result of a call that a worker has packed."""
     if isinstance(answer, list):
-        return [None if one is None else Score(*one) for one in answer]
+        return [None if one is None else Score(one[0], one[1], tuple(one[2])) for one in answer]
     cause = None if answer["trace"] is None else TraceError(answer["trace"])
     return RewardFailure(answer["message"], cause, answer["of_row"])

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from cookbook.errors import ConfigError, RolloutError
 from cookbook.protocols import Backend, Preflight, Reward
@@ -28,6 +28,8 @@ class Score:
 
     value: float
     parts: Parts = field(default_factory=dict)
+    # Rewards of single turns or tokens, whose sum is the value; empty: one reward for the whole completion.
+    steps: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,9 @@ class Weighted:
     """Weighted sum of rewards. The value of each, before its weight, is a part of the sum.
 
     ``parts`` has the rewards by name; each runs in its own workers, if it has any. ``weights`` are by name or in the order of
-    the parts; a part without a weight has weight 1. Weight 0 only logs a part.
+    the parts; a part without a weight has weight 1. Weight 0 only logs a part. With ``normalize=each`` the advantages in
+    training are of rewards that are normalized within their group one by one
+    (:func:`cookbook.sampling.credit.normalized_each`); the value, and so evaluations, are still the sum.
 
     Raises:
         ConfigError: no parts, an invalid name, or weights that do not fit the parts.
@@ -43,6 +47,7 @@ class Weighted:
 
     parts: Mapping[str, Reward]
     weights: list[float] | dict[str, float] | None = None
+    normalize: Literal["each"] | None = None
 
     def __post_init__(self) -> None:
         if not self.parts:
@@ -90,9 +95,31 @@ class Weighted:
                     f"{where}: none of the rewards {', '.join(named)} applies, all returned None; one has to return a number"
                 )
             value = sum(weights[name] * score.value for name, score in applied.items())
+            steps = _steps({name: score for name, score in applied.items() if weights[name]}, weights, where)
             parts: dict[str, float | None] = {}
             for name, score in named.items():
                 parts[name] = None if score is None else score.value
                 parts |= {} if score is None else {f"{name}/{part}": number for part, number in score.parts.items()}
-            sums.append(Score(value, parts))
+            sums.append(Score(value, parts, steps))
         return sums
+
+
+def _steps(scores: Mapping[str, Score], weights: Mapping[str, float], where: str) -> tuple[float, ...]:
+    """Return the weighted sum of the rewards of turns or tokens; a reward without them counts at the last.
+
+    Raises:
+        RolloutError: one reward has rewards of turns, and another of tokens.
+    """
+    counts = {len(score.steps) for score in scores.values()} - {0}
+    if not counts:
+        return ()
+    if len(counts) > 1:
+        raise RolloutError(
+            f"{where}: the rewards {', '.join(scores)} have lists of {' and '.join(map(str, sorted(counts)))} numbers; let all "
+            "of them reward turns, or all tokens"
+        )
+    total = [0.0] * counts.pop()
+    for name, score in scores.items():
+        own = score.steps or [*[0.0] * (len(total) - 1), score.value]
+        total = [sum_ + weights[name] * one for sum_, one in zip(total, own, strict=True)]
+    return tuple(total)

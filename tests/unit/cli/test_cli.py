@@ -88,7 +88,7 @@ def test_dry_run_types_everything_and_leaves_nothing(capsys, here):
 
 KEYS = "(cookbook train --cfg job prints every key)"
 COMPOSED = [
-    (["recipe=grop"], "unknown recipe 'grop'. Did you mean 'grpo'? (choices: distill, dpo, grpo, orpo, sft)"),
+    (["recipe=grop"], "unknown recipe 'grop'. Did you mean 'grpo'? (choices: distill, dpo, grpo, kto, orpo, sft)"),
     (["lr=1e-5"], "unknown key 'lr'; write optim.lr=1e-5"),
     (["recpie=grpo"], f"unknown key 'recpie'. Did you mean 'recipe'? {KEYS}"),
     (["+recpie=grpo"], f"unknown key 'recpie'. Did you mean 'recipe'? {KEYS}"),

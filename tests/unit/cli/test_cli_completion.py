@@ -35,7 +35,7 @@ def tab(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_bash(tab):
-    assert tab("bash", "cookbook train recipe=") == ["distill", "dpo", "grpo", "orpo", "sft"]
+    assert tab("bash", "cookbook train recipe=") == ["distill", "dpo", "grpo", "kto", "orpo", "sft"]
     assert tab("bash", "cookbook train recipe=gr") == ["grpo"]
     assert tab("bash", "cookbook train rec") == ["recipe.", "recipe="]
     assert tab("bash", "cookbook train recipe=sft loss.") == ["loss.normalization="]

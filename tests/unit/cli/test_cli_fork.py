@@ -100,7 +100,7 @@ def test_a_fork_of_a_fork(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["grop", "mine"], "unknown recipe 'grop'. Did you mean 'grpo'? (choices: distill, dpo, grpo, orpo, sft, taken)"),
+        (["grop", "mine"], "unknown recipe 'grop'. Did you mean 'grpo'? (choices: distill, dpo, grpo, kto, orpo, sft, taken)"),
         (["loss", "grop", "mine"], "unknown loss 'grop'. Did you mean 'grpo'? (choices: "),
         (["grpo", "My-Grpo"], "fork: invalid name 'My-Grpo'; use lowercase letters, digits and _, starting with a letter"),
         (["grpo", "../mine"], "fork: invalid name '../mine'; use"),

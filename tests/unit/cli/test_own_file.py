@@ -223,7 +223,7 @@ def test_init_writes_the_defaults(recipe, capsys):
 
 def test_init_without_a_recipe_or_with_an_unknown_key(capsys):
     assert run(["init"]) == 2
-    assert "choices: distill, dpo, grpo, orpo, sft" in capsys.readouterr().err
+    assert "choices: distill, dpo, grpo, kto, orpo, sft" in capsys.readouterr().err
     assert run(["init", "sft", "lr=1"]) == 2
     assert "unknown key 'lr'; write optim.lr=1" in capsys.readouterr().err
     assert list(Path().iterdir()) == []

@@ -239,5 +239,5 @@ def test_a_file_that_is_no_recipe(recipes, code, message):
 
 @pytest.mark.parametrize("name", ["sfft", "../sft", ""])
 def test_an_unknown_recipe(recipes, name):
-    with pytest.raises(ConfigError, match=r"recipe.name: unknown recipe .* \(choices: distill, dpo, grpo, orpo, sft\)"):
+    with pytest.raises(ConfigError, match=r"recipe.name: unknown recipe .* \(choices: distill, dpo, grpo, kto, orpo, sft\)"):
         recipe.load(name)

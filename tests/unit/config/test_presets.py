@@ -300,7 +300,7 @@ def test_serve_takes_a_name_too(capsys):
                 ["model=tiny,a/b"],
                 "model: a sweep takes files of conf/model, or names, or paths, and no mixture, got tiny,a/b; ",
             ),
-            (["demo=gpro"], "unknown demo 'gpro'. Did you mean 'grpo'? (choices: none, distill, dpo, grpo, orpo, sft)"),
+            (["demo=gpro"], "unknown demo 'gpro'. Did you mean 'grpo'? (choices: none, distill, dpo, grpo, kto, orpo, sft)"),
             (["~demo"], "~demo: write demo=none"),
             (["~data"], "data: expected keys and values, got nothing; choose a file of conf/data/"),
         ],

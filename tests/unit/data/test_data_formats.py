@@ -407,5 +407,5 @@ def test_sft_reads_the_desirable_rows_of_kto(row):
 
 
 def test_pairs_refuse_the_rows_of_kto():
-    with pytest.raises(DataError, match=r'"label" is that of KTO, .*: recipe=sft data\.on_empty=skip$'):
+    with pytest.raises(DataError, match=r'"label" is that of KTO: recipe=kto, or .*: recipe=sft data\.on_empty=skip$'):
         read(preference_reader, {"prompt": "2+2=", "completion": "4", "label": True})

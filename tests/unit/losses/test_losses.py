@@ -25,12 +25,14 @@ from cookbook.losses import (
     CISPO,
     DFT,
     DPO,
+    DPPO,
     DRO,
     GRPO,
     GSPO,
     LOSSES,
     ORPO,
     PPO,
+    SAPO,
     CrossEntropy,
     ImportanceSampling,
     Loss,
@@ -111,6 +113,9 @@ def test_the_registry_imports_no_torch() -> None:
         (lambda: PPO(clip_low_threshold=1.3), "clip_low_threshold"),
         (lambda: CISPO(clip_high_threshold=float("inf")), "clip_high_threshold"),
         (lambda: DRO(beta=-0.1), "beta"),
+        (lambda: SAPO(tau_negative=0.0), "tau_negative"),
+        (lambda: DPPO(threshold_high=0.0), "threshold_high"),
+        (lambda: DPPO(divergence="js"), "divergence"),  # type: ignore[arg-type]
         (lambda: DPO(beta=0.0), "beta"),
         (lambda: DPO(variant="kto"), "variant"),  # type: ignore[arg-type]
         (lambda: DPO(label_smoothing=0.5), "label_smoothing"),
@@ -195,6 +200,9 @@ SMOOTH: dict[str, tuple[Loss, bool]] = {  # True: weights of 0 and 1, which the 
     "ppo": (PPO(), False),
     "gspo": (GSPO(), True),
     "dro": (DRO(), False),
+    "sapo": (SAPO(), False),
+    "dppo": (DPPO(threshold_low=0.05, threshold_high=0.05), False),
+    "dppo, kl": (DPPO(divergence="kl", threshold_low=0.01, threshold_high=0.02), False),
     **{f"dpo, {name}": (DPO(variant=name), False) for name in ("sigmoid", "hinge", "ipo", "ipo_sum", "simpo")},
     "dpo, conservative": (DPO(label_smoothing=0.1), False),
     "dpo, robust": (DPO(variant="robust", label_smoothing=0.1, reference_free=True), False),
@@ -406,7 +414,7 @@ def test_targets_are_asked_for_before_anything_runs() -> None:
 
 def test_a_reference_is_needed_where_one_is_read() -> None:
     needing = {name for name in EVERY if get_loss(name).needs_reference}
-    assert needing == {"dpo", "grpo"}
+    assert needing == {"dpo", "grpo", "kto"}
     for loss in (GRPO(kl_beta=0.0), DPO(variant="simpo"), DPO(reference_free=True)):
         assert not loss.needs_reference
         data, logprobs = random_batch(rng())

@@ -17,7 +17,7 @@ from places import SHARED
 from cookbook.check.batches import datum
 from cookbook.check.bench import evaluate
 from cookbook.config.optim import WSD, Constant, Cosine, Linear
-from cookbook.losses import CISPO, DFT, DPO, DRO, GRPO, GSPO, ORPO, PPO, CrossEntropy, ImportanceSampling
+from cookbook.losses import CISPO, DFT, DPO, DPPO, DRO, GRPO, GSPO, ORPO, PPO, SAPO, CrossEntropy, ImportanceSampling
 from cookbook.losses.policy import importance_weights, k3
 from cookbook.sampling.advantages import group_advantages
 
@@ -356,6 +356,53 @@ def test_policy_loss_table(golden: dict[str, Any], dtype: torch.dtype) -> None:
                 assert value == near(table[values][place], golden, dtype), (values, advantage, ratio)
                 if slopes:
                     assert gradients[0] == near([table[slopes][place]], golden, dtype), (slopes, advantage, ratio)
+
+
+# Made with Python's math module in float64, for a token that was sampled with probability exp(-1.5).
+# Slopes are those of the logprob.
+RATIOS = [0.5, 0.8, 1, 1.2, 1.5, 4]
+SOFT: dict[float, dict[str, list[float]]] = {
+    1.0: {
+        "sapo": [-1.5101626752, -1.8006640108, -2.0, -2.1993359892, -2.4898373248, -3.8102965073],
+        "sapo_grad": [-0.4700074244, -0.7920530327, -1.0, -1.188079549, -1.4100222732, -0.7228265557],
+        "dppo_tv": [-0.5, -0.8, -1.0, -1.2, -1.5, 0.0],
+        "dppo_kl": [-0.5, -0.8, -1.0, -1.2, -1.5, 0.0],
+    },
+    -1.0: {
+        "sapo": [1.4159383303, 1.7054936778, 1.9047619048, 2.1040301317, 2.3935854792, 3.6529856069],
+        "sapo_grad": [0.4670699116, 0.7912444243, 1.0, 1.1868666365, 1.4012097349, 0.6304445609],
+        "dppo_tv": [0.5, 0.8, 1.0, 1.2, 1.5, 4.0],
+        "dppo_kl": [0.0, 0.8, 1.0, 1.2, 1.5, 4.0],
+    },
+}
+DIVERGENCES = {
+    "tv": [0.111565080, 0.044626032, 0.0, 0.044626032, 0.111565080, 0.669390480],
+    "kl": [0.050415, 0.006399, 0.0, 0.005278, 0.029965, 1.227304],
+}
+
+
+@pytest.mark.parametrize("advantage", SOFT)
+@pytest.mark.parametrize("place", range(len(RATIOS)))
+def test_sapo_and_dppo(advantage: float, place: int, dtype: torch.dtype) -> None:
+    expected, near_by = SOFT[advantage], {"rel": 1e-9 if dtype is torch.float64 else 1e-5, "abs": 1e-9}
+    data = [datum(1, logprobs=[-1.5], advantages=[advantage])]
+    now = [[-1.5 + np.log(RATIOS[place])]]
+    value, [[slope]], _ = evaluate(SAPO(), data, now, dtype)
+    assert value == pytest.approx(expected["sapo"][place], **near_by)
+    assert slope == pytest.approx(expected["sapo_grad"][place], **near_by)
+    for kind, limit in (("tv", 0.2), ("kl", 0.05)):
+        loss = DPPO(divergence=kind, threshold_low=limit, threshold_high=limit)  # type: ignore[arg-type]
+        value, [[slope]], metrics = evaluate(loss, data, now, dtype)
+        # The slope of r A with respect to the logprob is r A.
+        assert value == slope == pytest.approx(expected[f"dppo_{kind}"][place], **near_by)
+        assert metrics["loss/divergence_mean"] == pytest.approx(DIVERGENCES[kind][place], abs=1e-6)
+        assert metrics["loss/clip_frac"] == float(value == 0)
+
+
+def test_dppo_of_certain_tokens_is_finite() -> None:
+    data = [datum(2, logprobs=[0.0, -30.0], advantages=[-1.0, 1.0])]
+    value, [slopes], metrics = evaluate(DPPO(divergence="kl"), data, [[-1.0, 0.0]], torch.float32)
+    assert value == 0.0 == slopes[0] == slopes[1] and np.isfinite(metrics["loss/divergence_mean"])
 
 
 def test_gspo(golden: dict[str, Any], dtype: torch.dtype) -> None:

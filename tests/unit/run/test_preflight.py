@@ -52,8 +52,9 @@ def refusals(capsys, *words: str) -> tuple[str, str]:
             (["recipe=sft", "recipe.steps=0"], "recipe.steps must be at least 1, got 0"),
             (
                 ["recipe=sft", "recipe.batch_size=0"],
-                "recipe: batch size and epochs must be at least 1, got 0",
+                "recipe.batch_size must be at least 1, got 0",
             ),
+            (["recipe=sft", "recipe.epochs=0"], "recipe.epochs must be at least 1, got 0"),
             (
                 ["recipe=sft", "data.max_length=5000"],
                 "data.max_length=5000 is above the model's context of 4096 tokens",

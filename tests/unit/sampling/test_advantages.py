@@ -39,9 +39,15 @@ def test_small_but_real_differences_count() -> None:
 
 
 def test_a_group_of_one() -> None:
-    with pytest.raises(ConfigError, match=r"group_size is 1.*centered"):
+    with pytest.raises(ConfigError, match=r"one reward.*group_size.*centered"):
         group_advantages([[1.0], [2.0]])
     assert group_advantages([[1.0], [2.0]], "centered").tolist() == [[0.0], [0.0]]
+
+
+@pytest.mark.parametrize("kind", ["zscore", "centered", "rloo", "maxrl"])
+def test_groups_that_have_all_lost_their_other_episodes_have_no_gradient(kind: str) -> None:
+    """The group size is right, and the episodes ended by errors: neither is a mistake of the configuration."""
+    assert group_advantages([[1.0], [2.0]], kind, group_size=4).tolist() == [[0.0], [0.0]]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +103,7 @@ def test_rloo_and_maxrl_against_plain_python() -> None:
 
 
 def test_limits_of_rloo_and_maxrl() -> None:
-    with pytest.raises(ConfigError, match="one reward has no other reward to compare with"):
+    with pytest.raises(ConfigError, match="one reward, which has no other reward to compare with"):
         group_advantages([[1.0], [2.0]], "rloo")
     with pytest.raises(RolloutError, match="maxrl divides by the mean, and -1 is below 0"):
         group_advantages([-1.0, 1.0], "maxrl")

@@ -239,8 +239,9 @@ def test_numbers_of_any_kind_are_numbers(value):
     [
         (None, "returned NoneType, not a number"),
         ("1.0", "returned str, not a number"),
-        ([1.0], "returned list, not a number"),
-        (np.array([1.0, 2.0]), "returned ndarray, not a number"),
+        ([], "returned list, not a number"),
+        ([[1.0]], "returned list at index 0, not a number"),
+        (np.array([[1.0, 2.0]]), "returned ndarray, not a number"),
         (float("nan"), "returned nan; return a finite number"),
         (float("-inf"), "returned -inf; return a finite number"),
     ],
