@@ -145,7 +145,9 @@ class Service:
         # Restores a silent session. Set by the handlers.
         self.restore: Callable[[str], Coroutine[None, None, None]]
         self.sampler_lock = asyncio.Lock()
-        self.endpoint = Endpoint()
+        # By name of an API key: the use of the worker thread by all of its clients.
+        self._key_accounts: defaultdict[str, Account] = defaultdict(Account)
+        self.endpoint = Endpoint(self._new_account)
         # The event loop keeps only weak references to tasks, so a task without another reference could be collected.
         self._tasks: set[asyncio.Task[None]] = set()
         # The HTTP requests of clients that wait for results.
@@ -191,11 +193,15 @@ class Service:
         self.tenants.owners[session_id] = header.get("owner")
         log = self.durability.log(session_id, "log", Record(header))
         samples = self.durability.log(session_id, "samples", Record({"what": "samples"}))
-        account = Account()
+        account = self._new_account(header.get("owner"))
         lane = self.host.worker.lane(account, pauses=self.host.can_pause)
         queue, batcher = self.host.sample_queue(lane), Batcher(lane)
         self.sessions[session_id] = Session(session_id, header, log, samples, account, lane, queue, batcher)
         return self.sessions[session_id]
+
+    def _new_account(self, owner: str | None) -> Account:
+        """Return the account of a new client. Clients of one API key share the turns of the key: more clients get no more."""
+        return Account(parent=self._key_accounts[owner] if owner else None)
 
     def session(self, session_id: str) -> Session:
         """Return the session that a request of its client names. Raises Refused: as :meth:`open_session`."""
