@@ -113,6 +113,12 @@ async def generate(service: CurrentService, request: HttpRequest, body: PromptBo
     return await _encoded(answers, lambda: openai_results.generated(head, answers[0], params.logprobs, params.prompt_logprobs))
 
 
+@router.post("/v1/responses")
+async def responses() -> Response:
+    """Refuse OpenAI's newer interface by its name: some clients use it unless they are told otherwise."""
+    raise InvalidField("responses", "this server does not support the Responses API; use /v1/chat/completions")
+
+
 def _caller(service: Service) -> Caller:
     return service.endpoint.callers[caller_name() or ""]
 

@@ -83,7 +83,8 @@ def test_sixteen_clients_of_one_key_take_the_turns_of_one(turns):
 def test_clients_and_the_endpoint_share_the_account_of_their_key(server):
     def accounts():
         service = server.service
-        sessions = [service.new_session(f"s{number}", {"what": "session", "owner": owner}) for number, owner in enumerate("aab")]
+        headers = [{"what": "session", "owner": owner} for owner in "aab"]
+        sessions = [service.new_session(f"s{number}", header) for number, header in enumerate(headers)]
         found = [one.account.parent for one in sessions] + [service.endpoint.callers[name].account.parent for name in "ab"]
         for one in sessions:
             service.end_session(one.session_id)
