@@ -20,6 +20,7 @@ from pathlib import Path
 
 from cookbook.backends.local.sample_queue import SampleQueue
 from cookbook.backends.worker import Account, Lane
+from cookbook.checkpoints import manifest, sampler_checkpoints
 from cookbook.errors import CookbookError
 from cookbook.server.config import ServerConfig
 from cookbook.server.journal.attempts import Attempts
@@ -475,14 +476,25 @@ class Service:
             CheckpointError: the checkpoint does not exist.
             Refused: 507, the disk is full.
         """
-        if self.durability.is_on and folder.exists():
+        nested = folder / address.folder_name
+        if self.durability.is_on and nested.exists():
+            return nested
+        if self.durability.is_on and (folder / manifest.NAME).exists():
             return folder
         owner, reader = self.catalog.owner_of(address), self.tenants.owner_of(session_id)
         if not self.tenants.keys.may_use(reader, owner) and not self.catalog.is_public(address):
             raise not_found(address)
         self.catalog.find(address)
         checkpoint = self.catalog.folder_of(address)
-        return self.durability.link(checkpoint, folder) if self.durability.is_on else checkpoint
+        if not self.durability.is_on:
+            return checkpoint
+        if manifest.read(checkpoint)["kind"] != "delta":
+            return self.durability.link(checkpoint, folder)
+        # A delta is loaded with the checkpoints before it, which are expected beside it.
+        for part in sampler_checkpoints.lineage(checkpoint):
+            if not (folder / part.name).exists():
+                self.durability.link(part, folder / part.name)
+        return nested
 
     def abandon_work(self) -> None:
         """Stop the computation of all requests at shutdown. They stay unsettled, and a restart recomputes them."""

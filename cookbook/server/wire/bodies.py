@@ -183,6 +183,16 @@ class Sampling(RequestBody):
     min_p: float = 0.0
 
 
+class TargetIds(RequestBody):
+    """Token ids by position of the prompt, of shape ``(T - 1, K)``, dense or as compressed sparse rows; -1: no token."""
+
+    data: list[Int64]
+    dtype: Literal["int64"]
+    shape: tuple[int, int]
+    sparse_crow_indices: list[Int64] | None = None
+    sparse_col_indices: list[Int64] | None = None
+
+
 class SampleBody(SamplerBody):
     seq_id: int = Field(ge=0, lt=1 << 63)
     num_samples: int = Field(1, ge=1, le=4096)
@@ -191,8 +201,8 @@ class SampleBody(SamplerBody):
     prompt_logprobs: bool | None = None
     prompt_logprobs_last_n: int | None = Field(None, ge=1)
     topk_prompt_logprobs: int = Field(0, ge=0)
-    topk_sample_logprobs: int = 0
-    target_prompt_logprobs: Any = None
+    topk_sample_logprobs: int = Field(0, ge=0)
+    target_prompt_logprobs: TargetIds | None = None
     prompt_alt_tokens_k: int = Field(0, ge=0)
 
 
@@ -242,6 +252,15 @@ class RetrieveFutures(RequestBody):
     prev_cursor: int = Field(0, ge=0)
     timeout: float | None = Field(None, ge=0)
     retrieved_request_ids: list[str] = []
+
+
+class CopyWeights(RequestBody):
+    source_path: str
+    session_id: str | None = None
+    model_seq_id: Index | None = None
+    destination_project_id: str | None = Field(None, max_length=200)
+    ttl_seconds: float | None = Field(None, gt=0, le=MAX_TTL_S)
+    weights_access_token: str | None = None
 
 
 class PathBody(RequestBody):
