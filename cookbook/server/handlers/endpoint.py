@@ -163,6 +163,12 @@ async def text_prompts(service: Service, prompts: Sequence[str | list[int]]) -> 
     return tokens
 
 
+def check_count(num_samples: int) -> None:
+    """Raise InvalidField if a request asks for too many completions, over all of its prompts."""
+    if num_samples > MAX_COMPLETIONS:
+        raise InvalidField("n", f"expected at most {MAX_COMPLETIONS} completions of one request, got {num_samples}")
+
+
 def check_tokens(service: Service, tokens: Sequence[int], field: str) -> None:
     """Raise InvalidField if a token is not in the vocabulary. The engine would only find it after a stream has begun."""
     vocabulary = service.host.vocabulary_size
@@ -358,8 +364,7 @@ def _admit(service: Service, caller: Caller, questions: Sequence[Question]) -> i
         if question.top > service.host.vocabulary_size:
             raise InvalidField("logprobs", f"the vocabulary has {service.host.vocabulary_size} tokens, got {question.top}")
     num_samples = sum(question.num_samples for question in questions)
-    if num_samples > MAX_COMPLETIONS:
-        raise InvalidField("n", f"expected at most {MAX_COMPLETIONS} completions of one request, got {num_samples}")
+    check_count(num_samples)
     num_tokens = sum(
         one.num_samples * (context - len(one.prompt) if one.max_tokens is None else one.max_tokens) for one in questions
     )

@@ -78,6 +78,8 @@ async def completions(service: CurrentService, request: HttpRequest, body: Promp
         raise InvalidField("max_tokens", "0 needs echo=true, which returns the prompt; send at least 1")
     _check_stream(fields, "logprobs", fields.logprobs)
     _check_stream(fields, "echo", fields.echo)
+    # Before the prompts are rendered, which takes a while for many.
+    endpoint.check_count(len(fields.prompts) * fields.n)
     weights = await endpoint.weights_of(service, fields.model)
     prompts = await endpoint.text_prompts(service, fields.prompts)
     score = fields.echo and fields.logprobs is not None

@@ -144,6 +144,8 @@ def largest_bodies() -> dict[str, tuple[str, bytes]]:
         "tokens of a completion": text([5] * 500_000),
         "lists of tokens": text([[5]] * 19_900),
         "texts": text(["a"] * 190_000),
+        "texts in place of tokens": ("/api/v1/asample", sample_body(1).replace(b"[5]", b"[%s5]" % (b'"a",' * 190_000))),
+        "numbers in place of texts": text(["a", *[5] * 190_000]),
         "a long text": text("a" * (7 << 20)),
         "characters of four bytes": text("\U0001f600" * 600_000),
         "messages": chat([turn] * 19_000),
