@@ -53,11 +53,21 @@ def purpose(text: str) -> Iterator[None]:
 
 @dataclass(eq=False)
 class Account:
-    """The use of the thread by one owner, for example a client, in seconds. ``clock_s``: least use of its queues with jobs."""
+    """The use of the thread by one owner, for example a client, in seconds. ``clock_s``: least use of its queues with jobs.
+
+    ``parent`` is the account that several accounts share, such as that of an API key with several clients. Parents take turns
+    first, and then the accounts of one parent.
+    """
 
     used_s: float = 0.0
     clock_s: float = 0.0
     num_ready: int = 0
+    parent: Account | None = None
+
+    @property
+    def top(self) -> Account:
+        """The account that takes turns with those of other owners."""
+        return self if self.parent is None else self.parent
 
 
 @dataclass(eq=False)
@@ -104,9 +114,9 @@ class JobQueue:
         return self.is_closed or self.drops_begun or self.is_paused
 
     @property
-    def rank(self) -> tuple[bool, float, float]:
+    def rank(self) -> tuple[bool, float, float, float]:
         """Sort key: the queue with the lowest rank runs next. Jobs to drop come first, so that their memory is freed."""
-        return not self.is_dropping, self.account.used_s, self.used_s
+        return not self.is_dropping, self.account.top.used_s, self.account.used_s, self.used_s
 
 
 class JobSchedule:
@@ -256,6 +266,8 @@ class JobSchedule:
             used_s = (time.perf_counter() - started) * queue.share
             queue.used_s += used_s
             queue.account.used_s += used_s
+            if queue.account.parent is not None:
+                queue.account.parent.used_s += used_s
             if self._is_ahead(queue):
                 break
         if not is_running:
@@ -276,7 +288,9 @@ class JobSchedule:
             return False
         with self._changed:
             for other in self._ready:
-                if other.account is not queue.account:
+                if other.account.top is not queue.account.top:
+                    ahead = queue.account.top.used_s - other.account.top.used_s
+                elif other.account is not queue.account:
                     ahead = queue.account.used_s - other.account.used_s
                 else:
                     ahead = queue.used_s - other.used_s
@@ -307,8 +321,12 @@ class JobSchedule:
     def _add(self, queue: JobQueue) -> None:
         account = queue.account
         self._update_clocks(account)
-        if not account.num_ready:
-            account.used_s = max(account.used_s, self._clock_s - HEAD_START_S)
+        if account.top.num_ready == 0:
+            account.top.used_s = max(account.top.used_s, self._clock_s - HEAD_START_S)
+        if account.parent is not None:
+            if not account.num_ready:
+                account.used_s = max(account.used_s, account.parent.clock_s - HEAD_START_S)
+            account.parent.num_ready += 1
         queue.used_s = max(queue.used_s, account.clock_s - HEAD_START_S)
         account.num_ready += 1
         self._ready.append(queue)
@@ -316,11 +334,16 @@ class JobSchedule:
     def _remove(self, queue: JobQueue) -> None:
         self._update_clocks(queue.account)
         queue.account.num_ready -= 1
+        if queue.account.parent is not None:
+            queue.account.parent.num_ready -= 1
         self._ready.remove(queue)
 
     def _update_clocks(self, account: Account) -> None:
         """Set the clocks to the least use of those that have jobs."""
-        self._clock_s = max(self._clock_s, min((queue.account.used_s for queue in self._ready), default=0.0))
+        self._clock_s = max(self._clock_s, min((queue.account.top.used_s for queue in self._ready), default=0.0))
+        if (parent := account.parent) is not None:
+            used = [queue.account.used_s for queue in self._ready if queue.account.parent is parent]
+            parent.clock_s = max(parent.clock_s, min(used, default=0.0))
         own = [queue.used_s for queue in self._ready if queue.account is account]
         account.clock_s = max(account.clock_s, min(own, default=0.0))
 

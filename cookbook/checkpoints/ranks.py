@@ -31,8 +31,8 @@ def on_first(job: Callable[[], T]) -> T:
         try:
             answer[0] = job()
         except BaseException as error:  # noqa: BLE001 - it is raised on every rank
-            answer[1] = error
-    dist.broadcast_object_list(answer, src=0, group=group())
+            answer[1] = processes.portable(error)
+    answer = processes.broadcast(answer, group())
     if answer[1] is not None:
         raise answer[1]
     result: T = answer[0]

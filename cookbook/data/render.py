@@ -207,17 +207,24 @@ class Renderer:
         self._kinds |= dict.fromkeys((*(["chat"] if chats else []), *(["text"] if texts else [])))
         return [next(done_texts if isinstance(example, Plain) else done_chats) for example in examples]
 
-    def text(self, tokens: Sequence[int], *, continues: bool = False) -> str:
+    def text(
+        self, tokens: Sequence[int], *, continues: bool = False, with_special: bool = False, with_stop: bool = False
+    ) -> str:
         """Return a completion as text, without the end of the turn and other special tokens.
 
-        ``continues``: the completion continues a text, so a space at its start counts. Tokenizers that put a space before every
-        text drop it when they decode.
+        Args:
+            continues: the completion continues a text, so a space at its start counts. Tokenizers that put a space before every
+                text drop it when they decode.
+            with_special: print special tokens too.
+            with_stop: print the token that ends the turn too, if it is not special or special tokens are printed.
         """
         end = len(tokens)
-        while end and tokens[end - 1] in self.stop_token_ids:
+        while end and not with_stop and tokens[end - 1] in self.stop_token_ids:
             end -= 1
         before = self._text_before if continues and self._encoder.prefixes else ([], "")
-        whole = self.tokenizer.decode([*before[0], *tokens[:end]], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        whole = self.tokenizer.decode(
+            [*before[0], *tokens[:end]], skip_special_tokens=not with_special, clean_up_tokenization_spaces=False
+        )
         return str(whole)[len(before[1]) :]
 
     @cached_property
@@ -225,6 +232,10 @@ class Renderer:
         """Tokens and text of some text that a completion can follow."""
         tokens = self._encoder.raw(["a"], [""])[0].ids
         return tokens, str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def unread_options(self, options: JsonObject) -> list[str]:
+        """Return the options of a chat that the chat template does not read, so that they have no effect."""
+        return self._template.unread(options)
 
     def printed(self, tokens: Sequence[int]) -> str:
         """Return tokens as text, with special tokens."""
@@ -522,22 +533,36 @@ def continues_text(example: Example | None) -> bool:
     return example is not None
 
 
-def completed_text(renderer: Renderer, tokens: Sequence[int], stops: Sequence[str], *, continues: bool = False) -> str:
-    """Return the text of a completion before its stop string. ``continues``: as of :meth:`Renderer.text`."""
-    text = renderer.text(tokens, continues=continues)
-    found = [place for stop in stops if (place := text.find(stop)) >= 0]
-    return text[: min(found)] if found else text
+def completed_text(
+    renderer: Renderer,
+    tokens: Sequence[int],
+    stops: Sequence[str],
+    *,
+    continues: bool = False,
+    with_special: bool = False,
+    with_stop: bool = False,
+) -> str:
+    """Return the text of a completion before its stop string, or with it if ``with_stop``. Options: of :meth:`Renderer.text`.
+
+    If several stop strings begin at the same place, the shortest counts.
+    """
+    text = renderer.text(tokens, continues=continues, with_special=with_special, with_stop=with_stop)
+    found = [(place, len(stop)) for stop in stops if (place := text.find(stop)) >= 0]
+    if not found:
+        return text
+    place, length = min(found)
+    return text[: place + length] if with_stop else text[:place]
 
 
 class TextStream:
     """The text of a completion that is sent in parts. Parts of a character, or of a stop string, are kept back.
 
-    ``continues``: as of :meth:`Renderer.text`.
+    ``options``: as of :func:`completed_text`.
     """
 
-    def __init__(self, renderer: Renderer, stops: Sequence[str], *, continues: bool = False) -> None:
+    def __init__(self, renderer: Renderer, stops: Sequence[str], **options: bool) -> None:
         self._renderer = renderer
-        self._continues = continues
+        self._options = options
         self._stops = stops
         self._tokens: list[int] = []
         # Characters that were sent.
@@ -546,7 +571,7 @@ class TextStream:
     def add(self, tokens: Sequence[int], *, is_last: bool) -> str:
         """Add tokens, and return the text that can be sent now."""
         self._tokens += tokens
-        text = completed_text(self._renderer, self._tokens, self._stops, continues=self._continues)
+        text = completed_text(self._renderer, self._tokens, self._stops, **self._options)
         if not is_last:
             text = text.rstrip(PART_OF_A_CHARACTER)
             text = text[: len(text) - _kept_back(text, self._stops)]

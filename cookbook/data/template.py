@@ -75,9 +75,13 @@ class ChatTemplate:
 
     def _note_unread(self, where: str, options: JsonObject) -> None:
         """Note the options that the template does not read, once."""
-        names = _names_in(str(self._tokenizer.chat_template or "")) if options else frozenset()
-        if names and (unread := [name for name in options if name not in names]):
+        if unread := self.unread(options):
             self.note(f"the chat template does not read {', '.join(unread)} of {where}, which therefore has no effect")
+
+    def unread(self, options: JsonObject) -> list[str]:
+        """Return the options that the template does not read; none if the template cannot be parsed."""
+        names = _names_in(str(self._tokenizer.chat_template or "")) if options else frozenset()
+        return [name for name in options if name not in names] if names else []
 
     @property
     def unused_fields(self) -> Sequence[str]:
@@ -417,6 +421,7 @@ def chat_template_options(tokenizer: PreTrainedTokenizerBase) -> JsonObject:
 
 
 @functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=4)
 def _names_in(template: str) -> frozenset[str]:
     """Return the names of variables in a chat template; empty if the template cannot be parsed."""
     from jinja2 import Environment, TemplateSyntaxError, nodes

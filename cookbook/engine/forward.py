@@ -327,6 +327,28 @@ class ForwardRunner:
         ids, logprobs = self.ranks.inside(compute)
         return ids.to(torch.int32).numpy(), logprobs.numpy()
 
+    @torch.no_grad()
+    def target_logprobs(self, tokens: list[int], rows: Array, ids: Array) -> Array:
+        """Return the logprobs at temperature 1 of the tokens ``ids``, each after the token at its position in ``rows``.
+
+        ``rows`` and ``ids`` are ``(N,)``; ``rows`` holds positions from 0 to T-2. Returns ``(N,)`` float32.
+        """
+        self.model.network.eval()
+        wanted = torch.from_numpy(np.asarray(rows)), torch.from_numpy(np.asarray(ids))
+
+        def compute() -> Tensor:
+            found = torch.zeros(len(wanted[0]))
+            with self.forward_precision():
+                hidden, _ = self.head.hidden_states(input_ids=torch.tensor([tokens[:-1]], device=self.model.device))
+                for number, part in enumerate(torch.split(hidden[0], TOP_ROWS)):
+                    places = torch.nonzero(wanted[0] // TOP_ROWS == number)[:, 0]
+                    if len(places):
+                        logprobs = self._logits(part).log_softmax(-1).cpu()
+                        found[places] = logprobs[wanted[0][places] - number * TOP_ROWS, wanted[1][places]].float()
+            return found
+
+        return self.ranks.inside(compute).numpy()
+
     def _logits(self, hidden: Tensor) -> Tensor:
         head = self.head
         if self.precision.autocast:

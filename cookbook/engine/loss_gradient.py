@@ -22,6 +22,9 @@ from cookbook.types import Datum
 LossFunction = Callable[..., tuple[Tensor, Mapping[str, float]]]
 """``loss(data, logprobs) -> (scalar, metrics)``. If the loss ``needs_entropy``, it gets the entropies as a third argument."""
 
+# Metrics with the value of the loss, which the engine reports.
+LOSS_METRICS = ("loss", "loss:sum")
+
 ParameterGradient = tuple[Callable[[Tensor], object], Tensor]
 """The AccumulateGrad node of a leaf tensor, which adds its argument to ``grad``, and the gradient to add."""
 
@@ -257,8 +260,12 @@ def number(key: str, value: float | Tensor) -> float:
     """Return a metric as a float.
 
     Raises:
-        BackendError: the metric is not a single number.
+        BackendError: the metric is not a single number, or has the name of the loss itself.
     """
+    if key in LOSS_METRICS:
+        raise BackendError(
+            f"loss: metric {key!r} is the value of the loss itself, which is always reported; choose another name"
+        )
     try:
         return float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError):

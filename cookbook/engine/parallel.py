@@ -167,4 +167,6 @@ def led(function: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P],
             return function(target, *args, **kwargs)
         return target.ranks.lead(function, call, target, *args, **kwargs)
 
+    # Messages between ranks may name marked functions only.
+    call.is_led = True  # type: ignore[attr-defined]
     return call

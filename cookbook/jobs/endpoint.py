@@ -47,8 +47,8 @@ class Relay:
         self._thread.start()
 
     def lead_to(self, address: str | None) -> None:
-        """Set the target, ``host:port``. None: every connection is closed now."""
-        host, _, port = (address or "").rpartition(":")
+        """Set the target, ``http://host:port``. None: every connection is closed now."""
+        host, _, port = (address or "").removeprefix("http://").rpartition(":")
         self._loop.call_soon_threadsafe(self._set, (host, int(port)) if address else None)
 
     def close(self) -> None:

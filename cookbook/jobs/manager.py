@@ -18,6 +18,7 @@ from pathlib import Path
 
 import filelock
 
+from cookbook.backends.model_source import sampling_target
 from cookbook.config import typed
 from cookbook.errors import BackendError, ConfigError, CookbookError
 from cookbook.jobs import command
@@ -57,7 +58,7 @@ class TrainerJobConfig:
     """Description of a trainer job.
 
     Args:
-        base_model: Hugging Face hub id, or a folder that the trainer's node can read.
+        base_model: Hugging Face hub id, a folder that the trainer's node can read, or ``tiny``, as of ``ServiceClient``.
         launcher: where the trainer runs: ``LocalJob()``, ``SlurmJob(partition="gpu", gpus=1)``, ``RayJob()``.
         requested_job_id: name of the job; None chooses a random name.
         model: further keys of ``conf/model``. ``backend``: keys of ``conf/backend/local.yaml``.
@@ -82,7 +83,7 @@ class TrainerJobConfig:
         model = {key: value for key, value in self.model.items() if key not in OF_CLIENTS}
         target = "cookbook.server.config.ServerConfig"
         return {
-            "model": {typed.TARGET: "cookbook.engine.model.ModelConfig", **model, "name": self.base_model},
+            "model": {typed.TARGET: "cookbook.engine.model.ModelConfig", **model, "name": sampling_target(self.base_model)},
             "backend": {typed.TARGET: "cookbook.backends.local.LocalConfig", **self.backend},
             "server": {typed.TARGET: target, "one_client": self.one_client, **self.launcher.server},
             "seed": self.seed,
@@ -354,7 +355,7 @@ class TrainerJobManager:
         if files.url.exists():
             port = files.url.read_text(encoding="utf-8").strip().rpartition(":")[2]
             address = f"{launcher.address(handle)}:{port}"
-            if is_healthy(address, self.key_file(job).read_text(encoding="utf-8").strip()):
+            if is_healthy(f"http://{address}", self.key_file(job).read_text(encoding="utf-8").strip()):
                 self._table.set_attempt(job.job_id, attempt.number, address=address, ready=time.time())
                 self._say(f"trainer job {job.job_id}: attempt {attempt.number} is ready at {address}")
                 return
@@ -444,13 +445,12 @@ def lost(job: TrainerJob) -> str:
     return f"trainer job {job.job_id} is {job.state.value}{reason}"
 
 
-def is_healthy(address: str, key: str) -> bool:
-    """Whether a server at ``host:port`` answers and knows the key. Proxies of the environment are not used."""
+def is_healthy(url: str, key: str) -> bool:
+    """Whether the server at ``url`` answers and knows the key. Proxies of the environment are not used."""
     import httpx
 
     try:
-        url = f"http://{address}/api/v1/cookbook"
-        response = httpx.get(url, headers={"X-API-Key": key}, timeout=HEALTH_S, trust_env=False)
+        response = httpx.get(f"{url}/api/v1/cookbook", headers={"X-API-Key": key}, timeout=HEALTH_S, trust_env=False)
     except httpx.HTTPError:
         return False
     return response.status_code == httpx.codes.OK

@@ -85,9 +85,9 @@ class TrainerJob:
 
     @property
     def address(self) -> str | None:
-        """``host:port`` of the server, if the newest attempt is ready."""
+        """URL of the server, if the newest attempt is ready, for ``ServiceClient(base_url=...)``."""
         newest = self.attempt
-        return newest.address if newest and newest.ready and not newest.ended else None
+        return f"http://{newest.address}" if newest and newest.address and newest.ready and not newest.ended else None
 
 
 class JobTable:

@@ -461,7 +461,7 @@ def _chat(body: bytes) -> Exchange:
         raise InvalidField("messages", str(error)) from None
     tools = tuple(fields.tools) if fields.may_call else ()
     max_tokens = fields.max_completion_tokens or fields.max_tokens
-    return Exchange(AgentCall(messages, tools, max_tokens, fields.stop_strings, fields.chat_template_kwargs), fields)
+    return Exchange(AgentCall(messages, tools, max_tokens, fields.stop_strings, fields.template_options), fields)
 
 
 def _completion(body: bytes) -> Exchange:

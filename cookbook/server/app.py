@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cookbook.backends.remote.connection import API
 from cookbook.errors import CheckpointError, ConfigError
+from cookbook.server.connections import CONNECTION
 from cookbook.server.handlers.recovery import recover
 from cookbook.server.handlers.silence import restore, unload_silent_sessions
 from cookbook.server.keys import CALLER, ApiKey, KeyRing
@@ -95,6 +96,9 @@ class Auth:
         if not is_open and scope["path"].startswith((API, *openai.PATHS)):
             self._on_request()
         CALLER.set(key)
+        # Other servers than that of `cookbook serve` have connections of another class.
+        if (connection := scope.get(CONNECTION)) is not None:
+            connection.owner = None if key is None else key.name
         await self.app(scope, receive, send)
 
     def _key_of(self, scope: Scope) -> ApiKey | None:

@@ -7,7 +7,8 @@ import logging
 import math
 import resource
 import time
-from collections import defaultdict
+import weakref
+from collections import Counter, defaultdict
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -16,6 +17,8 @@ log = logging.getLogger("cookbook")
 
 # Seconds for which a connection stays open without a request, or with a response of which its client reads nothing.
 IDLE_S = 30.0
+# Entry of the scope of a request: its connection.
+CONNECTION = "cookbook.connection"
 # Seconds between two log lines about the same fault of clients.
 WARN_EVERY_S = 60.0
 # Largest header of a request, and largest trailer, beyond its first read. The parser itself has no limit.
@@ -83,7 +86,8 @@ class BoundedConnection(HttpToolsProtocol):
     """Connection of a client, closed ``IDLE_S`` seconds after its last request.
 
     Above ``limit`` connections, a new one closes the connection that has been without a request for the longest time. If all
-    have a request, the new one is closed. Clients send a request again if its connection was closed.
+    have a request, a connection of the API key with the most connections is closed: the newest one. Connections without a key
+    count as those of one key. Clients send a request again if its connection was closed.
     """
 
     # Connections above the limit, of the whole process.
@@ -96,6 +100,10 @@ class BoundedConnection(HttpToolsProtocol):
         # Times on the monotonic clock: of the start of the connection or the end of its last response, and of the last change
         # of the number of bytes that the client has to read.
         self.idle_since = self._unread_since = time.monotonic()
+        # Name of the API key of the newest request; None: without a key, or no request has arrived.
+        self.owner: str | None = None
+        # The scope of a request must not keep its connection in memory: the connection refers to the scope.
+        self._proxy = weakref.proxy(self)
         self._unread_bytes = 0
         # Whether the last read had the start of a request or a part of a body, and the bytes since the last such read.
         self._has_advanced = False
@@ -115,8 +123,20 @@ class BoundedConnection(HttpToolsProtocol):
                 log.warning(
                     "more than %d connections: those without a request are closed; raise server.max_connections", self._limit
                 )
-            idle = (one for one in self.connections if isinstance(one, BoundedConnection) and not one.has_request)
-            min(idle, key=lambda one: one.idle_since).abort()
+            self._close_another()
+
+    def _close_another(self) -> None:
+        """Close a connection to make room for this one: of the key with the most connections, preferably an idle one."""
+        others = [one for one in self.connections if isinstance(one, BoundedConnection) and one is not self]
+        counts = Counter(one.owner for one in (*others, self))
+        largest = max(counts, key=lambda owner: (counts[owner], owner is None))
+        idle = [one for one in others if not one.has_request]
+        if own := [one for one in idle if one.owner == largest] or idle:
+            min(own, key=lambda one: one.idle_since).abort()
+        elif largest is None:
+            self.abort()
+        else:
+            max((one for one in others if one.owner == largest), key=lambda one: one.idle_since).abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -134,6 +154,11 @@ class BoundedConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._has_advanced = True
+
+    def on_headers_complete(self) -> None:
+        # The middleware that authenticates the request writes the name of its key.
+        self.scope[CONNECTION] = self._proxy  # type: ignore[typeddict-unknown-key]
+        super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)

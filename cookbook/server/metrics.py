@@ -27,6 +27,8 @@ LOG_BYTES = 16 << 20
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # Seconds between two measurements of the event loop's delay.
 LOOP_TICK_S = 0.25
+# Entry of the scope of a request: context managers to close once the response is complete.
+CLOSED_AT_END = "cookbook.closed_at_end"
 _TOKEN = re.compile("/download/[^/]*/?")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 # Bytes per unit of ru_maxrss.
@@ -148,6 +150,8 @@ class RequestObserver:
         try:
             await self.app(scope, receive, observed_send)
         finally:
+            for held in scope.get(CLOSED_AT_END, ()):
+                held.close()
             # Count by route pattern: paths contain ids, so their number, and that of the labels, would be unlimited.
             route = getattr(scope.get("route"), "path", "other").removeprefix(API)
             self.metrics.http_requests[route, str(status)] += 1

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import kill_ranks
@@ -42,7 +42,7 @@ from cookbook.jobs.local import LocalJob
 from cookbook.jobs.manager import TrainerJobConfig, TrainerJobManager, is_healthy
 from cookbook.jobs.ray import RayJob
 from cookbook.jobs.slurm import SlurmJob
-from cookbook.jobs.store import JobState, TrainerJob
+from cookbook.jobs.store import JobAttempt, JobState, TrainerJob
 
 # A run of a few seconds, with a checkpoint in the middle.
 RUN = [
@@ -95,6 +95,18 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
     return error
+
+
+def test_the_model_of_a_job_is_resolved_as_by_a_service_client_and_its_address_is_a_url(tmp_path):
+    trainer = TrainerJobConfig(base_model="tiny", launcher=LocalJob()).trainer()
+    assert trainer["model"]["name"] == cookbook.ServiceClient(checkpoint_dir=tmp_path)._clients.model("tiny", {}).name
+    assert (Path(trainer["model"]["name"]) / "config.json").is_file()
+    assert TrainerJobConfig(base_model="Qwen/Qwen3-8B", launcher=LocalJob()).trainer()["model"]["name"] == "Qwen/Qwen3-8B"
+    attempt = JobAttempt(1, handle="h", started=1.0, running=2.0, ready=3.0, ended=None, address="node:8000", outcome="")
+    job = TrainerJob("mine", "t", JobState.RUNNING, "", tmp_path, "", {}, {}, 0.0, 0, (attempt,))
+    assert job.address == "http://node:8000"
+    ended = replace(job, attempts=(replace(attempt, ended=4.0),))
+    assert ended.address is None
 
 
 # ---- the life of a job -----------------------------------------------------------------------------------------------

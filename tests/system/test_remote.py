@@ -11,12 +11,14 @@ import threading
 import time
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import servertools
 import tiny
 from marks import rest_slow, rotating
 from runtools import BRIEF, SMALL, TWO_TURNS, here, rows, same_numbers, timeless, train, write  # noqa: F401 - here is a fixture
+from waiting import WAIT_S
 
 from cookbook.backends.local import LocalConfig, LocalTrainer
 from cookbook.backends.remote import connection, convert, pointers, watchdog
@@ -430,6 +432,35 @@ def test_requests_are_computed_together_although_the_server_was_away_when_they_w
         trainer.connection.close()
     finally:
         relay.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("durability", ["synced", "off"])
+def test_a_delta_over_http_is_small_and_sampled_from_like_the_weights_themselves(tiny_folder, tmp_path, durability):
+    with servertools.running(tiny_folder, tmp_path / "out", durability=durability) as server:
+        service = ServiceClient(base_url=server.url, checkpoint_dir=tmp_path / "pointers")
+        training = service.create_training_client(str(tiny_folder), 0)
+        with pytest.raises(CheckpointError, match="write a base first"):
+            training.save_weights_for_sampler_ext("none", "delta").result()
+        kinds = [training.save_weights_for_sampler_ext("one").result().kind]
+        for name in ("two", "three"):
+            training.forward_backward(tiny.datums(), "cross_entropy").result()
+            training.optim_step(STEP).result()
+            kinds.append(training.save_weights_for_sampler_ext(name, "delta").result().kind)
+        assert kinds == ["base", "delta", "delta"]
+        params = SamplingParams(max_tokens=8, seed=1)
+        expected = training.save_weights_and_get_sampling_client().sample([5, 6, 7], 2, params).result().sequences
+        path = tmp_path / "pointers" / "three"
+        found = service.create_sampling_client(path).sample([5, 6, 7], 2, params).result().sequences
+        assert [(one.tokens, one.logprobs) for one in found] == [(one.tokens, one.logprobs) for one in expected]
+        [delta] = (tmp_path / "out").glob("*/sampler_weights.three")
+        assert (delta / "weights.delta").is_file() and not list(delta.glob("*.safetensors"))
+        body = {"model": pointers.read(path).path, "prompt": [5, 6, 7], "max_tokens": 8, "seed": 1}
+        text = httpx.post(f"{server.url}/v1/completions", json=body, timeout=WAIT_S).json()["choices"][0]["text"]
+        assert text == training.get_tokenizer().decode(expected[0].tokens, skip_special_tokens=True)
+        with pytest.raises(CheckpointError, match="expected one of base, delta"):
+            training.save_weights_for_sampler_ext("four", "half")
+        service.close()
 
 
 def losses(service, base_model):

@@ -45,7 +45,7 @@ ALL_LOGPROBS = "all_logprobs"
 # Field of optim_step: whether the caller has read the errors of all earlier calls.
 FAILURES_READ = "failures_read"
 
-# Metadata of save_weights_for_sampler by which a rank group's client selects what is saved.
+# Metadata of save_weights_for_sampler by which a client selects what is saved. The server replaces the kind by the actual one.
 # One of "base", "delta" and "adapted", the weights under the adapter.
 KIND = "cookbook.kind"
 # Element type of full weights.
@@ -238,6 +238,12 @@ class Connection:
         """Return the base model of saved weights, and the rank of their adapter (0: full weights)."""
         weights = self.follow(self.rest.get_weights_info_by_tinker_path(path)).result()
         return weights.base_model, weights.lora_rank or 0
+
+    def kind_of(self, path: str) -> str:
+        """Return the kind of a sampler checkpoint of ``cookbook serve``, ``base`` or ``delta``."""
+        run_id = path.removeprefix("tinker://").partition("/")[0]
+        saved = self.follow(self.rest.list_checkpoints(run_id)).result().checkpoints
+        return next(((one.user_metadata or {}).get(KIND, "base") for one in saved if one.tinker_path == path), "base")
 
     def announce(self, sampler: tinker.SamplingClient, count: int) -> None:
         """Ask the server to compute the next ``count`` requests of a sampling client as one batch.

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 from cookbook.backends.client_factory import ModelData, ModelInfo, checkpoint_path
 from cookbook.backends.remote import convert, pointers
-from cookbook.backends.remote.connection import Connection
+from cookbook.backends.remote.connection import KIND, PREDECESSOR, Connection
 from cookbook.backends.remote.linearized_loss import LINEAR, PendingGradient
 from cookbook.backends.remote.passes import CallQueue, CreateRun, RemotePasses, Send
 from cookbook.backends.remote.pointers import CheckpointGarbage, Pointer
 from cookbook.backends.remote.sampler import RemoteSampler
-from cookbook.checkpoints import store
+from cookbook.checkpoints import sampler_checkpoints, store
 from cookbook.checkpoints.snapshots import tokenizer_digests
 from cookbook.engine.model import ModelConfig, context_length, load_tokenizer
 from cookbook.errors import BackendError, CheckpointError, ConfigError, RolloutError
@@ -71,6 +71,8 @@ class RemoteTrainer(RemotePasses):
         self._numbers = itertools.count()
         self._garbage = CheckpointGarbage(connection, self.folder)
         self._newest: RemoteSampler | None = None
+        # Name of the last sampler checkpoint that was requested: the next delta applies to it. None: the weights were replaced.
+        self._last_sent: str | None = None
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -122,6 +124,7 @@ class RemoteTrainer(RemotePasses):
         def send(_: tinker.TrainingClient) -> None:
             self._calls.start_over(functools.partial(self._create_run, saved.path, optimizer=optimizer))
             self._gradient = PendingGradient()
+            self._last_sent = None
 
         def receive(_: None) -> None:
             self.step = saved.step if optimizer else 0
@@ -132,19 +135,32 @@ class RemoteTrainer(RemotePasses):
     def save_weights_for_sampler_ext(
         self, name: str, *, checkpoint_type: str = "base", merged: bool = False
     ) -> Future[Checkpoint]:
-        if checkpoint_type != "base":
-            raise ConfigError(f"checkpoint_type: a server saves whole weights (base), got {checkpoint_type!r}")
+        """Save weights to sample from, on the server. A delta becomes a base if the server cannot apply it to the last one."""
+        sampler_checkpoints.check_kind(checkpoint_type)
+        if checkpoint_type == "delta" and self.connection.info is None:
+            raise ConfigError("checkpoint_type: only `cookbook serve` saves deltas, got 'delta'; save a base")
         if merged:
             raise ConfigError("merged: a server saves the adapter; download it, and merge it with `cookbook weights export`")
         folder = self._new_folder(name, overwrite=False)
+        # An adapter stands alone.
+        is_delta = checkpoint_type == "delta" and not self.model.lora_rank
+
+        def send(client: tinker.TrainingClient) -> Future[tinker.types.SaveWeightsForSamplerResponse]:
+            metadata = None
+            if is_delta:
+                if self._last_sent is None:
+                    raise CheckpointError(f"{folder}: a delta needs a checkpoint before it; write a base first")
+                metadata = {KIND: "delta", PREDECESSOR: self._last_sent}
+            self._last_sent = name
+            return self.connection.follow(client.save_weights_for_sampler(name, user_metadata=metadata))
 
         def receive(saved: tinker.types.SaveWeightsForSamplerResponse) -> Checkpoint:
-            pointers.write(
-                folder, Pointer(saved.path, self.connection.checkpoint_location, self.step, "base"), self.model, overwrite=False
-            )
-            return Checkpoint(str(folder), self.step, "base")
+            kind = self.connection.kind_of(saved.path) if is_delta else "base"
+            pointer = Pointer(saved.path, self.connection.checkpoint_location, self.step, kind)
+            pointers.write(folder, pointer, self.model, overwrite=False)
+            return Checkpoint(str(folder), self.step, kind)
 
-        return self._calls.call(lambda client: self.connection.follow(client.save_weights_for_sampler(name)), receive)
+        return self._calls.call(send, receive)
 
     # ---- samplers and the reference ------------------------------------------------------------------------------
 

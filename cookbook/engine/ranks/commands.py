@@ -33,6 +33,7 @@ from torch import Tensor
 
 from cookbook.engine.loss_gradient import LossFunction, loss_name
 from cookbook.engine.parallel import Ranks, RanksLostError
+from cookbook.engine.ranks import messages
 from cookbook.engine.ranks.processes import ProcessRanks, joined
 from cookbook.losses.base import LOSSES, Loss, Metrics
 from cookbook.types import Datum
@@ -116,14 +117,14 @@ class _Pickler(pickle.Pickler):
     """Writes the number of an object that every rank has."""
 
     def __init__(self, buffer: io.BytesIO, numbers: Mapping[int, int]) -> None:
-        super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
+        super().__init__(buffer, protocol=messages.PROTOCOL)
         self._numbers = numbers
 
     def persistent_id(self, one: object) -> int | None:
         return self._numbers[id(one)] if isinstance(one, PerRank) else None
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(messages.Unpickler):
     def __init__(self, message: bytes, objects: Mapping[int, PerRank]) -> None:
         super().__init__(io.BytesIO(message))
         self._objects = objects

@@ -11,7 +11,6 @@ import functools
 import ipaddress
 import logging
 import os
-import pickle
 import socket
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from cookbook.engine.parallel import SHARDS, Ranks, RanksLostError, Sliceable
+from cookbook.engine.ranks import messages
 from cookbook.errors import BackendError, ConfigError, first_line
 
 if TYPE_CHECKING:
@@ -176,14 +176,12 @@ class ProcessRanks(Ranks):
     def send(self, message: object) -> None:
         """Send a message from the first rank to the others, which wait for it."""
         with self.lockstep():
-            self._dist.broadcast_object_list([message], src=0, group=self.commands)
+            broadcast(message, group=self.commands)
 
     def receive(self) -> Any:
         """Wait for the next message of the first rank."""
-        message: list[Any] = [None]
         with self.lockstep():
-            self._dist.broadcast_object_list(message, src=0, group=self.commands)
-        return message[0]
+            return broadcast(None, group=self.commands)
 
     # ---- agreements ----------------------------------------------------------------------------------------------
 
@@ -200,7 +198,7 @@ class ProcessRanks(Ranks):
             except BaseException as caught:  # noqa: BLE001 - it is raised below
                 error, answer[1] = caught, portable(caught)
         with self.lockstep():
-            self._dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
+            answer = broadcast(answer)
         if isinstance(answer[1], BaseException):
             raise error or answer[1]
         found: T = result if self.rank == 0 else answer[0]  # type: ignore[assignment]
@@ -224,15 +222,14 @@ class ProcessRanks(Ranks):
             raise own or errors[0]
 
     def gathered(self, value: T) -> list[T]:
-        values: list[T | None] = [None] * self.size
         with self.lockstep():
-            self._dist.all_gather_object(values, value)
+            values: list[T] = messages.gather(value, self.size, self._dist.all_gather)
         agreements = [one if isinstance(one, Agreement) else None for one in values]
         if len({one and one.ends_command for one in agreements}) > 1:
             # An error has taken one rank out of what the other ranks are still computing.
             cause = next((one.error for one in agreements if one and one.error), None)
             raise RanksLostError(f"rank {self.rank} of {self.size}: one rank alone failed: {cause}") from cause
-        return values  # type: ignore[return-value]
+        return values
 
     def totals(self, values: Sequence[float]) -> list[float]:
         tensor = torch.tensor(list(values), dtype=torch.float64)
@@ -417,10 +414,17 @@ def _mesh(shard: str, device_type: str, size: int) -> DeviceMesh:
     return init_device_mesh(device_type, (size // local, local), mesh_dim_names=("replicas", "shards"))
 
 
+def broadcast(message: object, group: ProcessGroup | None = None) -> Any:
+    """Return the message of the first rank on every rank. On the CPU, in a group with gloo."""
+    import torch.distributed as dist
+
+    return messages.broadcast(message, dist.get_rank() == 0, functools.partial(dist.broadcast, src=0, group=group))
+
+
 def portable(error: BaseException) -> BaseException:
     """Return an error that another process can read: ``error`` itself, or a BackendError with its message."""
     try:
-        pickle.loads(pickle.dumps(error))
+        messages.unpacked(messages.packed(error))
     except Exception:  # noqa: BLE001 - an error of any class of the user
         return BackendError(f"{type(error).__name__}: {error}")
     return error

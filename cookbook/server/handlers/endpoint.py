@@ -25,9 +25,10 @@ from cookbook.server.state.endpoint import OWNER, Caller
 from cookbook.server.state.samplers import SamplingSession, file_bytes
 from cookbook.server.state.service import Service
 from cookbook.server.wire.bodies import Refused
-from cookbook.server.wire.openai import ChatBody, InvalidField
+from cookbook.server.wire.openai import EFFORT, ChatBody, InvalidField
 from cookbook.server.wire.openai_results import Answer, TopRow
 from cookbook.types import JsonObject, ModelInput, Sample, SampleResponse, SamplingParams, request_seed
+from cookbook.utils.template_options import TEMPLATE_OPTIONS
 
 T = TypeVar("T")
 RUNS = "runs/"
@@ -128,15 +129,17 @@ def _entry(service: Service, model: str, created: float) -> JsonObject:
 async def chat_prompt(service: Service, fields: ChatBody) -> list[int]:
     """Return the tokens of a conversation, with the header of the answer. Raises InvalidField: it cannot be rendered."""
     tools = tuple(fields.tools) if fields.may_call else None
+    options = fields.template_options
+    for name in service.host.renderer.unread_options(options):
+        field = EFFORT if name == EFFORT and fields.reasoning_effort is not None else TEMPLATE_OPTIONS
+        raise InvalidField(field, f"the chat template of this model does not read {name!r}; leave it out")
     _check_size(service, len(json.dumps([fields.messages, fields.tools], ensure_ascii=False)), "messages")
 
     def render() -> list[int]:
         # The role developer replaces system in newer versions of OpenAI's API.
         roles = {"developer": "system"}
         renamed = [{**one, "role": roles.get(str(one.get("role")), one.get("role"))} for one in fields.messages]
-        chat = Chat(
-            "messages", parse_messages(renamed, "request", "messages"), len(renamed), tools, fields.chat_template_kwargs
-        )
+        chat = Chat("messages", parse_messages(renamed, "request", "messages"), len(renamed), tools, options)
         return service.host.renderer.prompts([chat])[0][0]
 
     return await _rendered(service, render, "messages")
@@ -158,6 +161,12 @@ async def text_prompts(service: Service, prompts: Sequence[str | list[int]]) -> 
         _check_size(service, max(map(len, part)), "prompt")
         tokens += await _rendered(service, functools.partial(render, part), "prompt")
     return tokens
+
+
+def check_count(num_samples: int) -> None:
+    """Raise InvalidField if a request asks for too many completions, over all of its prompts."""
+    if num_samples > MAX_COMPLETIONS:
+        raise InvalidField("n", f"expected at most {MAX_COMPLETIONS} completions of one request, got {num_samples}")
 
 
 def check_tokens(service: Service, tokens: Sequence[int], field: str) -> None:
@@ -355,8 +364,7 @@ def _admit(service: Service, caller: Caller, questions: Sequence[Question]) -> i
         if question.top > service.host.vocabulary_size:
             raise InvalidField("logprobs", f"the vocabulary has {service.host.vocabulary_size} tokens, got {question.top}")
     num_samples = sum(question.num_samples for question in questions)
-    if num_samples > MAX_COMPLETIONS:
-        raise InvalidField("n", f"expected at most {MAX_COMPLETIONS} completions of one request, got {num_samples}")
+    check_count(num_samples)
     num_tokens = sum(
         one.num_samples * (context - len(one.prompt) if one.max_tokens is None else one.max_tokens) for one in questions
     )

@@ -6,6 +6,9 @@ import asyncio
 import functools
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
+
+import numpy as np
 
 from cookbook.backends import worker
 from cookbook.errors import CookbookError, RolloutError
@@ -15,13 +18,15 @@ from cookbook.server.state.catalog import Address
 from cookbook.server.state.requests import SAMPLE, Request
 from cookbook.server.state.samplers import AnnouncedBatch, SamplingSession, file_bytes
 from cookbook.server.state.service import Service
-from cookbook.server.wire.bodies import CreateSamplingSession, Refused, SampleBatch, SampleBody
-from cookbook.server.wire.encode import StoredResult, failure, sample_result
+from cookbook.server.wire.bodies import CreateSamplingSession, Refused, SampleBatch, SampleBody, TargetIds
+from cookbook.server.wire.encode import PromptExtras, StoredResult, failure, sample_result
 from cookbook.types import Array, ModelInput, SampleResponse, SamplingParams
 
 # Larger results take more than about 10 ms to encode.
 LARGE_RESULT_TOKENS = 100_000
-UNSUPPORTED = ("topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k")
+UNSUPPORTED = ("prompt_alt_tokens_k",)
+# Bytes of a token id and a logprob in a result.
+SCORE_BYTES = 8
 
 
 async def create_sampling_session(service: Service, fields: CreateSamplingSession) -> SamplingSession:
@@ -101,7 +106,10 @@ def sample(service: Service, fields: SampleBody, body: bytes) -> Request:
             pending, num_tokens = service.sessions[session.session_id].pending_tokens, _num_tokens(service, fields, prompt)
             is_batch = session.batch is not None
             owner = service.tenants.owner_of(session.session_id)
-            limit = exceeded_limit(service, owner, pending, len(prompt), fields.num_samples, num_tokens, is_batch=is_batch)
+            scores = len(prompt) * fields.topk_prompt_logprobs + num_tokens * fields.topk_sample_logprobs
+            limit = exceeded_limit(
+                service, owner, pending, len(prompt), fields.num_samples, num_tokens, is_batch=is_batch, num_scores=scores
+            )
             if limit is not None:
                 raise Refused(limit[0], f"asample: {limit[1]}")
     except Refused:
@@ -131,6 +139,7 @@ def exceeded_limit(
     num_tokens: int,
     *,
     is_batch: bool = False,
+    num_scores: int = 0,
 ) -> tuple[int, str] | None:
     """Return a status and a message if a request exceeds a limit on its own, or together with unfinished ones of its client.
 
@@ -138,6 +147,7 @@ def exceeded_limit(
         owner: name of the API key.
         pending: largest number of tokens that the unfinished requests of the client draw.
         num_tokens: largest number of tokens that the request draws.
+        num_scores: number of most likely tokens that the result has, over all positions.
         is_batch: the request belongs to an announced batch, which waits for it, so the client must not retry it later.
 
     Returns:
@@ -150,7 +160,8 @@ def exceeded_limit(
             f"the number of samples times max_tokens is {num_tokens:,}, above server.max_request_tokens="
             f"{config.max_request_tokens:,}; send several smaller requests"
         )
-    gigabytes = service.host.sampling_bytes(prompt_tokens, num_samples, num_tokens) / (1 << 30)
+    num_bytes = service.host.sampling_bytes(prompt_tokens, num_samples, num_tokens) + SCORE_BYTES * num_scores
+    gigabytes = num_bytes / (1 << 30)
     if gigabytes > config.max_request_gb:
         return 400, (
             f"the request would take about {gigabytes:.1f} GB, above server.max_request_gb={config.max_request_gb:g}; "
@@ -186,11 +197,13 @@ def compute(service: Service, session: SamplingSession, fields: SampleBody, prom
     if not request.settled.is_set():
         request.num_tokens = _num_tokens(service, fields, prompt)
         owner.pending_tokens += request.num_tokens
-    # The k most likely tokens at each position of the prompt, if the request asks for them.
-    k, topk = fields.topk_prompt_logprobs, None
-    if k:
-        with worker.purpose(request.request_id):
+    # If the request asks for them: the k most likely tokens at each position of the prompt, and the logprobs of others there.
+    k, topk, wanted, targets = fields.topk_prompt_logprobs, None, fields.target_prompt_logprobs, None
+    with worker.purpose(request.request_id):
+        if k:
             topk = owner.lane.submit(functools.partial(_most_likely, session, request, prompt, k))
+        if wanted is not None:
+            targets = owner.lane.submit(functools.partial(_target_logprobs, session, request, prompt, wanted))
     params = fields.sampling_params.model_dump()
     if params["seed"] is None:
         params["seed"] = session.seed_of(fields.seq_id)
@@ -199,17 +212,25 @@ def compute(service: Service, session: SamplingSession, fields: SampleBody, prom
         session.num_pending -= 1
         # Drop the reference to the samples: the store keeps the request.
         request.stop = None
-        error = samples.exception() or (topk.exception() if topk is not None else None)
+        # The lane has computed the scores before the samples.
+        failures = [one.exception() for one in (samples, topk, targets) if one is not None]
+        error = next((one for one in failures if one is not None), None)
         if error is not None:
             service.requests.settle(request, failure(error))
             return
         response = samples.result()
         num_tokens = sum(len(sequence.tokens) for sequence in response.sequences)
         service.metrics.sampled_tokens += num_tokens
-        encode = functools.partial(
-            sample_result, response, fields.prompt_logprobs_last_n, None if topk is None else topk.result()
+        found = targets.result() if targets is not None else None
+        extras = PromptExtras(
+            fields.prompt_logprobs_last_n,
+            None if topk is None else topk.result(),
+            targets=None if wanted is None or found is None else (wanted, found),
         )
-        if num_tokens <= LARGE_RESULT_TOKENS:
+        encode = functools.partial(sample_result, response, extras)
+        if fields.topk_sample_logprobs:
+            service.spawn(_settle_with_top(service, session, fields, prompt, request, response, extras))
+        elif num_tokens <= LARGE_RESULT_TOKENS:
             service.requests.settle(request, encode())
         else:
             service.spawn(_settle_large(service, request, encode))
@@ -246,6 +267,72 @@ def _most_likely(session: SamplingSession, request: Request, prompt: list[int], 
     return None if request.is_cancelled else session.sampler.engine().passes.top_logprobs(prompt, k)
 
 
+def _target_places(wanted: TargetIds, prompt: list[int]) -> tuple[Array, Array]:
+    """Return the position of the token before each id, ``(N,)``, and the ids, ``(N,)``. Raises Refused (400): a bad shape."""
+    num_rows, width = len(prompt) - 1, wanted.shape[1]
+    ids = np.asarray(wanted.data, dtype=np.int64)
+    if wanted.shape[0] != num_rows:
+        raise Refused(
+            400,
+            f"asample: target_prompt_logprobs: expected {num_rows} rows, one per token but the first, got {wanted.shape[0]}",
+        )
+    if wanted.sparse_crow_indices is None:
+        counts = np.full(num_rows, width) if len(ids) == num_rows * width else None
+    else:
+        crows = np.asarray(wanted.sparse_crow_indices, dtype=np.int64)
+        columns = np.asarray(wanted.sparse_col_indices or [], dtype=np.int64)
+        counts = np.diff(crows)
+        is_whole = len(crows) == num_rows + 1 and crows[0] == 0 and crows[-1] == len(ids) == len(columns)
+        is_inside = not len(columns) or (columns.min() >= 0 and columns.max() < width)
+        counts = counts if is_whole and is_inside and (counts >= 0).all() else None
+    if counts is None:
+        raise Refused(
+            400,
+            f"asample: target_prompt_logprobs: {len(ids)} ids do not fill the shape {list(wanted.shape)}; send one per cell",
+        )
+    return np.repeat(np.arange(num_rows), counts), ids
+
+
+def _target_logprobs(session: SamplingSession, request: Request, prompt: list[int], wanted: TargetIds) -> Array | None:
+    """Compute the logprobs of the tokens that a request names, 0 for cells without a token; None if it is cancelled."""
+    if request.is_cancelled:
+        return None
+    rows, ids = _target_places(wanted, prompt)
+    logprobs = np.zeros(len(ids), dtype=np.float32)
+    is_token = ids >= 0
+    if is_token.any():
+        logprobs[is_token] = session.sampler.engine().passes.target_logprobs(prompt, rows[is_token], ids[is_token])
+    return logprobs
+
+
+async def _settle_with_top(
+    service: Service,
+    session: SamplingSession,
+    fields: SampleBody,
+    prompt: list[int],
+    request: Request,
+    response: SampleResponse,
+    extras: PromptExtras,
+) -> None:
+    """Compute the most likely tokens at each sampled position, at the temperature of the request, and settle it."""
+    k, temperature, start = fields.topk_sample_logprobs, fields.sampling_params.temperature or 1.0, len(prompt) - 1
+
+    def top(tokens: list[int]) -> tuple[Array, Array]:
+        ids, logprobs = session.sampler.engine().passes.top_logprobs(tokens, k, temperature)
+        return ids[start:], logprobs[start:]
+
+    try:
+        lane, sampled = service.open_session(session.session_id).lane, []
+        for sequence in response.sequences:
+            with worker.purpose(request.request_id):
+                job = lane.submit(functools.partial(top, [*prompt, *sequence.tokens]))
+            sampled.append(await asyncio.wrap_future(job))
+        result = await asyncio.to_thread(sample_result, response, replace(extras, sampled=sampled))
+    except CookbookError as error:
+        result = failure(error)
+    service.requests.settle(request, result)
+
+
 async def _settle_large(service: Service, request: Request, encode: Callable[[], StoredResult]) -> None:
     """Encode a result on another thread, because the event loop answers other clients meanwhile."""
     service.requests.settle(request, await asyncio.to_thread(encode))
@@ -279,9 +366,10 @@ def prompt_of(service: Service, fields: SampleBody) -> list[int]:
     for name in UNSUPPORTED:
         if getattr(fields, name):
             raise Refused(400, f"asample: this server does not support {name}; leave it out")
-    k, vocabulary_size = fields.topk_prompt_logprobs, service.host.vocabulary_size
-    if k > vocabulary_size:
-        raise Refused(400, f"asample: topk_prompt_logprobs: expected at most {vocabulary_size}, the vocabulary size, got {k}")
+    vocabulary_size = service.host.vocabulary_size
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+        if (k := getattr(fields, name)) > vocabulary_size:
+            raise Refused(400, f"asample: {name}: expected at most {vocabulary_size}, the vocabulary size, got {k}")
     prompt = [token for chunk in fields.prompt.chunks for token in chunk.tokens]
     limit, context = fields.sampling_params.max_tokens, service.host.info.max_context_length
     if not prompt:
@@ -294,4 +382,8 @@ def prompt_of(service: Service, fields: SampleBody) -> list[int]:
             f"asample: {len(prompt)} prompt tokens and max_tokens={limit} exceed the context of {context} tokens; shorten the "
             "prompt or lower max_tokens",
         )
+    if (wanted := fields.target_prompt_logprobs) is not None:
+        ids = _target_places(wanted, prompt)[1]
+        if len(ids) and not -1 <= ids.min() <= ids.max() < vocabulary_size:
+            raise Refused(400, f"asample: target_prompt_logprobs: expected ids below {vocabulary_size}, or -1, got others")
     return prompt

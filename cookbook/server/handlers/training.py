@@ -165,9 +165,10 @@ def _save(service: Service, fields: bodies.SaveBody, kind: str, name: str, user_
             return trainer.save_state(folder, overwrite=fields.overwrite)
         return _save_weights_to_sample(trainer, fields.model_id, folder, user_metadata or {})
 
-    def result(_: Checkpoint) -> StoredResult:
+    def result(checkpoint: Checkpoint) -> StoredResult:
         address = Address(fields.model_id, kind, name)
-        saved = service.catalog.add(address, fields.ttl_seconds, user_metadata, fields.seq_id)
+        actual = {KIND: checkpoint.kind} if KIND in (user_metadata or {}) else {}
+        saved = service.catalog.add(address, fields.ttl_seconds, {**(user_metadata or {}), **actual}, fields.seq_id)
         if isinstance(fields, bodies.SaveWeights):
             return from_json({"type": "save_weights", "path": address.path})
         return from_json({"path": address.path, "size_bytes": saved.size_bytes})

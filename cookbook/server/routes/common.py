@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, TypeVar
 
@@ -10,6 +11,8 @@ from fastapi import Depends
 from fastapi import Request as HttpRequest
 from starlette.requests import ClientDisconnect
 
+from cookbook.server.metrics import CLOSED_AT_END
+from cookbook.server.state.body_decoder import INLINE_BYTES
 from cookbook.server.state.requests import Request
 from cookbook.server.state.service import Service
 from cookbook.server.wire.bodies import Refused, RequestBody
@@ -19,6 +22,13 @@ from cookbook.server.wire.limits import TooComplexError, check_forward_backward,
 from cookbook.types import JsonObject
 
 T = TypeVar("T")
+
+
+def _hold(held: contextlib.ExitStack, service: Service, num_bytes: int) -> None:
+    """Count bytes of the caller's bodies until ``held`` is closed. Raises Refused (429): the caller has too many."""
+    sharer = service.tenants.sharer_of_caller()
+    service.uploads.hold(sharer, num_bytes)
+    held.callback(service.uploads.release, sharer, num_bytes)
 
 
 async def service_of(request: HttpRequest) -> Service:
@@ -53,8 +63,17 @@ def body_of(limit_bytes: int | None, check: Callable[[bytes], None]) -> Any:
                 raise Refused(413, str(error)) from None
             return decoded
 
-        # A compressed body of a few bytes may become large.
-        return await service.decoder.run(limit if encoding != "identity" else len(body), decode)
+        if encoding == "identity" and len(body) <= INLINE_BYTES:
+            return decode()
+        with contextlib.ExitStack() as held:
+            _hold(held, service, len(body))
+            # A compressed body of a few bytes may become large.
+            decoded = await service.decoder.run(limit if encoding != "identity" else len(body), decode)
+            if decoded is not body:
+                _hold(held, service, len(decoded))
+            # The handler parses the body, and keeps it until the response is complete.
+            request.scope.setdefault(CLOSED_AT_END, []).append(held.pop_all())
+        return decoded
 
     return Depends(read)
 

@@ -78,6 +78,8 @@ async def completions(service: CurrentService, request: HttpRequest, body: Promp
         raise InvalidField("max_tokens", "0 needs echo=true, which returns the prompt; send at least 1")
     _check_stream(fields, "logprobs", fields.logprobs)
     _check_stream(fields, "echo", fields.echo)
+    # Before the prompts are rendered, which takes a while for many.
+    endpoint.check_count(len(fields.prompts) * fields.n)
     weights = await endpoint.weights_of(service, fields.model)
     prompts = await endpoint.text_prompts(service, fields.prompts)
     score = fields.echo and fields.logprobs is not None
@@ -111,6 +113,12 @@ async def generate(service: CurrentService, request: HttpRequest, body: PromptBo
         "model": fields.model or endpoint.base_names(service)[0],
     }
     return await _encoded(answers, lambda: openai_results.generated(head, answers[0], params.logprobs, params.prompt_logprobs))
+
+
+@router.post("/v1/responses")
+async def responses() -> Response:
+    """Refuse OpenAI's newer interface by its name: some clients use it unless they are told otherwise."""
+    raise InvalidField("responses", "this server does not support the Responses API; use /v1/chat/completions")
 
 
 def _caller(service: Service) -> Caller:

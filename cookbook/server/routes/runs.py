@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, TypeVar
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Header, Request
 
 from cookbook.backends.remote.connection import API
+from cookbook.errors import ConfigError
+from cookbook.server.handlers import copies
 from cookbook.server.routes.common import Body, CurrentService, json_body
 from cookbook.server.state.catalog import TYPES, Address, CheckpointRecord, RunInfo
 from cookbook.server.state.service import Service
@@ -94,6 +96,22 @@ async def urls(service: CurrentService, request: Request, address: Readable) -> 
         for file in service.downloads.files(address)
     }
     return {"urls": file_urls, "expires": _time(expires)}
+
+
+@router.post("/copy_weights", openapi_extra=json_body(bodies.CopyWeights))
+async def copy_weights(
+    service: CurrentService,
+    body: Body,
+    x_idempotency_key: Annotated[str | None, Header()] = None,
+    x_tinker_weights_access_token: Annotated[str | None, Header()] = None,
+) -> JsonObject:
+    """Copy a checkpoint to a new run of the caller."""
+    fields = bodies.parse(bodies.CopyWeights, body)
+    try:
+        address = copies.copy_weights(service, fields, x_idempotency_key, x_tinker_weights_access_token)
+    except ConfigError as error:
+        raise bodies.Refused(400, str(error)) from None
+    return {"tinker_path": address.path}
 
 
 @router.post("/weights_info", openapi_extra=json_body(bodies.PathBody))

@@ -50,7 +50,7 @@ async def client_config(service: CurrentService, body: Body) -> JsonObject:
         "custom_loss_server_side": True,
         "sample_use_retrieve_futures": True,
         "proto_compress_fwdbwd": not service.config.is_local,
-        # The threads of the client's other transport abort Python, below 3.14, if it ends while a request is under way.
+        # The threads of the other transport of the client abort a Python below 3.14 that ends during a request.
         "use_pyqwest_transport": False,
     }
 
@@ -171,7 +171,8 @@ def _gauges(service: Service) -> list[tuple[str, str, float]]:
     """Return the gauges for the metrics: name, help text and value."""
     logs = [log for session in service.sessions.values() for log in (session.log, session.samples)]
     log_bytes = sum(log.num_bytes for log in [*logs, *(run.log for run in service.runs.values())])
-    pending_bytes = service.requests.pending_bytes + service.uploads.num_bytes
+    uploads = service.uploads
+    pending_bytes = service.requests.pending_bytes + uploads.num_bytes + uploads.complete_bytes.total()
     num_paused = sum(session.presence.is_paused for session in service.sessions.values())
     num_drawn = service.endpoint.num_drawn + sum(session.queue.num_drawn for session in service.sessions.values())
     return [

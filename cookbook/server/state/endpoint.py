@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -65,6 +65,18 @@ class Caller:
             one.lane.drop()
 
 
+class Callers(dict[str, Caller]):
+    """The callers by the name of their API key, made when they are used. ``new_account`` makes the account of a name."""
+
+    def __init__(self, new_account: Callable[[str], Account]) -> None:
+        super().__init__()
+        self._new_account = new_account
+
+    def __missing__(self, name: str) -> Caller:
+        self[name] = caller = Caller(self._new_account(name))
+        return caller
+
+
 class Endpoint:
     """State of the endpoint. Only the event loop changes it.
 
@@ -75,8 +87,8 @@ class Endpoint:
         rendering: held while a prompt is rendered on another thread; the renderer is not thread-safe.
     """
 
-    def __init__(self) -> None:
-        self.callers: defaultdict[str, Caller] = defaultdict(Caller)
+    def __init__(self, new_account: Callable[[str], Account] = lambda _: Account()) -> None:
+        self.callers = Callers(new_account)
         self.idle = asyncio.Event()
         self.idle.set()
         self.rendering = asyncio.Lock()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from cookbook.backends.local import LocalTrainer
 from cookbook.backends.local.kept_graphs import KeptGraphs
 from cookbook.backends.local.sample_queue import SHARDED, LocalSampler, SampleQueue
 from cookbook.backends.worker import Account, Lane, Worker
-from cookbook.checkpoints import manifest
+from cookbook.checkpoints import manifest, sampler_checkpoints
 from cookbook.data import Renderer
 from cookbook.engine.engine import Engine
 from cookbook.engine.forward import Retained
@@ -224,7 +226,8 @@ class Host:
     def checkpoint_sampler(self, checkpoint: Path, seed: int) -> LocalSampler:
         """Load a checkpoint into a sampler. Raises Refused (400): the weights are sharded over ranks."""
         self._check_sampling()
-        return self._trainer(self._model_of(checkpoint), checkpoint.parent, seed).live_sampler(0).result()
+        with _loadable(checkpoint) as folder:
+            return self._trainer(self._model_of(folder), checkpoint.parent, seed).live_sampler(0).result()
 
     def lazy_sampler(self, checkpoint: Path, seed: int) -> LocalSampler:
         """Create a sampler that loads its checkpoint at its first request; a restart may need hundreds of samplers."""
@@ -232,7 +235,8 @@ class Host:
         @functools.cache
         def engine() -> Engine:
             self._check_sampling()
-            return self.config.make_engine(self._model_of(checkpoint), seed, self._base)
+            with _loadable(checkpoint) as folder:
+                return self.config.make_engine(self._model_of(folder), seed, self._base)
 
         return LocalSampler(self.sample_queue(self.worker), engine, 0, seed)
 
@@ -267,6 +271,16 @@ class Host:
             base=self._base,
             graphs=graphs or self.graphs,
         )
+
+
+@contextlib.contextmanager
+def _loadable(checkpoint: Path) -> Iterator[Path]:
+    """Context with a folder of whole weights: the checkpoint itself, or for a delta the weights that it results in."""
+    if manifest.read(checkpoint)["kind"] != "delta":
+        yield checkpoint
+        return
+    with tempfile.TemporaryDirectory() as aside:
+        yield Path(sampler_checkpoints.export(checkpoint, Path(aside) / checkpoint.name).path)
 
 
 def _is_public(name: str) -> bool:

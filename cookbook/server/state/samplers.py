@@ -14,6 +14,7 @@ from pathlib import Path
 from cookbook.backends import worker
 from cookbook.backends.local.sample_queue import LocalSampler
 from cookbook.backends.worker import Lane
+from cookbook.checkpoints import manifest, sampler_checkpoints
 from cookbook.futures import call_on
 from cookbook.server.state.countdown import Countdown
 from cookbook.types import SampleResponse
@@ -221,5 +222,7 @@ def trained_bytes(sampler: LocalSampler) -> int:
 
 
 def file_bytes(checkpoint: Path) -> int:
-    """Return the bytes that the weights of a checkpoint take in memory."""
-    return sum(path.stat().st_size for path in checkpoint.rglob("*.safetensors"))
+    """Return the bytes that the weights of a checkpoint take in memory. A delta becomes the whole weights of its base."""
+    is_delta = (checkpoint / manifest.NAME).is_file() and manifest.read(checkpoint)["kind"] == "delta"
+    folder = sampler_checkpoints.lineage(checkpoint)[0] if is_delta else checkpoint
+    return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from cookbook.backends.local.sample_queue import SampleQueue
 from cookbook.backends.worker import Account, Lane
+from cookbook.checkpoints import manifest, sampler_checkpoints
 from cookbook.errors import CookbookError
 from cookbook.server.config import ServerConfig
 from cookbook.server.journal.attempts import Attempts
@@ -145,7 +146,9 @@ class Service:
         # Restores a silent session. Set by the handlers.
         self.restore: Callable[[str], Coroutine[None, None, None]]
         self.sampler_lock = asyncio.Lock()
-        self.endpoint = Endpoint()
+        # By name of an API key: the use of the worker thread by all of its clients.
+        self._key_accounts: defaultdict[str, Account] = defaultdict(Account)
+        self.endpoint = Endpoint(self._new_account)
         # The event loop keeps only weak references to tasks, so a task without another reference could be collected.
         self._tasks: set[asyncio.Task[None]] = set()
         # The HTTP requests of clients that wait for results.
@@ -191,11 +194,15 @@ class Service:
         self.tenants.owners[session_id] = header.get("owner")
         log = self.durability.log(session_id, "log", Record(header))
         samples = self.durability.log(session_id, "samples", Record({"what": "samples"}))
-        account = Account()
+        account = self._new_account(header.get("owner"))
         lane = self.host.worker.lane(account, pauses=self.host.can_pause)
         queue, batcher = self.host.sample_queue(lane), Batcher(lane)
         self.sessions[session_id] = Session(session_id, header, log, samples, account, lane, queue, batcher)
         return self.sessions[session_id]
+
+    def _new_account(self, owner: str | None) -> Account:
+        """Return the account of a new client. Clients of one API key share the turns of the key: more clients get no more."""
+        return Account(parent=self._key_accounts[owner] if owner else None)
 
     def session(self, session_id: str) -> Session:
         """Return the session that a request of its client names. Raises Refused: as :meth:`open_session`."""
@@ -469,14 +476,25 @@ class Service:
             CheckpointError: the checkpoint does not exist.
             Refused: 507, the disk is full.
         """
-        if self.durability.is_on and folder.exists():
+        nested = folder / address.folder_name
+        if self.durability.is_on and nested.exists():
+            return nested
+        if self.durability.is_on and (folder / manifest.NAME).exists():
             return folder
         owner, reader = self.catalog.owner_of(address), self.tenants.owner_of(session_id)
         if not self.tenants.keys.may_use(reader, owner) and not self.catalog.is_public(address):
             raise not_found(address)
         self.catalog.find(address)
         checkpoint = self.catalog.folder_of(address)
-        return self.durability.link(checkpoint, folder) if self.durability.is_on else checkpoint
+        if not self.durability.is_on:
+            return checkpoint
+        if manifest.read(checkpoint)["kind"] != "delta":
+            return self.durability.link(checkpoint, folder)
+        # A delta is loaded with the checkpoints before it, which are expected beside it.
+        for part in sampler_checkpoints.lineage(checkpoint):
+            if not (folder / part.name).exists():
+                self.durability.link(part, folder / part.name)
+        return nested
 
     def abandon_work(self) -> None:
         """Stop the computation of all requests at shutdown. They stay unsettled, and a restart recomputes them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cookbook.server.keys import CALLER, KeyRing
+from cookbook.server.keys import CALLER, KeyRing, caller_name
 
 
 def session_of(object_id: str) -> str:
@@ -27,6 +27,10 @@ class Tenants:
     def sharer_of(self, object_id: str) -> str | None:
         """Return the key whose share of the server's limits an object counts towards; None: there are no several keys."""
         return self.owner_of(object_id) if self.has_several else None
+
+    def sharer_of_caller(self) -> str | None:
+        """Return the key of the current request as its share of the server's limits; None: there are no several keys."""
+        return caller_name() if self.has_several else None
 
     @property
     def has_several(self) -> bool:

@@ -1,9 +1,10 @@
-"""Bodies of requests while they arrive. They have a time limit, and count as pending bytes."""
+"""Bodies of requests while they arrive, and until they are answered. Uploads have a time limit, and count as pending bytes."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -35,6 +36,8 @@ class Uploads:
 
     def __init__(self, requests: RequestStore, limit_s: float) -> None:
         self.num_bytes = 0
+        # By key: bytes of complete bodies whose request is not answered yet, because they wait to be decoded or parsed.
+        self.complete_bytes: Counter[str | None] = Counter()
         self._requests = requests
         self._limit_s = limit_s
         # The longest-running first.
@@ -69,6 +72,28 @@ class Uploads:
         raise Refused(
             408, f"the request was not complete after {self._limit_s:g} s (server.upload_timeout_s); send smaller requests"
         )
+
+    def hold(self, sharer: str | None, num_bytes: int) -> None:
+        """Count ``num_bytes`` of a complete body until :meth:`release`.
+
+        ``sharer`` is the key that sent the body; None if keys do not share the limits. A key leaves as many bytes free as it
+        uses, as with pending requests.
+
+        Raises:
+            Refused: 429, too many bodies wait to be decoded (clients retry soon).
+        """
+        total = self.complete_bytes.total()
+        own = 0 if sharer is None else self.complete_bytes[sharer]
+        limit = self._requests.max_pending
+        if (total and total + num_bytes > limit) or (own and own + num_bytes > limit - total):
+            raise Refused(429, "too many bodies wait to be decoded (server.max_pending_mb); retry later")
+        self.complete_bytes[sharer] += num_bytes
+
+    def release(self, sharer: str | None, num_bytes: int) -> None:
+        """Stop counting bytes of a complete body."""
+        self.complete_bytes[sharer] -= num_bytes
+        if not self.complete_bytes[sharer]:
+            del self.complete_bytes[sharer]
 
     def _evict(self) -> None:
         """End the longest-running uploads until the others are within the limit. A single upload is not ended."""

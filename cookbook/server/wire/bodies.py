@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from cookbook.errors import ConfigError, CookbookError
 
@@ -21,6 +21,9 @@ Metadata = dict[str, Any] | None
 Index = Annotated[int, Field(ge=0, lt=10**9)]
 # An integer that torch or numpy can hold.
 Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+# Lists end at their first error: pydantic would make an object for the error of each item.
+Ints = Annotated[list[Int64], FailFast()]
+Texts = Annotated[list[str], FailFast()]
 
 
 class Refused(CookbookError):  # noqa: N818 - a response, not a fault of the server
@@ -136,7 +139,7 @@ class SaveWeightsForSampler(SaveBody):
 
 class SaveWeightsExternal(SaveBody):
     path: str
-    age_encryption_recipients: list[str] | None = None
+    age_encryption_recipients: Texts | None = None
 
 
 class LoadWeights(RequestBody):
@@ -165,22 +168,32 @@ class SamplerBody(RequestBody):
 
 class Chunk(RequestBody):
     type: str = "encoded_text"
-    tokens: list[Int64] = []
+    tokens: Ints = []
 
 
 class Prompt(RequestBody):
-    chunks: list[Chunk] = Field(max_length=MAX_CHUNKS)
+    chunks: Annotated[list[Chunk], FailFast()] = Field(max_length=MAX_CHUNKS)
 
 
 class Sampling(RequestBody):
     max_tokens: Int64 | None = None
     seed: Int64 | None = None
-    stop: str | list[str | Int64] | None = None
+    stop: str | Annotated[list[str | Int64], FailFast()] | None = None
     temperature: float = 1.0
     top_k: Int64 = -1
     top_p: float = 1.0
     # Not in Tinker's protocol.
     min_p: float = 0.0
+
+
+class TargetIds(RequestBody):
+    """Token ids by position of the prompt, of shape ``(T - 1, K)``, dense or as compressed sparse rows; -1: no token."""
+
+    data: Ints
+    dtype: Literal["int64"]
+    shape: tuple[int, int]
+    sparse_crow_indices: Ints | None = None
+    sparse_col_indices: Ints | None = None
 
 
 class SampleBody(SamplerBody):
@@ -191,8 +204,8 @@ class SampleBody(SamplerBody):
     prompt_logprobs: bool | None = None
     prompt_logprobs_last_n: int | None = Field(None, ge=1)
     topk_prompt_logprobs: int = Field(0, ge=0)
-    topk_sample_logprobs: int = 0
-    target_prompt_logprobs: Any = None
+    topk_sample_logprobs: int = Field(0, ge=0)
+    target_prompt_logprobs: TargetIds | None = None
     prompt_alt_tokens_k: int = Field(0, ge=0)
 
 
@@ -212,13 +225,13 @@ class LossNode(RequestBody):
 
 
 class LossGraph(RequestBody):
-    nodes: list[LossNode]
+    nodes: Annotated[list[LossNode], FailFast()]
 
 
 class CustomLoss(SessionBody):
     custom_loss_seq_id: Index
     name: str
-    inputs: list[LossInput]
+    inputs: Annotated[list[LossInput], FailFast()]
     graph: LossGraph
 
 
@@ -241,7 +254,16 @@ class RetrieveFutures(RequestBody):
     target: SamplerFeed
     prev_cursor: int = Field(0, ge=0)
     timeout: float | None = Field(None, ge=0)
-    retrieved_request_ids: list[str] = []
+    retrieved_request_ids: Texts = []
+
+
+class CopyWeights(RequestBody):
+    source_path: str
+    session_id: str | None = None
+    model_seq_id: Index | None = None
+    destination_project_id: str | None = Field(None, max_length=200)
+    ttl_seconds: float | None = Field(None, gt=0, le=MAX_TTL_S)
+    weights_access_token: str | None = None
 
 
 class PathBody(RequestBody):

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from cookbook.errors import BackendError, CookbookError
 from cookbook.server.wire import messages_pb2 as pb
+from cookbook.server.wire.bodies import TargetIds
 from cookbook.types import Array, ForwardBackwardOutput, SampleResponse, TensorData
 
 JSON = "application/json"
@@ -117,20 +118,56 @@ def _write_topk(message: pb.TopkLogprobs, ids: Array, logprobs: Array) -> None:
     message.logprobs = _float32(np.pad(logprobs, ((1, 0), (0, 0)), constant_values=NO_LOGPROB)).tobytes()
 
 
-def sample_result(response: SampleResponse, last_n: int | None = None, topk: tuple[Array, Array] | None = None) -> StoredResult:
-    """Encode samples. ``last_n``: return logprobs of the last ``last_n`` prompt tokens only; None: of all."""
+@dataclass(frozen=True)
+class PromptExtras:
+    """What a sampling request asks for beyond samples and the logprobs of its prompt.
+
+    Attributes:
+        last_n: return logprobs of the last ``last_n`` prompt tokens only; None: of all.
+        topk: the most likely tokens at each position of the prompt, as ids and logprobs ``(T - 1, k)``.
+        sampled: the same for each sequence, at each of its positions.
+        targets: token ids by position, and their logprobs, in the order of the ids.
+    """
+
+    last_n: int | None = None
+    topk: tuple[Array, Array] | None = None
+    sampled: Sequence[tuple[Array, Array]] = ()
+    targets: tuple[TargetIds, Array] | None = None
+
+
+def sample_result(response: SampleResponse, extras: PromptExtras) -> StoredResult:
+    """Encode samples."""
     message = pb.SampleResponse()
-    for sample in response.sequences:
-        message.sequences.add(
+    for number, sample in enumerate(response.sequences):
+        sequence = message.sequences.add(
             stop_reason=pb.STOP_REASON_STOP if sample.stop_reason == "stop" else pb.STOP_REASON_LENGTH,
             tokens=np.asarray(sample.tokens, dtype="<i4").tobytes(),
             logprobs=_float32(np.asarray(sample.logprobs)).tobytes(),
         )
+        if extras.sampled:
+            ids, logprobs = extras.sampled[number]
+            sequence.topk_sampled_logprobs.k, sequence.topk_sampled_logprobs.length = ids.shape[1], len(ids)
+            sequence.topk_sampled_logprobs.token_ids = ids.astype("<i4").tobytes()
+            sequence.topk_sampled_logprobs.logprobs = _float32(logprobs).tobytes()
     if response.prompt_logprobs is not None:
-        message.prompt_logprobs = _nan_where_missing(response.prompt_logprobs, last_n).tobytes()
-    if topk is not None:
-        _write_topk(message.topk_prompt_logprobs, *topk)
+        message.prompt_logprobs = _nan_where_missing(response.prompt_logprobs, extras.last_n).tobytes()
+    if extras.topk is not None:
+        _write_topk(message.topk_prompt_logprobs, *extras.topk)
+    if extras.targets is not None:
+        _write_targets(message.target_prompt_logprobs, *extras.targets)
     return _serialized(message)
+
+
+def _write_targets(tensor: pb.Tensor, wanted: TargetIds, logprobs: Array) -> None:
+    """Write logprobs in the shape and layout of the ids that they belong to."""
+    tensor.dtype = pb.DTYPE_FLOAT32
+    tensor.shape.extend(wanted.shape)
+    if wanted.sparse_crow_indices is None:
+        tensor.dense = _float32(logprobs).tobytes()
+        return
+    tensor.sparse_csr.values = _float32(logprobs).tobytes()
+    tensor.sparse_csr.crow_indices = np.asarray(wanted.sparse_crow_indices, dtype="<i8").tobytes()
+    tensor.sparse_csr.col_indices = np.asarray(wanted.sparse_col_indices, dtype="<i8").tobytes()
 
 
 def _nan_where_missing(logprobs: Iterable[float | None], last_n: int | None) -> Array:

@@ -7,9 +7,9 @@ the request, and other fields whose value is their default.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import ConfigDict, Field, ValidationError, field_validator
+from pydantic import ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
 from starlette.responses import Response
 
 from cookbook.server.wire.bodies import Int64, Refused, RequestBody
@@ -24,11 +24,15 @@ MAX_CHOICES, MAX_TOP = 128, 20
 # Limits on stop strings and their characters, and on stop tokens: every sampled token is compared with them.
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_IDS = 16, 200, 4096
 LOWEST_TEMPERATURE = 0.01
+# Name of a field of chats, and of the option of the chat template that it sets.
+EFFORT = "reasoning_effort"
 # Fields that only label a request, or only concern how another server stores or transfers it.
 LABELS = frozenset(
     {"user", "metadata", "safety_identifier", "prompt_cache_key", "cache_salt", "routed_experts_prompt_start"}
-    | {"skip_special_tokens", "spaces_between_special_tokens", "detokenize", "flat_logprobs", "include_stop_str_in_output"}
+    | {"spaces_between_special_tokens", "flat_logprobs"}
 )
+# Fields that only concern texts. Responses with token ids have none.
+OF_TEXTS = frozenset({"skip_special_tokens", "include_stop_str_in_output", "detokenize"})
 # Fields without support, and the values that mean that the field is not used.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "frequency_penalty": (0,),
@@ -44,6 +48,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "parallel_tool_calls": (True,),
     "store": (False,),
     "service_tier": ("auto", "default"),
+    "detokenize": (True,),
     "extra_args": ({}, {"prl_compact_logprobs": True}, {"prl_compact_logprobs": False}),
 }
 # What fields with several types expect.
@@ -54,11 +59,13 @@ ALTERNATIVES = {
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
-Tokens = Annotated[list[Token], Field(min_length=1)]
+# Lists end at their first error: pydantic would make an object for the error of each item.
+Tokens = Annotated[list[Token], FailFast(), Field(min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-StopTexts = Annotated[list[StopText], Field(max_length=MAX_STOPS)]
-Prompts = Annotated[list[Text], Field(min_length=1)] | Annotated[list[Tokens], Field(min_length=1)]
+StopTexts = Annotated[list[StopText], FailFast(), Field(max_length=MAX_STOPS)]
+Prompts = Annotated[list[Text], FailFast(), Field(min_length=1)] | Annotated[list[Tokens], FailFast(), Field(min_length=1)]
+Objects = Annotated[list[JsonObject], FailFast()]
 
 
 class InvalidField(Refused):
@@ -120,12 +127,22 @@ class StreamedBody(DrawBody):
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
+    # Whether texts contain the stop string or token that ended them, and special tokens, as with vLLM.
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    @property
+    def text_options(self) -> dict[str, bool]:
+        """Options of the texts of completions, as of :func:`completed_text`."""
+        return {"with_special": not self.skip_special_tokens, "with_stop": self.include_stop_str_in_output}
 
 
 class ChatBody(StreamedBody):
-    messages: list[JsonObject] = Field(min_length=1)
-    tools: list[JsonObject] = Field(default_factory=list)
-    tool_choice: Literal["auto", "none"] = "auto"
+    messages: Objects = Field(min_length=1)
+    tools: Objects = Field(default_factory=list)
+    tool_choice: Any = "auto"
+    # Option of the chat template of the same name.
+    reasoning_effort: str | None = None
     # Options of the chat template for this request, as with vLLM.
     chat_template_kwargs: JsonObject = Field(default_factory=dict)
     max_tokens: int | None = Field(None, ge=1)
@@ -137,6 +154,27 @@ class ChatBody(StreamedBody):
     @classmethod
     def _options(cls, options: JsonObject) -> JsonObject:
         return checked_options(options)
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _choice(cls, choice: object) -> object:
+        if choice not in ("auto", "none"):
+            raise ValueError(f"this server cannot force the call of a tool, got {json.dumps(choice)[:100]}; send auto or none")
+        return choice
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Self:
+        if not self.skip_special_tokens and self.may_call:
+            raise InvalidField("skip_special_tokens", "false is not supported together with tools; leave out one of them")
+        if self.reasoning_effort is not None and self.template_options[EFFORT] != self.reasoning_effort:
+            raise InvalidField(EFFORT, f"{TEMPLATE_OPTIONS} has another value, got {self.reasoning_effort!r}; send one of them")
+        return self
+
+    @property
+    def template_options(self) -> JsonObject:
+        """Options of the chat template for this request."""
+        effort = {} if self.reasoning_effort is None else {EFFORT: self.reasoning_effort}
+        return {**effort, **self.chat_template_kwargs}
 
     @property
     def continues_answer(self) -> bool:
@@ -172,7 +210,7 @@ class GenerateParams(DrawBody):
     """vLLM's parameters of sampling."""
 
     max_tokens: int = Field(16, ge=1)
-    stop_token_ids: list[Token] = Field(default_factory=list, max_length=MAX_STOP_IDS)
+    stop_token_ids: Annotated[list[Token], FailFast()] = Field(default_factory=list, max_length=MAX_STOP_IDS)
     ignore_eos: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
@@ -229,7 +267,8 @@ def parse(kind: type[B], body: bytes) -> B:
 
 def _used(fields: JsonObject, where: str = "") -> JsonObject:
     """Return the fields that may change the answer. Clients send null for fields that are not used."""
-    used = {name: value for name, value in fields.items() if value is not None and name not in LABELS}
+    labels = LABELS | OF_TEXTS if where else LABELS
+    used = {name: value for name, value in fields.items() if value is not None and name not in labels}
     for name in used.keys() & NEUTRAL.keys():
         if used[name] not in NEUTRAL[name]:
             only = " or ".join(map(json.dumps, NEUTRAL[name]))

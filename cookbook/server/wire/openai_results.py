@@ -6,7 +6,7 @@ import functools
 import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cookbook.data import Renderer
@@ -103,7 +103,9 @@ def chat(renderer: Renderer, fields: ChatBody, head: Head, answer: Answer) -> Js
     begun = opening(renderer, fields, answer.prompt)
     choices = []
     for number, sequence in enumerate(answer.sequences):
-        text = completed_text(renderer, sequence.tokens, fields.stop_strings, continues=fields.continues_answer)
+        text = completed_text(
+            renderer, sequence.tokens, fields.stop_strings, continues=fields.continues_answer, **fields.text_options
+        )
         said = message(begun + text, fields.callable_tools)
         top = answer.top(number, fields.top_logprobs, start=len(answer.prompt))
         scores = logprobs.chat(sequence.tokens, sequence.logprobs, top) if fields.logprobs else None
@@ -114,7 +116,7 @@ def chat(renderer: Renderer, fields: ChatBody, head: Head, answer: Answer) -> Js
 
 def completions(renderer: Renderer, fields: CompletionBody, head: Head, answers: Sequence[Answer]) -> JsonObject:
     """Return the response of ``POST /v1/completions``: the choices of each prompt in the order of the prompts."""
-    logprobs = LogprobFormat(renderer)
+    logprobs = LogprobFormat(renderer, fields.text_options)
     choices: list[JsonObject] = []
     for prompt, answer in zip(fields.prompts, answers, strict=True):
         given = prompt if isinstance(prompt, str) else renderer.printed(prompt)
@@ -128,7 +130,7 @@ def _completion(
     renderer: Renderer, fields: CompletionBody, logprobs: LogprobFormat, given: str, answer: Answer, number: int
 ) -> JsonObject:
     sequence, start = answer.sequences[number], len(answer.prompt)
-    text = completed_text(renderer, sequence.tokens, fields.stop_strings, continues=True)
+    text = completed_text(renderer, sequence.tokens, fields.stop_strings, continues=True, **fields.text_options)
     tokens, values = sequence.tokens, list[float | None](sequence.logprobs)
     if fields.echo:
         text = given + text
@@ -146,8 +148,9 @@ class CompletionParts:
     """Choices of the chunks of a streamed completion."""
 
     def __init__(self, renderer: Renderer, fields: CompletionBody, num_prompts: int) -> None:
-        self._texts = [TextStream(renderer, fields.stop_strings, continues=True) for _ in range(num_prompts * fields.n)]
-        self._logprobs = None if fields.logprobs is None else LogprobFormat(renderer)
+        options, count = fields.text_options, num_prompts * fields.n
+        self._texts = [TextStream(renderer, fields.stop_strings, continues=True, **options) for _ in range(count)]
+        self._logprobs = None if fields.logprobs is None else LogprobFormat(renderer, options)
 
     def opening(self) -> list[JsonObject]:
         return []
@@ -166,8 +169,8 @@ class ChatParts:
 
     def __init__(self, renderer: Renderer, fields: ChatBody, prompt: Sequence[int]) -> None:
         self._begun = opening(renderer, fields, prompt)
-        continues = fields.continues_answer
-        self._texts = [TextStream(renderer, fields.stop_strings, continues=continues) for _ in range(fields.n)]
+        options = {"continues": fields.continues_answer, **fields.text_options}
+        self._texts = [TextStream(renderer, fields.stop_strings, **options) for _ in range(fields.n)]
         self._logprobs = LogprobFormat(renderer) if fields.logprobs else None
         self._tools = fields.callable_tools
         self._waiting: list[tuple[list[int], list[float]]] = [([], []) for _ in range(fields.n)]
@@ -205,10 +208,14 @@ def _part(index: int, delta: JsonObject, logprobs: JsonObject | None, reason: st
 
 
 class LogprobFormat:
-    """Log-probabilities of tokens in the formats of the endpoint."""
+    """Log-probabilities of tokens in the formats of the endpoint. ``options``: of the text, for the places of tokens in it."""
 
-    def __init__(self, renderer: Renderer) -> None:
+    def __init__(self, renderer: Renderer, options: Mapping[str, bool] | None = None) -> None:
         self._renderer = renderer
+        self._options = dict(options or {})
+        if self._options.get("with_special"):
+            # A special token inside of a text ends no turn.
+            self._options["with_stop"] = True
         self._name = functools.cache(self._uncached_name)
 
     def chat(self, tokens: Sequence[int], logprobs: Sequence[float], top: Sequence[TopRow] | None) -> JsonObject:
@@ -257,7 +264,7 @@ class LogprobFormat:
         for token in tokens:
             offsets.append(place)
             parts.append(token)
-            text = self._renderer.text(parts)
+            text = self._renderer.text(parts, **self._options)
             if PART_OF_A_CHARACTER not in text or len(parts) == CHARACTER_TOKENS:
                 place += len(text)
                 parts = []

@@ -166,6 +166,7 @@ def test_a_mean_is_not_divided_again(make_engine, normalization):
 
 
 BAD_LOSSES = {
+    "a metric named loss": (lambda _, rows: (rows[0].sum(), {"loss": 0.0}), r"metric 'loss' is the value of the loss itself"),
     "no gradient": (lambda _, rows: (torch.tensor(1.0), {}), "does not depend on the logprobs"),
     "detached": (lambda _, rows: (rows[0].detach().sum(), {}), "does not depend on the logprobs"),
     "another leaf": (lambda _, rows: (torch.ones(1, requires_grad=True).sum(), {}), "no gradient with respect to the logprobs"),

@@ -20,6 +20,7 @@ from waiting import WAIT_S
 
 from cookbook.backends.local import LocalConfig, LocalTrainer
 from cookbook.data import Renderer
+from cookbook.data.render import completed_text
 from cookbook.engine.decoding.requests import TokenChunk
 from cookbook.engine.model import ModelConfig
 from cookbook.server.serve import drain
@@ -354,7 +355,15 @@ REFUSED = [
     (CHATS, {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
     (CHATS, {"logit_bias": {"5": 1}}, "logit_bias"),
     (CHATS, {"response_format": {"type": "json_object"}}, "response_format"),
+    (CHATS, {"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
     (CHATS, {"tool_choice": "required"}, "tool_choice"),
+    (CHATS, {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
+    (CHATS, {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+    (CHATS, {"tools": [TOOL], "skip_special_tokens": False}, "skip_special_tokens"),
+    (CHATS, {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}, "reasoning_effort"),
+    (CHATS, {"messages": [{"role": "user", "content": "a", "name": "Bob"}]}, "messages"),
+    (TEXTS, {"detokenize": False}, "detokenize"),
+    (TEXTS, {"include_stop_str_in_output": "perhaps"}, "include_stop_str_in_output"),
     (CHATS, {"parallel_tool_calls": False}, "parallel_tool_calls"),
     (CHATS, {"reasoning_effort": "low"}, "reasoning_effort"),
     (CHATS, {"functions": []}, "functions"),
@@ -403,6 +412,62 @@ def test_what_has_no_support_is_refused_by_its_name(post, path, fields, param):
     status, found = post(path, {**valid, **fields})
     assert status == (404 if param == "model" else 400), found
     assert found["error"]["param"] == param and set(found["error"]) == {"message", "type", "param", "code"}
+
+
+def test_texts_have_the_stop_string_and_special_tokens_if_a_request_asks_for_them(http, post, renderer):
+    """The prompt continues with several characters; the stop string is one that the text contains."""
+    whole = post(TEXTS, TEXT)[1]["choices"][0]["text"]
+    stop = whole[2:4]
+    begin = whole[: whole.index(stop)]
+    for path, body, text in (
+        (TEXTS, TEXT, lambda choice: choice["text"]),
+        (CHATS, {**CHAT, "max_tokens": 6}, lambda choice: choice["message"]["content"]),
+    ):
+        full = text(post(path, body)[1]["choices"][0])
+        part = full[2:4]
+        without, with_stop = (
+            text(post(path, {**body, "stop": [part], "include_stop_str_in_output": included})[1]["choices"][0])
+            for included in (False, True)
+        )
+        assert (without, with_stop) == (full[: full.index(part)], full[: full.index(part)] + part)
+    asked = {**TEXT, "stop": [stop], "include_stop_str_in_output": True, "stream": True}
+    streamed = events(http, TEXTS, asked)
+    assert "".join(one["choices"][0]["text"] for one in streamed if one["choices"]) == begin + stop
+    special = renderer.tokenizer.eos_token_id
+    eos = renderer.tokenizer.decode([special])
+    assert completed_text(renderer, [5, special], ()) == completed_text(renderer, [5, special], (), with_special=True)
+    assert completed_text(renderer, [5, special], (), with_special=True, with_stop=True).endswith(eos)
+    assert completed_text(renderer, [special, 5], (), with_special=True).startswith(eos)
+    assert not completed_text(renderer, [special, 5], ()).startswith(eos)
+
+
+def test_special_tokens_are_printed_if_a_request_asks_for_them(post, renderer):
+    special = renderer.tokenizer.eos_token_id
+    fields = openai.CompletionBody(model="tiny", prompt="a", skip_special_tokens=False, logprobs=0)
+    answer = openai_results.Answer([5], [Sample([special, 65], [-1.0, -2.0], "length")])
+    found = openai_results.completions(renderer, fields, openai_results.Head("cmpl", "x", "tiny", "f"), [answer])["choices"][0]
+    eos = renderer.tokenizer.decode([special])
+    assert found["text"].startswith(eos) and len(found["text"]) > len(eos)
+    assert found["logprobs"]["text_offset"] == [0, len(eos)]
+    assert post(TEXTS, {**TEXT, "skip_special_tokens": False})[0] == 200
+
+
+@pytest.mark.slow
+def test_a_template_that_reads_the_effort_gets_it(tmp_path):
+    folder = tiny.save(tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(f"{{{{ reasoning_effort }}}}{TEMPLATE}")
+    with servertools.running(folder, tmp_path / "out", names=["tiny"]) as server:
+        used = [
+            httpx.post(server.url + CHATS, json={**CHAT, "max_tokens": 1, **fields}, timeout=WAIT_S).json()["usage"]
+            for fields in ({}, {"reasoning_effort": "low"}, {"chat_template_kwargs": {"reasoning_effort": "low"}})
+        ]
+    counts = [one["prompt_tokens"] for one in used]
+    assert counts[1] == counts[2] == counts[0] + len("low")
+
+
+def test_the_responses_interface_is_refused_by_its_name(post):
+    status, found = post("/v1/responses", {"model": "tiny", "input": "a"})
+    assert status == 400 and found["error"]["message"].startswith("responses: this server does not support the Responses API")
 
 
 def test_fields_that_change_nothing_are_accepted(post):

@@ -159,6 +159,59 @@ def test_the_most_probable_tokens_of_a_prompt_are_the_models_own(server, service
         client.sample(PROMPT, 1, params, topk_prompt_logprobs=10**6).result()
 
 
+def test_the_most_probable_tokens_of_samples_are_those_of_the_same_text_as_a_prompt(service):
+    client = service.create_sampling_client(base_model="tiny").result()
+    params = tinker.SamplingParams(max_tokens=5, seed=1)
+    for sequence in client.sample(PROMPT, 2, params, topk_sample_logprobs=3).result().sequences:
+        text = tinker.ModelInput.from_ints([*PROMPT.to_ints(), *sequence.tokens])
+        whole = client.sample(text, 1, tinker.SamplingParams(max_tokens=1), topk_prompt_logprobs=3).result()
+        assert sequence.topk_logprobs == whole.topk_prompt_logprobs[-len(sequence.tokens) :]
+    with pytest.raises(tinker.BadRequestError, match="topk_sample_logprobs: expected at most"):
+        client.sample(PROMPT, 1, params, topk_sample_logprobs=10**6).result()
+
+
+def test_the_logprobs_of_named_tokens_are_the_models_own_dense_and_sparse(server, service):
+    client = service.create_sampling_client(base_model="tiny").result()
+    params, tokens = tinker.SamplingParams(max_tokens=1), PROMPT.to_ints()
+    network = server.service.host.base_sampler().engine().model.network
+    logprobs = network(torch.tensor([tokens])).logits[0, :-1].detach().log_softmax(-1)
+    ids = torch.tensor([[number, 7, -1] for number in range(len(tokens) - 1)])
+    expected = torch.where(ids < 0, 0.0, logprobs.gather(1, ids.clamp(min=0)))
+    dense = client.sample(PROMPT, 1, params, target_prompt_logprobs=tinker.TensorData.from_torch(ids)).result()
+    # One product of a 32-wide layer in float32, by two ways through the head.
+    assert np.allclose(dense.target_prompt_logprobs.to_torch().numpy(), expected.numpy(), atol=1e-5)
+    asked = tinker.TensorData.from_torch_sparse(ids, pad_value=-1)
+    sparse = client.sample(PROMPT, 1, params, target_prompt_logprobs=asked).result().target_prompt_logprobs
+    assert np.allclose(sparse.to_torch().to_dense().numpy(), expected.numpy(), atol=1e-5)
+    for wrong, message in ((ids[:-1], "rows, one per token"), (ids + 10**6, "expected ids below")):
+        with pytest.raises(tinker.BadRequestError, match=message):
+            client.sample(PROMPT, 1, params, target_prompt_logprobs=tinker.TensorData.from_torch(wrong)).result()
+
+
+def test_a_copy_of_a_checkpoint_outlives_the_checkpoint(server, service, training, post):
+    rest = service.create_rest_client()
+    saved = training.save_state("to-be-copied", user_metadata={"k": "v"}).result().path
+    copy = rest.copy_weights(saved, "archive", ttl_seconds=7200).result()
+    run_id, _, name = copy.removeprefix("tinker://").partition("/")
+    assert run_id != training.model_id and name == "weights/to-be-copied"
+    rest.delete_checkpoint_from_tinker_path(saved).result()
+    [listed] = rest.list_checkpoints(run_id).result().checkpoints
+    assert listed.user_metadata == {"k": "v"} and listed.expires_at is not None
+    assert rest.get_training_run(run_id).result().user_metadata == {"destination_project_id": "archive"}
+    assert service.create_training_client_from_state(copy).result().get_info().is_lora
+    with pytest.raises(tinker.NotFoundError, match="was never saved, or was deleted"):
+        rest.copy_weights(saved, "archive").result()
+    with pytest.raises(tinker.BadRequestError, match="weights_access_token is not supported"):
+        rest.copy_weights(copy, "archive", weights_access_token="x").result()
+    body = {"source_path": copy, "destination_project_id": "a"}
+    again = [post("copy_weights", json=body, headers={"X-Idempotency-Key": "k"}) for _ in range(2)]
+    assert again[0] == again[1] and again[0][0] == 200
+    assert post("copy_weights", json={"source_path": copy})[0] == 400
+    body = {"source_path": copy, "session_id": training.model_id.partition(":")[0], "model_seq_id": 0}
+    assert "is a training run" in post("copy_weights", json=body)[1]["detail"]
+    assert post("copy_weights", json={**body, "model_seq_id": 77})[1]["tinker_path"].endswith(":train:77/weights/to-be-copied")
+
+
 def test_a_sampler_in_flight_follows_what_is_published(training):
     first = training.save_weights_and_get_sampling_client(kind="inflight").result()
     before = first.compute_logprobs(PROMPT).result()
@@ -456,7 +509,6 @@ def test_another_model_is_refused_by_name(service):
 
 CLIENTS = (tinker.ServiceClient, tinker.TrainingClient, tinker.SamplingClient, tinker.RestClient, tinker.AdminClient)
 REFUSED = {
-    "copy_weights": ("tinker://s0:train:0/weights/a", "a-project"),
     "get_audit_log": ("all",),
     "assign_session_project": ("s0", "a-project"),
     "export_session_trace": ("s0",),

@@ -180,6 +180,33 @@ def test_idle_connections_give_way_to_new_ones_and_busy_ones_do_not(listening, m
     assert caplog.messages == ["more than 3 connections: those without a request are closed; raise server.max_connections"]
 
 
+def test_a_key_with_many_connections_closes_its_own_for_those_of_another_key(listening, monkeypatch):
+    """All connections have a request. Without the rule, the connection of the other key is closed."""
+    monkeypatch.setattr(connections, "IDLE_S", 500.0)
+    go_on, begun = threading.Event(), []
+
+    async def app(scope, receive, send):
+        scope[connections.CONNECTION].owner = dict(scope["headers"])[b"x-api-key"].decode()
+        begun.append(scope)
+        await asyncio.to_thread(go_on.wait, WAIT_S)
+        await answer(scope, receive, send)
+
+    port = listening(3, app)
+    with contextlib.ExitStack() as ends:
+        crowd = [ends.enter_context(connected(port)) for _ in range(3)]
+        for number, client in enumerate(crowd, 1):
+            client.sendall(GET.replace(b"\r\n\r\n", b"\r\nX-API-Key: crowd\r\n\r\n"))
+            until(lambda number=number: len(begun) == number)
+        single = ends.enter_context(connected(port))
+        until(lambda: closed(crowd[-1]))
+        single.sendall(GET.replace(b"\r\n\r\n", b"\r\nX-API-Key: single\r\n\r\n"))
+        until(lambda: len(begun) == 4)
+        go_on.set()
+        for client in (*crowd[:2], single):
+            client.settimeout(WAIT_S)
+            assert b"200" in client.recv(1000)
+
+
 @pytest.mark.slow
 def test_more_idle_connections_than_the_server_may_open_files_keep_no_client_out(tiny_folder, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

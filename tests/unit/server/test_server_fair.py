@@ -62,6 +62,37 @@ def test_owners_get_equal_seconds_whatever_their_queues_and_steps_are(turns):
     assert abs(used["a"] + used["b"] - used["c"]) <= slack and abs(used["a"] - used["b"]) <= slack
 
 
+def test_sixteen_clients_of_one_key_take_the_turns_of_one(turns):
+    """The clients of one key share its turns equally, and the only client of another key gets as many as all of them."""
+    queue, order = turns
+    worker, crowd, single = Worker(1), Account(), Account()
+    go = held(worker)
+    jobs = [queue(worker.lane(Account(parent=crowd)), str(number), 40, 0.01) for number in range(16)]
+    jobs.append(queue(worker.lane(Account(parent=single)), "single", 400, 0.01))
+    go.set()
+    for job in jobs:
+        job.result(WAIT_S)
+    worker.close()
+    assert order[:400].count("single") == pytest.approx(200, abs=6)
+    assert all(order[:400].count(str(number)) == pytest.approx(12.5, abs=4) for number in range(16))
+
+
+def test_clients_and_the_endpoint_share_the_account_of_their_key(server):
+    def accounts():
+        service = server.service
+        headers = [{"what": "session", "owner": owner} for owner in "aab"]
+        sessions = [service.new_session(f"s{number}", header) for number, header in enumerate(headers)]
+        found = [one.account.parent for one in sessions] + [service.endpoint.callers[name].account.parent for name in "ab"]
+        for one in sessions:
+            service.end_session(one.session_id)
+        return found, service.new_session("s3", {"what": "session", "owner": None})
+
+    (first, second, other, chats, other_chats), keyless = server.call(accounts)
+    assert first is second is chats is not None and other is other_chats is not first
+    assert keyless.account.parent is None
+    server.call(lambda: server.service.end_session("s3"))
+
+
 def test_a_queue_with_half_the_charge_gets_twice_the_seconds(turns):
     queue, order = turns
     worker = Worker(1)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import json
 import threading
+import time
 
 import httpx
 import pytest
@@ -12,6 +15,7 @@ import zstandard
 from waiting import WAIT_S
 
 from cookbook.server.metrics import Metrics
+from cookbook.server.state.body_decoder import BodyDecoder
 from cookbook.server.wire import bodies, limits
 from cookbook.server.wire import messages_pb2 as pb
 
@@ -118,6 +122,81 @@ def test_small_routes_refuse_large_bodies(server):
     body = json.dumps({"user_metadata": {"a": "x" * (2 << 20)}}).encode()
     response = httpx.post(f"{server.url}/api/v1/create_session", content=body, timeout=WAIT_S)
     assert (response.status_code, "larger than 1 MiB" in response.text) == (413, True)
+
+
+# Routes of all limits on bodies of JSON.
+ROUTES = ("/api/v1/asample", "/api/v1/create_session", "/v1/chat/completions", "/v1/completions")
+
+
+def largest_bodies() -> dict[str, tuple[str, bytes]]:
+    """Route and body of requests that are just within the limits on their structure."""
+
+    def chat(messages: list[object], **fields: object) -> tuple[str, bytes]:
+        return "/v1/chat/completions", json.dumps({"model": "tiny", "messages": messages, **fields}).encode()
+
+    def text(prompt: object, **fields: object) -> tuple[str, bytes]:
+        return "/v1/completions", json.dumps({"model": "tiny", "prompt": prompt, "max_tokens": 1, **fields}).encode()
+
+    turn = {"role": "user", "content": "a"}
+    return {
+        "tokens": ("/api/v1/asample", sample_body(500_000)),
+        "chunks": ("/api/v1/asample", sample_body(1).replace(b'"chunks": [', b'"chunks": [' + b"{}," * 19_900)),
+        "tokens of a completion": text([5] * 500_000),
+        "lists of tokens": text([[5]] * 19_900),
+        "texts": text(["a"] * 190_000),
+        "texts in place of tokens": ("/api/v1/asample", sample_body(1).replace(b"[5]", b"[%s5]" % (b'"a",' * 190_000))),
+        "numbers in place of texts": text(["a", *[5] * 190_000]),
+        "a long text": text("a" * (7 << 20)),
+        "characters of four bytes": text("\U0001f600" * 600_000),
+        "messages": chat([turn] * 19_000),
+        "a long message": chat([{**turn, "content": "a" * (7 << 20)}]),
+        "keys of a message": chat([{**turn, **{f"k{number}": number for number in range(90_000)}}]),
+        "tools": chat([turn], tools=[{"type": "function", "function": {"name": "f"}}] * 6000),
+        "options of the template": chat([turn], chat_template_kwargs={f"k{number}": 1 for number in range(90_000)}),
+        "stop sequences": text("a", stop=["x"] * 190_000),
+        "escapes": ("/api/v1/create_session", b'{"display_name": "' + b"\\u0061" * 170_000 + b'"}'),
+        "datums": ("/api/v1/forward_backward", message(20_000)),
+    }
+
+
+@pytest.mark.slow
+def test_no_request_of_the_corpus_occupies_the_event_loop(server, monkeypatch):
+    """No step of the loop, and no parser on another thread, computes for half a second: healthz is answered in between.
+
+    A parser holds the interpreter lock until it ends. The walk over the fields of a message does not: it is Python. The seconds
+    are those of the thread that computes, so they do not depend on the load of the machine.
+    """
+    steps: list[tuple[float, str]] = []
+    current = "start"
+
+    def timed(call):
+        began = time.thread_time()
+        try:
+            return call()
+        finally:
+            steps.append((time.thread_time() - began, current))
+
+    run, decode = asyncio.events.Handle._run, BodyDecoder.run
+    monkeypatch.setattr(asyncio.events.Handle, "_run", lambda handle: timed(lambda: run(handle)))
+
+    def decoded(decoder, size, call):
+        is_walk = current.endswith("forward_backward") and not isinstance(call, functools.partial)
+        return decode(decoder, size, call if is_walk else lambda: timed(call))
+
+    monkeypatch.setattr(BodyDecoder, "run", decoded)
+    pack = zstandard.ZstdCompressor().compress
+    texts = {name: body for name, body in mutations.crowds().items() if name != "many datums"}
+    corpus = [(route, name, body, "identity") for name, body in texts.items() for route in ROUTES]
+    corpus += [(route, name, body, encoding) for name, (encoding, body) in mutations.bombs().items() for route in ROUTES]
+    for name, (route, body) in largest_bodies().items():
+        corpus += [(route, name, body, "identity"), (route, name, pack(body), "zstd")]
+    with httpx.Client(base_url=server.url, timeout=WAIT_S) as client:
+        for route, name, body, encoding in corpus:
+            current = f"{name}, {encoding}, {route}"
+            status = client.post(route, content=body, headers={"Content-Encoding": encoding}).status_code
+            assert 400 <= status < 500 or name in ("escapes",), f"{current}: {status}"
+    seconds, worst = max(steps)
+    assert seconds < 0.5, worst
 
 
 def test_the_delay_of_the_event_loop_is_a_metric():

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from typing import Any
 
 import httpx
 import pytest
 import servertools
-from waiting import WAIT_S
+from waiting import WAIT_S, until
 
 from cookbook.server.state import samplers
 from cookbook.server.state.requests import Request, RequestStore
 from cookbook.server.state.samplers import SamplerCache, SamplingSession
+from cookbook.server.state.uploads import Uploads
 from cookbook.server.wire.bodies import Refused
 from cookbook.server.wire.encode import from_json
 
@@ -62,6 +65,43 @@ def test_requests_without_their_predecessor_keep_no_other_key_out():
             accepted += 1
     assert accepted == 5
     store.accept(LOG, *request("bob-run", 1))
+
+
+def test_bodies_that_wait_to_be_decoded_count_for_their_key():
+    uploads = Uploads(RequestStore(1 << 20, 1000, owner), 60.0)
+    for _ in range(5):
+        uploads.hold("alice", 100)
+    with pytest.raises(Refused, match="wait to be decoded") as refused:
+        uploads.hold("alice", 100)
+    assert refused.value.status == 429
+    uploads.hold("bob", 400)
+    for _ in range(5):
+        uploads.release("alice", 100)
+    assert dict(uploads.complete_bytes) == {"bob": 400}
+
+
+def test_a_body_counts_until_its_request_is_answered(tiny_folder, tmp_path):
+    """Twenty bodies of 100 KB wait behind one that is being decoded, and the limit of 1 MiB refuses some of them."""
+    statuses, begun, go = [], threading.Event(), threading.Event()
+    with servertools.running(tiny_folder, tmp_path, max_pending_mb=1) as server:
+        decoder = server.service.decoder
+        server.call(lambda: asyncio.ensure_future(decoder.run(1 << 20, lambda: begun.set() or go.wait(WAIT_S))) and None)
+        assert begun.wait(WAIT_S)
+
+        def send():
+            body = b'{"display_name": "' + b"x" * 100_000 + b'"}'
+            statuses.append(httpx.post(f"{server.url}/api/v1/telemetry", content=body, timeout=WAIT_S).status_code)
+
+        threads = [threading.Thread(target=send) for _ in range(20)]
+        for thread in threads:
+            thread.start()
+        until(lambda: 429 in statuses)
+        assert server.service.uploads.complete_bytes.total() <= 1 << 20
+        go.set()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert statuses.count(200) >= 10
+        assert set(statuses) == {200, 429} and not server.service.uploads.complete_bytes
 
 
 def test_results_of_one_key_drop_no_result_of_another():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
 import json
 import logging
@@ -29,6 +31,7 @@ from waiting import WAIT_S
 
 from cookbook.errors import ConfigError
 from cookbook.server import metrics
+from cookbook.server.app import Auth
 from cookbook.server.config import ServerConfig
 from cookbook.server.handlers import quotas
 from cookbook.server.keys import KeyRing
@@ -167,6 +170,8 @@ SHARED: dict[str, Any] = {
 PUBLIC = {"model": "tiny", "repo": "cookbook/tiny", "revision": "main", "file": "tokenizer.json"}
 # A shared route that answers 404 to all keys.
 EMPTY = "GET /hub/api/models/{repo:path}/tree/{revision}/{folder:path}"
+# A route that answers 400 to all keys.
+REFUSED = "POST /v1/responses"
 # Routes that list objects.
 LISTS = {"GET /v1/models", "GET /api/v1/sessions", "GET /api/v1/training_runs", "GET /api/v1/checkpoints"}
 CHECKPOINT = "/api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}"
@@ -201,6 +206,7 @@ OBJECTS: dict[str, Any] = {
     "POST /api/v1/retrieve_future": lambda ids, _: {"request_id": ids["request_id"]},
     "POST /api/v1/retrieve_futures": lambda ids, _: {"target": {"sampling_session_id": ids["sampler_id"]}, "timeout": 0},
     "POST /api/v1/cancel_future": lambda ids, _: {"request_id": ids["request_id"]},
+    "POST /api/v1/copy_weights": lambda ids, _: {"source_path": ids["path"], "destination_project_id": "archive"},
     "POST /api/v1/weights_info": lambda ids, _: {"tinker_path": ids["path"]},
     "POST /inference/v1/generate": lambda ids, _: {"model": ids["path"], "token_ids": TOKENS},
     "GET /api/v1/training_runs/{run_id}": None,
@@ -216,7 +222,7 @@ OBJECTS: dict[str, Any] = {
 
 def test_every_route_has_a_row(server):
     """A new route fails here until this file lists the access of other keys to it."""
-    assert set(routes_of(server.app.routes)) == OPEN | SHARED.keys() | {EMPTY} | LISTS | OBJECTS.keys()
+    assert set(routes_of(server.app.routes)) == OPEN | SHARED.keys() | {EMPTY, REFUSED} | LISTS | OBJECTS.keys()
 
 
 def routes_of(routes, prefix="") -> Iterator[str]:
@@ -264,6 +270,37 @@ def test_the_matrix(server, alice, ids):
             # What runs later would look like a change by bob.
             alice.send("POST", "/api/v1/retrieve_future", {"request_id": own.json()["request_id"]})
     assert alice.send("GET", f"/api/v1/sessions/{alice.session}").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        ({"Host": "evil.example"}, 403),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Content-Type": "text/plain"}, 415),
+    ],
+    ids=str,
+)
+def test_every_route_of_a_server_without_keys_is_closed_to_web_pages(header, status):
+    """Before any route looks at its request, so the parts of the addresses and the bodies do not matter."""
+
+    async def passed(scope, receive, send):
+        raise AssertionError(f"{scope['path']} was reached")
+
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        closed = Auth(passed, KeyRing())
+        for row in OPEN | SHARED.keys() | {EMPTY, REFUSED} | LISTS | OBJECTS.keys():
+            method, path = row.split()
+            headers = [(name.lower().encode(), value.encode()) for name, value in ({"Host": "localhost"} | header).items()]
+            scope = {"type": "http", "method": method, "path": re.sub("[{}]", "", path), "headers": headers}
+            sent = []
+
+            async def send(message, sent=sent):
+                sent.append(message)
+
+            loop.run_until_complete(closed(scope, None, send))
+            assert sent[0]["status"] == status, row
 
 
 def numbers(make, ids) -> bool:
