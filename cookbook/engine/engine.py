@@ -37,7 +37,7 @@ from cookbook.engine.loss_gradient import (
     loss_name,
     no_gradient,
 )
-from cookbook.engine.memory import fitting_tokens
+from cookbook.engine.memory import fitting_tokens, return_large_blocks
 from cookbook.engine.model import LanguageModel, keeps_last_layer, recompute_activations
 from cookbook.engine.optimizer import GradientBuffer, Optimizer, update_rule
 from cookbook.engine.options import EngineOptions
@@ -121,6 +121,8 @@ class Engine(PerRank):
             options = replace(options, activation_checkpointing=fitting is not None, kept_tokens=fitting or 0)
         self.options = options
         self.passes.recomputes = recompute_activations(model.network, bool(options.activation_checkpointing))
+        if self.passes.recomputes and model.device.type == "cpu":
+            return_large_blocks()
 
     def _spread(self, hollow: HollowModel | None) -> None:
         """Shard the weights over the ranks; a ``hollow`` network reads its weights now."""

@@ -31,6 +31,7 @@ from cookbook.engine.head.linear_logprobs.api import captured_input
 from cookbook.engine.head.output_head import CHUNK_BYTES
 from cookbook.engine.heap import Heap
 from cookbook.engine.loss_gradient import SavedBytes
+from cookbook.engine.memory import LARGEST_RECOMPUTED_BLOCK
 from cookbook.engine.model import ModelConfig, fresh_network, recompute_activations
 from cookbook.engine.optimizer import RULES, GradientBuffer, state_bytes
 from cookbook.engine.precision import DEFAULT, Precision
@@ -126,7 +127,7 @@ def estimate(
         summed = GradientBuffer(trained)
         head = _Head(network.get_output_embeddings().weight, tokens, interleaved=interleaved, cpu=cpu)
         before = alive.now
-        alive.heap = Heap()
+        alive.heap = Heap(LARGEST_RECOMPUTED_BLOCK if checkpointing else None)
         # With several passes, the peak is in the second, when the gradients of the first exist.
         passes = 2 if interleaved and step_tokens > tokens else 1
         for _ in range(passes):

@@ -17,13 +17,20 @@ ALIGNMENT, GRANULE, HEADER, SMALLEST = 64, 16, 8, 32
 
 
 class Heap:
-    """Addresses of live blocks and of gaps. ``extent``: bytes from the start to the highest address that was ever in use.
+    """Addresses of live blocks and of gaps. ``extent``: most bytes that the process ever held: heap and blocks outside of it.
 
     Freed memory at the end of the heap is kept, as :func:`cookbook.engine.memory.keep_freed_memory` configures it.
+    ``largest``: a block of more bytes that does not fit into the heap is a separate mapping, which ends when the block is
+    freed, as :func:`cookbook.engine.memory.return_large_blocks` configures it; None: no limit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, largest: int | None = None) -> None:
         self.extent = 0
+        self._largest = largest
+        # Bytes from the start of the heap to its end, which never moves back, and of the blocks outside of it.
+        self._end = 0
+        self._mapped = 0
+        self._mappings = 0
         # End of the highest live block. Memory above it is one gap that can grow.
         self._top = 0
         self._sizes: dict[int, int] = {}
@@ -41,15 +48,24 @@ class Heap:
             self._remove_gap(address)
             if gap > block:
                 self._add_gap(address + block, gap - block)
+        elif self._largest is not None and block > self._largest and self._top + block > self._end:
+            # Addresses outside of the heap are negative.
+            self._mappings += 1
+            address = -self._mappings
+            self._mapped += block
         else:
             address, self._top = self._top, self._top + block
-            self.extent = max(self.extent, self._top)
+            self._end = max(self._end, self._top)
+        self.extent = max(self.extent, self._end + self._mapped)
         self._sizes[address] = block
         return address
 
     def free(self, address: int) -> None:
         """Free a block, and merge it with the gaps next to it."""
         size = self._sizes.pop(address)
+        if address < 0:
+            self._mapped -= size
+            return
         if (before := self._gap_ends.get(address)) is not None:
             size += self._gap_sizes[before]
             self._remove_gap(before)

@@ -4,6 +4,9 @@ glibc requests each block of over 32 MiB from the kernel, and returns it to the 
 page of a new block when the page is first touched, which costs more than most operations on activations. Keeping freed memory
 avoids the cost: the product in a gated MLP, of 4,096 x 3,072 numbers, takes 22 ms instead of 49 ms, and an SFT step with a
 vocabulary of 151,936 (`benchmarks/peers`) 4.7 to 5.1 s instead of 5.6 to 6.1 s. Peak memory is 6% higher.
+
+With activation checkpointing, gaps between kept blocks cost more: layers that are recomputed allocate and free tensors of other
+sizes between tensors that stay. So large blocks are returned then.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8
 LARGEST_BLOCKS = (1 << 30, 32 << 20)
 # Free bytes at the end of the heap that the process keeps: the largest value that mallopt accepts.
 KEPT = (1 << 31) - 1
+# Bytes: with activation checkpointing, larger blocks are returned to the kernel when they are freed.
+LARGEST_RECOMPUTED_BLOCK = 4 << 20
 # Share of the free memory that activations, gradients and optimizer state may use. The rest is for temporary tensors of the
 # backward pass, and for other processes.
 SHARE = 0.8
@@ -40,12 +45,31 @@ def keep_freed_memory() -> bool:
 
     Source: mallopt(3).
     """
-    own_settings = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    if own_settings or sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"):
+    mallopt = _mallopt()
+    if mallopt is None:
         return False
-    mallopt = ctypes.CDLL(None).mallopt
     takes_blocks = any(mallopt(MMAP_THRESHOLD, size) for size in LARGEST_BLOCKS)
     return all([takes_blocks, mallopt(TRIM_THRESHOLD, KEPT), mallopt(ARENA_MAX, 1)])
+
+
+def return_large_blocks() -> bool:
+    """Configure glibc malloc to return freed blocks of over 4 MiB to the kernel. Return whether that worked.
+
+    For activation checkpointing, where a smaller peak matters more than time: a row of 4,289 tokens through four layers of
+    SmolLM2-135M takes 0.99 GB instead of 1.22 GB, and 26.7 instead of 24.5 CPU seconds for two steps. The setting is that of
+    the process, and does not change with another C library, or if the user has set options of the allocator.
+    """
+    mallopt = _mallopt()
+    return mallopt is not None and bool(mallopt(MMAP_THRESHOLD, LARGEST_RECOMPUTED_BLOCK))
+
+
+def _mallopt() -> Callable[[int, int], int] | None:
+    """Return glibc's function for options of malloc; None with another C library or if the user has set such options."""
+    own_settings = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if own_settings or sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"):
+        return None
+    mallopt: Callable[[int, int], int] = ctypes.CDLL(None).mallopt
+    return mallopt
 
 
 def fitting_tokens(

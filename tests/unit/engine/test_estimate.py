@@ -179,6 +179,21 @@ def test_the_end_of_the_heap_is_used_again():
     assert heap.allocate(10) == kept
 
 
+def test_a_large_block_is_returned_when_it_is_freed_unless_the_heap_has_space():
+    heap = Heap(largest=4000)
+    small, large = heap.allocate(1000), heap.allocate(5000)
+    assert large < 0 <= small and heap.extent == 1008 + 5008
+    heap.free(large)
+    # The next block grows the heap by less than the freed block had.
+    assert heap.allocate(3000) == 1008 and heap.extent == 1008 + 5008
+    # A large block in a gap, or at the free end, is a part of the heap.
+    heap.free(1008)
+    assert heap.allocate(2900) == 1008
+    free = Heap(largest=4000)
+    free.free([free.allocate(3000), free.allocate(3000)][0])
+    assert free.allocate(5000) < 0
+
+
 def test_completions_of_a_prompt_share_it():
     assert plan._computed(71, 24, 8) == 47 + 8 * 24
     assert plan._computed(71, 24, 1) == 71
