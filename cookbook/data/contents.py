@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from cookbook.data.encoding import BREAK
 from cookbook.data.formats import Chat
-from cookbook.data.messages import ROLE_WITHOUT_NAME, ROLES, ChatMessage
+from cookbook.data.messages import ROLE_WITHOUT_NAME, ROLES, ChatMessage, with_calls
 from cookbook.data.template import PROBE, ChatTemplate
 from cookbook.errors import DataError
 
@@ -56,6 +56,8 @@ class Contents:
     def _prepared(self, chat: Chat, message: ChatMessage) -> ChatMessage:
         if message.role not in ROLES:
             message = replace(message, role=self._role(chat, message.role))
+        if "function_call" in message.extra and self._prints_calls_as_lists:
+            message = with_calls(message)
         is_answer = message.role == "assistant"
         marks = self._marks_of_answers if is_answer else self._marks
         content = message.content
@@ -69,7 +71,8 @@ class Contents:
 
     def _role(self, chat: Chat, role: str) -> str:
         """Return the role under which the chat template prints a message whose role is not one of all templates."""
-        if self._names(role):
+        # Schemas of tools have the type "function", so the name alone does not show that the template prints such a role.
+        if self._compares_role(role) if role == "function" else self._names(role):
             return role
         if role in ROLE_WITHOUT_NAME:
             return ROLE_WITHOUT_NAME[role]
@@ -79,10 +82,21 @@ class Contents:
             "give a template that names the role as model.chat_template"
         )
 
+    @cached_property
+    def _prints_calls_as_lists(self) -> bool:
+        """Whether the chat template reads ``tool_calls``, and not ``function_call``."""
+        template = str(self._tokenizer.chat_template)
+        return "tool_calls" in template and "function_call" not in template
+
     def _names(self, role: str) -> bool:
         """Whether the chat template names a role."""
         template = str(self._tokenizer.chat_template)
         return f"'{role}'" in template or f'"{role}"' in template
+
+    def _compares_role(self, role: str) -> bool:
+        """Whether the chat template compares a message's role with ``role``."""
+        compared = rf"""role['"]?\]?\s*\)?\s*(?:==|!=|in)\s*[\[(]?[^%{{}}]*?['"]{re.escape(role)}['"]"""
+        return re.search(compared, str(self._tokenizer.chat_template)) is not None
 
     def _quoted(self, value: Any, marks: re.Pattern[str], where: str) -> Any:
         """Return a value whose texts have a break inside of each control token; the same object without a control token."""

@@ -6,7 +6,7 @@ import ast
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cookbook.data.rows import EmptyRowError
@@ -26,6 +26,11 @@ ALIASES = {
 # Roles that some chat templates name. A template that does not gets the other role.
 ROLE_WITHOUT_NAME = {"developer": "system", "function": "tool", "observation": "tool", "ipython": "tool"}
 SHAREGPT_ROLES = {**ALIASES, "function": "tool", "observation": "tool"}
+# ShareGPT's names of "role" and "content", and the author of calls in LLaMA-Factory's data.
+SHAREGPT = ("from", "value")
+CALLER = "function_call"
+# Roles of the result of a tool.
+RESULTS = ("tool", "function", "observation", "ipython")
 # Names of the number from 0 to 1 in OpenAI's, Mistral's and Tinker's formats, and in ms-swift, which also takes true and false.
 WEIGHTS = ("weight", "loss")
 # Names of the flag in axolotl (the first two) and in Tinker.
@@ -159,7 +164,7 @@ def _message(item: object, place: str) -> ChatMessage:
         raise DataError(f'{place} must be an object with "role" and "content", got {type(item).__name__}')
     # Arrow fills absent keys with None. An empty list of calls counts as absent, because some templates fail on it.
     values = {key: value for key, value in item.items() if value is not None and value != [] and value != {}}
-    if "from" in values and "value" in values:
+    if not values.keys().isdisjoint(SHAREGPT):
         values = _from_sharegpt(values, place)
     role = values.pop("role", None)
     content = values.pop("content", "" if set(values) & {*CALLS, *REASONING} else None)
@@ -169,7 +174,17 @@ def _message(item: object, place: str) -> ChatMessage:
     weight = _weight(values, role, place)
     if "tool_calls" in values:
         values["tool_calls"] = _tool_calls(values["tool_calls"], place)
+    if role in RESULTS and _is_data(content):
+        content = json.dumps(content, ensure_ascii=False)
     return ChatMessage(role, _content(content, place), weight, values)
+
+
+def _is_data(content: object) -> bool:
+    """Whether the result of a tool is an object, or a list that has something other than the parts of a content."""
+    if isinstance(content, Mapping):
+        return True
+    parts = isinstance(content, Sequence) and not isinstance(content, str)
+    return parts and not all(isinstance(one, Mapping) and isinstance(one.get("type"), str) for one in content)
 
 
 def _content(content: object, place: str) -> str:
@@ -195,14 +210,29 @@ def _part(part: object, place: str) -> str:
     return as_text(part.get("text"), f'{place} "text"')
 
 
-def _from_sharegpt(values: dict[str, object], place: str) -> dict[str, object]:
-    speaker = values.pop("from")
-    role = SHAREGPT_ROLES.get(speaker.strip().lower()) if isinstance(speaker, str) else None
-    if role is None:
-        raise DataError(f'{place} is "from" {speaker!r}; expected one of {", ".join(SHAREGPT_ROLES)}')
-    if twice := {"role", "content"} & set(values):
-        raise DataError(f'{place} has "from" and "value", and "{min(twice)}" too; keep one of the two forms')
-    return {"role": role, "content": values.pop("value"), **values}
+def _from_sharegpt(values: dict[str, Any], place: str) -> dict[str, Any]:
+    """Return a message with "role" and "content" in place of ShareGPT's "from" and "value". Data may mix both names.
+
+    A message from ``function_call`` has the JSON of its calls as text, as in LLaMA-Factory.
+    """
+    for names in (("role", "from"), ("content", "value")):
+        if names[0] in values and names[1] in values:
+            raise DataError(f'{place} has "{names[0]}" and "{names[1]}"; keep one of the two')
+    content = values.pop("value", values.get("content"))
+    if "from" in values:
+        speaker = values.pop("from")
+        name = speaker.strip().lower() if isinstance(speaker, str) else None
+        if name == CALLER and content is not None:
+            return {**_without(values, "content"), "role": "assistant", "tool_calls": content}
+        role = SHAREGPT_ROLES.get(name or "")
+        if role is None:
+            raise DataError(f'{place} is "from" {speaker!r}; expected one of {", ".join((*SHAREGPT_ROLES, CALLER))}')
+        values = {"role": role, **values}
+    return values if content is None else {**values, "content": content}
+
+
+def _without(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key != name}
 
 
 def _weight(values: dict[str, Any], role: str, place: str) -> float:
@@ -227,18 +257,30 @@ def _weight(values: dict[str, Any], role: str, place: str) -> float:
 
 
 def _tool_calls(calls: object, place: str) -> list[Mapping[str, object]]:
-    """Return calls with their arguments as objects, which chat templates print as JSON; they would print text in quotes."""
+    """Return calls with their arguments as objects, which chat templates print as JSON; they would print text in quotes.
+
+    The calls may be JSON text. Data sets have it to keep arguments of different types in one column.
+    """
+    if isinstance(calls, str):
+        try:
+            calls = json.loads(calls)
+        except ValueError as error:
+            raise DataError(f'{place} "tool_calls" is broken JSON: {error}; fix or remove the row') from None
+        calls = [calls] if isinstance(calls, Mapping) else calls
     if not isinstance(calls, Sequence) or isinstance(calls, str) or not all(isinstance(call, Mapping) for call in calls):
         raise DataError(f'{place} "tool_calls" must be a list of objects with "function", got {type(calls).__name__}')
     return [_with_object(call, f'{place} "tool_calls"[{index}]') for index, call in enumerate(calls)]
 
 
 def _with_object(call: Mapping[str, object], place: str) -> Mapping[str, object]:
-    if "function" in call:
+    if call.get("function") is not None:
         if not isinstance(call["function"], Mapping):
             raise DataError(f'{place} "function" must be an object with "name" and "arguments", got {call["function"]!r}')
         return {**call, "function": _with_object(call["function"], place)}
     arguments = call.get("arguments")
+    if arguments is None:
+        # A call without arguments.
+        return {**call, "arguments": {}} if isinstance(call.get("name"), str) else call
     if not isinstance(arguments, str):
         return call
     try:
@@ -246,3 +288,47 @@ def _with_object(call: Mapping[str, object], place: str) -> Mapping[str, object]
     except ValueError as error:
         raise DataError(f'{place} has "arguments" that are broken JSON: {error}; fix or remove the row') from None
     return {**call, "arguments": found}
+
+
+def with_calls(message: ChatMessage) -> ChatMessage:
+    """Return a message whose ``function_call``, of an older version of OpenAI's API, is its only entry of ``tool_calls``."""
+    call = message.extra.get("function_call")
+    if not isinstance(call, Mapping) or "tool_calls" in message.extra:
+        return message
+    calls = [{"type": "function", "function": _with_object(call, '"function_call"')}]
+    return replace(message, extra={**_without(message.extra, "function_call"), "tool_calls": calls})
+
+
+def standard_schema(tool: Any) -> Any:
+    """Return the schema of a tool in the object ``function``. Data of LLaMA-Factory and others have it without."""
+    if not isinstance(tool, Mapping) or "function" in tool or not isinstance(tool.get("name"), str):
+        return tool
+    return {"type": "function", "function": _without(tool, "type")}
+
+
+def standard_calls(messages: Sequence[JsonObject]) -> list[JsonObject]:
+    """Return messages whose calls have the object ``function`` and an identifier of nine letters and digits.
+
+    Templates of Mistral refuse others. The results of a message's calls have the same identifiers, in the order of the calls
+    if they do not name a call.
+    """
+    number, names, waiting = 0, dict[object, str](), list[str]()
+    changed = []
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            standard, waiting = [], []
+            for call in calls:
+                name = f"call{number:05d}"
+                number += 1
+                names[call.get("id")] = name
+                waiting.append(name)
+                function = call.get("function") or {key: value for key, value in call.items() if key not in ("id", "type")}
+                standard.append({**call, "type": "function", "id": name, "function": function})
+            message = {**message, "tool_calls": standard}
+        elif message["role"] == "tool":
+            stated = names.get(message.get("tool_call_id")) if message.get("tool_call_id") is not None else None
+            name = stated or next(iter(waiting), "")
+            waiting = [one for one in waiting if one != name]
+            message = {**message, "tool_call_id": name} if name else message
+        changed.append(message)
+    return changed

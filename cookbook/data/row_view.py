@@ -105,10 +105,7 @@ class RowView:
             return None
         if not isinstance(tools, Sequence):
             raise DataError(f'{self.where}: "tools" must be a list of tool schemas, got {type(tools).__name__}')
-        for index, tool in enumerate(tools):
-            if not isinstance(tool, Mapping):
-                raise DataError(f'{self.where}: "tools"[{index}] must be a tool schema, an object, got {type(tool).__name__}')
-        return tuple(tools)
+        return tuple(_schema(tool, f'{self.where}: "tools"[{index}]') for index, tool in enumerate(tools))
 
     def template_options(self) -> JsonObject:
         """Options of the chat template for this row, from a column ``chat_template_kwargs``: an object or its JSON text."""
@@ -195,6 +192,16 @@ class RowView:
             return self.tools() is not None
         except DataError:
             return False
+
+
+def _schema(tool: object, place: str) -> object:
+    """Return the schema of a tool, which may be its JSON text."""
+    if isinstance(tool, str):
+        with contextlib.suppress(ValueError):
+            tool = json.loads(tool)
+    if not isinstance(tool, Mapping):
+        raise DataError(f"{place} must be a tool schema, an object, got {type(tool).__name__}")
+    return tool
 
 
 def with_answer(row: Row, config: DataConfig) -> Row:

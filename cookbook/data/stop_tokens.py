@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import dropwhile, takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +31,9 @@ class StopTokens:
     """The stop tokens of a tokenizer and its chat template.
 
     Attributes:
-        ids: end-of-text token, the token with which the template closes an answer, the tokens of the generation config, and
-            the tokens that begin the next turn if the template does not close answers.
+        ids: end-of-text token, the token with which the template closes an answer, the token after which it prints the result
+            of a call, the tokens of the generation config, and the tokens that begin the next turn if the template does not
+            close answers.
         next_turns: of these, those that begin the turn after an answer and after a call. The models of such templates, as
             GLM-4, end an answer with the token that begins the next turn.
         answer_end: the token that a complete answer ends with; empty: the tokenizer has none.
@@ -43,15 +44,31 @@ class StopTokens:
         eos = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
         self.next_turns: tuple[int, ...] = ()
         closing: list[int] = []
+        calls: list[int] = []
         if tokenizer.chat_template:
             closing = self._leading_special(template.end_of_turn)
             self.next_turns = tuple(_unique(token for text in template.next_turns for token in self._first_special(text)))
         # Several special tokens may close an answer together. The last is the stop token if it is the tokenizer's.
         own = [] if set(eos) & set(closing) else closing[:1]
+        if closing:
+            calls = self._end_of_calls(template, {*eos, *own})
         # An ordinary token is no end of a text: the file may belong to another tokenizer.
         stated = [token for token in configured(tokenizer) if token in encoder.added_ids]
-        self.ids = tuple(_unique([*eos, *own, *self.next_turns, *stated]))
+        self.ids = tuple(_unique([*eos, *own, *self.next_turns, *calls, *stated]))
         self.answer_end = (*self.next_turns[:1], *own, *eos)[:1]
+
+    def _end_of_calls(self, template: ChatTemplate, closing: Container[int]) -> list[int]:
+        """Return the special token with which the template ends an answer that calls tools, if no token closes it as others.
+
+        Examples are ``<|call|>`` of gpt-oss and ``<|tool_response>`` of Gemma 4. A token that every call has, such as
+        ``</tool_call>``, ends no answer, because another call may follow.
+        """
+        if template.ends_of_calls is None:
+            return []
+        one, two = (self._encoder.raw([text.rstrip()], [""])[0].ids for text in template.ends_of_calls)
+        if not one or one[-1] not in self._encoder.added_ids or any(token in closing for token in one):
+            return []
+        return [one[-1]] if two.count(one[-1]) <= 1 else []
 
     def _leading_special(self, text: str) -> list[int]:
         """Return the first special tokens of a text that follow each other."""

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from cookbook.data.formats import Chat
-from cookbook.data.messages import CALLS, REASONING, ChatMessage
+from cookbook.data.messages import CALLS, REASONING, ChatMessage, standard_calls, standard_schema
 from cookbook.data.rows import EmptyRowError
 from cookbook.errors import DataError
 from cookbook.types import JsonObject
@@ -232,6 +232,20 @@ class ChatTemplate:
         return text[len(text) - length :]
 
     @cached_property
+    def ends_of_calls(self) -> tuple[str, str] | None:
+        """The texts after the arguments of one call, and of two calls of one answer; None if the template prints no call."""
+        texts = []
+        for names in (("first",), ("first", "second")):
+            calls = [
+                {"id": f"call0000{place}", "type": "function", "function": {"name": "tool", "arguments": {"value": name}}}
+                for place, name in enumerate(names)
+            ]
+            called = ChatMessage("assistant", "", extra={"tool_calls": calls})
+            text = self.shown(self.small((PROBE[0], called)), header=False) or ""
+            texts.append(text.rpartition(names[0])[2] if names[0] in text else "")
+        return (texts[0], texts[1]) if texts[0] else None
+
+    @cached_property
     def last_word(self) -> str:
         """The end-of-text token, if the template ends every text with it after another token has closed the answer."""
         closed, end, _ = self.end_of_turn.rpartition(self._tokenizer.eos_token or "\0")
@@ -287,14 +301,23 @@ class ChatTemplate:
 
     def _render(self, chat: Chat, header: bool) -> tuple[str, list[tuple[int, int]]]:
         """The text and the character ranges of its ``{% generation %}`` blocks."""
-        render = self._call(list(chat.tools) if chat.tools else None, header, chat.options)
+        tools = list(chat.tools) if chat.tools else None
+        messages: list[JsonObject] = [message.to_dict() for message in chat.messages]
+        if any(message.extra.get("tool_calls") and not message.content for message in chat.messages):
+            messages = self._without_empty_text(messages)
+        render = self._call(tools, header, chat.options)
         try:
-            messages: list[JsonObject] = [message.to_dict() for message in chat.messages]
-            if any(message.extra.get("tool_calls") and not message.content for message in chat.messages):
-                messages = self._without_empty_text(messages)
             texts, blocks = self._with_arguments(render, messages)
         except Exception as error:
-            raise DataError(f"{chat.where}: the chat template rejects the row: {_reason(error)}; fix or remove it") from error
+            rejected = DataError(f"{chat.where}: the chat template rejects the row: {_reason(error)}; fix or remove it")
+            # Templates of Mistral and gpt-oss reject calls and schemas of a form that others print.
+            standard, calls = [standard_schema(tool) for tool in tools or ()] or None, standard_calls(messages)
+            if (standard, calls) == (tools, messages):
+                raise rejected from error
+            try:
+                texts, blocks = self._with_arguments(self._call(standard, header, chat.options), calls)
+            except Exception as other:
+                raise rejected from other
         return texts[0], blocks[0] if blocks else []
 
     def _call(self, tools: list[object] | None, header: bool, options: JsonObject) -> Callable[..., Rendering]:

@@ -291,6 +291,21 @@ class SampledTurns:
     def _prompt(self, chat: Chat, index: int) -> str:
         return self._template.printed(replace(chat, messages=chat.messages[:index]), header=True)
 
+    def _first_prompt(self, chat: Chat, until: str) -> str:
+        """Return the prompt of an answer with which a conversation begins: the text up to the end of its header.
+
+        Raises:
+            DataError: the text does not have the header of an answer to sample.
+        """
+        prompt = self._template.shown(replace(chat, messages=()), header=True)
+        if prompt is not None and until.startswith(prompt):
+            return prompt
+        header = self._template.header(chat.options)
+        place = until.find(header) if header else -1
+        if place < 0:
+            raise DataError(f"{chat.where}: the chat template prints no header in front of the first answer")
+        return until[: place + len(header)]
+
     def _until(self, chat: Chat, index: int, text: str) -> tuple[str, str]:
         """Return the text of the messages up to an answer, and what the template prints after its last turn."""
         until = text
@@ -306,13 +321,12 @@ class SampledTurns:
         Raises:
             DataError: the conversation begins with the answer, or the template drops a part of the answer.
         """
-        if index == 0:
-            raise DataError(f"{chat.where}: the conversation begins with an answer; begin it with a user message")
         if chat.prefill and index == chat.start:
             return self._continued(chat, index, text)
         try:
-            prompt = self._prompt(chat, index)
             until, tail = self._until(chat, index, text)
+            # Some templates print no conversation without a message. The prompt of a first answer is its header.
+            prompt = self._prompt(chat, index) if index else self._first_prompt(chat, until)
         except DataError:
             # The template accepts the whole conversation only, as Qwen3.5's one with an answer before the first question.
             start, end = self._in_place(chat, index, text, header=False)

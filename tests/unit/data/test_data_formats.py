@@ -1,5 +1,6 @@
 """Rows in every supported format, and the errors for rows in no format."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -55,6 +56,56 @@ def test_sharegpt():
     assert said(read(conversation_reader, {"dialog": turns}, columns=Columns(messages="dialog")))[1] == ("assistant", "4")
     with pytest.raises(DataError, match=r'"conversations"\[0\] is "from" \'narrator\'; expected one of system, user'):
         read(conversation_reader, {"conversations": [{"from": "narrator", "value": "hi"}]})
+
+
+CALL = {"name": "add", "arguments": {"a": 1}}
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [{"role": "user", "value": "2+2?"}, {"role": "assistant", "value": "4"}],
+        [{"from": "user", "content": "2+2?"}, {"from": "assistant", "content": "4"}],
+        [
+            {"from": "human", "value": "2+2?", "role": None, "content": None},
+            {"role": "assistant", "content": "4", "from": None},
+        ],
+    ],
+)
+def test_names_of_both_formats_may_be_mixed(turns):
+    assert said(read(conversation_reader, {"conversations": turns})) == [("user", "2+2?"), ("assistant", "4")]
+    with pytest.raises(DataError, match=r'"conversations"\[0\] has "role" and "from"; keep one'):
+        read(conversation_reader, {"conversations": [{"role": "user", "from": "human", "value": "hi"}]})
+
+
+@pytest.mark.parametrize("calls", [CALL, [CALL]])
+def test_calls_of_llama_factory(calls):
+    """https://github.com/hiyouga/LlamaFactory/issues/2529 and others: the author "function_call" has the calls as JSON text."""
+    turns = [
+        {"from": "human", "value": "2+2?"},
+        {"from": "function_call", "value": json.dumps(calls)},
+        {"from": "observation", "value": "4"},
+        {"from": "gpt", "value": "4"},
+    ]
+    chat = read(conversation_reader, {"conversations": turns})
+    assert said(chat) == [("user", "2+2?"), ("assistant", ""), ("tool", "4"), ("assistant", "4")]
+    assert chat.messages[1].extra == {"tool_calls": [CALL]}
+
+
+def test_calls_schemas_and_results_as_json_text():
+    """https://github.com/PrimeIntellect-ai/prime-rl/pull/885: columns of Arrow hold one type, so data have JSON text."""
+    schema = {"type": "function", "function": {"name": "add"}}
+    called = {"role": "assistant", "content": None, "tool_calls": json.dumps([{"function": CALL}])}
+    for result, text in (({"sum": 4}, '{"sum": 4}'), ([1, "é"], '[1, "é"]'), ([{"a": 1}], '[{"a": 1}]'), (PARTS, "2+2?")):
+        row = {"messages": [USER, called, {"role": "tool", "content": result}, ANSWER], "tools": [json.dumps(schema)]}
+        chat = read(conversation_reader, row)
+        assert (chat.messages[1].extra, chat.tools) == ({"tool_calls": [{"function": CALL}]}, (schema,))
+        assert said(chat)[2] == ("tool", text)
+    for tools in (["{"], ["4"]):
+        with pytest.raises(DataError, match=r'"tools"\[0\] must be a tool schema, an object'):
+            read(conversation_reader, {"messages": [USER, ANSWER], "tools": tools})
+    with pytest.raises(DataError, match=r'"tool_calls" is broken JSON'):
+        read(conversation_reader, {"messages": [USER, {**called, "tool_calls": "[{"}]})
 
 
 def test_what_a_recipe_reads_decides_between_formats():
@@ -146,7 +197,7 @@ def test_a_later_row_with_a_missing_side_is_named(side):
         ([{"role": "user", "content": ["a"]}], r'"messages"\[0\] "content"\[0\] must be an object with "type" and "text"'),
         ([{"role": "user", "content": {"text": "a"}}], r'"messages"\[0\] needs "content" that is text, got an object'),
         ([{"role": "user", "content": 1.5}], r'"messages"\[0\] "content" must be text, got the float 1\.5'),
-        ([{"from": "gpt", "value": "a", "role": "user"}], r'"messages"\[0\] has "from" and "value", and "role" too'),
+        ([{"from": "gpt", "value": "a", "role": "user"}], r'"messages"\[0\] has "role" and "from"; keep one of the two'),
         ([{**USER, "train": True}], r'"messages"\[0\] has "train" true on a user message'),
         ([USER, {**ANSWER, "train": 0}], r'"messages"\[1\] has "train" 0; give true or false'),
         ([USER, {**ANSWER, "train": True, "weight": 0}], r'"messages"\[1\] contradicts itself with "weight" 0, "train" true'),
@@ -228,7 +279,8 @@ def test_a_system_message_of_the_row_stays():
 def test_tools_and_further_keys_reach_the_template():
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}], "name": None}
     chat = read(conversation_reader, {"messages": [USER, call], "tools": '[{"name": "add"}]'})
-    assert chat.messages[1].to_dict() == {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}
+    called = [{"name": "add", "arguments": {}}]
+    assert chat.messages[1].to_dict() == {"role": "assistant", "content": "", "tool_calls": called}
     assert chat.tools == ({"name": "add"},)
     with pytest.raises(DataError, match='"tools" is broken JSON'):
         read(conversation_reader, {"messages": [USER, ANSWER], "tools": "[{"})

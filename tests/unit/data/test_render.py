@@ -148,8 +148,6 @@ def test_templates_that_rewrite_history_have_a_sequence_for_each_answer():
 def test_templates_that_cannot_be_trained_are_refused():
     with pytest.raises(DataError, match="drops text of message 1"):
         renderer(DROPS).conversation([TURNS[1], {"role": "assistant", "content": "<think>why</think>4"}])
-    with pytest.raises(DataError, match="begins with an answer"):
-        renderer(PLAIN_CHATML).conversation(TURNS[2:])
     alternate = "{% if messages[0].role != 'user' %}{{ raise_exception('Begin with the user\nplease') }}{% endif %}"
     with pytest.raises(DataError, match=r"^conversation: the chat template rejects the row: Begin with the user; fix"):
         renderer(alternate).conversation(TURNS)
@@ -211,6 +209,16 @@ def test_a_slow_tokenizer_is_refused():
         Renderer(Slow())
 
 
+@pytest.mark.parametrize("has_first", [True, False], ids=["prints no messages", "needs a message"])
+def test_a_conversation_may_begin_with_an_answer(has_first):
+    """Data of characters begin with a greeting; axolotl leaves it out."""
+    template = PLAIN_CHATML if has_first else "{% if messages[0].role %}{% endif %}" + PLAIN_CHATML
+    render = renderer(template)
+    greeting = {"role": "assistant", "content": "Welcome"}
+    assert trained(render, render.conversation([greeting, *TURNS[1:3]])) == ["Welcome<|im_end|>", "Four é<|im_end|>"]
+    assert trained(render, render.conversation([greeting])) == ["Welcome<|im_end|>"]
+
+
 # Templates in the manner of published ones, as far as tools, calls and reasoning go.
 QWEN = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>\n{% endif %}"
@@ -255,6 +263,52 @@ DRY = {"role": "assistant", "content": "No."}
 
 def chat(*messages, tools=None) -> Chat:
     return Chat("train.jsonl:7", parse_messages(messages, "train.jsonl:7", "messages"), tools=tools)
+
+
+# As Mistral's: calls need the object "function" and an identifier of nine letters and digits, schemas the object "function".
+STRICT_CALLS = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% for call in m.tool_calls or [] %}{% if call.id is undefined or call.id | length != 9 %}"
+    "{{ raise_exception('identifiers have nine characters') }}{% endif %}{{ call.id }}:{{ call.function.name + '' }}"
+    "{{ call.function.arguments | tojson }}{% endfor %}{{ m.content }}{{ m.tool_call_id }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("ids", "results", "expected"),
+    [
+        (("call_abc", "call_def"), ("call_def", "call_abc"), ("call00001", "call00000")),
+        ((None, None), (None, None), ("call00000", "call00001")),
+        (("abcdefghi", "abcdefghj"), ("abcdefghi", "abcdefghj"), ("abcdefghi", "abcdefghj")),
+    ],
+)
+def test_calls_in_a_form_that_the_template_rejects_get_the_standard_form(ids, results, expected):
+    """OpenAI's identifiers and calls without an object "function" are rejected by Mistral's templates."""
+    calls = [{"id": one, "name": "weather", "arguments": {}} if one else {"name": "weather", "arguments": {}} for one in ids]
+    if ids[0] == "abcdefghi":
+        calls = [{"id": one["id"], "function": {"name": "weather", "arguments": {}}} for one in calls]
+    said = [{"role": "tool", "content": "dry", **({"tool_call_id": one} if one else {})} for one in results]
+    tools = ({"name": "weather", "parameters": {}},) if ids[0] != "abcdefghi" else TOOLS
+    render = renderer(STRICT_CALLS)
+    row = chat(ASK, {"role": "assistant", "content": "", "tool_calls": calls}, *said, DRY, tools=tools)
+    [found] = render.render([row])
+    text = render.printed(found.tokens)
+    assert [f"dry{one}<|im_end|>" in text for one in expected] == [True, True]
+    assert text.index(f"dry{expected[0]}") < text.index(f"dry{expected[1]}")
+    assert trained(render, found)[0].startswith(("call00000:weather", "abcdefghi:weather"))
+    # The prompt of the last answer has the same identifiers.
+    [(prompt, _)] = render.prompts([Chat("row", row.messages[:-1], len(row.messages) - 1, tools=tools)])
+    assert found.tokens[: len(prompt)] == prompt
+
+
+@pytest.mark.parametrize("result", ["function", "tool"])
+def test_a_function_call_of_the_older_form_is_a_call(result):
+    render = renderer(QWEN)
+    older = {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    row = chat(ASK, older, {"role": result, "name": "weather", "content": "dry"}, DRY, tools=TOOLS)
+    newer = chat(ASK, call({"city": "Rome"}), {"role": "tool", "name": "weather", "content": "dry"}, DRY, tools=TOOLS)
+    assert render.render([row])[0].tokens == render.render([newer])[0].tokens
 
 
 @pytest.mark.parametrize("template", [QWEN, QWEN_GENERATION])

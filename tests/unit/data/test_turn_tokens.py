@@ -130,6 +130,32 @@ def test_the_tokens_of_a_generation_config_stop_too(base_model, tmp_path, caplog
     assert set(saved["eos_token_id"]) == set(render.stop_token_ids)
 
 
+CALLS = "{% for call in m.tool_calls or [] %}<call>{{ call.function.name }}{{ call.function.arguments | tojson }}"
+
+
+@pytest.mark.parametrize(
+    ("closing", "stops"),
+    [
+        # gpt-oss and Gemma 4: another token than that of other answers ends an answer with calls.
+        ("{% endfor %}{{ '<|call|>' if m.tool_calls else '<|im_end|>' }}", ["<|im_end|>", "<|call|>"]),
+        # A token after each call ends no answer.
+        ("<|call|>{% endfor %}{{ '' if m.tool_calls else '<|im_end|>' }}", ["<|im_end|>"]),
+        ("<|call|>{% endfor %}<|im_end|>", ["<|im_end|>"]),
+    ],
+)
+def test_the_token_that_ends_calls_is_a_stop_token(closing, stops):
+    template = CHATML.replace("{{ m.content }}<|im_end|>", "{{ m.content }}" + CALLS + closing)
+    tokenizer = base_model_tokenizer(template)
+    tokenizer.add_tokens([AddedToken("<|call|>", special=True)])
+    render = Renderer(tokenizer)
+    assert sorted(render.stop_token_ids) == sorted(tokenizer.convert_tokens_to_ids(["<|endoftext|>", *stops]))
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    row = Chat("row", parse_messages([USER, {"role": "assistant", "tool_calls": [call]}], "row", "messages"))
+    end = "<|call|>" if "<|call|>" in stops else "<|im_end|>" if closing.endswith("<|im_end|>") else "<|endoftext|>"
+    assert trained(render, render.render([row])[0]).endswith(end)
+    assert trained(render, render.render([row])[0]).count("<|") <= 2
+
+
 def test_a_generation_config_with_all_stop_tokens_is_left_alone():
     tokenizer = tiny.tokenizer()
     assert stop_tokens.for_generation_config(tokenizer, tokenizer.eos_token_id) == tokenizer.eos_token_id
