@@ -45,7 +45,7 @@ app = typer.Typer(
 Part = Literal["job", "hydra", "all"]
 Topic = Literal["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
 # Kinds that `cookbook list` prints.
-KINDS = ("all", "recipes", "losses", "models", "data", "rewards", "envs")
+KINDS = ("all", "recipes", "losses", "models", "data", "rewards", "envs", "experiments")
 
 
 ShowConfig = Annotated[Part | None, typer.Option("--cfg", "-c", help="Print the configuration, unchecked.")]

@@ -120,8 +120,10 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], JsonObje
         _start(run, plain, stack)
         collect_garbage_from_here()
         _call_recipe(typed.module, run, status)
-        report.summary(run, rows.first)
+        report.curves(run)
+        # The summary of a run that has learned nothing would look like a success above the error.
         run.health.check()
+        report.summary(run, rows.first)
         return RunResult(status.folder)
 
 
@@ -306,7 +308,10 @@ def _resumed(
     # A branch off another run's checkpoint is a new run, whose counts begin at 0.
     is_branch = folder.resolve() not in checkpoint.resolve().parents
     health = Health(max_tokens) if is_branch else Health.restored(earlier.get("health"), max_tokens)
-    origin = Origin(Progress.of(facts), earlier.get("total_steps"), health, earlier.get("streams", ()), earlier.get("prompts"))
+    # The checkpoints of another run are not kept here.
+    best = None if is_branch else earlier.get("best")
+    streams, prompts = earlier.get("streams", ()), earlier.get("prompts")
+    origin = Origin(Progress.of(facts), earlier.get("total_steps"), health, streams, prompts, best)
     return origin, sampler
 
 

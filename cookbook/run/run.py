@@ -22,6 +22,7 @@ from cookbook.losses import LOSSES
 from cookbook.losses.base import Scope
 from cookbook.protocols import Reference, Sampler, Trainer
 from cookbook.run import diagnostics
+from cookbook.run.best_step import BestStep
 from cookbook.run.data import CachedReference, Split, SplitRows
 from cookbook.run.diagnostics import Health, TrackedCall, TrackedCalls
 from cookbook.run.folder import check_steps
@@ -74,6 +75,8 @@ class Origin:
     streams: Sequence[JsonObject] = ()
     # State of the queue of prompts.
     queue: JsonObject | None = None
+    # State of the best evaluation.
+    best: JsonObject | None = None
 
 
 class Run:
@@ -104,7 +107,8 @@ class Run:
         self.first_step = self.done = origin.progress.steps
         store = RolloutStore(out, settings.rollout.store_mb, self.renderer, pairs=self.loss.scope is Scope.pair)
         self.recorder = Recorder(out, settings.trackers, rows.refusals, store)
-        self.saver = Saver(settings.checkpoint, trainer, out / "checkpoints", origin.progress)
+        self.best = BestStep.restored(settings.checkpoint.best, settings.eval.patience, origin.best)
+        self.saver = Saver(settings.checkpoint, trainer, out / "checkpoints", origin.progress, self.best)
         self.hooks: list[Hook] = [status, *settings.hooks]
         self.hook_calls = HookCalls(self.hooks)
         self.health = origin.health
@@ -342,6 +346,9 @@ class Run:
         self.finish()
         diagnostics.warn_of_other_rates(self.schedule, self.first_step, self._origin.planned_steps or total, total)
         with self.recorder.shown(total, self.done, self.eval.every), InterruptGuard() as guard:
+            if self.best.is_exhausted and self.done < total:
+                self._say(f"nothing to do: {self._stopped_early}; raise eval.patience to resume")
+                return
             if self.done >= total:
                 seen = f"{self.done} of {total} steps"
                 self.recorder.note(f"nothing to do: {self.out} is finished, with {seen}; raise recipe.steps to resume")
@@ -362,10 +369,21 @@ class Run:
                     self._await_checkpoint()
                 # Read once: a signal may arrive at any moment.
                 stop = guard.asked and index + 1 < total
-                self._checkpoint(total, stop=stop or self.hook_calls.failure is not None)
+                is_exhausted = self.best.is_exhausted and index + 1 < total
+                self._checkpoint(total, stop=stop or is_exhausted or self.hook_calls.failure is not None)
                 self.hook_calls.check()
                 if stop:
                     raise Interrupted(index + 1, guard.number)
+                if is_exhausted:
+                    self._say(f"stopped early: {self._stopped_early}")
+                    return
+
+    @property
+    def _stopped_early(self) -> str:
+        return (
+            f"no better value in {counted(self.best.stale, 'evaluation')} up to step {self.done} (eval.patience="
+            f"{self.best.patience}); the best is {self.best.text}"
+        )
 
     def finish(self) -> None:
         """Complete a loop that the recipe left with ``break`` or ``return``: write its last step, evaluate and save.
@@ -449,6 +467,7 @@ class Run:
         started = time.monotonic()
         result = evaluate(step)
         metrics = dict(result.metrics)
+        self.best.observe(step, metrics)
         if metrics and self._rows.evaluated:
             metrics[FINGERPRINT] = float(self._sampling.evaluator.fingerprint(self._rows.evaluated))
         if metrics:
@@ -472,6 +491,7 @@ class Run:
             "optim": asdict(self.optim),
             "schedule": repr(self.schedule),
             "metrics": self.recorder.metrics.last,
+            **({} if self.best.metric is None else {"best": self.best.state()}),
             "trained_on": list(self._sampling.evaluator.renderer.kinds),
             **({} if older is None else {"sampler_step": older.step}),
             **({"streams": [asdict(one.position) for one in self._streams]} if self._streams else {}),

@@ -20,6 +20,8 @@ SHIPPED = "${cookbook:data}"
 
 # Group -> the key that names the model or data -> preset for that key.
 NEUTRAL = {"model": {"name": "hf"}, "data": {"mix": "jsonl", "path": "jsonl", "name": "hub"}}
+# The preset of files. It reads Parquet too, so that its name would mislead in a note.
+FILES = "data=jsonl"
 # The same, for a class or function of the user's file.
 CODE = {"env": {"target": "python"}, "reward": {"target": "python"}}
 _TEXT_FILES = (".jsonl", ".json", ".csv", ".tsv")
@@ -117,7 +119,7 @@ def spelled_out(
         overrides += [preset, f"{name}={text}"]
         # A word or a mistyped path may mean something else, so the user reads the interpretation.
         if group not in CODE and ("/" not in text or preset == "data=hub"):
-            notes.append(f"{word} means {preset} {name}={text}")
+            notes.append(f"{word} means {name}={text}" if preset == FILES else f"{word} means {preset} {name}={text}")
     return overrides, notes
 
 
