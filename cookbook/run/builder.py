@@ -113,6 +113,8 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], JsonObje
             masks_truncated=isinstance(typed.loss, PolicyLoss) and typed.loss.mask_truncated,
         )
         run = Run(cfg.recipe.name, rows, trainer, reference, sampling, status, origin)
+        if isinstance(trainer, LocalTrainer):
+            run.trained_weights = TrainedShare.of(trainer.engine.model.network).short
         run.recorder.keep_until(run.first_step if resume_from else -1)
         # The previous process may have been killed between saving and deleting.
         run.saver.prune(run.first_step)

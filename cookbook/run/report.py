@@ -70,12 +70,12 @@ PLACEHOLDER = "your prompt"
 # Characters.
 LONGEST_PROMPT = 60
 CURVES = [
-    ("eval/accuracy", "held-out accuracy"),
-    ("reward/mean", "reward while sampling"),
-    ("eval/rewards/accuracy", "held-out preference accuracy"),
-    ("eval/rewards/margin", "held-out margin"),
-    ("loss", "loss"),
-    ("eval/loss", "held-out loss"),
+    ("eval/accuracy", "held-out accuracy (share of prompts)"),
+    ("reward/mean", "reward while sampling (mean)"),
+    ("eval/rewards/accuracy", "held-out preference accuracy (share of pairs)"),
+    ("eval/rewards/margin", "held-out margin (nats)"),
+    ("loss", "loss of the step"),
+    ("eval/loss", "held-out loss (mean)"),
 ]
 
 

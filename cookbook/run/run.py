@@ -128,6 +128,9 @@ class Run:
         self._train_s, self._evaluated_step, self._has_warned = 0.0, self.first_step, False
         # Datums since the last optimizer step.
         self._accumulated: list[Datum] = []
+        # The share of the weights that is trained, for the first line of the run; "" if another machine holds the weights.
+        self.trained_weights = ""
+        self._has_introduced = False
         # The step that the recipe is in.
         self._open: tuple[Step, Evaluate | None] | None = None
 
@@ -352,6 +355,7 @@ class Run:
             if self.done >= total:
                 seen = f"{self.done} of {total} steps"
                 self.recorder.note(f"nothing to do: {self.out} is finished, with {seen}; raise recipe.steps to resume")
+            self._introduce(total)
             self.recorder.bad_rows.note(self.done)
             if self.done == 0 and evaluate:
                 self.recorder.write(0, {**self._evaluate(evaluate, 0), **self.recorder.bad_rows.metrics(0)})
@@ -377,6 +381,18 @@ class Run:
                 if is_exhausted:
                     self._say(f"stopped early: {self._stopped_early}")
                     return
+
+    def _introduce(self, total: int) -> None:
+        """Say once what the run trains, and on how much data."""
+        if self._has_introduced or self.done >= total:
+            return
+        self._has_introduced = True
+        counts = self._rows.counts
+        held_out = f" ({counts['eval']:,} held out)" if counts.get("eval") else ""
+        rows = f", {counted(counts['train'], 'row')}{held_out}" if "train" in counts else ""
+        source = self._rows.source
+        line = f"{self.name}: {self._rows.model} on {source}{rows}, {counted(total, 'step')}"
+        self._say(f"{line}; trains {self.trained_weights}" if self.trained_weights else line)
 
     @property
     def _stopped_early(self) -> str:

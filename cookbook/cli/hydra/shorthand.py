@@ -33,6 +33,7 @@ FORMS = {
     "backend": ["backend=remote backend.base_url=URL"],
     "deployment": ["deployment=vllm deployment.url=URL"],
     "env": ["env=FILE.py:CLASS"],
+    "loss": ["loss=FILE.py:CLASS_OR_FUNCTION"],
     "reward": ["reward=FILE.py:FUNCTION", "'reward=[number,FILE.py:FUNCTION]'"],
 }
 # Group -> the option that combines several others.
@@ -108,6 +109,9 @@ def spelled_out(
     overrides: list[str] = []
     notes: list[str] = []
     for word, group, values in words:
+        if group == "loss" and len(values) == 1 and ".py:" in values[0]:
+            overrides.append(f"loss={{_target_: {in_quotes(values[0])}}}")
+            continue
         presets = NEUTRAL.get(group) or CODE.get(group)
         key = _key_of(group, values, is_preset) if presets else None
         if presets is None or key is None:

@@ -31,7 +31,7 @@ def test_the_best_value_is_the_lowest_loss_or_the_highest_accuracy():
 def test_a_metric_that_is_not_measured_or_has_no_better_direction_is_refused():
     with pytest.raises(ConfigError, match=r"has no eval/los; choose one of these: eval/loss$"):
         BestStep("eval/los").observe(0, {"eval/loss": 1.0, "eval/rows": 3.0})
-    with pytest.raises(ConfigError, match="set data.eval_path or data.eval_fraction"):
+    with pytest.raises(ConfigError, match=r"set data\.eval_path or data\.eval_fraction"):
         BestStep("eval/loss").observe(0, {})
     with pytest.raises(ConfigError, match="no value of eval/rows is known to be better"):
         BestStep("eval/rows").observe(0, {"eval/rows": 3.0})
