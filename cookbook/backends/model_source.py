@@ -9,15 +9,20 @@ from cookbook.backends.remote import pointers
 from cookbook.checkpoints import manifest, store
 from cookbook.errors import CheckpointError
 from cookbook.utils import paths
+from cookbook.utils.suggest import did_you_mean
 
-_OF_STEP = re.compile(r"(?P<run>.+)@(?:step-)?(?P<step>\d+)")
+# Number of runs that an error lists.
+NAMED = 5
+_OF_STEP = re.compile(r"(?P<run>.+)@(?:(?:step-)?(?P<step>\d+)|best)")
 
 
 def sampling_target(target: str) -> str:
-    """Return the folder or hub id to load. For a run: its newest checkpoint; for ``RUN@step-N``: the checkpoint of step N.
+    """Return the folder or hub id to load. For a run: its newest checkpoint.
+
+    ``RUN@step-N`` is the checkpoint of step N, and ``RUN@best`` the best one by ``checkpoint.best``.
 
     Raises:
-        CheckpointError: the run has no checkpoint, or not that one, or its weights are on a server.
+        CheckpointError: the run has no checkpoint, or not that one, or its weights are on a server; or there is no such run.
     """
     folder = Path(target)
     if paths.is_run(folder):
@@ -26,11 +31,32 @@ def sampling_target(target: str) -> str:
             raise CheckpointError(f"{target}: this run has no checkpoint yet; wait for one, or lower checkpoint.every")
         return _on_disk(target, checkpoint)
     if (match := _OF_STEP.fullmatch(target)) and not folder.exists() and paths.is_run(Path(match["run"])):
-        return _on_disk(target, _of_step(Path(match["run"]), int(match["step"])))
+        run = Path(match["run"])
+        return _on_disk(target, _of_step(run, _best_step(run) if match["step"] is None else int(match["step"])))
     # A checkpoint of a run on a server has a manifest only.
     if (folder / manifest.NAME).is_file():
         return _on_disk(target, folder)
+    if not folder.exists():
+        _refuse_unknown_run(folder)
     return str(paths.packaged("data") / "tiny") if target == "tiny" and not folder.exists() else target
+
+
+def _refuse_unknown_run(folder: Path) -> None:
+    """Raise CheckpointError if a path that does not exist is next to runs, so that it is a misspelled run, not a hub id."""
+    runs = sorted(path.parent.name for path in folder.parent.glob(f"*/{paths.RUN_CONFIG}")) if folder.name else []
+    if folder.parent == Path() or not (runs or folder.parent.name == "runs"):
+        return
+    listed = f"choose a run of {folder.parent}: {', '.join(runs[-NAMED:])}" if runs else f"{folder.parent} holds no runs"
+    raise CheckpointError(f"{folder}: no such run, checkpoint or model;{did_you_mean(folder.name, runs)} {listed}")
+
+
+def _best_step(run: Path) -> int:
+    """Return the best step of a run by ``checkpoint.best``. Raises CheckpointError: no checkpoint states one."""
+    for checkpoint in reversed(store.all_steps(run / paths.CHECKPOINTS)):
+        best = manifest.read(checkpoint).get("run", {}).get("best") or {}
+        if best.get("step") is not None:
+            return int(best["step"])
+    raise CheckpointError(f"{run}: has no best checkpoint; train with checkpoint.best=eval/loss, or name a step: {run}@step-N")
 
 
 def _of_step(run: Path, step: int) -> Path:

@@ -46,6 +46,7 @@ class CheckpointConfig:
     every_tokens: int | None = None
     every_minutes: float | None = None
     final: bool = True
+    best: str | None = None
     keep: int | None = 3
     keep_every: int | None = None
     keep_every_tokens: int | None = None
@@ -54,6 +55,10 @@ class CheckpointConfig:
     final_state: bool = True
 
     def __post_init__(self) -> None:
+        if self.best is not None and not self.best.startswith("eval/"):
+            raise ConfigError(
+                f"checkpoint.best: expected a metric of the evaluation, such as eval/loss or eval/accuracy, got {self.best!r}"
+            )
         if self.keep is not None and self.keep < 1:
             raise ConfigError(f"checkpoint.keep must be at least 1, got {self.keep}; null keeps all")
         for name, default in (("every", "null saves only at the end"), ("keep_every", "null keeps none of the older ones")):

@@ -235,12 +235,15 @@ def set_aside(resumed: Path) -> list[str]:
     return lines
 
 
-def prune(folder: Path, keep: int | None, saved: int | None = None, staying: SaveInterval | None = None) -> None:
+def prune(
+    folder: Path, keep: int | None, saved: int | None = None, staying: SaveInterval | None = None, best: int | None = None
+) -> None:
     """Delete all but the newest ``keep`` checkpoints, and temporary folders of saves that were killed.
 
     Args:
         saved: the run's last good step. Later checkpoints are damaged; they are not counted, and not deleted.
         staying: of the older checkpoints, the first one after each multiple of this interval is kept too.
+        best: the step of an older checkpoint that is kept too.
     """
     for path in [*folder.glob(".*.tmp"), *folder.glob(".*.old")]:
         shutil.rmtree(path, ignore_errors=True)
@@ -249,7 +252,7 @@ def prune(folder: Path, keep: int | None, saved: int | None = None, staying: Sav
     counted = [path for path in all_steps(folder) if saved is None or _step(path) <= saved]
     stays = set(_staying(counted, staying or SaveInterval()))
     for path in counted[:-keep]:
-        if path not in stays:
+        if path not in stays and _step(path) != best:
             shutil.rmtree(path)
 
 

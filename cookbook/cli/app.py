@@ -45,7 +45,7 @@ app = typer.Typer(
 Part = Literal["job", "hydra", "all"]
 Topic = Literal["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
 # Kinds that `cookbook list` prints.
-KINDS = ("all", "recipes", "losses", "models", "data", "rewards", "envs")
+KINDS = ("all", "recipes", "losses", "models", "data", "rewards", "envs", "experiments")
 
 
 ShowConfig = Annotated[Part | None, typer.Option("--cfg", "-c", help="Print the configuration, unchecked.")]
@@ -300,11 +300,20 @@ def eval_(
 
 
 @app.command()
-def compare(runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Folders of two or more runs.")]) -> None:
+def compare(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Folders of two or more runs.")],
+    html: Annotated[Path | None, typer.Option("--html", help="Write a page with curves and completions side by side.")] = None,
+) -> None:
     """Compare the configuration and final metrics of runs."""
     from cookbook.cli import evaluate
 
-    evaluate.compare(runs, table=sys.stdout.isatty())
+    if html is None:
+        evaluate.compare(runs, table=sys.stdout.isatty())
+        return
+    from cookbook.cli import compare_page
+
+    compare_page.write(runs, html)
+    print(f"wrote {html}")
 
 
 @app.command()

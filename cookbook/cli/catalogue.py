@@ -20,7 +20,9 @@ from cookbook.utils import files, paths, tables
 from cookbook.utils.suggest import did_you_mean
 
 # Kind of the list -> its group in conf/.
-GROUPS = {"models": "model", "data": "data", "rewards": "reward", "envs": "env"}
+GROUPS = {"models": "model", "data": "data", "rewards": "reward", "envs": "env", "experiments": "experiment"}
+# Kinds that `cookbook list` prints without a word.
+USUAL = ("recipes", "losses", "models", "data", "rewards", "envs")
 # Kind of a fork -> the folder of the user's Python file.
 CODE = {"recipe": "recipes", "loss": "losses"}
 # Modules of the packaged losses, and their folder.
@@ -30,7 +32,7 @@ LOSSES = Path(__file__).parent.parent / "losses"
 
 def print_list(kind: str, *, table: bool) -> None:
     """Print one kind, or ``all``: as tables on a terminal, as aligned text anywhere else."""
-    for one in ("recipes", "losses", *GROUPS) if kind == "all" else (kind,):
+    for one in USUAL if kind == "all" else (kind,):
         head, rows = _rows(one)
         tables.show(one, head, rows, table=table)
 

@@ -24,9 +24,11 @@ COMMANDS = {
     "/checkpoint": "list the checkpoints of the run; /checkpoint N: continue with the one of step N",
     "/base": "also ask the base model, or stop asking it",
     "/system": "start a new conversation; /system TEXT: with this system prompt",
+    "/quit": "end; also /exit, or Ctrl-D",
     "/help": "show these commands",
 }
-KEYS = "Ctrl-C: stop the answer; Ctrl-D: end"
+KEYS = "Ctrl-C: stop the answer; /quit: end"
+END = ("/quit", "/exit")
 
 
 @dataclass(frozen=True)
@@ -201,6 +203,8 @@ def run(target: str, options: ChatOptions) -> None:
         if is_terminal:
             print(f"{' and '.join(model.label for model in conversation.models)}. /help: commands; {KEYS}")
         for line in _lines(is_terminal):
+            if line in END:
+                return
             try:
                 _reply(conversation, line)
             except CookbookError as error:

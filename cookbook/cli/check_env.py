@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # Keys of the data, among those of the environment.
 DATA = re.compile(r"\+*data[.=]")
+MODEL = re.compile(r"\+*model[.=]")
 
 
 def run(target: str, options: Sequence[str], *, table: bool) -> None:
@@ -35,6 +36,8 @@ def run(target: str, options: Sequence[str], *, table: bool) -> None:
     """
     # Also `+options.max_terms=3`, as Hydra adds a key.
     keys = [option if DATA.match(option) else re.sub(r"^(\+*)(?:env\.)?", r"\1env.", option) for option in options]
+    if model := next((option for option in options if MODEL.match(option)), None):
+        raise ConfigError(f"check env: {model}: answers are made up and no model is loaded; remove {model}")
     reads_data = any(map(DATA.match, keys))
 
     def built(cfg: DictConfig, _: object) -> tuple[EnvironmentConfig, list[Row]]:

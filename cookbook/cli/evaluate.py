@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cookbook.cli.hydra import conf_files
 from cookbook.errors import ConfigError
@@ -15,6 +16,9 @@ from cookbook.sampling.evaluation import FINGERPRINT, SHOWN, Evaluation
 from cookbook.types import JsonObject
 from cookbook.utils import packages, tables
 from cookbook.utils.words import counted
+
+if TYPE_CHECKING:
+    from cookbook.run.standalone_eval import NamedData
 
 LONGEST = 40  # characters of a value in a table
 
@@ -58,7 +62,8 @@ def evaluate(name: str, overrides: Sequence[str], tasks: TaskOptions) -> None:
         own = [f"model={name}"] if named_in_conf else ["model=hf", f"model.name={run_folder.quoted(name)}"]
         request = bridge.ComposeRequest([*own, *overrides])
     if tasks.names is None:
-        bridge.run(request, lambda cfg, _: _show_result(name, *standalone_eval.evaluate(cfg, target)))
+        rows = _named_data(overrides)
+        bridge.run(request, lambda cfg, _: _show_result(name, *standalone_eval.evaluate(cfg, target, rows)))
         return
     packages.need("--tasks", "lm_eval", "lm-eval")
     from cookbook.sampling.lm_eval_tasks import Tasks
@@ -68,6 +73,20 @@ def evaluate(name: str, overrides: Sequence[str], tasks: TaskOptions) -> None:
     # A wrong name is refused before a model is loaded.
     _ = chosen.manager
     bridge.run(request, lambda cfg, _: _show_result(name, *standalone_eval.evaluate_tasks(cfg, target, chosen)))
+
+
+def _named_data(overrides: Sequence[str]) -> NamedData:
+    """Return how the command line names the rows to evaluate."""
+    from cookbook.run.standalone_eval import NamedData
+
+    values = {key.lstrip("+"): value for key, _, value in (word.partition("=") for word in overrides)}
+    if any(key.startswith("data.eval_") for key in values):
+        return NamedData.no
+    if values.keys() & {"data.path", "data.name", "data.mix"}:
+        return NamedData.rows
+    if "data" not in values:
+        return NamedData.no
+    return NamedData.preset if values["data"] in {file.name for file in conf_files.options("data")} else NamedData.rows
 
 
 def _show_result(name: str, facts: JsonObject, evaluation: Evaluation, file: Path | None) -> None:

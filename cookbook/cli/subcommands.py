@@ -196,13 +196,16 @@ def push_weights(
     folder: Folder,
     repository: Annotated[str, typer.Argument(metavar="USER/NAME", help="Repository on the hub; it is created if needed.")],
     merged: Annotated[bool, typer.Option("--merged", help="Merge a LoRA adapter into its base model.")] = False,
-    private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
+    public: Annotated[bool, typer.Option("--public/--private", help="Who can see a new repository.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the files, list them, and upload nothing.")] = False,
 ) -> None:
-    """Upload the weights and a model card to the Hugging Face hub. A run: its newest checkpoint."""
+    """Upload the weights and a model card to the Hugging Face hub. A run: its newest checkpoint.
+
+    A new repository is private, unless --public.
+    """
     from cookbook.cli import weights as work
 
-    work.push(folder, repository, merged=merged, private=private, dry_run=dry_run)
+    work.push(folder, repository, merged=merged, public=public, dry_run=dry_run)
 
 
 @weights.command("prune")

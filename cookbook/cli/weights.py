@@ -115,13 +115,13 @@ def _exported(checkpoint: Path, out: Path, *, merged: bool) -> Checkpoint:
     return sampler_checkpoints.export(_named(checkpoint), out, merged=merged)
 
 
-def push(source: Path, repository: str, *, merged: bool, private: bool, dry_run: bool) -> None:
+def push(source: Path, repository: str, *, merged: bool, public: bool, dry_run: bool) -> None:
     """Upload the weights of a run's newest checkpoint, or of a checkpoint, with a model card to the Hugging Face hub.
 
     Raises:
         CheckpointError: as :func:`export`; or the adapter's base model is a local folder.
-        ConfigError: the name of the repository is invalid; the repository is public and ``private`` is set; or the hub
-            refuses the upload.
+        ConfigError: the name of the repository is invalid; the repository exists and is public, and ``public`` is not set; or
+            the hub refuses the upload.
     """
     if not REPOSITORY.fullmatch(repository):
         raise ConfigError(f"weights push: expected the name of a repository, user/name, got {repository!r}")
@@ -138,15 +138,15 @@ def push(source: Path, repository: str, *, merged: bool, private: bool, dry_run:
         written = sorted(path for path in folder.rglob("*") if path.is_file())
         for path in written:
             print(f"{path.stat().st_size / 1e6:10.3f} MB  {path.relative_to(folder)}")
-        visibility = "private" if private else "public, unless the repository exists and is private"
+        visibility = "public, unless the repository exists and is private" if public else "private"
         if dry_run:
             print(f"dry run: {checkpoint} would be uploaded to {repository} ({visibility})")
             return
-        url = _upload(folder, repository, f"Weights after {counted(facts['step'], 'step')}", private)
+        url = _upload(folder, repository, f"Weights after {counted(facts['step'], 'step')}", public)
         print(f"{checkpoint} is at {url}")
 
 
-def _upload(folder: Path, repository: str, message: str, private: bool) -> str:
+def _upload(folder: Path, repository: str, message: str, public: bool) -> str:
     """Upload a folder as one commit, and return the address of the repository."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
@@ -156,10 +156,10 @@ def _upload(folder: Path, repository: str, message: str, private: bool) -> str:
         raise ConfigError(f"weights push: {api.endpoint} does not answer; check the network, or set HF_ENDPOINT")
     try:
         with terminal.doing(f"uploading to {repository}"):
-            url = api.create_repo(repository, private=private or None, exist_ok=True)
+            url = api.create_repo(repository, private=not public, exist_ok=True)
             # The option has no effect on a repository that exists.
-            if private and not api.repo_info(repository).private:
-                raise ConfigError(f"weights push: {repository} exists and is public; make it private, or leave out --private")
+            if not public and not api.repo_info(repository).private:
+                raise ConfigError(f"weights push: {repository} exists and is public; add --public, or make it private")
             api.upload_folder(repo_id=repository, folder_path=folder, commit_message=message)
     except OfflineModeIsEnabled:
         raise ConfigError("weights push: HF_HUB_OFFLINE is set; unset it") from None

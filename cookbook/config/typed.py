@@ -19,6 +19,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
+from cookbook.config import python_file
 from cookbook.errors import ConfigError, CookbookError
 from cookbook.utils.suggest import did_you_mean
 
@@ -60,11 +61,13 @@ def construct_target(values: Mapping[str, object], where: str) -> Any:
 
 
 def resolve_target(target: object, where: str = TARGET) -> type:
-    """Return the class that ``package.module.Class`` or ``package.module:Class`` names.
+    """Return the class that ``package.module.Class``, ``package.module:Class`` or ``file.py:Class`` names.
 
     Raises:
         ConfigError: the name cannot be imported, or is not a class.
     """
+    if isinstance(target, str) and ".py:" in target:
+        return _of_file(target, where)
     separator = ":" if isinstance(target, str) and ":" in target else "."
     module_name, _, name = target.rpartition(separator) if isinstance(target, str) else ("", "", "")
     if not module_name or not name:
@@ -78,6 +81,20 @@ def resolve_target(target: object, where: str = TARGET) -> type:
     if not isinstance(cls, type):
         raise ConfigError(f"{where}: {target!r} is a {type(cls).__name__}; name a class")
     return cls
+
+
+def _of_file(target: str, where: str) -> type:
+    found = python_file.named(target, where, signature="")
+    if isinstance(found, type):
+        return found
+    # A function with a declaration.
+    if (constructor := getattr(found, "constructor", None)) is not None:
+        cls: type = constructor()
+        return cls
+    raise ConfigError(
+        f'{where}: {target} is a function that declares nothing; put @cookbook.losses.returns("mean"), or "token_sum" or '
+        '"sequence_sum", above it'
+    )
 
 
 def _import(name: str, where: str) -> types.ModuleType:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -98,6 +98,12 @@ def first_rows(config: DataConfig, refusals: RejectedRows) -> Iterator[Iterator[
         yield stream_rows(config, refusals)
     for source in sources(config):
         yield _rows_of(_Place.of(source.config, source), None, refusals)
+
+
+def has_held_out_rows(config: DataConfig) -> bool:
+    """Whether ``load_rows(config, "eval")`` has rows."""
+    split, draws = _held_out_split(config)
+    return bool(config.eval_path or config.eval_name or split or draws)
 
 
 def _held_out_split(config: DataConfig) -> tuple[str | None, bool]:
@@ -353,18 +359,31 @@ class TableReader:
         return self._table.skip(start) if stop is None else self._table.skip(start).take(stop - start)
 
 
+def _load_dataset(path: str, **options: Any) -> Dataset | IterableDataset:
+    """Return a split, without the progress bars of ``datasets``: the status line shows the progress of reading."""
+    import datasets
+
+    shows_bars = datasets.are_progress_bars_disabled() is False
+    datasets.disable_progress_bars()
+    try:
+        table: Dataset | IterableDataset = datasets.load_dataset(path, **options)
+        return table
+    finally:
+        if shows_bars:
+            datasets.enable_progress_bars()
+
+
 def _of_file(path: Path, refusals: RejectedRows, streaming: bool) -> SplitReader:
     """Return the rows of a file. Those of a Parquet file can all be read or none, so that ``refusals`` gets none of them."""
     if path.suffix.lower() != PARQUET:
         return SequentialReader(partial(read_file, path, refusals))
-    from datasets import load_dataset
     from pyarrow import parquet  # type: ignore[import-untyped]
 
     with _one_line(str(path)):
         # `datasets` refuses a file without rows, which may be one of several.
         if not parquet.read_metadata(path).num_rows:
             return SequentialReader(lambda: iter(()))
-        table = load_dataset("parquet", data_files=str(path), split="train", streaming=streaming)
+        table = _load_dataset("parquet", data_files=str(path), split="train", streaming=streaming)
         return TableReader(table, str(path), "[{}]")
 
 
@@ -382,14 +401,14 @@ def read_folder(path: Path, subset: str | None, split: str, refusals: RejectedRo
         raise DataError(f"{path}: {own[0].name} and {own[1].name} both are the split {split}; pass one as path")
     if own:
         return _of_file(own[0], refusals, streaming)
-    from datasets import DatasetDict, load_dataset, load_from_disk
+    from datasets import DatasetDict, load_from_disk
 
     with _one_line(str(path)):
         if not from_disk and subset is None and (shards := _shards(path, split)):
             read = partial(_of_file, refusals=refusals, streaming=streaming)
             return SequentialReader(lambda: (row for file in shards for row in read(file).between(0, None)))
         table = (
-            load_from_disk(str(path)) if from_disk else load_dataset(str(path), name=subset, split=split, streaming=streaming)
+            load_from_disk(str(path)) if from_disk else _load_dataset(str(path), name=subset, split=split, streaming=streaming)
         )
         if isinstance(table, DatasetDict):
             if split not in table:
@@ -426,15 +445,13 @@ def read_hub(name: str, subset: str | None, split: str, streaming: bool) -> Spli
     Raises:
         DataError: the hub is unreachable, or the dataset, subset or split is unknown.
     """
-    from datasets import load_dataset
-
     if not os.environ.get("HF_DATASETS_OFFLINE") and not hub.answers():
         raise DataError(
             f"data.name: the hub cannot be reached for {name}; pass data.path=<file or folder with the data>, "
             "or set HF_HUB_OFFLINE=1 if it was downloaded before"
         )
     with _one_line(name):
-        table = load_dataset(name, name=subset, split=split, streaming=streaming)
+        table = _load_dataset(name, name=subset, split=split, streaming=streaming)
     return TableReader(table, f"{name}[{split}]", ":{}")
 
 

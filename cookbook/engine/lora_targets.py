@@ -184,6 +184,12 @@ class TrainedShare:
         return cls(trained, adapted, base, tuple(sorted(layers)), tuple(sorted(idle)))
 
     @property
+    def short(self) -> str:
+        """A few words: ``1.20% of 134,515,008 weights``."""
+        share = "all" if self.trained == self.base else f"{self.trained / self.base:.2%} of"
+        return f"{share} {self.base:,} weights"
+
+    @property
     def text(self) -> str:
         """One line: ``12,288 weights on q_proj, v_proj, ..., which hold 97.0% of the model's 2,000,000``."""
         if self.trained == self.base:

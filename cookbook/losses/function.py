@@ -10,10 +10,18 @@ from torch import Tensor
 
 from cookbook.errors import ConfigError
 from cookbook.losses.base import Loss, Metrics, Scope
-from cookbook.losses.normalization import Reduction
+from cookbook.losses.normalization import Normalization, Reduction
 from cookbook.types import Datum
 
 Function = Callable[[Sequence[Datum], list[Tensor]], tuple[Tensor, Mapping[str, float]]]
+
+
+# The division of the gradient by what a function returns, in a run.
+DIVIDED = {
+    Reduction.mean: None,
+    Reduction.token_sum: Normalization.num_loss_tokens,
+    Reduction.sequence_sum: Normalization.num_sequences,
+}
 
 
 class FunctionLoss(Loss):
@@ -28,6 +36,17 @@ class FunctionLoss(Loss):
         self._function = function
         self._scope = scope
         self.__post_init__()
+
+    def constructor(self) -> type[FunctionLoss]:
+        """Return a class whose objects are this loss, for ``loss=file.py:function``; the gradient of a sum is divided."""
+        loss, usual = self, DIVIDED[self.reduction]
+
+        class Declared(type(self)):  # type: ignore[misc]
+            def __init__(self, normalization: Normalization | None = usual) -> None:
+                object.__setattr__(self, "normalization", normalization)
+                super().__init__(loss._function, loss._scope)
+
+        return Declared
 
     @property
     def scope(self) -> Scope:

@@ -113,6 +113,8 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], JsonObje
             masks_truncated=isinstance(typed.loss, PolicyLoss) and typed.loss.mask_truncated,
         )
         run = Run(cfg.recipe.name, rows, trainer, reference, sampling, status, origin)
+        if isinstance(trainer, LocalTrainer):
+            run.trained_weights = TrainedShare.of(trainer.engine.model.network).short
         run.recorder.keep_until(run.first_step if resume_from else -1)
         # The previous process may have been killed between saving and deleting.
         run.saver.prune(run.first_step)
@@ -120,8 +122,10 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], JsonObje
         _start(run, plain, stack)
         collect_garbage_from_here()
         _call_recipe(typed.module, run, status)
-        report.summary(run, rows.first)
+        report.curves(run)
+        # The summary of a run that has learned nothing would look like a success above the error.
         run.health.check()
+        report.summary(run, rows.first)
         return RunResult(status.folder)
 
 
@@ -313,6 +317,8 @@ def _resumed(
         earlier.get("streams", ()),
         earlier.get("prompts"),
         earlier.get("minibatches"),
+        # The checkpoints of another run are not kept here.
+        None if is_branch else earlier.get("best"),
     )
     return origin, sampler
 

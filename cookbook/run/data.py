@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -14,7 +15,7 @@ from cookbook import terminal
 from cookbook.data import DataConfig, RejectedRows, Renderer, Row, cached_rows, datums
 from cookbook.data.formats import RowReader
 from cookbook.data.row_table import rows_digest, select
-from cookbook.data.source import stream_rows
+from cookbook.data.source import source_text, stream_rows
 from cookbook.data.stream import RowStream
 from cookbook.errors import BackendError
 from cookbook.futures import Future, done
@@ -84,6 +85,19 @@ class SplitRows:
         if which == "eval":
             self.evaluated = rows_digest(rows)
         return rows
+
+    @property
+    def source(self) -> str:
+        """The data of the run, for people."""
+        numbered = self.settings.numbered
+        return source_text(self.settings.data) if numbered is None else f"the environment {type(numbered).__name__}"
+
+    @property
+    def model(self) -> str:
+        """The model of the run, for people: the last parts of a path."""
+        name = self.settings.model.name
+        path = Path(name)
+        return "/".join(path.parts[-2:]) if path.is_absolute() else name
 
     def is_stream(self, which: Split) -> bool:
         """Whether the rows of a split are a stream, so that calling the object for them is an error."""

@@ -20,6 +20,7 @@ from cookbook.data import RejectedRows
 from cookbook.errors import ConfigError, described
 from cookbook.futures import Future
 from cookbook.protocols import Sampler, SampleTracker, Tracker, Trainer
+from cookbook.run.best_step import BestStep
 from cookbook.run.folder import METRICS
 from cookbook.run.hooks import writing_to
 from cookbook.run.rollout_store import RolloutStore
@@ -258,6 +259,7 @@ class Saver:
     trainer: Trainer
     folder: Path
     saved: Progress
+    best: BestStep
     # The step of the pending checkpoint, and its future.
     _pending: tuple[int, Future[Checkpoint]] | None = None
 
@@ -268,7 +270,8 @@ class Saver:
 
     def due(self, now: Progress, total: int) -> bool:
         """Whether to save after this step of ``total``."""
-        return self.config.saving.due(self.saved, now) or (now.steps == total and self.config.final)
+        is_best = self.best.step == now.steps and self.saved.steps < now.steps
+        return is_best or self.config.saving.due(self.saved, now) or (now.steps == total and self.config.final)
 
     def start(self, now: Progress, facts: JsonObject, sampler: Sampler | None, *, last: bool, complete: bool) -> None:
         """Begin a checkpoint with ``facts`` in its manifest; the previous one must have been waited for.
@@ -315,4 +318,4 @@ class Saver:
 
     def prune(self, step: int) -> None:
         """Delete the checkpoints up to ``step`` that ``checkpoint.keep`` and the other options of retention do not keep."""
-        store.prune(self.folder, self.config.keep, step, self.config.staying)
+        store.prune(self.folder, self.config.keep, step, self.config.staying, self.best.step)

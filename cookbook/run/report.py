@@ -70,12 +70,12 @@ PLACEHOLDER = "your prompt"
 # Characters.
 LONGEST_PROMPT = 60
 CURVES = [
-    ("eval/accuracy", "held-out accuracy"),
-    ("reward/mean", "reward while sampling"),
-    ("eval/rewards/accuracy", "held-out preference accuracy"),
-    ("eval/rewards/margin", "held-out margin"),
-    ("loss", "loss"),
-    ("eval/loss", "held-out loss"),
+    ("eval/accuracy", "held-out accuracy (share of prompts)"),
+    ("reward/mean", "reward while sampling (mean)"),
+    ("eval/rewards/accuracy", "held-out preference accuracy (share of pairs)"),
+    ("eval/rewards/margin", "held-out margin (nats)"),
+    ("loss", "loss of the step"),
+    ("eval/loss", "held-out loss (mean)"),
 ]
 
 
@@ -91,13 +91,17 @@ def objective(rows: Sequence[JsonObject], name: str | None) -> float | None:
     return None if values is None else math.nan if values[-1] is None else float(values[-1])
 
 
+def curves(run: Run) -> None:
+    """Draw ``curves.svg`` in the folder of the run."""
+    draw(run.recorder.metrics.read(), run.out / "curves.svg", f"{run.name}: {run.out.name}")
+
+
 def summary(run: Run, first_rows: Mapping[Split, Sequence[Row]]) -> None:
-    """Print the metrics before and after, a few completions, the files, and a command to try; draw ``curves.svg``.
+    """Print the metrics before and after, a few completions, the files, and a command to try.
 
     ``first_rows`` are the first rows of each split; one of them becomes the prompt of the command.
     """
     rows = run.recorder.metrics.read()
-    draw(rows, run.out / "curves.svg", f"{run.name}: {run.out.name}")
     print()
     judge = judge_of_run(run.out)
     for line in headlines(rows, judge):
@@ -109,13 +113,16 @@ def summary(run: Run, first_rows: Mapping[Split, Sequence[Row]]) -> None:
         say(
             f"sampling: {counted(retries, 'retried request')}, {counted(dropped, 'prompt')} left out (log.txt names their rows)"
         )
+    best = run.best.step if run.best.step not in (None, run.done) else None
+    if run.best.step is not None:
+        say(f"best: {run.best.text}{'' if best is None else f'; {run.out}@best'}")
     for example in run.recorder.examples:
         say(f"  {one_line(example, judge)}")
     if (left_out := run.recorder.bad_rows.summary()) is not None:
         say(left_out)
     names = [name for name in ("metrics.jsonl", "samples.jsonl", "curves.svg", "checkpoints") if (run.out / name).exists()]
     say(f"run folder: {run.out}  ({', '.join(names)})")
-    say(f"next: {_next(run, [*first_rows.get('eval', ()), *first_rows.get('train', ())])}")
+    say(f"next: {_next(run, best is not None, [*first_rows.get('eval', ()), *first_rows.get('train', ())])}")
 
 
 def headlines(rows: Sequence[JsonObject], judge: str) -> Iterator[str]:
@@ -236,8 +243,11 @@ def one_line(example: Example, judge: str) -> str:
     return f"{prompt[-60:]!r} -> {' '.join(example.completion.split())[:100]!r}{reward}"
 
 
-def _next(run: Run, rows: Iterable[Row]) -> str:
-    """Return the command that samples from the newest checkpoint; weights on a server are downloaded first."""
+def _next(run: Run, is_best_older: bool, rows: Iterable[Row]) -> str:
+    """Return the command that samples from the newest checkpoint, or from an older one that is the best.
+
+    Weights on a server are downloaded first.
+    """
     # This run saved the checkpoint. Verifying the files again would read all of a large model.
     saved = store.all_steps(run.out / "checkpoints")
     if not saved:
@@ -247,7 +257,7 @@ def _next(run: Run, rows: Iterable[Row]) -> str:
     words = ["--", prompt] if prompt.startswith("-") else [prompt]
     server = manifest.read(saved[-1]).get(pointers.SERVER)
     if server is None or pointers.on_disk(server) is not None:
-        return shlex.join(["cookbook", "sample", str(run.out), *words])
+        return shlex.join(["cookbook", "sample", f"{run.out}@best" if is_best_older else str(run.out), *words])
     path = str(server["path"])
     # Tinker's command requires a key, and a server without keys ignores it.
     key = [] if os.environ.get(KEY) else [f"{KEY}={NO_KEY}"]

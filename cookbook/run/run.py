@@ -22,6 +22,7 @@ from cookbook.losses import LOSSES, CrossEntropy
 from cookbook.losses.base import Scope
 from cookbook.protocols import Reference, Sampler, Trainer
 from cookbook.run import diagnostics, minibatches
+from cookbook.run.best_step import BestStep
 from cookbook.run.data import CachedReference, Split, SplitRows
 from cookbook.run.diagnostics import Health, TrackedCall, TrackedCalls
 from cookbook.run.folder import check_steps
@@ -76,6 +77,8 @@ class Origin:
     queue: JsonObject | None = None
     # Parts of a batch of rollouts that are not trained yet.
     minibatches: JsonObject | None = None
+    # State of the best evaluation.
+    best: JsonObject | None = None
 
 
 class Run:
@@ -106,7 +109,8 @@ class Run:
         self.first_step = self.done = origin.progress.steps
         store = RolloutStore(out, settings.rollout.store_mb, self.renderer, pairs=self.loss.scope is Scope.pair)
         self.recorder = Recorder(out, settings.trackers, rows.refusals, store)
-        self.saver = Saver(settings.checkpoint, trainer, out / "checkpoints", origin.progress)
+        self.best = BestStep.restored(settings.checkpoint.best, settings.eval.patience, origin.best)
+        self.saver = Saver(settings.checkpoint, trainer, out / "checkpoints", origin.progress, self.best)
         self.hooks: list[Hook] = [status, *settings.hooks]
         self.hook_calls = HookCalls(self.hooks)
         self.health = origin.health
@@ -128,6 +132,9 @@ class Run:
         self._accumulated: list[Datum] = []
         # Parts of the last batch of rollouts that no step has trained yet. A checkpoint has them: no part is drawn again.
         self.minibatches: list[list[Datum]] = minibatches.restored(origin.minibatches)
+        # The share of the weights that is trained, for the first line of the run; "" if another machine holds the weights.
+        self.trained_weights = ""
+        self._has_introduced = False
         # The step that the recipe is in.
         self._open: tuple[Step, Evaluate | None] | None = None
 
@@ -373,9 +380,13 @@ class Run:
         self.finish()
         diagnostics.warn_of_other_rates(self.schedule, self.first_step, self._origin.planned_steps or total, total)
         with self.recorder.shown(total, self.done, self.eval.every), InterruptGuard() as guard:
+            if self.best.is_exhausted and self.done < total:
+                self._say(f"nothing to do: {self._stopped_early}; raise eval.patience to resume")
+                return
             if self.done >= total:
                 seen = f"{self.done} of {total} steps"
                 self.recorder.note(f"nothing to do: {self.out} is finished, with {seen}; raise recipe.steps to resume")
+            self._introduce(total)
             self.recorder.bad_rows.note(self.done)
             if self.done == 0 and evaluate:
                 self.recorder.write(0, {**self._evaluate(evaluate, 0), **self.recorder.bad_rows.metrics(0)})
@@ -393,10 +404,33 @@ class Run:
                     self._await_checkpoint()
                 # Read once: a signal may arrive at any moment.
                 stop = guard.asked and index + 1 < total
-                self._checkpoint(total, stop=stop or self.hook_calls.failure is not None)
+                is_exhausted = self.best.is_exhausted and index + 1 < total
+                self._checkpoint(total, stop=stop or is_exhausted or self.hook_calls.failure is not None)
                 self.hook_calls.check()
                 if stop:
                     raise Interrupted(index + 1, guard.number)
+                if is_exhausted:
+                    self._say(f"stopped early: {self._stopped_early}")
+                    return
+
+    def _introduce(self, total: int) -> None:
+        """Say once what the run trains, and on how much data."""
+        if self._has_introduced or self.done >= total:
+            return
+        self._has_introduced = True
+        counts = self._rows.counts
+        held_out = f" ({counts['eval']:,} held out)" if counts.get("eval") else ""
+        rows = f", {counted(counts['train'], 'row')}{held_out}" if "train" in counts else ""
+        source = self._rows.source
+        line = f"{self.name}: {self._rows.model} on {source}{rows}, {counted(total, 'step')}"
+        self._say(f"{line}; trains {self.trained_weights}" if self.trained_weights else line)
+
+    @property
+    def _stopped_early(self) -> str:
+        return (
+            f"no better value in {counted(self.best.stale, 'evaluation')} up to step {self.done} (eval.patience="
+            f"{self.best.patience}); the best is {self.best.text}"
+        )
 
     def finish(self) -> None:
         """Complete a loop that the recipe left with ``break`` or ``return``: write its last step, evaluate and save.
@@ -480,6 +514,7 @@ class Run:
         started = time.monotonic()
         result = evaluate(step)
         metrics = dict(result.metrics)
+        self.best.observe(step, metrics)
         if metrics and self._rows.evaluated:
             metrics[FINGERPRINT] = float(self._sampling.evaluator.fingerprint(self._rows.evaluated))
         if metrics:
@@ -503,6 +538,7 @@ class Run:
             "optim": asdict(self.optim),
             "schedule": repr(self.schedule),
             "metrics": self.recorder.metrics.last,
+            **({} if self.best.metric is None else {"best": self.best.state()}),
             "trained_on": list(self._sampling.evaluator.renderer.kinds),
             **({} if older is None else {"sampler_step": older.step}),
             **({"streams": [asdict(one.position) for one in self._streams]} if self._streams else {}),

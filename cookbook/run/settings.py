@@ -119,6 +119,8 @@ def settings(cfg: DictConfig, *, trains: bool = True) -> Settings:
     _check_updates(typed)
     _check_credit(typed)
     _check_streaming(typed)
+    if trains:
+        _check_best(typed)
     _check_optimizer(typed.backend, typed.optim)
     return typed
 
@@ -283,6 +285,18 @@ def _check_streaming(typed: Settings) -> None:
     # By the keys of the shipped recipes.
     if "epochs" in recipe and recipe.get("steps", 0) is None:
         raise ConfigError(f"recipe.steps: missing, and {NOT_COUNTED}; set recipe.steps to the number of optimizer steps")
+
+
+def _check_best(typed: Settings) -> None:
+    """Raises ConfigError: the run would compare evaluations that it does not make, or by no metric."""
+    if typed.eval.patience is not None and typed.checkpoint.best is None:
+        raise ConfigError(
+            f"eval.patience={typed.eval.patience}: no metric says which evaluation is better; add checkpoint.best=eval/loss"
+        )
+    if typed.checkpoint.best is not None and typed.eval.every is None:
+        raise ConfigError(
+            f"checkpoint.best={typed.checkpoint.best}: eval.every=null evaluates only before and after the run; set eval.every"
+        )
 
 
 def _check_optimizer(backend: Backend, optim: OptimConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import json
 import statistics
 import tempfile
@@ -11,14 +12,15 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from omegaconf import DictConfig
 
 from cookbook import terminal
 from cookbook.checkpoints import manifest, store
-from cookbook.data import RejectedRows, Renderer, Row, datums, load_rows
+from cookbook.data import DataConfig, RejectedRows, Renderer, Row, datums, load_rows
 from cookbook.data.row_table import rows_digest
+from cookbook.data.source import has_held_out_rows
 from cookbook.engine.model import ModelConfig
 from cookbook.errors import ConfigError
 from cookbook.protocols import Sampler, Trainer
@@ -68,9 +70,22 @@ def find(name: str) -> Target:
     return Target(source)
 
 
+class NamedData(enum.Enum):
+    """How a command line names the rows to evaluate."""
+
+    # Not at all, or with a key of the group that says which rows are held out.
+    no = "no"
+    # As an option of the group data, which knows its held-out rows.
+    preset = "preset"
+    # As a file, folder, hub dataset or mixture.
+    rows = "rows"
+
+
 @warnings_shown()
-def evaluate(cfg: DictConfig, target: Target) -> tuple[JsonObject, Evaluation, Path | None]:
+def evaluate(cfg: DictConfig, target: Target, named: NamedData = NamedData.no) -> tuple[JsonObject, Evaluation, Path | None]:
     """Evaluate ``target`` as a run of ``cfg`` evaluates itself, and write the result to the folder of the run, or to ``out``.
+
+    Data that the command names as rows are evaluated whole, unless they have a split ``data.eval_split``.
 
     Returns:
         The weights (``model``, and ``step``, None for a model that no run has saved), the rows (their number, a digest, and
@@ -86,10 +101,12 @@ def evaluate(cfg: DictConfig, target: Target) -> tuple[JsonObject, Evaluation, P
     if typed.numbered is not None:
         rows = numbered_rows(typed.numbered, "eval", typed.seed, typed.eval.limit)
     else:
-        rows = load_rows(typed.data, "eval", typed.seed, typed.eval.limit, refusals)
+        data, which = _rows_to_evaluate(typed, named)
+        rows = load_rows(data, which, typed.seed, typed.eval.limit, refusals)
     if not rows:
         raise ConfigError(
-            "data: there are no held-out rows to evaluate on; set data.eval_path=<file>, data.eval_split or data.eval_fraction"
+            "data: there are no held-out rows to evaluate on; name rows with data=FILE, or set data.eval_path=FILE, "
+            "data.eval_split or data.eval_fraction"
         )
     check_signature(typed, {"eval": rows})
     digest = rows_digest(rows)
@@ -141,6 +158,18 @@ def evaluate_tasks(cfg: DictConfig, target: Target, tasks: Tasks) -> tuple[JsonO
     }
     evaluation = Evaluation({**scores.metrics, FINGERPRINT: float(int(digest, 16))})
     return facts, evaluation, _written(typed.out, target, facts, evaluation)
+
+
+def _rows_to_evaluate(typed: Settings, named: NamedData) -> tuple[DataConfig, Literal["train", "eval"]]:
+    """Return the data with the split of :func:`load_rows` to evaluate."""
+    data = typed.data
+    if named is NamedData.no or (named is NamedData.preset and has_held_out_rows(data)):
+        return data, "eval"
+    # What the run held out of its own data says nothing about other data.
+    data = replace(data, eval_path=None, eval_name=None, eval_fraction=0.0)
+    if has_held_out_rows(data):
+        return data, "eval"
+    return replace(data, eval_split=None, limit=typed.eval.limit, streaming=False), "train"
 
 
 def _weights(typed: Settings, target: Target) -> JsonObject:
@@ -195,7 +224,8 @@ def _evaluation(typed: Settings, evaluator: Evaluator, sampler: Sampler, trainer
             f"eval: no row has a question and an answer of up to eval.max_tokens={typed.eval.max_tokens} tokens; raise "
             "eval.max_tokens, or choose a reward, for example reward=number"
         )
-    return evaluation
+    has_loss = typed.data_kind == "conversations" and not typed.loss.needs_reference
+    return held_out_loss(trainer, typed.loss, data) | evaluation if has_loss else evaluation
 
 
 def _loss_only(typed: Settings, trainer: Trainer, data: Sequence[Datum], lengths: Sequence[int]) -> Evaluation:

@@ -42,6 +42,10 @@ ROWS = "eval/rows"
 PASS = "eval/pass@"
 # Metrics that grow with quality.
 HIGHER = ("eval/accuracy", "eval/reward", "eval/rewards/accuracy", "eval/rewards/margin")
+# Metric endings of values that fall with quality.
+LOWER = ("loss", "/nll", "/perplexity", "/bits_per_byte")
+# Prefix of the means of a reward's named parts.
+PART = "eval/reward/part/"
 # Separates the draws of evaluation from other draws of the same seed.
 EVALUATION = 1_701_208_428
 
@@ -54,6 +58,7 @@ class EvalConfig:
     """Options of evaluation. ``conf/eval/default.yaml`` explains each field."""
 
     every: int | None = 20
+    patience: int | None = None
     limit: int | None = 200
     answers: bool | Literal["auto"] = "auto"
     max_tokens: int = 512
@@ -66,6 +71,8 @@ class EvalConfig:
     def __post_init__(self) -> None:
         if self.every is not None and self.every < 1:
             raise ConfigError(f"eval.every must be at least 1, got {self.every}; null evaluates before and after only")
+        if self.patience is not None and self.patience < 1:
+            raise ConfigError(f"eval.patience must be at least 1, got {self.patience}; null never stops a run early")
         if self.limit is not None and self.limit < 1:
             raise ConfigError(f"eval.limit must be at least 1, got {self.limit}; null takes all rows")
         if any(k < 1 for k in self.pass_at):
@@ -92,7 +99,12 @@ class EvalConfig:
 
 def is_better_higher(metric: str) -> bool:
     """Whether a metric of an evaluation grows with quality: accuracies, rewards, margins and pass@k do, losses do not."""
-    return metric in HIGHER or metric.startswith(PASS)
+    return metric in HIGHER or metric.startswith((PASS, PART)) or metric.endswith("/accuracy")
+
+
+def is_better_lower(metric: str) -> bool:
+    """Whether a metric of an evaluation falls with quality: losses do."""
+    return metric.startswith("eval/") and metric.endswith(LOWER)
 
 
 @dataclass(frozen=True)
@@ -175,7 +187,7 @@ class Evaluator:
         result, scores = self._sample(sampler, prompts, episodes, episodes.scores)
         if not scores:
             return result
-        parts = part_means([score.parts for score in scores], "eval/reward/part/")
+        parts = part_means([score.parts for score in scores], PART)
         reward = float(np.mean([score.value for score in scores]))
         return Evaluation({"eval/reward": reward, **parts, **result.metrics}, result.examples)
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from cookbook.errors import ConfigError
 from cookbook.types import JsonObject
 from cookbook.utils import files, packages
 
@@ -68,7 +67,7 @@ class MLflowTracker:
                     self._client.log_batch(self._id, params=parameters[start : start + PARAMETERS])
         except mlflow.exceptions.MlflowException as error:
             message = str(error).splitlines()[0]
-            raise ConfigError(f"tracker: mlflow: {message}; see tracker.mlflow.uri and MLFLOW_TRACKING_URI") from None
+            raise ConnectionError(f"{message}; see tracker.mlflow.uri and MLFLOW_TRACKING_URI") from None
         if not known:
             files.write_text(id_file, f"{self._id}\n")
         place = str(self._client.tracking_uri)

@@ -9,13 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cookbook.errors import ConfigError
+from cookbook.errors import ConfigError, first_line
 from cookbook.types import JsonObject
 from cookbook.utils import files, packages
 from cookbook.utils.paths import SWEEP
 
 log = logging.getLogger("cookbook")
 
+# Seconds until an unreachable server or a missing login makes the run record offline.
+START_S = 20.0
 COLUMNS = ("step", "split", "prompt", "completion", "reward", "row")
 
 
@@ -54,12 +56,13 @@ class WandbTracker:
         os.environ.setdefault("WANDB_SILENT", "true")
         id_file = Path(out) / "wandb_id.txt"
         known = (id_file.read_text().strip() if id_file.exists() else "") or None
-        try:
-            self._run = wandb.init(
+
+        def started(mode: str | None) -> wandb.Run:
+            return wandb.init(
                 project=self.project,
                 entity=self.entity,
                 name=name,
-                mode=self.mode,  # type: ignore[arg-type]
+                mode=mode,  # type: ignore[arg-type]
                 group=self.group or os.environ.get("WANDB_RUN_GROUP") or os.environ.get(SWEEP),
                 job_type=self.job_type or os.environ.get("WANDB_JOB_TYPE") or config.get("recipe", {}).get("name"),
                 notes=self.notes,
@@ -68,9 +71,16 @@ class WandbTracker:
                 dir=str(Path(out).resolve()),
                 id=known,
                 resume="allow" if known else None,
+                settings=wandb.Settings(init_timeout=START_S, login_timeout=START_S),
             )
-        except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
-            raise ConfigError(f"tracker: wandb: {error}; log in with `wandb login`, or set WANDB_MODE=offline") from None
+
+        try:
+            self._run = started(self.mode)
+        except (wandb.errors.UsageError, wandb.errors.AuthenticationError, wandb.errors.CommError) as error:
+            if "offline" in (self.mode, os.environ.get("WANDB_MODE")):
+                raise
+            log.warning("tracker wandb: %s; the run is recorded offline; log in with `wandb login`", first_line(error))
+            self._run = started("offline")
         if known is None:
             files.write_text(id_file, f"{self._run.id}\n")
         self._show_place()

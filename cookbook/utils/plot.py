@@ -11,20 +11,28 @@ PANEL_WIDTH, PANEL_HEIGHT = 300, 170
 LEFT, RIGHT, TOP, BOTTOM = 48, 12, 26, 28
 COLUMNS = 3
 HEADER = 34
-LINE, GRID, INK = "#2563eb", "#d4d4d8", "#27272a"
+GRID, INK = "#d4d4d8", "#27272a"
+# Colors of the lines of a panel, the first for its own points.
+LINES = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#be123c", "#0891b2")
 
 
 @dataclass(frozen=True)
 class Curve:
-    """``points``: (x, y), by rising x; at least two."""
+    """``points``: (x, y), by rising x; at least two. ``others``: the points of further lines of the same panel."""
 
     label: str
     points: Sequence[tuple[float, float]]
+    others: Sequence[Sequence[tuple[float, float]]] = ()
+
+    @property
+    def lines(self) -> list[Sequence[tuple[float, float]]]:
+        return [self.points, *self.others]
 
 
 def chart(title: str, x_label: str, curves: Sequence[Curve]) -> str:
     """The SVG document. Every panel has its own y axis; the x axes are the same."""
-    low, high = min(c.points[0][0] for c in curves), max(c.points[-1][0] for c in curves)
+    lines = [line for curve in curves for line in curve.lines]
+    low, high = min(line[0][0] for line in lines), max(line[-1][0] for line in lines)
     columns = min(COLUMNS, len(curves))
     rows = -(-len(curves) // COLUMNS)
     width, height = columns * PANEL_WIDTH, HEADER + rows * PANEL_HEIGHT + 18
@@ -42,8 +50,8 @@ def chart(title: str, x_label: str, curves: Sequence[Curve]) -> str:
 
 
 def _panel(curve: Curve, low: float, high: float) -> str:
-    points = [(x, y) for x, y in curve.points if math.isfinite(y)]
-    bottom, top = _range([y for _, y in points])
+    lines = [[(x, y) for x, y in line if math.isfinite(y)] for line in curve.lines]
+    bottom, top = _range([y for line in lines for _, y in line])
     inner_width, inner_height = PANEL_WIDTH - LEFT - RIGHT, PANEL_HEIGHT - TOP - BOTTOM
 
     def place(x: float, y: float) -> tuple[float, float]:
@@ -61,8 +69,10 @@ def _panel(curve: Curve, low: float, high: float) -> str:
     for x_value in (low, high):
         x, _ = place(x_value, bottom)
         parts.append(_text(x, PANEL_HEIGHT - BOTTOM + 15, f"{x_value:g}", anchor="end" if x_value == high else "start"))
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in points))
-    parts.append(f'<polyline points="{path}" fill="none" stroke="{LINE}" stroke-width="1.6"/>')
+    for number, line in enumerate(lines):
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in line))
+        color = LINES[number % len(LINES)]
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.6"/>')
     return "".join(parts)
 
 

@@ -198,7 +198,8 @@ class Composer:
         with contextlib.suppress(*PROBLEMS):
             parsed = self._parsed()
             choices = [one.input_line for one in parsed if self._is_choice(one) or one.input_line in self._combined]
-            for overrides in (choices, []):
+            recipe = [word for word in choices if word.startswith("recipe=")]
+            for overrides in (choices, recipe, []):
                 with contextlib.suppress(*PROBLEMS):
                     cfg = self.hydra.compose_config(self.name, overrides, RunMode.MULTIRUN)
                     return list(_flat(self.hydra.get_sanitized_cfg(cfg, "job")))

@@ -20,6 +20,8 @@ SHIPPED = "${cookbook:data}"
 
 # Group -> the key that names the model or data -> preset for that key.
 NEUTRAL = {"model": {"name": "hf"}, "data": {"mix": "jsonl", "path": "jsonl", "name": "hub"}}
+# The preset of files. It reads Parquet too, so that its name would mislead in a note.
+FILES = "data=jsonl"
 # The same, for a class or function of the user's file.
 CODE = {"env": {"target": "python"}, "reward": {"target": "python"}}
 _TEXT_FILES = (".jsonl", ".json", ".csv", ".tsv")
@@ -31,6 +33,7 @@ FORMS = {
     "backend": ["backend=remote backend.base_url=URL"],
     "deployment": ["deployment=vllm deployment.url=URL"],
     "env": ["env=FILE.py:CLASS"],
+    "loss": ["loss=FILE.py:CLASS_OR_FUNCTION"],
     "reward": ["reward=FILE.py:FUNCTION", "'reward=[number,FILE.py:FUNCTION]'"],
 }
 # Group -> the option that combines several others.
@@ -106,6 +109,9 @@ def spelled_out(
     overrides: list[str] = []
     notes: list[str] = []
     for word, group, values in words:
+        if group == "loss" and len(values) == 1 and ".py:" in values[0]:
+            overrides.append(f"loss={{_target_: {in_quotes(values[0])}}}")
+            continue
         presets = NEUTRAL.get(group) or CODE.get(group)
         key = _key_of(group, values, is_preset) if presets else None
         if presets is None or key is None:
@@ -117,7 +123,7 @@ def spelled_out(
         overrides += [preset, f"{name}={text}"]
         # A word or a mistyped path may mean something else, so the user reads the interpretation.
         if group not in CODE and ("/" not in text or preset == "data=hub"):
-            notes.append(f"{word} means {preset} {name}={text}")
+            notes.append(f"{word} means {name}={text}" if preset == FILES else f"{word} means {preset} {name}={text}")
     return overrides, notes
 
 

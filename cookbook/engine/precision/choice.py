@@ -167,11 +167,10 @@ class Precision:
             return f"{EXACT}: this CPU has no bfloat16 instructions, so matmul_precision and autocast change nothing here"
         medium, half = INSTRUCTIONS[name]
         only = f"; only with float32 weights and a width below {LEAST_HIDDEN}" if is_amd() else ""
-        note = "" if name == "amx_bf16" else f" (also exactly{only})"
+        note = "" if name == "amx_bf16" else f", also exactly{only}"
         return (
-            f"{self}; with {name} of this CPU, backend.autocast=bfloat16 multiplies about {half} times as fast as exactly, in "
-            f"training and in sampling, and rounds log-probabilities by about {ROUNDING_NATS:g} nats; "
-            f"backend.matmul_precision=medium multiplies {medium} times as fast{note}"
+            f"{self}; faster on this CPU ({name}): backend.autocast=bfloat16, {half} times, rounds logprobs by about "
+            f"{ROUNDING_NATS:g} nats; backend.matmul_precision=medium, {medium} times{note}"
         )
 
 

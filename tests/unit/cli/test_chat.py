@@ -150,7 +150,7 @@ def test_a_real_terminal():
 
     try:
         until("> ")
-        assert "Ctrl-D: end" in shown
+        assert "/quit: end" in shown
         shown = ""
         os.write(leader, b"26+10=\n")
         until(builder.sample("tiny", "26+10=")[0])

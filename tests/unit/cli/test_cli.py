@@ -89,6 +89,16 @@ def test_dry_run_types_everything_and_leaves_nothing(capsys, here):
 KEYS = "(cookbook train --cfg job prints every key)"
 COMPOSED = [
     (["recipe=grop"], "unknown recipe 'grop'. Did you mean 'grpo'? (choices: distill, dpo, grpo, kto, orpo, sft)"),
+    (["recipe=ppo"], "unknown recipe 'ppo'; write recipe=grpo loss=ppo (choices: distill, dpo, grpo, kto, orpo, sft)"),
+    (
+        ["push_to_hub=true"],
+        "unknown key 'push_to_hub'; after the run, `cookbook weights push RUN USER/NAME` uploads its newest checkpoint",
+    ),
+    (
+        ["recipe=dpo", "loss=ipo"],
+        "unknown loss 'ipo'; write loss.variant=ipo (choices: cispo, cross_entropy, dapo, dft, dpo, dr_grpo, dro, grpo, gspo, "
+        "importance_sampling, orpo, ppo, simpo)",
+    ),
     (["lr=1e-5"], "unknown key 'lr'; write optim.lr=1e-5"),
     (["recpie=grpo"], f"unknown key 'recpie'. Did you mean 'recipe'? {KEYS}"),
     (["+recpie=grpo"], f"unknown key 'recpie'. Did you mean 'recipe'? {KEYS}"),

@@ -28,8 +28,10 @@ pytestmark = pytest.mark.usefixtures("here")
 
 def test_list_says_what_it_can_list(capsys):
     assert run(["list", "loss"]) == 2
-    choices = "(choices: all, recipes, losses, models, data, rewards, envs)"
+    choices = "(choices: all, recipes, losses, models, data, rewards, envs, experiments)"
     assert capsys.readouterr().err == f"error: list: unknown kind 'loss'. Did you mean 'losses'? {choices}\n"
+    assert run(["list", "experiments"]) == 0
+    assert any(line.split()[0] == "grpo_two_digits" for line in capsys.readouterr().out.splitlines() if line)
     assert run(["train", "--cfg", "foo"]) == 2
     assert capsys.readouterr().err == "error: Invalid value for '--cfg' / '-c': 'foo' is not one of 'job', 'hydra', 'all'.\n"
 

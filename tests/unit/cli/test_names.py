@@ -133,6 +133,8 @@ ANSWERS = [
     ("sft", "lora_target_modules=[q_proj,v_proj]", "'model.lora_target_modules=[q_proj,v_proj]'"),
     ("dpo", "beta=0.2", "loss.beta=0.2"),
     ("dpo", "loss_type=ipo", "loss.variant=ipo"),
+    ("sft", "early_stopping_patience=3", "checkpoint.best=eval/loss eval.patience=3"),
+    ("sft", "dataset=rows.jsonl", "data=rows.jsonl"),
     ("orpo", "beta=0.2", "loss.odds_weight=0.2"),
     ("grpo", "beta=0.2", "loss.kl_beta=0.2"),
     ("grpo", "epsilon=0.3", "loss.clip_low=0.3 loss.clip_high=0.3"),

@@ -14,7 +14,7 @@ from cookbook.cli.app import run
 @pytest.mark.slow
 def test_a_run_is_pushed_with_its_card(here, hub):  # noqa: F811
     assert train(*SMALL["sft"], "checkpoint.every=2", "out=mine") == 0
-    done = push(hub, "mine", "me/mine", "--private")
+    done = push(hub, "mine", "me/mine")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"{checkpoint('mine')} is at {hub.url}/me/mine"
     assert hub.private == {"me/mine": True} and hub.messages == ["Weights after 3 steps"]
@@ -25,9 +25,9 @@ def test_a_run_is_pushed_with_its_card(here, hub):  # noqa: F811
     # The optimizer stays at home.
     assert not [name for name in hub.files if name.startswith("trainer")]
     hub.private["me/open"] = False
-    refused = push(hub, "mine", "me/open", "--private")
+    refused = push(hub, "mine", "me/open")
     assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1
-    assert refused.stderr.startswith("error: weights push: me/open exists and is public; make it private")
+    assert refused.stderr.startswith("error: weights push: me/open exists and is public; add --public, or make it private")
     wrong = push(hub, "mine", "me/other", token="wrong")
     assert wrong.returncode == 2 and wrong.stderr.endswith("log in with `hf auth login`, or set HF_TOKEN\n")
 
@@ -41,10 +41,9 @@ def test_a_dry_run_needs_no_hub_and_an_adapter_a_base_that_others_have(here, cap
     assert run(["weights", "push", "mine", "me/mine", "--merged", "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[-1] for line in lines if "MB" in line] >= ["README.md"] and "model.safetensors" in "".join(lines)
-    assert (
-        lines[-1]
-        == f"dry run: {checkpoint('mine')} would be uploaded to me/mine (public, unless the repository exists and is private)"
-    )
+    assert lines[-1] == f"dry run: {checkpoint('mine')} would be uploaded to me/mine (private)"
+    assert run(["weights", "push", "mine", "me/mine", "--merged", "--dry-run", "--public"]) == 0
+    assert capsys.readouterr().out.endswith("to me/mine (public, unless the repository exists and is private)\n")
     # HF_HUB_OFFLINE is set in tests.
     assert run(["weights", "push", "mine", "me/mine", "--merged"]) == 2
     assert capsys.readouterr().err == "error: weights push: HF_HUB_OFFLINE is set; unset it\n"

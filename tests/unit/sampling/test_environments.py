@@ -551,6 +551,10 @@ def test_check_env_plays_to_the_limit(max_turns, turns, end, capsys):
 
 
 def test_check_env_of_none_names_the_mistake(capsys):
+    assert run(["check", "env", "arithmetic", "model=../m"]) == 2
+    assert capsys.readouterr().err == (
+        "error: check env: model=../m: answers are made up and no model is loaded; remove model=../m\n"
+    )
     assert run(["check", "env", "none"]) == 2
     assert "error: check env: none is not an environment; name one (cookbook list envs)" in capsys.readouterr().err
 

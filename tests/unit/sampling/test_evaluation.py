@@ -126,7 +126,12 @@ def test_a_run_evaluated_again_says_what_it_said(trained, recipe, capsys):
     (file,) = (folder / "evals").iterdir()
     assert f"written to {file}\n" in out and "after 1 step on 6 rows from " in out
     found = json.loads(file.read_text())
-    assert found["metrics"] == {key: after[key] for key in MEASURED if key in after}
+    assert {key: value for key, value in found["metrics"].items() if key in MEASURED} == {
+        key: after[key] for key in MEASURED if key in after
+    }
+    # Without pairs and a reference, the loss needs nothing that only the run has.
+    if recipe in ("sft", "lora"):
+        assert found["metrics"]["eval/loss"] == after["eval/loss"]
     assert found["step"] == 1 and file.name.startswith("step-000001-")
     if recipe == "lora":
         assert before["eval/pass@1"] != after["eval/pass@1"]  # it is the adapter that was asked
@@ -196,7 +201,7 @@ def test_a_checkpoint_and_a_model_are_evaluated_too(trained, capsys):
             ),
             ("./nothing", "model.name: no such folder './nothing'; pass a local folder or a Hugging Face hub id"),
             ("empty", "empty: this run has no checkpoint yet; wait for one, or lower checkpoint.every"),
-            ("tiny data.eval_path=null", "data: there are no held-out rows to evaluate on; set data.eval_path=<file>, "),
+            ("tiny data.eval_path=null", "data: there are no held-out rows to evaluate on; name rows with data=FILE, "),
             ("tiny rewrd=number", "unknown key 'rewrd'. Did you mean 'reward'? (cookbook train --cfg job prints every key)"),
             ("tiny ~reward", "reward: recipe=grpo learns from rewards; choose one, for example reward=number"),
             (
@@ -219,6 +224,24 @@ def test_what_cannot_be_evaluated(words, message, capsys):
     assert run(["eval", *words.split(), "eval.limit=2"] if "nothing" not in words else ["eval", words]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: " + message.format(data=packaged("data"))) and err.count("\n") == 1
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.slow
+def test_data_that_the_command_names_are_evaluated_whole(trained, capsys):
+    folder = str(trained("sft"))
+    lines = [json.dumps({"prompt": f"{n}+1=", "completion": str(n + 1)}) for n in range(7)]
+    write("test.jsonl", "\n".join(lines) + "\n")
+    whole = "7 rows from test.jsonl:1, judged by token equality"
+    for words in (["data=test.jsonl"], ["data.path=test.jsonl"], ["data=jsonl", "data.path=test.jsonl", "data.format=auto"]):
+        assert run(["eval", folder, *words, "eval.limit=null", "out=x.json"]) == 0
+        out = capsys.readouterr().out
+        assert whole in out and "eval/loss " in out
+    assert run(["eval", folder, "data=test.jsonl", "eval.limit=2", "out=x.json"]) == 0
+    assert "2 rows from test.jsonl:1" in capsys.readouterr().out
+    # A key that says which rows are held out keeps its meaning.
+    assert run(["eval", folder, "data=test.jsonl", "data.eval_fraction=0.3", "out=x.json"]) == 0
+    assert "2 rows from test.jsonl:" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("here")
