@@ -92,8 +92,10 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], JsonObje
         preflight.check_environment(typed, rows.first)
         preflight.warn(typed, rows, renderer)
         typed.deployment, renderer = _sized(typed, rows, renderer)
+        if typed.rollout.ahead and isinstance(trainer, LocalTrainer):
+            trainer.sample_between_passes()
         with terminal.doing("starting the deployment"):
-            deployment = typed.deployment.deploy(trainer, live=typed.weight_sync.every == 1)
+            deployment = typed.deployment.deploy(trainer, live=typed.weight_sync.every == 1 and not typed.rollout.ahead)
         stack.callback(deployment.close)
         runner = stack.enter_context(reward_runner(typed.reward))
         stop = tuple(typed.rollout.stop or ())
@@ -113,6 +115,7 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], JsonObje
             masks_truncated=isinstance(typed.loss, PolicyLoss) and typed.loss.mask_truncated,
         )
         run = Run(cfg.recipe.name, rows, trainer, reference, sampling, status, origin)
+        stack.callback(run.close)
         run.recorder.keep_until(run.first_step if resume_from else -1)
         # The previous process may have been killed between saving and deleting.
         run.saver.prune(run.first_step)
@@ -306,7 +309,8 @@ def _resumed(
     # A branch off another run's checkpoint is a new run, whose counts begin at 0.
     is_branch = folder.resolve() not in checkpoint.resolve().parents
     health = Health(max_tokens) if is_branch else Health.restored(earlier.get("health"), max_tokens)
-    origin = Origin(Progress.of(facts), earlier.get("total_steps"), health, earlier.get("streams", ()), earlier.get("prompts"))
+    streams, prompts = earlier.get("streams", ()), earlier.get("prompts")
+    origin = Origin(Progress.of(facts), earlier.get("total_steps"), health, streams, prompts, checkpoint)
     return origin, sampler
 
 

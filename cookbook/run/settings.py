@@ -114,6 +114,8 @@ def settings(cfg: DictConfig, *, trains: bool = True) -> Settings:
     typed.model = _with_dropout(typed.model, typed.data_kind)
     _check_recipe(cfg.recipe.name, typed, trains=trains)
     _check_streaming(typed)
+    if trains:
+        _check_ahead(typed)
     _check_optimizer(typed.backend, typed.optim)
     return typed
 
@@ -203,6 +205,26 @@ def _check_recipe(name: str, typed: Settings, *, trains: bool) -> None:
     if (loss.scope is Scope.pair) != (kind == "preferences"):
         pairs = "compares pairs" if loss.scope is Scope.pair else "does not compare pairs"
         raise ConfigError(f"loss: {what} {pairs}; choose another loss (cookbook list losses)")
+
+
+def _check_ahead(typed: Settings) -> None:
+    """Raises ConfigError: the run cannot sample ahead, or its loss does not correct for older weights."""
+    if not typed.rollout.ahead:
+        return
+    if typed.data_kind not in (None, "rollouts"):
+        raise ConfigError(f"rollout.ahead: the recipe trains on {typed.data_kind} and samples no batches; remove the key")
+    if typed.data.streaming:
+        raise ConfigError("rollout.ahead: sampled batches are stored with the numbers of their rows; set data.streaming=false")
+    if "sampling_logprobs" not in typed.loss.needs and not typed.rollout.ahead_uncorrected:
+        raise ConfigError(
+            f"rollout.ahead: {type(typed.loss).__name__} does not read sampling_logprobs, so that nothing corrects for older "
+            "weights; choose another loss, such as loss=grpo, or set rollout.ahead_uncorrected=true"
+        )
+    if typed.rollout.ahead > 1 and isinstance(typed.deployment, SeparateDeployment) and typed.deployment.has_own_weights:
+        raise ConfigError(
+            f"rollout.ahead: servers hold one version of the weights, got {typed.rollout.ahead}; set it to 1, or use "
+            "deployment=embedded"
+        )
 
 
 def _check_teacher(typed: Settings) -> None:
