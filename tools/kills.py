@@ -48,6 +48,16 @@ RECIPES: Mapping[str, Sequence[str]] = {
         "recipe=grpo", "recipe.prompts_per_step=2", "recipe.group_size=2", "rollout.max_tokens=4", "rollout.refill=3",
         "data.curriculum={}", "weight_sync.every=3", "reward=python", "reward.target=dice.py:odd", "optim.lr=1e-3",
     ],
+    # The slow reward lets the batch of the next step be under way when the run is killed.
+    "ahead": [
+        "recipe=grpo", "recipe.prompts_per_step=4", "recipe.group_size=4", "rollout.max_tokens=4", "rollout.ahead=1",
+        "reward=python", "reward.target=dice.py:slow", "optim.lr=1e-3",
+    ],
+    "ahead-refill": [
+        "recipe=grpo", "recipe.prompts_per_step=2", "recipe.group_size=2", "rollout.max_tokens=4", "rollout.refill=3",
+        "data.curriculum={}", "rollout.ahead=2", "reward=python", "reward.target=dice.py:slow", "optim.lr=1e-3",
+        "checkpoint.asynchronous=true",
+    ],
 }  # fmt: skip
 # Streams: a buffer that is smaller than the data, and one that holds all of it.
 STREAMED = {"sft": 5, "grpo": 100}
@@ -101,8 +111,12 @@ def prepare(folder: Path) -> None:
         lines = [json.dumps({key: row[key] for key in ("prompt", *columns)}) + "\n" for row in rows]
         Path(f"{name}.jsonl").write_text("".join(lines))
     shutil.copy("dpo.jsonl", "orpo.jsonl")
-    shutil.copy("grpo.jsonl", "refill.jsonl")
-    Path("dice.py").write_text("def odd(completion, row):\n    return sum(map(ord, completion)) % 2\n")
+    for name in ("refill", "ahead", "ahead-refill"):
+        shutil.copy("grpo.jsonl", f"{name}.jsonl")
+    Path("dice.py").write_text(
+        "import time\n\n\ndef odd(completion, row):\n    return sum(map(ord, completion)) % 2\n\n\n"
+        "def slow(completion, row):\n    time.sleep(0.01)\n    return odd(completion, row)\n"
+    )
 
 
 def words(recipe: str, out: str) -> list[str]:
@@ -295,10 +309,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="kills-"))
     began = time.monotonic()
-    counts = campaign(folder, arguments.kills, arguments.seed, loud=True)
+    counts = campaign(folder, arguments.kills, arguments.seed, arguments.recipes, loud=True)
     print(f"{counts.kills} kills of {counts.trials} runs in {time.monotonic() - began:.0f} s: 0 differences")
     print("ways:", ", ".join(f"{name} {number}" for name, number in counts.ways.most_common()))
     print("moments:", ", ".join(f"{name} {number}" for name, number in counts.moments.most_common()))

@@ -98,6 +98,7 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
         retain_bytes=int(backend.retain_gb * (1 << 30)),
         reference=typed.loss.needs_reference and not typed.has_teacher,
         cpu=cpu,
+        num_copies=_num_copies(typed),
         sampled=_sampled(typed, shape),
         optimizer=backend.optimizer,
         precision=backend.precision if isinstance(backend, PrecisionBackend) else DEFAULT,
@@ -208,6 +209,14 @@ def _sampled(typed: Settings, shape: StepShape) -> list[tuple[int, int]]:
     return [(min(rows, max(1, MAX_BATCH_TOKENS // tokens)), tokens) for rows, tokens in batches]
 
 
+def _num_copies(typed: Settings) -> int:
+    """Return the copies of the trained weights that the embedded sampler uses with ``rollout.ahead``, at most at a time.
+
+    The batches that are sampled have a copy each. The recipe keeps the last one until it has received the next.
+    """
+    return 0 if not typed.rollout.ahead or _has_own_weights(typed) else max(typed.rollout.ahead, 2)
+
+
 def _has_own_weights(typed: Settings) -> bool:
     """Whether a server with weights of its own samples."""
     return isinstance(typed.deployment, SeparateDeployment) and typed.deployment.has_own_weights
@@ -243,6 +252,7 @@ def _lines(
         ("gradients", _size(needs.gradients)),
         ("optimizer", f"{_size(needs.moments)}, {optimizer}{', in host memory' if offloads else ''}"),
         ("reference", f"{_size(needs.reference)}, frozen" if needs.reference else ""),
+        ("copies", f"{_size(needs.copies)}, weights to sample from (rollout.ahead)" if needs.copies else ""),
         ("activations", f"{_size(needs.temporary)} at the worst moment of the backward pass"),
         ("recomputed", recomputed),
         ("sampling", f"{_size(needs.sampling)} of keys, values and logits" if needs.sampling else ""),

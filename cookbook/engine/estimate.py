@@ -64,10 +64,10 @@ class Estimate:
     """Bytes in memory at the peak of a step, and floating-point operations per token, forward and backward.
 
     ``parameters`` and ``trained`` are counts. ``moments``: optimizer state, with float32 master weights. ``reference``: weights
-    of the reference model. ``temporary``: activations and temporary tensors of a pass of ``pass_tokens`` tokens, or temporary
-    tensors of the optimizer update if these are larger. ``allocator``: overhead of the C library. ``sampling``: keys, values
-    and logits of the completions that are sampled at a time. ``saved_per_token``: bytes of saved activations.
-    ``recomputable``: whether the model supports activation checkpointing.
+    of the reference model. ``copies``: of the trained weights, to sample from. ``temporary``: activations and temporary tensors
+    of a pass of ``pass_tokens`` tokens, or temporary tensors of the optimizer update if these are larger. ``allocator``:
+    overhead of the C library. ``sampling``: keys, values and logits of the completions that are sampled at a time.
+    ``saved_per_token``: bytes of saved activations. ``recomputable``: whether the model supports activation checkpointing.
     """
 
     parameters: int
@@ -76,6 +76,7 @@ class Estimate:
     gradients: int
     moments: int
     reference: int
+    copies: int
     temporary: int
     allocator: int
     sampling: int
@@ -87,7 +88,8 @@ class Estimate:
     @property
     def peak(self) -> int:
         # Sampling does not run during a pass, but its large tensors do not fit into the gaps that passes leave in the heap.
-        return self.weights + self.gradients + self.moments + self.reference + self.temporary + self.allocator + self.sampling
+        state = self.weights + self.gradients + self.moments + self.reference + self.copies
+        return state + self.temporary + self.allocator + self.sampling
 
 
 def estimate(
@@ -100,6 +102,7 @@ def estimate(
     retain_bytes: int,
     reference: bool,
     cpu: bool,
+    num_copies: int = 0,
     sampled: Sequence[tuple[int, int]] = (),
     optimizer: str = "adamw",
     checkpointing: bool = False,
@@ -109,8 +112,9 @@ def estimate(
 
     ``interleaved``: each micro-batch runs forward and backward before the next one; otherwise the loss needs the whole batch,
     and the graphs of all micro-batches are kept, up to ``retain_bytes``. ``reference``: a frozen copy of the weights is in
-    memory. ``sampled``: batches of completions, as numbers of rows and of tokens of a row, prompt included.
-    ``checkpointing``: activation checkpointing is on. ``precision``: of the products, which determines what is saved.
+    memory. ``num_copies``: copies of the trained weights that are sampled from. ``sampled``: batches of completions, as numbers
+    of rows and of tokens of a row, prompt included. ``checkpointing``: activation checkpointing is on. ``precision``: of the
+    products, which determines what is saved.
 
     Raises:
         BackendError: the model's configuration cannot be loaded.
@@ -157,6 +161,7 @@ def estimate(
         gradients=gradients,
         moments=state_bytes(rule, trained),
         reference=weights if reference and count == total else 0,
+        copies=num_copies * sum(parameter.nbytes for parameter in trained),
         temporary=temporary,
         allocator=lost if cpu else 0,
         sampling=max((_sampling_bytes(network, *batch) for batch in sampled), default=0),

@@ -92,8 +92,10 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], JsonObje
         preflight.check_environment(typed, rows.first)
         preflight.warn(typed, rows, renderer)
         typed.deployment, renderer = _sized(typed, rows, renderer)
+        if typed.rollout.ahead and isinstance(trainer, LocalTrainer):
+            trainer.sample_between_passes()
         with terminal.doing("starting the deployment"):
-            deployment = typed.deployment.deploy(trainer, live=typed.weight_sync.every == 1)
+            deployment = typed.deployment.deploy(trainer, live=typed.weight_sync.every == 1 and not typed.rollout.ahead)
         stack.callback(deployment.close)
         runner = stack.enter_context(reward_runner(typed.reward))
         stop = tuple(typed.rollout.stop or ())
@@ -113,6 +115,7 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], JsonObje
             masks_truncated=isinstance(typed.loss, PolicyLoss) and typed.loss.mask_truncated,
         )
         run = Run(cfg.recipe.name, rows, trainer, reference, sampling, status, origin)
+        stack.callback(run.close)
         if isinstance(trainer, LocalTrainer):
             run.trained_weights = TrainedShare.of(trainer.engine.model.network).short
         run.recorder.keep_until(run.first_step if resume_from else -1)
@@ -319,6 +322,7 @@ def _resumed(
         earlier.get("minibatches"),
         # The checkpoints of another run are not kept here.
         None if is_branch else earlier.get("best"),
+        checkpoint,
     )
     return origin, sampler
 

@@ -30,7 +30,7 @@ GROUPS: Mapping[str, frozenset[str]] = {
     # These fields do not change the reward's values. A judge is named by its model: its server may move.
     "reward": frozenset({"workers", "timeout_s", "url", "api_key_env", "cache", "retries", "backoff_s"}),
     "env": frozenset({"workers", "timeout_s"}),
-    "rollout": frozenset({"retries", "max_consecutive_failures", "log_samples", "store_mb"}),
+    "rollout": frozenset({"retries", "max_consecutive_failures", "log_samples", "store_mb", "ahead_uncorrected"}),
 }
 MEASURED, PRECISION = "measured", "precision"
 # Digests that a configuration does not contain: files may change under the same name.

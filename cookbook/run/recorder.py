@@ -268,6 +268,11 @@ class Saver:
         """Whether a pending checkpoint is written, so that :meth:`wait` does not block."""
         return self._pending is not None and self._pending[1].done()
 
+    @property
+    def steps(self) -> list[int]:
+        """The steps of all checkpoints, in order."""
+        return [int(path.name.removeprefix("step-")) for path in store.all_steps(self.folder)]
+
     def due(self, now: Progress, total: int) -> bool:
         """Whether to save after this step of ``total``."""
         is_best = self.best.step == now.steps and self.saved.steps < now.steps

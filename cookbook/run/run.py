@@ -9,6 +9,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from cookbook import terminal
@@ -21,7 +22,8 @@ from cookbook.futures import Future, done
 from cookbook.losses import LOSSES, CrossEntropy
 from cookbook.losses.base import Scope
 from cookbook.protocols import Reference, Sampler, Trainer
-from cookbook.run import diagnostics, minibatches
+from cookbook.run import ahead, diagnostics, minibatches
+from cookbook.run.ahead import AheadSampler, SampledBatch
 from cookbook.run.best_step import BestStep
 from cookbook.run.data import CachedReference, Split, SplitRows
 from cookbook.run.diagnostics import Health, TrackedCall, TrackedCalls
@@ -79,6 +81,8 @@ class Origin:
     minibatches: JsonObject | None = None
     # State of the best evaluation.
     best: JsonObject | None = None
+    # None for a new run.
+    checkpoint: Path | None = None
 
 
 class Run:
@@ -124,6 +128,7 @@ class Run:
         # The held-out prompts, if the recipe itself reads conversations or pairs.
         self._prompts: Sequence[RenderedPrompt] = ()
         self._queue: PromptQueue | None = None
+        self._ahead: AheadSampler | None = None
         self._calls = TrackedCalls()
         self._streams: list[StreamedBatches[Any]] = []
         # Seconds of training since the last evaluation, the step of that evaluation, and whether its slowness was reported.
@@ -213,15 +218,20 @@ class Run:
         Raises:
             ConfigError: a second queue.
         """
-        if self._queue is not None:
+        if self._queue is not None or self._ahead is not None:
             raise ConfigError("recipe: run.prompt_batches was called twice, and a checkpoint has one queue; join the prompts")
-        if not self._needs_queue:
-            return self.batches(prompts, size, key=PROMPTS_KEY)
         # Refuse empty data before the size of a step depends on their number.
-        self.batches(prompts, size, key=PROMPTS_KEY)
-        self._queue = PromptQueue(prompts, size, self.seed, self.data)
-        self._queue.restore(self._origin.queue, self.first_step)
-        return self._queue
+        batches = self.batches(prompts, size, key=PROMPTS_KEY)
+        if self._needs_queue:
+            self._queue = PromptQueue(prompts, size, self.seed, self.data)
+            self._queue.restore(self._origin.queue, self.first_step)
+            batches = self._queue
+        if self.rollout.ahead:
+            checkpoint = self._origin.checkpoint
+            self._ahead = AheadSampler(batches, self._sampling, self.data, self.out, self.first_step, checkpoint)
+            return self._ahead
+        ahead.clear(self.out)
+        return batches
 
     @property
     def _needs_queue(self) -> bool:
@@ -289,6 +299,8 @@ class Run:
 
     def sync(self, step: int) -> Sampler:
         """Return a sampler of the trainer's weights after ``step`` optimizer steps, or of the last sync if none is due."""
+        if self._ahead is not None:
+            self._ahead.wait_for_weights(step)
         return self._sampling.sync(step)
 
     def sample_groups(
@@ -299,35 +311,50 @@ class Run:
         A prompt whose completions cannot be sampled is left out; ``rollout/failed`` counts these prompts. With
         ``rollout.refill`` there are further groups, in place of those without spread, which stay in the list.
 
+        With ``rollout.ahead``, the completions are those of earlier weights, which were sampled during earlier steps, and
+        ``sampler`` samples the batch of a later step.
+
         Raises:
-            ConfigError: the configuration asks for further prompts or pass rates, and the recipe has no queue.
+            ConfigError: the configuration asks for further prompts, pass rates or sampling ahead, and the recipe has no queue.
         """
-        queue = self._queue
-        if self._needs_queue and queue is None:
-            key = "rollout.refill" if self.rollout.refill > 1 else "data.curriculum"
-            raise ConfigError(
-                f"{key}: the recipe {self.name} has no queue of prompts; call run.prompt_batches(prompts, size) in place of "
-                f"run.batches, or remove {key}"
-            )
-
-        def further(count: int) -> Sequence[RenderedPrompt]:
-            assert queue is not None
-            more = queue.further(count)
-            self._note_rows(prompt.row.where for prompt in more)
-            return more
-
-        self._note_rows(prompt.row.where for prompt in prompts)
-        refill = further if self.rollout.refill > 1 else None
-        sampled = self._sampling.groups(sampler, prompts, group_size, step.index, refill)
-        if queue is not None:
-            queue.observe(sampled.groups)
-            step.log(queue.metrics())
+        if self._ahead is not None:
+            batch = self._ahead.take(sampler, prompts, group_size, step.index, step.total)
+        else:
+            batch = self._sampled_now(sampler, prompts, group_size, step.index)
+        self._note_rows(prompt.row.where for prompt in batch.prompts)
+        for refused in batch.refused:
+            self._rows.refusals.add(refused.where, refused.policy, refused.reason)
+        step.log(batch.metrics)
+        sampled = batch.sampled
         for row in rollouts.log_rows(sampled.groups, self.rollout.log_samples):
             self.recorder.write_sample(step.index + 1, row)
         self.recorder.rollouts.sampled(sampled.groups)
         # Optimizer steps between the weights in training and the weights that sampled.
-        step.log(sampled.metrics(), {"sync/version_lag": float(step.index - sampler.step)})
+        step.log(sampled.metrics(), {"sync/version_lag": float(step.index - batch.version)})
         return sampled.groups
+
+    def _sampled_now(self, sampler: Sampler, prompts: Sequence[RenderedPrompt], group_size: int, index: int) -> SampledBatch:
+        """Sample the batch of the step after ``index`` steps."""
+        queue = self._queue
+        if self.rollout.ahead or (self._needs_queue and queue is None):
+            key = "rollout.ahead" if self.rollout.ahead else "rollout.refill" if self.rollout.refill > 1 else "data.curriculum"
+            raise ConfigError(
+                f"{key}: the recipe {self.name} has no queue of prompts; call run.prompt_batches(prompts, size) in place of "
+                f"run.batches, or remove {key}"
+            )
+        used = list(prompts)
+
+        def further(count: int) -> Sequence[RenderedPrompt]:
+            assert queue is not None
+            more = queue.further(count)
+            used.extend(more)
+            return more
+
+        refill = further if self.rollout.refill > 1 else None
+        sampled = self._sampling.groups(sampler, prompts, group_size, index, refill)
+        if queue is not None:
+            queue.observe(sampled.groups)
+        return SampledBatch(index, sampler.step, used, sampled, metrics={} if queue is None else queue.metrics())
 
     def evaluate_loss(self, data: Sequence[Datum]) -> Evaluation:
         """Return the run's loss and its metrics on held-out ``data``, each named ``eval/...``."""
@@ -347,7 +374,7 @@ class Run:
         if evaluator.runner is None:
             lengths = answer_lengths(data)
             if self.eval.compares(lengths):
-                return evaluator.answers(self._sampling.newest(step), data).abridged()
+                return evaluator.answers(self._newest(step), data).abridged()
             if lengths and step == 0:
                 self._say(
                     f"evaluation: samples no answers; those of the data have {statistics.median(lengths):g} tokens (median), "
@@ -362,8 +389,15 @@ class Run:
         # Without prompts, no weights need to be loaded.
         if not prompts:
             return Evaluation({})
+        newest = self._newest(step)
         self._sampling.evaluator.at_step(step)
-        return self._sampling.evaluator.rewards(self._sampling.newest(step), prompts).abridged()
+        return self._sampling.evaluator.rewards(newest, prompts).abridged()
+
+    def _newest(self, step: int) -> Sampler:
+        """Return a sampler of the weights after ``step`` steps, once the environment and the reward are free."""
+        if self._ahead is not None:
+            self._ahead.settle()
+        return self._sampling.newest(step)
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
@@ -457,6 +491,11 @@ class Run:
         log.info(line)
         self.recorder.note(line)
 
+    def close(self) -> None:
+        """End the thread that samples ahead."""
+        if self._ahead is not None:
+            self._ahead.close()
+
     def root_cause(self, error: CookbookError) -> BaseException:
         """Return the error that caused ``error``; for a non-finite value, with the rows and the path of their batch."""
         return diagnostics.root_cause(error, self._calls, self.out, self.trainer, self.renderer)
@@ -489,7 +528,7 @@ class Run:
         self.recorder.rollouts.write(number)
         self.health.observe(number, row)
         self.done = number
-        if self._queue is not None:
+        if self._queue is not None and self._ahead is None:
             self._queue.finish_step()
         self._earlier_tokens += self._tokens
         self.hook_calls.call("on_step", self, number, row)
@@ -529,6 +568,8 @@ class Run:
         if not (stop or self.saver.due(now, total)):
             return
         self._await_checkpoint()
+        if self._ahead is not None:
+            self._ahead.before_checkpoint()
         older = self._sampling.older_sampler(now.steps)
         facts = {
             "identity": self._rows.identity.facts,
@@ -552,4 +593,6 @@ class Run:
 
     def _await_checkpoint(self) -> None:
         if (checkpoint := self.saver.wait()) is not None:
+            if self._ahead is not None:
+                self._ahead.prune(self.done, self.saver.steps)
             self.hook_calls.call("on_checkpoint", self, checkpoint)

@@ -121,6 +121,7 @@ def settings(cfg: DictConfig, *, trains: bool = True) -> Settings:
     _check_streaming(typed)
     if trains:
         _check_best(typed)
+        _check_ahead(typed)
     _check_optimizer(typed.backend, typed.optim)
     return typed
 
@@ -240,6 +241,28 @@ def _check_credit(typed: Settings) -> None:
         raise ConfigError(
             "rollout.overlong: reward.normalize=each normalizes the rewards of reward.parts, and no penalty; give the length a "
             "reward of its own, or remove the key"
+        )
+
+
+def _check_ahead(typed: Settings) -> None:
+    """Raises ConfigError: the run cannot sample ahead, or its loss does not correct for older weights."""
+    if not typed.rollout.ahead:
+        return
+    if typed.data_kind not in (None, "rollouts"):
+        raise ConfigError(f"rollout.ahead: the recipe trains on {typed.data_kind} and samples no batches; remove the key")
+    if typed.data.streaming:
+        raise ConfigError("rollout.ahead: sampled batches are stored with the numbers of their rows; set data.streaming=false")
+    if (updates := getattr(typed.recipe, "updates", 1)) > 1:
+        raise ConfigError(f"rollout.ahead: only one step in {updates} samples; set recipe.updates=1, or rollout.ahead=0")
+    if "sampling_logprobs" not in typed.loss.needs and not typed.rollout.ahead_uncorrected:
+        raise ConfigError(
+            f"rollout.ahead: {type(typed.loss).__name__} does not read sampling_logprobs, so that nothing corrects for older "
+            "weights; choose another loss, such as loss=grpo, or set rollout.ahead_uncorrected=true"
+        )
+    if typed.rollout.ahead > 1 and isinstance(typed.deployment, SeparateDeployment) and typed.deployment.has_own_weights:
+        raise ConfigError(
+            f"rollout.ahead: servers hold one version of the weights, got {typed.rollout.ahead}; set it to 1, or use "
+            "deployment=embedded"
         )
 
 

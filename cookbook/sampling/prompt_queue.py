@@ -79,11 +79,20 @@ class PromptQueue(Batches[RenderedPrompt]):
         self._indices |= {id(prompt): (prompt, index) for prompt, index in zip(found, indices, strict=True)}
         return found
 
-    def observe(self, groups: Sequence[RolloutGroup]) -> None:
-        """Note the pass rates of the step's groups, and the end of the step's draws."""
+    def numbers(self, prompts: Sequence[RenderedPrompt]) -> list[int]:
+        """Return the number of every prompt among those of the data. The prompts are of the current step."""
+        return [self._indices[id(prompt)][1] for prompt in prompts]
+
+    def prompts(self, numbers: Sequence[int]) -> list[RenderedPrompt]:
+        """Return the prompts with these numbers."""
+        return [self._rows[number] for number in numbers]
+
+    def observe(self, groups: Sequence[RolloutGroup], numbers: Sequence[int] | None = None) -> None:
+        """Note the pass rates of a step's groups. ``numbers``: those of their prompts; None: the step is the current one."""
         if self._curriculum is not None:
-            for group in groups:
-                row = self._table[self._indices[id(group.prompt)][1]]
+            prompts = self.numbers([group.prompt for group in groups]) if numbers is None else numbers
+            for group, number in zip(groups, prompts, strict=True):
+                row = self._table[number]
                 solved = sum(reward >= self._curriculum.solved_reward for reward in group.rewards)
                 row["attempts"], row["solved"] = len(group.rewards), solved
                 row["streak"] = row["streak"] + 1 if solved == len(group.rewards) else 0

@@ -42,6 +42,8 @@ class RolloutConfig:
     overlong: int | None = None
     overlong_penalty: float = 1.0
     refill: float = 1.0
+    ahead: int = 0
+    ahead_uncorrected: bool = False
     retries: int = 2
     max_consecutive_failures: int = 16
     log_samples: int = 8
@@ -52,6 +54,8 @@ class RolloutConfig:
             raise ConfigError(f"rollout.retries must be at least 0, got {self.retries}")
         if not 1 <= self.refill < float("inf"):
             raise ConfigError(f"rollout.refill must be a number >= 1, got {self.refill}; 1.0 replaces no group")
+        if self.ahead < 0:
+            raise ConfigError(f"rollout.ahead must be at least 0, got {self.ahead}; 0 samples and trains in turn")
         if self.overlong is not None and not 1 <= self.overlong <= self.max_tokens:
             raise ConfigError(
                 f"rollout.overlong must be between 1 and rollout.max_tokens={self.max_tokens}, got {self.overlong}; "
@@ -95,7 +99,7 @@ class RolloutGroup:
     """A prompt, at most ``G`` attempts at it, and their rewards (empty until they are known), with their named parts, if any.
 
     ``temperature`` is the divisor of the logits that the completions were drawn with. ``masks_truncated``: completions that
-    were cut off are not trained (``loss.mask_truncated``).
+    were cut off are not trained (``loss.mask_truncated``). ``place`` is the number of the prompt in its step, from 0.
     """
 
     prompt: RenderedPrompt
@@ -120,6 +124,7 @@ class RolloutGroup:
             of_parts = [[value for one in self.parts if (value := one.get(name)) is not None] for name in self.normalized]
             return not all(groups_without_spread(values) for values in of_parts if values)
         return not groups_without_spread(self.rewards)
+    place: int = 0
 
 
 @dataclass(frozen=True)
@@ -281,6 +286,7 @@ class _StepSampling:
                 masks_truncated=self.masks_truncated,
                 gamma=self.episodes.gamma,
                 normalized=self.episodes.runner.normalized if self.episodes.runner is not None else None,
+                place=first + index,
             )
             if self.episodes.runner or self.episodes.environment:
                 pending[first + index] = self.episodes.scores(prompts[index], valid)
@@ -501,8 +507,15 @@ class PolicySampling:
         group_size: int,
         index: int,
         further: Further | None = None,
+        *,
+        retrier: Retrier | None = None,
+        refusals: RejectedRows | None = None,
     ) -> StepRollouts:
         """Sample ``group_size`` completions of every prompt, with their rewards, for the step after ``index`` steps.
+
+        Args:
+            retrier: counts the failures; None: that of the evaluations.
+            refusals: gets the rows that the reward rejects; None: those of the run.
 
         Raises:
             ConfigError: the run has no reward, and ``needs_reward``.
@@ -519,9 +532,9 @@ class PolicySampling:
             self.config,
             one.renderer,
             seed,
-            retrier=one.retrier,
+            retrier=retrier or one.retrier,
             runner=one.runner,
-            refusals=one.refusals,
+            refusals=one.refusals if refusals is None else refusals,
             environment=one.environment,
             further=further,
             masks_truncated=self.masks_truncated,

@@ -13,7 +13,7 @@ from cookbook.backends.client_factory import ModelData, ModelInfo, checkpoint_pa
 from cookbook.backends.local.kept_graphs import Graphs
 from cookbook.backends.local.sample_queue import SHARDED, LocalSampler, SampleQueue
 from cookbook.backends.model_source import sampling_target
-from cookbook.backends.worker import Lane, Worker
+from cookbook.backends.worker import Account, Lane, Worker
 from cookbook.checkpoints import sampler_checkpoints, snapshots, store
 from cookbook.engine.engine import Engine
 from cookbook.engine.loss_gradient import LossFunction
@@ -69,7 +69,9 @@ class LocalTrainer:
         self.folder = Path(folder)
         self.seed = seed
         self._worker = worker or Worker(config.threads)
-        self._samples = SampleQueue(self._worker, MAX_BATCH_TOKENS)
+        # Lane of the calls, and queue of the samplers on copies of the weights; see `sample_between_passes`.
+        self._calls: Lane = self._worker
+        self._samples = self._copy_samples = SampleQueue(self._worker, MAX_BATCH_TOKENS)
         self._failures = Failures() if failures is None else failures
         self._graphs = graphs
         self._sampler_checkpoints = sampler_checkpoints.SamplerCheckpoints()
@@ -130,11 +132,11 @@ class LocalTrainer:
 
     def mark_errors_read(self) -> None:
         """Mark the errors of all calls so far as read, so that they do not fail a later optimizer step."""
-        self._worker.submit(self._failures.mark_all_read)
+        self._calls.submit(self._failures.mark_all_read)
 
     def forget_errors(self, errors: Sequence[BaseException]) -> None:
         """Remove the errors that ``errors`` holds once all calls so far have run, so that no optimizer step reports them."""
-        self._worker.submit(lambda: self._failures.forget(errors))
+        self._calls.submit(lambda: self._failures.forget(errors))
 
     def save_state(
         self,
@@ -234,6 +236,7 @@ class LocalTrainer:
 
     def close(self) -> None:
         self._samples.flush()
+        self._copy_samples.flush()
         self._worker.close()
         if "_saver" in self.__dict__:
             self._saver.close()
@@ -290,7 +293,19 @@ class LocalTrainer:
 
     @max_batch_tokens.setter
     def max_batch_tokens(self, value: int) -> None:
-        self._samples.max_batch_tokens = value
+        self._samples.max_batch_tokens = self._copy_samples.max_batch_tokens = value
+
+    def sample_between_passes(self) -> None:
+        """Let samplers on copies of the weights compute between two passes of a training call, and not only between calls.
+
+        Calls and samplers take turns on the trainer's thread. They share no state, so a turn changes no number. Two threads
+        would: torch's precision of products is a setting of the process.
+        """
+        assert isinstance(self._worker, Worker)
+        # Ranks compute the same call at the same time.
+        pauses = self.engine.ranks.size == 1
+        self._calls = self._worker.lane(Account(), pauses=pauses)
+        self._copy_samples = SampleQueue(self._worker.lane(Account(), pauses=pauses), self.max_batch_tokens)
 
     def live_sampler(self, step: int) -> Future[LocalSampler]:
         """Return a sampler on the weights in training, without a copy. The sampler raises once the weights have changed."""
@@ -319,7 +334,7 @@ class LocalTrainer:
             if step is not None:
                 self._require_step(step)
             frozen = snapshots.frozen(self.engine)
-            return LocalSampler(self._samples, lambda: frozen, self.engine.step, self.seed)
+            return LocalSampler(self._copy_samples, lambda: frozen, self.engine.step, self.seed)
 
         return self._submit(snapshot)
 
@@ -363,7 +378,7 @@ class LocalTrainer:
         if self._samples.waiting:
             self._samples.flush()
         future: CallFuture[T] = CallFuture(step or self._failures)
-        (worker or self._worker).submit(job, future)
+        (worker or self._calls).submit(job, future)
         return future
 
     def _require_step(self, step: int) -> None:
