@@ -1,7 +1,8 @@
-"""Supervised fine-tuning on a GPU: ``python benchmarks/gpu/run.py [--trl PYTHON] [--json FILE] [--profile] [--small]``.
+"""Training on a GPU: ``python benchmarks/gpu/run.py [--trl PYTHON] [--json FILE] [--profile] [--small]``.
 
 A model of Qwen3-0.6B's shape and one with layers of Qwen3-8B's, random weights, bfloat16 with float32 masters. A step is
-forward, backward and AdamW over sequences of lognormal lengths, every token trained. The table gives tokens per second, and
+forward, backward and AdamW over sequences of lognormal lengths, every token trained; and over sequences of 16k tokens, SFT and
+GRPO, in full and with LoRA. The table gives tokens per second, and
 the share of the GPU's dense bfloat16 arithmetic that the model itself needs (MFU). ``--trl``: also TRL's step, by the
 Python of its environment. ``--small`` runs on any machine, to see that it runs.
 """
@@ -15,20 +16,20 @@ import os
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from shapes import CONTEXT, LR, PEAK_FLOPS, ROUNDS, SHAPES, SMALL, WARM_UP, Shape
+from shapes import LR, PEAK_FLOPS, ROUNDS, SHAPES, SMALL, WARM_UP, Shape
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from cookbook.engine.engine import Engine, EngineOptions
-from cookbook.engine.model import LanguageModel, ModelConfig
-from cookbook.losses import get_loss
-from cookbook.types import AdamParams, datum_from_tokens_weights
+from cookbook.engine.model import LanguageModel, ModelConfig, add_lora
+from cookbook.losses import GRPO, get_loss
+from cookbook.types import AdamParams, Datum, datum_from_tokens_weights
 from cookbook.utils.paths import packaged
 
 ADAM = AdamParams(learning_rate=LR)
@@ -67,7 +68,7 @@ def measured(shape: Shape, trl: Path | None, *, profile: bool) -> list[Row]:
         del step
         gc.collect()  # the model is in a cycle with its hooks
         torch.cuda.empty_cache()
-    if trl:
+    if trl and shape.loss == "cross_entropy" and not shape.lora_rank:
         beside = [
             report(shape, f"TRL, {n} rows a pass", *found) for n in rows_a_pass(shape) if (found := theirs(shape, n, trl))
         ]
@@ -83,9 +84,10 @@ def rows_a_pass(shape: Shape) -> list[int]:
 
 
 def ours(shape: Shape, **options: Any) -> Callable[[], None]:
-    engine = Engine(network(shape), EngineOptions(micro_batch_tokens=shape.micro_batch_tokens, **options))
-    loss = get_loss("cross_entropy")
-    prepared = loss.prepare([datum_from_tokens_weights(tokens, np.ones(len(tokens))) for tokens in shape.sequences()])
+    settings = EngineOptions(micro_batch_tokens=shape.micro_batch_tokens, activation_checkpointing=shape.recompute, **options)
+    engine = Engine(network(shape), settings)
+    loss = GRPO(kl_beta=0.0) if shape.loss == "grpo" else get_loss(shape.loss)
+    prepared = loss.prepare([datum(tokens, 1 - 2 * (row % 2)) for row, tokens in enumerate(shape.sequences())])
 
     def step() -> None:
         engine.forward_backward(prepared, loss)
@@ -94,17 +96,22 @@ def ours(shape: Shape, **options: Any) -> Callable[[], None]:
     return step
 
 
+def datum(tokens: Sequence[int], advantage: float) -> Datum:
+    """Train every token. The advantage and the sampling log-probabilities are read by GRPO."""
+    made = datum_from_tokens_weights(tokens, np.ones(len(tokens)))
+    count = len(tokens) - 1
+    sampled = {"advantages": np.full(count, advantage), "sampling_logprobs": np.full(count, -np.log(1000))}
+    return Datum(made.model_input, {**made.loss_fn_inputs, **sampled})
+
+
 def network(shape: Shape) -> LanguageModel:
     torch.manual_seed(0)
     device = torch.device("cuda" if CUDA else "cpu")
     with device:
         made = Qwen3ForCausalLM(shape.config()).to(torch.bfloat16)
-    return LanguageModel(
-        made,
-        AutoTokenizer.from_pretrained(packaged("data") / "tiny", model_max_length=CONTEXT),
-        ModelConfig("random", dtype="bfloat16"),
-        device,
-    )
+    config = ModelConfig("random", dtype="bfloat16", lora_rank=shape.lora_rank)
+    tokenizer = AutoTokenizer.from_pretrained(packaged("data") / "tiny", model_max_length=shape.context)
+    return LanguageModel(add_lora(made, config, seed=0) if shape.lora_rank else made, tokenizer, config, device)
 
 
 def timed(step: Callable[[], None]) -> tuple[float, float | None]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset, disable_progress_bars
-from shapes import CONTEXT, LR, ROUNDS, WARM_UP, Shape, find
+from shapes import LR, ROUNDS, WARM_UP, Shape, find
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM, TrainerCallback
@@ -54,7 +54,7 @@ def trainer_of(shape: Shape, rows_a_pass: int, folder: Path, clock: Clock) -> SF
         max_steps=WARM_UP + ROUNDS,
         per_device_train_batch_size=rows_a_pass,
         gradient_accumulation_steps=shape.rows // rows_a_pass,
-        max_length=CONTEXT,
+        max_length=shape.context,
         learning_rate=LR,
         lr_scheduler_type="constant",
         train_sampling_strategy="sequential",

@@ -137,8 +137,9 @@ class SharedPrefixKV:
 
 
 NAME = "cookbook"
-# Larger scores, in float32, are computed by blocks of queries: about so many bytes for a block, and at least so many queries.
+# Larger float32 scores are computed by blocks of queries, whose scores have about this size.
 SCORES_BYTES = 128 << 20
+# Fewest queries of a block.
 LEAST_QUERIES = 64
 
 
