@@ -118,6 +118,7 @@ def test_a_stopped_run_continues_exactly(student, teacher):
     assert bits(checkpoint("whole")) == bits(checkpoint("parts"))
 
 
+@pytest.mark.slow
 def test_another_teacher_of_the_same_name_does_not_continue_a_run(student, teacher, capsys):
     words = [*SMALL, f"model.name={student}", f"recipe.teacher={teacher}", "out=run"]
     assert train(*words, "recipe.steps=1") == 0
@@ -239,6 +240,7 @@ def test_errors_of_a_remote_teacher_name_its_keys(student, teacher, name, url, m
         assert f"error: {message.format(server.url)}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_plan_and_check_config_know_the_teacher(student, teacher, capsys):
     words = [*SMALL, f"model.name={student}", f"recipe.teacher={teacher}"]
     assert run(["plan", *words]) == 0

@@ -43,7 +43,7 @@ def test_what_is_run_elsewhere_is_run_there() -> None:
 # In CI the first of the commands of each name, and some that train: other ones with each commit. The others run at night.
 NAMES = {re.match(r"(check |weights |cache |fork )?\S+", one)[0]: one for one in reversed(HERE) if not one.startswith("train")}
 SEVERAL_PROCESSES = r"backend\.(ranks|gpus)=| -m$|env=agent"
-IN_CI = {*NAMES.values(), *some([one for one in HERE if one.startswith("train") and not re.search(SEVERAL_PROCESSES, one)], 3)}
+IN_CI = {*NAMES.values(), *some([one for one in HERE if one.startswith("train") and not re.search(SEVERAL_PROCESSES, one)], 6)}
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ HEAVY = {"torch", "numpy", "hydra", "omegaconf", "rich", "yaml", "transformers"}
         ("import cookbook", HEAVY),
         ("from cookbook.cli.app import run; run(['--help'])", HEAVY),
         ("from cookbook.cli.app import run; run(['list'])", HEAVY - {"omegaconf", "yaml"}),
-        ("import cookbook.run.builder", NOT_YET),
+        pytest.param("import cookbook.run.builder", NOT_YET, marks=pytest.mark.slow),
     ],
 )
 def test_start_up_loads_nothing_heavy(command: str, heavy: set[str]) -> None:

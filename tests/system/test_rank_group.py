@@ -126,27 +126,32 @@ def test_plan_names_what_a_rank_holds(words, line, capsys):
 
 @pytest.mark.parametrize(
     ("words", "lines"),
-    [
-        (["job=local", RANKS], ["precision highest", "2 replicas; each holds 12.5 MB of weights, twice"]),
-        (["job=slurm", RANKS, "job.nodes=2"], ["machine a CPU of the job", "4 replicas; each holds 12.5 MB of weights, twice"]),
-        # This machine has no GPU.
-        (["job=slurm", "job.gpus=1"], ["machine a GPU of the job"]),
-        (
-            ["job=slurm", "backend.gpus=8"],
-            [
-                "machine a GPU of the job",
-                "8 replicas; each holds 12.5 MB",
-                "If a replica fills over half of a GPU: 8 shards; each holds 1.6 MB",
-            ],
-        ),
-        # Each node holds a whole copy.
-        (
-            ["job=slurm", RANKS, "job.nodes=2", "backend.shard=node", "eval.answers=false"],
-            ["4 shards, 2 on each node; each holds 6.2 MB of weights, twice"],
-        ),
-        (["job=slurm", RANKS, "job.nodes=2", "backend.shard=all", "eval.answers=false"], ["4 shards; each holds 3.1 MB"]),
-        (["job=ray", "backend.gpus=8", "backend.shard=all", "eval.answers=false"], ["ranks 8 shards; each holds 1.6 MB"]),
-    ],
+    rest_slow(
+        [
+            (["job=local", RANKS], ["precision highest", "2 replicas; each holds 12.5 MB of weights, twice"]),
+            (
+                ["job=slurm", RANKS, "job.nodes=2"],
+                ["machine a CPU of the job", "4 replicas; each holds 12.5 MB of weights, twice"],
+            ),
+            # This machine has no GPU.
+            (["job=slurm", "job.gpus=1"], ["machine a GPU of the job"]),
+            (
+                ["job=slurm", "backend.gpus=8"],
+                [
+                    "machine a GPU of the job",
+                    "8 replicas; each holds 12.5 MB",
+                    "If a replica fills over half of a GPU: 8 shards; each holds 1.6 MB",
+                ],
+            ),
+            # Each node holds a whole copy.
+            (
+                ["job=slurm", RANKS, "job.nodes=2", "backend.shard=node", "eval.answers=false"],
+                ["4 shards, 2 on each node; each holds 6.2 MB of weights, twice"],
+            ),
+            (["job=slurm", RANKS, "job.nodes=2", "backend.shard=all", "eval.answers=false"], ["4 shards; each holds 3.1 MB"]),
+            (["job=ray", "backend.gpus=8", "backend.shard=all", "eval.answers=false"], ["ranks 8 shards; each holds 1.6 MB"]),
+        ]
+    ),
 )
 def test_plan_of_a_job_is_that_of_its_trainer(words, lines, capsys):
     assert run(["plan", *SFT, "model=tiny", *words]) == 0

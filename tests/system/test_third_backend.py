@@ -137,8 +137,10 @@ def test_serve_shares_its_engine(mine, tiny_folder, monkeypatch):
     assert np.array_equal(served, local)
 
 
-def test_a_deployment_serves_its_checkpoints(mine, tiny_folder):
+def test_a_deployment_serves_its_checkpoints(mine, tiny_folder, monkeypatch):
     """Up to the servers themselves: the backend is accepted, and the options are those of the trainer's model."""
+    # Not what this machine has left now.
+    monkeypatch.setattr("cookbook.deployments.vllm.deployment.free_bytes", lambda _: 8 << 30)
     backend = typed.construct_target({"_target_": "my_backend.Config"}, "backend")
     config = VllmConfig(url="http://127.0.0.1:9", dtype="bfloat16")
     model = ModelConfig(str(tiny_folder))

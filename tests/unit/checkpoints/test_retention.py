@@ -121,6 +121,7 @@ def test_options_out_of_range(name):
 
 
 @pytest.mark.usefixtures("here")
+@pytest.mark.slow
 def test_the_last_checkpoint_may_hold_weights_only(capsys):
     words = [*SMALL["orpo"], "eval.every=null", "checkpoint.every=2", "checkpoint.final_state=false"]
     assert train(*words, "out=run") == 0

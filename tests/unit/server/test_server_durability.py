@@ -114,6 +114,7 @@ def test_failures_are_repeated_too(start):
         assert b"optim/grad_norm" in client.result("optim_step", stepping(run, 8))
 
 
+@pytest.mark.slow
 def test_only_a_failed_gradient_call_fails_the_next_optimizer_step(start):
     """Errors of a save, a load and a forward pass are results of their requests, before and after a restart."""
 

@@ -286,6 +286,7 @@ def test_another_client_is_answered_while_a_large_request_is_computed(server, en
     assert large.result(asked).headers["content-type"] == "application/x-protobuf"
 
 
+@pytest.mark.slow
 def test_the_prompts_of_a_session_and_of_the_endpoint_are_scored_in_turns(tiny_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(backend_worker, "SLICE_S", 0.0)
     monkeypatch.setattr(backend_worker, "HEAD_START_S", 0.0)
