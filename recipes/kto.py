@@ -8,7 +8,7 @@ model p and under the reference f; S is the logistic function:
     L    = mean over rows of  desirable_weight   (1 - S(beta (s(y) - z)))    if y is desirable
                               undesirable_weight (1 - S(beta (z - s(y))))    if it is not
 
-z estimates how far the model has moved from the reference, whatever the answer. y' of a row is the answer of the row before
+z estimates how far the model has moved from the reference for any answer. y' of a row is the answer of the row before
 it in the step. The reference is the model at the start of the run. L is a mean already: ``optim_step`` divides its gradient by
 nothing. Options and metrics: ``cookbook/losses/kto.py``.
 

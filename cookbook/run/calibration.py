@@ -20,7 +20,7 @@ from cookbook.losses import LOSSES, CrossEntropy
 from cookbook.protocols import Trainer
 from cookbook.run import preflight
 from cookbook.run.builder import collect_garbage_from_here, connect_reward, environment_runner, reward_runner
-from cookbook.run.data import SplitRows
+from cookbook.run.data import SPLITS, SplitRows
 from cookbook.run.folder import plain
 from cookbook.run.identity import Identity
 from cookbook.run.settings import Settings, checked
@@ -64,7 +64,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured with a sample of prompts, and the estimate of the whole run.
+    """Measurements with a sample of prompts, and the estimate of the whole run.
 
     ``rewards`` and ``lengths`` are those of all completions; ``finished`` the lengths of those that were not cut off.
     """
@@ -108,7 +108,7 @@ class Calibration:
         evaluations = 2 + (steps // every if every else 0)
         completions = self.num_held_out * (1 + self.typed.eval.num_drawn)
         evaluation_s = (self.sampling_s + self.reward_s) * completions / len(self.rewards)
-        return (batches * batch_s + evaluations * evaluation_s) / 3600
+        return float(batches * batch_s + evaluations * evaluation_s) / 3600
 
     def lines(self, price: float | None = None) -> list[tuple[str, str]]:
         """Return the measurements as names and texts. ``price``: of an hour, in any currency."""
@@ -196,8 +196,8 @@ def calibrate(cfg: DictConfig, overrides: list[str], num_prompts: int, num_compl
     if num_prompts < 1 or num_completions < 2:
         raise ConfigError(f"calibrate: expected at least 1 prompt and 2 completions, got {num_prompts} and {num_completions}")
     rows = SplitRows(typed, Identity(plain(cfg), typed.module.Config, dict, force=True))
-    for which in ("train", "eval"):
-        rows.read(which)  # type: ignore[arg-type]
+    for which in SPLITS:
+        rows.read(which)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         trainer = typed.backend.make_trainer(typed.model, seed=typed.seed, folder=folder)

@@ -135,7 +135,7 @@ class Run:
         self._train_s, self._evaluated_step, self._has_warned = 0.0, self.first_step, False
         # Datums since the last optimizer step.
         self._accumulated: list[Datum] = []
-        # Parts of the last batch of rollouts that no step has trained yet. A checkpoint has them: no part is drawn again.
+        # Parts of the last batch of rollouts that no step has trained yet. A checkpoint stores these parts.
         self.minibatches: list[list[Datum]] = minibatches.restored(origin.minibatches)
         # The share of the weights that is trained, for the first line of the run; "" if another machine holds the weights.
         self.trained_weights = ""

@@ -68,6 +68,14 @@ COMPOSED: dict[str, dict[str, object] | str] = {
     "train recipe=grpo env=my_env.py:MyClass reward=my_env.py:reward_func data=rows.jsonl": {
         "reward.target": "my_env.py:reward_func"
     },
+    "train recipe=grpo env=my_env.py:Quiz env.gamma=0.9": {"env.target": "my_env.py:Quiz", "env.gamma": 0.9},
+    "train recipe=grpo reward=[number,format] reward.normalize=each": {"reward.normalize": "each"},
+    "train recipe=kto model=./my-model data=thumbs.jsonl": {
+        "model.name": "./my-model", "data.path": "thumbs.jsonl", "optim.lr": 1e-6, "recipe.epochs": 1,
+    },
+    "calibrate recipe=grpo model=./my-model data=gsm8k reward=number --price 2.5": {
+        "model.name": "./my-model", "data.name": "openai/gsm8k", "optim.lr": 1e-6,
+    },
     "train recipe=grpo rollout.refill=2": {"rollout.refill": 2.0, "data.curriculum": None},
     "train recipe=grpo data.curriculum={}": {"data.curriculum": {}, "rollout.refill": 1.0},
     "train recipe=grpo data.curriculum={new: 0.3, medium: 0.6, hard: 0.1, easy: 0.0}": {

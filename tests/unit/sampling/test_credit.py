@@ -32,7 +32,7 @@ class Turns:
     def step(self, text):
         self.left -= 1
         done = self.left == 0 or "x" in text
-        return (None if done else "go on"), float(text.count("a"))
+        return (None if done else "next"), float(text.count("a"))
 """
 
 
