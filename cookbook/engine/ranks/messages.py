@@ -9,6 +9,7 @@ import collections
 import io
 import pathlib
 import pickle
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -23,6 +24,8 @@ PROTOCOL = pickle.HIGHEST_PROTOCOL
 PACKAGE = "cookbook"
 # Top-level modules of all classes of messages.
 MODULES = frozenset({PACKAGE, "builtins", "collections", "datetime", "numpy", "pathlib", "torch"})
+# Modules of tokenizers, which every rank has imported before it gets one. Those of a model's own code are in the last.
+TOKENIZERS = frozenset({"tokenizers", "transformers", "transformers_modules"})
 # Mark of functions that ranks may call; see :func:`~cookbook.engine.parallel.led`.
 LED = "is_led"
 BUILTINS = frozenset(
@@ -39,6 +42,8 @@ REBUILDERS = frozenset(
     | {(f"numpy.{core}.numeric", "_frombuffer") for core in ("core", "_core")}
     | {("torch._utils", name) for name in ("_rebuild_tensor_v2", "_rebuild_parameter")}
 )
+
+TOKENIZER_PARTS = frozenset({("tokenizers", "Tokenizer"), ("tokenizers", "AddedToken")})
 
 
 def packed(message: object) -> bytes:
@@ -58,7 +63,8 @@ class Unpickler(pickle.Unpickler):
         if (module, name) == ("torch.storage", "_load_from_bytes"):
             return _load_storage
         # Checked before the import, because the import of a module runs its code.
-        if module.partition(".")[0] not in MODULES:
+        root = module.partition(".")[0]
+        if root not in MODULES and not (root in TOKENIZERS and module in sys.modules):
             raise _refusal(module, name)
         found = super().find_class(module, name)
         if not _is_allowed(module, name, found):
@@ -78,8 +84,16 @@ def _is_allowed(module: str, name: str, found: object) -> bool:
         return (
             isinstance(found, torch.dtype | torch.layout) or _is_error(found) or (isinstance(found, type) and found in CLASSES)
         )
+    if root in TOKENIZERS:
+        return isinstance(found, type) and (_is_tokenizer(found) or (module, name) in TOKENIZER_PARTS)
     is_number = isinstance(found, type) and issubclass(found, np.generic | np.dtype)
     return (root == "numpy" and is_number) or (isinstance(found, type) and found in CLASSES)
+
+
+def _is_tokenizer(found: type) -> bool:
+    from transformers import PreTrainedTokenizerBase
+
+    return issubclass(found, PreTrainedTokenizerBase)
 
 
 def _is_error(found: object) -> bool:
