@@ -43,8 +43,6 @@ REBUILDERS = frozenset(
     | {("torch._utils", name) for name in ("_rebuild_tensor_v2", "_rebuild_parameter")}
 )
 
-TOKENIZER_PARTS = frozenset({("tokenizers", "Tokenizer"), ("tokenizers", "AddedToken")})
-
 
 def packed(message: object) -> bytes:
     """Return a message as bytes."""
@@ -85,7 +83,8 @@ def _is_allowed(module: str, name: str, found: object) -> bool:
             isinstance(found, torch.dtype | torch.layout) or _is_error(found) or (isinstance(found, type) and found in CLASSES)
         )
     if root in TOKENIZERS:
-        return isinstance(found, type) and (_is_tokenizer(found) or (module, name) in TOKENIZER_PARTS)
+        # The classes of the package tokenizers are the parts of a tokenizer.
+        return isinstance(found, type) and (root == "tokenizers" or _is_tokenizer(found))
     is_number = isinstance(found, type) and issubclass(found, np.generic | np.dtype)
     return (root == "numpy" and is_number) or (isinstance(found, type) and found in CLASSES)
 
