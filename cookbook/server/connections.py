@@ -9,7 +9,7 @@ import resource
 import time
 import weakref
 from collections import Counter, defaultdict
-from typing import Any
+from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -157,7 +157,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         # The middleware that authenticates the request writes the name of its key.
-        self.scope[CONNECTION] = self._proxy  # type: ignore[typeddict-unknown-key]
+        cast(dict[str, Any], self.scope)[CONNECTION] = self._proxy
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
