@@ -97,7 +97,7 @@ def test_errors_of_other_classes_become_a_backend_error():
 
 
 def test_broadcast_and_gather_return_the_messages_of_all_ranks():
-    """The collective operations of three ranks, one after another."""
+    """The collective operations of three ranks, in order."""
     sent = []
     assert messages.broadcast({"a": 1}, True, lambda tensor: sent.append(tensor.clone())) == {"a": 1}
     waiting = iter(sent)
