@@ -126,7 +126,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._close_another()
 
     def _close_another(self) -> None:
-        """Close a connection for this one: of the key with the most connections, preferably an idle one."""
+        """Close another connection to keep the limit: one of the key with the most, preferably an idle one."""
         others = [one for one in self.connections if isinstance(one, BoundedConnection) and one is not self]
         counts = Counter(one.owner for one in (*others, self))
         largest = max(counts, key=lambda owner: (counts[owner], owner is None))
