@@ -18,7 +18,6 @@ from pathlib import Path
 
 import filelock
 
-from cookbook.backends.model_source import sampling_target
 from cookbook.config import typed
 from cookbook.errors import BackendError, ConfigError, CookbookError
 from cookbook.jobs import command
@@ -80,6 +79,9 @@ class TrainerJobConfig:
 
     def trainer(self) -> JsonObject:
         """Return the configuration of ``cookbook serve``, without its address and its folder."""
+        # Imported here: it loads torch, which the commands over jobs do without.
+        from cookbook.backends.model_source import sampling_target
+
         model = {key: value for key, value in self.model.items() if key not in OF_CLIENTS}
         target = "cookbook.server.config.ServerConfig"
         return {

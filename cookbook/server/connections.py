@@ -9,7 +9,7 @@ import resource
 import time
 import weakref
 from collections import Counter, defaultdict
-from typing import Any
+from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -126,7 +126,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._close_another()
 
     def _close_another(self) -> None:
-        """Close a connection to make room for this one: of the key with the most connections, preferably an idle one."""
+        """Close another connection to keep the limit: one of the key with the most, preferably an idle one."""
         others = [one for one in self.connections if isinstance(one, BoundedConnection) and one is not self]
         counts = Counter(one.owner for one in (*others, self))
         largest = max(counts, key=lambda owner: (counts[owner], owner is None))
@@ -157,7 +157,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         # The middleware that authenticates the request writes the name of its key.
-        self.scope[CONNECTION] = self._proxy  # type: ignore[typeddict-unknown-key]
+        cast(dict[str, Any], self.scope)[CONNECTION] = self._proxy
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

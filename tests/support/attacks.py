@@ -236,7 +236,7 @@ def messages(c: Attacker) -> None:
     c.refused(c.send("POST", "/v1/chat/completions", body, {"Content-Encoding": "zstd"}), 413)
 
 
-@attack("500,000 tokens within all limits, 8 at once")
+@attack("500,000 tokens within all limits, 8 at the same time")
 def long_prompts(c: Attacker) -> None:
     sampler_id = c.sampler(c.session())
     body = json.dumps({"sampling_session_id": sampler_id, "seq_id": 0, "sampling_params": {"max_tokens": 1}}).encode()[:-1]
@@ -424,7 +424,7 @@ def samplers(c: Attacker) -> None:
     c.must(isinstance(result, bytes), f"the sampler of another key is gone: {str(result)[:200]}")
 
 
-@attack("41 results of 1 MB that nobody fetches")
+@attack("41 results of 1 MB that are not fetched")
 def results(c: Attacker) -> None:
     bystander = c.bystander
     waiting = bystander.sample(bystander.sampler(bystander.session()), 0)
@@ -665,7 +665,7 @@ def wrong_keys(c: Attacker) -> None:
                 c.must(client.get(f"{API}/sessions", headers=headers).status_code in (400, 401, 431), f"{list(headers)}")
 
 
-@attack("200 requests that are cancelled at once, with their connections")
+@attack("200 requests that are cancelled immediately, with their connections")
 def cancelled(c: Attacker) -> None:
     session_id = c.session()
     sampler_id = c.sampler(session_id)

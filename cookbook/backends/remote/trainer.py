@@ -146,7 +146,7 @@ class RemoteTrainer(RemotePasses):
         is_delta = checkpoint_type == "delta" and not self.model.lora_rank
 
         def send(client: tinker.TrainingClient) -> Future[tinker.types.SaveWeightsForSamplerResponse]:
-            metadata = None
+            metadata: dict[str, str] | None = None
             if is_delta:
                 if self._last_sent is None:
                     raise CheckpointError(f"{folder}: a delta needs a checkpoint before it; write a base first")

@@ -9,6 +9,7 @@ import collections
 import io
 import pathlib
 import pickle
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -23,6 +24,8 @@ PROTOCOL = pickle.HIGHEST_PROTOCOL
 PACKAGE = "cookbook"
 # Top-level modules of all classes of messages.
 MODULES = frozenset({PACKAGE, "builtins", "collections", "datetime", "numpy", "pathlib", "torch"})
+# Modules of tokenizers, which every rank has imported before it gets one. Those of a model's own code are in the last.
+TOKENIZERS = frozenset({"tokenizers", "transformers", "transformers_modules"})
 # Mark of functions that ranks may call; see :func:`~cookbook.engine.parallel.led`.
 LED = "is_led"
 BUILTINS = frozenset(
@@ -58,7 +61,8 @@ class Unpickler(pickle.Unpickler):
         if (module, name) == ("torch.storage", "_load_from_bytes"):
             return _load_storage
         # Checked before the import, because the import of a module runs its code.
-        if module.partition(".")[0] not in MODULES:
+        root = module.partition(".")[0]
+        if root not in MODULES and not (root in TOKENIZERS and module in sys.modules):
             raise _refusal(module, name)
         found = super().find_class(module, name)
         if not _is_allowed(module, name, found):
@@ -78,8 +82,17 @@ def _is_allowed(module: str, name: str, found: object) -> bool:
         return (
             isinstance(found, torch.dtype | torch.layout) or _is_error(found) or (isinstance(found, type) and found in CLASSES)
         )
+    if root in TOKENIZERS:
+        # The classes of the package tokenizers are the parts of a tokenizer.
+        return isinstance(found, type) and (root == "tokenizers" or _is_tokenizer(found))
     is_number = isinstance(found, type) and issubclass(found, np.generic | np.dtype)
     return (root == "numpy" and is_number) or (isinstance(found, type) and found in CLASSES)
+
+
+def _is_tokenizer(found: type) -> bool:
+    from transformers import PreTrainedTokenizerBase
+
+    return issubclass(found, PreTrainedTokenizerBase)
 
 
 def _is_error(found: object) -> bool:

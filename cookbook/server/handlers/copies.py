@@ -53,7 +53,7 @@ def copy_weights(service: Service, fields: CopyWeights, key: str | None, token: 
         replace(origin, run_id=run_id, created=time.time(), owner=service.tenants.owner_of(run_id), user_metadata=metadata)
     )
     folder = service.catalog.folder_of(source)
-    # A delta is loaded with the checkpoints before it, which are expected beside it.
+    # A delta is loaded with the checkpoints before it, which are expected in the same folder.
     is_delta = manifest.read(folder)["kind"] == "delta"
     for part in sampler_checkpoints.lineage(folder) if is_delta else [folder]:
         place = service.catalog.run_folder(run_id) / part.name

@@ -213,8 +213,8 @@ def compute(service: Service, session: SamplingSession, fields: SampleBody, prom
         # Drop the reference to the samples: the store keeps the request.
         request.stop = None
         # The lane has computed the scores before the samples.
-        failures = [one.exception() for one in (samples, topk, targets) if one is not None]
-        error = next((one for one in failures if one is not None), None)
+        error = samples.exception() or (topk.exception() if topk is not None else None)
+        error = error or (targets.exception() if targets is not None else None)
         if error is not None:
             service.requests.settle(request, failure(error))
             return
@@ -322,7 +322,7 @@ async def _settle_with_top(
         return ids[start:], logprobs[start:]
 
     try:
-        lane, sampled = service.open_session(session.session_id).lane, []
+        lane, sampled = service.open_session(session.session_id).lane, list[tuple[Array, Array]]()
         for sequence in response.sequences:
             with worker.purpose(request.request_id):
                 job = lane.submit(functools.partial(top, [*prompt, *sequence.tokens]))

@@ -490,7 +490,7 @@ class Service:
             return checkpoint
         if manifest.read(checkpoint)["kind"] != "delta":
             return self.durability.link(checkpoint, folder)
-        # A delta is loaded with the checkpoints before it, which are expected beside it.
+        # A delta is loaded with the checkpoints before it, which are expected in the same folder.
         for part in sampler_checkpoints.lineage(checkpoint):
             if not (folder / part.name).exists():
                 self.durability.link(part, folder / part.name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cookbook.errors import ConfigError, CookbookError
 
@@ -22,8 +22,8 @@ Index = Annotated[int, Field(ge=0, lt=10**9)]
 # An integer that torch or numpy can hold.
 Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 # Lists end at their first error: pydantic would make an object for the error of each item.
-Ints = Annotated[list[Int64], FailFast()]
-Texts = Annotated[list[str], FailFast()]
+Ints = Annotated[list[Int64], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
 class Refused(CookbookError):  # noqa: N818 - a response, not a fault of the server
@@ -172,13 +172,13 @@ class Chunk(RequestBody):
 
 
 class Prompt(RequestBody):
-    chunks: Annotated[list[Chunk], FailFast()] = Field(max_length=MAX_CHUNKS)
+    chunks: Annotated[list[Chunk], Field(fail_fast=True)] = Field(max_length=MAX_CHUNKS)
 
 
 class Sampling(RequestBody):
     max_tokens: Int64 | None = None
     seed: Int64 | None = None
-    stop: str | Annotated[list[str | Int64], FailFast()] | None = None
+    stop: str | Annotated[list[str | Int64], Field(fail_fast=True)] | None = None
     temperature: float = 1.0
     top_k: Int64 = -1
     top_p: float = 1.0
@@ -225,13 +225,13 @@ class LossNode(RequestBody):
 
 
 class LossGraph(RequestBody):
-    nodes: Annotated[list[LossNode], FailFast()]
+    nodes: Annotated[list[LossNode], Field(fail_fast=True)]
 
 
 class CustomLoss(SessionBody):
     custom_loss_seq_id: Index
     name: str
-    inputs: Annotated[list[LossInput], FailFast()]
+    inputs: Annotated[list[LossInput], Field(fail_fast=True)]
     graph: LossGraph
 
 

@@ -120,7 +120,7 @@ def _write_topk(message: pb.TopkLogprobs, ids: Array, logprobs: Array) -> None:
 
 @dataclass(frozen=True)
 class PromptExtras:
-    """What a sampling request asks for beyond samples and the logprobs of its prompt.
+    """Parts of the result of a sampling request beyond samples and the logprobs of its prompt.
 
     Attributes:
         last_n: return logprobs of the last ``last_n`` prompt tokens only; None: of all.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
+from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 from starlette.responses import Response
 
 from cookbook.server.wire.bodies import Int64, Refused, RequestBody
@@ -60,12 +60,14 @@ TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_e
 
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 # Lists end at their first error: pydantic would make an object for the error of each item.
-Tokens = Annotated[list[Token], FailFast(), Field(min_length=1)]
+Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 Text = Annotated[str, Field(min_length=1)]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-StopTexts = Annotated[list[StopText], FailFast(), Field(max_length=MAX_STOPS)]
-Prompts = Annotated[list[Text], FailFast(), Field(min_length=1)] | Annotated[list[Tokens], FailFast(), Field(min_length=1)]
-Objects = Annotated[list[JsonObject], FailFast()]
+StopTexts = Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)]
+Prompts = (
+    Annotated[list[Text], Field(min_length=1, fail_fast=True)] | Annotated[list[Tokens], Field(min_length=1, fail_fast=True)]
+)
+Objects = Annotated[list[JsonObject], Field(fail_fast=True)]
 
 
 class InvalidField(Refused):
@@ -210,7 +212,7 @@ class GenerateParams(DrawBody):
     """vLLM's parameters of sampling."""
 
     max_tokens: int = Field(16, ge=1)
-    stop_token_ids: Annotated[list[Token], FailFast()] = Field(default_factory=list, max_length=MAX_STOP_IDS)
+    stop_token_ids: Annotated[list[Token], Field(fail_fast=True)] = Field(default_factory=list, max_length=MAX_STOP_IDS)
     ignore_eos: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)

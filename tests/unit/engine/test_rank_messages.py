@@ -9,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny
 import torch
+from transformers import AutoModelForCausalLM
 
 from cookbook.engine.engine import Engine
 from cookbook.engine.ranks import messages
@@ -40,6 +42,7 @@ ATTACKS = {
     "a file": Attack(open, os.devnull),
     "a tensor of a file": Attack(torch.load, os.devnull),
     "a function of cookbook that ranks do not call": Attack(messages.packed, 1),
+    "a model of a folder": Attack(AutoModelForCausalLM.from_pretrained, "folder"),
     "an array of a file": Attack(np.memmap, os.devnull),
     "a program of the tests": Attack,
 }
@@ -82,6 +85,8 @@ def test_messages_carry_what_ranks_exchange():
     assert found[3] == AdamParams() and str(found[4].error) == "x" and found[5:] == values[5:]
     tensor = torch.arange(6, dtype=torch.float32).view(2, 3)
     assert torch.equal(messages.unpacked(messages.packed(tensor)), tensor)
+    tokenizer = messages.unpacked(messages.packed(tiny.tokenizer()))
+    assert tokenizer.get_vocab() == tiny.tokenizer().get_vocab() and tokenizer.chat_template == tiny.tokenizer().chat_template
     with_gradient = messages.unpacked(messages.packed(torch.nn.Parameter(tensor)))
     assert torch.equal(with_gradient, tensor) and with_gradient.requires_grad
 
@@ -92,7 +97,7 @@ def test_errors_of_other_classes_become_a_backend_error():
 
 
 def test_broadcast_and_gather_return_the_messages_of_all_ranks():
-    """The collective operations of three ranks, one after another."""
+    """The collective operations of three ranks, in order."""
     sent = []
     assert messages.broadcast({"a": 1}, True, lambda tensor: sent.append(tensor.clone())) == {"a": 1}
     waiting = iter(sent)
