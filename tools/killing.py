@@ -155,8 +155,7 @@ def played(server, model: Path, folder: Path, ranks, *, steps, kills, one_sessio
 
     The clients share a session with ``one_session``, and have one each without.
     """
-    # Several kills may meet one request; by default the server gives it up after two.
-    server.start(model, folder, checkpoint_s=0.5, max_attempts=100)
+    server.start(model, folder, checkpoint_s=0.5)
     progress, turns = Progress(), Turns(len(ranks))
 
     def connect():

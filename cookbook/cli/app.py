@@ -147,6 +147,7 @@ def serve(
     ] = None,
     cfg: ShowConfig = None,
     config_dir: ConfigDirs = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Check every file in out=..., and do not serve.")] = False,
 ) -> None:
     """Serve the trainer over HTTP, for Tinker's client and cookbook's."""
     from cookbook.cli import serve as serving
@@ -156,7 +157,7 @@ def serve(
     if cfg is not None:
         print(bridge.show(request, cfg), end="")
     else:
-        bridge.run(request, serving.run)
+        bridge.run(request, serving.verify if verify else serving.run)
 
 
 @app.command()

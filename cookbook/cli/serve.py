@@ -41,6 +41,19 @@ def run(cfg: DictConfig, _: list[str]) -> None:
         raise
 
 
+def verify(cfg: DictConfig, _: list[str]) -> None:
+    """Check every file in the folder of a server, without its model. Raises CookbookError: a file is damaged."""
+    try:
+        from cookbook.server.verify import verify as verify_folder
+    except ModuleNotFoundError as error:
+        raise _missing(error) from error
+    verify_folder(Path(convert(cfg.out, str, "out")))
+
+
+def _missing(error: ModuleNotFoundError) -> ConfigError:
+    return ConfigError(f"serve: the package {error.name!r} is not installed; install post-training-cookbook[server]")
+
+
 def _is_rank() -> bool:
     """Whether srun or torchrun has started this process as one rank of several."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
@@ -52,9 +65,7 @@ def _serve(cfg: DictConfig) -> None:
         from cookbook.server.rank import choose_gpu, exit_now, serve_on_ranks
         from cookbook.server.serve import serve
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"serve: the package {error.name!r} is not installed; install post-training-cookbook[server]"
-        ) from error
+        raise _missing(error) from error
     pin_model(cfg)
     model: ModelConfig = build(cfg.model, "model", ModelConfig)
     backend = build(cfg.backend, "backend")

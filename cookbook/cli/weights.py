@@ -50,8 +50,22 @@ def verify(folder: Path) -> None:
     for entry, problem in inventory.verify(entries):
         print(f"damaged  {problem}" if problem else f"whole    {entry.folder}")
         damaged += bool(problem)
+    described = 0
+    for file, problem in _server_files(_named(folder)):
+        print(f"damaged  {problem}" if problem else f"whole    {file}")
+        described += bool(problem)
     if damaged:
         raise CheckpointError(f"{folder}: {damaged} of {len(entries)} checkpoints cannot be used; see above")
+    if described:
+        raise CheckpointError(f"{folder}: {described} files that describe the run on its server are damaged; see above")
+
+
+def _server_files(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the files by which a server knows a run of its folder, each with its damage, "" if it is whole."""
+    if (folder / "facts").is_dir():
+        from cookbook.server.state.catalog import damage_of
+
+        yield from damage_of(folder)
 
 
 def reconstruct(checkpoint: Path, out: Path) -> None:

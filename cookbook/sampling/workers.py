@@ -122,7 +122,7 @@ class WorkerProcess:
         with self._lock:
             self._retired = True
             if self._running is not None:
-                self._running[0].kill()
+                _kill(self._running[0])
                 self._running[0].wait()
 
     def _pipe(self) -> Connection:
@@ -154,7 +154,10 @@ class WorkerProcess:
         # The last entry is the folder of this package, in case that sys.path names the folder by a relative path.
         path = [*sys.path, str(PACKAGE.parent)]
         code = MAIN.format(path=path, handler=self._handler, pipe=worker_end.fileno(), parent=os.getpid())
-        process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[worker_end.fileno()], stdin=subprocess.DEVNULL)
+        # Processes that the handler starts stay in the group of the worker, and end with it.
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], pass_fds=[worker_end.fileno()], stdin=subprocess.DEVNULL, process_group=0
+        )
         worker_end.close()
         pipe.send_bytes(self._configuration)
         return process, pipe
@@ -170,9 +173,16 @@ class WorkerProcess:
             (process, pipe), self._running = self._running, None
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(wait_s)
-        process.kill()
+        _kill(process)
         pipe.close()
         return process.wait()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a worker and the processes that its handler has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
 
 
 def configuration(instance: object, key: str) -> bytes:

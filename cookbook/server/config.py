@@ -42,7 +42,7 @@ class ServerConfig:
     max_request_tokens: int = 33_554_432
     max_session_tokens: int = 134_217_728
     max_request_gb: float = 8.0
-    max_attempts: int = 2
+    max_attempts: int = 5
     max_runs: int = 256
     max_sessions: int = 256
     samplers_gb: float = 8.0

@@ -66,6 +66,9 @@ def serve(
     with contextlib.ExitStack() as closing:
         try:
             files.make_folders(out)
+            if server.key_ring().keys:
+                # Other users of the machine have no keys, and could read what tenants store.
+                out.chmod(0o700)
             closing.enter_context(contextlib.nullcontext() if server.durability == "off" else files.locked(out))
         except OSError as error:
             raise ConfigError(f"out: cannot write to {out}: {error.strerror}; choose another folder with out=...") from None

@@ -181,6 +181,7 @@ COMPOSED: dict[str, dict[str, object] | str] = {
     "backend.api_key_file=key": {"backend.api_key_file": "key", "model.name": "Qwen/Qwen3-8B"},
     "serve model=tiny": {"model.random": False},
     "serve backend.ranks=2": {"backend.ranks": 2},
+    "serve --verify out=runs/serve": {"out": "runs/serve"},
     "serve model=qwen3_0p6b deployment=vllm": {**QWEN, "model.dtype": "bfloat16", "deployment.replicas": 1},
     "train recipe=sft model=tiny backend.ranks=2": {"backend.ranks": 2, "model.random": False},
     "train recipe=sft model=qwen3_0p6b backend.gpus=8": {"backend.gpus": 8, "backend.ranks": None},

@@ -12,7 +12,7 @@ from cookbook.backends.local import LocalTrainer
 from cookbook.backends.remote.connection import DROPOUT
 from cookbook.errors import ConfigError, CookbookError
 from cookbook.server.handlers.quotas import check_disk, check_runs
-from cookbook.server.journal.log import Log, Record
+from cookbook.server.journal.log import Log, NoLog, Record
 from cookbook.server.state.catalog import Address, RunInfo
 from cookbook.server.state.host import RunGraphs, target_modules
 from cookbook.server.state.requests import Request
@@ -24,6 +24,8 @@ from cookbook.server.wire.loss_graph import GraphLoss
 from cookbook.types import JsonObject
 
 MAX_LOSSES = 1000
+# Refused requests of a session whose results are kept.
+MAX_REFUSED = 1000
 # Training counts half: next to one busy sampler, a training step takes 1.5 times its time alone instead of twice.
 TRAINING_SHARE = 0.5
 # Suffix of a model name that requests training of all parameters. A rank of 0 has the same effect.
@@ -43,26 +45,53 @@ def create(service: Service, kind: str, fields: CreateModel | LoadWeights, body:
     if isinstance(fields, CreateModel):
         service.host.public_name(fields.base_model)
     run_id = _run_id(session, fields.model_seq_id)
+    request = Request(run_id, 0, kind, body)
+    if not service.requests.is_known(request):
+        try:
+            _check_fields(service, fields)
+            _check_limits(service, session, kind)
+        except CookbookError as error:
+            return _refuse(service, session, request, body, error)
     log = service.durability.log(
         session.session_id, run_log_name(fields.model_seq_id), Record({"what": "run", "kind": kind}, body)
     )
-    request, is_new = service.requests.accept(log, Request(run_id, 0, kind, body), body)
+    request, is_new = service.requests.accept(log, request, body)
     if not is_new:
-        return request
-    try:
-        num_runs = len(service.runs.keys() | service.loading_runs)
-        if num_runs >= service.config.max_runs:
-            raise ConfigError(
-                f"{kind}: {num_runs} training runs are in memory; close some of their clients, or raise server.max_runs"
-            )
-        check_runs(service, session)
-        check_disk(service, session.session_id, kind)
-    except ConfigError as error:
-        service.requests.settle(request, failure(error))
         return request
     service.loading_runs.add(run_id)
     request.start()
     service.spawn(_create(service, session, request, body))
+    return request
+
+
+def _check_fields(service: Service, fields: CreateModel | LoadWeights) -> None:
+    """Raise CookbookError if the run cannot be created. What only the load of the weights shows is reported as its result."""
+    if fields.optimizer_config is not None:
+        check_optimizer("optimizer_config", fields.optimizer_config.type)
+    _dropout(_as_strings(fields.user_metadata))
+    if isinstance(fields, LoadWeights):
+        service.readable_checkpoint(Address.parse(fields.path))
+
+
+def _check_limits(service: Service, session: Session, kind: str) -> None:
+    """Raise ConfigError if another run would exceed a limit of the server or a quota of its owner."""
+    num_runs = len(service.runs.keys() | service.loading_runs)
+    if num_runs >= service.config.max_runs:
+        raise ConfigError(
+            f"{kind}: {num_runs} training runs are in memory; close some of their clients, or raise server.max_runs"
+        )
+    check_runs(service, session)
+    check_disk(service, session.session_id, kind)
+
+
+def _refuse(service: Service, session: Session, request: Request, body: bytes, error: CookbookError) -> Request:
+    """Accept a request that fails, without logging it: it changes nothing, and must not fill the disk."""
+    request, is_new = service.requests.accept(NoLog(), request, body)
+    if is_new:
+        service.requests.settle(request, failure(error))
+        session.refused.append(request.request_id)
+        if len(session.refused) > MAX_REFUSED:
+            service.requests.remove([session.refused.popleft()])
     return request
 
 
@@ -95,22 +124,39 @@ async def load_run(service: Service, session: Session, kind: str, body: bytes, l
 
 
 def create_custom_loss(service: Service, fields: CustomLoss, body: bytes) -> Request:
-    """Accept a custom loss and validate its graph. Raises Refused: the session is unknown, or the disk is full."""
+    """Validate the graph of a custom loss, and accept it. Raises Refused: the session is unknown, or the disk is full."""
     session = service.session(fields.session_id)
     request = Request(f"{session.session_id}:loss", fields.custom_loss_seq_id, "create_custom_loss", body)
+    if service.requests.is_known(request):
+        return service.requests.accept(session.log, request, body)[0]
+    try:
+        loss = _custom_loss(session, fields)
+    except CookbookError as error:
+        return _refuse(service, session, request, body, error)
     request, is_new = service.requests.accept(session.log, request, body)
     if is_new:
-        service.requests.settle(request, add_custom_loss(session, fields, request.request_id))
+        session.losses[request.request_id] = loss
+        service.requests.settle(request, _loss_result(request.request_id))
     return request
 
 
 def add_custom_loss(session: Session, fields: CustomLoss, loss_id: str) -> StoredResult:
+    """Add a custom loss of an earlier process to its session, and return the result of its request."""
     try:
-        if len(session.losses) >= MAX_LOSSES:
-            raise ConfigError(f"create_custom_loss: a session may have {MAX_LOSSES} losses; create each loss once")
-        session.losses[loss_id] = GraphLoss(wire=fields)
+        session.losses[loss_id] = _custom_loss(session, fields)
     except CookbookError as error:
         return failure(error)
+    return _loss_result(loss_id)
+
+
+def _custom_loss(session: Session, fields: CustomLoss) -> GraphLoss:
+    """Return a custom loss. Raises ConfigError: its graph is invalid, or the session has too many losses."""
+    if len(session.losses) >= MAX_LOSSES:
+        raise ConfigError(f"create_custom_loss: a session may have {MAX_LOSSES} losses; create each loss once")
+    return GraphLoss(wire=fields)
+
+
+def _loss_result(loss_id: str) -> StoredResult:
     return from_json({"type": "create_custom_loss", "loss_id": loss_id})
 
 

@@ -88,7 +88,11 @@ def free_partial(service: Service, session_id: str) -> None:
 
 async def recover_session(service: Service, folder: Path) -> None:
     """Recover one session from its folder. Raises CheckpointError: the session used another base model."""
-    opening = next(Log(folder / "log", Record({}), fsync=False).earlier_records(), None)
+    session_log = Log(folder / "log", Record({}), fsync=False)
+    opening = next((one for one in session_log.earlier_records() if one.kind == "session"), None)
+    if opening is None and (session_log.damage or any(folder.glob("run-*"))):
+        lost = session_log.damage[0] if session_log.damage else f"{folder / 'log'}: not found"
+        raise CheckpointError(f"{lost}; the log has no description of the session")
     if opening is None:
         # The server was killed before it acknowledged the session, so no client uses it.
         shutil.rmtree(folder)
@@ -103,6 +107,7 @@ async def recover_session(service: Service, folder: Path) -> None:
     session = service.new_session(folder.name, opening.header)
     samplers: dict[str, CreateSamplingSession] = {}
     records = list(session.log.earlier_records())
+    _report_damage(session.log)
     for logged in _logged_requests(records).values():
         request = logged.request()
         request.result = create_run.add_custom_loss(session, parse(CustomLoss, logged.body), logged.request_id)
@@ -137,11 +142,16 @@ async def _recover_run(service: Service, session: Session, folder: Path) -> None
     run_id = f"{session.session_id}:train:{folder.name.removeprefix('run-')}"
     run_log = service.durability.log(session.session_id, folder.name, Record({}))
     records = list(run_log.earlier_records())
-    if not records:
+    _report_damage(run_log)
+    # Every file begins with the same record.
+    opening = next((one for one in records if one.kind == "run"), None)
+    if opening is None:
+        if run_log.damage:
+            lost = CheckpointError(f"{run_log.damage[0]}; the log has no whole description of the run")
+            _give_up(service, session, run_id, lost)
         return
-    run_log.opening = records[0]
+    run_log.opening = opening
     requests = _logged_requests(records)
-    snapshot = next((one for one in reversed(records) if one.kind == "state"), None)
     # Request 0 created the run.
     creation = requests.pop(f"{run_id}/0", None)
     if creation is not None and creation.result is not None:
@@ -154,27 +164,84 @@ async def _recover_run(service: Service, session: Session, folder: Path) -> None
         service.requests.settle(request, failure(error))
         return
     try:
-        if snapshot is None and run_log.files[0].number > 1:
-            raise CheckpointError(f"{folder}: the first file of the log is missing")
         _check_replay(service, [f"{run_id}/0", *requests])
         with worker.purpose(f"{run_id}/0"):
-            run = await _load_run(service, session, run_log, snapshot)
+            run, snapshot = await _load_newest(service, session, run_log, records, {one.number for one in requests.values()})
         service.attempts.forget(f"{run_id}/0")
         if snapshot is not None:
             await _restore_published(service, run, snapshot.header)
-            service.snapshots[run_id].set_newest(snapshot.header["number"])
         _replay(service, run, requests.values(), snapshot.header["number"] if snapshot is not None else 0)
     except CookbookError as error:
-        if run_id in session.run_ids:
-            session.run_ids.remove(run_id)
-            service.free_run(run_id)
-        service.unrecovered_runs[run_id] = f"{run_id} could not be recovered after the restart ({error})"
-        log.warning("%s; create a new run from a checkpoint", service.unrecovered_runs[run_id])
+        _give_up(service, session, run_id, error)
         return
     if creation is not None and creation.result is None:
         request = creation.request()
         service.requests.restore(run_log, request)
         service.requests.settle(request, create_run.creation_result(request.kind, run_id))
+
+
+def _report_damage(damaged: Log) -> None:
+    """Name each damaged part of a log on the console."""
+    for damage in damaged.damage:
+        log.warning("%s; the server continues without it", damage)
+
+
+def _give_up(service: Service, session: Session, run_id: str, error: CookbookError) -> None:
+    """Refuse the requests of a run that cannot be recovered."""
+    if run_id in session.run_ids:
+        session.run_ids.remove(run_id)
+        service.free_run(run_id)
+    service.unrecovered_runs[run_id] = f"{run_id} could not be recovered after the restart ({error})"
+    log.warning("%s; create a new run from a checkpoint", service.unrecovered_runs[run_id])
+
+
+async def _load_newest(
+    service: Service, session: Session, run_log: Log, records: Iterable[Record], numbers: set[int]
+) -> tuple[TrainingRun, Record | None]:
+    """Create the run again from its newest whole snapshot, and return both; None: from the start of the run.
+
+    Args:
+        numbers: numbers of the requests in the log.
+
+    Raises:
+        CookbookError: a required file is missing or damaged.
+    """
+    written: dict[int, Record] = {one.header["number"]: one for one in records if one.kind == "state"}
+    newest_first = sorted(written, reverse=True)[: snapshots.NUM_KEPT]
+    candidates: list[Record | None] = [written[number] for number in newest_first]
+    if run_log.files[0].number == 1:
+        candidates.append(None)
+    reason: CookbookError = CheckpointError(f"{run_log.folder}: the first file of the log is missing")
+    for place, snapshot in enumerate(candidates):
+        number = 0 if snapshot is None else snapshot.header["number"]
+        _check_requests(run_log, numbers, number)
+        try:
+            run = await _load_run(service, session, run_log, snapshot)
+        except CheckpointError as error:
+            reason = error
+            if snapshot is not None:
+                log.warning("%s; trying the state before it", error)
+            continue
+        # The snapshot before this one stays, if it exists.
+        for older in reversed(newest_first[place : place + snapshots.NUM_KEPT]):
+            if snapshots.state_folder(run_log.folder, older).is_dir():
+                service.snapshots[run.info.run_id].add(older, written[older].header["published"].values())
+        return run, snapshot
+    raise reason
+
+
+def _check_requests(run_log: Log, numbers: set[int], snapshot: int) -> None:
+    """Raise CheckpointError if an accepted request after request number ``snapshot`` is lost.
+
+    Lost results are recomputed. A lost record without a header may have been a request: if a number is missing, it was.
+    """
+    missing = sorted(set(range(snapshot + 1, max(numbers, default=snapshot))) - numbers)
+    for damage in run_log.damage:
+        lost = missing[:1] if damage.header is None else []
+        if damage.header is not None and damage.header["what"] == "request":
+            lost = [number for number in [int(damage.header["id"].rpartition("/")[2])] if number > snapshot]
+        if lost:
+            raise CheckpointError(f"{damage}; the run cannot continue after request {lost[0] - 1}")
 
 
 async def _load_run(service: Service, session: Session, run_log: Log, snapshot: Record | None) -> TrainingRun:
@@ -183,7 +250,11 @@ async def _load_run(service: Service, session: Session, run_log: Log, snapshot: 
     run = await create_run.load_run(service, session, opening.header["kind"], opening.body, run_log)
     if snapshot is not None:
         number = snapshot.header["number"]
-        await asyncio.wrap_future(run.trainer.load_state(str(snapshots.state_folder(run_log.folder, number))))
+        try:
+            await asyncio.wrap_future(run.trainer.load_state(str(snapshots.state_folder(run_log.folder, number))))
+        except CookbookError:
+            run.end()
+            raise
         graphs, engine = service.host.graphs, run.trainer.engine
         restore = functools.partial(graphs.restore_prediction_state, engine, snapshot.header["graphs"])
         await asyncio.wrap_future(run.lane.submit(restore))
@@ -203,6 +274,8 @@ async def _restore_published(service: Service, run: TrainingRun, header: JsonObj
     queue = service.sessions[run.session_id].queue
     run_sampler = (await asyncio.wrap_future(run.trainer.snapshot_sampler())).on(queue)
     folders = {number: snapshots.published_folder(run.log.folder, number) for number in header["published"].values()}
+    for folder in (one for one in folders.values() if not one.is_dir()):
+        raise CheckpointError(f"{folder}: not found, but samplers of the run need it")
     loaded = {number: service.host.lazy_sampler(folder, run.info.seed).on(queue) for number, folder in folders.items()}
     for sampler_id in dict.fromkeys([*header["published"], *header["inflight"]]):
         number = header["published"].get(sampler_id)
@@ -240,7 +313,10 @@ def _replay(service: Service, run: TrainingRun, requests: Iterable[_LoggedReques
     published = {one.work.publishes for one in succeeded if one.work is not None and one.work.publishes is not None}
     service.replayed_samplers |= published
 
+    pause_s = service.attempts.pause_s(request.request_id for request in replayed)
+
     async def replay() -> None:
+        await asyncio.sleep(pause_s)
         # The error of a lane whose session has ended.
         with contextlib.suppress(BackendError):
             await run.replay(replayed)
@@ -307,6 +383,7 @@ class _LoggedBatch:
 def _restore_samples(service: Service, session: Session) -> None:
     """Restore sampling requests. Unsettled ones are computed, with their whole batch, once their sampler is recovered."""
     records = list(session.samples.earlier_records())
+    _report_damage(session.samples)
     logged_requests = _logged_requests(records)
     requests = {}
     for request_id, logged in logged_requests.items():
@@ -353,6 +430,23 @@ def _compute_batch(
             error = RolloutError(f"asample: {request.scope} was not recovered after the restart; create a new sampling client")
             service.requests.settle(request, failure(error))
         return
+    pause_s = service.attempts.pause_s(logged.request_id for logged in batch.requests)
+    if pause_s:
+        service.spawn(_compute_later(service, batch, requests, sampler, pause_s))
+    else:
+        _compute_now(service, batch, requests, sampler)
+
+
+async def _compute_later(
+    service: Service, batch: _LoggedBatch, requests: Mapping[str, Request], sampler: SamplingSession, pause_s: float
+) -> None:
+    await asyncio.sleep(pause_s)
+    # The client may have ended its session meanwhile.
+    if sampler.sampler_id in service.samplers:
+        _compute_now(service, batch, requests, sampler)
+
+
+def _compute_now(service: Service, batch: _LoggedBatch, requests: Mapping[str, Request], sampler: SamplingSession) -> None:
     if batch.count > 1:
         sampling.begin_batch(service, sampler, batch.count)
     for logged in batch.requests:

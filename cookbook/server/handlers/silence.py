@@ -29,14 +29,14 @@ def unload_silent_sessions(service: Service) -> None:
             service.moving.add(session.session_id)
             service.spawn(_unload(service, session) if service.durability.is_on else _save_and_end(service, session))
     for session_id, since in list(service.silent.items()):
-        if since < time.time() - keep_s and session_id not in service.moving:
+        if since < time.monotonic() - keep_s and session_id not in service.moving:
             reason = f"its client was silent for server.keep_silent_h={service.config.keep_silent_h:g} hours"
             service.delete_silent(session_id, reason)
 
 
 async def _unload(service: Service, session: Session) -> None:
     """Free the memory of a session. Its folder keeps the whole state, and its restoration recomputes unsettled requests."""
-    service.silent[session.session_id] = time.time()
+    service.silent[session.session_id] = time.monotonic()
     del service.sessions[session.session_id]
     log_event("unloaded", session=session.session_id, runs=len(session.run_ids))
     try:

@@ -159,6 +159,10 @@ def _save(service: Service, fields: bodies.SaveBody, kind: str, name: str, user_
                 "save_weights_external: this server does not support encryption; leave out age_encryption_recipients"
             )
         check_ttl(fields.ttl_seconds)
+        try:
+            bodies.check_metadata(user_metadata)
+        except ValueError as error:
+            raise ConfigError(f"save: {error}") from None
         check_disk(service, fields.model_id, "save")
         folder = Address(fields.model_id, kind, name).folder_name
         if isinstance(fields, bodies.SaveWeights):

@@ -6,12 +6,14 @@ import contextlib
 import json
 import os
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 from cookbook.server.metrics import log_event
 from cookbook.utils import files
 
 CURRENT, COUNTS = "computing", "attempts.json"
+PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 # Separates the calls in the file.
 BETWEEN = "\n\n"
 
@@ -24,8 +26,11 @@ class Attempts:
     synced: it must survive the end of the process only. ``folder`` None: count nothing.
 
     An end counts against the only call that had begun. If several had begun, all are suspects, and the worker computes suspects
-    sequentially (:meth:`is_suspect`). An end after a suspect has begun counts against this suspect alone, together with the
-    end that made it a suspect. Other calls that had begun then become suspects.
+    sequentially (:meth:`is_suspect`). An end after a suspect has begun counts against this suspect alone. Other calls that had
+    begun then become suspects.
+
+    An end may have had another cause, such as a kill. A request with counted ends therefore waits after a restart
+    (:meth:`pause_s`), longer each time, so that other requests settle even if it ends the process again.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -50,7 +55,7 @@ class Attempts:
         """Count the end of a process in which ``calls``, each with the ids of its requests, had begun."""
         counted = [call for call in calls if len(calls) == 1 or self.is_suspect("\n".join(call))]
         for request_id in (one for call in counted for one in call):
-            self._counts[request_id] += 2 if self._counts.get(request_id) == 0 else 1
+            self._counts[request_id] += 1
         for request_id in (one for call in calls for one in call):
             self._counts.setdefault(request_id, 0)
 
@@ -78,6 +83,11 @@ class Attempts:
 
     def count(self, request_id: str) -> int:
         return self._counts[request_id]
+
+    def pause_s(self, request_ids: Iterable[str]) -> float:
+        """Return the seconds for which a call with these requests waits after a restart; they double with each counted end."""
+        count = max((self._counts[request_id] for request_id in request_ids), default=0)
+        return min(PAUSE_S * 2.0 ** (count - 1), MAX_PAUSE_S) if count else 0.0
 
     def forget(self, request_id: str) -> None:
         """Drop the count of a request that is settled."""

@@ -52,11 +52,11 @@ class Durability:
         """Return the session folders of earlier processes, and delete what is left of ended sessions."""
         if not self.is_on:
             return []
-        folders = sorted(self.folder.glob("*"))
-        sessions = [path for path in folders if (path / "log").is_dir() and not path.name.startswith(_ENDED)]
-        for path in set(folders) - set(sessions):
+        folders = [path for path in sorted(self.folder.glob("*")) if path.is_dir()]
+        ended = [path for path in folders if path.name.startswith(_ENDED) or not any(path.rglob("log-*"))]
+        for path in ended:
             shutil.rmtree(path, ignore_errors=True)
-        return sessions
+        return [path for path in folders if path not in ended]
 
     def delete_session(self, session_id: str) -> None:
         """Delete the folder of an ended session.

@@ -60,7 +60,7 @@ def body_of(limit_bytes: int | None, check: Callable[[bytes], None]) -> Any:
             try:
                 check(decoded)
             except TooComplexError as error:
-                raise Refused(413, str(error)) from None
+                raise Refused(error.status, str(error)) from None
             return decoded
 
         if encoding == "identity" and len(body) <= INLINE_BYTES:
@@ -80,6 +80,8 @@ def body_of(limit_bytes: int | None, check: Callable[[bytes], None]) -> Any:
 
 # Small JSON: everything but prompts, graphs and data.
 Body = Annotated[bytes, body_of(1 * MIB, check_json)]
+# JSON of which the log keeps every byte for as long as its session or run exists: 64 KiB of metadata, and the other fields.
+LoggedBody = Annotated[bytes, body_of(MIB // 8, check_json)]
 # Prompts. Their number of tokens is bounded too: one call of a parser holds the interpreter lock, for which all clients wait.
 PromptBody = Annotated[bytes, body_of(8 * MIB, check_json)]
 # Data to train on.

@@ -19,6 +19,7 @@ from cookbook.server.routes.common import (
     Body,
     CurrentService,
     DataBody,
+    LoggedBody,
     PromptBody,
     acknowledge,
     json_body,
@@ -38,7 +39,7 @@ LONG_POLL_S = 30.0
 
 
 @router.post("/create_model", openapi_extra=json_body(bodies.CreateModel))
-async def create_model(service: CurrentService, body: Body) -> JsonObject:
+async def create_model(service: CurrentService, body: LoggedBody) -> JsonObject:
     """Create a training run; the result is a promise."""
     return await acknowledge(create_run.create(service, "create_model", bodies.parse(bodies.CreateModel, body), body))
 
@@ -60,7 +61,7 @@ async def get_info(service: CurrentService, body: Body) -> JsonObject:
 
 
 def _add_training_route(kind: str, openapi: dict[str, Any]) -> None:
-    async def accept(service: CurrentService, body: Body) -> JsonObject:
+    async def accept(service: CurrentService, body: LoggedBody) -> JsonObject:
         return await acknowledge(training.accept(service, kind, body))
 
     router.add_api_route(f"/{kind}", accept, methods=["POST"], name=kind, openapi_extra=openapi)
@@ -78,7 +79,7 @@ for _kind in ("optim_step", "save_weights", "save_weights_for_sampler", "save_we
 
 
 @router.post("/load_weights", openapi_extra=json_body(bodies.LoadWeights))
-async def load_weights(service: CurrentService, body: Body) -> JsonObject:
+async def load_weights(service: CurrentService, body: LoggedBody) -> JsonObject:
     """Load a checkpoint into a training run."""
     fields = bodies.parse(bodies.LoadWeights, body)
     if fields.session_id is not None:
@@ -94,7 +95,7 @@ async def create_custom_loss(service: CurrentService, body: Body) -> JsonObject:
 
 
 @router.post("/create_sampling_session", openapi_extra=json_body(bodies.CreateSamplingSession))
-async def create_sampling_session(service: CurrentService, body: Body) -> JsonObject:
+async def create_sampling_session(service: CurrentService, body: LoggedBody) -> JsonObject:
     """Create a sampler of the base model or of a checkpoint."""
     session = await sampling.create_sampling_session(service, bodies.parse(bodies.CreateSamplingSession, body))
     return {"type": "create_sampling_session", "sampling_session_id": session.sampler_id}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, TypeVar
 
@@ -18,6 +19,8 @@ from cookbook.server.wire import bodies
 from cookbook.types import JsonObject
 
 OWNER = "cookbook"
+# Largest number of entries of a page.
+MAX_LIMIT = 1000
 T = TypeVar("T")
 
 router = APIRouter(prefix=API)
@@ -26,7 +29,13 @@ router = APIRouter(prefix=API)
 @router.get("/training_runs")
 async def training_runs(service: CurrentService, limit: int = 20, offset: int = 0) -> JsonObject:
     """List the caller's training runs."""
-    return _page("training_runs", service.own_runs(), limit, offset, lambda info: _run(service, info))
+    runs, cursor = _page(service.own_runs(), limit, offset)
+    described = []
+    for info in runs:
+        described.append(_run(service, info))
+        # Each description reads three files. Other clients are answered between them.
+        await asyncio.sleep(0)
+    return {"training_runs": described, "cursor": cursor}
 
 
 @router.get("/training_runs/{run_id}")
@@ -39,13 +48,14 @@ async def training_run(service: CurrentService, run_id: str) -> JsonObject:
 async def checkpoints_of_run(service: CurrentService, run_id: str) -> JsonObject:
     """List the checkpoints of a training run."""
     service.run_info(run_id)
-    return {"checkpoints": [_checkpoint(saved) for saved in service.catalog.of_run(run_id)]}
+    return {"checkpoints": await _described(service, service.catalog.of_run(run_id))}
 
 
 @router.get("/checkpoints")
 async def checkpoints(service: CurrentService, limit: int = 100, offset: int = 0) -> JsonObject:
     """List the caller's checkpoints."""
-    return _page("checkpoints", service.catalog.of_runs(service.own_runs()), limit, offset, _checkpoint)
+    page, cursor = _page(service.catalog.of_runs(service.own_runs()), limit, offset)
+    return {"checkpoints": await _described(service, page), "cursor": cursor}
 
 
 async def _own(service: CurrentService, run_id: str, kind: str, name: str) -> Address:
@@ -95,7 +105,7 @@ async def urls(service: CurrentService, request: Request, address: Readable) -> 
         file: str(request.url_for("download", token=service.downloads.sign(address, file, expires), file=file))
         for file in service.downloads.files(address)
     }
-    return {"urls": file_urls, "expires": _time(expires)}
+    return {"urls": file_urls, "expires": _time(service.catalog.clock.wall_time(expires))}
 
 
 @router.post("/copy_weights", openapi_extra=json_body(bodies.CopyWeights))
@@ -130,16 +140,22 @@ async def weights_info(service: CurrentService, body: Body) -> JsonObject:
 
 
 def _run(service: Service, info: RunInfo) -> JsonObject:
-    saved = service.catalog.of_run(info.run_id)
     live = service.runs.get(info.run_id)
-    newest = {kind: _checkpoint(one) for one in saved for kind in TYPES if one.address.kind == kind}
+    newest_records = {one.address.kind: one for one in service.catalog.of_run(info.run_id)}
+    newest = {one.address.kind: _checkpoint(service, one) for one in service.catalog.with_metadata(newest_records.values())}
+    is_damaged = service.catalog.is_damaged(info.run_id)
+    if not is_damaged:
+        try:
+            info = service.catalog.run(info.run_id)
+        except bodies.Refused:
+            is_damaged = True
     return {
         "training_run_id": info.run_id,
         "base_model": service.host.shown(info.base_model),
         "model_owner": OWNER,
         "is_lora": info.is_lora,
         "lora_rank": info.lora_rank,
-        "corrupted": False,
+        "corrupted": is_damaged,
         "last_request_time": _time(live.last_request if live else info.created),
         "last_checkpoint": newest.get("weights"),
         "last_sampler_checkpoint": newest.get("sampler_weights"),
@@ -147,7 +163,7 @@ def _run(service: Service, info: RunInfo) -> JsonObject:
     }
 
 
-def _checkpoint(saved: CheckpointRecord) -> JsonObject:
+def _checkpoint(service: Service, saved: CheckpointRecord) -> JsonObject:
     return {
         "checkpoint_id": f"{saved.address.kind}/{saved.address.name}",
         "checkpoint_type": TYPES[saved.address.kind],
@@ -156,13 +172,23 @@ def _checkpoint(saved: CheckpointRecord) -> JsonObject:
         "size_bytes": saved.size_bytes,
         "public": saved.public,
         "user_metadata": saved.user_metadata,
-        "expires_at": None if saved.expires is None else _time(saved.expires),
+        "expires_at": None if saved.expires is None else _time(service.catalog.clock.wall_time(saved.expires)),
     }
 
 
-def _page(key: str, items: Sequence[T], limit: int, offset: int, shown: Callable[[T], JsonObject]) -> JsonObject:
-    page = items[max(offset, 0) : max(offset, 0) + max(limit, 0)]
-    return {key: [shown(one) for one in page], "cursor": {"offset": offset, "limit": limit, "total_count": len(items)}}
+async def _described(service: Service, records: Iterable[CheckpointRecord]) -> list[JsonObject]:
+    """Describe checkpoints, without those that were deleted meanwhile or whose record is damaged."""
+    described = []
+    for record in records:
+        described += [_checkpoint(service, one) for one in service.catalog.with_metadata([record])]
+        await asyncio.sleep(0)
+    return described
+
+
+def _page(items: Sequence[T], limit: int, offset: int) -> tuple[Sequence[T], JsonObject]:
+    """Return a page of a list, and its cursor."""
+    limit, offset = min(max(limit, 0), MAX_LIMIT), max(offset, 0)
+    return items[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(items)}
 
 
 def _time(seconds: float) -> str:

@@ -13,7 +13,7 @@ from cookbook.checkpoints import manifest
 from cookbook.losses import LOSSES
 from cookbook.server.handlers import sampling
 from cookbook.server.metrics import CONTENT_TYPE
-from cookbook.server.routes.common import Body, CurrentService, json_body
+from cookbook.server.routes.common import Body, CurrentService, LoggedBody, json_body
 from cookbook.server.state.service import Service
 from cookbook.server.wire import bodies
 from cookbook.server.wire.encode import JSON
@@ -70,7 +70,7 @@ async def capabilities(service: CurrentService) -> JsonObject:
 
 @router.post("/create_session", openapi_extra=json_body(bodies.CreateSession))
 async def create_session(
-    service: CurrentService, body: Body, x_idempotency_key: Annotated[str | None, Header()] = None
+    service: CurrentService, body: LoggedBody, x_idempotency_key: Annotated[str | None, Header()] = None
 ) -> JsonObject:
     """Create a session, which all requests of one client belong to."""
     fields = bodies.parse(bodies.CreateSession, body)

@@ -12,7 +12,7 @@ import re
 import secrets
 import shutil
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -69,6 +69,7 @@ class Session:
         pending_tokens: tokens that its unsettled requests may sample.
         training_tokens: tokens of its unsettled training requests.
         num_joined: number of clients in other processes that share a sampler, by id of the sampler.
+        refused: ids of refused requests that are not in a log, oldest first.
     """
 
     session_id: str
@@ -87,6 +88,7 @@ class Session:
     sampler_ids: list[str] = field(default_factory=list)
     losses: dict[str, GraphLoss] = field(default_factory=dict)
     num_joined: Counter[str] = field(default_factory=Counter)
+    refused: deque[str] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.presence = Presence(self.session_id, self.lane, lambda: self.pending_tokens > 0)
@@ -117,7 +119,7 @@ class Service:
         # time.monotonic() of the last request of a client.
         self.last_request = time.monotonic()
         self.requests.watchers.append(self._observe_settled)
-        self.downloads = Downloads(catalog)
+        self.downloads = Downloads(catalog, self.tenants.keys)
         self.durability = Durability(catalog.folder, config.durability)
         self.attempts = Attempts(catalog.folder if self.durability.is_on else None)
         host.worker.on_slice(self.attempts.computing, self.attempts.is_suspect)
@@ -137,7 +139,7 @@ class Service:
         # By id of a sampler of an earlier process, functions that compute its unsettled batches once the sampler is recovered.
         # With None they fail the unsettled requests.
         self.unfinished_batches: defaultdict[str, list[Callable[[SamplingSession | None], None]]] = defaultdict(list)
-        # By id of a session that is on disk only, because its client is silent: when it was unloaded, in seconds since 1970.
+        # By id of a session that is on disk only, because its client is silent: when it was unloaded, by time.monotonic().
         self.silent: dict[str, float] = {}
         # Sessions that are being unloaded or restored.
         self.moving: set[str] = set()
@@ -299,7 +301,9 @@ class Service:
         return address.path
 
     def prune_logs(self) -> None:
-        """Delete log files and results that neither a restart nor a client needs."""
+        """Delete log files, results and checkpoints that neither a restart nor a client needs, and store the clock."""
+        self.catalog.clock.store()
+        self.catalog.delete_expired()
         for snapshots in self.snapshots.values():
             snapshots.prune()
         for session in self.sessions.values():
@@ -416,11 +420,21 @@ class Service:
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
     def own_runs(self) -> list[RunInfo]:
-        """Return the runs of the caller on disk, newest first."""
-        return [info for info in self.catalog.runs() if self.tenants.may_use(info.owner)]
+        """Return the runs of the caller on disk, newest first and without user metadata."""
+        return [info for info in self.catalog.runs() if self.tenants.may_use(self._owner_of_run(info))]
+
+    def _owner_of_run(self, info: RunInfo) -> str | None:
+        """Return the owner of a run: of its session, if its own description is damaged."""
+        return self.tenants.owner_of(info.run_id) if self.catalog.is_damaged(info.run_id) else info.owner
 
     def run_info(self, run_id: str) -> RunInfo:
-        """Return the description of a run of the caller. Raises Refused (404): the run is unknown."""
+        """Return the description of a run of the caller.
+
+        Raises:
+            Refused: 404, the run is unknown; 410, its description is damaged.
+        """
+        if self.catalog.is_damaged(run_id) and not self.tenants.may_use(self.tenants.owner_of(run_id)):
+            raise unknown_run(run_id)
         info = self.catalog.run(run_id)
         if not self.tenants.may_use(info.owner):
             raise unknown_run(run_id)

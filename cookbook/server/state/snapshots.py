@@ -1,4 +1,7 @@
-"""Snapshots of a run on disk. A restart loads the newest one and replays only later requests, so log and replay stay short."""
+"""Snapshots of a run on disk. A restart loads the newest one and replays only later requests, so log and replay stay short.
+
+The snapshot before the newest one stays, with the log after it. A restart uses it if the newest one is damaged.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 import functools
 import shutil
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +28,8 @@ from cookbook.types import JsonObject
 
 # A client retries a request for 5 minutes. After twice that time no retry arrives.
 RETRY_S = 600.0
+# The newest snapshot and the one before.
+NUM_KEPT = 2
 # After one of these requests a run usually has no accumulated gradient, which a snapshot could not store.
 CHANGES_WEIGHTS = ("optim_step", "load_weights")
 
@@ -31,6 +37,8 @@ CHANGES_WEIGHTS = ("optim_step", "load_weights")
 @dataclass(eq=False)
 class StateSnapshots:
     """Saves a run every ``checkpoint_s`` seconds, or when its log has grown by ``log_mb`` MiB, and deletes older files.
+
+    Files are kept for two snapshots. Until there are two, the whole log is kept.
 
     A snapshot is the state of the run right after one request. The snapshot is logged only after it is complete on disk, so a
     restart never loads an incomplete one.
@@ -40,14 +48,22 @@ class StateSnapshots:
     host: Host
     samplers: SamplerCache
     config: ServerConfig
-    # Number of the request whose snapshot a restart loads.
-    newest: int | None = None
+    # The snapshots that are kept, oldest first: by the number of the request, the numbers of the requests that published the
+    # weights of the samplers at that time.
+    kept: dict[int, set[int]] = field(default_factory=dict)
     _saved_at: float = field(default_factory=time.monotonic)
     _saving: asyncio.Task[None] | None = None
 
-    def set_newest(self, number: int) -> None:
-        """Declare the snapshot of request ``number`` the one that a restart loads."""
-        self.newest = number
+    @property
+    def newest(self) -> int | None:
+        """Number of the request whose snapshot a restart loads; None: there is no snapshot."""
+        return max(self.kept, default=None)
+
+    def add(self, number: int, published: Iterable[int]) -> None:
+        """Declare the snapshot of request ``number`` the newest one. ``published``: numbers of the publishing requests."""
+        self.kept[number] = set(published)
+        for older in list(self.kept)[:-NUM_KEPT]:
+            del self.kept[older]
         self.run.requests.retire_below(self.run.info.run_id, number + 1)
 
     def on_begin(self, request: Request) -> None:
@@ -70,13 +86,16 @@ class StateSnapshots:
             await asyncio.wait([self._saving])
 
     def prune(self) -> None:
-        """Delete the oldest log files if the newest snapshot covers their requests and no client may fetch their results."""
+        """Delete the oldest log files if both snapshots cover their requests and no client may fetch their results."""
         log, requests, run_id = self.run.log, self.run.requests, self.run.info.run_id
+        if len(self.kept) < NUM_KEPT:
+            return
+        covered = next(iter(self.kept))
         while log.files:
             oldest = log.files[0]
             is_old = time.monotonic() - oldest.last_append_s > RETRY_S or log.num_bytes > self.config.log_mb << 20
-            is_needed = any(requests.may_be_fetched(known) or not requests.is_retired(known) for known in oldest.requests)
-            if self.newest is None or oldest.snapshot == self.newest or is_needed or not is_old or not log.drop(oldest):
+            is_needed = any(requests.may_be_fetched(known) or _number(known) > covered for known in oldest.requests)
+            if oldest.snapshots & self.kept.keys() or is_needed or not is_old or not log.drop(oldest):
                 return
             requests.remove(known for known in oldest.requests if known.startswith(f"{run_id}/"))
 
@@ -114,9 +133,9 @@ class StateSnapshots:
         finally:
             self._saving = None
         self._saved_at = time.monotonic()
-        self.set_newest(number)
+        self.add(number, published.values())
         log_event("state", run=self.run.info.run_id, request=number)
-        _delete_others(log.folder, number, set(published.values()))
+        self._delete_others()
         self.prune()
 
     def _postpone(self, error: Exception) -> None:
@@ -139,6 +158,25 @@ class StateSnapshots:
             if not folder.exists():
                 await asyncio.wrap_future(self.host.worker.submit(functools.partial(_write_weights, sampler, folder)))
         return {sampler_id: request for sampler_id, (request, _) in published.items()}
+
+    def _delete_others(self) -> None:
+        """Delete files that only earlier snapshots need."""
+        published = set[int]().union(*self.kept.values())
+        for path in self.run.log.folder.glob("*-*"):
+            kind, _, suffix = path.name.partition("-")
+            number = int(suffix) if suffix.isdecimal() else None
+            old = {
+                "state": number not in self.kept,
+                "published": number not in published,
+                # Without a second snapshot, a replay begins with the first request.
+                "loaded": number is not None and len(self.kept) == NUM_KEPT and number <= min(self.kept),
+            }
+            if old.get(kind):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _number(request_id: str) -> int:
+    return int(request_id.rpartition("/")[2])
 
 
 def prune_samples(log: Log, requests: RequestStore, log_bytes: int) -> None:
@@ -170,16 +208,3 @@ def published_folder(log_folder: Path, number: int) -> Path:
 def loaded_folder(log_folder: Path, number: int) -> Path:
     """Return the folder of hard links to the checkpoint that request ``number`` loaded. The original may be deleted."""
     return log_folder / f"loaded-{number}"
-
-
-def _delete_others(log_folder: Path, number: int, published: set[int]) -> None:
-    """Delete files that only earlier snapshots need."""
-    for path in log_folder.glob("*-*"):
-        kind, _, suffix = path.name.partition("-")
-        old = {
-            "state": suffix != str(number),
-            "published": suffix not in map(str, published),
-            "loaded": suffix.isdecimal() and int(suffix) <= number,
-        }
-        if old.get(kind):
-            shutil.rmtree(path, ignore_errors=True)

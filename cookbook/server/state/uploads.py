@@ -58,7 +58,7 @@ class Uploads:
                 try:
                     async for part in stream:
                         if upload.num_bytes + len(part) > limit:
-                            raise Refused(413, f"the request is larger than {limit >> 20} MiB; send smaller requests")
+                            raise Refused(413, f"the request is larger than {limit >> 10:,} KiB; send smaller requests")
                         parts.append(part)
                         upload.num_bytes += len(part)
                         self.num_bytes += len(part)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from cookbook.errors import ConfigError, CookbookError
 
@@ -16,7 +17,8 @@ MAX_CHUNKS = 4096
 # Earlier versions of the package tinker send JSON in place of protobuf.
 OLDEST_CLIENT = (0, 25)
 UPDATE = "update the client: pip install --upgrade 'tinker>=0.38'"
-Metadata = dict[str, Any] | None
+# Bytes of user metadata as JSON in ASCII. Metadata is kept for as long as its object.
+MAX_METADATA_BYTES = 64 << 10
 # Number of a run, a sampler or a loss within its session. It becomes part of addresses and folder names.
 Index = Annotated[int, Field(ge=0, lt=10**9)]
 # An integer that torch or numpy can hold.
@@ -24,6 +26,19 @@ Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 # Lists end at their first error: pydantic would make an object for the error of each item.
 Ints = Annotated[list[Int64], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
+
+
+def check_metadata(metadata: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return user metadata. Raises ValueError: it has too many bytes."""
+    num_bytes = 0 if metadata is None else len(json.dumps(metadata))
+    if num_bytes > MAX_METADATA_BYTES:
+        raise ValueError(f"user_metadata: expected at most {MAX_METADATA_BYTES:,} bytes as JSON, got {num_bytes:,}; shorten it")
+    return metadata
+
+
+Metadata = Annotated[dict[str, Any] | None, AfterValidator(check_metadata)]
+# A name of an object, a model or a checkpoint.
+Name = Annotated[str, Field(max_length=4096)]
 
 
 class Refused(CookbookError):  # noqa: N818 - a response, not a fault of the server
@@ -72,7 +87,7 @@ class ClientConfig(RequestBody):
 
 class CreateSession(ClientConfig):
     user_metadata: Metadata = None
-    display_name: str | None = None
+    display_name: Name | None = None
 
 
 class SessionBody(RequestBody):
@@ -158,8 +173,8 @@ class LoadWeights(RequestBody):
 
 class CreateSamplingSession(SessionBody):
     sampling_session_seq_id: Index
-    base_model: str | None = None
-    model_path: str | None = None
+    base_model: Name | None = None
+    model_path: Name | None = None
 
 
 class SamplerBody(RequestBody):

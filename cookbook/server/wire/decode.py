@@ -57,7 +57,7 @@ def decompress(body: bytes, encoding: str, limit: int) -> bytes:
     except zstandard.ZstdError as error:
         raise Refused(422, f"Content-Encoding: the body is not valid zstd: {error}") from None
     if len(data) > limit:
-        raise Refused(413, f"the request decompresses to more than {limit // MIB} MiB; send smaller requests")
+        raise Refused(413, f"the request decompresses to more than {limit >> 10:,} KiB; send smaller requests")
     return data
 
 

@@ -26,7 +26,15 @@ _DATA, _INPUTS, _MAP_VALUE, _SHAPE = 3, 2, 2, 4
 
 
 class TooComplexError(ValueError):
-    """Error of a body that exceeds a limit on its structure."""
+    """Error of a body that exceeds a limit on its structure. ``status``: HTTP status of the response."""
+
+    status = 413
+
+
+class TooDeepError(TooComplexError):
+    """Error of a body with too many levels, which smaller requests would not remedy."""
+
+    status = 400
 
 
 def check_json(body: bytes) -> None:
@@ -44,7 +52,7 @@ def check_json(body: bytes) -> None:
     for bracket in brackets[: 2 * MAX_CONTAINERS]:
         depth += 1 if bracket in _OPENING else -1
         if depth > MAX_DEPTH:
-            raise TooComplexError(f"the body has more than {MAX_DEPTH} levels of objects and lists; send a flatter one")
+            raise TooDeepError(f"the body has more than {MAX_DEPTH} levels of objects and lists; send a flatter one")
 
 
 def check_forward_backward(body: bytes) -> None:

@@ -171,17 +171,19 @@ class _Interpreter:
         if node.op == "output":
             return args[0]
         kwargs = {key: _decode(arg, self._values.__getitem__) for key, arg in node.kwargs.items()}
-        self._charge(list(_tensors([args, kwargs])))
+        self._charge(node.target.rpartition(".")[2], args, kwargs)
         result = _CALLS[node.op][node.target](*args, **kwargs)
         if type(result) is int and abs(result) >> 63:
             raise ValueError("the integer does not fit into 64 bits")
         return result
 
-    def _charge(self, tensors: list[Tensor]) -> None:
+    def _charge(self, operation: str, args: list[object], kwargs: dict[str, object]) -> None:
         """Subtract the size of an operation's result from the budget, before the operation allocates memory.
 
-        The result is at most as large as the concatenation of the arguments, or as their broadcast shape.
+        The result is at most as large as the concatenation of the arguments, or as their broadcast shape, unless the operation
+        repeats parts of a tensor.
         """
+        tensors = list(_tensors([args, kwargs]))
         concatenated = sum(tensor.numel() for tensor in tensors)
         try:
             shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))  # type: ignore[no-untyped-call]
@@ -189,9 +191,49 @@ class _Interpreter:
         except RuntimeError:
             # The shapes do not broadcast: the operation concatenates, or raises.
             broadcast = 0
-        self._elements_left -= max(concatenated, broadcast)
+        repeated = _repeated_elements(operation, args, kwargs) if operation in _REPEATING else 0
+        self._elements_left -= max(concatenated, broadcast, repeated)
         if self._elements_left < 0:
             raise ValueError(f"computes more than {MAX_ELEMENTS:,} numbers from one datum")
+
+
+# Operations that repeat parts of a tensor as often as an index or a list of quantiles is long.
+_REPEATING = ("getitem", "index_select", "quantile", "take_along_dim", "gather")
+
+
+def _repeated_elements(operation: str, args: list[object], kwargs: dict[str, object]) -> int:
+    """Return a bound on the elements of the result of an operation that repeats parts of its first argument.
+
+    A run on meta tensors computes the shape. It cannot count the elements that a mask selects: each index and each mask then
+    counts as if it were combined with every element.
+    """
+    if operation == "getitem" and not _has_index_list(args[1:]):
+        # Numbers and slices select a part.
+        return 0
+    try:
+        whole, *others = [_on_meta(one) for one in args]
+        named = {key: _on_meta(one) for key, one in kwargs.items()}
+        function = _item if operation == "getitem" else getattr(torch, operation)
+        return sum(tensor.numel() for tensor in _tensors(function(whole, *others, **named)))
+    except (RuntimeError, NotImplementedError):
+        first, *indices = list(_tensors([args, kwargs]))
+        return first.numel() * math.prod(max(index.numel(), 1) for index in indices if index.dtype != torch.bool)
+
+
+def _has_index_list(index: object) -> bool:
+    """Whether an index contains a tensor or a list of indices."""
+    if isinstance(index, tuple | list):
+        return any(isinstance(one, Tensor | list) or _has_index_list(one) for one in index)
+    return False
+
+
+def _on_meta(value: object) -> object:
+    """Return ``value`` with tensors that have a shape and no data."""
+    if isinstance(value, Tensor):
+        return value.detach().to("meta")
+    if isinstance(value, tuple | list):
+        return type(value)(_on_meta(one) for one in value)
+    return value
 
 
 def _tensors(value: object) -> Iterator[Tensor]:

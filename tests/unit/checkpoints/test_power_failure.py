@@ -109,7 +109,7 @@ def test_every_rank_stores_its_own_shards(failing, tmp_path):
 
 
 def records(folder):
-    return [record.header["number"] for file in sorted(folder.glob("log-*")) for record in read(file)[0]]
+    return [record.header["number"] for file in sorted(folder.glob("log-*")) for record in read(file).records]
 
 
 def numbered(number):
@@ -193,7 +193,7 @@ def test_what_the_server_acknowledged_outlives_a_power_failure(failing, tiny_fol
             body = {"sampling_session_id": f"{client.session}:sample:0", "count": 1}
             assert client.send(path, body).status_code in (200, 204)
             logs = (disk.survivors(tmp_path / kind) / "sessions" / client.session / log).glob("log-*")
-            assert kind in [record.kind for file in logs for record in read(file)[0]]
+            assert kind in [record.kind for file in logs for record in read(file).records]
     manifest.verify(left["sampler"] / run.replace(":", ".") / "sampler_weights.a")
     with servertools.running(tiny_folder, left["session"], names=["tiny"]) as server:
         assert Client(server, client.session).send("session_heartbeat", {"session_id": client.session}).status_code == 200

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
 import resource
 import shutil
+import socket
+import struct
+import zlib
+from pathlib import Path
 
 import children
 import httpx
@@ -17,8 +23,9 @@ from waiting import WAIT_S, until
 
 from cookbook.backends.local import LocalConfig
 from cookbook.cli.app import run as cookbook
-from cookbook.server.journal.log import MAGIC, Record, encode, read
+from cookbook.server.journal.log import MAGIC, Content, Log, Record, encode, read
 from cookbook.server.state import snapshots
+from cookbook.server.wire.bodies import Refused
 from cookbook.utils import files
 
 tinker = pytest.importorskip("tinker")
@@ -34,24 +41,130 @@ def start(tiny_folder, tmp_path):
 # ---- the file --------------------------------------------------------------------------------------------------------
 
 
-def test_records_are_read_up_to_the_first_that_is_not_whole(tmp_path):
-    whole = [Record({"what": "x", "number": number}, bytes(range(number))) for number in range(4)]
+def test_a_record_that_a_crash_has_cut_off_is_told_from_a_damaged_one(tmp_path):
+    whole = [Record({"what": "x", "number": number}, b"body" * 90 * number) for number in range(1, 4)]
     parts = [MAGIC, *map(encode, whole)]
     ends = np.cumsum([len(part) for part in parts])
     data, file = b"".join(parts), tmp_path / "log"
-    for size in range(len(MAGIC), len(data) + 1):
-        file.write_bytes(data[:size])
-        count = int((ends <= size).sum()) - 1
-        assert read(file) == (whole[:count], size - ends[count])
-        file.write_bytes(data[:size] + b"\xff" * 40)  # what a file system may leave behind the end
-        assert read(file)[0] == whole[:count]
-    for place in range(len(MAGIC), len(data)):
+    for size in range(len(data) + 1):
+        num_whole = max(int((ends <= size).sum()) - 1, 0)
+        # Zeros in place of what was not written begin where the last sync ended, or with a sector.
+        for unwritten in (0, 40, 3000) if size in ends or size % 512 == 0 else (0,):
+            file.write_bytes(data[:size] + bytes(unwritten))
+            content = read(file)
+            assert content.records == whole[:num_whole] and not content.damage, size
+            if not unwritten:
+                assert content.torn_bytes == size - (ends[num_whole] if size >= len(MAGIC) else 0)
+    for place in [*range(len(MAGIC)), *(int(end) + offset for end in ends[:-1] for offset in (*range(60), 300))]:
         flipped = bytearray(data)
         flipped[place] ^= 1 << place % 8
         file.write_bytes(flipped)
-        assert read(file)[0] == whole[: int((ends <= place).sum()) - 1]
-    file.write_bytes(b"no log")
-    assert read(file)[0] == []
+        content, damaged = read(file), int((ends <= place).sum()) - 1
+        assert content.records == whole[: max(damaged, 0)] + whole[damaged + 1 :] and not content.torn_bytes, place
+        (damage,) = content.damage
+        assert damage.start <= place < damage.end
+        # The header of a record with a damaged body, or checksum of the body, tells which record is lost.
+        in_record, header_end = place - int(ends[damaged]), 20 + len(json.dumps(whole[damaged].header))
+        is_body = damaged >= 0 and (16 <= in_record < 20 or in_record >= header_end)
+        assert damage.header == (whole[damaged].header if is_body else None)
+
+
+def test_files_of_the_former_format_are_read(tmp_path):
+    def former(record):
+        header = json.dumps(record.header).encode()
+        lengths = struct.pack("<II", len(header), len(record.body))
+        return lengths + struct.pack("<I", zlib.crc32(lengths + header + record.body)) + header + record.body
+
+    whole = [Record({"what": "x", "number": number}, b"body") for number in range(3)]
+    data = b"cookbook log 1\n" + b"".join(map(former, whole))
+    (tmp_path / "log").write_bytes(data)
+    assert read(tmp_path / "log") == Content(whole)
+    (tmp_path / "log").write_bytes(data[:-1])
+    assert read(tmp_path / "log") == Content(whole[:2], torn_bytes=len(former(whole[2])) - 1)
+    (tmp_path / "log").write_bytes(data[:30] + b"?" + data[31:])
+    assert read(tmp_path / "log").records == [] and len(read(tmp_path / "log").damage) == 1
+
+
+def test_a_missing_end_or_file_of_a_log_is_noticed(tmp_path):
+    log = Log(tmp_path, Record({"what": "x"}), fsync=False)
+    for number in range(3):
+        log.append(Record({"what": "y", "number": number}))
+        log.rotate()
+    assert len(list(Log(tmp_path, Record({}), fsync=False).earlier_records())) == 6
+    second = tmp_path / "log-000002"
+    second.write_bytes(second.read_bytes()[:-5])
+    damaged = Log(tmp_path, Record({}), fsync=False)
+    assert len(list(damaged.earlier_records())) == 5
+    assert [(one.file, one.end - one.start) for one in damaged.damage] == [(second, 5)]
+    second.unlink()
+    missing = Log(tmp_path, Record({}), fsync=False)
+    assert len(list(missing.earlier_records())) == 4 and [one.file for one in missing.damage] == [second]
+
+
+class FailingDisk:
+    """Fails the next fsyncs of files, and loses what they should have written, as a disk with an error does."""
+
+    def __init__(self, monkeypatch):
+        self.failures = 0
+        self.synced = []
+        self._real = files.sync_descriptor
+        monkeypatch.setattr(files, "sync_descriptor", self._sync)
+
+    def _sync(self, descriptor):
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if self.failures and path.is_file():
+            self.failures -= 1
+            raise OSError(errno.EIO, "Input/output error")
+        self._real(descriptor)
+        self.synced.append(path)
+
+
+def test_a_failed_sync_is_remembered(tmp_path, monkeypatch):
+    """The next sync of the same file would report success, although the kernel may have dropped the data."""
+    disk = FailingDisk(monkeypatch)
+    log = Log(tmp_path, Record({"what": "x"}), fsync=True)
+    first, second = tmp_path / "log-000001", tmp_path / "log-000002"
+
+    async def fill():
+        log.append(Record({"what": "y", "number": 0}))
+        disk.failures = 2
+        for _ in range(2):  # the second one fails to replace the file
+            with pytest.raises(Refused, match="Input/output error"):
+                await log.synced()
+        inode = first.stat().st_ino
+        log.append(Record({"what": "y", "number": 1}))
+        await log.synced()
+        assert first.stat().st_ino != inode and disk.synced[-2:] == [tmp_path, second]
+        assert any(path.name.startswith(".log-000001") for path in disk.synced)
+        disk.failures = 1
+        with pytest.raises(OSError, match="Input/output error"):
+            log.rotate()
+        log.append(Record({"what": "y", "number": 2}))
+        inode = second.stat().st_ino
+        log.rotate()
+        assert second.stat().st_ino != inode
+
+    asyncio.run(fill())
+    numbers = [one.header.get("number") for one in Log(tmp_path, Record({}), fsync=False).earlier_records()]
+    assert numbers == [None, 0, None, 1, None, 2] and not list(tmp_path.glob(".*"))
+
+
+def test_nothing_is_acknowledged_if_the_disk_has_lost_a_record(tmp_path, monkeypatch):
+    disk = FailingDisk(monkeypatch)
+    log = Log(tmp_path, Record({"what": "x"}), fsync=True)
+
+    async def fill():
+        log.append(Record({"what": "y"}, b"body"))
+        disk.failures = 1
+        with pytest.raises(Refused):
+            await log.synced()
+        file = tmp_path / "log-000001"
+        file.write_bytes(file.read_bytes()[:-4] + bytes(4))
+        for _ in range(2):
+            with pytest.raises(Refused, match="the disk has lost records of the log; restart the server"):
+                await log.synced()
+
+    asyncio.run(fill())
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -304,7 +417,7 @@ def test_a_save_that_was_not_acknowledged_is_repeated_or_found(start, tmp_path):
         saving = {"model_id": run, "seq_id": 1, "path": "one"}
         saved = client.result("save_weights", saving)
     file = next((tmp_path / "out" / "sessions" / client.session / "run-0").glob("log-*"))
-    records = [record for record in read(file)[0] if record.header.get("id") != f"{run}/1" or record.kind == "request"]
+    records = [record for record in read(file).records if record.header.get("id") != f"{run}/1" or record.kind == "request"]
     file.write_bytes(MAGIC + b"".join(map(encode, records)))  # as if killed before the result was noted
     with start() as server:
         client = Client(server, client.session)
@@ -333,7 +446,7 @@ def test_a_replay_that_finds_something_else_stops_the_run(start, tmp_path):
     file = next((tmp_path / "out" / "sessions" / client.session / "run-0").glob("log-*"))
     records = [
         Record(one.header, one.body[:-1] + b"?") if one.kind == "result" and one.header["id"].endswith("/1") else one
-        for one in read(file)[0]
+        for one in read(file).records
     ]
     file.write_bytes(MAGIC + b"".join(map(encode, records)))
     with start() as server:
@@ -374,6 +487,71 @@ def test_what_cannot_be_recovered_costs_no_more_than_itself(start, tmp_path, cap
         assert all(NOT_RECOVERED in client.fetch(one).content for one in pending)
 
 
+def harm(file, kind):
+    """Damage a file as disks and people do."""
+    data = file.read_bytes()
+    middle = len(data) // 2
+    if kind == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(
+            {
+                "truncated": data[:middle],
+                "flipped": data[:middle] + bytes([data[middle] ^ 4]) + data[middle + 1 :],
+                "zero": bytes(len(data)),
+            }[kind]
+        )
+
+
+@pytest.mark.slow
+def test_damage_to_a_file_of_a_run_costs_no_acknowledged_request(start, tmp_path, tiny_folder, caplog):
+    """Each file of a run, damaged in four ways: the run continues with the same bits, or one line says why not."""
+    with start(checkpoint_s=1e-9) as server:
+        client = Client(server)
+        run = client.run()
+        client.result("forward_backward", passing(run, 1))
+        client.result("optim_step", stepping(run, 2))
+        until(lambda: list(server.service.snapshots[run].kept) == [2])
+        client.result("forward_backward", passing(run, 3))
+        client.result("optim_step", stepping(run, 4))
+        until(lambda: list(server.service.snapshots[run].kept) == [2, 4])
+        server.service.config.checkpoint_s = 1e9
+        client.result("forward_backward", passing(run, 5))
+        client.result("optim_step", stepping(run, 6))
+        expected = weights(server, run)
+    place = tmp_path / "out" / "sessions" / client.session / "run-0"
+    (tmp_path / "out").rename(tmp_path / "whole")
+    (log,) = (path for path in (tmp_path / "whole").rglob("run-0/log-*") if b"/6" in path.read_bytes())
+    inside = [log.name, *(f"state-4/{name}" for name in ("checkpoint.json", "adapter_model.safetensors"))]
+    moments = next((log.parent / "state-4" / "trainer").glob("*.safetensors"))
+    for name in [*inside, str(moments.relative_to(log.parent))]:
+        for kind in ("truncated", "flipped", "zero", "missing"):
+            shutil.copytree(tmp_path / "whole", tmp_path / "out")
+            harm(place / name, kind)
+            caplog.clear()
+            with start() as server:
+                warnings = [one.getMessage() for one in caplog.records if one.name == "cookbook"]
+                if name != log.name:
+                    # The state before it, and the log, lead to the same weights.
+                    until(lambda: server.service.runs[run].trainer.step == 3)
+                    assert equal(weights(server, run), expected), (name, kind)
+                    assert len(warnings) == 1 and "state-4" in warnings[0] and "trying the state before it" in warnings[0]
+                elif run not in server.service.runs:
+                    refused = Client(server, client.session).send("optim_step", stepping(run, 7))
+                    assert "is lost, because bytes" in refused.json()["detail"] and kind == "flipped", kind
+                    assert any("could not be recovered" in one for one in warnings)
+                elif kind == "flipped":
+                    # A result was lost, which is recomputed.
+                    until(lambda: server.service.runs[run].trainer.step == 3)
+                    assert equal(weights(server, run), expected) and "the result" in warnings[0]
+                else:
+                    # The end looks like that of a crash. The next request waits for the missing ones, and then fails.
+                    assert warnings if kind != "missing" else not warnings
+                    server.call(lambda: setattr(server.service.runs[run], "gap_timeout_s", 0.01))
+                    assert b"has not arrived within" in Client(server, client.session).result("optim_step", stepping(run, 9))
+            shutil.rmtree(tmp_path / "out")
+
+
 # ---- around them -----------------------------------------------------------------------------------------------------
 
 
@@ -406,7 +584,7 @@ def fill_disk(start, tmp_path, monkeypatch):
         server.service.config.checkpoint_s = 1e-9
         monkeypatch.setattr(server.service.runs[run].log, "rotate", broken_disk)
         stepped = client.result("optim_step", stepping(run, 2))
-    assert read(file)[1] == 0  # no half of the refused record is left
+    assert read(file).torn_bytes == 0  # no half of the refused record is left
     return client.session, run, passed, stepped
 
 
@@ -473,6 +651,77 @@ def test_switched_off_nothing_is_kept(start, tmp_path):
     with start() as server:
         found = httpx.post(f"{server.url}/api/v1/retrieve_future", json={"request_id": f"{run}/1"}, timeout=WAIT_S)
         assert found.status_code == 404 and "restarted with server.durability=off" in found.json()["detail"]
+
+
+def test_nothing_is_logged_before_it_is_valid(start, tmp_path):
+    """Requests that fail change nothing, so a tenant cannot fill the disk with them. Metadata has a limit."""
+    with start(max_runs=1) as server:
+        client = Client(server)
+        run = client.run()
+        place = tmp_path / "out" / "sessions" / client.session
+
+        def num_bytes():
+            return sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
+
+        before = num_bytes()
+        asked = {"session_id": client.session, "model_seq_id": 1, "base_model": "tiny"}
+        for _ in range(2):
+            assert b"raise server.max_runs" in client.result("create_model", asked)
+        missing = {"session_id": client.session, "model_seq_id": 2, "path": f"tinker://{run}/weights/missing"}
+        assert b"not found" in client.result("load_weights", missing)
+        graph = {"nodes": [{"op": "call_function", "name": "x", "target": "os.system", "args": ["x" * 10_000]}]}
+        loss = {"session_id": client.session, "custom_loss_seq_id": 0, "name": "mine", "inputs": [], "graph": graph}
+        for _ in range(2):
+            assert b"create_custom_loss" in client.result("create_custom_loss", loss)
+        assert num_bytes() == before and len(list(place.glob("run-*"))) == 1
+        metadata = {"note": "x" * 70_000}
+        refused = client.send("create_session", {"user_metadata": metadata})
+        assert refused.status_code == 422 and "expected at most 65,536 bytes as JSON" in refused.json()["detail"]
+        assert client.send("create_model", {**asked, "user_metadata": metadata}).status_code == 422
+        assert client.send("create_model", {**asked, "unknown": "x" * 200_000}).status_code == 413
+        saving = {"model_id": run, "seq_id": 1, "path": "one", "user_metadata": metadata}
+        assert b"expected at most 65,536 bytes" in client.result("save_weights", saving)
+        assert client.post("create_session", {"user_metadata": {"note": "x" * 60_000}})
+
+
+def test_serve_verify_finds_every_damaged_file(start, tmp_path, capsys):
+    out = tmp_path / "out"
+    with start() as server:
+        client = Client(server)
+        run = client.run()
+        client.result("save_weights", {"model_id": run, "seq_id": 1, "path": "one"})
+    folder = out / run.replace(":", ".")
+    assert cookbook(["serve", "--verify", f"out={out}"]) == 0
+    assert capsys.readouterr().out.count("whole") >= 5
+    for file, place in (
+        (folder / "run.json", folder / "run.json"),
+        (folder / "facts" / "weights.one.json", folder / "facts" / "weights.one.json"),
+        (folder / "weights.one" / "adapter_model.safetensors", folder / "weights.one"),
+        (out / "sessions" / client.session / "run-0" / "log-000001", out / "sessions" / client.session / "run-0"),
+    ):
+        whole = file.read_bytes()
+        harm(file, "flipped" if file.suffix != ".json" else "truncated")
+        assert cookbook(["serve", "--verify", f"out={out}"]) == 2
+        printed = capsys.readouterr()
+        assert "1 of" in printed.err
+        assert str(place) in next(line for line in printed.out.splitlines() if line.startswith("damaged"))
+        if place.parent != out / "sessions" / client.session:
+            assert cookbook(["weights", "verify", str(folder)]) == 2
+            assert str(place) in capsys.readouterr().out
+        file.write_bytes(whole)
+    assert cookbook(["serve", "--verify", f"out={tmp_path / 'none'}"]) == 2
+    assert "is not the folder of a server" in capsys.readouterr().err
+
+
+def test_the_folder_of_a_server_with_keys_is_private(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir(mode=0o755)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        words = ["serve", f"server.port={other.getsockname()[1]}", "out=out"]
+        assert cookbook(words) == 2 and (tmp_path / "out").stat().st_mode & 0o777 == 0o755
+        monkeypatch.setenv("COOKBOOK_API_KEYS", "tml-a")
+        assert cookbook(words) == 2 and (tmp_path / "out").stat().st_mode & 0o777 == 0o700
+    assert "cannot listen" in capsys.readouterr().err
 
 
 def test_one_server_a_folder(tiny_folder, tmp_path, monkeypatch, capsys):

@@ -432,12 +432,21 @@ def test_of_several_calls_that_had_begun_at_an_end_none_is_blamed_until_it_ends_
 
     # A pass and a batch of two samples, one of which pauses.
     assert ended("1", "2\n3") == [0, 0, 0, 0] and suspects() == ["1", "2", "3"]
-    # A suspect and a new request, which becomes a suspect: the end counts against the suspect, and the one before as well.
-    assert ended("4", "1") == [2, 0, 0, 0] and suspects() == ["1", "2", "3", "4"]
-    assert ended("2\n3") == [2, 2, 2, 0]
-    assert ended("4", "", "4") == [2, 2, 2, 2]
-    assert ended("1") == [3, 2, 2, 2]
-    assert ended() == [3, 2, 2, 2]
+    # A suspect and a new request, which becomes a suspect: the end counts against the suspect.
+    assert ended("4", "1") == [1, 0, 0, 0] and suspects() == ["1", "2", "3", "4"]
+    assert ended("2\n3") == [1, 1, 1, 0]
+    assert ended("4", "", "4") == [1, 1, 1, 1]
+    assert ended("1") == [2, 1, 1, 1]
+    assert ended() == [2, 1, 1, 1]
+
+
+def test_a_request_with_counted_ends_waits_so_that_others_settle(tmp_path):
+    pauses = []
+    for _ in range(10):
+        Attempts(tmp_path).computing("1")
+        pauses.append(Attempts(tmp_path).pause_s(["1", "2"]))
+        Attempts(tmp_path).computing()
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60, 60] and Attempts(tmp_path).pause_s(["2"]) == 0
 
 
 def test_suspects_are_computed_sequentially_and_others_in_their_pauses(turns):
@@ -480,7 +489,7 @@ admit = Decoder._admit
 Decoder._admit = lambda self: end() if len(self.waiting) == 13 else admit(self)
 step = Engine.optim_step
 Engine.optim_step = lambda self, adam, *rest: end() if adam.learning_rate == 13 else step(self, adam, *rest)
-serve(ModelConfig(model), LocalConfig(), ServerConfig(port=int(port), names=["tiny"]), seed=0, out=Path(out))
+serve(ModelConfig(model), LocalConfig(), ServerConfig(port=int(port), max_attempts=2, names=["tiny"]), seed=0, out=Path(out))
 """
 
 
@@ -554,7 +563,7 @@ Engine.forward_backward = begun
 admit = Decoder._admit
 Decoder._admit = lambda self: end() if passes else admit(self)
 config = LocalConfig(micro_batch_tokens=8)
-serve(ModelConfig(model), config, ServerConfig(port=int(port), names=["tiny"]), seed=0, out=Path(out))
+serve(ModelConfig(model), config, ServerConfig(port=int(port), max_attempts=2, names=["tiny"]), seed=0, out=Path(out))
 """
 
 

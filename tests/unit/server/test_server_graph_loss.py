@@ -10,6 +10,7 @@ import tiny
 import torch
 
 from cookbook.errors import ConfigError, DataError
+from cookbook.server.wire import loss_graph
 from cookbook.server.wire.bodies import CustomLoss
 from cookbook.server.wire.loss_graph import GraphLoss
 
@@ -190,6 +191,50 @@ def powers():
     steps = [node("call_function", "n0", "operator.pow", 9, 9)]
     steps += [node("call_function", f"n{i}", "operator.pow", ref(f"n{i - 1}"), ref(f"n{i - 1}")) for i in range(1, 9)]
     return [*steps, node("call_function", "x", "operator.mul", X, ref("n8"))]
+
+
+def square(*steps):
+    """Return a graph of a square tensor ``m``, indices ``i`` of its size, and more steps."""
+    made = [
+        node("call_method", "u", "unsqueeze", X, -1),
+        node("call_function", "m", "operator.mul", ref("u"), X),
+        node("call_function", "i", "torch.argsort", ref("m")),
+        node("call_method", "flat", "flatten", ref("i")),
+        node("call_function", "mask", "operator.ge", X, -9e9),
+    ]
+    return [*made, *steps]
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "args"),
+    [
+        ("call_function", "operator.getitem", [ref("m"), ref("i")]),
+        ("call_function", "operator.getitem", [ref("m"), {"tuple": [{"slice": [None, None, None]}, ref("i")]}]),
+        ("call_function", "operator.getitem", [ref("m"), {"tuple": [ref("mask"), ref("flat")]}]),
+        ("call_function", "operator.getitem", [ref("m"), [0] * 400]),
+        ("call_function", "torch.index_select", [ref("m"), 0, ref("flat")]),
+        ("call_method", "index_select", [ref("m"), 0, ref("flat")]),
+    ],
+)
+def test_the_budget_is_checked_before_an_operation_allocates(monkeypatch, kind, target, args):
+    """An index repeats parts of a tensor: the result is larger than all arguments."""
+    data = tiny.datums(1, seed=1)
+    length = data[0].model_input.length
+    monkeypatch.setattr(loss_graph, "MAX_ELEMENTS", 9 * length**2)
+    monkeypatch.setitem(loss_graph._CALLS[kind], target, lambda *_: pytest.fail("allocated"))
+    loss = GraphLoss(wire=graph(*square(node(kind, "x", target, *args))))
+    with pytest.raises(DataError, match="computes more than"):
+        loss(data, [torch.linspace(-1, 0, length, requires_grad=True)])
+
+
+def test_indices_that_select_a_part_cost_no_more_than_the_part():
+    data = tiny.datums(1, seed=1)
+    steps = [
+        node("call_function", "part", "operator.getitem", ref("m"), {"tuple": [ref("mask"), 0]}),
+        node("call_function", "x", "operator.getitem", ref("part"), {"slice": [1, None, None]}),
+    ]
+    value, _ = GraphLoss(wire=graph(*square(*steps)))(data, [torch.zeros(data[0].model_input.length, requires_grad=True)])
+    assert value.isfinite()
 
 
 @pytest.mark.parametrize(

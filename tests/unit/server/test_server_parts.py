@@ -392,7 +392,7 @@ def test_what_was_saved_is_found_again(catalog, tmp_path):
 
 def test_what_has_expired_is_gone(catalog):
     address = put(catalog, "x", ttl_s=100)
-    assert catalog.find(address).expires > time.time()
+    assert catalog.find(address).expires > catalog.clock.now()
     catalog.set_ttl(address, -1)
     with pytest.raises(CheckpointError, match="has expired"):
         catalog.find(address)
@@ -418,7 +418,7 @@ def test_an_address_is_no_path_elsewhere(path):
 
 
 def test_a_download_address_opens_one_file_for_a_while(catalog, monkeypatch):
-    address, downloads = put(catalog, "x"), Downloads(catalog)
+    address, downloads = put(catalog, "x"), Downloads(catalog, KeyRing())
     assert downloads.files(address) == ["model"]
     token = downloads.sign(address, "model", downloads.expiry())
     assert downloads.open(token, "model").read_text() == "weights"
@@ -426,11 +426,102 @@ def test_a_download_address_opens_one_file_for_a_while(catalog, monkeypatch):
         with pytest.raises(Refused, match="not issued by this server"):
             downloads.open(bad, file)
     with pytest.raises(Refused, match="not issued by this server"):
-        Downloads(catalog).open(token, "model")
-    later = time.time() + 4000
-    monkeypatch.setattr(time, "time", lambda: later)
+        Downloads(catalog, KeyRing()).open(token, "model")
+    later = time.monotonic() + 4000
+    monkeypatch.setattr(time, "monotonic", lambda: later)
     with pytest.raises(Refused, match="expired"):
         downloads.open(token, "model")
+
+
+def test_a_download_address_is_for_one_save_and_one_key(catalog, tmp_path, monkeypatch):
+    """Unpublishing, a new save under the same name and the removal of a key make an address invalid."""
+    (tmp_path / "keys").write_text("alice: tml-a\nbob: tml-b\n")
+    keys = KeyRing(tmp_path / "keys")
+    catalog.add_run(RunInfo("s2:train:0", "tiny", True, 4, 0, 1.0, owner="alice"))
+    address, downloads = Address("s2:train:0", "weights", "x"), Downloads(catalog, keys)
+    catalog.folder_of(address).mkdir()
+    (catalog.folder_of(address) / "model").write_text("weights")
+    catalog.add(address, None, None)
+
+    def token(name):
+        monkeypatch.setattr("cookbook.server.state.catalog.caller_name", lambda: name)
+        return downloads.sign(address, "model", downloads.expiry())
+
+    catalog.publish(address, True)
+    own, foreign = token("alice"), token("bob")
+    assert downloads.open(own, "model") == downloads.open(foreign, "model")
+    catalog.publish(address, False)
+    assert downloads.open(own, "model").is_file()
+    with pytest.raises(Refused, match="not readable for the key of this URL") as refused:
+        downloads.open(foreign, "model")
+    assert refused.value.status == 403
+    catalog.publish(address, True)
+    catalog.delete(address)
+    catalog.folder_of(address).mkdir()
+    (catalog.folder_of(address) / "model").write_text("private")
+    catalog.add(address, None, None)
+    for old in (own, foreign):
+        with pytest.raises(Refused, match=r"not readable|saved again after this URL was issued") as refused:
+            downloads.open(old, "model")
+        assert refused.value.status == 403
+    own = token("alice")
+    (tmp_path / "keys").write_text("bob: tml-b\ncarol: tml-c\n")
+    keys.refresh()
+    with pytest.raises(Refused, match="not readable"):
+        downloads.open(own, "model")
+
+
+def test_a_damaged_file_costs_its_object_only(catalog, tmp_path, caplog):
+    put(catalog, "good"), put(catalog, "bad")
+    catalog.add_run(RunInfo("s2:train:0", "tiny", True, 4, 0, 2.0, owner="bob"))
+    damaged = [tmp_path / "s2.train.0" / "run.json", tmp_path / RUN.replace(":", ".") / "facts" / "weights.bad.json"]
+    for content in ("", "{", "[]", '{"run_id": 1}', '{"time": "now"}', "\0" * 50, "[" * 100_000):
+        for file in damaged:
+            file.write_text(content)
+        caplog.clear()
+        again = Catalog(tmp_path)
+        assert [info.run_id for info in again.runs()] in ([RUN, "s2:train:0"], ["s2:train:0", RUN])
+        assert [one.address.name for one in again.of_run(RUN)] == ["good"]
+        assert again.is_damaged("s2:train:0") and not again.is_damaged(RUN)
+        for _ in range(2):
+            with pytest.raises(Refused, match="is damaged") as refused:
+                again.run("s2:train:0")
+            assert refused.value.status == 410
+            with pytest.raises(CheckpointError, match=r"weights\.bad\.json is damaged"):
+                again.find(Address(RUN, "weights", "bad"))
+        assert again.owner_of(Address("s2:train:0", "weights", "x")) is None
+        assert not again.is_public(Address(RUN, "weights", "bad"))
+        # Each file is named on the console once.
+        assert len(caplog.records) == 2
+    # The log of a run has its description too.
+    again.add_run(RunInfo("s2:train:0", "tiny", True, 4, 0, 2.0, owner="bob"))
+    assert again.run("s2:train:0").owner == "bob" and not again.is_damaged("s2:train:0")
+
+
+def test_lists_read_no_files(catalog, monkeypatch, tmp_path):
+    put(catalog, "x")
+    again = Catalog(tmp_path)
+    for changed in (catalog, again):
+        monkeypatch.setattr("cookbook.server.state.catalog._fields", None)
+        assert [info.run_id for info in changed.runs()] == [RUN] and len(changed.of_runs(changed.runs())) == 1
+        monkeypatch.undo()
+    # Metadata stays on disk.
+    assert again.of_run(RUN)[0].user_metadata is None
+    assert again.with_metadata(again.of_run(RUN))[0].user_metadata == {"k": "v"}
+
+
+def test_a_jump_of_the_wall_clock_deletes_no_checkpoint(catalog, monkeypatch, tmp_path):
+    address = put(catalog, "x", ttl_s=3600)
+    catalog.clock.store()
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 10 * 365 * 86400)
+    assert catalog.find(address) and Catalog(tmp_path).find(address)
+    shown = catalog.clock.wall_time(catalog.find(address).expires) - time.time()
+    assert 3590 < shown <= 3600
+    later = time.monotonic() + 4000
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    catalog.delete_expired()
+    assert not catalog.folder_of(address).exists()
 
 
 # ---- keys ------------------------------------------------------------------------------------------------------------
