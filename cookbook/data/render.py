@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from cookbook.data.channels import channel_texts, json_or_text, names_channels
 from cookbook.data.contents import Contents
 from cookbook.data.encoding import Encoded, TextEncoder, without_breaks
 from cookbook.data.formats import Chat, Example, Plain
-from cookbook.data.messages import is_prefill, parse_messages
+from cookbook.data.messages import ChatMessage, is_prefill, parse_messages
 from cookbook.data.stop_tokens import StopTokens
 from cookbook.data.template import ChatTemplate, answer_weights
 from cookbook.data.turns import OTHER_TOKENS, SampledTurns, TrainedText, reasoning_tag, without_empty_reasoning
@@ -212,6 +213,8 @@ class Renderer:
     ) -> str:
         """Return a completion as text, without the end of the turn and other special tokens.
 
+        The marks of channels stay (:mod:`cookbook.data.channels`): without them, reasoning and answer would be one text.
+
         Args:
             continues: the completion continues a text, so a space at its start counts. Tokenizers that put a space before every
                 text drop it when they decode.
@@ -222,9 +225,8 @@ class Renderer:
         while end and not with_stop and tokens[end - 1] in self.stop_token_ids:
             end -= 1
         before = self._text_before if continues and self._encoder.prefixes else ([], "")
-        whole = self.tokenizer.decode(
-            [*before[0], *tokens[:end]], skip_special_tokens=not with_special, clean_up_tokenization_spaces=False
-        )
+        skip = not (with_special or self.has_channels)
+        whole = self.tokenizer.decode([*before[0], *tokens[:end]], skip_special_tokens=skip, clean_up_tokenization_spaces=False)
         return str(whole)[len(before[1]) :]
 
     @cached_property
@@ -270,6 +272,35 @@ class Renderer:
     def chat_tokens(self, text: str) -> list[int]:
         """Return the tokens of a whole text of :meth:`chat_text`."""
         return self._encoder.whole([text], ["text"])[0].ids
+
+    @cached_property
+    def has_channels(self) -> bool:
+        """Whether the chat template prints channels, as that of gpt-oss."""
+        return names_channels(str(self.tokenizer.chat_template or ""))
+
+    def answer_message(self, text: str) -> ChatMessage:
+        """Return the text of a completion as a message: with channels, its reasoning, answer and calls in their fields."""
+        texts = channel_texts(text) if self.has_channels else None
+        if texts is None:
+            return ChatMessage("assistant", text)
+        extra: dict[str, object] = {}
+        if texts.calls:
+            extra["tool_calls"] = [
+                {"id": f"call{place:05d}", "type": "function", "function": {"name": name, "arguments": json_or_text(arguments)}}
+                for place, (name, arguments) in enumerate(texts.calls)
+            ]
+        # The template of gpt-oss prints text beside a call as reasoning, and refuses both.
+        content = "" if texts.calls and texts.reasoning else texts.content
+        if texts.reasoning:
+            extra["thinking"] = "\n".join(filter(None, [texts.reasoning, texts.content])) if texts.calls else texts.reasoning
+        return ChatMessage("assistant", content, extra=extra)
+
+    @cached_property
+    def end_of_calls(self) -> str:
+        """The text that the chat template prints from the stop token of an answer with a call on; empty without calls."""
+        one, _ = self._template.ends_of_calls or ("", "")
+        places = [place for token in self.stop_token_ids if (place := one.find(self.printed([token]))) >= 0]
+        return one[min(places) :] if places else ""
 
     @property
     def end_of_turn(self) -> str:

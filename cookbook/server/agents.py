@@ -74,7 +74,7 @@ class Exchange:
         text = completed_text(renderer, sample.tokens, fields.stop_strings, continues=continues)
         begun = openai_results.opening(renderer, fields, prompt)
         tools = fields.callable_tools if isinstance(fields, ChatBody) else ()
-        said = openai_results.message(begun + text, tools)
+        said = openai_results.message(begun + text, tools, channels=renderer.has_channels)
         answer = Answer(prompt, [sample])
         if fields.stream:
             self.response.set_result(Response(200, _stream(renderer, fields, answer, turn.step), EVENTS))

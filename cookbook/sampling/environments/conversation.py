@@ -91,7 +91,7 @@ class Conversation:
             self._is_begun = False
         else:
             # A prompt that opens the reasoning has printed the start of the message.
-            self._messages.append(ChatMessage("assistant", opened_reasoning(self._text, text) + text))
+            self._messages.append(self.renderer.answer_message(opened_reasoning(self._text, text) + text))
         self._text += self.renderer.printed(sample.tokens)
         return self._answer
 
@@ -150,9 +150,9 @@ def _after_answer(renderer: Renderer, chat: Chat, said: tuple[ChatMessage, ...])
         # The template prints the last answer differently from an earlier one. What follows the answer is the same.
         before_answer, found, after = text.rpartition(ANSWER.content)
         return after if found and answer is ANSWER and before_answer else None
-    # The end of an answer with a call follows the call.
-    closed = renderer.end_of_turn
-    return closed + text[len(ended) :] if ended.endswith(closed) else None
+    # The end of an answer with a call follows the call. It may be another token than that of other answers.
+    closed = next((one for one in (renderer.end_of_turn, renderer.end_of_calls) if one and ended.endswith(one)), None)
+    return closed + text[len(ended) :] if closed is not None else None
 
 
 def _opening(prompt: RenderedPrompt, observation: Observation, tools: list[JsonObject]) -> tuple[Example, str]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from cookbook.data.channels import FUNCTIONS, channel_messages, json_or_text
 from cookbook.data.reasoning import without_reasoning
 from cookbook.errors import described
 from cookbook.types import JsonObject
@@ -115,7 +116,8 @@ def parse_calls(text: str, tools: Sequence[JsonObject] = ()) -> list[ToolCall | 
 
     Read are the forms of Qwen and Hermes (``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``), of Qwen3-Coder
     (``<function=name><parameter=x>...``), of GLM (``<tool_call>name<arg_key>...``), of Mistral (``[TOOL_CALLS][...]``,
-    ``[TOOL_CALLS]name[ARGS]{...}``) and of Llama (JSON objects alone, or Python's ``[name(x=1)]``). Reasoning has no calls.
+    ``[TOOL_CALLS]name[ARGS]{...}``), of Llama (JSON objects alone, or Python's ``[name(x=1)]``) and of gpt-oss
+    (``to=functions.name<|channel|>commentary<|message|>{...}``). Reasoning has no calls.
 
     Args:
         tools: schemas of the tools. They give the types of values that a form writes without quotes. A form without marks, such
@@ -189,6 +191,9 @@ def _fits(value: object, types: set[str]) -> bool:
 
 def _read(text: str, schemas: _Schemas) -> tuple[list[ToolCall | str], int]:
     """Return the calls, and where the first begins in the text."""
+    if called := [one for one in channel_messages(text) if one.recipient]:
+        names = [one.recipient.removeprefix(FUNCTIONS) for one in called]
+        return [_of_channel(name, one.text) for name, one in zip(names, called, strict=True)], 0
     answer = without_reasoning(text)
     if answer is None:
         return [], len(text)
@@ -204,6 +209,12 @@ def _read(text: str, schemas: _Schemas) -> tuple[list[ToolCall | str], int]:
             return [call for inner in TAGGED.findall(marked) for call in _tagged(inner.strip(), schemas)], start
         return _functions(marked, schemas), start
     return _bare(answer.strip(), schemas), start
+
+
+def _of_channel(name: str, text: str) -> ToolCall | str:
+    """Return a call of gpt-oss, whose message has the arguments."""
+    arguments = json_or_text(text) if text.strip() else {}
+    return ToolCall(name, arguments) if isinstance(arguments, dict) else f"the arguments of {name} are not a JSON object"
 
 
 def _tagged(inner: str, schemas: _Schemas) -> list[ToolCall | str]:

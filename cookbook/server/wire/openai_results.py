@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cookbook.data import Renderer
+from cookbook.data.channels import ChannelTexts, channel_texts
 from cookbook.data.render import PART_OF_A_CHARACTER, TextStream, completed_text
 from cookbook.engine.decoding.requests import TokenChunk
 from cookbook.sampling.environments.tool_calls import ToolCall, parse_calls, text_before_calls
@@ -74,19 +75,25 @@ def opening(renderer: Renderer, fields: ChatBody | CompletionBody, prompt: Seque
     return renderer.opened_reasoning(prompt) if isinstance(fields, ChatBody) and not fields.continues_answer else ""
 
 
-def message(text: str, tools: Sequence[JsonObject]) -> JsonObject:
+def message(text: str, tools: Sequence[JsonObject], *, channels: bool = False) -> JsonObject:
     """Return a message of the assistant. A text stays text if a call cannot be read or names none of the ``tools``.
 
     The parser is that of environments. Without ``tools``, the model may call none. ``text`` begins with what the prompt has
-    printed of the answer, so that a call inside reasoning is not taken for one.
+    printed of the answer, so that a call inside reasoning is not taken for one. ``channels``: the text may have the channels of
+    gpt-oss, whose reasoning is ``reasoning_content``.
     """
     calls = parse_calls(text, tools) if tools else []
     known = {tool.get("function", tool).get("name") for tool in tools}
     read = [call for call in calls if isinstance(call, ToolCall) and call.name in known]
-    if not calls or len(read) < len(calls):
-        return {"role": "assistant", "content": text, "refusal": None}
-    content = text_before_calls(text, tools) or None
-    return {"role": "assistant", "content": content, "refusal": None, "tool_calls": [_call(call) for call in read]}
+    said: JsonObject = {"role": "assistant", "content": text, "refusal": None}
+    if channels and (texts := channel_texts(text)) is not None and len(texts.calls) == len(read):
+        said["content"] = (texts.content or None) if read else texts.content
+        said |= {"reasoning_content": texts.reasoning} if texts.reasoning else {}
+    elif calls and len(read) == len(calls):
+        said["content"] = text_before_calls(text, tools) or None
+    else:
+        return said
+    return {**said, "tool_calls": [_call(call) for call in read]} if read else said
 
 
 def _call(call: ToolCall) -> JsonObject:
@@ -106,7 +113,7 @@ def chat(renderer: Renderer, fields: ChatBody, head: Head, answer: Answer) -> Js
         text = completed_text(
             renderer, sequence.tokens, fields.stop_strings, continues=fields.continues_answer, **fields.text_options
         )
-        said = message(begun + text, fields.callable_tools)
+        said = message(begun + text, fields.callable_tools, channels=renderer.has_channels)
         top = answer.top(number, fields.top_logprobs, start=len(answer.prompt))
         scores = logprobs.chat(sequence.tokens, sequence.logprobs, top) if fields.logprobs else None
         reason = "tool_calls" if "tool_calls" in said else sequence.stop_reason
@@ -173,6 +180,7 @@ class ChatParts:
         self._texts = [TextStream(renderer, fields.stop_strings, **options) for _ in range(fields.n)]
         self._logprobs = LogprobFormat(renderer) if fields.logprobs else None
         self._tools = fields.callable_tools
+        self._channels = [_ChannelParts() for _ in range(fields.n)] if renderer.has_channels else None
         self._waiting: list[tuple[list[int], list[float]]] = [([], []) for _ in range(fields.n)]
 
     def opening(self) -> list[JsonObject]:
@@ -192,12 +200,38 @@ class ChatParts:
         text = self._texts[index].add(tokens, is_last=reason is not None)
         delta: JsonObject = {"content": text}
         shown = None if self._logprobs is None else self._logprobs.chat(tokens, logprobs, None)
-        if self._tools and "tool_calls" in (said := message(self._begun + text, self._tools)):
+        said = message(self._begun + text, self._tools, channels=self._channels is not None) if self._tools else {}
+        if self._channels is not None and "tool_calls" not in said:
+            delta = self._channels[index].add(text, is_last=reason is not None)
+        if "tool_calls" in said:
             calls = [{"index": place, **call} for place, call in enumerate(said["tool_calls"])]
             # The first part has sent the start that the prompt has printed.
             content = (said["content"] or "").removeprefix(self._begun) or None
-            delta, reason = {"content": content, "tool_calls": calls}, "tool_calls"
+            thought = {name: said[name] for name in ("reasoning_content",) if name in said}
+            delta, reason = {**thought, "content": content, "tool_calls": calls}, "tool_calls"
         return _part(index, delta, shown, reason)
+
+
+class _ChannelParts:
+    """The new reasoning and answer of a completion with channels that is sent in parts."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._sent = ChannelTexts("", "", ())
+
+    def add(self, text: str, *, is_last: bool) -> JsonObject:
+        """Return what the text adds to the message. Before the first mark, it is not known whether the text is a header."""
+        self._text += text
+        texts = channel_texts(self._text)
+        if texts is None:
+            return {"content": self._text if is_last else ""}
+        if is_last and texts.calls and self._sent == ChannelTexts("", "", ()):
+            # Without tools, or with calls that cannot be read, the whole text is the answer.
+            return {"content": self._text}
+        sent, self._sent = self._sent, texts
+        delta: JsonObject = {"content": texts.content[len(sent.content) :]}
+        reasoning = texts.reasoning[len(sent.reasoning) :]
+        return {"reasoning_content": reasoning, **delta} if reasoning else delta
 
 
 def _part(index: int, delta: JsonObject, logprobs: JsonObject | None, reason: str | None) -> JsonObject:
