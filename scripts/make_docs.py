@@ -122,7 +122,11 @@ def write(texts: Mapping[str, str], out: Path) -> None:
 
 def pages(run: Path | None) -> dict[str, str]:
     """Return the Markdown of every page by its path on the site. ``run`` is described on the page of files."""
-    written = {"index.md": ROOT / "README.md", "contributing.md": ROOT / "CONTRIBUTING.md"}
+    written = {
+        "index.md": ROOT / "README.md",
+        "contributing.md": ROOT / "CONTRIBUTING.md",
+        "agents-guide.md": ROOT / "AGENTS.md",
+    }
     written |= {path.name: path for path in sorted(DOCS.glob("*.md"))}
     texts = {name: on_site(path) for name, path in written.items()}
     texts["coming-from.md"] = texts["coming-from.md"].replace(NAMES_MARK, names_table())
@@ -140,7 +144,7 @@ def on_site(page: Path) -> str:
 
     def link(found: re.Match[str]) -> str:
         target = (page.parent / found[2]).resolve().relative_to(ROOT)
-        places = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
+        places = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "AGENTS.md": "agents-guide.md"}
         if target.parent != Path("docs") and str(target) not in places:
             raise SystemExit(f"{page.relative_to(ROOT)}: {found[2]} is not a page of the site; name it as code, without a link")
         return found[1] + places.get(str(target), target.name) + found[3]

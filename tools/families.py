@@ -409,7 +409,27 @@ def check_family(family: str, folder: Path, dtype: str | None = None) -> tuple[R
     return check(loaded(folder, 0, dtype)), check(loaded(folder, 2, dtype))
 
 
-# ---- the table -------------------------------------------------------------------------------------------------------
+# ---- the tables ----------------------------------------------------------------------------------------------------------
+
+
+# Families with which real servers of vLLM and groups of ranks were run, by test.
+VLLM = ("llama", "qwen3")
+RANKS = ("llama", "qwen3", "qwen3_moe")
+
+
+def support_table() -> str:
+    """Return the table of docs/support.md: what works with which family. Tests check its cells."""
+    lines = [
+        "| family | SFT, DPO, ORPO | GRPO, distillation | LoRA | packing | shared prompts | vLLM | ranks |",
+        "|---" * 8 + "|",
+    ]
+    for name, family in FAMILIES.items():
+        packing = "yes" if family.rows in ("packed", "shared") else "padded rows"
+        shared = "yes" if family.rows == "shared" else "no"
+        sampled = "yes" if family.sampling in ("shared prompts", "prompt copies") else f"yes, {family.sampling}"
+        served, group = ("run" if name in names else "not run" for names in (VLLM, RANKS))
+        lines.append(f"| `{name}` | yes | {sampled} | yes | {packing} | {shared} | {served} | {group} |")
+    return "\n".join(lines)
 
 
 def main(names: Sequence[str], dtype: str | None) -> int:

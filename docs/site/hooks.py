@@ -6,13 +6,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-GUIDES = "How-to guides"
+GUIDES = "Guide"
 # :meth:`prepare` and :class:`~cookbook.types.Datum`, after the Markdown of the backquotes.
 ROLE = re.compile(r":(?:meth|class|func|attr|data|mod|exc):<code>~?(?:[\w.]*\.)?(\w+)</code>")
 
 
 def on_config(config: Any) -> Any:
-    """Add pages of docs/ that the navigation does not name to the end of the how-to guides."""
+    """Add pages of docs/ that the navigation does not name to the end of the guide."""
     named = set(re.findall(r"[\w/-]+\.md", str(config.nav)))
     pages = sorted(path.name for path in Path(config.docs_dir).glob("*.md"))
     guides = next(entry[GUIDES] for entry in config.nav if GUIDES in entry)

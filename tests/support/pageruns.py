@@ -16,7 +16,7 @@ from cookbook.engine.model import ModelConfig
 from cookbook.types import AdamParams, Datum, ModelInput
 
 # Commands that run in tests/system/test_docs_servers.py: they need a server, a job, a hub, or run until they are stopped.
-SERVED = r"^serve|backend=remote|--serve|job=|^jobs (create|attach|logs|stop|delete)|push runs/mine user/name --private"
+SERVED = r"^serve|backend=remote|--serve|job=|^jobs (create|attach|logs|stop|delete)|push runs/mine user/name$"
 
 # Commands that do not run as printed, and why; the test that proves them.
 ELSEWHERE = {
@@ -102,6 +102,7 @@ def prepare() -> None:
         shutil.copytree("runs/mine", f"runs/{name}")
     shutil.copytree(ROOT / "data" / "tiny", "my-model")
     shutil.copy(data / "chat_eval.jsonl", "chats.jsonl")
+    shutil.copy("chats.jsonl", "test.jsonl")
     shutil.copy(data / "pairs_eval.jsonl", "pairs.jsonl")
     shutil.copy(data / "gsm8k_eval.jsonl", "gsm8k.jsonl")
     Path("chats").mkdir()

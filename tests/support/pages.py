@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from places import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 QWEN = {"model.name": "Qwen/Qwen3-0.6B", "model.random": False, "model.dtype": "auto"}
 
@@ -41,6 +41,11 @@ COMPOSED: dict[str, dict[str, object] | str] = {
     "train my.yaml optim.lr=1e-4 seed=1": {**OWN_FILE, "seed": 1},
     "train typo.yaml": "error: typo.yaml:5: unknown key 'optim.lrr'.",
     "check config my.yaml": OWN_FILE,
+    "check data my.yaml": OWN_FILE,
+    "plan my.yaml": OWN_FILE,
+    "train my.yaml --cfg job --all": OWN_FILE,
+    "train my.yaml seed=1": {**OWN_FILE, "seed": 1},
+    "train my.yaml debug=fast out=/tmp/try": {**OWN_FILE, "recipe.steps": 3},
     "train recipe=sft model=./my-model data=chats.jsonl out=runs/s1": {"model.name": "./my-model", "data.path": "chats.jsonl"},
     "train recipe=dpo model=runs/s1 data=pairs.jsonl out=runs/s2": {"model.name": "runs/s1", "data.path": "pairs.jsonl"},
     "train recipe=grpo model=runs/s2 data=gsm8k reward=number": {"model.name": "runs/s2", "data.name": "openai/gsm8k"},
@@ -130,9 +135,15 @@ COMPOSED: dict[str, dict[str, object] | str] = {
     "train recipe=grpo tracker=wandb tracker.wandb.project=sums": {**DEMO, "tracker.wandb.project": "sums"},
     "train recipe=grpo tracker=[tensorboard,trackio]": {**DEMO, "tracker.trackio.project": "cookbook"},
     "train recipe=grpo tracker={mine: {_target_: my_tracker.Lines}}": {"tracker.mine._target_": "my_tracker.Lines"},
-    "train recipe=sft loss={_target_: focal.Focal, gamma: 1.0}": {"loss._target_": "focal.Focal", "loss.gamma": 1.0},
+    "train recipe=sft loss={_target_: focal.py:Focal, gamma: 1.0}": {"loss._target_": "focal.py:Focal", "loss.gamma": 1.0},
+    "train recipe=sft loss=focal.py:Focal": {"loss._target_": "focal.py:Focal"},
+    "train recipe=sft data=chats.jsonl data.eval_fraction=0.1 checkpoint.best=eval/loss eval.patience=3 out=runs/mine": {
+        "checkpoint.best": "eval/loss", "eval.patience": 3, "data.eval_fraction": 0.1,
+    },
     "train recipe=grpo loss=my_loss": {**DEMO, "loss._target_": "losses.my_loss.GRPO"},
     "train recipe=grpo +hook.note._target_=my_hooks.Note debug=fast": {"hook.note._target_": "my_hooks.Note"},
+    "train recipe=grpo +hook.note._target_=my_hooks.Note": {**DEMO, "hook.note._target_": "my_hooks.Note"},
+    "train recipe=grpo": DEMO,
     "train recipe=sft backend=mine debug=fast": {"backend._target_": "my_backend.MyBackend"},
     "train experiment=sft_chat": {"recipe.name": "sft", "model.random": False, "recipe.epochs": 4, "optim.lr": 1e-3},
     "train experiment=sft_distill": {"data.path": "teacher.jsonl", "model.random": False, "recipe.epochs": 4, "optim.lr": 1e-3},
@@ -158,6 +169,8 @@ COMPOSED: dict[str, dict[str, object] | str] = {
     "train experiment=grpo_gsm8k": {**QWEN, "model.dtype": "bfloat16", "data.name": "openai/gsm8k", "model.lora_rank": 16},
     "plan recipe=sft model=Qwen/Qwen3-0.6B data=chats.jsonl": CHATS,
     "eval runs/mine": DEMO,
+    "eval runs/mine data=test.jsonl": {"data.path": "test.jsonl", "data.eval_path": None},
+    "eval runs/mine data=test.jsonl out=result.json": {"data.path": "test.jsonl", "out": "result.json"},
     "eval runs/mine reward=my_file.py:my_function": {**DEMO, "reward.target": "my_file.py:my_function"},
     "eval runs/mine env=arithmetic": {**DEMO, "env._target_": "cookbook.sampling.environments.Arithmetic"},
     "eval runs/mine eval.pass_at=[1,8]": {**DEMO, "eval.pass_at": [1, 8]},
@@ -168,12 +181,11 @@ COMPOSED: dict[str, dict[str, object] | str] = {
     "eval runs/mine --tasks my_task --task-folder tasks --fewshot 5 --chat-template": DEMO,
     "eval runs/mine data=ifeval reward=ifeval": {**DEMO, "data.name": "google/IFEval"},
     "eval qwen3_0p6b data=gsm8k out=base.json": {**QWEN, "model.dtype": "bfloat16", "eval.max_tokens": 512},
-    "deployments create mine": {**CREATED, "deployment.replicas": 1},
     "deployments create mine model=tiny deployment.replicas=2": {**CREATED, "deployment.replicas": 2},
     "jobs create mine model=tiny job=local": {"job._target_": "cookbook.jobs.local.LocalJob", "model.random": False},
     "jobs create mine model=qwen3_8b job=slurm job.partition=gpu job.gpus=1": SLURM,
-    "train recipe=grpo job=local": {**DEMO, "job._target_": "cookbook.jobs.local.LocalJob"},
     "train recipe=grpo job=slurm": {**DEMO, "job.partition": None},
+    "train recipe=grpo job=local": {**DEMO, "job._target_": "cookbook.jobs.local.LocalJob"},
     "train recipe=grpo model=qwen3_8b data=gsm8k job=slurm job.partition=gpu job.gpus=1 job.time=12:00:00": {
         **SLURM, "job.time": "12:00:00", "optim.lr": 1e-6,
     },

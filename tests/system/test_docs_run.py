@@ -87,7 +87,7 @@ def test_a_command_with_lm_eval_runs(command: str, place: Path) -> None:
 @pytest.mark.slow
 def test_the_python_of_the_api_page_runs(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe, loop, *_ = blocks("python-api")
-    few = recipe.replace("recipe.steps=20", "recipe.steps=1").replace("lr=1e-4", f'lr=1e-4", *{SHORT[:-1]!r}, "eval.every=1')
+    few = recipe.replace('"recipe.steps=20"', f'"recipe.steps=1", *{SHORT[:-1]!r}, "eval.every=1"')
     exec(compile(few, "docs/python-api.md", "exec"), {})
     assert "<RunResult runs/grpo-" in capsys.readouterr().out
     exec(compile(loop, "docs/python-api.md", "exec"), {})
@@ -160,6 +160,14 @@ def test_code_that_the_pages_show_is_that_of_the_package() -> None:
         assert [line for line in lines if "".join(line.split()) not in source] == [], file
 
 
+def test_the_environment_of_the_readme_is_played(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    block = next(text for text in blocks("README") if "class Sums" in text)
+    assert len([line for line in block.splitlines() if line]) <= 12
+    (place / "twelve.py").write_text(block)
+    assert run(["check", "env", "twelve.py:Sums", "workers=0", "timeout_s=null", "max_turns=2"]) == 0
+    assert "fail" not in capsys.readouterr().out
+
+
 def test_the_reward_of_the_contributors_page_judges() -> None:
     names: dict[str, Any] = {"dataclass": dataclass, "Limits": Limits, "Mapping": Mapping, "Any": Any}
     exec(next(text for text in blocks("CONTRIBUTING") if "class Exact" in text), names)
@@ -181,6 +189,6 @@ def test_every_block_of_python_is_in_a_test() -> None:
         "trackers",
     }
     assert {page.stem for page in PAGES if blocks(page.stem)} <= others | named
-    counts = {"python-api": 4, "models": 1, "tinker-compatibility": 1, "remote": 1, "jobs": 1, "own-recipe": 1, "trackers": 1}
+    counts = {"python-api": 4, "models": 1, "tinker-compatibility": 1, "remote": 1, "jobs": 1, "own-recipe": 1, "trackers": 2}
     assert {name: len(blocks(name)) for name in counts} == counts
     # The other two blocks of python-api run in processes of test_pipeline.py.

@@ -39,7 +39,7 @@ ON_SLURM = (
 )
 LOCAL_JOB = "train recipe=grpo job=local"
 VIEW = "view runs/mine --serve"
-PUSH = "weights push runs/mine user/name --private"
+PUSH = "weights push runs/mine user/name"
 # What the test's cluster calls otherwise: the shipped model, its only partition, and the longest time that this one grants.
 HERE = {"model=qwen3_8b": "model=tiny", "job.partition=gpu": "job.partition=main", "job.time=12:00:00": "job.time=0:30:00"}
 

@@ -17,6 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PLACES = [
     "README.md",
+    "AGENTS.md",
     "CONTRIBUTING.md",
     "docs/**/*.md",
     "conf/**/*.yaml",

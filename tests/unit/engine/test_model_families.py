@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from families import CORE, FAMILIES, language_model
+from families import CORE, FAMILIES, language_model, support_table
+from places import ROOT
 
 from cookbook.checkpoints import store
 from cookbook.engine import capabilities
@@ -42,6 +43,11 @@ def some(names, quick):
 
 
 CORE_SOME = some(CORE, ("qwen3", "gemma2", "gpt2", "qwen3_5_text", "mamba"))
+
+
+def test_the_support_matrix_of_the_docs_is_that_of_the_families():
+    page = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
+    assert support_table() in page
 
 
 @some(FAMILIES, QUICK)
