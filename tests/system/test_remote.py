@@ -110,6 +110,7 @@ def test_the_next_command_of_a_run_downloads_its_weights_and_samples_from_them(r
             marks=pytest.mark.slow,
         ),
         pytest.param("grpo", ["env=two.py:Two", "env.chat=false", "weight_sync.every=2"], marks=pytest.mark.slow),
+        pytest.param("grpo", ["env=two.py:Two", "env.chat=false", "rollout.ahead=1"], marks=pytest.mark.slow),
     ],
 )
 def test_a_run_has_the_numbers_of_the_embedded_one(recipe, options, model, backend):
