@@ -93,7 +93,7 @@ class StepPrompts(Sequence[RenderedPrompt]):
 
 
 class Thread:
-    """A thread that makes calls one after the other. It does not keep the process alive."""
+    """A thread that makes calls in order. It does not keep the process alive."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

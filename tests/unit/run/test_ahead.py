@@ -69,7 +69,7 @@ class Waits:
 
 
 class InTurn:
-    """Samples each batch at once, in place of the thread."""
+    """Samples each batch immediately, in place of the thread."""
 
     def submit(self, call):
         future = Future()
