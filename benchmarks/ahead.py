@@ -1,9 +1,10 @@
 """Seconds of a step with and without ``rollout.ahead``, with an environment that sleeps.
 
-    python benchmarks/ahead.py [--wait 1.0] [--steps 6]
+    python benchmarks/ahead.py [--wait 1.0] [--steps 8]
 
-An episode has two turns, and the environment sleeps once, between them. With ``rollout.ahead=0`` a step takes sampling plus
-training; with 1, the longer of both, and what the sampler and the trainer compute in turn on one thread.
+An episode has two turns, and the environment sleeps between them, in this process, one episode after the other. With
+``rollout.ahead=0`` a step takes sampling plus training; with 1 it takes the longer of both, and what both compute
+in turn on one thread.
 """
 
 import argparse
@@ -30,7 +31,7 @@ class Sleeps:
     def step(self, text):
         self.turns += 1
         if self.turns == 1:
-            time.sleep(WAIT)
+            time.sleep(SLEEP_S)
         return None if self.turns == 2 else "again", sum(map(ord, text)) % 7 / 7
 """
 PROMPTS, GROUP = 8, 4
@@ -41,7 +42,7 @@ def measured(ahead: int, steps: int) -> tuple[float, float, float]:
     from cookbook.cli.app import run
 
     words = ["recipe=grpo", f"recipe.steps={steps}", f"recipe.prompts_per_step={PROMPTS}", f"recipe.group_size={GROUP}"]
-    words += ["env=sleeps.py:Sleeps", f"env.workers={PROMPTS * GROUP}", "env.max_turns=2", "rollout.max_tokens=8"]
+    words += ["env=sleeps.py:Sleeps", "env.workers=0", "env.timeout_s=null", "env.max_turns=2", "rollout.max_tokens=8"]
     words += ["eval.every=null", "eval.limit=1", "checkpoint.final=false", f"rollout.ahead={ahead}", f"out=run-{ahead}"]
     words += ["backend.micro_batch_tokens=256", "optim.lr=1e-5", "loss.kl_beta=0.02"]
     assert run(["train", *words]) == 0
@@ -55,11 +56,11 @@ def measured(ahead: int, steps: int) -> tuple[float, float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--wait", type=float, default=1.0, help="seconds that the environment sleeps in an episode")
+    parser.add_argument("--wait", type=float, default=1.0, help="seconds that the environments of a step sleep, together")
     parser.add_argument("--steps", type=int, default=8)
     arguments = parser.parse_args()
     os.chdir(tempfile.mkdtemp(prefix="ahead-"))
-    Path("sleeps.py").write_text(SLEEPS.replace("WAIT", str(arguments.wait)))
+    Path("sleeps.py").write_text(SLEEPS.replace("SLEEP_S", str(arguments.wait / (PROMPTS * GROUP))))
     in_turn, sampling, training = measured(0, arguments.steps)
     overlapped, _, _ = measured(1, arguments.steps)
     print(f"in turn:  step {in_turn:.2f} s = sampling {sampling:.2f} s + training {training:.2f} s")

@@ -208,7 +208,8 @@ def kill(recipe: str, out: str, log: Path, plan: Plan, counts: Counts) -> bool:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, one)
     code = finished(child, TIMEOUT_S)
-    allowed = {0, 130, *(-one for one in WAYS[plan.way])}  # 0: it was at its last step
+    # 0: it was at its last step; 128 and the signal: the command has handled it.
+    allowed = {0, 130, *(128 + one for one in WAYS[plan.way]), *(-one for one in WAYS[plan.way])}
     if code is None:
         os.kill(child, signal.SIGKILL)
     if code not in allowed:

@@ -46,8 +46,6 @@ log = logging.getLogger("cookbook")
 
 FOLDER = "ahead"
 NAME = re.compile(r"batch-(\d{6,})\.json")
-# Seconds that the thread has to end after an error of the run.
-CLOSE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ class StepPrompts(Sequence[RenderedPrompt]):
 
 
 class Thread:
-    """A thread that makes calls one after the other. It does not keep the process alive."""
+    """A thread that makes calls in order. It does not keep the process alive."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -109,9 +107,8 @@ class Thread:
         return future
 
     def close(self) -> None:
-        """End the thread after its calls, and wait for it for a moment: a call may wait for an environment."""
+        """End the thread after its calls. Do not wait for it: a call may wait for an environment."""
         self._calls.put(None)
-        self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
@@ -244,7 +241,7 @@ class AheadSampler(Batches[RenderedPrompt]):
             self.wait(index)
 
     def close(self) -> None:
-        """End the thread. A batch that has begun ends early if its sampler or its environment is closed."""
+        """End the thread. A batch that an error of the run leaves behind ends when its sampler or environment is closed."""
         self._is_closed = True
         self._thread.close()
 
@@ -256,8 +253,7 @@ class AheadSampler(Batches[RenderedPrompt]):
 
     def _sampled(self, index: int, sampler: Sampler, group_size: int) -> SampledBatch:
         """Choose the prompts of a batch, sample them, and store the result."""
-        if self._is_closed:
-            raise RolloutError("rollout.ahead: the run has ended")
+        self._check_open()
         idle_s = 0.0 if self._idle_since is None else time.monotonic() - self._idle_since
         if (seen := self._unseen.pop(index - self._ahead, None)) is not None:
             self._observe(seen)
@@ -284,9 +280,14 @@ class AheadSampler(Batches[RenderedPrompt]):
             own.finish_step()
             batch = replace(batch, metrics=dict(own.metrics()), numbers=own.numbers(prompts), queue=own.state())
             self._unseen[index] = batch
+        self._check_open()
         self._store(batch)
         self._idle_since = time.monotonic()
         return batch
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RolloutError("rollout.ahead: the run has ended")
 
     def _observe(self, batch: SampledBatch) -> None:
         """Show the results of a batch to the queue."""

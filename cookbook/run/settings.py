@@ -259,7 +259,13 @@ def _check_ahead(typed: Settings) -> None:
             f"rollout.ahead: {type(typed.loss).__name__} does not read sampling_logprobs, so that nothing corrects for older "
             "weights; choose another loss, such as loss=grpo, or set rollout.ahead_uncorrected=true"
         )
-    if typed.rollout.ahead > 1 and isinstance(typed.deployment, SeparateDeployment) and typed.deployment.has_own_weights:
+    has_servers = isinstance(typed.deployment, SeparateDeployment) and typed.deployment.has_own_weights
+    if isinstance(typed.backend, RankBackend | JobBackend) and typed.backend.num_ranks > 1 and not has_servers:
+        raise ConfigError(
+            f"rollout.ahead: several ranks compute one call at a time, got {typed.backend.num_ranks}; set deployment=vllm, "
+            "or rollout.ahead=0"
+        )
+    if typed.rollout.ahead > 1 and has_servers:
         raise ConfigError(
             f"rollout.ahead: servers hold one version of the weights, got {typed.rollout.ahead}; set it to 1, or use "
             "deployment=embedded"

@@ -82,6 +82,7 @@ COMPOSED: dict[str, dict[str, object] | str] = {
         "model.name": "./my-model", "data.name": "openai/gsm8k", "optim.lr": 1e-6,
     },
     "train recipe=grpo rollout.refill=2": {"rollout.refill": 2.0, "data.curriculum": None},
+    "train recipe=grpo rollout.ahead=1": {"rollout.ahead": 1},
     "train recipe=grpo data.curriculum={}": {"data.curriculum": {}, "rollout.refill": 1.0},
     "train recipe=grpo data.curriculum={new: 0.3, medium: 0.6, hard: 0.1, easy: 0.0}": {
         "data.curriculum": {"new": 0.3, "medium": 0.6, "hard": 0.1, "easy": 0.0},

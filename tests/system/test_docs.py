@@ -72,7 +72,7 @@ LOGGING = {
         "reward=[number,format]", "rollout.refill=2", "data.curriculum={}", "eval.pass_at=[1,2]", "loss.kl_beta=0.01",
         "weight_sync.every=2", "loss.anchor=trainer", "loss.icepop_threshold=2.0",
     ],
-    "grpo env=arithmetic": [],
+    "grpo env=arithmetic": ["rollout.ahead=1"],
     "grpo loss=dro": [],
     "grpo loss=sapo": [],
     "grpo loss=dppo": [],

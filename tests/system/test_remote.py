@@ -113,6 +113,7 @@ def test_the_next_command_of_a_run_downloads_its_weights_and_samples_from_them(r
                     ["reward=python", "reward.target=reward.py:reward", *LAGGING, "rollout.refill=3", "data.curriculum={}"],
                 ),
                 ("grpo", ["env=two.py:Two", "env.chat=false", "weight_sync.every=2"]),
+                ("grpo", ["env=two.py:Two", "env.chat=false", "rollout.ahead=1"]),
             ],
             2,
         ),

@@ -69,7 +69,7 @@ class Waits:
 
 
 class InTurn:
-    """Samples each batch at once, in place of the thread."""
+    """Samples each batch immediately, in place of the thread."""
 
     def submit(self, call):
         future = Future()
@@ -186,6 +186,7 @@ def test_stored_batches_are_those_that_a_checkpoint_needs():
 @pytest.mark.parametrize(
     ("words", "line"),
     [
+        (["recipe=grpo", "rollout.ahead=1", "backend.ranks=2"], "rollout.ahead: several ranks compute one call at a time"),
         (["recipe=sft", "rollout.ahead=1"], "rollout.ahead: the recipe trains on conversations"),
         (["recipe=grpo", "rollout.ahead=-1"], "rollout.ahead must be at least 0, got -1"),
         (
@@ -231,3 +232,12 @@ def test_a_recipe_that_samples_other_prompts_is_refused(capsys):
     recipe.write_text(code.replace("run.prompt_batches(", "run.batches("))
     assert train(*words, "out=two") == 2
     assert "rollout.ahead: the recipe mine has no queue of prompts; call run.prompt_batches" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_plan_counts_the_copies_of_the_weights(capsys):
+    words = ["plan", *SMALL["grpo"], "rollout.ahead=1"]
+    assert run(words) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
+    weights, copies = (float(lines[name].split()[1]) for name in ("weights", "copies"))
+    assert copies == pytest.approx(2 * weights, rel=0.02)

@@ -255,6 +255,16 @@ def test_a_run_repeats_and_resumes_bit_for_bit():
 
 
 @pytest.mark.slow
+def test_agents_that_play_the_next_batch_repeat_bit_for_bit():
+    write("agent.py", CALLS + TWICE)
+    for out in ("one", "two"):
+        assert train(*words("rollout.ahead=1", f"out={out}")) == 0
+    assert timeless("one") == timeless("two")
+    assert [row["sync/version_lag"] for row in rows("one")[1:]] == [0.0, 1.0]
+    assert rows("one")[-1]["rollout/turns_max"] == 2.0 and rows("one")[-1]["env/errors"] == 0.0
+
+
+@pytest.mark.slow
 def test_a_killed_run_leaves_no_process():
     write(
         "agent.py",
