@@ -124,6 +124,7 @@ class RolloutGroup:
             of_parts = [[value for one in self.parts if (value := one.get(name)) is not None] for name in self.normalized]
             return not all(groups_without_spread(values) for values in of_parts if values)
         return not groups_without_spread(self.rewards)
+
     place: int = 0
 
 

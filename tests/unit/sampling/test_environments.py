@@ -935,7 +935,9 @@ class Slow(Two):
     assert stored[0] == stored[1]
 
 
-@pytest.mark.parametrize("loss", rotating(["cispo", "dapo", "dppo", "dr_grpo", "dro", "gspo", "importance_sampling", "ppo", "sapo"], 2))
+@pytest.mark.parametrize(
+    "loss", rotating(["cispo", "dapo", "dppo", "dr_grpo", "dro", "gspo", "importance_sampling", "ppo", "sapo"], 2)
+)
 def test_every_loss_trains_in_an_environment(loss):
     write("two.py", TWO_TURNS)
     grpo = [word for word in SMALL["grpo"] if not word.startswith(("data", "reward"))]
