@@ -35,7 +35,7 @@ def tracker(name: str) -> pytest.MarkDecorator:
 
 
 # What is learned from start to end, beside GRPO. CI learns one of them, which the seed chooses; the night all of them.
-LEARNED = ("sft", "dpo", "orpo", "distill", "environment", "two turns")
+LEARNED = ("sft", "dpo", "orpo", "distill", "environment")
 
 
 def learning_seeds(subject: str) -> list[Any]:

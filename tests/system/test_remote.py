@@ -102,7 +102,7 @@ def test_the_next_command_of_a_run_downloads_its_weights_and_samples_from_them(r
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [
-        ("sft", ["model.lora_rank=4"]),
+        pytest.param("sft", ["model.lora_rank=4"], marks=pytest.mark.slow),
         *rotating(
             [
                 ("dpo", []),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from marks import rest_slow, rotating
+from marks import rest_slow
 from omegaconf import OmegaConf
 from runtools import here, write  # noqa: F401 - here is a fixture
 
@@ -151,7 +151,8 @@ def test_no_demo_value_outside_of_the_demo(recipe, place):
     check_pair(recipe, MODELS[(4 * place + shift) % len(MODELS)], DATA[(2 * place + shift) % len(DATA)])
 
 
-@pytest.mark.parametrize("recipe", rotating(RECIPES, 1))
+@pytest.mark.nightly
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_no_demo_value_outside_of_the_demo_in_all_pairs(recipe):
     for model, data in product(MODELS, DATA):
         check_pair(recipe, model, data)

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from marks import learning_seeds, rotating
+from marks import learning_seeds, rest_nightly, rotating
 from places import ROOT
 from runtools import SMALL, TWO_TURNS, bits, checkpoint, here, rows, start, timeless, train, write  # noqa: F401 - here is a fixture
 from transformers import AutoTokenizer
@@ -1012,7 +1012,7 @@ def test_a_question_of_reasoning_gym_is_rewritten_and_repeated_after_a_wrong_ans
         reasoning_gym_task(rewrite={"(": "x"})
 
 
-@pytest.mark.parametrize("seed", learning_seeds("two turns"))
+@pytest.mark.parametrize("seed", rest_nightly([0, 1, 2]))
 def test_chain_sum_is_learned_in_two_turns(seed):
     """From about 0 to about 45% right, greedy, on 1,000 held-out rows, in ten steps.
 
