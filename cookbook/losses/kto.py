@@ -34,8 +34,8 @@ class KTO(Loss):
             the ratio of (weight times number), desirable to undesirable, between 1 and 4/3.
 
     Metrics: ``rewards/chosen`` and ``rewards/rejected``, the means of beta s over desirable and undesirable answers, and
-    ``rewards/margin``, their difference, each if the batch has such answers; ``logprobs/chosen`` and ``logprobs/rejected``, the means
-    of sum w p; ``kl/mismatched``, z in nats.
+    ``rewards/margin``, their difference, each if the batch has such answers; ``logprobs/chosen`` and ``logprobs/rejected``,
+    the means of sum w p; ``kl/mismatched``, z in nats.
 
     Source: Ethayarajh et al. 2024, "KTO: Model Alignment as Prospect Theoretic Optimization", arXiv:2402.01306, eq. 7 and 8.
     """
