@@ -10,6 +10,7 @@ import io
 import pathlib
 import pickle
 import sys
+import types
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -24,7 +25,7 @@ PROTOCOL = pickle.HIGHEST_PROTOCOL
 PACKAGE = "cookbook"
 # Top-level modules of all classes of messages.
 MODULES = frozenset({PACKAGE, "builtins", "collections", "datetime", "numpy", "pathlib", "torch"})
-# Modules of tokenizers, which every rank has imported before it gets one. Those of a model's own code are in the last.
+# Top-level modules of tokenizers. Those of a model's own code are in the last.
 TOKENIZERS = frozenset({"tokenizers", "transformers", "transformers_modules"})
 # Mark of functions that ranks may call; see :func:`~cookbook.engine.parallel.led`.
 LED = "is_led"
@@ -61,8 +62,7 @@ class Unpickler(pickle.Unpickler):
         if (module, name) == ("torch.storage", "_load_from_bytes"):
             return _load_storage
         # Checked before the import, because the import of a module runs its code.
-        root = module.partition(".")[0]
-        if root not in MODULES and not (root in TOKENIZERS and module in sys.modules):
+        if module.partition(".")[0] not in MODULES and module not in sys.modules:
             raise _refusal(module, name)
         found = super().find_class(module, name)
         if not _is_allowed(module, name, found):
@@ -72,8 +72,10 @@ class Unpickler(pickle.Unpickler):
 
 def _is_allowed(module: str, name: str, found: object) -> bool:
     root = module.partition(".")[0]
+    if isinstance(found, types.FunctionType) and found.__dict__.get(LED):
+        return True
     if root == PACKAGE:
-        return isinstance(found, type) or getattr(found, LED, False)
+        return isinstance(found, type)
     if root == "builtins":
         return name in BUILTINS or _is_error(found)
     if (module, name) in REBUILDERS:
