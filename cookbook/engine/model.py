@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
@@ -352,17 +353,28 @@ def _quantized(network: PreTrainedModel, config: ModelConfig) -> PreTrainedModel
     if config.quantize:
         quantized.install(network, config.quantize, set(lora_targets.linear_routers(network)))
     return network
+# Sizes in a model's configuration that must be above 0. transformers builds a model of a negative size until torch fails.
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
 def _architecture(config: ModelConfig, base: str) -> PreTrainedConfig:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         found = AutoConfig.from_pretrained(base, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    except StrictDataclassError as error:
+        raise _invalid_configuration(base, error) from None
     except (OSError, ValueError, KeyError, json.JSONDecodeError, ImportError) as error:
         is_adapter = base != resolved(config.name)
         remedy = f"; or write its folder into {config.name}/{LORA_FILE}, as base_model_name_or_path" if is_adapter else ""
         raise BackendError(_cannot_load("configuration", base, error) + remedy) from None
+    sizes = vars(found.get_text_config())
+    if wrong := [name for name in _SIZES if isinstance(sizes.get(name), int | float) and sizes[name] < 1]:
+        raise BackendError(
+            f"model.name: the configuration of {base!r} is invalid: {wrong[0]} must be above 0, got {sizes[wrong[0]]}; "
+            "download the model again"
+        )
     # transformers loads mxfp4, the format of gpt-oss, as ordinary weights where its kernels are missing.
     if (quantized := getattr(found, "quantization_config", None)) and quantized.get("quant_method") != "mxfp4":
         raise BackendError(f"model.name: quantized weights are not supported, got {base!r}; use the 16-bit model")
@@ -434,6 +446,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 def _tokenizer(config: ModelConfig) -> tuple[PreTrainedTokenizerBase, list[int]]:
     """Return the tokenizer, and the ids of the added tokens that it did not have before."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
     _must_exist(config.name)
@@ -441,6 +454,9 @@ def _tokenizer(config: ModelConfig) -> tuple[PreTrainedTokenizerBase, list[int]]
         tokenizer = AutoTokenizer.from_pretrained(
             config.name, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
+    except StrictDataclassError as error:
+        # transformers reads config.json to choose the class of the tokenizer.
+        raise _invalid_configuration(config.name, error) from None
     except (OSError, ValueError, KeyError, json.JSONDecodeError, ImportError) as error:
         raise BackendError(_cannot_load("tokenizer", config.name, error)) from None
     if config.chat_template:
@@ -474,6 +490,11 @@ def _network(config: ModelConfig, base: str, seed: int) -> PreTrainedModel:
         network, info = AutoModelForCausalLM.from_pretrained(
             base, dtype=DTYPES[config.dtype], attn_implementation=attention, output_loading_info=True, **common
         )
+    except UnpicklingError as error:
+        # The rest of the message advises to run the code in the file.
+        raise BackendError(
+            f"model.name: cannot load the weights in {base!r}: {first_line(error).partition('.')[0]}; pass *.safetensors files"
+        ) from None
     except (OSError, ValueError, KeyError, json.JSONDecodeError, RuntimeError, ImportError, SafetensorError) as error:
         if attention and (isinstance(error, ImportError) or "attention" in str(error) or "attn_" in str(error)):
             raise ConfigError(
@@ -695,6 +716,11 @@ def _must_exist(name: str) -> None:
             f"model.name: the folder {name!r} does not exist, and the Hugging Face hub is unreachable; "
             "pass a local folder, or set HF_HUB_OFFLINE=1 if the model was downloaded before"
         )
+
+
+def _invalid_configuration(name: str, error: Exception) -> BackendError:
+    reason = " ".join(str(error).split())
+    return BackendError(f"model.name: the configuration of {name!r} is invalid: {reason}; download the model again")
 
 
 def _cannot_load(what: str, name: str, error: BaseException) -> str:

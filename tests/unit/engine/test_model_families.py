@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from pathlib import Path
 
 import families
 import marks
@@ -210,6 +211,39 @@ def test_a_quantized_base_is_refused(tiny_folder, tmp_path, method, random):
         load(ModelConfig(str(copied), random=random, lora_rank=4), torch.device("cpu"), 0)
     expected = f"model.name: quantized weights are not supported, got '{copied}'; use the 16-bit model"
     assert str(raised.value) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("vocab_size", -5, "vocab_size must be above 0, got -5"),
+        ("vocab_size", 0, "vocab_size must be above 0, got 0"),
+        ("vocab_size", "many", "expected int, got str"),
+        ("hidden_size", -8, "hidden_size must be above 0, got -8"),
+        ("num_hidden_layers", -1, "num_hidden_layers"),
+    ],
+)
+def test_impossible_sizes_are_one_line(tiny_folder, tmp_path, name, value, reason):
+    copied = shutil.copytree(tiny_folder, tmp_path / "impossible")
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps({**config, name: value}))
+    with pytest.raises(BackendError) as raised:
+        load(ModelConfig(str(copied)), torch.device("cpu"), 0)
+    assert reason in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_pickled_model_runs_no_code(tiny_folder, tmp_path):
+    class Hostile:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "ran",)
+
+    copied = shutil.copytree(tiny_folder, tmp_path / "pickled")
+    for file in copied.glob("*.safetensors"):
+        file.unlink()
+    torch.save({"weight": Hostile()}, copied / "pytorch_model.bin")
+    with pytest.raises(BackendError) as raised:
+        load(ModelConfig(str(copied)), torch.device("cpu"), 0)
+    assert not (tmp_path / "ran").exists() and "\n" not in str(raised.value)
 
 
 def test_a_package_that_a_model_needs_is_one_line(tiny_folder, monkeypatch):

@@ -19,6 +19,7 @@ from places import ROOT
 from waiting import WAIT_S
 
 from cookbook.checkpoints import manifest
+from cookbook.server.keys import KeyRing
 from cookbook.server.wire import bodies
 from cookbook.types import SamplingParams
 
@@ -286,10 +287,14 @@ def test_weights_are_fetched_as_files_without_a_key(server, service, training, t
     # Without keys on the server, an adapter keeps the folder of its base model.
     stated = json.loads(urllib.request.urlopen(found["adapter_config.json"], timeout=WAIT_S).read())
     assert stated["base_model_name_or_path"] == str(tiny_folder)
-    monkeypatch.setattr(server.service.tenants.keys, "keys", ["a key"])
+    monkeypatch.setattr(server.service.tenants.keys, "keys", KeyRing(secrets=[servertools.KEY]).keys)
+    # An address that was issued without a key ends with the first key.
+    assert httpx.get(found["adapter_config.json"], timeout=WAIT_S).status_code == 403
+    found = rest.get_external_weights_urls(path).result().urls
     for name, url in found.items():
         (tmp_path / name).write_bytes(urllib.request.urlopen(url, timeout=WAIT_S).read())
     monkeypatch.undo()
+    found = rest.get_external_weights_urls(path).result().urls
     # Its files name no folder of the server, and its digests are those of the files that were sent.
     assert manifest.verify(tmp_path)["base_model"] == "cookbook/tiny"
     assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == "cookbook/tiny"
