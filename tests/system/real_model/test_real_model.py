@@ -12,6 +12,7 @@ import httpx
 import pytest
 import servertools
 import torch
+from exampletools import example
 from runtools import checkpoint, here, rows, train, write  # noqa: F401 - here is a fixture
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from waiting import WAIT_S
@@ -171,6 +172,15 @@ def test_an_adapter_learns_resumes_and_exports(real_model, tokenizer, quantize):
     completion = answer(merged, tokenizer, "Add 11 and 40.")
     model = load(ModelConfig(str(checkpoint("whole", 4))), torch.device("cpu"), 0)
     assert sampled(model, tokenizer, "Add 11 and 40.") == completion
+
+
+@nightly
+def test_the_form_of_an_order_is_learned(real_model):
+    example("orders").main(training=48, held_out=4)
+    words = [f"model.name={real_model}", "recipe.steps=6", "eval.answers=false", *NO_CHECKPOINTS]
+    assert train("experiment=sft_orders", *words, "out=run") == 0
+    before, after = (row["eval/loss"] for row in rows("run") if "eval/loss" in row)
+    assert after < before / 2
 
 
 @nightly
