@@ -179,7 +179,7 @@ def _message(item: object, place: str) -> ChatMessage:
     return ChatMessage(role, _content(content, place), weight, values)
 
 
-def _is_data(content: object) -> bool:
+def _is_data(content: Any) -> bool:
     """Whether the result of a tool is an object, or a list that has something other than the parts of a content."""
     if isinstance(content, Mapping):
         return True

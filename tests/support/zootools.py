@@ -395,6 +395,28 @@ def as_markdown(cells: Sequence[Cell]) -> str:
     return "\n".join([*lines, "", *reasons, ""])
 
 
+# The cases of each column of the page's table.
+COLUMNS = (("single", "turns", "prefill"), ("system",), ("tools",), ("calls",), ("reasoning", "thinking turns"), ("inline",))
+PAGE = places.ROOT / "docs/chat-templates.md"
+
+
+def page_table() -> dict[tuple[str, str, str], str]:
+    """Return the result of every cell, ``same`` or ``refused``, by the table of the documentation."""
+    lines = [line for line in PAGE.read_text().partition("## What is tested")[2].splitlines() if line.startswith("| `")]
+    found = {}
+    for line in lines:
+        names, *results = (part.strip() for part in line.strip("|").split("|"))
+        for name in re.findall(r"`(\w+)`", names):
+            for cases, result in zip(COLUMNS, results, strict=True):
+                for case in cases:
+                    for method in METHODS:
+                        # The prompt of this case has no reasoning.
+                        printed = case == "reasoning" and method == "GRPO"
+                        assert (name, case, method) not in found
+                        found[name, case, method] = "same" if printed else result
+    return found
+
+
 if __name__ == "__main__":
     import sys
 

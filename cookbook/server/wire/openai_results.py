@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cookbook.data import Renderer
 from cookbook.data.channels import ChannelTexts, channel_texts
@@ -85,10 +86,11 @@ def message(text: str, tools: Sequence[JsonObject], *, channels: bool = False) -
     calls = parse_calls(text, tools) if tools else []
     known = {tool.get("function", tool).get("name") for tool in tools}
     read = [call for call in calls if isinstance(call, ToolCall) and call.name in known]
-    said: JsonObject = {"role": "assistant", "content": text, "refusal": None}
+    said: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
     if channels and (texts := channel_texts(text)) is not None and len(texts.calls) == len(read):
         said["content"] = (texts.content or None) if read else texts.content
-        said |= {"reasoning_content": texts.reasoning} if texts.reasoning else {}
+        if texts.reasoning:
+            said["reasoning_content"] = texts.reasoning
     elif calls and len(read) == len(calls):
         said["content"] = text_before_calls(text, tools) or None
     else:

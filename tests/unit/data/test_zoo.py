@@ -5,6 +5,7 @@ the same structure.
 """
 
 import sys
+from collections import Counter
 
 import pytest
 import zootools
@@ -14,7 +15,7 @@ from cookbook.data import Renderer
 from cookbook.data.formats import Chat
 from cookbook.data.messages import parse_messages
 
-pytestmark = pytest.mark.skipif(not (ROOT / "tokenizers/smollm2").is_dir(), reason="build/zoo is missing; run make zoo")
+needs_zoo = pytest.mark.skipif(not (ROOT / "tokenizers/smollm2").is_dir(), reason="build/zoo is missing; run make zoo")
 
 # One cell of each kind of structure.
 REPRESENTATIVE = [
@@ -48,12 +49,29 @@ MISTRAL_FILES = {
 TURNS = [user("Hi"), answer("Hello!"), user("What is 2+2?")]
 
 
+def test_the_numbers_of_the_page_are_those_of_its_table():
+    table = zootools.page_table()
+    results = Counter(table.values())
+    numbers = f"{len(table):,} cells: {results['same']} same, {results['refused']} refused, 0 differ."
+    said = " ".join(zootools.PAGE.read_text().split())
+    assert set(results) == {"same", "refused"}
+    assert f"{len({name for name, _, _ in table})} templates, {len(CASES)} kinds of conversations" in said
+    assert numbers in said
+
+
+@needs_zoo
+def test_the_page_has_every_template():
+    assert {name for name, _, _ in zootools.page_table()} == set(zootools.templates())
+
+
+@needs_zoo
 @pytest.mark.slow
 @pytest.mark.parametrize(("template", "case", "method"), REPRESENTATIVE)
 def test_representative_cells_are_the_same(template, case, method):
-    assert cell(template, case, method).result == "same"
+    assert cell(template, case, method).result == "same" == zootools.page_table()[template, case, method]
 
 
+@needs_zoo
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", zootools.templates())
 def test_no_cell_differs_and_every_row_that_a_template_can_print_is_trained(name):
@@ -64,6 +82,9 @@ def test_no_cell_differs_and_every_row_that_a_template_can_print_is_trained(name
         f"{one.case}, {one.method}: {one.result}" for one in cells if one.result.startswith(("differs", "refused wrongly"))
     ]
     assert not wrong, "\n" + "\n".join(wrong)
+    page = zootools.page_table()
+    other = [one for one in cells if one.result.partition(":")[0] != page[name, one.case, one.method]]
+    assert not other, f"docs/chat-templates.md has another result: {other}"
     # Every template prints plain conversations of one turn and of several.
     assert sum(one.result == "same" for one in cells) >= 9
 
@@ -79,6 +100,7 @@ def _row(renderer: Renderer, messages: list[dict[str, object]]) -> list[int]:
     return one.tokens
 
 
+@needs_zoo
 @pytest.mark.nightly
 def test_llama_3_has_the_tokens_of_its_own_encoder():
     _packages()
@@ -95,6 +117,7 @@ def test_llama_3_has_the_tokens_of_its_own_encoder():
         assert _row(renderer, messages) == own.encode_dialog_prompt(raw).tokens[:-4]
 
 
+@needs_zoo
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["mistral_v1", "mistral_v2", "mistral_v3", "mistral_v7", "tekken_v3"])
 def test_mistral_has_the_tokens_of_its_own_encoder(name):
