@@ -92,7 +92,7 @@ def same(one: str, other: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lag", [1, 2])
+@pytest.mark.parametrize("lag", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_a_run_equals_one_whose_sampler_lags_behind(lag):
     prepare()
     assert train(*DICED, f"rollout.ahead={lag}", "out=thread") == 0
@@ -116,7 +116,7 @@ CASES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["turns", pytest.param("queue", marks=pytest.mark.nightly), "queue-2"])
 def test_the_thread_changes_no_bit_and_a_kill_neither(case, monkeypatch):
     prepare()
     words = [*CASES[case], "checkpoint.every=2", "checkpoint.keep=2"]
@@ -133,6 +133,7 @@ def test_the_thread_changes_no_bit_and_a_kill_neither(case, monkeypatch):
         same(f"killed-{step}", "thread")
 
 
+@pytest.mark.slow
 def test_the_queue_sees_the_results_of_the_batch_before_last(monkeypatch):
     """Batch b chooses its prompts by the results up to batch b - N, and not by later ones that are known already."""
     seen = []
@@ -172,6 +173,7 @@ def test_an_environment_plays_the_next_batch_while_the_trainer_trains(monkeypatc
     assert trained.is_set()
 
 
+@pytest.mark.slow
 def test_stored_batches_are_those_that_a_checkpoint_needs():
     prepare()
     assert train(*DICED, "rollout.ahead=1", "checkpoint.every=2", "eval.every=null", "out=run", *stop_at(3)) == 130
