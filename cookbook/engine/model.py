@@ -353,6 +353,8 @@ def _quantized(network: PreTrainedModel, config: ModelConfig) -> PreTrainedModel
     if config.quantize:
         quantized.install(network, config.quantize, set(lora_targets.linear_routers(network)))
     return network
+
+
 # Sizes in a model's configuration that must be above 0. transformers builds a model of a negative size until torch fails.
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
