@@ -50,7 +50,7 @@ async def client_config(service: CurrentService, body: Body) -> JsonObject:
         "custom_loss_server_side": True,
         "sample_use_retrieve_futures": True,
         "proto_compress_fwdbwd": not service.config.is_local,
-        # The client's other transport has its own threads. During a request, they abort a Python below 3.14 that ends.
+        # The threads of the client's other transport abort Python, below 3.14, if it ends while a request is under way.
         "use_pyqwest_transport": False,
     }
 
