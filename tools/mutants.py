@@ -68,7 +68,7 @@ MUTANTS = (
     ("sampling/rollouts.py", "seed=seed + index", "seed=seed", WIRING),
     ("engine/engine.py", ENGINE_SEED, ENGINE_SEED.replace(" + self.step * 10_007", ""), WIRING),
     ("engine/engine.py", ENGINE_SEED, ENGINE_SEED.replace(" + self.seeds", ""), WIRING),
-    ("run/run.py", "float(step.index - sampler.step)", "float(step.index + 1 - sampler.step)", WIRING),
+    ("run/run.py", "float(step.index - batch.version)", "float(step.index + 1 - batch.version)", WIRING),
     ("sampling/trajectory.py", 'turn.stop_reason == "length"', 'turn.stop_reason != "length"', WIRING),
     # What must not be deleted.
     ("backends/remote/pointers.py", "self._known - pointed - in_use", "self._known - pointed", WIRING),

@@ -33,6 +33,7 @@ WITH_EXTRA = {
     "cookbook/trackers/trackio.py": "trackio",
     "cookbook/trackers/mlflow.py": "mlflow",
     "cookbook/engine/optimizer.py": "lowbit",
+    "cookbook/engine/quantized.py": "lowbit",
     "cookbook/checkpoints/gguf_file.py": "gguf",
     "cookbook/sampling/rewards/math_verify.py": "math-verify",
     "cookbook/sampling/rewards/ifeval.py": "lm-eval",

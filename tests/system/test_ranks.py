@@ -27,6 +27,7 @@ from waiting import WAIT_S, until
 from cookbook.checkpoints import gathered, manifest, sampler_checkpoints
 from cookbook.checkpoints.tensor_digests import Weights
 from cookbook.engine.parallel import Ranks, RanksLostError
+from cookbook.engine.ranks import messages
 from cookbook.engine.ranks.commands import EXIT_LOST, Leader, PerRank
 from cookbook.engine.ranks.processes import Agreement, ProcessRanks, _listener
 from cookbook.errors import BackendError
@@ -246,10 +247,16 @@ def test_an_error_that_takes_one_rank_alone_out_of_a_command_ends_the_group(othe
     ranks = ProcessRanks.__new__(ProcessRanks)
     ranks.rank, ranks.size = 0, 2
 
-    def gather(values: list[object], own: object) -> None:
-        values[:] = [own, other]
+    theirs = torch.tensor(list(messages.packed(other)), dtype=torch.uint8)
 
-    ranks._dist = SimpleNamespace(all_gather_object=gather)
+    def all_gather(found: list[torch.Tensor], own: torch.Tensor) -> None:
+        found[0].copy_(own)
+        if own.dtype == torch.int64:
+            found[1].fill_(len(theirs))
+        else:
+            found[1][: len(theirs)] = theirs
+
+    ranks._dist = SimpleNamespace(all_gather=all_gather)
     error = BackendError("model.name: unreadable")
 
     def fail() -> None:

@@ -96,8 +96,8 @@ COMPOSED = [
     ),
     (
         ["recipe=dpo", "loss=ipo"],
-        "unknown loss 'ipo'; write loss.variant=ipo (choices: cispo, cross_entropy, dapo, dft, dpo, dr_grpo, dro, grpo, gspo, "
-        "importance_sampling, orpo, ppo, simpo)",
+        "unknown loss 'ipo'; write loss.variant=ipo (choices: cispo, cross_entropy, dapo, dft, dpo, dppo, dr_grpo, dro, grpo, "
+        "gspo, importance_sampling, kto, orpo, ppo, sapo, simpo)",
     ),
     (["lr=1e-5"], "unknown key 'lr'; write optim.lr=1e-5"),
     (["recpie=grpo"], f"unknown key 'recpie'. Did you mean 'recipe'? {KEYS}"),

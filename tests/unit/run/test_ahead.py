@@ -228,7 +228,7 @@ def test_a_recipe_that_samples_other_prompts_is_refused(capsys):
         "checkpoint.final=false",
         "rollout.ahead=1",
     ]
-    recipe.write_text(code.replace("batches[step.index], cfg", "list(batches[step.index])[:1], cfg"))
+    recipe.write_text(code.replace("batches[step.index // cfg.updates], cfg", "list(batches[step.index])[:1], cfg"))
     assert train(*words, "out=one") == 2
     assert "rollout.ahead: a recipe that samples ahead calls run.sample_groups once per step" in capsys.readouterr().err
     recipe.write_text(code.replace("run.prompt_batches(", "run.batches("))

@@ -17,6 +17,7 @@ ASKED_FOR = {
     "checkpoints/tensor_digests.py": {"sched_getaffinity"},
     "deployments/vllm/process.py": {"/proc/"},
     "engine/memory.py": {"CDLL(None)"},
+    "engine/quantized.py": {"CDLL(None)"},
 }
 
 
