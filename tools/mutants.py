@@ -89,14 +89,14 @@ MUTANTS = (
     ("run/run.py", "self._earlier_tokens += self._tokens", "self._earlier_tokens = self._tokens", WIRING),
     (
         "run/run.py",
-        "evaluator.answers(self._sampling.newest(step), data)",
+        "evaluator.answers(self._newest(step), data)",
         "evaluator.answers(self.sync(step), data)",
         WIRING,
     ),
     (
         "run/run.py",
-        "evaluator.rewards(self._sampling.newest(step), prompts)",
-        "evaluator.rewards(self.sync(step), prompts)",
+        "newest = self._newest(step)",
+        "newest = self.sync(step)",
         WIRING,
     ),
     ("run/run.py", "row.update(self._evaluate(evaluate, number))", "row.update(self._evaluate(evaluate, step.index))", WIRING),

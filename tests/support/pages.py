@@ -146,6 +146,10 @@ COMPOSED: dict[str, dict[str, object] | str] = {
     "train recipe=grpo +hook.note._target_=my_hooks.Note": {**DEMO, "hook.note._target_": "my_hooks.Note"},
     "train recipe=grpo": DEMO,
     "train recipe=sft backend=mine debug=fast": {"backend._target_": "my_backend.MyBackend"},
+    "train experiment=sft_orders": {
+        "model.name": "build/smollm2", "recipe.epochs": 1, "optim.lr": 5e-5, "eval.answers": True, "data.path": "orders.jsonl",
+    },
+    "train experiment=sft_gsm8k": {"model.name": "build/smollm2", "recipe.steps": 10, "eval.limit": 60, "optim.lr": 2e-5},
     "train experiment=sft_chat": {"recipe.name": "sft", "model.random": False, "recipe.epochs": 4, "optim.lr": 1e-3},
     "train experiment=sft_distill": {"data.path": "teacher.jsonl", "model.random": False, "recipe.epochs": 4, "optim.lr": 1e-3},
     "train experiment=grpo_sums out=runs/teacher": DEMO,
