@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from cookbook.errors import ConfigError, first_line
 from cookbook.types import JsonObject
 from cookbook.utils import files, packages
 
@@ -56,7 +57,11 @@ class MLflowTracker:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         try:
+            # Makes no request, so that an error is one of the address.
             self._client = mlflow.MlflowClient(tracking_uri=self.uri)
+        except mlflow.exceptions.MlflowException as error:
+            raise ConfigError(f"tracker: mlflow: {first_line(error)}; change tracker.mlflow.uri or MLFLOW_TRACKING_URI") from None
+        try:
             if known:
                 known = self._resumed(known, mlflow.exceptions.MlflowException)
             if not known:
@@ -66,8 +71,7 @@ class MLflowTracker:
                 for start in range(0, len(parameters), PARAMETERS):
                     self._client.log_batch(self._id, params=parameters[start : start + PARAMETERS])
         except mlflow.exceptions.MlflowException as error:
-            message = str(error).splitlines()[0]
-            raise ConnectionError(f"{message}; see tracker.mlflow.uri and MLFLOW_TRACKING_URI") from None
+            raise ConnectionError(f"{first_line(error)}; see tracker.mlflow.uri and MLFLOW_TRACKING_URI") from None
         if not known:
             files.write_text(id_file, f"{self._id}\n")
         place = str(self._client.tracking_uri)
