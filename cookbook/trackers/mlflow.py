@@ -60,7 +60,7 @@ class MLflowTracker:
             # Makes no request, so that an error is one of the address.
             self._client = mlflow.MlflowClient(tracking_uri=self.uri)
         except mlflow.exceptions.MlflowException as error:
-            raise ConfigError(f"tracker: mlflow: {first_line(error)}; change tracker.mlflow.uri or MLFLOW_TRACKING_URI") from None
+            raise ConfigError(f"tracker: mlflow: {first_line(error)}; see tracker.mlflow.uri, MLFLOW_TRACKING_URI") from None
         try:
             if known:
                 known = self._resumed(known, mlflow.exceptions.MlflowException)
