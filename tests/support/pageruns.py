@@ -16,7 +16,7 @@ from cookbook.engine.model import ModelConfig
 from cookbook.types import AdamParams, Datum, ModelInput
 
 # Commands that run in tests/system/test_docs_servers.py: they need a server, a job, a hub, or run until they are stopped.
-SERVED = r"^serve|backend=remote|--serve|job=|^jobs (create|attach|logs|stop|delete)|push runs/mine user/name$"
+SERVED = r"^serve (?!--verify)|backend=remote|--serve|job=|^jobs (create|attach|logs|stop|delete)|push runs/mine user/name$"
 
 # Commands that do not run as printed, and why; the test that proves them.
 ELSEWHERE = {
@@ -34,12 +34,16 @@ STANDS_FOR = {
     "Qwen/Qwen3-0.6B": "./my-model",
     "HuggingFaceTB/SmolLM2-135M-Instruct": "./my-model",
     "model=smollm2_135m": "model=./my-model",
+    "build/smollm2": "./my-model",
+    "Qwen/Qwen3-8B": "./my-model",
     "qwen3_0p6b": "./my-model",
     "trl-lib/ultrafeedback_binarized": "pairs.jsonl",
     "RUN/config.yaml": "runs/mine/config.yaml",
     "runs/mine/checkpoints/step-000050": "CHECKPOINT",
     "/tmp/mine.html": "mine.html",
     "recipe.teacher=runs/teacher": "recipe.teacher=runs/mine",
+    # With the shorter completions of SHORT.
+    "rollout.overlong=1024": "rollout.overlong=8",
     # Two processes in place of eight GPUs.
     "backend.gpus=8": "backend.ranks=2",
     # The tasks of lm-eval with these names download their documents.
@@ -108,7 +112,7 @@ def prepare() -> None:
     Path("chats").mkdir()
     Path("chats/a.jsonl.gz").write_bytes(gzip.compress(Path("chats.jsonl").read_bytes()))
     Path("rubric.txt").write_text("Is it right?\n{prompt}\n<answer>\n{completion}\n</answer>\nEnd with 'Score: N'.\n")
-    Path("my_env.py").write_text(blocks("environments")[0] + OF_ROWS)
+    Path("my_env.py").write_text(blocks("environments")[0] + OF_ROWS + "\n\nQuiz = Sums\n")
     Path("rows.jsonl").write_text('{"question": "2+3=", "answer": "5"}\n' * 3)
     Path("my_opponent.py").write_text(blocks("environments")[1])
     Path("my_file.py").write_text(blocks("rewards")[0])
@@ -127,6 +131,8 @@ def prepare() -> None:
     # A program that needs no row of the data.
     agent = Path("examples/agent.py").read_text().replace("json.loads(sys.argv[1])", '{"prompt": "2+3=", "answer": "5"}')
     Path("agent.py").write_text(agent)
+    # The folder of a server that nobody has used.
+    Path("runs/serve/sessions").mkdir(parents=True)
     Path("tasks").mkdir()
     Path("tasks/my_task.yaml").write_text(TASK)
     instructions = '"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]'
@@ -150,7 +156,7 @@ def words_of(command: str) -> list[str]:
         words = [word.replace("my_file.py", "focal.py") for word in words]
     step = Path("chain/v1") if "reconstruct" in words else checkpoint("runs/adapter" if "--merged" in words else "runs/mine")
     words = [word.replace("CHECKPOINT", str(step)) for word in words]
-    if words[0] in ("train", "eval", "plan") or words[:2] in (["check", "config"], ["check", "data"]):
+    if words[0] in ("train", "eval", "plan", "calibrate") or words[:2] in (["check", "config"], ["check", "data"]):
         if "--cfg" not in words and "--config" not in words:
             words += [one for one in SHORT if words[0] == "train" or not one.startswith("recipe.steps")]
         words += GSM8K if "data=gsm8k" in words else IFEVAL if "data=ifeval" in words else []

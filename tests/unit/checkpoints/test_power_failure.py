@@ -218,15 +218,15 @@ def test_the_state_a_run_is_replayed_from_is_stored_before_older_ones_are_delete
     servertools = pytest.importorskip("servertools")
     from sessions import Client, passing, stepping
 
-    from cookbook.server.state import snapshots
+    from cookbook.server.state.snapshots import StateSnapshots
 
-    left, real = [], snapshots._delete_others
+    left, real = [], StateSnapshots._delete_others
 
-    def deleting(*args):
-        real(*args)
+    def deleting(self):
+        real(self)
         left.append(disk.survivors(tmp_path / f"left-{len(left)}"))
 
-    monkeypatch.setattr(snapshots, "_delete_others", deleting)
+    monkeypatch.setattr(StateSnapshots, "_delete_others", deleting)
     with servertools.running(tiny_folder, tmp_path / "out", names=["tiny"], checkpoint_s=1e-9) as server:
         disk = failing(tmp_path / "out")
         client = Client(server)

@@ -26,14 +26,14 @@ TURNS = ["env=two.py:Two", "env.max_turns=2", "env.workers=0", "env.timeout_s=nu
 
 # The lines of the recipe that sample, as one would write them for a sampler that lags behind: the batch of a later step is
 # sampled first, from a copy of the weights.
-SAMPLES = """        sampler = run.sync(step.index)
-        groups = run.sample_groups(sampler, batches[step.index], cfg.group_size, step)
+SAMPLES = """            sampler = run.sync(step.index)
+            groups = run.sample_groups(sampler, batches[step.index // cfg.updates], cfg.group_size, step)
 """
-BY_HAND = """        sampler = run.trainer.lagging_sampler(step.index).result()
-        for index in range(step.index and step.index + LAG, min(step.index + LAG + 1, step.total)):
-            sampled[index] = run._sampling.groups(sampler, batches[index], cfg.group_size, index)
-        groups = sampled.pop(step.index).groups
-        step.log(rollouts.metrics(groups))
+BY_HAND = """            sampler = run.trainer.lagging_sampler(step.index).result()
+            for index in range(step.index and step.index + LAG, min(step.index + LAG + 1, step.total)):
+                sampled[index] = run._sampling.groups(sampler, batches[index], cfg.group_size, index)
+            groups = sampled.pop(step.index).groups
+            step.log(rollouts.metrics(groups))
 """
 
 
@@ -98,6 +98,7 @@ def test_a_run_equals_one_whose_sampler_lags_behind(lag):
     assert train(*DICED, f"rollout.ahead={lag}", "out=thread") == 0
     assert run(["fork", "grpo", "by_hand"]) == 0
     recipe = Path("recipes/by_hand.py")
+    assert SAMPLES in recipe.read_text()
     code = recipe.read_text().replace(SAMPLES, BY_HAND.replace("LAG", str(lag)))
     recipe.write_text(code.replace("    held_out = ", "    sampled = {}\n    held_out = "))
     assert train("recipe=by_hand", *DICED[1:], "out=by-hand") == 0

@@ -120,9 +120,9 @@ def test_what_a_loss_refuses_is_kept_too(capsys):
     """An infinite advantage: the engine does not even call the loss."""
     assert run(["fork", "grpo", "mine"]) == 0
     code = Path("recipes/mine.py").read_text()
-    data = "data = rollouts.datums(groups, advantages.tolist())\n"
+    data = "run.split(rollouts.datums(groups, advantages), cfg.updates)\n"
     assert data in code
-    infinite = "advantages[:] = float('inf') if step.index else 1.0\n        "
+    infinite = "advantages = [[float('inf') if step.index else 1.0] * len(row) for row in advantages]\n            "
     Path("recipes/mine.py").write_text(code.replace(data, infinite + data))
     assert train("recipe=mine", *SMALL["grpo"][1:], "eval.every=null", "out=run") == 2
     error = capsys.readouterr().err.splitlines()[-1]
