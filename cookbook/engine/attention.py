@@ -406,7 +406,7 @@ class _ScoresInBlocks(torch.autograd.Function):
         d_query = torch.empty_like(query)
         # Sums over blocks, at least in float32.
         d_key, d_value = (torch.zeros_like(one, dtype=torch.promote_types(one.dtype, torch.float32)) for one in (key, value))
-        d_sinks = None if sinks is None else torch.zeros_like(sinks)
+        d_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=torch.promote_types(sinks.dtype, torch.float32))
         for block, seen in _score_blocks(query, key, ctx.window):
             q, k, v = (part.detach().requires_grad_() for part in (query[:, :, block], key[:, :, seen], value[:, :, seen]))
             params, inputs = ctx.params, [q, k, v]
@@ -420,6 +420,8 @@ class _ScoresInBlocks(torch.autograd.Function):
             d_value[:, :, seen] += of_values
             if d_sinks is not None:
                 d_sinks += of_sinks[0]
+        if d_sinks is not None:
+            d_sinks = d_sinks.to(sinks.dtype)
         return None, None, d_query, d_key.to(key.dtype), d_value.to(value.dtype), d_sinks
 
 

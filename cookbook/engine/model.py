@@ -220,6 +220,12 @@ def _load(
         # Quantized in host memory, so that the whole weights are never on the device.
         network = _quantized(_network(config, base, seed), config).to(device)
     else:
+        if shared.quantize != config.quantize:
+            raise ConfigError(
+                f"model.quantize: the adapter in {config.name} was trained on weights quantized as {config.quantize}, and "
+                f"those of the server are {shared.quantize or 'whole'}; start the server with model.quantize={config.quantize} "
+                f"or {shared.quantize or quantized.NONE} to continue on its weights"
+            )
         network = shared.under_adapter() if adapter or config.lora_rank else shared.copied()
     set_dropout(network, config.dropout)
     _resize(network, config, tokenizer, fresh, is_adapter=adapter is not None)
@@ -749,6 +755,8 @@ class SharedBase:
     def __init__(self, name: str, network: PreTrainedModel) -> None:
         self.name = name
         self._network = network.requires_grad_(False)
+        # Scheme of the weights; None: they are not quantized.
+        self.quantize = next((layer.scheme for _, layer in quantized.layers(network)), None)
 
     def under_adapter(self) -> PreTrainedModel:
         """Return a frozen network that shares the weights, for an adapter on top. Copies modules, but no tensors."""

@@ -75,7 +75,7 @@ def _is_allowed(module: str, name: str, found: object) -> bool:
     if isinstance(found, types.FunctionType) and found.__dict__.get(LED):
         return True
     if root == PACKAGE:
-        return isinstance(found, type)
+        return isinstance(found, type) and _is_of(PACKAGE, found)
     if root == "builtins":
         return name in BUILTINS or _is_error(found)
     if (module, name) in REBUILDERS:
@@ -86,9 +86,14 @@ def _is_allowed(module: str, name: str, found: object) -> bool:
         )
     if root in TOKENIZERS:
         # The classes of the package tokenizers are the parts of a tokenizer.
-        return isinstance(found, type) and (root == "tokenizers" or _is_tokenizer(found))
+        return isinstance(found, type) and ((root == "tokenizers" and _is_of(root, found)) or _is_tokenizer(found))
     is_number = isinstance(found, type) and issubclass(found, np.generic | np.dtype)
     return (root == "numpy" and is_number) or (isinstance(found, type) and found in CLASSES)
+
+
+def _is_of(package: str, found: type) -> bool:
+    """Whether a class is of a package itself. A message could also name a class that a module of the package imports."""
+    return found.__module__.partition(".")[0] == package
 
 
 def _is_tokenizer(found: type) -> bool:

@@ -6,6 +6,7 @@ import hashlib
 import secrets
 import time
 from dataclasses import replace
+from pathlib import Path
 
 from cookbook.checkpoints import manifest, sampler_checkpoints
 from cookbook.errors import CheckpointError
@@ -37,6 +38,15 @@ def copy_weights(service: Service, fields: CopyWeights, key: str | None, token: 
     source = service.readable_checkpoint(Address.parse(fields.source_path)).address
     run_id = _destination(service, fields, key)
     address = replace(source, run_id=run_id)
+    folder = service.catalog.folder_of(source)
+    # A delta is loaded with the checkpoints before it, which are expected in the same folder.
+    is_delta = manifest.read(folder)["kind"] == "delta"
+    places = {
+        part: service.catalog.run_folder(run_id) / part.name
+        for part in (sampler_checkpoints.lineage(folder) if is_delta else [folder])
+    }
+    if any(place.exists() and not _are_equal(part, place) for part, place in places.items()):
+        raise Refused(400, f"copy_weights: {run_id} has other weights of this name; choose another model_seq_id")
     try:
         service.catalog.find(address)
     except CheckpointError:
@@ -52,15 +62,17 @@ def copy_weights(service: Service, fields: CopyWeights, key: str | None, token: 
     service.catalog.add_run(
         replace(origin, run_id=run_id, created=time.time(), owner=service.tenants.owner_of(run_id), user_metadata=metadata)
     )
-    folder = service.catalog.folder_of(source)
-    # A delta is loaded with the checkpoints before it, which are expected in the same folder.
-    is_delta = manifest.read(folder)["kind"] == "delta"
-    for part in sampler_checkpoints.lineage(folder) if is_delta else [folder]:
-        place = service.catalog.run_folder(run_id) / part.name
+    for part, place in places.items():
         if not place.exists():
             service.durability.link(part, place)
     service.catalog.add(address, fields.ttl_seconds, service.catalog.find(source).user_metadata)
     return address
+
+
+def _are_equal(first: Path, second: Path) -> bool:
+    """Whether two checkpoints are equal. A manifest has the digests of all files."""
+    manifests = [folder / manifest.NAME for folder in (first, second)]
+    return all(path.is_file() for path in manifests) and manifests[0].read_bytes() == manifests[1].read_bytes()
 
 
 def _destination(service: Service, fields: CopyWeights, key: str | None) -> str:

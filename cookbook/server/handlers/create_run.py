@@ -48,6 +48,9 @@ def create(service: Service, kind: str, fields: CreateModel | LoadWeights, body:
     request = Request(run_id, 0, kind, body)
     if not service.requests.is_known(request):
         try:
+            if service.catalog.has_run(run_id):
+                # The new run would get the description of the copy: its model, rank and seed.
+                raise ConfigError(f"{kind}: {run_id} has copies of checkpoints; choose another model_seq_id")
             _check_fields(service, fields)
             _check_limits(service, session, kind)
         except CookbookError as error:

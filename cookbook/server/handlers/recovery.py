@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
@@ -49,10 +49,14 @@ class _LoggedRequest:
 
     @property
     def number(self) -> int:
-        return int(self.request_id.rpartition("/")[2])
+        return _number(self.request_id)
 
     def request(self) -> Request:
         return Request(self.request_id.rpartition("/")[0], self.number, self.kind, self.body, result=self.result)
+
+
+def _number(request_id: str) -> int:
+    return int(request_id.rpartition("/")[2])
 
 
 def _logged_requests(records: Iterable[Record]) -> dict[str, _LoggedRequest]:
@@ -196,7 +200,7 @@ def _give_up(service: Service, session: Session, run_id: str, error: CookbookErr
 
 
 async def _load_newest(
-    service: Service, session: Session, run_log: Log, records: Iterable[Record], numbers: set[int]
+    service: Service, session: Session, run_log: Log, records: Sequence[Record], numbers: set[int]
 ) -> tuple[TrainingRun, Record | None]:
     """Create the run again from its newest whole snapshot, and return both; None: from the start of the run.
 
@@ -214,7 +218,7 @@ async def _load_newest(
     reason: CookbookError = CheckpointError(f"{run_log.folder}: the first file of the log is missing")
     for place, snapshot in enumerate(candidates):
         number = 0 if snapshot is None else snapshot.header["number"]
-        _check_requests(run_log, numbers, number)
+        _check_requests(run_log, records, numbers, number)
         try:
             run = await _load_run(service, session, run_log, snapshot)
         except CheckpointError as error:
@@ -230,16 +234,18 @@ async def _load_newest(
     raise reason
 
 
-def _check_requests(run_log: Log, numbers: set[int], snapshot: int) -> None:
+def _check_requests(run_log: Log, records: Iterable[Record], numbers: set[int], snapshot: int) -> None:
     """Raise CheckpointError if an accepted request after request number ``snapshot`` is lost.
 
-    Lost results are recomputed. A lost record without a header may have been a request: if a number is missing, it was.
+    Lost results are recomputed. A lost record without a header may have been a request: if a number is missing, it was. The
+    result of the last request also tells that there was one.
     """
-    missing = sorted(set(range(snapshot + 1, max(numbers, default=snapshot))) - numbers)
+    last = max((_number(one.header["id"]) for one in records if "id" in one.header), default=snapshot)
+    missing = sorted(set(range(snapshot + 1, last + 1)) - numbers)
     for damage in run_log.damage:
         lost = missing[:1] if damage.header is None else []
         if damage.header is not None and damage.header["what"] == "request":
-            lost = [number for number in [int(damage.header["id"].rpartition("/")[2])] if number > snapshot]
+            lost = [number for number in [_number(damage.header["id"])] if number > snapshot]
         if lost:
             raise CheckpointError(f"{damage}; the run cannot continue after request {lost[0] - 1}")
 

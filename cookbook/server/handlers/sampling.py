@@ -328,7 +328,7 @@ async def _settle_with_top(
                 job = lane.submit(functools.partial(top, [*prompt, *sequence.tokens]))
             sampled.append(await asyncio.wrap_future(job))
         result = await asyncio.to_thread(sample_result, response, replace(extras, sampled=sampled))
-    except CookbookError as error:
+    except Exception as error:  # noqa: BLE001 - reported as the result of the request
         result = failure(error)
     service.requests.settle(request, result)
 

@@ -198,6 +198,10 @@ class Catalog:
             self._report(file, error)
             raise Refused(410, str(error)) from None
 
+    def has_run(self, run_id: str) -> bool:
+        """Whether a run is recorded, even if its description is damaged."""
+        return run_id in self._runs
+
     def runs(self) -> list[RunInfo]:
         """Return all runs, newest first, without user metadata."""
         return sorted(self._runs.values(), key=lambda info: info.created, reverse=True)

@@ -433,9 +433,13 @@ class Service:
         Raises:
             Refused: 404, the run is unknown; 410, its description is damaged.
         """
-        if self.catalog.is_damaged(run_id) and not self.tenants.may_use(self.tenants.owner_of(run_id)):
-            raise unknown_run(run_id)
-        info = self.catalog.run(run_id)
+        try:
+            info = self.catalog.run(run_id)
+        except Refused:
+            # Other keys do not learn that the run exists.
+            if not self.tenants.may_use(self.tenants.owner_of(run_id)):
+                raise unknown_run(run_id) from None
+            raise
         if not self.tenants.may_use(info.owner):
             raise unknown_run(run_id)
         return info

@@ -23,6 +23,8 @@ MAX_METADATA_BYTES = 64 << 10
 Index = Annotated[int, Field(ge=0, lt=10**9)]
 # An integer that torch or numpy can hold.
 Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+# Length of one dimension of an array.
+Size = Annotated[int, Field(ge=0, lt=1 << 31)]
 # Lists end at their first error: pydantic would make an object for the error of each item.
 Ints = Annotated[list[Int64], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
@@ -206,7 +208,7 @@ class TargetIds(RequestBody):
 
     data: Ints
     dtype: Literal["int64"]
-    shape: tuple[int, int]
+    shape: tuple[Size, Size]
     sparse_crow_indices: Ints | None = None
     sparse_col_indices: Ints | None = None
 

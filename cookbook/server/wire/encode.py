@@ -167,7 +167,7 @@ def _write_targets(tensor: pb.Tensor, wanted: TargetIds, logprobs: Array) -> Non
         return
     tensor.sparse_csr.values = _float32(logprobs).tobytes()
     tensor.sparse_csr.crow_indices = np.asarray(wanted.sparse_crow_indices, dtype="<i8").tobytes()
-    tensor.sparse_csr.col_indices = np.asarray(wanted.sparse_col_indices, dtype="<i8").tobytes()
+    tensor.sparse_csr.col_indices = np.asarray(wanted.sparse_col_indices or [], dtype="<i8").tobytes()
 
 
 def _nan_where_missing(logprobs: Iterable[float | None], last_n: int | None) -> Array:

@@ -445,6 +445,23 @@ def test_blocks_of_queries_give_the_results_of_whole_runs(kind, window, autocast
             assert (one - other).abs().max() <= (2e-2 if autocast else 1e-12) * other.abs().max()
 
 
+def test_the_gradient_of_sinks_is_summed_over_blocks_in_float32(monkeypatch):
+    """128 blocks add to one number; a sum in bfloat16 loses small terms."""
+    monkeypatch.setattr(attention, "SCORES_BYTES", 1)
+
+    def of_sinks(dtype: torch.dtype) -> torch.Tensor:
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(1, 2, 8192, 4).bfloat16().to(dtype) for _ in range(3))
+        sinks = torch.ones(2, dtype=dtype, requires_grad=True)
+        params = attention.AttentionParams(0.5, 0.0, None, sinks)
+        attention._ScoresInBlocks.apply(params, 64, q, k, v + 1, sinks).sum().backward()
+        return sinks.grad.float()
+
+    exact = of_sinks(torch.float32)
+    # Single values are rounded to 8 bits.
+    assert ((of_sinks(torch.bfloat16) - exact).abs() < 0.01 * exact.abs()).all()
+
+
 @pytest.mark.parametrize(("kind", "window"), [("soft-capped", None), ("sinks", None), ("plain", 256), ("sinks", 256)])
 def test_memory_is_linear_in_the_length(kind, window, monkeypatch):
     """Peak of a forward and a backward pass over fake tensors."""

@@ -189,6 +189,16 @@ def test_runs_of_a_server_share_the_quantized_weights(tiny_folder: Path) -> None
         load(ModelConfig(str(tiny_folder), quantize="nf4"), CPU, 0, base)
 
 
+def test_an_adapter_of_other_weights_than_the_servers_is_refused(tmp_path: Path) -> None:
+    folder = tiny.save(tmp_path / "base")
+    trainer = LocalTrainer(ModelConfig(str(folder), lora_rank=2, quantize="nf4"), LocalConfig(), seed=0, folder=tmp_path)
+    saved = trainer.save_state("state").result().path
+    base = SharedBase(str(folder), load(ModelConfig(str(folder)), CPU, seed=0).network)
+    with pytest.raises(ConfigError, match=r"quantized as nf4, and those of the server are whole; start the server with"):
+        load(ModelConfig(saved), CPU, 0, base)
+    assert not quantized.num_weights(load(ModelConfig(saved, quantize="none"), CPU, 0, base).network)
+
+
 def test_memory_is_counted(tiny_folder: Path) -> None:
     plain, four, eight = (ModelConfig(str(tiny_folder), lora_rank=2, quantize=one) for one in (None, "nf4", "int8"))
     network = load(four, CPU, seed=0).network

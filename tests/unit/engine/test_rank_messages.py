@@ -54,6 +54,17 @@ def test_a_message_makes_no_object_of_another_class(name):
         messages.unpacked(pickle.dumps(ATTACKS[name]))
 
 
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("cookbook.jobs.slurm", "subprocess.Popen"), ("cookbook.engine.ranks.messages", "pathlib.Path"), ("tokenizers", "Enum")],
+)
+def test_a_class_that_a_listed_module_imports_is_not_made(module, name):
+    """pickle accepts any attribute of a module, and attributes of attributes."""
+    message = b"\x80\x04\x8c" + bytes([len(module)]) + module.encode() + b"\x8c" + bytes([len(name)]) + name.encode() + b"\x93."
+    with pytest.raises(BackendError, match="which ranks do not exchange"):
+        messages.unpacked(message)
+
+
 def test_a_module_is_not_imported_for_a_message(tmp_path, monkeypatch):
     (tmp_path / "only_for_this_test.py").write_text("raise SystemExit")
     monkeypatch.syspath_prepend(tmp_path)

@@ -16,7 +16,7 @@ import tiny
 import torch
 import zstandard
 from places import ROOT
-from waiting import WAIT_S
+from waiting import WAIT_S, until
 
 from cookbook.checkpoints import manifest
 from cookbook.server.keys import KeyRing
@@ -189,6 +189,17 @@ def test_the_logprobs_of_named_tokens_are_the_models_own_dense_and_sparse(server
             client.sample(PROMPT, 1, params, target_prompt_logprobs=tinker.TensorData.from_torch(wrong)).result()
 
 
+def test_named_tokens_of_any_shape_are_answered_or_refused(post, service):
+    sampler = service.create_sampling_client(base_model="tiny").result()._sampling_session_id
+    body = {"sampling_session_id": sampler, "prompt": {"chunks": [{"tokens": [5, 6]}]}, "sampling_params": {"max_tokens": 1}}
+    empty = {"data": [], "dtype": "int64", "sparse_crow_indices": [0, 0]}
+    for number, (shape, status) in enumerate([([1, 10**30], 422), ([1, -1], 422), ([1, 2], 200)]):
+        wanted = {**empty, "shape": shape}
+        code, answer = post("asample", json={**body, "seq_id": number, "target_prompt_logprobs": wanted})
+        assert code == status, answer
+    until(lambda: post("retrieve_future", json={"request_id": answer["request_id"]})[0] == 200)
+
+
 def test_a_copy_of_a_checkpoint_outlives_the_checkpoint(server, service, training, post):
     rest = service.create_rest_client()
     saved = training.save_state("to-be-copied", user_metadata={"k": "v"}).result().path
@@ -211,6 +222,12 @@ def test_a_copy_of_a_checkpoint_outlives_the_checkpoint(server, service, trainin
     body = {"source_path": copy, "session_id": training.model_id.partition(":")[0], "model_seq_id": 0}
     assert "is a training run" in post("copy_weights", json=body)[1]["detail"]
     assert post("copy_weights", json={**body, "model_seq_id": 77})[1]["tinker_path"].endswith(":train:77/weights/to-be-copied")
+    training.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
+    body = {**body, "source_path": training.save_state("to-be-copied").result().path, "model_seq_id": 77}
+    assert "has other weights of this name" in post("copy_weights", json=body)[1]["detail"]
+    creation = {"session_id": body["session_id"], "model_seq_id": 77, "base_model": "tiny", "lora_config": {"rank": 2}}
+    request = post("create_model", json=creation)[1]["request_id"]
+    assert "has copies of checkpoints" in str(post("retrieve_future", json={"request_id": request}))
 
 
 def test_a_sampler_in_flight_follows_what_is_published(training):

@@ -23,6 +23,8 @@ from waiting import WAIT_S, until
 
 from cookbook.backends.local import LocalConfig
 from cookbook.cli.app import run as cookbook
+from cookbook.errors import CheckpointError
+from cookbook.server.handlers.recovery import _check_requests
 from cookbook.server.journal.log import MAGIC, Content, Log, Record, encode, read
 from cookbook.server.state import snapshots
 from cookbook.server.wire.bodies import Refused
@@ -550,6 +552,27 @@ def test_damage_to_a_file_of_a_run_costs_no_acknowledged_request(start, tmp_path
                     server.call(lambda: setattr(server.service.runs[run], "gap_timeout_s", 0.01))
                     assert b"has not arrived within" in Client(server, client.session).result("optim_step", stepping(run, 9))
             shutil.rmtree(tmp_path / "out")
+
+
+def test_a_lost_request_is_noticed_by_its_result(tmp_path):
+    """The record of the last request is lost with its header; its result tells that the request was there."""
+    lost = Record({"what": "request", "id": "s:train:0/2", "kind": "optim_step"}, b"step 2")
+    log = Log(tmp_path, Record({"what": "run"}), fsync=False)
+    for record in (
+        Record({"what": "request", "id": "s:train:0/1", "kind": "forward_backward"}),
+        lost,
+        Record({"what": "result", "id": "s:train:0/2"}),
+    ):
+        log.append(record)
+    data = bytearray(log.files[0].path.read_bytes())
+    data[data.index(encode(lost))] ^= 1
+    log.files[0].path.write_bytes(data)
+    after = Log(tmp_path, Record({}), fsync=False)
+    records = list(after.earlier_records())
+    _check_requests(after, records, {1}, 2)
+    for snapshot in (0, 1):
+        with pytest.raises(CheckpointError, match="the run cannot continue after request 1"):
+            _check_requests(after, records, {1}, snapshot)
 
 
 # ---- around them -----------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from cookbook.server.state.catalog import Address, Catalog, Downloads, RunInfo
 from cookbook.server.state.requests import SAMPLE, Request, RequestState, RequestStore
 from cookbook.server.state.run import RequestOrder
 from cookbook.server.state.samplers import SamplerCache, SamplingSession
+from cookbook.server.state.service import Service
 from cookbook.server.wire import decode
 from cookbook.server.wire import messages_pb2 as pb
 from cookbook.server.wire.bodies import Refused
@@ -496,6 +497,16 @@ def test_a_damaged_file_costs_its_object_only(catalog, tmp_path, caplog):
     # The log of a run has its description too.
     again.add_run(RunInfo("s2:train:0", "tiny", True, 4, 0, 2.0, owner="bob"))
     assert again.run("s2:train:0").owner == "bob" and not again.is_damaged("s2:train:0")
+
+
+def test_other_keys_do_not_learn_that_a_damaged_run_exists(catalog, tmp_path):
+    catalog.add_run(RunInfo("s2:train:0", "tiny", True, 4, 0, 2.0, owner="bob"))
+    (tmp_path / "s2.train.0" / "run.json").write_text("{")
+    for caller, status in (("alice", 404), ("bob", 410)):
+        tenants = SimpleNamespace(owner_of=lambda _: "bob", may_use=lambda owner, caller=caller: owner == caller)
+        with pytest.raises(Refused) as refused:
+            Service.run_info(SimpleNamespace(catalog=catalog, tenants=tenants), "s2:train:0")
+        assert refused.value.status == status
 
 
 def test_lists_read_no_files(catalog, monkeypatch, tmp_path):
