@@ -28,6 +28,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, overload
 
+import numpy as np
+
 from cookbook.data import DataConfig, RejectedRows, RenderedPrompt
 from cookbook.data.datum_table import Batches
 from cookbook.data.rows import RejectedRow
@@ -343,10 +345,7 @@ class AheadSampler(Batches[RenderedPrompt]):
     def _from_json(self, stored: JsonObject) -> SampledBatch:
         numbers, index = stored["numbers"], int(stored["index"])
         prompts = self._batches[index] if self._queue is None else self._queue.prompts(numbers)
-        groups = [
-            RolloutGroup(prompts[one["place"]], [_trajectory(row) for row in one.pop("trajectories")], **one)
-            for one in stored["groups"]
-        ]
+        groups = [_group(prompts, one) for one in stored["groups"]]
         requests = FailedRequests(
             {int(place): RolloutError(text) for place, text in stored["failed"].items()}, stored["num_retries"]
         )
@@ -372,8 +371,9 @@ def _as_json(batch: SampledBatch) -> JsonObject:
     sampled = batch.sampled
     groups = [
         {
-            **{name: value for name, value in vars(group).items() if name not in ("prompt", "trajectories", "parts")},
+            **{name: value for name, value in vars(group).items() if name != "prompt"},
             "parts": [dict(parts) for parts in group.parts],
+            "returns": [[turn.tolist() for turn in attempt] for attempt in group.returns],
             "trajectories": [_row(one) for one in group.trajectories],
         }
         for group in sampled.groups
@@ -392,6 +392,12 @@ def _as_json(batch: SampledBatch) -> JsonObject:
         "numbers": batch.numbers,
         "queue": batch.queue,
     }
+
+
+def _group(prompts: Sequence[RenderedPrompt], row: JsonObject) -> RolloutGroup:
+    trajectories = [_trajectory(one) for one in row["trajectories"]]
+    returns = [[np.array(turn, np.float64) for turn in attempt] for attempt in row["returns"]]
+    return RolloutGroup(prompts[row["place"]], **{**row, "trajectories": trajectories, "returns": returns})
 
 
 def _row(trajectory: Trajectory) -> JsonObject:

@@ -316,6 +316,11 @@ class _StepSampling:
             has_steps = group.gamma is not None or any(
                 score.steps for score, attempt in zip(scores, group.trajectories, strict=True) if not attempt.turn_rewards
             )
+            if has_steps and group.normalized is not None:
+                raise ConfigError(
+                    "reward.normalize=each: the sum of each reward is normalized, and a reward returned a list; return one "
+                    "number, or remove reward.normalize"
+                )
             of_tokens = any(
                 len(score.steps) not in (0, len(attempt.turns))
                 for score, attempt in zip(scores, group.trajectories, strict=True)

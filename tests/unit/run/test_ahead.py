@@ -6,14 +6,22 @@ import json
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 from runtools import SMALL, TWO_TURNS, bits, checkpoint, here, rows, stop_at, timeless, train, write  # noqa: F401 - a fixture
 
 from cookbook.backends.local import LocalTrainer
 from cookbook.cli.app import run
+from cookbook.data import RenderedPrompt, Row
+from cookbook.data.formats import Chat
 from cookbook.futures import Future
 from cookbook.run import ahead
+from cookbook.sampling.credit import returns
+from cookbook.sampling.episodes import FailedRequests
 from cookbook.sampling.prompt_queue import PromptQueue
+from cookbook.sampling.rollouts import RolloutGroup, StepRollouts, advantages
+from cookbook.sampling.trajectory import Trajectory
+from cookbook.types import Sample
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -111,13 +119,16 @@ def test_a_run_equals_one_whose_sampler_lags_behind(lag):
 
 CASES = {
     "turns": [*GRPO, *TURNS, "rollout.ahead=1"],
+    "credit": [*GRPO, *TURNS, "env.gamma=0.5", "rollout.ahead=1"],
     "queue": [*DICED, *QUEUE, "rollout.ahead=1"],
     "queue-2": [*DICED, *QUEUE, "rollout.ahead=2", "weight_sync.every=2"],
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["turns", pytest.param("queue", marks=pytest.mark.nightly), "queue-2"])
+@pytest.mark.parametrize(
+    "case", ["turns", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("credit", "queue")), "queue-2"]
+)
 def test_the_thread_changes_no_bit_and_a_kill_neither(case, monkeypatch):
     prepare()
     words = [*CASES[case], "checkpoint.every=2", "checkpoint.keep=2"]
@@ -244,3 +255,16 @@ def test_plan_counts_the_copies_of_the_weights(capsys):
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
     weights, copies = (float(lines[name].split()[1]) for name in ("weights", "copies"))
     assert copies == pytest.approx(2 * weights, rel=0.02)
+
+
+def test_a_stored_batch_keeps_the_credit_of_turns_and_tokens():
+    prompt = RenderedPrompt([65], Row("here:0", {}), "A", "", Chat("here:0", ()))
+    attempts = [Trajectory.single([65], "A", Sample([66, 67], [-0.5, -0.25], "stop"), text) for text in ("BC", "BB")]
+    credit = [returns([[1.0, 0.1]]), returns([[0.0, 0.3]])]
+    group = RolloutGroup(prompt, attempts, [1.1, 0.3], parts=[{}, {}], returns=credit)
+    step = StepRollouts([group], FailedRequests({}, 0), sampling_s=1.0, reward_s=0.0, has_turns=False)
+    [stored] = json.loads(json.dumps(ahead._as_json(ahead.SampledBatch(0, 0, [prompt], step))))["groups"]
+    restored = ahead._group([prompt], stored)
+    assert [one.branches for one in restored.trajectories] == [one.branches for one in attempts]
+    np.testing.assert_array_equal(restored.returns, credit)
+    np.testing.assert_array_equal(advantages([restored], "zscore", 2), advantages([group], "zscore", 2))

@@ -285,6 +285,11 @@ def test_equal_sums_have_spread_if_their_parts_differ():
     assert not scored(Weighted(reward, normalize="each"), ["ab", "ba"])[0].has_spread
 
 
+def test_a_list_of_rewards_cannot_be_normalized_one_by_one():
+    with pytest.raises(ConfigError, match=r"reward\.normalize=each: .* a reward returned a list; return one number"):
+        scored(Weighted({"letters": of_tokens}, normalize="each"), ["ab", "b"])
+
+
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("words", "line"),
