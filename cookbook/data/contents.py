@@ -17,7 +17,7 @@ from cookbook.data.encoding import BREAK
 from cookbook.data.formats import Chat
 from cookbook.data.messages import ROLE_WITHOUT_NAME, ROLES, ChatMessage, with_calls
 from cookbook.data.template import PROBE, ChatTemplate
-from cookbook.errors import DataError
+from cookbook.errors import DataError, shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,10 +76,10 @@ class Contents:
             return role
         if role in ROLE_WITHOUT_NAME:
             return ROLE_WITHOUT_NAME[role]
-        found = ", ".join(dict.fromkeys(repr(one.role) for one in chat.messages))
+        found = shortened(", ".join(dict.fromkeys(repr(one.role) for one in chat.messages)))
         raise DataError(
-            f"{chat.where}: unknown role {role!r}, the roles of the row are {found}; write system, user, assistant or tool, or "
-            "give a template that names the role as model.chat_template"
+            f"{chat.where}: unknown role {shortened(repr(role))}, the roles of the row are {found}; write system, user, assistant "
+            "or tool, or give a template that names the role as model.chat_template"
         )
 
     @cached_property

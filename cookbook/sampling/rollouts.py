@@ -114,6 +114,7 @@ class RolloutGroup:
     normalized: Mapping[str, float] | None = None
     # Per attempt the returns of its turns or tokens; empty: each attempt has one reward.
     returns: list[list[Float]] = field(default_factory=list)
+    place: int = 0
 
     @property
     def has_spread(self) -> bool:
@@ -124,8 +125,6 @@ class RolloutGroup:
             of_parts = [[value for one in self.parts if (value := one.get(name)) is not None] for name in self.normalized]
             return not all(groups_without_spread(values) for values in of_parts if values)
         return not groups_without_spread(self.rewards)
-
-    place: int = 0
 
 
 @dataclass(frozen=True)
