@@ -17,7 +17,7 @@ from cookbook.data.encoding import BREAK
 from cookbook.data.formats import Chat
 from cookbook.data.messages import ROLE_WITHOUT_NAME, ROLES, ChatMessage, with_calls
 from cookbook.data.template import PROBE, ChatTemplate
-from cookbook.errors import DataError, shortened
+from cookbook.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,6 +27,8 @@ ANSWERS_OWN = re.compile(r"think|reason|tool|call|function|python|channel|messag
 # The usual form of control tokens, which some tokenizers do not declare as special. Questions about code may have its tokens
 # for gaps in a text.
 PIPED = re.compile(r"<[|\uff5c](?!fim|FIM).*[|\uff5c]>")
+# Characters of a role, and messages of a row, that an error names.
+LONGEST_ROLE, MOST_ROLES = 40, 20
 
 
 class Contents:
@@ -76,10 +78,10 @@ class Contents:
             return role
         if role in ROLE_WITHOUT_NAME:
             return ROLE_WITHOUT_NAME[role]
-        found = shortened(", ".join(dict.fromkeys(repr(one.role) for one in chat.messages)))
+        roles = ", ".join(dict.fromkeys(repr(other.role[:LONGEST_ROLE]) for other in chat.messages[:MOST_ROLES]))
         raise DataError(
-            f"{chat.where}: unknown role {shortened(repr(role))}, the roles of the row are {found}; write system, user, assistant "
-            "or tool, or give a template that names the role as model.chat_template"
+            f"{chat.where}: unknown role {role[:LONGEST_ROLE]!r}, the roles of the row are {roles}; write system, user, "
+            "assistant or tool, or give a template that names the role as model.chat_template"
         )
 
     @cached_property
