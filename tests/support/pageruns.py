@@ -131,7 +131,7 @@ def prepare() -> None:
     # A program that needs no row of the data.
     agent = Path("examples/agent.py").read_text().replace("json.loads(sys.argv[1])", '{"prompt": "2+3=", "answer": "5"}')
     Path("agent.py").write_text(agent)
-    # The folder of a server that nobody has used.
+    # The folder of a server without sessions.
     Path("runs/serve/sessions").mkdir(parents=True)
     Path("tasks").mkdir()
     Path("tasks/my_task.yaml").write_text(TASK)

@@ -555,7 +555,7 @@ def test_damage_to_a_file_of_a_run_costs_no_acknowledged_request(start, tmp_path
 
 
 def test_a_lost_request_is_noticed_by_its_result(tmp_path):
-    """The record of the last request is lost with its header; its result tells that the request was there."""
+    """The record of the last request is lost with its header; its result proves that it has run."""
     lost = Record({"what": "request", "id": "s:train:0/2", "kind": "optim_step"}, b"step 2")
     log = Log(tmp_path, Record({"what": "run"}), fsync=False)
     for record in (
