@@ -224,7 +224,9 @@ class DrainingServer(uvicorn.Server):
 
 def _exit_now(service: Service, message: str, code: int) -> NoReturn:
     """End the process without waiting for its threads. As after a kill, the logs are whole, and a restart continues."""
-    print(f"\n{message}", file=sys.stderr, flush=True)
+    # A print raises RuntimeError if the signal has interrupted another print.
+    with contextlib.suppress(RuntimeError):
+        print(f"\n{message}", file=sys.stderr, flush=True)
     try:
         service.attempts.end()
         if service.deployed is not None:
