@@ -84,6 +84,8 @@ def resolve_target(target: object, where: str = TARGET) -> type:
 
 
 def _of_file(target: str, where: str) -> type:
+    # The user writes loss=FILE.py:NAME, so the error names that key.
+    where = where.removesuffix(f".{TARGET}")
     found = python_file.named(target, where, signature="")
     if isinstance(found, type):
         return found

@@ -245,19 +245,22 @@ def detect(row: Row, config: DataConfig, accepted: Sequence[str], needs: Mapping
     wanted = " or ".join("+".join(needs[name]) for name in accepted)
     raise DataError(
         f"{row.where}: the columns are {', '.join(row.values) or 'none'}, and this recipe reads {wanted}; "
-        f"{_remedy(row, cells, accepted)}"
+        f"{_remedy(row, cells, accepted, needs)}"
     )
 
 
-def _remedy(row: Row, cells: RowView, accepted: Sequence[str]) -> str:
+def _remedy(row: Row, cells: RowView, accepted: Sequence[str], needs: Mapping[str, tuple[str, ...]]) -> str:
     """Return the remedy: a recipe that reads the row's columns, or keys that name the columns."""
     name = next((name for name in RECIPES if name not in accepted and all(map(cells.has, NEEDS[name]))), None)
     if name and cells.has_label():
         label = f'"{cells.column("label")}" is that of KTO'
         return f"{label}: recipe=kto, or train on the answers with true or 1: {RECIPES[name]} data.on_empty=skip"
     other = f"choose {RECIPES[name]}, or " if name else ""
+    missing = {name: [role for role in needs[name] if not cells.has(role)] for name in accepted}
     likely = "prompt_completion" if "prompt_completion" in accepted and len(row.values) > 1 else accepted[0]
-    keys = " ".join(f"{cells.key}.columns.{role}=<column>" for role in NEEDS[likely] if not cells.has(role))
+    # Rows of SFT given to KTO lack the label only.
+    likely = next((name for name in accepted if missing[name] == ["label"]), likely)
+    keys = " ".join(f"{cells.key}.columns.{role}=<column>" for role in missing[likely])
     return f"{other}name yours, e.g. {keys}"
 
 

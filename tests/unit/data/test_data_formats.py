@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from cookbook.data import Columns, DataConfig, Row
-from cookbook.data.formats import Chat, Plain, conversation_reader, preference_reader, prompt_reader
+from cookbook.data.formats import Chat, Plain, conversation_reader, label_reader, preference_reader, prompt_reader
 from cookbook.data.rows import EmptyRowError
 from cookbook.errors import ConfigError, DataError
 
@@ -241,11 +241,14 @@ def test_the_sentence_for_a_row_without_an_answer():
         ("conversation", {"prompt": "p", "chosen": "a", "rejected": "b"}, "choose recipe=dpo or recipe=orpo, or name yours"),
         ("conversation", {"prompt": "p", "answer": "a"}, "name yours, e.g. data.columns.completion=<column>"),
         ("preference", {"messages": []}, "choose recipe=sft, or name yours, e.g. data.columns.chosen=<column> data.columns"),
+        ("label", {"prompt": "p", "completion": "c"}, "name yours, e.g. data.columns.label=<column>"),
+        ("label", {"messages": []}, "name yours, e.g. data.columns.label=<column>"),
     ],
 )
 def test_columns_of_another_recipe_name_it(reader, values, remedy):
+    readers = {"conversation": conversation_reader, "preference": preference_reader, "label": label_reader}
     with pytest.raises(DataError) as error:
-        read({"conversation": conversation_reader, "preference": preference_reader}[reader], values)
+        read(readers[reader], values)
     assert remedy in str(error.value)
 
 

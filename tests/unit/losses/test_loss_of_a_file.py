@@ -57,8 +57,8 @@ def test_a_class_and_a_declared_function_are_losses():
     ("loss", "message"),
     [
         ("focal.py:undeclared", "focal.py:undeclared is a function that declares nothing; put @cookbook.losses.returns("),
-        ("focal.py:Fokal", "focal.py has no function 'Fokal'"),
-        ("other.py:Focal", "other.py does not exist in "),
+        ("focal.py:Fokal", "loss: focal.py has no function 'Fokal'"),
+        ("other.py:Focal", "loss: other.py does not exist in "),
     ],
 )
 def test_a_file_without_such_a_loss_is_one_line(loss, message, capsys):
