@@ -87,6 +87,8 @@ def _settings(folder: Path, facts: JsonObject) -> Iterator[tuple[str, object]]:
     run = facts.get("run") or {}
     yield "base model", _base(facts)
     yield "element type", facts["dtype"]
+    if "quantize" in facts:
+        yield "base weights quantized to", facts["quantize"]
     yield "optimizer steps", f"{facts['step']} of {run['total_steps']}" if "total_steps" in run else facts["step"]
     if tokens := (run.get("progress") or {}).get("tokens"):
         yield "tokens", f"{tokens:,}"

@@ -326,10 +326,8 @@ def _attend(
         size = (-1 if window is None else window - 1, 0)
         grouped = query.shape[1] != key.shape[1]
         return varlen(query, key, value, *layout.offsets, *longest, scale=params.scale, window_size=size, enable_gqa=grouped)
-    compute = _plain
     is_set = params.is_plain and _is_precision_set(query)
-    if is_set:
-        compute = functools.partial(attended, _plain)
+    compute = functools.partial(attended, _plain) if is_set else _plain
     queries = torch.split(query, [block.count * block.queries for block in layout.blocks])
     sizes = [block.count * block.keys for block in layout.blocks]
     outputs = []
@@ -380,7 +378,7 @@ def _scores_bytes(query: Tensor, key: Tensor) -> int:
 
 
 class _ScoresInBlocks(torch.autograd.Function):
-    """:func:`attend_by_scores` by blocks of queries, without dropout. The backward pass computes the scores again.
+    """:func:`attend_by_scores` by blocks of queries, without dropout. The backward pass recomputes the scores of each block.
 
     So the memory is linear in the length: the scores of 64 heads and 8,192 tokens would take 17 GB.
     """
@@ -432,10 +430,15 @@ def _attend_to(query: Tensor, key: Tensor, value: Tensor, window: int | None, pa
 
 
 def _score_blocks(query: Tensor, key: Tensor, window: int | None) -> Iterator[tuple[slice, slice]]:
-    """Yield blocks of queries whose scores take about ``SCORES_BYTES``, and the keys that a block sees."""
+    """Yield blocks of queries whose scores take at most ``SCORES_BYTES``, and the keys that a block sees.
+
+    A block has at least ``LEAST_QUERIES`` queries, and in a layer with a window no more than the window, since it sees
+    ``window`` keys more than it has queries.
+    """
     count, heads, queries, _ = query.shape
-    keys = key.shape[2] if window is None else min(key.shape[2], window + LEAST_QUERIES)
-    size = max(LEAST_QUERIES, SCORES_BYTES // (count * heads * keys * 4))
+    most_queries = queries if window is None else max(window, LEAST_QUERIES)
+    keys = key.shape[2] if window is None else min(key.shape[2], window + most_queries)
+    size = min(most_queries, max(LEAST_QUERIES, SCORES_BYTES // (count * heads * keys * 4)))
     return query_blocks(queries, key.shape[2], window, size)
 
 

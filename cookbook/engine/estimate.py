@@ -144,7 +144,7 @@ def estimate(
             _pass(network, rows, width, head, alive, used)
         extent = alive.heap.extent
         del summed, moments
-    weights = sum(parameter.nbytes for parameter in network.parameters()) + quantized.num_bytes(network)
+    weights = quantized.weight_bytes(network)
     gradients = sum(parameter.numel() * max(parameter.element_size(), 4) for parameter in trained)
     temporary = max(peak - before - gradients, 0)
     if not interleaved:

@@ -219,6 +219,8 @@ def _load(
     if shared is None or shared.name != base:
         # Quantized in host memory, so that the whole weights are never on the device.
         network = _quantized(_network(config, base, seed), config).to(device)
+        if config.quantize:
+            log.info(f"model.quantize={config.quantize}: {quantized.summary(network)}")
     else:
         if shared.quantize != config.quantize:
             raise ConfigError(
@@ -340,7 +342,10 @@ def with_quantization(config: ModelConfig) -> ModelConfig:
     if scheme is None and _adapter_config(config.name):
         # An adapter of another program has no manifest.
         path = Path(config.name) / paths.MANIFEST_FILE
-        scheme = json.loads(path.read_text()).get("quantize") if path.is_file() else None
+        try:
+            scheme = json.loads(path.read_text()).get("quantize") if path.is_file() else None
+        except (OSError, ValueError) as error:
+            raise BackendError(f"model.name: cannot read {path}: {first_line(error)}; use another checkpoint") from None
     return replace(config, quantize=None if scheme == quantized.NONE else scheme)
 
 
@@ -384,7 +389,7 @@ def _architecture(config: ModelConfig, base: str) -> PreTrainedConfig:
             "download the model again"
         )
     # transformers loads mxfp4, the format of gpt-oss, as ordinary weights where its kernels are missing.
-    if (quantized := getattr(found, "quantization_config", None)) and quantized.get("quant_method") != "mxfp4":
+    if (stored := getattr(found, "quantization_config", None)) and stored.get("quant_method") != "mxfp4":
         raise BackendError(f"model.name: quantized weights are not supported, got {base!r}; use the 16-bit model")
     return found
 
@@ -769,7 +774,7 @@ class SharedBase:
         Raises:
             ConfigError: the weights are quantized.
         """
-        if quantized.num_weights(self._network):
+        if self.quantize:
             raise ConfigError("model.quantize: quantized weights cannot be trained; train a LoRA adapter on them")
         return network_copy(self._network).requires_grad_(True)
 

@@ -146,9 +146,19 @@ def num_weights(network: nn.Module) -> int:
     return sum(layer.num_weights for _, layer in layers(network))
 
 
-def num_bytes(network: nn.Module) -> int:
-    """Return the bytes of the quantized weights and their scales."""
-    return sum(layer.values.nbytes + layer.scales.nbytes for _, layer in layers(network))
+def summary(network: nn.Module) -> str:
+    """Return how many weights are quantized, and the names of the matrices that are not: ``... of 134,515,008 weights``."""
+    count = num_weights(network)
+    total = count + sum(parameter.numel() for parameter in network.parameters())
+    matrices = [path for path, parameter in network.named_parameters() if parameter.ndim > 1]
+    names = sorted({path.removesuffix(".weight").rpartition(".")[2] for path in matrices})
+    return f"{count:,} of {total:,} weights are quantized, not those of {', '.join(names)}"
+
+
+def weight_bytes(network: nn.Module) -> int:
+    """Return the bytes of all weights of a network, of quantized ones with their scales."""
+    whole = sum(parameter.nbytes for parameter in network.parameters())
+    return whole + sum(layer.values.nbytes + layer.scales.nbytes for _, layer in layers(network))
 
 
 def _replace(network: nn.Module, path: str, layer: nn.Linear) -> None:

@@ -77,7 +77,7 @@ def shape_of(config: ModelConfig, *, recompute: bool = False) -> Shape | None:
         _refuse_missing_weights(folder)
     if recompute:
         recompute_activations(network, True)
-    weight_bytes = sum(parameter.nbytes for parameter in network.parameters()) + quantized.num_bytes(network)
+    weight_bytes = quantized.weight_bytes(network)
     limit, rows = context_length(network.config, tokenizer), int(network.config.get_text_config().vocab_size)
     dtype = str(network.dtype).removeprefix("torch.")
     return Shape(tokenizer, limit, weight_bytes, TrainedShare.of(network), rows, kv_numbers(network.config), dtype)

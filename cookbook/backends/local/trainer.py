@@ -15,6 +15,7 @@ from cookbook.backends.local.sample_queue import SHARDED, LocalSampler, SampleQu
 from cookbook.backends.model_source import sampling_target
 from cookbook.backends.worker import Account, Lane, Worker
 from cookbook.checkpoints import sampler_checkpoints, snapshots, store
+from cookbook.engine import quantized
 from cookbook.engine.engine import Engine
 from cookbook.engine.loss_gradient import LossFunction
 from cookbook.engine.model import ModelConfig, SharedBase
@@ -258,7 +259,8 @@ class LocalTrainer:
         model = self.engine.model
         name = model.config.name
         data = ModelData(model.network.config.model_type, name, model.tokenizer.name_or_path)
-        return ModelInfo(data, name, model.config.lora_rank, model.is_lora, model.network.num_parameters(), model.max_length)
+        num_parameters = model.network.num_parameters() + quantized.num_weights(model.network)
+        return ModelInfo(data, name, model.config.lora_rank, model.is_lora, num_parameters, model.max_length)
 
     @property
     def model_config(self) -> ModelConfig:

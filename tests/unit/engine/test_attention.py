@@ -478,3 +478,12 @@ def test_memory_is_linear_in_the_length(kind, window, monkeypatch):
         return alive.peak
 
     assert peak(4096) < 2.2 * peak(2048)
+
+
+@pytest.mark.parametrize("window", [None, 128, 4096])
+def test_the_scores_of_a_block_are_bounded(window):
+    """Unless they are those of the fewest queries of a block."""
+    query, key = (torch.empty(1, heads, 40_000, 64, device="meta") for heads in (64, 8))
+    for queries, seen in attention._score_blocks(query, key, window):
+        count = queries.stop - queries.start
+        assert 64 * count * (seen.stop - seen.start) * 4 <= attention.SCORES_BYTES or count <= attention.LEAST_QUERIES

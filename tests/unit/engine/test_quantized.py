@@ -23,7 +23,7 @@ from cookbook.engine.lora_targets import TrainedShare
 from cookbook.engine.model import ModelConfig, SharedBase, check_trainable, fresh_network, load
 from cookbook.engine.quantized import QuantizedLinear
 from cookbook.engine.shape import shape_of
-from cookbook.errors import ConfigError
+from cookbook.errors import BackendError, ConfigError
 from cookbook.service import ServiceClient
 from cookbook.types import AdamParams, ModelInput, SamplingParams
 
@@ -175,6 +175,7 @@ def test_families(family: str, tmp_path: Path) -> None:
     assert quantized.num_weights(network) and "lm_head" not in names and "router" not in names
     share, plain_share = TrainedShare.of(network), TrainedShare.of(plain)
     assert share == plain_share
+    assert trainer.info().num_parameters == plain.num_parameters()
     data = tiny.datums()
     assert largest(logprobs(trainer, data), tiny.plain_logprobs(plain, data)) < 1e-4
 
@@ -202,7 +203,8 @@ def test_an_adapter_of_other_weights_than_the_servers_is_refused(tmp_path: Path)
 def test_memory_is_counted(tiny_folder: Path) -> None:
     plain, four, eight = (ModelConfig(str(tiny_folder), lora_rank=2, quantize=one) for one in (None, "nf4", "int8"))
     network = load(four, CPU, seed=0).network
-    expected = sum(one.nbytes for one in network.parameters()) + quantized.num_bytes(network)
+    buffers = [buffer for _, layer in quantized.layers(network) for buffer in layer.buffers()]
+    expected = sum(one.nbytes for one in [*network.parameters(), *buffers])
     options = {"step_tokens": 64, "interleaved": True, "retain_bytes": 0, "reference": False, "cpu": True}
     needs = {one.quantize: estimate(one, 2, 16, **options) for one in (plain, four, eight)}
     assert needs["nf4"].weights == expected and needs["nf4"].weights < needs["int8"].weights < needs[None].weights
@@ -225,6 +227,26 @@ def test_mistakes(tiny_folder: Path, tmp_path: Path) -> None:
     check_trainable(adapted)
     with pytest.raises(ConfigError, match=r"deployment: vLLM would add the adapter to other weights .* deployment=embedded"):
         VllmConfig().preflight(adapted, LocalConfig())
+
+
+def test_a_run_says_which_weights_are_not_quantized(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The experts of gpt-oss are one parameter, which keeps its element type."""
+    families.network("gpt_oss").save_pretrained(tmp_path / "base")
+    tiny.tokenizer().save_pretrained(tmp_path / "base")
+    caplog.set_level("INFO", logger="cookbook")
+    network = load(ModelConfig(str(tmp_path / "base"), quantize="nf4"), CPU, seed=0).network
+    (line,) = (record.getMessage() for record in caplog.records if record.getMessage().startswith("model.quantize=nf4: "))
+    assert f"{quantized.num_weights(network):,} of {families.network('gpt_oss').num_parameters():,} weights" in line
+    assert "gate_up_proj" in line and "embed_tokens" in line and "q_proj" not in line
+
+
+def test_a_damaged_manifest_is_one_line(tiny_folder: Path, tmp_path: Path) -> None:
+    config = LocalConfig()
+    trainer = LocalTrainer(ModelConfig(str(tiny_folder), lora_rank=2), config, seed=0, folder=tmp_path / "run")
+    saved = Path(trainer.save_state("state").result().path)
+    (saved / manifest.NAME).write_text("{")
+    with pytest.raises(BackendError, match=r"model.name: cannot read .*checkpoint.json: .*; use another checkpoint"):
+        load(ModelConfig(str(saved)), CPU, seed=0)
 
 
 def test_evaluation_needs_no_adapter(tiny_folder: Path, tmp_path: Path) -> None:
