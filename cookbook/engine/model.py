@@ -219,8 +219,6 @@ def _load(
     if shared is None or shared.name != base:
         # Quantized in host memory, so that the whole weights are never on the device.
         network = _quantized(_network(config, base, seed), config).to(device)
-        if config.quantize:
-            log.info(f"model.quantize={config.quantize}: {quantized.summary(network)}")
     else:
         if shared.quantize != config.quantize:
             raise ConfigError(

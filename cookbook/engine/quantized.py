@@ -149,10 +149,10 @@ def num_weights(network: nn.Module) -> int:
 def summary(network: nn.Module) -> str:
     """Return how many weights are quantized, and the names of the matrices that are not: ``... of 134,515,008 weights``."""
     count = num_weights(network)
-    total = count + sum(parameter.numel() for parameter in network.parameters())
-    matrices = [path for path, parameter in network.named_parameters() if parameter.ndim > 1]
-    names = sorted({path.removesuffix(".weight").rpartition(".")[2] for path in matrices})
-    return f"{count:,} of {total:,} weights are quantized, not those of {', '.join(names)}"
+    whole = {path: parameter for path, parameter in network.named_parameters() if ".lora_" not in path}
+    total = count + sum(parameter.numel() for parameter in whole.values())
+    names = {path.removesuffix(".weight").rpartition(".")[2] for path, parameter in whole.items() if parameter.ndim > 1}
+    return f"{count:,} of {total:,} weights are quantized, not those of {', '.join(sorted(names))}"
 
 
 def weight_bytes(network: nn.Module) -> int:

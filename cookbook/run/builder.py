@@ -21,6 +21,7 @@ from cookbook.backends.remote.config import RemoteConfig
 from cookbook.checkpoints import manifest, store
 from cookbook.checkpoints.schedule import Progress
 from cookbook.data import Renderer
+from cookbook.engine import quantized
 from cookbook.engine.lora_targets import TrainedShare
 from cookbook.engine.model import AUTO, ModelConfig, with_dtype
 from cookbook.engine.shape import shape_of
@@ -82,7 +83,10 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], JsonObje
         trainer = backend.make_trainer(typed.model, seed=typed.seed, folder=status.folder / "checkpoints")
         stack.push(functools.partial(_close, trainer))
         if isinstance(trainer, LocalTrainer) and trainer.engine.model.is_lora:
-            terminal.say(f"trains a LoRA adapter: {TrainedShare.of(trainer.engine.model.network).text}")
+            model = trainer.engine.model
+            terminal.say(f"trains a LoRA adapter: {TrainedShare.of(model.network).text}")
+            if model.config.quantize:
+                terminal.say(f"model.quantize={model.config.quantize}: {quantized.summary(model.network)}")
         with terminal.doing("computing the digest of the weights"):
             for subject, digest in trainer.digests().items():
                 identity.measured(subject, digest)

@@ -229,15 +229,14 @@ def test_mistakes(tiny_folder: Path, tmp_path: Path) -> None:
         VllmConfig().preflight(adapted, LocalConfig())
 
 
-def test_a_run_says_which_weights_are_not_quantized(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_summary_names_what_is_not_quantized() -> None:
     """The experts of gpt-oss are one parameter, which keeps its element type."""
-    families.network("gpt_oss").save_pretrained(tmp_path / "base")
-    tiny.tokenizer().save_pretrained(tmp_path / "base")
-    caplog.set_level("INFO", logger="cookbook")
-    network = load(ModelConfig(str(tmp_path / "base"), quantize="nf4"), CPU, seed=0).network
-    (line,) = (record.getMessage() for record in caplog.records if record.getMessage().startswith("model.quantize=nf4: "))
-    assert f"{quantized.num_weights(network):,} of {families.network('gpt_oss').num_parameters():,} weights" in line
-    assert "gate_up_proj" in line and "embed_tokens" in line and "q_proj" not in line
+    network = families.network("gpt_oss")
+    total = network.num_parameters()
+    quantized.install(network, "nf4", [])
+    summary = quantized.summary(network)
+    assert summary.startswith(f"{quantized.num_weights(network):,} of {total:,} weights are quantized, not those of ")
+    assert "gate_up_proj" in summary and "embed_tokens" in summary and "q_proj" not in summary
 
 
 def test_a_damaged_manifest_is_one_line(tiny_folder: Path, tmp_path: Path) -> None:
