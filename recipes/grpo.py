@@ -38,7 +38,7 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.updates < 1:
-            raise ConfigError(f"recipe.updates must be at least 1, got {self.updates}")
+            raise ConfigError(f"recipe.updates: must be at least 1, got {self.updates}; 1 makes one optimizer step per batch")
         if self.group_size < 2:
             raise ConfigError(f"recipe.group_size must be at least 2, got {self.group_size}: a group of one has no spread")
 

@@ -31,7 +31,7 @@ from cookbook.terminal import warnings_shown
 from cookbook.types import Datum
 from cookbook.utils.words import counted
 
-# A completion with at least this reward is solved, as for eval/accuracy.
+# A completion with at least this reward is solved, as for eval/accuracy; data.curriculum.solved_reward has its own value.
 SOLVED = 1.0
 # Bounds of a healthy run, as in docs/metrics.md.
 ALWAYS, NEVER, FEW_SPREAD, OFTEN_CUT = 0.95, 0.02, 0.3, 0.1
@@ -82,8 +82,14 @@ class Calibration:
     num_held_out: int
 
     @property
+    def solved(self) -> float:
+        """The least reward of a solved completion."""
+        curriculum = self.typed.data.curriculum
+        return SOLVED if curriculum is None else curriculum.solved_reward
+
+    @property
     def pass_rate(self) -> float:
-        return float(np.mean([reward >= SOLVED for reward in self.rewards]))
+        return float(np.mean([reward >= self.solved for reward in self.rewards]))
 
     @property
     def cut_off(self) -> float:
@@ -96,12 +102,17 @@ class Calibration:
 
     @property
     def hours(self) -> float:
-        """Estimated hours of the run: sampling, rewards, training and evaluations, at the measured speeds."""
+        """Estimated hours of the run: sampling, rewards, training and evaluations, at the measured speeds.
+
+        Groups that ``rollout.refill`` adds are counted. ``rollout.ahead`` overlaps sampling and training, which is not.
+        """
         recipe = asdict(self.typed.recipe)
         updates, steps = recipe.get("updates", 1), recipe["steps"]
         batches = math.ceil(steps / updates)
         share = recipe["prompts_per_step"] * recipe["group_size"] / len(self.rewards)
         passes = self.step.train_s + self.step.forward_s * (self.typed.loss.needs_reference + (updates > 1))
+        # Each group without spread is replaced by others until the step has enough with spread, or refill times its groups.
+        share *= min(self.typed.rollout.refill, 1 / self.spread if self.spread else math.inf)
         # Groups without spread are not trained.
         batch_s = share * (self.sampling_s + self.reward_s + self.spread * passes)
         every = self.typed.eval.every
@@ -115,9 +126,11 @@ class Calibration:
         rewards, lengths = np.array(self.rewards), np.array(self.lengths)
         recipe = self.typed.recipe
         hours = f"{self.hours:.2g} for {counted(recipe.steps, 'step')}, at the speed of this machine"
+        if self.typed.rollout.ahead:
+            hours += f", without the overlap of rollout.ahead={self.typed.rollout.ahead}"
         return [
             ("sampled", f"{self.num_prompts} prompts x {len(self.rewards) // max(self.num_prompts, 1)} completions"),
-            ("pass rate", f"{self.pass_rate:.1%} of the completions have a reward of {SOLVED:g} or more"),
+            ("pass rate", f"{self.pass_rate:.1%} of the completions have a reward of {self.solved:g} or more"),
             ("reward", f"mean {rewards.mean():.3g}, from {rewards.min():.3g} to {rewards.max():.3g}"),
             ("with spread", f"{self.spread:.0%} of the groups; the others have no gradient"),
             ("cut off", f"{self.cut_off:.0%} of the completions, at {self.typed.rollout.max_tokens} tokens"),
@@ -168,7 +181,7 @@ class Calibration:
                 f"every completion has the reward {highest:g}, so nothing can be learned",
                 "read completions (cookbook sample) and the reward function; train with recipe=sft first, or on easier prompts",
             )
-        elif self.pass_rate <= NEVER and highest < SOLVED and self.spread < FEW_SPREAD:
+        elif self.pass_rate <= NEVER and highest < self.solved and self.spread < FEW_SPREAD:
             yield Finding(
                 f"no completion is solved, and {self.spread:.0%} of the groups have different rewards",
                 "train with recipe=sft first, or on easier prompts, or give partial rewards",

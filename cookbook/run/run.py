@@ -179,7 +179,7 @@ class Run:
         return self._made(which, "labels", datums.label_datums)
 
     def mismatched(self, data: Sequence[Datum]) -> list[Datum]:
-        """Return the prompts of ``data`` with answers of other rows, whose ``labels`` are 0."""
+        """Return the prompts of ``data`` with answers to other prompts, if there are any; their ``labels`` are 0."""
         return datums.mismatched(data, self.data.max_length or self.renderer.max_length)
 
     def prompts(self, which: Split) -> Sequence[RenderedPrompt]:
@@ -415,7 +415,7 @@ class Run:
         diagnostics.warn_of_other_rates(self.schedule, self.first_step, self._origin.planned_steps or total, total)
         with self.recorder.shown(total, self.done, self.eval.every), InterruptGuard() as guard:
             if self.best.is_exhausted and self.done < total:
-                self._say(f"nothing to do: {self._stopped_early}; raise eval.patience to resume")
+                self._say(f"nothing to do: {self.best.early_stop(self.done)}; raise eval.patience to resume")
                 return
             if self.done >= total:
                 seen = f"{self.done} of {total} steps"
@@ -444,7 +444,7 @@ class Run:
                 if stop:
                     raise Interrupted(index + 1, guard.number)
                 if is_exhausted:
-                    self._say(f"stopped early: {self._stopped_early}")
+                    self._say(f"stopped early: {self.best.early_stop(self.done)}")
                     return
 
     def _introduce(self, total: int) -> None:
@@ -458,13 +458,6 @@ class Run:
         source = self._rows.source
         line = f"{self.name}: {self._rows.model} on {source}{rows}, {counted(total, 'step')}"
         self._say(f"{line}; trains {self.trained_weights}" if self.trained_weights else line)
-
-    @property
-    def _stopped_early(self) -> str:
-        return (
-            f"no better value in {counted(self.best.stale, 'evaluation')} up to step {self.done} (eval.patience="
-            f"{self.best.patience}); the best is {self.best.text}"
-        )
 
     def finish(self) -> None:
         """Complete a loop that the recipe left with ``break`` or ``return``: write its last step, evaluate and save.
@@ -514,7 +507,7 @@ class Run:
             row["loss"] = step.metrics["loss"] / step.metrics.get("optim/divisor", 1.0)
         # Equal if two runs used the same rows in the same order.
         if self._rows_checksum is not None:
-            row["data/rows_crc32"] = self._rows_checksum
+            row[diagnostics.ROWS_CHECKSUM] = self._rows_checksum
         self._train_s += seconds
         if evaluate and (last or number == step.total or (self.eval.every and number % self.eval.every == 0)):
             row.update(self._evaluate(evaluate, number))
