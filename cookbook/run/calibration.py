@@ -16,9 +16,8 @@ from omegaconf import DictConfig
 from cookbook import terminal
 from cookbook.data import RenderedPrompt, Renderer, datums
 from cookbook.errors import ConfigError
-from cookbook.losses import LOSSES, CrossEntropy
 from cookbook.protocols import Trainer
-from cookbook.run import preflight
+from cookbook.run import passes, preflight
 from cookbook.run.builder import collect_garbage_from_here, connect_reward, environment_runner, reward_runner
 from cookbook.run.data import SPLITS, SplitRows
 from cookbook.run.folder import plain
@@ -110,11 +109,11 @@ class Calibration:
         updates, steps = recipe.get("updates", 1), recipe["steps"]
         batches = math.ceil(steps / updates)
         share = recipe["prompts_per_step"] * recipe["group_size"] / len(self.rewards)
-        passes = self.step.train_s + self.step.forward_s * (self.typed.loss.needs_reference + (updates > 1))
+        training_s = self.step.train_s + self.step.forward_s * (self.typed.loss.needs_reference + (updates > 1))
         # Each group without spread is replaced by others until the step has enough with spread, or refill times its groups.
         share *= min(self.typed.rollout.refill, 1 / self.spread if self.spread else math.inf)
         # Groups without spread are not trained.
-        batch_s = share * (self.sampling_s + self.reward_s + self.spread * passes)
+        batch_s = share * (self.sampling_s + self.reward_s + self.spread * training_s)
         every = self.typed.eval.every
         evaluations = 2 + (steps // every if every else 0)
         completions = self.num_held_out * (1 + self.typed.eval.num_drawn)
@@ -273,25 +272,17 @@ def _one_step(typed: Settings, trainer: Trainer, data: Sequence[Datum]) -> StepS
     """Make one step with the full learning rate, and compare the logprobs with those of the sampler."""
     # At its start the model is its own reference.
     data = [one.with_inputs(reference_logprobs=one.loss_fn_inputs["sampling_logprobs"].array) for one in data]
-    prepared, loss = typed.loss.prepare(data), typed.loss
+    prepared = typed.loss.prepare(data)
     started = time.monotonic()
-    if LOSSES.get(loss.name) == f"{type(loss).__module__}:{type(loss).__qualname__}":
-        gradient = trainer.forward_backward(prepared, loss.name, loss.call_options())
-    else:
-        gradient = trainer.forward_backward_custom(prepared, loss)
-    gradient.result()
-    trainer.optim_step(typed.optim.adam(1.0), loss.normalization).result()
+    passes.backward(trainer, typed.loss, prepared).result()
+    trainer.optim_step(typed.optim.adam(1.0), typed.loss.normalization).result()
     trained = time.monotonic()
-    fields = ("target_tokens", "temperature")
-    rows = [
-        Datum(one.model_input, {key: one.loss_fn_inputs[key] for key in fields if key in one.loss_fn_inputs}) for one in data
-    ]
-    outputs = trainer.forward(rows, CrossEntropy.name).result().loss_fn_outputs
+    logprobs = passes.target_logprobs(trainer, data)
     ended = time.monotonic()
     drift = []
-    for one, output in zip(data, outputs, strict=True):
-        inside = one.loss_fn_inputs["weights"].array != 0
-        now, before = output["logprobs"].array.astype(np.float64), one.loss_fn_inputs["sampling_logprobs"].array
+    for datum, row in zip(data, logprobs, strict=True):
+        inside = datum.loss_fn_inputs["weights"].array != 0
+        now, before = row.array.astype(np.float64), datum.loss_fn_inputs["sampling_logprobs"].array
         drift.append((now - before)[inside])
     ratios = np.concatenate(drift)
     # A model that has left its samples altogether has an infinite divergence.

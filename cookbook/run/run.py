@@ -19,10 +19,9 @@ from cookbook.data.datum_table import Batches, Pairs
 from cookbook.data.stream import RowStream, StreamedBatches, StreamPosition, StreamResume
 from cookbook.errors import ConfigError, CookbookError
 from cookbook.futures import Future, done
-from cookbook.losses import LOSSES, CrossEntropy
 from cookbook.losses.base import Scope
 from cookbook.protocols import Reference, Sampler, Trainer
-from cookbook.run import ahead, diagnostics, minibatches
+from cookbook.run import ahead, diagnostics, minibatches, passes
 from cookbook.run.ahead import AheadSampler, SampledBatch
 from cookbook.run.best_step import BestStep
 from cookbook.run.data import CachedReference, Split, SplitRows
@@ -248,10 +247,7 @@ class Run:
         # Rows of rollouts were noted when they were sampled, together with the prompts that have no gradient.
         if "sampling_logprobs" not in data[0].loss_fn_inputs:
             self._note_rows(datum.where for datum in data if isinstance(datum, datums.RowDatum))
-        if LOSSES.get(self.loss.name) == f"{type(self.loss).__module__}:{type(self.loss).__qualname__}":
-            gradient = self.trainer.forward_backward(prepared, self.loss.name, self.loss.call_options())
-        else:
-            gradient = self.trainer.forward_backward_custom(prepared, self.loss)
+        gradient = passes.backward(self.trainer, self.loss, prepared)
         self._calls.add(TrackedCall(self.done + 1, prepared, gradient))
         self.recorder.rollouts.trained(prepared, gradient)
         self._accumulated += prepared
@@ -264,13 +260,8 @@ class Run:
         first of these steps, from which the loss measures the ratio that it clips.
         """
         if updates > 1 and data and "old_logprobs" in self.loss.reads:
-            fields = ("target_tokens", "temperature")
-            rows = [
-                Datum(one.model_input, {key: one.loss_fn_inputs[key] for key in fields if key in one.loss_fn_inputs})
-                for one in data
-            ]
-            outputs = self.trainer.forward(rows, CrossEntropy.name).result().loss_fn_outputs
-            data = [one.with_inputs(old_logprobs=row["logprobs"]) for one, row in zip(data, outputs, strict=True)]
+            logprobs = passes.target_logprobs(self.trainer, data)
+            data = [datum.with_inputs(old_logprobs=row) for datum, row in zip(data, logprobs, strict=True)]
         self.minibatches = minibatches.split(data, updates)
 
     def optim_step(self, step: Step) -> Future[OptimStepOutput]:
