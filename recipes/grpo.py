@@ -52,7 +52,7 @@ def train(run: Run) -> None:
         return run.evaluate_rewards(held_out, step)
 
     for step in run.steps(cfg.steps, evaluate):
-        # With updates > 1, several steps use one batch of rollouts, a part each. The others have nothing to sample.
+        # With updates > 1, several steps train one batch of rollouts, a part each. Only the first of them samples.
         if not run.minibatches:
             # 1. Load the newest weights into the deployment, then sample and reward group_size completions of every prompt.
             sampler = run.sync(step.index)

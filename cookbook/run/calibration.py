@@ -142,10 +142,10 @@ class Calibration:
 
     def findings(self) -> list[Finding]:
         """Return what to change before the run; empty: nothing."""
-        found = [*self._of_rewards()]
+        findings = [*self._of_rewards()]
         if self.cut_off > OFTEN_CUT:
             longest = f"; the longest that ended has {max(self.finished)} tokens" if self.finished else ""
-            found.append(
+            findings.append(
                 Finding(
                     f"{self.cut_off:.0%} of the completions are cut off, and a cut-off answer seldom earns a reward{longest}",
                     f"raise rollout.max_tokens, now {self.typed.rollout.max_tokens}, or ask for shorter answers in the prompt",
@@ -155,7 +155,7 @@ class Calibration:
             rate = self.typed.optim.lr
             # The divergence grows with the square of a small step.
             better = float(f"{rate * math.sqrt(GOOD_KL / self.step.kl):.1g}")
-            found.append(
+            findings.append(
                 Finding(
                     f"one step with optim.lr={rate:g} moves the model by {self.step.kl:.2g} nats per token, and "
                     f"{LARGEST_KL:g} is much",
@@ -163,10 +163,10 @@ class Calibration:
                 )
             )
         if self.env_errors:
-            found.append(
+            findings.append(
                 Finding(f"the environment ended {counted(self.env_errors, 'episode')} by an error", "run cookbook check env")
             )
-        return found
+        return findings
 
     def _of_rewards(self) -> Iterator[Finding]:
         lowest, highest = min(self.rewards), max(self.rewards)
@@ -236,10 +236,10 @@ def calibrate(cfg: DictConfig, overrides: list[str], num_prompts: int, num_compl
 
 
 def _prompts(typed: Settings, rows: SplitRows, renderer: Renderer, count: int) -> Sequence[RenderedPrompt]:
-    drawn = rows.sample("train", count)
+    sample = rows.sample("train", count)
     if typed.env is not None:
-        return environments.prompts(typed.env, drawn, renderer, typed.data, rows.refusals)
-    return datums.prompts(drawn, renderer, typed.data, typed.rollout.max_tokens, rows.refusals)
+        return environments.prompts(typed.env, sample, renderer, typed.data, rows.refusals)
+    return datums.prompts(sample, renderer, typed.data, typed.rollout.max_tokens, rows.refusals)
 
 
 def _measured(typed: Settings, sampled: StepRollouts, step: StepSize, num_held_out: int) -> Calibration:
