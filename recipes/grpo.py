@@ -38,7 +38,7 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.updates < 1:
-            raise ConfigError(f"recipe.updates must be at least 1, got {self.updates}")
+            raise ConfigError(f"recipe.updates: must be at least 1, got {self.updates}; 1 makes one optimizer step per batch")
         if self.group_size < 2:
             raise ConfigError(f"recipe.group_size must be at least 2, got {self.group_size}: a group of one has no spread")
 
@@ -52,7 +52,7 @@ def train(run: Run) -> None:
         return run.evaluate_rewards(held_out, step)
 
     for step in run.steps(cfg.steps, evaluate):
-        # With updates > 1, several steps use one batch of rollouts, a part each. The others have nothing to sample.
+        # With updates > 1, several steps train one batch of rollouts, a part each. Only the first of them samples.
         if not run.minibatches:
             # 1. Load the newest weights into the deployment, then sample and reward group_size completions of every prompt.
             sampler = run.sync(step.index)

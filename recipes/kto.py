@@ -9,8 +9,9 @@ model p and under the reference f; S is the logistic function:
                               undesirable_weight (1 - S(beta (z - s(y))))    if it is not
 
 z estimates how far the model has moved from the reference for any answer. y' of a row is the answer of the row before
-it in the step. The reference is the model at the start of the run. L is a mean already: ``optim_step`` divides its gradient by
-nothing. Options and metrics: ``cookbook/losses/kto.py``.
+it in the step; if neighbors share their prompt, as in pairs, the answers of a prompt change to another prompt. The reference
+is the model at the start of the run. L is a mean already: ``optim_step`` divides its gradient by nothing. Options and metrics:
+``cookbook/losses/kto.py``.
 
 Source: Ethayarajh et al., KTO (arXiv:2402.01306), eq. 7 and 8.
 """
@@ -35,7 +36,7 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.batch_size < 2:
-            raise ConfigError(f"recipe.batch_size must be at least 2, got {self.batch_size}: z is of answers to other rows")
+            raise ConfigError(f"recipe.batch_size must be at least 2, got {self.batch_size}; z needs the answer of another row")
 
 
 def train(run: Run) -> None:

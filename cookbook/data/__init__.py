@@ -16,8 +16,8 @@ __all__ = [
     "Row",
     "RowDatum",
     "conversation_datums",
-    "load_rows",
     "label_datums",
+    "load_rows",
     "preference_datums",
     "prompts",
 ]

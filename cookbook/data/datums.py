@@ -194,7 +194,11 @@ def label_datums(
 
 
 def mismatched(data: Sequence[Datum], max_length: int | None) -> list[Datum]:
-    """Return every prompt of ``data`` with the answer of the datum before it; the first has the answer of the last.
+    """Return every prompt of ``data`` with the answer of another datum, whose prompt differs if possible.
+
+    Each answer is used once: that of the datum before, or of the last for the first. If neighbors share their prompt, as the
+    two answers of a pair do, the answers are exchanged between groups of equal prompts instead. An answer remains with its own
+    prompt only if more than half of the datums share that prompt; if all do, the result says nothing about other prompts.
 
     The answer of a datum begins at its first token with a weight. ``labels`` are 0. Sequences longer than ``max_length`` tokens
     are cut off. A single datum has no answer of another, so the result is empty.
@@ -203,20 +207,38 @@ def mismatched(data: Sequence[Datum], max_length: int | None) -> list[Datum]:
     """
     if len(data) < 2:
         return []
-    halves = []
+    prompts: list[tuple[int, ...]] = []
+    answers: list[list[int]] = []
     for datum in data:
         tokens = [*datum.model_input.to_ints(), int(datum.loss_fn_inputs["target_tokens"].array[-1])]
         # Target t is token t + 1.
         start = int(np.flatnonzero(datum.loss_fn_inputs["weights"].array)[0]) + 1
-        halves.append((tokens[:start], tokens[start:]))
-    found = []
-    for index, (prompt, _) in enumerate(halves):
-        answer = halves[index - 1][1]
+        prompts.append(tuple(tokens[:start]))
+        answers.append(tokens[start:])
+    mismatches = []
+    for prompt, source in zip(prompts, _rotation(prompts), strict=True):
         # At least one token of the answer remains.
-        prompt = prompt if max_length is None else prompt[: max_length - 1]
-        one = datum_from_tokens_weights([*prompt, *answer], [0.0] * len(prompt) + [1.0] * len(answer), max_length)
-        found.append(one.with_inputs(labels=np.zeros(one.model_input.length, np.float32)))
-    return found
+        shown = prompt if max_length is None else prompt[: max_length - 1]
+        answer = answers[source]
+        mismatch = datum_from_tokens_weights([*shown, *answer], [0.0] * len(shown) + [1.0] * len(answer), max_length)
+        mismatches.append(mismatch.with_inputs(labels=np.zeros(mismatch.model_input.length, np.float32)))
+    return mismatches
+
+
+def _rotation(prompts: Sequence[tuple[int, ...]]) -> list[int]:
+    """Return for each place the place whose answer it gets, a permutation without fixed points; see :func:`mismatched`."""
+    count = len(prompts)
+    previous = [(place - 1) % count for place in range(count)]
+    if all(prompts[place] != prompts[source] for place, source in enumerate(previous)):
+        return previous
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for place, prompt in enumerate(prompts):
+        groups.setdefault(prompt, []).append(place)
+    order = [place for places in groups.values() for place in places]
+    # A shift by the size of the largest group leaves every group. One group only has no other answers.
+    shift = max(map(len, groups.values())) if len(groups) > 1 else 1
+    sources = dict(zip(order, [*order[-shift:], *order[:-shift]], strict=True))
+    return [sources[place] for place in range(count)]
 
 
 def prompts(

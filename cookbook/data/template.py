@@ -444,7 +444,6 @@ def chat_template_options(tokenizer: PreTrainedTokenizerBase) -> JsonObject:
 
 
 @functools.lru_cache(maxsize=8)
-@functools.lru_cache(maxsize=4)
 def _names_in(template: str) -> frozenset[str]:
     """Return the names of variables in a chat template; empty if the template cannot be parsed."""
     from jinja2 import Environment, TemplateSyntaxError, nodes

@@ -363,8 +363,8 @@ def clear(out: Path) -> None:
 
 def stored(folder: Path) -> list[tuple[int, Path]]:
     """Return the stored batches by their numbers."""
-    found = [(NAME.fullmatch(path.name), path) for path in folder.iterdir()] if folder.is_dir() else []
-    return sorted((int(match[1]), path) for match, path in found if match is not None)
+    names = [(NAME.fullmatch(path.name), path) for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted((int(match[1]), path) for match, path in names if match is not None)
 
 
 def _as_json(batch: SampledBatch) -> JsonObject:
@@ -378,7 +378,7 @@ def _as_json(batch: SampledBatch) -> JsonObject:
         }
         for group in sampled.groups
     ]
-    kept = ("sampling_s", "reward_s", "has_turns", "refills", "penalties")
+    fields = ("sampling_s", "reward_s", "has_turns", "refills", "penalties")
     return {
         "index": batch.index,
         "version": batch.version,
@@ -386,7 +386,7 @@ def _as_json(batch: SampledBatch) -> JsonObject:
         "failed": {str(place): str(error) for place, error in sampled.requests.failed.items()},
         "num_retries": sampled.requests.num_retries,
         "left_out": [_row(one) for one in sampled.left_out],
-        "step": {name: getattr(sampled, name) for name in kept},
+        "step": {name: getattr(sampled, name) for name in fields},
         "refused": [vars(one) for one in batch.refused],
         "metrics": batch.metrics,
         "numbers": batch.numbers,

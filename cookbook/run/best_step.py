@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from cookbook.errors import ConfigError
 from cookbook.sampling.evaluation import is_better_higher, is_better_lower
 from cookbook.types import JsonObject
+from cookbook.utils.words import counted
 
 
 @dataclass
@@ -43,8 +44,14 @@ class BestStep:
 
     @property
     def text(self) -> str:
-        """The value and the step, for people."""
+        """The value and the step, for people. There has to be a best step."""
         return f"{self.metric} {self.value:.6g} after step {self.step}"
+
+    def early_stop(self, step: int) -> str:
+        """Return why the run stops early after ``step``, for people."""
+        best = f"{self.metric} was NaN in each of them" if self.step is None else f"the best is {self.text}"
+        evaluations = counted(self.stale, "evaluation")
+        return f"no better value in {evaluations} up to step {step} (eval.patience={self.patience}); {best}"
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Take the metrics of an evaluation into account. Return whether they are the best so far.

@@ -16,9 +16,8 @@ from omegaconf import DictConfig
 from cookbook import terminal
 from cookbook.data import RenderedPrompt, Renderer, datums
 from cookbook.errors import ConfigError
-from cookbook.losses import LOSSES, CrossEntropy
 from cookbook.protocols import Trainer
-from cookbook.run import preflight
+from cookbook.run import passes, preflight
 from cookbook.run.builder import collect_garbage_from_here, connect_reward, environment_runner, reward_runner
 from cookbook.run.data import SPLITS, SplitRows
 from cookbook.run.folder import plain
@@ -31,7 +30,7 @@ from cookbook.terminal import warnings_shown
 from cookbook.types import Datum
 from cookbook.utils.words import counted
 
-# A completion with at least this reward is solved, as for eval/accuracy.
+# A completion with at least this reward is solved, as for eval/accuracy; data.curriculum.solved_reward has its own value.
 SOLVED = 1.0
 # Bounds of a healthy run, as in docs/metrics.md.
 ALWAYS, NEVER, FEW_SPREAD, OFTEN_CUT = 0.95, 0.02, 0.3, 0.1
@@ -82,8 +81,14 @@ class Calibration:
     num_held_out: int
 
     @property
+    def solved(self) -> float:
+        """The least reward of a solved completion."""
+        curriculum = self.typed.data.curriculum
+        return SOLVED if curriculum is None else curriculum.solved_reward
+
+    @property
     def pass_rate(self) -> float:
-        return float(np.mean([reward >= SOLVED for reward in self.rewards]))
+        return float(np.mean([reward >= self.solved for reward in self.rewards]))
 
     @property
     def cut_off(self) -> float:
@@ -96,14 +101,19 @@ class Calibration:
 
     @property
     def hours(self) -> float:
-        """Estimated hours of the run: sampling, rewards, training and evaluations, at the measured speeds."""
+        """Estimated hours of the run: sampling, rewards, training and evaluations, at the measured speeds.
+
+        Groups that ``rollout.refill`` adds are counted. ``rollout.ahead`` overlaps sampling and training, which is not.
+        """
         recipe = asdict(self.typed.recipe)
         updates, steps = recipe.get("updates", 1), recipe["steps"]
         batches = math.ceil(steps / updates)
         share = recipe["prompts_per_step"] * recipe["group_size"] / len(self.rewards)
-        passes = self.step.train_s + self.step.forward_s * (self.typed.loss.needs_reference + (updates > 1))
+        training_s = self.step.train_s + self.step.forward_s * (self.typed.loss.needs_reference + (updates > 1))
+        # Each group without spread is replaced by others until the step has enough with spread, or refill times its groups.
+        share *= min(self.typed.rollout.refill, 1 / self.spread if self.spread else math.inf)
         # Groups without spread are not trained.
-        batch_s = share * (self.sampling_s + self.reward_s + self.spread * passes)
+        batch_s = share * (self.sampling_s + self.reward_s + self.spread * training_s)
         every = self.typed.eval.every
         evaluations = 2 + (steps // every if every else 0)
         completions = self.num_held_out * (1 + self.typed.eval.num_drawn)
@@ -115,9 +125,11 @@ class Calibration:
         rewards, lengths = np.array(self.rewards), np.array(self.lengths)
         recipe = self.typed.recipe
         hours = f"{self.hours:.2g} for {counted(recipe.steps, 'step')}, at the speed of this machine"
+        if self.typed.rollout.ahead:
+            hours += f", without the overlap of rollout.ahead={self.typed.rollout.ahead}"
         return [
             ("sampled", f"{self.num_prompts} prompts x {len(self.rewards) // max(self.num_prompts, 1)} completions"),
-            ("pass rate", f"{self.pass_rate:.1%} of the completions have a reward of {SOLVED:g} or more"),
+            ("pass rate", f"{self.pass_rate:.1%} of the completions have a reward of {self.solved:g} or more"),
             ("reward", f"mean {rewards.mean():.3g}, from {rewards.min():.3g} to {rewards.max():.3g}"),
             ("with spread", f"{self.spread:.0%} of the groups; the others have no gradient"),
             ("cut off", f"{self.cut_off:.0%} of the completions, at {self.typed.rollout.max_tokens} tokens"),
@@ -130,10 +142,10 @@ class Calibration:
 
     def findings(self) -> list[Finding]:
         """Return what to change before the run; empty: nothing."""
-        found = [*self._of_rewards()]
+        findings = [*self._of_rewards()]
         if self.cut_off > OFTEN_CUT:
             longest = f"; the longest that ended has {max(self.finished)} tokens" if self.finished else ""
-            found.append(
+            findings.append(
                 Finding(
                     f"{self.cut_off:.0%} of the completions are cut off, and a cut-off answer seldom earns a reward{longest}",
                     f"raise rollout.max_tokens, now {self.typed.rollout.max_tokens}, or ask for shorter answers in the prompt",
@@ -143,7 +155,7 @@ class Calibration:
             rate = self.typed.optim.lr
             # The divergence grows with the square of a small step.
             better = float(f"{rate * math.sqrt(GOOD_KL / self.step.kl):.1g}")
-            found.append(
+            findings.append(
                 Finding(
                     f"one step with optim.lr={rate:g} moves the model by {self.step.kl:.2g} nats per token, and "
                     f"{LARGEST_KL:g} is much",
@@ -151,10 +163,10 @@ class Calibration:
                 )
             )
         if self.env_errors:
-            found.append(
+            findings.append(
                 Finding(f"the environment ended {counted(self.env_errors, 'episode')} by an error", "run cookbook check env")
             )
-        return found
+        return findings
 
     def _of_rewards(self) -> Iterator[Finding]:
         lowest, highest = min(self.rewards), max(self.rewards)
@@ -168,7 +180,7 @@ class Calibration:
                 f"every completion has the reward {highest:g}, so nothing can be learned",
                 "read completions (cookbook sample) and the reward function; train with recipe=sft first, or on easier prompts",
             )
-        elif self.pass_rate <= NEVER and highest < SOLVED and self.spread < FEW_SPREAD:
+        elif self.pass_rate <= NEVER and highest < self.solved and self.spread < FEW_SPREAD:
             yield Finding(
                 f"no completion is solved, and {self.spread:.0%} of the groups have different rewards",
                 "train with recipe=sft first, or on easier prompts, or give partial rewards",
@@ -224,10 +236,10 @@ def calibrate(cfg: DictConfig, overrides: list[str], num_prompts: int, num_compl
 
 
 def _prompts(typed: Settings, rows: SplitRows, renderer: Renderer, count: int) -> Sequence[RenderedPrompt]:
-    drawn = rows.sample("train", count)
+    sample = rows.sample("train", count)
     if typed.env is not None:
-        return environments.prompts(typed.env, drawn, renderer, typed.data, rows.refusals)
-    return datums.prompts(drawn, renderer, typed.data, typed.rollout.max_tokens, rows.refusals)
+        return environments.prompts(typed.env, sample, renderer, typed.data, rows.refusals)
+    return datums.prompts(sample, renderer, typed.data, typed.rollout.max_tokens, rows.refusals)
 
 
 def _measured(typed: Settings, sampled: StepRollouts, step: StepSize, num_held_out: int) -> Calibration:
@@ -260,25 +272,17 @@ def _one_step(typed: Settings, trainer: Trainer, data: Sequence[Datum]) -> StepS
     """Make one step with the full learning rate, and compare the logprobs with those of the sampler."""
     # At its start the model is its own reference.
     data = [one.with_inputs(reference_logprobs=one.loss_fn_inputs["sampling_logprobs"].array) for one in data]
-    prepared, loss = typed.loss.prepare(data), typed.loss
+    prepared = typed.loss.prepare(data)
     started = time.monotonic()
-    if LOSSES.get(loss.name) == f"{type(loss).__module__}:{type(loss).__qualname__}":
-        gradient = trainer.forward_backward(prepared, loss.name, loss.call_options())
-    else:
-        gradient = trainer.forward_backward_custom(prepared, loss)
-    gradient.result()
-    trainer.optim_step(typed.optim.adam(1.0), loss.normalization).result()
+    passes.backward(trainer, typed.loss, prepared).result()
+    trainer.optim_step(typed.optim.adam(1.0), typed.loss.normalization).result()
     trained = time.monotonic()
-    fields = ("target_tokens", "temperature")
-    rows = [
-        Datum(one.model_input, {key: one.loss_fn_inputs[key] for key in fields if key in one.loss_fn_inputs}) for one in data
-    ]
-    outputs = trainer.forward(rows, CrossEntropy.name).result().loss_fn_outputs
+    logprobs = passes.target_logprobs(trainer, data)
     ended = time.monotonic()
     drift = []
-    for one, output in zip(data, outputs, strict=True):
-        inside = one.loss_fn_inputs["weights"].array != 0
-        now, before = output["logprobs"].array.astype(np.float64), one.loss_fn_inputs["sampling_logprobs"].array
+    for datum, row in zip(data, logprobs, strict=True):
+        inside = datum.loss_fn_inputs["weights"].array != 0
+        now, before = row.array.astype(np.float64), datum.loss_fn_inputs["sampling_logprobs"].array
         drift.append((now - before)[inside])
     ratios = np.concatenate(drift)
     # A model that has left its samples altogether has an infinite divergence.

@@ -36,6 +36,9 @@ MOST_CLIPPED = 0.02
 SLOW_EVALUATION_S = 10.0
 CONSTANT, TIED, NO_GRADIENT, TRUNCATED, ENV_ERRORS = "constant", "tied", "no_gradient", "truncated", "env_errors"
 CLIPPED = "clipped"
+# Metrics of rollouts that show a problem.
+OF_ROLLOUTS = ("reward/mean", "reward/std", "reward/frac_groups_without_spread", "rollout/truncated_frac", "env/errors")
+ROWS_CHECKSUM = "data/rows_crc32"
 
 LOOK = "read the completions in samples.jsonl"
 REMEDIES = {
@@ -157,7 +160,8 @@ class Health:
     ``seen`` counts all steps, ``learned`` the steps with a gradient, and those without a metric of it. By problem, ``streaks``
     is the number of consecutive steps up to the newest that have the problem, and ``totals`` the number of all such steps.
     ``reward`` is the value that all rewards of the newest step had, if they were equal; ``rewarded`` says whether a mean
-    reward was ever above 0. ``max_tokens`` is ``rollout.max_tokens``.
+    reward was ever above 0. ``max_tokens`` is ``rollout.max_tokens``. ``sampled`` has the metrics of the newest rollouts that
+    show problems: with ``recipe.updates`` above 1 the steps after that of the sampling train the same rollouts.
     """
 
     max_tokens: int = 0
@@ -168,6 +172,7 @@ class Health:
     streaks: dict[str, int] = field(default_factory=dict)
     totals: dict[str, int] = field(default_factory=dict)
     warned: list[str] = field(default_factory=list)
+    sampled: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def restored(cls, state: JsonObject | None, max_tokens: int) -> Health:
@@ -183,6 +188,11 @@ class Health:
 
         Clipped ratios of an on-policy step are a problem in its first step: the same weights have sampled the completions.
         """
+        if "reward/mean" in metrics:
+            self.sampled = {key: metrics[key] for key in OF_ROLLOUTS if key in metrics}
+        # A step that uses rows of the data, or rollouts of its own, has a checksum of the rows.
+        elif ROWS_CHECKSUM not in metrics:
+            metrics = {**self.sampled, **metrics}
         problems = self._problems(metrics)
         if self._clips_on_policy(metrics) and CLIPPED not in self.warned:
             self.warned.append(CLIPPED)

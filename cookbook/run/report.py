@@ -56,7 +56,7 @@ HEADLINES = [
     Headline("eval/accuracy", "accuracy", "{:.1%}", ANSWERS, "prompt", is_share=True),
     Headline("eval/reward", "reward", "{:.3f}", ANSWERS, "prompt"),
     Headline("eval/rewards/accuracy", "preference accuracy", "{:.1%}", ROWS, "pair", is_share=True),
-    Headline("eval/rewards/margin", "margin", "{:.3f}", ROWS, "pair"),
+    Headline("eval/rewards/margin", "margin", "{:.3f}", ROWS, "row"),
     Headline("eval/loss", "loss", "{:.4f}", ROWS, "row"),
 ]
 # Prefixes of the metrics whose value depends on the judge of a completion, and of those among them that do not.
@@ -183,7 +183,8 @@ def slow_evaluation(rows: Sequence[JsonObject]) -> str | None:
         return None
     return (
         f"time: {counted(len(evaluations), 'evaluation')} took {sum(evaluations):,.0f} s, and the training {trained:,.0f} s; "
-        "to evaluate less, raise eval.every, lower eval.limit or eval.max_tokens, or set eval.answers=false (sft, dpo, orpo)"
+        "to evaluate less, raise eval.every, lower eval.limit or eval.max_tokens, or set eval.answers=false (sft, dpo, orpo, "
+        "kto)"
     )
 
 

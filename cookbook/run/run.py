@@ -19,10 +19,9 @@ from cookbook.data.datum_table import Batches, Pairs
 from cookbook.data.stream import RowStream, StreamedBatches, StreamPosition, StreamResume
 from cookbook.errors import ConfigError, CookbookError
 from cookbook.futures import Future, done
-from cookbook.losses import LOSSES, CrossEntropy
 from cookbook.losses.base import Scope
 from cookbook.protocols import Reference, Sampler, Trainer
-from cookbook.run import ahead, diagnostics, minibatches
+from cookbook.run import ahead, diagnostics, minibatches, passes
 from cookbook.run.ahead import AheadSampler, SampledBatch
 from cookbook.run.best_step import BestStep
 from cookbook.run.data import CachedReference, Split, SplitRows
@@ -179,7 +178,7 @@ class Run:
         return self._made(which, "labels", datums.label_datums)
 
     def mismatched(self, data: Sequence[Datum]) -> list[Datum]:
-        """Return the prompts of ``data`` with answers of other rows, whose ``labels`` are 0."""
+        """Return the prompts of ``data`` with answers to other prompts, if there are any; their ``labels`` are 0."""
         return datums.mismatched(data, self.data.max_length or self.renderer.max_length)
 
     def prompts(self, which: Split) -> Sequence[RenderedPrompt]:
@@ -248,10 +247,7 @@ class Run:
         # Rows of rollouts were noted when they were sampled, together with the prompts that have no gradient.
         if "sampling_logprobs" not in data[0].loss_fn_inputs:
             self._note_rows(datum.where for datum in data if isinstance(datum, datums.RowDatum))
-        if LOSSES.get(self.loss.name) == f"{type(self.loss).__module__}:{type(self.loss).__qualname__}":
-            gradient = self.trainer.forward_backward(prepared, self.loss.name, self.loss.call_options())
-        else:
-            gradient = self.trainer.forward_backward_custom(prepared, self.loss)
+        gradient = passes.backward(self.trainer, self.loss, prepared)
         self._calls.add(TrackedCall(self.done + 1, prepared, gradient))
         self.recorder.rollouts.trained(prepared, gradient)
         self._accumulated += prepared
@@ -264,13 +260,8 @@ class Run:
         first of these steps, from which the loss measures the ratio that it clips.
         """
         if updates > 1 and data and "old_logprobs" in self.loss.reads:
-            fields = ("target_tokens", "temperature")
-            rows = [
-                Datum(one.model_input, {key: one.loss_fn_inputs[key] for key in fields if key in one.loss_fn_inputs})
-                for one in data
-            ]
-            outputs = self.trainer.forward(rows, CrossEntropy.name).result().loss_fn_outputs
-            data = [one.with_inputs(old_logprobs=row["logprobs"]) for one, row in zip(data, outputs, strict=True)]
+            logprobs = passes.target_logprobs(self.trainer, data)
+            data = [datum.with_inputs(old_logprobs=row) for datum, row in zip(data, logprobs, strict=True)]
         self.minibatches = minibatches.split(data, updates)
 
     def optim_step(self, step: Step) -> Future[OptimStepOutput]:
@@ -415,7 +406,7 @@ class Run:
         diagnostics.warn_of_other_rates(self.schedule, self.first_step, self._origin.planned_steps or total, total)
         with self.recorder.shown(total, self.done, self.eval.every), InterruptGuard() as guard:
             if self.best.is_exhausted and self.done < total:
-                self._say(f"nothing to do: {self._stopped_early}; raise eval.patience to resume")
+                self._say(f"nothing to do: {self.best.early_stop(self.done)}; raise eval.patience to resume")
                 return
             if self.done >= total:
                 seen = f"{self.done} of {total} steps"
@@ -444,7 +435,7 @@ class Run:
                 if stop:
                     raise Interrupted(index + 1, guard.number)
                 if is_exhausted:
-                    self._say(f"stopped early: {self._stopped_early}")
+                    self._say(f"stopped early: {self.best.early_stop(self.done)}")
                     return
 
     def _introduce(self, total: int) -> None:
@@ -458,13 +449,6 @@ class Run:
         source = self._rows.source
         line = f"{self.name}: {self._rows.model} on {source}{rows}, {counted(total, 'step')}"
         self._say(f"{line}; trains {self.trained_weights}" if self.trained_weights else line)
-
-    @property
-    def _stopped_early(self) -> str:
-        return (
-            f"no better value in {counted(self.best.stale, 'evaluation')} up to step {self.done} (eval.patience="
-            f"{self.best.patience}); the best is {self.best.text}"
-        )
 
     def finish(self) -> None:
         """Complete a loop that the recipe left with ``break`` or ``return``: write its last step, evaluate and save.
@@ -514,7 +498,7 @@ class Run:
             row["loss"] = step.metrics["loss"] / step.metrics.get("optim/divisor", 1.0)
         # Equal if two runs used the same rows in the same order.
         if self._rows_checksum is not None:
-            row["data/rows_crc32"] = self._rows_checksum
+            row[diagnostics.ROWS_CHECKSUM] = self._rows_checksum
         self._train_s += seconds
         if evaluate and (last or number == step.total or (self.eval.every and number % self.eval.every == 0)):
             row.update(self._evaluate(evaluate, number))

@@ -25,12 +25,12 @@ def returns(rewards: Sequence[Sequence[float]], gamma: float = 1.0) -> list[Floa
 
     Source: the return of Sutton and Barto 2018, "Reinforcement Learning", eq. 3.8; for a policy gradient, section 13.3.
     """
-    later, found = 0.0, []
+    later, by_turn = 0.0, []
     for turn in reversed(rewards):
         own = np.cumsum(np.asarray(turn, np.float64)[::-1])[::-1] + gamma * later
         later = float(own[0]) if len(own) else gamma * later
-        found.append(own)
-    return found[::-1]
+        by_turn.append(own)
+    return by_turn[::-1]
 
 
 def places(group: Sequence[Sequence[Float]]) -> Float:
@@ -61,12 +61,12 @@ def credits_of(
     turns); rewards of steps in a group: Shao et al. 2024, arXiv:2402.03300, section 4.1.3, which pools the steps.
     """
     by_place = group_advantages(places(group), kind, eps, group_size)
-    found = []
+    by_attempt = []
     for index, attempt in enumerate(group):
         ends = np.cumsum([len(turn) for turn in attempt])
         own = by_place[: int(ends[-1]), index]
-        found.append([own[end - len(turn) : end] for turn, end in zip(attempt, ends.tolist(), strict=True)])
-    return found
+        by_attempt.append([own[end - len(turn) : end] for turn, end in zip(attempt, ends.tolist(), strict=True)])
+    return by_attempt
 
 
 def normalized_each(

@@ -361,8 +361,8 @@ def advantages(groups: Sequence[RolloutGroup], kind: Kind, group_size: int | Non
         each = normalized_each([group.parts for group in groups], groups[0].normalized, kind, group_size=group_size)
         return [[*row] for row in each]
     if not any(group.returns for group in groups):
-        found = group_advantages([group.rewards for group in groups], kind, group_size=group_size)
-        return [list(row) for row in found.tolist()]
+        by_group = group_advantages([group.rewards for group in groups], kind, group_size=group_size)
+        return [list(row) for row in by_group.tolist()]
     return [
         [*credits_of(group.returns, kind, group_size=group_size)]
         if group.returns

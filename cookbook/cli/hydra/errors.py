@@ -311,7 +311,9 @@ def _answer(name: str, value: str | None, keys: Collection[str]) -> Counterpart 
     entries = table().get(last, ())
     fitting = [entry for entry in entries if not keys or entry.fits(keys)]
     if fitting:
-        return min(fitting, key=lambda entry: _group(entry.to) != _group(prefix)).answer(value, keys)
+        # Without a group the first entry wins, even over a remark, which has no group either.
+        best = min(fitting, key=lambda entry: bool(prefix) and _group(entry.to) != _group(prefix))
+        return best.answer(value, keys)
     same = same_last_part(last, keys)
     if len(same) == 1 and value is not None:
         return Counterpart(_filled(f"{same[0]}={{}}", value))

@@ -113,8 +113,12 @@ def test_a_note_names_keys_and_options_that_exist(compositions):
 
 MEMORY = "backend.micro_batch_tokens limits memory"
 ROWS = f"this counts all rows of an optimizer step, so multiply by gradient_accumulation_steps; {MEMORY}"
+ADAPTER = "quantized weights are trained only under a LoRA adapter: set model.lora_rank above 0 too, such as 16"
 ANSWERS = [
     ("sft", "learning_rate=1e-4", "optim.lr=1e-4"),
+    ("dpo", "label_smoothing=0.1", "loss.label_smoothing=0.1"),
+    ("grpo loss=ppo", "gamma=0.9", "env.gamma=0.9"),
+    ("sft", "load_in_4bit=true", f"model.quantize=nf4 ({ADAPTER})"),
     ("sft", "optim.learning_rate=1e-4", "optim.lr=1e-4"),
     ("sft", "recipe.num_train_epochs=3", "recipe.epochs=3"),
     ("sft", "r=8", "model.lora_rank=8"),

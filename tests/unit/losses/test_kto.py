@@ -138,6 +138,29 @@ def test_every_prompt_gets_the_answer_of_the_row_before_it():
     assert [one.model_input.length for one in mismatched(data, 6)] == [5, 5, 5]
 
 
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        # Pairs in the order of the data.
+        ([1, 1, 2, 2, 3, 3], [4, 5, 0, 1, 2, 3]),
+        # Different neighbors keep the rotation, even if the rows before them share a prompt.
+        ([1, 2, 1, 2], [3, 0, 1, 2]),
+        ([1, 1, 2, 3], [2, 3, 0, 1]),
+        # More than half of the answers are to one prompt: as few as possible stay with it.
+        ([1, 1, 1, 2], [1, 2, 3, 0]),
+        # One prompt only.
+        ([1, 1, 1], [2, 0, 1]),
+    ],
+)
+def test_answers_change_to_other_prompts_if_possible(numbers, expected):
+    values = [{"prompt": f"{number}+1=", "completion": chr(97 + place), "label": 1} for place, number in enumerate(numbers)]
+    data, _ = labelled(*values)
+    mismatches = mismatched(data, 96)
+    assert answers_of(mismatches) == [chr(97 + place) for place in expected]
+    prompts = [tiny.tokenizer().decode(one.model_input.to_ints(), skip_special_tokens=True)[0] for one in mismatches]
+    assert prompts == [str(number) for number in numbers]
+
+
 @pytest.mark.usefixtures("here")
 def test_losses_without_labels_are_refused(capsys):
     assert train(*SMALL["kto"], "loss=cross_entropy") == 2

@@ -28,6 +28,16 @@ def test_the_best_value_is_the_lowest_loss_or_the_highest_accuracy():
     assert not BestStep(None).observe(1, {})
 
 
+def test_an_early_stop_without_a_number_names_no_best_step():
+    best = BestStep("eval/loss", patience=2)
+    for step in range(3):
+        best.observe(step, {"eval/loss": math.nan})
+    early = "no better value in 2 evaluations up to step 2 (eval.patience=2); "
+    assert best.is_exhausted and best.early_stop(2) == f"{early}eval/loss was NaN in each of them"
+    best.observe(3, {"eval/loss": 2.0})
+    assert best.early_stop(3).endswith("the best is eval/loss 2 after step 3")
+
+
 def test_a_metric_that_is_not_measured_or_has_no_better_direction_is_refused():
     with pytest.raises(ConfigError, match=r"has no eval/los; choose one of these: eval/loss$"):
         BestStep("eval/los").observe(0, {"eval/loss": 1.0, "eval/rows": 3.0})

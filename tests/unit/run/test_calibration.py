@@ -11,6 +11,7 @@ from runtools import BRIEF, here, write  # noqa: F401 - here is a fixture
 
 from cookbook.cli.app import run
 from cookbook.config.optim import OptimConfig
+from cookbook.data import Curriculum, DataConfig
 from cookbook.run.calibration import Calibration, StepSize
 from cookbook.sampling.evaluation import EvalConfig
 from cookbook.sampling.rollouts import RolloutConfig
@@ -30,6 +31,7 @@ def measured(**changes: Any) -> Calibration:
     typed = SimpleNamespace(
         recipe=recipe(),
         eval=EvalConfig(every=None),
+        data=DataConfig(),
         rollout=RolloutConfig(max_tokens=10),
         optim=OptimConfig(lr=1e-5),
         loss=SimpleNamespace(needs_reference=False),
@@ -62,6 +64,16 @@ def test_hours_are_those_of_the_steps_and_evaluations():
     assert one.hours * 3600 == pytest.approx(50 * (1.5 + 0.5 + 2 * 0.25) + 6.0)
     one.typed.eval = EvalConfig(every=20)
     assert one.hours * 3600 == pytest.approx(50 * 2.5 + 7 * 3.0)
+    # Two of three groups without spread: refill samples three times the groups, of which as many as before have spread.
+    one.typed.rollout = RolloutConfig(max_tokens=10, refill=4.0)
+    assert replace(one, spread=1 / 3).hours * 3600 == pytest.approx(50 * 3 * (1.5 + (0.5 + 2 * 0.25) / 3) + 7 * 3.0)
+    assert replace(one, spread=0.0).hours * 3600 == pytest.approx(50 * 4 * 1.5 + 7 * 3.0)
+    assert "rollout.ahead" not in dict(one.lines())["hours"]
+    one.typed.rollout = RolloutConfig(max_tokens=10, ahead=1)
+    assert "without the overlap of rollout.ahead=1" in dict(one.lines())["hours"]
+    one.typed.data = DataConfig(curriculum=Curriculum(solved_reward=0.5))
+    half = replace(one, rewards=[0.5, 0.0, 0.0, 0.0] * 2)
+    assert half.pass_rate == 0.25 and "a reward of 0.5 or more" in dict(half.lines())["pass rate"]
     assert ("cost", f"{one.hours * 2:.2f}, with a price of 2 per hour") in one.lines(price=2.0)
 
 

@@ -76,6 +76,9 @@ def test_a_result_names_its_judge_and_the_number_of_rows():
         "margin on 20 held-out pairs: 0.000 after 0 steps -> 0.100 after 5",
         "loss on 20 held-out pairs: 0.6931 after 0 steps -> 0.6500 after 5",
     ]
+    # KTO's rows are single answers.
+    answers = [{"step": 0, "eval/rewards/margin": 0.0}, {"step": 5, "eval/rewards/margin": 0.1, "eval/rows": 20.0}]
+    assert list(report.headlines(answers, "")) == ["margin on 20 held-out rows: 0.000 after 0 steps -> 0.100 after 5"]
     (line,) = report.headlines([{"step": 1, "eval/accuracy": 0.0}, {"step": 2, "eval/accuracy": 1.0}], "token equality")
     assert line == "accuracy on held-out prompts, by token equality: 0.0% after 1 step -> 100.0% after 2"
 

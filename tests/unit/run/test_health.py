@@ -79,6 +79,23 @@ def test_equal_rewards_of_other_value_each_step_are_ties(caplog):
     assert "all groups tied" in line
 
 
+def test_updates_without_sampling_have_the_problems_of_their_rollouts(caplog):
+    """``recipe.updates=2``: every second step trains rollouts of the step before it."""
+    later = {"optim/grad_norm": 0.0, "loss": 0.0}
+    (line,) = said(caplog, *[TIES, later] * 3)
+    assert line.startswith("step 3: in the last 3 steps all groups tied")
+    (line,) = said(caplog, *[CUT, {"optim/grad_norm": 0.5}] * 3)
+    assert line.startswith("step 3: more than half of the completions of the last 3 steps were cut off (75% in this one)")
+    health = Health()
+    for number, metrics in enumerate([TIES, later, {**TIES, "reward/mean": 0.25}, later], start=1):
+        health = Health.restored(json.loads(json.dumps(health.state())), 16)
+        health.observe(number, metrics)
+    with pytest.raises(NoGradientError, match=r"all 4 steps \(all groups tied.*raise recipe.group_size or rollout.temp"):
+        health.check()
+    # A step with rows of the data has no rollouts.
+    assert not said(caplog, *[TIES, {"optim/grad_norm": 0.5, "data/rows_crc32": 7}] * 3)
+
+
 def test_a_server_without_a_gradient_norm_is_judged_by_the_tokens_it_trained():
     health = Health()
     health.observe(1, {"loss": 0.0, "tokens/trained": 0.0})

@@ -135,4 +135,4 @@ def test_a_sync_between_two_batches_of_rollouts_is_refused(every, here, capsys):
     line = f"weight_sync.every={every}: with recipe.updates=2 only one step in 2 samples; use a multiple of 2, or 1"
     assert line in capsys.readouterr().err
     assert train(*SMALL["grpo"], "recipe.updates=0") == 2
-    assert "recipe.updates must be at least 1, got 0" in capsys.readouterr().err
+    assert "recipe.updates: must be at least 1, got 0; 1 makes one optimizer step per batch" in capsys.readouterr().err
