@@ -55,6 +55,10 @@ CLOSED_REASONING = (
     "trained without the empty block, as they are sampled if the generation prompt leaves the reasoning open, with "
     "model.chat_template_kwargs such as {enable_thinking: true}"
 )
+DOUBLE_REASONING = (
+    "the chat template prints an empty block of reasoning in front of answers that have reasoning in their text; these answers "
+    "are trained as printed; give their reasoning in the field reasoning_content if the template reads it"
+)
 DROPPED_REASONING = (
     "the chat template drops the reasoning inside of answers, and its generation prompt opens the reasoning; the answers are "
     "trained with their reasoning, as they are sampled"
@@ -359,30 +363,14 @@ class SampledTurns:
                 self._template.note(
                     f"answers begin with {lead!r}, which the generation prompt lacks, so the model learns to write it"
                 )
+            if _without_closed_block(chat.messages[-1], answer) is not None:
+                self._template.note(DOUBLE_REASONING)
         else:
             answer = self._other_header(chat, prompt, until, tail)
-        return self._complete(chat, self._without_closed_block(chat.messages[-1], answer))
-
-    def _without_closed_block(self, message: ChatMessage, answer: SampledAnswer) -> SampledAnswer:
-        """Return the answer without the empty block of reasoning that the template prints before reasoning in the text."""
-        content = message.content.lstrip()
-        tag = OPENING.match(content)
-        if tag is None or f"/{tag[2] or tag[3]}" not in content:
-            return answer
-        name, closed = tag[2] or tag[3], CLOSED.search(answer.prompt)
-        if closed and (closed[3] or closed[4]) == name and answer.text.startswith(tag[1]):
-            self._template.note(CLOSED_REASONING)
-            return replace(answer, prompt=answer.prompt[: closed.start()])
-        block = EMPTY_BLOCK.match(answer.text) or REST_OF_EMPTY_BLOCK.match(answer.text)
-        if block is None or f"/{name}" not in block[0] or not answer.text.startswith(tag[1], block.end()):
-            return answer
-        self._template.note(CLOSED_REASONING)
-        rest = answer.text[block.end() :]
-        opened = OPENED.search(answer.prompt)
-        if opened is None or opened[1] != tag[1]:
-            return replace(answer, text=rest)
-        # The prompt has printed the tag, and maybe white space after it.
-        return replace(answer, text=rest.removeprefix(tag[1]).removeprefix(opened[0].removeprefix(tag[1])))
+            if (whole := _without_closed_block(chat.messages[-1], answer)) is not None:
+                self._template.note(CLOSED_REASONING)
+                answer = whole
+        return self._complete(chat, answer)
 
     def _lead(self, chat: Chat) -> str:
         """Return what the template prints between the header to sample and a plain answer."""
@@ -537,6 +525,28 @@ def _with_reasoning(message: ChatMessage, answer: SampledAnswer) -> SampledAnswe
     reasoning = reasoning.removeprefix(space)
     end = answer.text.index(said.strip()) + len(said.strip())
     return replace(answer, text=reasoning + closed + said.rstrip() + answer.text[end:])
+
+
+def _without_closed_block(message: ChatMessage, answer: SampledAnswer) -> SampledAnswer | None:
+    """Return the answer without an empty block of reasoning in front of the reasoning in its text; None without such a block.
+
+    The template prints the block in the answer or at the end of the prompt.
+    """
+    content = message.content.lstrip()
+    tag = OPENING.match(content)
+    if tag is None or f"/{tag[2] or tag[3]}" not in content:
+        return None
+    name, closed = tag[2] or tag[3], CLOSED.search(answer.prompt)
+    if closed and (closed[3] or closed[4]) == name and answer.text.startswith(tag[1]):
+        return replace(answer, prompt=answer.prompt[: closed.start()])
+    block = EMPTY_BLOCK.match(answer.text) or REST_OF_EMPTY_BLOCK.match(answer.text)
+    if block is None or f"/{name}" not in block[0] or not answer.text.startswith(tag[1], block.end()):
+        return None
+    rest, opened = answer.text[block.end() :], OPENED.search(answer.prompt)
+    if opened is None or opened[1] != tag[1]:
+        return replace(answer, text=rest)
+    # The prompt has printed the tag, and maybe white space after it.
+    return replace(answer, text=rest.removeprefix(tag[1]).removeprefix(opened[0].removeprefix(tag[1])))
 
 
 def _instead_of_closed_block(content: str, answer: SampledAnswer) -> SampledAnswer | None:

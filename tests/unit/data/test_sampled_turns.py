@@ -474,19 +474,30 @@ CLOSES = (
 DROPS = CLOSES.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
 
 
-@pytest.mark.parametrize(
-    "template", [CLOSES.replace("PART", "true"), CLOSES.replace("PART", "false"), DROPS.replace("PART", "false")]
-)
+@pytest.mark.parametrize("template", [CLOSES.replace("PART", "true"), DROPS.replace("PART", "false")])
 def test_an_empty_block_of_reasoning_is_not_printed_twice(template):
     start = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
     render = renderer(template)
     assert pieces(render, ASK, FOUR) == [(start + "<think></think>", "4<|im_end|>")]
     # An answer with reasoning is sampled where the prompt leaves the reasoning open.
-    whole = "<think>\nTwo.\n</think>\n\n4<|im_end|>"
-    assert pieces(render, ASK, THOUGHT) == [(start, whole)]
+    assert pieces(render, ASK, THOUGHT) == [(start, "<think>\nTwo.\n</think>\n\n4<|im_end|>")]
     assert any("{enable_thinking: true}" in note for note in render.notes)
-    opened = renderer(template, thinking=True)
-    assert pieces(opened, ASK, THOUGHT) == [(start + "<think>", whole.removeprefix("<think>"))]
+
+
+def test_reasoning_continues_the_tag_of_the_prompt():
+    """Spark 2.5: the prompt opens the reasoning, and a conversation has only the last tag of an empty block."""
+    render = renderer(CLOSES.replace("PART", "true"), thinking=True)
+    before = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<think>"
+    assert pieces(render, ASK, FOUR) == [(before, "</think>4<|im_end|>")]
+    assert pieces(render, ASK, THOUGHT) == [(before, "\nTwo.\n</think>\n\n4<|im_end|>")]
+
+
+def test_an_empty_block_that_the_template_prints_before_reasoning_is_named():
+    """As TRL's mask of Qwen3.8 has it: the conversation has the prompt that is sampled, so the template decides."""
+    render = renderer(CLOSES.replace("PART", "false"), thinking=True)
+    assert pieces(render, ASK, THOUGHT)[0][1] == "</think><think>\nTwo.\n</think>\n\n4<|im_end|>"
+    assert any("give the reasoning in the field reasoning_content" in note for note in render.notes)
+    assert not any("reasoning_content" in note for note in (renderer(QWEN3), pieces(renderer(QWEN3), ASK, THOUGHT))[0].notes)
 
 
 def test_a_header_with_other_white_space_is_the_same_header():
