@@ -22,7 +22,7 @@ from cookbook.data.encoding import Encoded, TextEncoder, without_breaks
 from cookbook.data.formats import Chat, Example, Plain
 from cookbook.data.messages import ChatMessage, is_prefill, parse_messages
 from cookbook.data.stop_tokens import StopTokens
-from cookbook.data.template import ChatTemplate, answer_weights, missing_text
+from cookbook.data.template import ChatTemplate, all_sources, answer_weights, missing_text
 from cookbook.data.turns import OTHER_TOKENS, SampledTurns, TrainedText, reasoning_tag, without_empty_reasoning
 from cookbook.errors import DataError
 from cookbook.types import JsonObject
@@ -112,7 +112,7 @@ class Renderer:
         Some templates print the date; then it is a part of the digest.
         """
         tokenizer = self.tokenizer
-        prints_date = "strftime_now" in str(tokenizer.chat_template)
+        prints_date = "strftime_now" in all_sources(tokenizer)
         parts = [
             f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}",
             tokenizer.backend_tokenizer.to_str(),
@@ -282,7 +282,7 @@ class Renderer:
     @cached_property
     def has_channels(self) -> bool:
         """Whether the chat template prints channels, as that of gpt-oss."""
-        return names_channels(str(self.tokenizer.chat_template or ""))
+        return names_channels(all_sources(self.tokenizer))
 
     def answer_message(self, text: str) -> ChatMessage:
         """Return the text of a completion as a message: with channels, its reasoning, answer and calls in their fields."""

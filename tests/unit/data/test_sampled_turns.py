@@ -493,10 +493,10 @@ def test_reasoning_continues_the_tag_of_the_prompt():
 
 
 def test_an_empty_block_that_the_template_prints_before_reasoning_is_named():
-    """As TRL's mask of Qwen3.8 has it: the conversation has the prompt that is sampled, so the template decides."""
+    """As in TRL's mask of Qwen3.8: the conversation has the prompt that is sampled, so the template decides."""
     render = renderer(CLOSES.replace("PART", "false"), thinking=True)
     assert pieces(render, ASK, THOUGHT)[0][1] == "</think><think>\nTwo.\n</think>\n\n4<|im_end|>"
-    assert any("give the reasoning in the field reasoning_content" in note for note in render.notes)
+    assert any("give their reasoning in the field reasoning_content" in note for note in render.notes)
     assert not any("reasoning_content" in note for note in (renderer(QWEN3), pieces(renderer(QWEN3), ASK, THOUGHT))[0].notes)
 
 
