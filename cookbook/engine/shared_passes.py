@@ -21,7 +21,7 @@ import torch
 
 from cookbook.engine.batch.plan import MicroBatch, PrefixGroup
 from cookbook.engine.engine import Engine
-from cookbook.engine.forward import PassPart
+from cookbook.engine.forward import PassPart, Retained
 from cookbook.engine.grouped_adapters import AdapterLayers, grouped
 from cookbook.engine.loss_gradient import LossFunction, LossGradient
 from cookbook.errors import BackendError
@@ -77,10 +77,17 @@ class AdapterCall:
         shapes = {None if one is None else one.array.shape[1:] for one in targets}
         return None if len(shapes) > 1 or None in shapes else self.engine.sharing_key
 
-    def compute_alone(self) -> None:
-        """Compute the call in passes of its own."""
+    def result(self) -> ForwardBackwardOutput:
+        """Return the output of the computed call, or raise its error."""
+        if self.error is not None:
+            raise self.error
+        assert self.output is not None
+        return self.output
+
+    def compute_alone(self, retained: Retained | None = None) -> None:
+        """Compute the call in passes of its own, or from its ``retained`` forward passes."""
         try:
-            self.output = self.engine.forward_backward(self.data, self.loss, all_logprobs=self.all_logprobs)
+            self.output = self.engine.forward_backward(self.data, self.loss, retained, all_logprobs=self.all_logprobs)
         except BaseException as error:  # noqa: BLE001 - the result of the call
             self.error = error
 
@@ -201,8 +208,9 @@ def forward_backward_together(calls: Sequence[AdapterCall]) -> None:
     All calls have the same :attr:`~AdapterCall.key`, which is not None. Each has its own engine, and together they have at most
     the tokens of a pass. A call that fails does not affect the others.
     """
-    if len(calls) == 1:
-        calls[0].compute_alone()
+    if len(calls) < 2:
+        for call in calls:
+            call.compute_alone()
         return
     row, members = SharedPass(), []
     for call in calls:
