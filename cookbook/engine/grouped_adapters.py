@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -26,8 +27,19 @@ from torch.autograd.function import once_differentiable
 from cookbook.engine.model import LanguageModel
 
 ADAPTER = "default"
-# A layer of PEFT with the factors of an adapter.
-AdapterLayers = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class AdapterLayer:
+    """A linear layer with its adapter: ``s x A^T B^T`` is added to the output. ``a``: ``(r, I)``. ``b``: ``(O, r)``."""
+
+    module: Any
+    a: nn.Parameter
+    b: nn.Parameter
+    scale: float
+
+
+AdapterLayers = Mapping[str, AdapterLayer]
 
 
 def adapter_layers(model: LanguageModel) -> AdapterLayers | None:
@@ -41,7 +53,7 @@ def adapter_layers(model: LanguageModel) -> AdapterLayers | None:
     from peft.tuners.lora import Linear
 
     head = model.network.get_output_embeddings()
-    layers: dict[str, Any] = {}
+    layers: dict[str, AdapterLayer] = {}
     trained: set[int] = set()
     for name, module in model.network.named_modules():
         if type(module) is not Linear:
@@ -53,7 +65,7 @@ def adapter_layers(model: LanguageModel) -> AdapterLayers | None:
             return None
         trained.update(id(factor.weight) for factor in factors)
         if module is not head:
-            layers[name] = module
+            layers[name] = AdapterLayer(module, factors[0].weight, factors[1].weight, float(module.scaling[ADAPTER]))
     has_other_parts = any(id(parameter) not in trained for _, parameter in model.trainable())
     return None if has_other_parts or not layers else layers
 
@@ -66,26 +78,24 @@ def grouped(host: AdapterLayers, adapters: Sequence[AdapterLayers | None], sizes
     """
     for name, layer in host.items():
         parts = [None if adapter is None else adapter[name] for adapter in adapters]
-        layer.forward = functools.partial(_forward, layer, parts, sizes)
+        layer.module.forward = functools.partial(_forward, layer.module, parts, list(sizes))
     try:
         yield
     finally:
         for layer in host.values():
-            del layer.forward
+            del layer.module.forward
 
 
-def _forward(layer: Any, parts: Sequence[Any | None], sizes: Sequence[int], x: Tensor, *rest: Any, **named: Any) -> Tensor:
+def _forward(
+    module: Any, parts: Sequence[AdapterLayer | None], sizes: list[int], x: Tensor, *rest: Any, **named: Any
+) -> Tensor:
     """Forward of an adapted layer: the base layer for all rows, and each part's factors for its own rows."""
-    out: Tensor = layer.base_layer(x, *rest, **named)
+    out: Tensor = module.base_layer(x, *rest, **named)
     # Autograd does not let a custom function change a view.
     out = out.clone() if out._is_view() else out
-    scales = [0.0 if part is None else float(part.scaling[ADAPTER]) for part in parts]
-    factors = [factor for part in parts for factor in ((None, None) if part is None else _factors(part))]
-    return cast("Tensor", _GroupedProducts.apply(out, x, list(sizes), scales, *factors))  # type: ignore[no-untyped-call]
-
-
-def _factors(part: Any) -> tuple[nn.Parameter, nn.Parameter]:
-    return part.lora_A[ADAPTER].weight, part.lora_B[ADAPTER].weight
+    scales = [0.0 if part is None else part.scale for part in parts]
+    factors = [factor for part in parts for factor in ((None, None) if part is None else (part.a, part.b))]
+    return cast("Tensor", _GroupedProducts.apply(out, x, sizes, scales, *factors))  # type: ignore[no-untyped-call]
 
 
 class _GroupedProducts(torch.autograd.Function):
@@ -128,7 +138,8 @@ class _GroupedProducts(torch.autograd.Function):
             if low is None:
                 of_factors += [None, None]
                 continue
-            low_gradient = (g @ b).mul_(scale)
+            # With beta 0, the first argument gives the shape only.
+            low_gradient = torch.addmm(low, g, b, beta=0, alpha=scale)
             torch.mm(low_gradient, a, out=target)
-            of_factors += [low_gradient.T @ own, (g.T @ low).mul_(scale)]
+            of_factors += [low_gradient.T @ own, torch.addmm(b, g.T, low, beta=0, alpha=scale)]
         return gradient, dx.view(ctx.shape), None, None, *of_factors

@@ -1,4 +1,4 @@
-"""``server.share_passes``: gradients of several adapters from one pass, with the turns of each, and replayed alone bit by bit."""
+"""``server.share_passes``: gradients of several adapters from one pass, the turns of each, and replays with the same bits."""
 
 from __future__ import annotations
 
