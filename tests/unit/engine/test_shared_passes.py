@@ -59,7 +59,7 @@ def rows(seed: int, *lengths: int) -> list[Datum]:
 
 
 def policy_rows(seed: int, *lengths: int) -> list[Datum]:
-    """Completions of one prompt with advantages, as GRPO has them; the last datum has none and gets no gradient."""
+    """Completions of one prompt with advantages, as in GRPO; the last datum has the advantage 0 and gets no gradient."""
     draw, prompt = np.random.default_rng(seed), np.arange(12)
     data = []
     for place, length in enumerate(lengths):
@@ -197,7 +197,7 @@ def test_a_failed_call_harms_no_other(base):
 
 
 def test_an_error_of_the_pass_is_that_of_every_call(base, monkeypatch):
-    """The gradient of earlier calls is dropped, and the next optimizer step says so, as after a failed pass of its own."""
+    """The gradient of earlier calls is dropped, and the next optimizer step raises, as after a failed pass of its own."""
     members = engines(base)
     together(members, CASES["sft"])
 

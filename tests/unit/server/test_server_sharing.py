@@ -106,7 +106,7 @@ def test_a_long_queue_gets_no_more_seconds_with_shared_works(put, clock):
 
 
 def test_suspects_are_computed_alone(put):
-    """A request that was computed when a process ended is to blame only if it alone was computed each time."""
+    """A request is at fault for the end of a process only if it alone was computed each time."""
     worker, seen = Worker(1), []
     worker.on_slice(lambda *purposes: seen.append(purposes), lambda text: text.startswith("suspect"))
     lanes = [worker.lane(Account()) for _ in range(4)]
