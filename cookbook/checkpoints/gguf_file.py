@@ -23,7 +23,7 @@ from cookbook.data.encoding import TextEncoder
 from cookbook.data.formats import Chat
 from cookbook.data.messages import ChatMessage
 from cookbook.data.stop_tokens import configure, stop_token_ids
-from cookbook.data.template import ChatTemplate
+from cookbook.data.template import ChatTemplate, template_sources
 from cookbook.errors import CheckpointError
 from cookbook.types import JsonObject
 
@@ -196,7 +196,8 @@ def _write_tokenizer(
         writer.add_eot_token_id(ends[0])
     writer.add_add_bos_token(TextEncoder(tokenizer).opening == [tokenizer.bos_token_id])
     if tokenizer.chat_template is not None:
-        writer.add_chat_template(tokenizer.chat_template)
+        named = [{"name": name, "template": source} for name, source in template_sources(tokenizer).items()]
+        writer.add_chat_template(named if isinstance(tokenizer.chat_template, dict) else tokenizer.chat_template)
 
 
 def _step_name(step: JsonObject) -> str:

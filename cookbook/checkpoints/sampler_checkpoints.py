@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 KINDS = ("base", "delta")
+# Folder of transformers for the chat templates of a tokenizer that has several.
+CHAT_TEMPLATES = "additional_chat_templates"
 
 
 def check_kind(kind: str) -> None:
@@ -299,6 +301,8 @@ def export(folder: Path, out: Path, *, merged: bool = False) -> Checkpoint:
             elif path.name != manifest.NAME:
                 # Without the mode: the card of a write-protected checkpoint is replaced below.
                 shutil.copyfile(path, temporary / path.name)
+        if (base / CHAT_TEMPLATES).is_dir():
+            shutil.copytree(base / CHAT_TEMPLATES, temporary / CHAT_TEMPLATES)
         facts_of_base = {
             key: facts[key] for key in ("step", "base_model", "dtype", "lora", "quantize", "weights") if key in facts
         }

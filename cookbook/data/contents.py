@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from cookbook.data.encoding import BREAK
 from cookbook.data.formats import Chat
 from cookbook.data.messages import ROLE_WITHOUT_NAME, ROLES, ChatMessage, with_calls
-from cookbook.data.template import PROBE, ChatTemplate
+from cookbook.data.template import PROBE, ChatTemplate, all_sources
 from cookbook.errors import DataError
 
 if TYPE_CHECKING:
@@ -87,18 +87,18 @@ class Contents:
     @cached_property
     def _prints_calls_as_lists(self) -> bool:
         """Whether the chat template reads ``tool_calls``, and not ``function_call``."""
-        template = str(self._tokenizer.chat_template)
+        template = all_sources(self._tokenizer)
         return "tool_calls" in template and "function_call" not in template
 
     def _names(self, role: str) -> bool:
         """Whether the chat template names a role."""
-        template = str(self._tokenizer.chat_template)
+        template = all_sources(self._tokenizer)
         return f"'{role}'" in template or f'"{role}"' in template
 
     def _compares_role(self, role: str) -> bool:
         """Whether the chat template compares a message's role with ``role``."""
         compared = rf"""role['"]?\]?\s*\)?\s*(?:==|!=|in)\s*[\[(]?[^%{{}}]*?['"]{re.escape(role)}['"]"""
-        return re.search(compared, str(self._tokenizer.chat_template)) is not None
+        return re.search(compared, all_sources(self._tokenizer)) is not None
 
     def _quoted(self, value: Any, marks: re.Pattern[str], where: str) -> Any:
         """Return a value whose texts have a break inside of each control token; the same object without a control token."""

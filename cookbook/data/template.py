@@ -80,7 +80,7 @@ class ChatTemplate:
 
     def unread(self, options: JsonObject) -> list[str]:
         """Return the options that the template does not read; none if the template cannot be parsed."""
-        names = _names_in(str(self._tokenizer.chat_template or "")) if options else frozenset()
+        names = _names_in(all_sources(self._tokenizer)) if options else frozenset()
         return [name for name in options if name not in names] if names else []
 
     @property
@@ -385,7 +385,14 @@ class ChatTemplate:
                 f"model.chat_template: the tokenizer of {name} has no chat template, and the data are conversations; "
                 "give a Jinja file, or plain text columns with data.chat=false"
             )
-        return str(self._tokenizer.get_chat_template(tools=tools))
+        try:
+            return str(self._tokenizer.get_chat_template(tools=tools))
+        except ValueError:
+            names = ", ".join(template_sources(self._tokenizer))
+            raise DataError(
+                f"model.chat_template: the tokenizer has no chat template for this row, and none named default, got {names}; "
+                "give a Jinja file"
+            ) from None
 
 
 def _reason(error: Exception) -> str:
@@ -436,6 +443,17 @@ def dropped_text(chat: Chat, index: int, field: str) -> DataError:
         f"{chat.where}: the chat template drops text of message {index} ({field}), which would go untrained; "
         "give one that keeps it as model.chat_template"
     )
+
+
+def template_sources(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return the sources of a tokenizer's chat templates by name. Most have one, ``default``."""
+    found = tokenizer.chat_template
+    return dict(found) if isinstance(found, Mapping) else {"default": str(found)} if found else {}
+
+
+def all_sources(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the sources of a tokenizer's chat templates as one text; empty without a template."""
+    return "\n".join(template_sources(tokenizer).values())
 
 
 def chat_template_options(tokenizer: PreTrainedTokenizerBase) -> JsonObject:

@@ -34,6 +34,9 @@ OPENED = re.compile(r"(<([\w:]+)>|\[(THINK)\])\s*\Z")
 REASONING_TAG = re.compile(r"think|thought|reason", re.IGNORECASE)
 EMPTY_BLOCK = re.compile(r"\s*(<([\w:]+)>\s*</\2>|\[THINK\]\s*\[/THINK\])\s*")
 REST_OF_EMPTY_BLOCK = re.compile(r"\s*(</([\w:]+)>|\[/(THINK)\])\s*")
+# The tag that begins a text with reasoning, and an empty block of reasoning, or its last tag, at the end of a prompt.
+OPENING = re.compile(r"\s*(<([\w:]+)>|\[(THINK)\])")
+CLOSED = re.compile(r"((?:<([\w:]+)>\s*)?</([\w:]+)>|(?:\[THINK\]\s*)?\[/(THINK)\])\s*\Z")
 
 REWRITES = (
     "the chat template rewrites earlier turns when more follow, so one sequence cannot train all answers of a conversation as "
@@ -46,6 +49,15 @@ REWRITES_PAIR = (
 OTHER_TOKENS = (
     "the end of the generation prompt and the start of some answers have other tokens in one text than apart; the rows are "
     "trained with the tokens of the prompt as it is sampled, and several such answers of a conversation as one sequence each"
+)
+CLOSED_REASONING = (
+    "the chat template closes the reasoning in front of some answers that have reasoning in their text; these answers are "
+    "trained without the empty block, as they are sampled if the generation prompt leaves the reasoning open, with "
+    "model.chat_template_kwargs such as {enable_thinking: true}"
+)
+DOUBLE_REASONING = (
+    "the chat template prints an empty block of reasoning in front of answers that have reasoning in their text; these answers "
+    "are trained as printed; give their reasoning in the field reasoning_content if the template reads it"
 )
 DROPPED_REASONING = (
     "the chat template drops the reasoning inside of answers, and its generation prompt opens the reasoning; the answers are "
@@ -86,8 +98,9 @@ class SampledTurns:
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
-        # Whether the generation blocks of conversations of one shape begin where sampling begins.
-        self._block_shapes: dict[object, bool] = {}
+        # For conversations of one shape, the number of characters of white space between the prompt of each trained answer and
+        # its generation block; None: the blocks do not begin where sampling begins.
+        self._block_shapes: dict[object, Mapping[int, int] | None] = {}
 
     def sequences(
         self, chats: Sequence[Chat], wanted: Sequence[Mapping[int, float]], train_on: str, *, split: bool
@@ -269,24 +282,35 @@ class SampledTurns:
             tuple((one.role, bool(one.content.strip()), "</" in one.content, one.said) for one in chat.messages),
         )
         if shape not in self._block_shapes:
-            self._block_shapes[shape] = all(self._block_is_sampled(chat, index, text, blocks[index]) for index in wanted)
-        if not self._block_shapes[shape]:
+            leads = {index: self._lead_of_block(chat, index, text, blocks[index]) for index in wanted}
+            whole = {index: lead for index, lead in leads.items() if lead is not None}
+            self._block_shapes[shape] = whole if len(whole) == len(leads) else None
+        spaces = self._block_shapes[shape]
+        if spaces is None:
             return None
-        found = {index: blocks[index] for index in wanted}
+        found = {index: (blocks[index][0] - spaces[index], blocks[index][1]) for index in wanted}
         shown = dict.fromkeys(range(len(chat.messages)), text) if train_on == "all" else {}
         trained = shown | {index: text[start:end] for index, (start, end) in found.items()}
         self._template.check_texts(chat, trained, text)
         return _text(chat, text, found, wanted, len(chat.messages))
 
-    def _block_is_sampled(self, chat: Chat, index: int, text: str, block: tuple[int, int]) -> bool:
+    def _lead_of_block(self, chat: Chat, index: int, text: str, block: tuple[int, int]) -> int | None:
+        """Return the number of characters of white space between the prompt of an answer and its generation block.
+
+        The model has to write this white space. Other text in front of the block stays untrained, so its length is 0. None: the
+        answer is not sampled as the conversation prints it.
+        """
         if index == 0:
-            return True
+            return 0
         try:
             prompt, until = self._prompt(chat, index), self._until(chat, index, text)[0]
         except DataError:
             # The template accepts whole conversations only.
-            return True
-        return block[0] >= len(prompt) and until.startswith(prompt) and text.startswith(until)
+            return 0
+        if block[0] < len(prompt) or not until.startswith(prompt) or not text.startswith(until):
+            return None
+        lead = text[len(prompt) : block[0]]
+        return 0 if lead.strip() else len(lead)
 
     def _prompt(self, chat: Chat, index: int) -> str:
         return self._template.printed(replace(chat, messages=chat.messages[:index]), header=True)
@@ -339,8 +363,13 @@ class SampledTurns:
                 self._template.note(
                     f"answers begin with {lead!r}, which the generation prompt lacks, so the model learns to write it"
                 )
+            if _without_closed_block(chat.messages[-1], answer) is not None:
+                self._template.note(DOUBLE_REASONING)
         else:
             answer = self._other_header(chat, prompt, until, tail)
+            if (whole := _without_closed_block(chat.messages[-1], answer)) is not None:
+                self._template.note(CLOSED_REASONING)
+                answer = whole
         return self._complete(chat, answer)
 
     def _lead(self, chat: Chat) -> str:
@@ -366,15 +395,20 @@ class SampledTurns:
         lacks = prompt[place:]
         last = chat.messages[-1]
         reasons = bool(set(last.said) & set(REASONING)) or REASONING_END.search(last.content) is not None
-        if lacks.strip() and reasons and REASONING_END.search(lacks):
+        is_printed = reasons and not missing_text(last.texts(), until[place:])
+        if lacks.strip() and is_printed and REASONING_END.search(lacks):
             self._template.note(
                 f"the generation prompt ends with {lacks!r}, and some answers have reasoning, which are trained as the "
                 "template prints them; sample with model.chat_template_kwargs that leave the reasoning open, such as "
                 "{enable_thinking: true}"
             )
             return SampledAnswer(prompt[:place], until[place:], tail)
-        has = until[place : self._start_of_text(chat, until)]
+        start = self._start_of_text(chat, until)
+        has = until[place:start]
         instead = f"; the rows have {has!r} there" if has else ""
+        if has.strip() and lacks.strip().endswith(has.strip()):
+            # The prompt has printed the same header with other white space, or has closed the reasoning.
+            place = start
         self._template.note(
             f"the generation prompt ends with {lacks!r}, which the chat template does not print in a conversation{instead}; "
             "answers are trained after the generation prompt, as they are sampled"
@@ -467,7 +501,7 @@ class SampledTurns:
         if not (missing := missing_text(message.texts(), opened + answer.text)):
             return answer
         if (whole := _with_reasoning(message, answer)) is not None:
-            self._template.note(DROPPED_REASONING)
+            self._template.note(DROPPED_REASONING if whole.prompt == answer.prompt else CLOSED_REASONING)
             return whole
         raise dropped_text(chat, len(chat.messages) - 1, missing)
 
@@ -475,12 +509,12 @@ class SampledTurns:
 def _with_reasoning(message: ChatMessage, answer: SampledAnswer) -> SampledAnswer | None:
     """Return the answer with the reasoning that its content has and the template drops; None if that is not the case.
 
-    The content has to begin as the prompt ends, with the tag that opens the reasoning. A sampled answer continues after it.
+    The content has to begin as the prompt ends, with the tag that opens the reasoning. A sampled answer continues after it. If
+    the prompt has closed the reasoning, the answer follows the prompt without the empty block.
     """
-    opened = OPENED.search(answer.prompt)
+    opened, content = OPENED.search(answer.prompt), message.content.lstrip()
     if opened is None:
-        return None
-    content = message.content.lstrip()
+        return _instead_of_closed_block(content, answer)
     tag, name = opened[1], opened[2] or opened[3]
     close = f"[/{name}]" if tag.startswith("[") else f"</{name}>"
     reasoning, closed, said = content.removeprefix(tag).partition(close)
@@ -491,6 +525,42 @@ def _with_reasoning(message: ChatMessage, answer: SampledAnswer) -> SampledAnswe
     reasoning = reasoning.removeprefix(space)
     end = answer.text.index(said.strip()) + len(said.strip())
     return replace(answer, text=reasoning + closed + said.rstrip() + answer.text[end:])
+
+
+def _without_closed_block(message: ChatMessage, answer: SampledAnswer) -> SampledAnswer | None:
+    """Return the answer without an empty block of reasoning in front of the reasoning in its text; None without such a block.
+
+    The template prints the block in the answer or at the end of the prompt.
+    """
+    content = message.content.lstrip()
+    tag = OPENING.match(content)
+    if tag is None or f"/{tag[2] or tag[3]}" not in content:
+        return None
+    name, closed = tag[2] or tag[3], CLOSED.search(answer.prompt)
+    if closed and (closed[3] or closed[4]) == name and answer.text.startswith(tag[1]):
+        return replace(answer, prompt=answer.prompt[: closed.start()])
+    block = EMPTY_BLOCK.match(answer.text) or REST_OF_EMPTY_BLOCK.match(answer.text)
+    if block is None or f"/{name}" not in block[0] or not answer.text.startswith(tag[1], block.end()):
+        return None
+    rest, opened = answer.text[block.end() :], OPENED.search(answer.prompt)
+    if opened is None or opened[1] != tag[1]:
+        return replace(answer, text=rest)
+    # The prompt has printed the tag, and maybe white space after it.
+    return replace(answer, text=rest.removeprefix(tag[1]).removeprefix(opened[0].removeprefix(tag[1])))
+
+
+def _instead_of_closed_block(content: str, answer: SampledAnswer) -> SampledAnswer | None:
+    """Return an answer with the reasoning that its content begins with, in place of the empty block at the prompt's end."""
+    tag, closed = OPENING.match(content), CLOSED.search(answer.prompt)
+    if tag is None or closed is None or (closed[3] or closed[4]) != (tag[2] or tag[3]):
+        return None
+    close = f"[/{tag[3]}]" if tag[3] else f"</{tag[2]}>"
+    reasoning, found, said = content.partition(close)
+    if not found or not said.strip() or said.strip() not in answer.text:
+        return None
+    end = answer.text.index(said.strip()) + len(said.strip())
+    text = reasoning + close + said.rstrip() + answer.text[end:]
+    return replace(answer, prompt=answer.prompt[: closed.start()], text=text)
 
 
 def _without_calls(message: ChatMessage) -> ChatMessage:

@@ -216,10 +216,28 @@ def _has_same_logprobs(first: Datum, second: Datum) -> bool:
     )
 
 
+def _selected(flat_indices: Tensor, tokens: TokenSelection) -> Tensor:
+    return flat_indices if len(tokens) == len(flat_indices) else flat_indices[tokens.rows()]
+
+
 def _filler_pass(batch: MicroBatch) -> MicroBatch:
     """Return a micro-batch of :data:`FILLER_DATUM` only, in the layout of ``batch``."""
     length = FILLER_DATUM.model_input.length
     return MicroBatch([PrefixGroup((0,), length)], None if batch.width is None else length, length)
+
+
+@dataclass
+class PassPart:
+    """The datums of one adapter in a pass that several adapters share, and their scores.
+
+    ``runner``: the runner of the adapter's model. ``batch``: the packed layout of the datums, by their indices in ``data``.
+    """
+
+    runner: ForwardRunner
+    data: Sequence[Datum]
+    batch: MicroBatch
+    spec: PassSpec
+    scores: TokenScores = field(default_factory=TokenScores)
 
 
 GradientOf = Callable[[Sequence[int], Sequence[Datum], Sequence[Tensor]], Sequence[Tensor]]
@@ -287,6 +305,40 @@ class ForwardRunner:
             scores.router = router.detached() if scores.router is None else scores.router + router.detached()
         num_bytes = saved.total + self._uncounted_bytes(batch)
         return PassOutput(tokens, logprobs, entropies if spec.entropy else None, router, num_bytes, is_filler)
+
+    def run_parts(self, data: Sequence[Datum], batch: MicroBatch, parts: Mapping[int, PassPart]) -> list[PassOutput]:
+        """Run one pass over the datums of several adapters, in training mode, and return the output of each of ``parts``.
+
+        The caller has grouped the products of the adapters. The keys of ``parts`` are values of ``batch.parts``; the datums of
+        the other values are not scored. The output layer runs for one part after the other, because some of its steps depend
+        on all values of a call: so the bits of a part depend on its own values, and on the shape of the pass, only.
+        """
+        device = self.model.device
+        tokens = {
+            number: TokenSelection.of(part.data, part.batch.indices, weighted_only=part.spec.weighted_only)
+            for number, part in parts.items()
+        }
+        # The graph is freed before the call returns, so its bytes are of no use.
+        with self._pass_context(training=True, seed=0, counts=False):
+            targets = {number: part.runner._targets(part.data, tokens[number]) for number, part in parts.items()}
+            inputs = collate(data, batch, device)
+            lengths = torch.tensor([data[index].model_input.length for index in batch.indices])
+            owners = torch.tensor([batch.parts[index] for index in batch.indices]).repeat_interleave(lengths)
+            rows = [_selected(inputs.flat_indices[owners == number], selection) for number, selection in tokens.items()]
+            selected = torch.cat(rows).to(device)
+            with skip_masks(inputs.layout is not None):
+                hidden, _ = self.head.hidden_states(**inputs.arguments)
+            # One selection for all parts: the gradient of each has the size of the whole pass.
+            of_parts = torch.split(hidden.reshape(-1, hidden.shape[-1])[selected], [len(one) for one in rows])
+            outputs = []
+            for (number, part), states in zip(parts.items(), of_parts, strict=True):
+                scores = part.runner.head.scores(states, *targets[number], metrics=part.spec.metrics, entropy=part.spec.entropy)
+                part.scores.add(tokens[number], scores.logprobs, scores.entropy, scores.hit)
+                entropy = scores.entropy if part.spec.entropy else None
+                outputs.append(PassOutput(tokens[number], scores.logprobs, entropy, None, 0))
+        self.count += 1
+        self.num_tokens += batch.num_tokens
+        return outputs
 
     def _count(self, batch: MicroBatch, saved: SavedBytes, is_filler: bool) -> None:
         if not is_filler:
@@ -458,7 +510,7 @@ class ForwardRunner:
             arguments["output_router_logits"] = True
         self.count += 1
         every = inputs.flat_indices
-        selected = every if len(tokens) == len(every) else every[tokens.rows()]
+        selected = _selected(every, tokens)
         trimmed = self._trimmed(selected, inputs.input_ids.numel(), spec)
         # Copied before the network runs, for the reason given in _targets.
         selected = selected.to(self.model.device)
@@ -492,8 +544,8 @@ class ForwardRunner:
         return trimmable_parts(self.model)
 
     @contextlib.contextmanager
-    def _pass_context(self, *, training: bool, seed: int) -> Iterator[SavedBytes]:
-        """Context of one pass: training mode, random seed, and saved activations that are offloaded or counted."""
+    def _pass_context(self, *, training: bool, seed: int, counts: bool = True) -> Iterator[SavedBytes]:
+        """Context of one pass: training mode, random seed, and saved activations that are offloaded, or counted."""
         self.model.network.train(training)
         weights = list(self.ranks.weights(self.model.network))
         saved = SavedBytes(weights)
@@ -502,7 +554,7 @@ class ForwardRunner:
                 with offloading(weights, self.model.device):
                     yield saved
             else:
-                with saved.counted():
+                with saved.counted() if counts else contextlib.nullcontext():
                     yield saved
 
     def _uncounted_bytes(self, batch: MicroBatch) -> int:

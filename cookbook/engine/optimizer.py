@@ -191,6 +191,10 @@ def _norm(gradient: Tensor) -> Tensor:
     if gradient.is_cuda:
         exact: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
         return exact
+    if gradient.numel() <= CHUNK:
+        # The bits of one chunk: the square root of a square is exact.
+        small: Tensor = torch.linalg.vector_norm(gradient.double())
+        return small
     norms = [torch.linalg.vector_norm(chunk.double()) for chunk in torch.split(gradient.reshape(-1), CHUNK)]
     whole: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return whole

@@ -22,6 +22,7 @@ from cookbook.run.builder import collect_garbage_from_here, connect_reward, envi
 from cookbook.run.data import SPLITS, SplitRows
 from cookbook.run.folder import plain
 from cookbook.run.identity import Identity
+from cookbook.run.second_models import connect_rewards
 from cookbook.run.settings import Settings, checked
 from cookbook.sampling import environments, rollouts
 from cookbook.sampling.evaluation import Evaluator
@@ -221,6 +222,7 @@ def calibrate(cfg: DictConfig, overrides: list[str], num_prompts: int, num_compl
         with terminal.doing("starting the deployment"):
             deployment = typed.deployment.deploy(trainer, live=True)
         stack.callback(deployment.close)
+        connect_rewards(typed, folder, stack)
         runner = stack.enter_context(reward_runner(typed.reward))
         environment = stack.enter_context(environment_runner(typed.env, renderer))
         connect_reward(runner, environment)

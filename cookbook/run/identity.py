@@ -38,6 +38,7 @@ SUBJECTS = {
     "rows": "data: the digest of the training rows",
     "weights": "model.name: the digest of the initial weights",
     "teacher": "recipe.teacher: the digest of its weights",
+    "reward_models": "reward.model: the digest of its weights",
     "tokenizer": "model.name: the digest of its tokenizer",
     "chat_template": "model.chat_template: the digest of its text",
     PRECISION: "backend.matmul_precision and backend.autocast",

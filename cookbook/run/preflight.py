@@ -21,7 +21,6 @@ from cookbook.checkpoints.snapshots import tokenizer_digests
 from cookbook.data import RejectedRows, Renderer, Row
 from cookbook.data.datum_table import Batches
 from cookbook.data.row_view import answer_text, with_answer
-from cookbook.engine.model import AUTO, ModelConfig, with_dtype
 from cookbook.engine.optimizer import Adafactor
 from cookbook.engine.shape import Shape, is_adapter, num_parameters, shape_of
 from cookbook.errors import BadRowError, ConfigError, CookbookError, RolloutError
@@ -34,7 +33,7 @@ from cookbook.protocols import (
     RankBackend,
     SizedDeployment,
 )
-from cookbook.run import folder as run_folder
+from cookbook.run import second_models
 from cookbook.run.data import SPLITS, Split, SplitRows
 from cookbook.run.folder import check_steps
 from cookbook.run.identity import Identity
@@ -42,7 +41,7 @@ from cookbook.run.settings import Settings
 from cookbook.sampling.environments import AgentEnvironment, EnvironmentConfig, EnvironmentRunner
 from cookbook.sampling.environments import prompts as environment_prompts
 from cookbook.sampling.environments.check import play, tiny_renderer, turn_tokens
-from cookbook.sampling.rewards import RewardRunner
+from cookbook.sampling.rewards import RewardRunner, model_rewards
 from cookbook.types import JsonObject
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ def examine(typed: Settings, identity: Identity, folder: Path, done: int) -> tup
         for subject, digest in tokenizer_digests(shape.tokenizer).items():
             identity.measured(subject, digest)
         renderer = Renderer(shape.tokenizer, shape.max_length, shape.vocabulary_size)
-        if (teacher := teacher_shape(typed)) is not None:
+        if (teacher := second_models.shapes(typed).get("recipe.teacher")) is not None:
             compare_vocabularies(typed, shape.tokenizer, teacher.tokenizer)
     # An environment decides how its rows are used, and whether the reward is.
     check_signature(typed, rows.first)
@@ -247,21 +246,6 @@ def _longest_prompt(typed: Settings, rows: SplitRows, which: Split, renderer: Re
     return max(lengths, default=1)
 
 
-def teacher_shape(typed: Settings) -> Shape | None:
-    """Return the shape of a teacher that is loaded here; None without one, or if it would have to be downloaded first.
-
-    Raises:
-        ConfigError: the teacher is missing, or is not a model.
-    """
-    name = typed.recipe.teacher if typed.has_teacher and typed.recipe.teacher_url is None else None
-    if name is None or not isinstance(typed.backend, PlannedBackend):
-        return None
-    try:
-        return shape_of(with_dtype(ModelConfig(run_folder.sampling_target(name), dtype=AUTO)))
-    except CookbookError as error:
-        raise ConfigError(f"recipe.teacher: {str(error).removeprefix('model.name: ')}") from None
-
-
 def compare_vocabularies(typed: Settings, own: PreTrainedTokenizerBase, others: PreTrainedTokenizerBase) -> None:
     """Raise ConfigError unless the teacher's tokenizer has the same tokens."""
     if own.get_vocab() != others.get_vocab():
@@ -301,6 +285,9 @@ def check_signature(typed: Settings, first: Mapping[Split, Sequence[Row]]) -> No
     rows = first.get("train") or first.get("eval")
     if typed.reward is None or not rows:
         return
+    for one in model_rewards(typed.reward).values():
+        for row in (first.get("eval") or ())[:1]:
+            one.check_held_out(with_answer(row, typed.data).values)
     with contextlib.closing(RewardRunner(typed.reward)) as runner:
         runner.check(with_answer(rows[0], typed.data).values, has_environment=typed.env is not None)
 

@@ -160,6 +160,7 @@ def test_code_that_the_pages_show_is_that_of_the_package() -> None:
         assert [line for line in lines if "".join(line.split()) not in source] == [], file
 
 
+@pytest.mark.slow
 def test_the_environment_of_the_readme_is_played(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     block = next(text for text in blocks("README") if "class Sums" in text)
     assert len([line for line in block.splitlines() if line]) <= 12

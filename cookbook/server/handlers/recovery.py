@@ -353,8 +353,7 @@ def _read_again(service: Service, run: TrainingRun, logged: _LoggedRequest) -> R
     request.result = request.expected = logged.result
     if logged.result is None and (ended := _ended_process(service, logged)) is not None:
         request.work = replace(request.work, begin=functools.partial(_raise, ended)) if request.work else None
-    if "graph" in logged.result_header:
-        request.metadata["graph"] = logged.result_header["graph"]
+    request.metadata.update({key: logged.result_header[key] for key in ("graph", "shape") if key in logged.result_header})
     return request
 
 

@@ -169,7 +169,7 @@ class Request:
     state: RequestState = RequestState.accepted
     result: StoredResult | None = None
     fetched: bool = False
-    metadata: dict[str, bool] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
     accepted_at: float = field(default_factory=time.monotonic)
     settled_at: float = 0.0
     settled: asyncio.Event = field(default_factory=asyncio.Event)
