@@ -388,9 +388,9 @@ def _architecture(config: ModelConfig, base: str) -> PreTrainedConfig:
             f"model.name: the configuration of {base!r} is invalid: {wrong[0]} must be above 0, got {sizes[wrong[0]]}; "
             "download the model again"
         )
-    if found.is_encoder_decoder:
+    if architecture.is_encoder_decoder:
         raise BackendError(
-            f"model.name: {base!r} is an encoder-decoder model, got {found.model_type}; use a causal language model"
+            f"model.name: {base!r} is an encoder-decoder model, got {architecture.model_type}; use a causal language model"
         )
     # transformers loads mxfp4, the format of gpt-oss, as ordinary weights where its kernels are missing.
     if (stored := getattr(architecture, "quantization_config", None)) and stored.get("quant_method") != "mxfp4":
