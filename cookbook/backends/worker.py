@@ -249,8 +249,8 @@ class JobSchedule:
         for job in dropped:
             _fail(job)
 
-    def run(self) -> None:
-        """Run the jobs, until the schedule is closed and no jobs are left."""
+    def run(self, at_end: Callable[[], None]) -> None:
+        """Run the jobs, until the schedule is closed and no jobs are left. Call ``at_end`` on the same thread."""
         while (queue := self._next()) is not None:
             if queue.is_closed:
                 self._drop(queue, len(queue.jobs))
@@ -266,6 +266,7 @@ class JobSchedule:
                 del queues
             # Drop the reference now: the queue holds the data of its jobs, and the next job may arrive much later.
             del queue
+        at_end()
 
     def _next(self) -> JobQueue | None:
         with self._changed:
@@ -530,7 +531,7 @@ class Worker(Lane):
         schedule = JobSchedule()
         # The thread refers only to the schedule. A reference to the worker would keep it from being garbage-collected.
         self._call_threads = calls = CallThreads(threads, schedule)
-        thread = threading.Thread(target=_run_jobs, args=(schedule, calls), name="cookbook-trainer", daemon=True)
+        thread = threading.Thread(target=schedule.run, args=(calls.close,), name="cookbook-trainer", daemon=True)
         super().__init__(schedule, thread, JobQueue(Account()))
         thread.start()
         weakref.finalize(self, schedule.close).atexit = False
@@ -567,11 +568,6 @@ class Worker(Lane):
     def drop_all(self) -> None:
         """Drop the jobs of all lanes, the current one at its next pause."""
         self._schedule.drop()
-
-
-def _run_jobs(schedule: JobSchedule, calls: CallThreads) -> None:
-    schedule.run()
-    calls.close()
 
 
 def _run_call(job: Callable[[], T], future: Future[T]) -> Steps:

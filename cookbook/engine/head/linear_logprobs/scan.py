@@ -77,17 +77,17 @@ class Projection:
     def inner(self) -> Tensor:
         """Return the factor from the layer's output to bits, or with a soft cap to the argument of its tanh, ``(N,)``."""
         if self.softcap is not None:
-            return self._column(self.scale / self.softcap)
-        return self._over_temperature(self.scale * LOG2E)
+            return self._per_row(self.scale / self.softcap)
+        return self._per_row(self.scale * LOG2E, self.temperature)
 
     def outer(self) -> Tensor:
         """Return the factor from the soft cap's tanh to bits, ``(N,)``."""
         assert self.softcap is not None
-        return self._over_temperature(self.softcap * LOG2E)
+        return self._per_row(self.softcap * LOG2E, self.temperature)
 
     def logit_derivative(self) -> Tensor:
         """Return d logit / d output of the layer, without the derivative of the soft cap, ``(N,)``."""
-        return self._over_temperature(self.scale)
+        return self._per_row(self.scale, self.temperature)
 
     def softcap_derivative(self, bits: Tensor) -> Tensor | None:
         """Return the derivative of the soft cap, ``1 - tanh^2``, from ``bits`` ``(N, C)``; None without a soft cap."""
@@ -134,10 +134,10 @@ class Projection:
         step = max(1, device_limit(GATHERED_VALUES, self.device) // width)
         return (slice(start, min(start + step, self.num_rows)) for start in range(0, self.num_rows, step))
 
-    def _over_temperature(self, value: float) -> Tensor:
-        return self._column(value) if self.temperature is None else value / self.temperature
-
-    def _column(self, value: float) -> Tensor:
+    def _per_row(self, value: float, temperature: Tensor | None = None) -> Tensor:
+        """Return ``value`` for each row, ``(N,)``, divided by the row's temperature if there is one."""
+        if temperature is not None:
+            return value / temperature
         return torch.full(self.targets.shape[:1], value, dtype=self.work_dtype, device=self.device)
 
 
