@@ -27,7 +27,6 @@ from cookbook.jobs.launcher import (
     JobLauncher,
     JobPhase,
     LauncherUnavailableError,
-    QueuedLauncher,
 )
 from cookbook.jobs.store import JobAttempt, JobState, JobTable, TrainerJob
 from cookbook.types import JsonObject
@@ -326,7 +325,7 @@ class TrainerJobManager:
                 self._ended(job, launcher, attempt, status)
             elif status.phase is JobPhase.running:
                 self._watch(job, launcher, attempt, attempt.handle)
-            elif isinstance(launcher, QueuedLauncher) and time.time() - attempt.started > launcher.pending_s:
+            elif time.time() - attempt.started > launcher.pending_s:
                 launcher.stop(attempt.handle)
                 self._finish(
                     job, JobState.FAILED, f"jobs: {job.job_id} has waited for {launcher.pending_s:g} s (job.pending_s)"
@@ -411,7 +410,7 @@ class TrainerJobManager:
             raise ConfigError(f"jobs: an id has at most 64 letters, digits, '-', '_' and '.', got {job_id!r}")
         cls, launcher = type(config.launcher), config.launcher
         command.check_server(launcher.server)
-        options = {field.name: getattr(launcher, field.name) for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        options = {field.name: getattr(launcher, field.name) for field in dataclasses.fields(cls)}
         return TrainerJob(
             job_id=job_id,
             token=secrets.token_hex(3),

@@ -16,7 +16,7 @@ from cookbook.jobs.launcher import (
     END_S,
     AttemptFiles,
     AttemptStatus,
-    JobOptions,
+    JobLauncher,
     JobPhase,
     LauncherUnavailableError,
     NodesScript,
@@ -37,7 +37,7 @@ COMMAND_S, POLL_S = 60.0, 0.5
 
 
 @dataclass(kw_only=True)
-class SlurmJob(JobOptions):
+class SlurmJob(JobLauncher):
     """Batch jobs of Slurm. A handle is the number of a job. ``conf/job/slurm.yaml`` explains the fields."""
 
     partition: str | None = None
