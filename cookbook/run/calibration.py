@@ -273,7 +273,7 @@ def _with_gradient(sampled: StepRollouts) -> list[Datum]:
 def _one_step(typed: Settings, trainer: Trainer, data: Sequence[Datum]) -> StepSize:
     """Make one step with the full learning rate, and compare the logprobs with those of the sampler."""
     # At its start the model is its own reference.
-    data = [one.with_inputs(reference_logprobs=one.loss_fn_inputs["sampling_logprobs"].array) for one in data]
+    data = [datum.with_inputs(reference_logprobs=datum.loss_fn_inputs["sampling_logprobs"].array) for datum in data]
     prepared = typed.loss.prepare(data)
     started = time.monotonic()
     passes.backward(trainer, typed.loss, prepared).result()

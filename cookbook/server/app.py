@@ -108,9 +108,9 @@ class Auth:
         except ConfigError as error:
             log.warning("%s; the former keys stay valid", error)
         headers = dict(scope["headers"])
-        given = headers.get(b"authorization", b"").strip()
-        scheme, _, token = given.partition(b" ")
-        return self._keys.find(headers.get(b"x-api-key") or (token.strip() if scheme.lower() == b"bearer" else given))
+        authorization = headers.get(b"authorization", b"").strip()
+        scheme, _, token = authorization.partition(b" ")
+        return self._keys.find(headers.get(b"x-api-key") or (token.strip() if scheme.lower() == b"bearer" else authorization))
 
 
 async def _refused(request: HttpRequest, error: Exception) -> Response:
