@@ -33,7 +33,7 @@ from cookbook.utils.words import counted
 
 # A completion with at least this reward is solved, as for eval/accuracy; data.curriculum.solved_reward has its own value.
 SOLVED = 1.0
-# Bounds of a healthy run, as in docs/metrics.md.
+# Bounds of a healthy run, as in docs/reference/metrics.md.
 ALWAYS, NEVER, FEW_SPREAD, OFTEN_CUT = 0.95, 0.02, 0.3, 0.1
 # Nats per token by which one step may move the model, and by which it should; see kl/old_policy.
 LARGEST_KL, GOOD_KL = 0.05, 0.005

@@ -130,9 +130,8 @@ def _error(path: str, error: Exception, status: int, message: str) -> Response:
 async def _no_route(status: int, request: HttpRequest, _: Exception) -> Response:
     """Respond to a request that no route matches, such as one of the hosted service's account management."""
     path = request.url.path
-    message = (
-        f"{request.method} {path[:200]}: this server has no such route; docs/tinker-compatibility.md lists what it supports"
-    )
+    page = "docs/reference/tinker-compatibility.md"
+    message = f"{request.method} {path[:200]}: this server has no such route; {page} lists what it supports"
     return _error(path, Refused(status, message), status, message)
 
 
