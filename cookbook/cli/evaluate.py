@@ -114,7 +114,7 @@ def compare(folders: Sequence[str], *, table: bool) -> None:
         ConfigError: a folder is not a run, or there are fewer than two.
     """
     runs = report.read_runs(folders)
-    names = [one.name for one in runs]
+    names = [run.name for run in runs]
     if differing := report.differing(runs):
         _show_table("configuration", "differs in", names, differing, table=table)
     else:

@@ -182,7 +182,7 @@ def _shape(typed: Settings, name: str) -> StepShape:
         completion = typed.rollout.max_tokens if kind == "rollouts" else 0
         if not counts.sequences:
             raise DataError(f"data: no row can be used, so there is no step to plan; the first: {counts.refused[0].reason}")
-        lengths = [len(one.tokens) + completion for one in counts.sequences]
+        lengths = [len(sequence.tokens) + completion for sequence in counts.sequences]
         basis = f" of the first {len(rows):,} rows" if data.streaming else ""
     lengths.sort(reverse=True)
     # Pairs have two sides, and every labelled answer also stands after another prompt.

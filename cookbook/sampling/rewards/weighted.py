@@ -129,5 +129,5 @@ def _steps(scores: Mapping[str, Score], weights: Mapping[str, float], where: str
     total = [0.0] * counts.pop()
     for name, score in scores.items():
         own = score.steps or [*[0.0] * (len(total) - 1), score.value]
-        total = [sum_ + weights[name] * one for sum_, one in zip(total, own, strict=True)]
+        total = [sum_ + weights[name] * number for sum_, number in zip(total, own, strict=True)]
     return tuple(total)
