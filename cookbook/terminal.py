@@ -28,7 +28,7 @@ TICK_S = 0.25
 PLAIN_AFTER_S = 2.0
 # Age at which its plain line is repeated, and again at each doubling.
 LONG_S = 60.0
-NEVER = float("inf")
+NEVER_S = float("inf")
 
 
 @dataclass(eq=False)
@@ -258,7 +258,7 @@ def write_nowhere(descriptor: int) -> None:
 # ---- progress of a run ---------------------------------------------------------------------------------------------
 
 # Metric, label and format of the values shown on one line, in this order.
-SHOWN = [
+SHOWN_METRICS = [
     ("loss", "loss", "{:.4f}"),
     ("reward/mean", "reward", "{:.3f}"),
     ("rewards/margin", "margin", "{:.3f}"),
@@ -310,7 +310,7 @@ class TimeLeft:
 
 
 class Console:
-    """Progress of one run: bar, step, the metrics of ``SHOWN``, time left. About twenty lines of a run go to its log."""
+    """Progress of one run: a bar, the step, the metrics ``SHOWN_METRICS`` and the time left. A log gets about 20 lines."""
 
     def __init__(self, total: int, first: int, eval_every: int | None = None) -> None:
         self.total = total
@@ -362,7 +362,7 @@ def duration(seconds: float) -> str:
 
 
 def _status(metrics: Mapping[str, float]) -> str:
-    return "  ".join(f"{label} {form.format(metrics[key])}" for key, label, form in SHOWN if key in metrics)
+    return "  ".join(f"{label} {form.format(metrics[key])}" for key, label, form in SHOWN_METRICS if key in metrics)
 
 
 def _worth_a_line(step: int, total: int, metrics: Mapping[str, float]) -> bool:

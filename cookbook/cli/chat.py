@@ -54,7 +54,7 @@ class ChatModel:
         self.label = label
         self.name = name
         self._options = options
-        with terminal.doing(f"loading {name}", plain_after_s=terminal.NEVER):
+        with terminal.doing(f"loading {name}", plain_after_s=terminal.NEVER_S):
             self._trainer = LocalTrainer(ModelConfig(name, chat_template_kwargs=options.chat_template_kwargs), LocalConfig())
             self._sampler = self._trainer.live_sampler(0).result()
             self._renderer = Renderer(self._trainer.tokenizer, self._trainer.max_length)

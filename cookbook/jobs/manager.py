@@ -44,9 +44,9 @@ UNREACHABLE_S = 120.0
 SETTLED_S = 60.0
 MAX_BACKOFF_S = 60.0
 # Exit codes of a trainer that another attempt would repeat: a mistake of the user; a command that the shell does not find.
-FINAL = (2, 126, 127)
+FINAL_EXIT_CODES = (2, 126, 127)
 # Exit codes after SIGTERM.
-TERMINATED = (0, 143)
+TERMINATED_EXIT_CODES = (0, 143)
 # Fields of a model that clients of a server choose, so that the server has their defaults.
 OF_CLIENTS = ("lora_rank", "lora_target_modules")
 
@@ -379,12 +379,12 @@ class TrainerJobManager:
                 job, JobState.PAUSED, f"no client used it for {launcher.idle_h} h (job.idle_h); the same command resumes it"
             )
             return
-        interrupted = status.phase is JobPhase.preempted or code in TERMINATED
+        interrupted = status.phase is JobPhase.preempted or code in TERMINATED_EXIT_CODES
         settled = attempt.ready is not None and (interrupted or now - attempt.ready > SETTLED_S)
         failures = 0 if settled else job.failures + 1
         self._table.set_failures(job.job_id, failures)
         failure = _text(files.failure)
-        if failure or code in FINAL or failures > launcher.max_failures:
+        if failure or code in FINAL_EXIT_CODES or failures > launcher.max_failures:
             reason = f"error: {failure}" if failure else _last_line(launcher, files, attempt)
             self._finish(job, JobState.FAILED, f"attempt {attempt.number} has ended ({outcome}): {reason}")
             return

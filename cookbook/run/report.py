@@ -60,12 +60,12 @@ HEADLINES = [
     Headline("eval/loss", "loss", "{:.4f}", ROWS, "row"),
 ]
 # Prefixes of the metrics whose value depends on the judge of a completion, and of those among them that do not.
-JUDGED = ("eval/accuracy", "eval/reward", "reward/mean", PASS)
-NOT_JUDGED = ("eval/rewards/",)
+JUDGED_PREFIXES = ("eval/accuracy", "eval/reward", "reward/mean", PASS)
+NOT_JUDGED_PREFIXES = ("eval/rewards/",)
 TOKEN_EQUALITY = "token equality"
 # The standard error of a share is shown for a smaller number of rows.
 MANY_ROWS = 1000
-KEY = "TINKER_API_KEY"
+KEY_VARIABLE = "TINKER_API_KEY"
 PLACEHOLDER = "your prompt"
 # Characters.
 LONGEST_PROMPT = 60
@@ -198,7 +198,7 @@ def slow_evaluation(rows: Sequence[JsonObject]) -> str | None:
 
 def is_judged(key: str) -> bool:
     """Whether a metric depends on the judge of completions."""
-    return key.startswith(JUDGED) and not key.startswith(NOT_JUDGED)
+    return key.startswith(JUDGED_PREFIXES) and not key.startswith(NOT_JUDGED_PREFIXES)
 
 
 def judge_of_run(folder: Path) -> str:
@@ -269,7 +269,7 @@ def _next(run: Run, is_best_older: bool, rows: Iterable[Row]) -> str:
         return shlex.join(["cookbook", "sample", f"{run.out}@best" if is_best_older else str(run.out), *words])
     path = str(server["path"])
     # Tinker's command requires a key, and a server without keys ignores it.
-    key = [] if os.environ.get(KEY) else [f"{KEY}={NO_KEY}"]
+    key = [] if os.environ.get(KEY_VARIABLE) else [f"{KEY_VARIABLE}={NO_KEY}"]
     fetch = shlex.join([f"TINKER_BASE_URL={server['url']}", *key, "tinker", "checkpoint", "download", path])
     # The name that Tinker's command gives the folder.
     folder = path.removeprefix("tinker://").replace("/", "_")
@@ -299,7 +299,7 @@ LOCATION_KEYS = frozenset({"out", "resume"})
 # Keys that decide the rows and the rewards of an evaluation; and those that also do if the rows are held out of training data.
 EVALUATION_KEYS = ("reward", "eval.limit", "eval.max_tokens", "rollout.stop", "data.eval_", "data.columns")
 HELD_OUT_KEYS = ("data.path", "data.name", "data.subset", "data.split", "data.mix", "data.limit", "seed")
-MISSING = "-"
+MISSING_CELL = "-"
 
 Cells = tuple[str, list[str]]
 """The subject of a line, and a cell for every run."""
@@ -372,7 +372,7 @@ def differing(runs: Sequence[RunSummary]) -> list[Cells]:
 
 
 def _value(config: JsonObject, key: str) -> str:
-    return json.dumps(config[key], default=str).strip('"') if key in config else MISSING
+    return json.dumps(config[key], default=str).strip('"') if key in config else MISSING_CELL
 
 
 def outcomes(runs: Sequence[RunSummary]) -> list[Cells]:
@@ -412,16 +412,16 @@ def _loss_name(run: RunSummary) -> str:
 
 def _outcome(label: str, key: str, runs: Sequence[RunSummary], having: Sequence[RunSummary]) -> Iterator[Cells]:
     """Yield the last and the best value of a metric; only those of the runs ``having`` belong on these lines."""
-    yield label, [_last(run, key) if run in having else MISSING for run in runs]
+    yield label, [_last(run, key) if run in having else MISSING_CELL for run in runs]
     # The loss of reinforcement learning says nothing about quality: it is relative to the samples of its own step.
     compared = [run for run in having if key != "loss" or not _learns_from_rollouts(run)]
     if compared:
-        yield "  at best", [_best(key, series(run.rows, key)) if run in compared else MISSING for run in runs]
+        yield "  at best", [_best(key, series(run.rows, key)) if run in compared else MISSING_CELL for run in runs]
 
 
 def _last(run: RunSummary, key: str) -> str:
     values = series(run.rows, key)
-    return spelled(key, values[-1][1]) if values else MISSING
+    return spelled(key, values[-1][1]) if values else MISSING_CELL
 
 
 def _learns_from_rollouts(run: RunSummary) -> bool:
@@ -478,8 +478,8 @@ def evaluated(runs: Sequence[RunSummary]) -> Iterator[tuple[str, list[Cells]]]:
         ]
         newest = [results[-1]["metrics"] | {"step": results[-1]["step"]} if results else {} for results in comparable]
         keys = dict.fromkeys(key for metrics in newest for key in metrics if key not in (FINGERPRINT, "step"))
-        lines = [("step", [str(metrics.get("step", MISSING)) for metrics in newest])]
-        lines += [(key, [spelled(key, metrics[key]) if key in metrics else MISSING for metrics in newest]) for key in keys]
+        lines = [("step", [str(metrics.get("step", MISSING_CELL)) for metrics in newest])]
+        lines += [(key, [spelled(key, metrics[key]) if key in metrics else MISSING_CELL for metrics in newest]) for key in keys]
         facts = next(results[-1] for results in comparable if results)
         judge = judge_of_result(facts, facts["metrics"])
         yield f"{counted(facts['rows']['count'], 'row')} from {facts['rows']['first']}, judged by {judge}", lines

@@ -19,13 +19,13 @@ from cookbook.types import JsonObject
 log = logging.getLogger("cookbook")
 
 # Separates these draws from other draws of the same seed.
-DRAWS = 1_668_641_397
+DRAW_SEED = 1_668_641_397
 # Option with the number of prompts of a step.
 PROMPTS_KEY = "recipe.prompts_per_step"
 CLASSES = ("new", "easy", "medium", "hard")
 NEW, EASY, MEDIUM, HARD = range(len(CLASSES))
 # The pass rate of a level is the mean over its prompts that were drawn last, so that it follows the model.
-RECENT = 8
+NUM_RECENT = 8
 # By prompt: attempts and solved attempts of its last group, its last groups that were all solved, and the number of its last
 # draw, counted from 1; 0: never drawn.
 ROW = np.dtype([("attempts", "<u4"), ("solved", "<u4"), ("streak", "<u4"), ("drawn", "<u8")])
@@ -148,7 +148,7 @@ class PromptQueue(Batches[RenderedPrompt]):
     def _drawn(self, count: int) -> list[int]:
         """Draw prompts one by one; the draw numbers continue after ``self._taken``."""
         assert self._curriculum is not None
-        random = np.random.Generator(np.random.PCG64([self._seed, DRAWS, self._taken]))
+        random = np.random.Generator(np.random.PCG64([self._seed, DRAW_SEED, self._taken]))
         indices: list[int] = []
         while len(indices) < count:
             waiting = self._waiting()
@@ -205,7 +205,7 @@ class PromptQueue(Batches[RenderedPrompt]):
         measured = measured[np.lexsort((age, levels[measured]))]
         start_of_level = np.searchsorted(levels[measured], levels[measured])
         place_in_level = np.arange(len(measured)) - start_of_level
-        recent = measured[place_in_level < RECENT]
+        recent = measured[place_in_level < NUM_RECENT]
         counts = np.bincount(levels[recent], minlength=len(levels))
         means = np.bincount(levels[recent], rates[recent], minlength=len(levels)) / np.maximum(counts, 1)
         return np.where(counts == 0, NEW, self._class_of(means))[levels]

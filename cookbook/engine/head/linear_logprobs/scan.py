@@ -285,7 +285,7 @@ def add_product(a: Tensor, b: Tensor, out: Tensor, alpha: float | None = None) -
 
 
 # A logit, in bits, whose exp2 is 0. Finite, because the entropy multiplies the logit by its exp2, and -inf * 0 is NaN.
-EXCLUDED = -1e9
+EXCLUDED_BITS = -1e9
 # Largest sum of exponentials that is safe. float32 ends at 2^128, and the sums are multiplied by logits and weights.
 SAFE_SUM = 2.0**100
 SAMPLED_COLUMNS = 64
@@ -399,7 +399,7 @@ def _add_tile(
         block.recompute_likely(bits, tile, shares.log2_().add_(LIKELY_BITS if reference is None else reference + LIKELY_BITS))
     inside, columns, indices = block.targets_by_tile[index]
     if block.projection.one_target:
-        bits[inside, columns] = EXCLUDED
+        bits[inside, columns] = EXCLUDED_BITS
     else:
         # The exact target logits, even if the tile is rounded to bfloat16.
         bits[inside, columns] = target_bits.reshape(-1)[indices]
