@@ -183,13 +183,13 @@ class Bench:
         """Largest relative difference that rounding explains."""
         return EXACT if self.exact else ROUGH
 
-    def difference(self, one: Outcome, other: Outcome) -> float:
+    def difference(self, first: Outcome, second: Outcome) -> float:
         """The largest difference of value or gradient, relative to their size."""
-        a, b = flat(one.gradients), flat(other.gradients)
+        a, b = flat(first.gradients), flat(second.gradients)
         largest = max(float(np.abs(a).max()), float(np.abs(b).max()), 1e-300)
         # The value may nearly cancel; the terms it is a sum of are about as large as gradient times logprob.
-        terms = max(abs(one.value), abs(other.value), float(np.abs(a).sum()))
-        return max(float(np.abs(a - b).max()) / largest, abs(one.value - other.value) / max(terms, 1e-300))
+        terms = max(abs(first.value), abs(second.value), float(np.abs(a).sum()))
+        return max(float(np.abs(a - b).max()) / largest, abs(first.value - second.value) / max(terms, 1e-300))
 
 
 _COUPLES = {
@@ -253,8 +253,8 @@ class CheckResult:
         return self.state is State.failed
 
     def __str__(self) -> str:
-        rest = f"; in training: {self.harm}; change: {self.remedy}" if self.failed else ""
-        return f"{self.state:<6}  {self.check}: {self.found}{rest}"
+        consequence = f"; in training: {self.harm}; change: {self.remedy}" if self.failed else ""
+        return f"{self.state:<6}  {self.check}: {self.found}{consequence}"
 
 
 def passed(found: str) -> CheckResult:

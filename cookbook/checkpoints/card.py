@@ -45,7 +45,7 @@ def write(folder: Path, facts: JsonObject) -> None:
         settings=_settings(folder, facts),
         metrics=list(_metrics((facts.get("run") or {}).get("metrics") or {})),
         served=base if is_hub_id(str(facts["base_model"])) else f"path/to/{base}",
-        rank=next((one for one in VLLM_RANKS if one >= rank), rank),
+        rank=next((vllm_rank for vllm_rank in VLLM_RANKS if vllm_rank >= rank), rank),
     )
     (folder / manifest.CARD).write_text(text, encoding="utf-8")
 

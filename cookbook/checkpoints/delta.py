@@ -78,14 +78,14 @@ def between(before: Weights, after: Weights) -> Delta:
         CheckpointError: the versions differ in names, types or shapes of their tensors.
     """
     _must_match(before, after)
-    versions = [{name: (one.infos[name], one.tensors[name]) for name in after.tensors} for one in (before, after)]
+    versions = [{name: (weights.infos[name], weights.tensors[name]) for name in after.tensors} for weights in (before, after)]
     entries = in_parallel(lambda name: coded(name, versions[0][name], versions[1][name]), after.tensors)
     names = sorted(entries)
     return Delta(tuple(entries[name][0] for name in names), tuple(entries[name][1] for name in names))
 
 
 def _must_match(before: Weights, after: Weights) -> None:
-    kinds = [{(name, one.dtype, one.shape) for name, one in weights.infos.items()} for weights in (before, after)]
+    kinds = [{(name, info.dtype, info.shape) for name, info in weights.infos.items()} for weights in (before, after)]
     if others := kinds[0] ^ kinds[1]:
         name, dtype, shape = min(others)
         raise CheckpointError(f"delta: {name} ({dtype}, shape {list(shape)}) is in one version only; {_REMEDY}")
@@ -177,8 +177,9 @@ def _patch(values: Array, entry: TensorDelta, coding: bytes | memoryview) -> Non
 
 
 def _unfolded(folded: Array) -> Array:
-    one = folded.dtype.type(1)
-    steps: Array = (folded >> one) ^ (~(folded & one) + one)
+    # A number of the array's own type, because NumPy would widen the result of an array and a Python integer of another type.
+    unit = folded.dtype.type(1)
+    steps: Array = (folded >> unit) ^ (~(folded & unit) + unit)
     return steps
 
 

@@ -16,12 +16,13 @@ from cookbook.data import DataConfig
 from cookbook.data.source import source_text
 from cookbook.engine.model import AUTO, ModelConfig
 from cookbook.engine.shape import Shape, is_adapter
-from cookbook.protocols import Backend, OptimizerBackend, PlannedBackend, PrecisionBackend, SizedDeployment
+from cookbook.protocols import Backend, ModelReward, OptimizerBackend, PlannedBackend, PrecisionBackend, SizedDeployment
 from cookbook.run import folder as run_folder
 from cookbook.run import preflight
 from cookbook.run.data import SPLITS
 from cookbook.run.identity import Identity
 from cookbook.run.settings import Settings, checked
+from cookbook.sampling.rewards import model_rewards
 from cookbook.terminal import warnings_shown
 from cookbook.types import JsonObject
 from cookbook.utils import paths, tables
@@ -84,6 +85,7 @@ def plan(cfg: DictConfig, overrides: list[str]) -> list[tuple[str, str]]:
         ("environment", _environment(typed, counts)),
         ("loss", f"{typed.loss.name}, {type(typed.loss).__module__}.{type(typed.loss).__qualname__}: {described(typed.loss)}"),
         ("reward", _reward(typed)),
+        ("reward model", "; ".join(map(_reward_model, model_rewards(typed.reward).values()))),
         ("rollout", completions if kind == "rollouts" else ""),
         ("teacher", _teacher(typed) if typed.has_teacher else ""),
         ("reference", NEEDS_REFERENCE if typed.loss.needs_reference and not typed.has_teacher else ""),
@@ -159,6 +161,10 @@ def _reward(typed: Settings) -> str:
 def _teacher(typed: Settings) -> str:
     name, url = typed.recipe.teacher, typed.recipe.teacher_url
     return f"{name}{f' at {url}' if url else ''} grades every sampled token; frozen"
+
+
+def _reward_model(reward: ModelReward) -> str:
+    return f"{reward.model}{f' at {reward.url}' if reward.url else ''} compares the completions of a group; frozen"
 
 
 def _optimizer(typed: Settings) -> str:

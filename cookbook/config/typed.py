@@ -56,8 +56,8 @@ def construct(cls: type[T], values: Mapping[str, object], where: str) -> T:
 
 def construct_target(values: Mapping[str, object], where: str) -> Any:
     """Return the object of a mapping with a ``_target_``."""
-    rest = {key: value for key, value in values.items() if key != TARGET}
-    return construct(resolve_target(values[TARGET], f"{where}.{TARGET}"), rest, where)
+    arguments = {key: value for key, value in values.items() if key != TARGET}
+    return construct(resolve_target(values[TARGET], f"{where}.{TARGET}"), arguments, where)
 
 
 def resolve_target(target: object, where: str = TARGET) -> type:
@@ -86,11 +86,11 @@ def resolve_target(target: object, where: str = TARGET) -> type:
 def _of_file(target: str, where: str) -> type:
     # The user writes loss=FILE.py:NAME, so the error names that key.
     where = where.removesuffix(f".{TARGET}")
-    found = python_file.named(target, where, signature="")
-    if isinstance(found, type):
-        return found
+    definition = python_file.named(target, where, signature="")
+    if isinstance(definition, type):
+        return definition
     # A function with a declaration.
-    if (constructor := getattr(found, "constructor", None)) is not None:
+    if (constructor := getattr(definition, "constructor", None)) is not None:
         cls: type = constructor()
         return cls
     raise ConfigError(

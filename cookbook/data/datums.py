@@ -80,9 +80,11 @@ def conversation_datums(
     renderer: Renderer,
     config: DataConfig,
     refusals: RejectedRows | None = None,
-    reader: RowReader[Example] | None = None,
+    reader: RowReader[Sequence[Example]] | None = None,
 ) -> Sequence[RowDatum]:
     """Return one datum per row, in the order of the rows; with ``train_on=each_assistant``, one per answer.
+
+    A pair has two with ``format=comparisons``: the better answer is the first, then the second.
 
     A conversation has several datums if the chat template rewrites earlier turns, so that one datum cannot train all answers
     as they are sampled.
@@ -101,7 +103,7 @@ def conversation_datums(
     each = config.train_on == "each_assistant"
     train_on = "assistant" if each else config.train_on
 
-    def keep(index: int, row: Row, _: Example, parts: Sequence[tuple[Example, list[Rendered] | None]]) -> Iterator[EncodedRow]:
+    def keep(index: int, row: Row, _: Any, parts: Sequence[tuple[Example, list[Rendered] | None]]) -> Iterator[EncodedRow]:
         for example, sequences in parts:
             for rendered in sequences or ():
                 if (kept := sieve.fit(rendered, row.where)) is not None:
@@ -110,7 +112,7 @@ def conversation_datums(
 
     steps = _Steps(
         conversation_reader,
-        separate_answers if each else lambda example: [example],
+        lambda found: [part for example in found for part in (separate_answers(example) if each else [example])],
         lambda examples: renderer.sequences(examples, train_on, empty_reasoning=config.train_empty_reasoning),
         keep,
     )

@@ -13,7 +13,7 @@ from cookbook.types import JsonObject
 log = logging.getLogger(__name__)
 
 Policy = Literal["on_bad_row", "on_empty", "on_long"]
-Format = Literal["auto", "messages", "prompt_completion", "preference", "text", "prompt", "alpaca"]
+Format = Literal["auto", "messages", "prompt_completion", "preference", "comparisons", "text", "prompt", "alpaca"]
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,7 @@ class LanguageModel:
     def adapter_is_idle(self) -> bool:
         """Whether the model has a LoRA adapter whose output is still zero: its B factors have their initial value, zero."""
         factors = [p for name, p in self.trainable() if "lora_B" in name or "lora_embedding_A" in name]
-        return bool(factors) and not self.ranks.in_step([any(bool(self.ranks.local(one).any()) for one in factors)])[0]
+        return bool(factors) and not self.ranks.in_step([any(bool(self.ranks.local(factor).any()) for factor in factors)])[0]
 
     def trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Return names and parameters that require a gradient, in a fixed order; tied weights occur once."""
@@ -375,27 +375,27 @@ def _architecture(config: ModelConfig, base: str) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     try:
-        found = AutoConfig.from_pretrained(base, revision=config.revision, trust_remote_code=config.trust_remote_code)
+        architecture = AutoConfig.from_pretrained(base, revision=config.revision, trust_remote_code=config.trust_remote_code)
     except StrictDataclassError as error:
         raise _invalid_configuration(base, error) from None
     except (OSError, ValueError, KeyError, json.JSONDecodeError, ImportError) as error:
         is_adapter = base != resolved(config.name)
         remedy = f"; or write its folder into {config.name}/{LORA_FILE}, as base_model_name_or_path" if is_adapter else ""
         raise BackendError(_cannot_load("configuration", base, error) + remedy) from None
-    sizes = vars(found.get_text_config())
+    sizes = vars(architecture.get_text_config())
     if wrong := [name for name in _SIZES if isinstance(sizes.get(name), int | float) and sizes[name] < 1]:
         raise BackendError(
             f"model.name: the configuration of {base!r} is invalid: {wrong[0]} must be above 0, got {sizes[wrong[0]]}; "
             "download the model again"
         )
-    if found.is_encoder_decoder:
+    if architecture.is_encoder_decoder:
         raise BackendError(
-            f"model.name: {base!r} is an encoder-decoder model, got {found.model_type}; use a causal language model"
+            f"model.name: {base!r} is an encoder-decoder model, got {architecture.model_type}; use a causal language model"
         )
     # transformers loads mxfp4, the format of gpt-oss, as ordinary weights where its kernels are missing.
-    if (stored := getattr(found, "quantization_config", None)) and stored.get("quant_method") != "mxfp4":
+    if (stored := getattr(architecture, "quantization_config", None)) and stored.get("quant_method") != "mxfp4":
         raise BackendError(f"model.name: quantized weights are not supported, got {base!r}; use the 16-bit model")
-    return found
+    return architecture
 
 
 def context_length(architecture: PreTrainedConfig | None, tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -817,9 +817,14 @@ def network_copy(network: PreTrainedModel, shared: Mapping[int, Tensor] | None =
     from a file begin after its header, while torch aligns new tensors, so gradients of a plain copy differ by rounding.
     """
     duplicate = copy.deepcopy(network, dict(shared or {}))
-    for one, other in zip(network.parameters(), duplicate.parameters(), strict=True):
-        if one is not other and one.data_ptr() % CACHE_LINE and one.device.type == "cpu" and one.is_contiguous():
-            other.data = _aligned_copy(one.detach())
+    for original, copied in zip(network.parameters(), duplicate.parameters(), strict=True):
+        if (
+            original is not copied
+            and original.data_ptr() % CACHE_LINE
+            and original.device.type == "cpu"
+            and original.is_contiguous()
+        ):
+            copied.data = _aligned_copy(original.detach())
     return duplicate
 
 

@@ -74,8 +74,8 @@ class JobBackend:
     @property
     def asks_for_gpus(self) -> bool:
         """Whether the configuration asks for GPUs. Without, the trainer still takes a GPU if its machine has one."""
-        asked = self.backend_node.get("gpus") or getattr(self.launcher, "gpus", 0)
-        return bool(asked) or str(self.backend_node.get("device")).startswith("cuda")
+        gpus = self.backend_node.get("gpus") or getattr(self.launcher, "gpus", 0)
+        return bool(gpus) or str(self.backend_node.get("device")).startswith("cuda")
 
     @property
     def gpus(self) -> tuple[int, ...]:

@@ -151,7 +151,7 @@ class TrainerJobManager:
             LauncherUnavailableError: the launcher has the output, and cannot answer.
         """
         job = self.get(job_id)
-        chosen = next((one for one in reversed(job.attempts) if attempt in (None, one.number)), None)
+        chosen = next((candidate for candidate in reversed(job.attempts) if attempt in (None, candidate.number)), None)
         if chosen is None:
             raise ConfigError(f"jobs: {job_id} has attempts 1 to {len(job.attempts)}, got {attempt}")
         files = _files(job, chosen.number)
@@ -182,19 +182,19 @@ class TrainerJobManager:
             self._table.remove(job_id)
         raise ConfigError(job.reason)
 
-    def _reuse(self, there: TrainerJob, wanted: TrainerJob) -> None:
+    def _reuse(self, there: TrainerJob, request: TrainerJob) -> None:
         """Give a job without a process the requested configuration. Raises ConfigError: see :meth:`create`."""
         if there.state is JobState.DELETED:
             raise ConfigError(f"jobs: {there.job_id} was deleted; choose another id")
         names = ("folder", "launcher", "trainer")
-        different = [name for name in names if getattr(there, name) != getattr(wanted, name)]
+        different = [name for name in names if getattr(there, name) != getattr(request, name)]
         if different and there.state.is_active:
             raise ConfigError(
                 f"jobs: {there.job_id} runs with another {different[0]}; choose another id, or end the job with "
                 f"cookbook jobs stop {there.job_id}"
             )
         if different:
-            self._table.replace(wanted)
+            self._table.replace(request)
         if there.state is JobState.FAILED:
             self._table.set_failures(there.job_id, 0)
             self._table.set_state(there.job_id, JobState.PENDING)
@@ -411,7 +411,7 @@ class TrainerJobManager:
             raise ConfigError(f"jobs: an id has at most 64 letters, digits, '-', '_' and '.', got {job_id!r}")
         cls, launcher = type(config.launcher), config.launcher
         command.check_server(launcher.server)
-        options = {one.name: getattr(launcher, one.name) for one in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        options = {field.name: getattr(launcher, field.name) for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         return TrainerJob(
             job_id=job_id,
             token=secrets.token_hex(3),

@@ -114,8 +114,8 @@ class SlurmJob(JobOptions):
         return ConfigError(f"job=slurm: sbatch refused the job ({reason}); correct the keys of job, or job.args")
 
     def status(self, handle: str) -> AttemptStatus:
-        shown = _slurm("squeue", "-h", "-j", handle, "-t", "all", "-O", "State:40,RestartCnt:20")
-        words = shown.stdout.split()
+        listing = _slurm("squeue", "-h", "-j", handle, "-t", "all", "-O", "State:40,RestartCnt:20")
+        words = listing.stdout.split()
         if not words:
             return self._past_status(handle)
         state, restarts = words[0], int(words[1])
@@ -144,10 +144,10 @@ class SlurmJob(JobOptions):
 
     def address(self, handle: str) -> str:
         node = _slurm("squeue", "-h", "-j", handle, "-t", "all", "-o", "%B").stdout.strip()
-        shown = re.search(r"\bNodeAddr=(\S+)", _slurm("scontrol", "show", "node", "-o", node).stdout)
-        if shown is None:
+        address = re.search(r"\bNodeAddr=(\S+)", _slurm("scontrol", "show", "node", "-o", node).stdout)
+        if address is None:
             raise BackendError(f"jobs: Slurm does not say on which node job {handle} runs")
-        return shown[1]
+        return address[1]
 
 
 def _status(state: str) -> AttemptStatus:

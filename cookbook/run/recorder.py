@@ -229,11 +229,11 @@ class BadRows(JsonLines):
 
     def note(self, step: int) -> None:
         """Write the rows rejected since the last call, and log their number."""
-        new = [one for one in self._refusals.found[self._handled :] if one.where not in self._known]
+        new = [refusal for refusal in self._refusals.found[self._handled :] if refusal.where not in self._known]
         self._handled = len(self._refusals.found)
-        for one in new:
-            self._known.add(one.where)
-            self.write(step, {"row": one.where, "reason": one.reason, "policy": f"data.{one.policy}"})
+        for refusal in new:
+            self._known.add(refusal.where)
+            self.write(step, {"row": refusal.where, "reason": refusal.reason, "policy": f"data.{refusal.policy}"})
         if new:
             log.warning("data: left out %s, listed in %s; the first: %s", counted(len(new), "row"), self.path, new[0].reason)
 

@@ -86,7 +86,7 @@ def objective(rows: Sequence[JsonObject], name: str | None) -> float | None:
         rows: of ``metrics.jsonl``.
         name: the metric; None: the first of ``HEADLINES`` that the rows have and that grows with quality.
     """
-    names = [name] if name else [one.key for one in HEADLINES if is_better_higher(one.key)]
+    names = [name] if name else [headline.key for headline in HEADLINES if is_better_higher(headline.key)]
     values = next(([row[key] for row in rows if key in row] for key in names if any(key in row for row in rows)), None)
     return None if values is None else math.nan if values[-1] is None else float(values[-1])
 
@@ -134,20 +134,20 @@ def headlines(rows: Sequence[JsonObject], judge: str) -> Iterator[str]:
     """
     passes = [Headline(key, key.removeprefix("eval/"), "{:.1%}", ANSWERS, "prompt") for key in pass_metrics(rows)]
     are_pairs = any("eval/rewards/accuracy" in row for row in rows)
-    for one in [*HEADLINES, *passes]:
-        values = series(rows, one.key)
+    for headline in [*HEADLINES, *passes]:
+        values = series(rows, headline.key)
         if len(values) < 2:
             continue
         (first, before), (last, after) = values[0], values[-1]
-        counts = series(rows, one.count)
+        counts = series(rows, headline.count)
         # A recipe of the user may log the metric without its number of rows.
         number = int(counts[-1][1]) if counts else None
-        noun = "pair" if one.noun == "row" and are_pairs else one.noun
+        noun = "pair" if headline.noun == "row" and are_pairs else headline.noun
         where = f"held-out {noun}s" if number is None else counted(number, f"held-out {noun}")
-        by = f", by {judge}" if is_judged(one.key) else ""
-        error = "" if not one.is_share or number is None else _error(number, before, after)
-        change = f"{one.form.format(before)} after {counted(first, 'step')} -> {one.form.format(after)} after {last}"
-        yield f"{one.label} on {where}{by}: {change}{error}"
+        by = f", by {judge}" if is_judged(headline.key) else ""
+        error = "" if not headline.is_share or number is None else _error(number, before, after)
+        change = f"{headline.form.format(before)} after {counted(first, 'step')} -> {headline.form.format(after)} after {last}"
+        yield f"{headline.label} on {where}{by}: {change}{error}"
 
 
 def _error(number: int, *shares: float) -> str:
@@ -160,7 +160,7 @@ def _error(number: int, *shares: float) -> str:
 
 def error_of(key: str, metrics: Mapping[str, float]) -> str:
     """Return the standard error of a metric of one evaluation as text; empty for metrics that are not a share of rows."""
-    headline = next((one for one in HEADLINES if one.key == key and one.is_share), None)
+    headline = next((candidate for candidate in HEADLINES if candidate.key == key and candidate.is_share), None)
     return (
         "" if headline is None or headline.count not in metrics else _error(int(metrics[headline.count]), metrics[key]).strip()
     )
@@ -322,7 +322,7 @@ def read_runs(folders: Sequence[str]) -> list[RunSummary]:
     return [_summary(folder, name if names.count(name) == 1 else folder) for folder, name in zip(folders, names, strict=True)]
 
 
-def _summary(name: str, shown: str) -> RunSummary:
+def _summary(name: str, label: str) -> RunSummary:
     folder = Path(name)
     if not (folder / run_folder.CONFIG).is_file():
         siblings = [path.parent.name for path in folder.parent.glob(f"*/{run_folder.CONFIG}")]
@@ -331,7 +331,7 @@ def _summary(name: str, shown: str) -> RunSummary:
     state = (hooks.read_status(folder) or {}).get("state", "unknown")
     evals = [_eval(path) for path in sorted((folder / run_folder.EVALS).glob("*.json"))]
     rows = JsonLines(folder / run_folder.METRICS).read()
-    return RunSummary(shown, config, str(state), rows, sorted(evals, key=lambda one: int(one["step"])))
+    return RunSummary(label, config, str(state), rows, sorted(evals, key=lambda evaluation: int(evaluation["step"])))
 
 
 def _eval(path: Path) -> JsonObject:
@@ -425,20 +425,20 @@ def judges_of(runs: Sequence[RunSummary]) -> dict[str, str]:
     names = {run.name: judge(run.config) for run in runs}
     stated = {}
     for run in runs:
-        same = [other for other in runs if names[other.name] == names[run.name]]
+        same = [rival for rival in runs if names[rival.name] == names[run.name]]
         options = [
             f"{key}={cells[runs.index(run)]}"
             for key, cells in differing(runs)
             if key.startswith(("reward.", "env."))
             and not key.endswith((".workers", ".timeout_s"))
-            and len({cells[runs.index(other)] for other in same}) > 1
+            and len({cells[runs.index(rival)] for rival in same}) > 1
         ]
         stated[run.name] = " ".join([names[run.name], *options])
     return stated
 
 
 def _keys(runs: Sequence[RunSummary]) -> list[str]:
-    known = [one.key for one in HEADLINES]
+    known = [headline.key for headline in HEADLINES]
     rows = [row for run in runs for row in run.rows]
     has = {key for row in rows for key in row}
     return [key for key in [*known[:1], *pass_metrics(rows), *known[1:], "reward/mean", "loss"] if key in has]
@@ -450,7 +450,7 @@ def series(rows: Sequence[JsonObject], key: str) -> list[tuple[int, float]]:
 
 
 def _best(key: str, values: Sequence[tuple[int, float]]) -> str:
-    best = (min if key.endswith("loss") else max)(values, key=lambda one: one[1])
+    best = (min if key.endswith("loss") else max)(values, key=lambda value: value[1])
     return f"{spelled(key, best[1])} (step {best[0]})"
 
 
@@ -464,8 +464,10 @@ def evaluated(runs: Sequence[RunSummary]) -> Iterator[tuple[str, list[Cells]]]:
 
     A table has a run's newest weights that were evaluated in that way.
     """
-    for fingerprint in dict.fromkeys(one["metrics"][FINGERPRINT] for run in runs for one in run.evals):
-        comparable = [[one for one in run.evals if one["metrics"][FINGERPRINT] == fingerprint] for run in runs]
+    for fingerprint in dict.fromkeys(evaluation["metrics"][FINGERPRINT] for run in runs for evaluation in run.evals):
+        comparable = [
+            [evaluation for evaluation in run.evals if evaluation["metrics"][FINGERPRINT] == fingerprint] for run in runs
+        ]
         newest = [results[-1]["metrics"] | {"step": results[-1]["step"]} if results else {} for results in comparable]
         keys = dict.fromkeys(key for metrics in newest for key in metrics if key not in (FINGERPRINT, "step"))
         lines = [("step", [str(metrics.get("step", MISSING)) for metrics in newest])]
@@ -511,15 +513,15 @@ def _different_rows(runs: Sequence[RunSummary]) -> Iterator[str]:
 
 
 def _different_draws(runs: Sequence[RunSummary]) -> Iterator[str]:
-    drawn = [run for run in runs if any(key.startswith(PASS) for row in run.rows for key in row)]
+    runs_with_draws = [run for run in runs if any(key.startswith(PASS) for row in run.rows for key in row)]
     for key in ("eval.temperature", "eval.top_p"):
-        if len(values := {_value(run.config, key) for run in drawn}) > 1:
+        if len(values := {_value(run.config, key) for run in runs_with_draws}) > 1:
             yield f"pass@k was drawn with {key} of {' and '.join(sorted(values))}, and depends on it"
 
 
 def _changed_midway(runs: Sequence[RunSummary]) -> Iterator[str]:
     for run in runs:
         values = series(run.rows, FINGERPRINT)
-        changed = next((step for (_, one), (step, other) in itertools.pairwise(values) if one != other), None)
+        changed = next((step for (_, before), (step, after) in itertools.pairwise(values) if before != after), None)
         if changed is not None:
             yield f"{run.name}: from step {changed} on, evaluated on other rows or with another reward than before"

@@ -184,7 +184,7 @@ class RolloutStore:
             first = trained[index].datum
             where, question = (first.where, first.question) if isinstance(first, RowDatum) else ("", "")
             sides = zip(trained[index : index + len(names)], names, strict=False)
-            trajectories = [({"side": name} if name else {}) | {"branches": [self._row(one)]} for one, name in sides]
+            trajectories = [({"side": name} if name else {}) | {"branches": [self._row(datum)]} for datum, name in sides]
             lines.append({"row": where, "question": question, "prompt": [], "trajectories": trajectories})
         return lines
 
@@ -195,8 +195,8 @@ class RolloutStore:
         has_weight = [False, *([True] * (len(tokens) - 1) if weights is None else (weights != 0).tolist())]
         segments: list[Line] = []
         for is_data, indices in itertools.groupby(range(len(tokens)), has_weight.__getitem__):
-            start, *rest = indices
-            own = tokens[start : start + 1 + len(rest)]
+            start, *following = indices
+            own = tokens[start : start + 1 + len(following)]
             segment: Line = {"author": "data" if is_data else "context", "tokens": own}
             text = self._pieces.decode(own)
             if not self._pieces.spell(own, text):

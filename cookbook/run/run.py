@@ -168,8 +168,8 @@ class Run:
     def preferences(self, which: Split) -> Sequence[Sequence[Datum]]:
         """Return the ``train`` or ``eval`` rows as ``[chosen, rejected]``, with weight on the answers' tokens."""
 
-        def pairs(rows: Sequence[Row], **rest: Any) -> Sequence[Sequence[Datum]]:
-            return Pairs(datums.preference_datums(rows, **rest))
+        def pairs(rows: Sequence[Row], **options: Any) -> Sequence[Sequence[Datum]]:
+            return Pairs(datums.preference_datums(rows, **options))
 
         return self._made(which, "preferences", pairs)
 
@@ -191,10 +191,10 @@ class Run:
 
     def _made(self, which: Split, kind: str, make: Callable[..., Sequence[T]]) -> Sequence[T]:
         """Return the datums or prompts of a split; of a stream, they are made when they are used."""
-        rest = {"renderer": self.renderer, "config": self.data, "refusals": self._rows.refusals}
+        options = {"renderer": self.renderer, "config": self.data, "refusals": self._rows.refusals}
         if self._rows.is_stream(which):
-            return self._rows.stream(kind, lambda rows, reader: make(rows, **rest, reader=reader), self.renderer)
-        return make(self._rows(which), **rest)
+            return self._rows.stream(kind, lambda rows, reader: make(rows, **options, reader=reader), self.renderer)
+        return make(self._rows(which), **options)
 
     def batches(self, rows: Sequence[T], size: int, epochs: int = 1, key: str = "recipe.batch_size") -> Batches[T]:
         """Return ``rows`` in the order of the run's seed, ``size`` at a time. A stream repeats as the steps need it.
@@ -566,7 +566,7 @@ class Run:
             **({} if self.best.metric is None else {"best": self.best.state()}),
             "trained_on": list(self._sampling.evaluator.renderer.kinds),
             **({} if older is None else {"sampler_step": older.step}),
-            **({"streams": [asdict(one.position) for one in self._streams]} if self._streams else {}),
+            **({"streams": [asdict(stream.position) for stream in self._streams]} if self._streams else {}),
             **({} if self._queue is None else {"prompts": self._queue.state()}),
             **({"minibatches": minibatches.state(self.minibatches)} if self.minibatches else {}),
         }

@@ -245,7 +245,7 @@ class Evaluator:
             activity.count += 1
             valid = episodes.valid(attempts)
             num_episodes += len(attempts)
-            num_failed += sum(one.has_failed for one in attempts)
+            num_failed += sum(attempt.has_failed for attempt in attempts)
             num_left_out += len(attempts) - len(valid)
             if not valid:
                 return
@@ -261,8 +261,10 @@ class Evaluator:
             log.info("%s: left out of the evaluation: %s", prompts[number % count].row.where, error)
         scores = self._scores(pending, [prompts[number % count].row.where for number in range(len(draws))])
         greedy = {number: of_one[0] for number, of_one in scores.items() if number < count}
-        drawn = {number % count: of_one for number, of_one in scores.items() if number >= count}
-        correct = {index: (len(of_one), sum(score.value >= CORRECT for score in of_one)) for index, of_one in drawn.items()}
+        scores_of_draws = {number % count: of_one for number, of_one in scores.items() if number >= count}
+        correct = {
+            index: (len(of_one), sum(score.value >= CORRECT for score in of_one)) for index, of_one in scores_of_draws.items()
+        }
         if not greedy:
             return Evaluation({}), []
         metrics = {
@@ -297,28 +299,28 @@ class Evaluator:
                 self.refusals.add(rows[number], "on_bad_row", str(error))
         return scores
 
-    def _draw(self, prompt: RenderedPrompt, index: int, drawn: bool, limit: int) -> Draw:
+    def _draw(self, prompt: RenderedPrompt, index: int, several: bool, limit: int) -> Draw:
         stop: list[str | int] = [*self.renderer.stop_token_ids, *self.stop]
         max_tokens, context = min(self.config.max_tokens, limit), self.renderer.max_length
         # Fewer after a prompt that almost fills the context; the row's own answer always fits.
         if context is not None:
             max_tokens = min(max_tokens, context - len(prompt.tokens))
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop=stop)
-        if drawn:
+        if several:
             seed = int(np.random.SeedSequence((self.seed, EVALUATION, index)).generate_state(1, np.uint64)[0]) >> 16
             params = replace(params, temperature=self.config.temperature, top_p=self.config.top_p, seed=seed)
-        return Draw(prompt, self.config.num_drawn if drawn else 1, params)
+        return Draw(prompt, self.config.num_drawn if several else 1, params)
 
     def _pass_at(self, correct: Sequence[tuple[int, int]]) -> dict[str, float]:
         """Return pass@k, the mean over rows; ``correct`` are the numbers of draws and of correct draws of each row.
 
         A row that has fewer than k draws, because the environment has ended the others by errors, is left out of pass@k.
         """
-        found = {}
+        metrics = {}
         for k in self.config.pass_at:
-            if shares := [pass_at_k(drawn, right, k) for drawn, right in correct if drawn >= k]:
-                found[f"{PASS}{k}"] = float(np.mean(shares))
-        return found
+            if shares := [pass_at_k(count, right, k) for count, right in correct if count >= k]:
+                metrics[f"{PASS}{k}"] = float(np.mean(shares))
+        return metrics
 
 
 def _prompt(datum: Datum, tokens: list[int]) -> RenderedPrompt:

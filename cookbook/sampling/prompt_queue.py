@@ -74,10 +74,10 @@ class PromptQueue(Batches[RenderedPrompt]):
         """Take the next ``count`` prompts."""
         indices = self._in_order(count) if self._curriculum is None else self._drawn(count)
         self._taken += count
-        found = [self._rows[index] for index in indices]
+        prompts = [self._rows[index] for index in indices]
         # The prompt is kept with its index: the identity of a freed object may be that of another.
-        self._indices |= {id(prompt): (prompt, index) for prompt, index in zip(found, indices, strict=True)}
-        return found
+        self._indices |= {id(prompt): (prompt, index) for prompt, index in zip(prompts, indices, strict=True)}
+        return prompts
 
     def numbers(self, prompts: Sequence[RenderedPrompt]) -> list[int]:
         """Return the number of every prompt among those of the data. The prompts are of the current step."""
@@ -140,19 +140,21 @@ class PromptQueue(Batches[RenderedPrompt]):
         """Draw prompts one by one; the draw numbers continue after ``self._taken``."""
         assert self._curriculum is not None
         random = np.random.Generator(np.random.PCG64([self._seed, DRAWS, self._taken]))
-        drawn: list[int] = []
-        while len(drawn) < count:
+        indices: list[int] = []
+        while len(indices) < count:
             waiting = self._waiting()
-            while len(drawn) < count and any(waiting):
-                shares = np.array([share if one else 0.0 for share, one in zip(self._curriculum.shares, waiting, strict=True)])
+            while len(indices) < count and any(waiting):
+                shares = np.array(
+                    [share if queue else 0.0 for share, queue in zip(self._curriculum.shares, waiting, strict=True)]
+                )
                 # Possibly none of the remaining classes has a share.
-                shares = shares if shares.any() else np.array([float(bool(one)) for one in waiting])
+                shares = shares if shares.any() else np.array([float(bool(queue)) for queue in waiting])
                 bounds = np.cumsum(shares)
                 of_class = int(np.searchsorted(bounds / bounds[-1], random.random(), side="right"))
                 index = waiting[of_class].pop()
-                drawn.append(index)
-                self._table["drawn"][index] = self._taken + len(drawn)
-        return drawn
+                indices.append(index)
+                self._table["drawn"][index] = self._taken + len(indices)
+        return indices
 
     def _waiting(self) -> list[list[int]]:
         """Return the prompts that can be drawn, by class; the last of each is the next."""
@@ -203,11 +205,11 @@ class PromptQueue(Batches[RenderedPrompt]):
 def _levels(prompts: Sequence[RenderedPrompt], column: str) -> npt.NDArray[np.int64]:
     """Return a number for every prompt, the same for prompts with the same value in a column."""
     numbers: dict[str, int] = {}
-    found = []
+    levels = []
     for row in (prompt.row for prompt in prompts):
         if column not in row.values:
             raise ConfigError(
                 f"data.curriculum.by: expected a column of the data, got {column!r}; {row.where} has {', '.join(row.values)}"
             )
-        found.append(numbers.setdefault(str(row.values[column]), len(numbers)))
-    return np.array(found, np.int64)
+        levels.append(numbers.setdefault(str(row.values[column]), len(numbers)))
+    return np.array(levels, np.int64)

@@ -122,7 +122,7 @@ class RolloutGroup:
         if self.returns:
             return not groups_without_spread(places(self.returns)).all()
         if self.normalized is not None:
-            of_parts = [[value for one in self.parts if (value := one.get(name)) is not None] for name in self.normalized]
+            of_parts = [[value for parts in self.parts if (value := parts.get(name)) is not None] for name in self.normalized]
             return not all(groups_without_spread(values) for values in of_parts if values)
         return not groups_without_spread(self.rewards)
 
@@ -162,11 +162,11 @@ class StepRollouts:
         }
 
     def _num_masked(self) -> int:
-        return sum(one.is_truncated for group in self.groups for one in group.trajectories)
+        return sum(trajectory.is_truncated for group in self.groups for trajectory in group.trajectories)
 
     def _penalty_metrics(self, penalties: Sequence[float]) -> dict[str, float]:
         return {
-            "rollout/overlong": float(sum(one < 0 for one in penalties)),
+            "rollout/overlong": float(sum(penalty < 0 for penalty in penalties)),
             "reward/overlong": math.fsum(penalties) / max(len(penalties), 1),
         }
 
@@ -267,15 +267,15 @@ class _StepSampling:
         first = self.num_prompts
         self.num_prompts += len(prompts)
         seed = (self.params.seed or 0) + first
-        draws = [Draw(one, self.group_size, replace(self.params, seed=seed + index)) for index, one in enumerate(prompts)]
+        draws = [Draw(prompt, self.group_size, replace(self.params, seed=seed + index)) for index, prompt in enumerate(prompts)]
         pending: dict[int, PendingScores] = {}
         left_out: dict[int, list[Trajectory]] = {}
 
         def ended(index: int, attempts: list[Trajectory]) -> None:
             activity.count += 1
             valid = self.episodes.valid(attempts)
-            valid_ids = {id(one) for one in valid}
-            left_out[first + index] = [one for one in attempts if id(one) not in valid_ids]
+            valid_ids = {id(trajectory) for trajectory in valid}
+            left_out[first + index] = [trajectory for trajectory in attempts if id(trajectory) not in valid_ids]
             if not valid:
                 return
             self.groups[first + index] = RolloutGroup(
@@ -295,7 +295,7 @@ class _StepSampling:
         with terminal.doing("sampling", total=len(prompts), noun="prompts") as activity:
             result = self.episodes.play(self.sampler, draws, ended, has_samples=first > 0)
         # In the order of the prompts, not of their ends.
-        self.left_out += [one for index in sorted(left_out) for one in left_out[index]]
+        self.left_out += [trajectory for index in sorted(left_out) for trajectory in left_out[index]]
         sampled = time.monotonic()
         self.sampling_s += sampled - started
         self.num_retries += result.num_retries
@@ -381,13 +381,13 @@ def datums(groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[Credit]
     data: list[Datum] = []
     zeros: list[list[Credit]] = [[0.0] * len(group.trajectories) for group in groups]
     for group, row in zip(groups, zeros if advantages is None else advantages, strict=True):
-        if advantages is None or any(_is_nonzero(one) for one in row):
+        if advantages is None or any(_is_nonzero(value) for value in row):
             for trajectory, advantage in zip(group.trajectories, row, strict=True):
                 if group.masks_truncated and trajectory.is_truncated:
                     continue
                 data.extend(
-                    RowDatum(one.model_input, one.loss_fn_inputs, group.prompt.row.where, group.prompt.question)
-                    for one in trajectory.datums(advantage, group.temperature)
+                    RowDatum(datum.model_input, datum.loss_fn_inputs, group.prompt.row.where, group.prompt.question)
+                    for datum in trajectory.datums(advantage, group.temperature)
                 )
     return data
 
@@ -525,22 +525,22 @@ class PolicySampling:
         Raises:
             ConfigError: the run has no reward, and ``needs_reward``.
         """
-        one = self.evaluator
-        if self.needs_reward and one.runner is None and one.environment is None:
+        evaluator = self.evaluator
+        if self.needs_reward and evaluator.runner is None and evaluator.environment is None:
             raise ConfigError("reward: this recipe learns from rewards; choose one, for example reward=number")
-        seed = one.seed * 1_000_003 + index
-        one.at_step(index)
+        seed = evaluator.seed * 1_000_003 + index
+        evaluator.at_step(index)
         return sample_groups(
             sampler,
             prompts,
             group_size,
             self.config,
-            one.renderer,
+            evaluator.renderer,
             seed,
-            retrier=retrier or one.retrier,
-            runner=one.runner,
-            refusals=one.refusals if refusals is None else refusals,
-            environment=one.environment,
+            retrier=retrier or evaluator.retrier,
+            runner=evaluator.runner,
+            refusals=evaluator.refusals if refusals is None else refusals,
+            environment=evaluator.environment,
             further=further,
             masks_truncated=self.masks_truncated,
         )

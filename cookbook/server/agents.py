@@ -362,10 +362,10 @@ class AgentRunner(EpisodeRunner):
 def _reward_of(line: str) -> EarnedReward | None:
     """Return the reward that a program has printed; None if the line has none."""
     try:
-        found = json.loads(line)
+        printed = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    values = found if isinstance(found, dict) else {"reward": found}
+    values = printed if isinstance(printed, dict) else {"reward": printed}
     numbers = {
         name: float(value) for name, value in values.items() if isinstance(value, int | float) and abs(value) < float("inf")
     }
@@ -454,7 +454,7 @@ def _chat(body: bytes) -> Exchange:
     fields = openai.parse(ChatBody, body)
     _check_recorded(fields, "top_logprobs", fields.top_logprobs)
     # The role developer replaces system in newer versions of OpenAI's API.
-    messages = [{**one, "role": "system"} if one.get("role") == "developer" else one for one in fields.messages]
+    messages = [{**message, "role": "system"} if message.get("role") == "developer" else message for message in fields.messages]
     try:
         parse_messages(messages, "request", "messages")
     except DataError as error:

@@ -108,9 +108,9 @@ class Auth:
         except ConfigError as error:
             log.warning("%s; the former keys stay valid", error)
         headers = dict(scope["headers"])
-        given = headers.get(b"authorization", b"").strip()
-        scheme, _, token = given.partition(b" ")
-        return self._keys.find(headers.get(b"x-api-key") or (token.strip() if scheme.lower() == b"bearer" else given))
+        authorization = headers.get(b"authorization", b"").strip()
+        scheme, _, token = authorization.partition(b" ")
+        return self._keys.find(headers.get(b"x-api-key") or (token.strip() if scheme.lower() == b"bearer" else authorization))
 
 
 async def _refused(request: HttpRequest, error: Exception) -> Response:
@@ -130,9 +130,8 @@ def _error(path: str, error: Exception, status: int, message: str) -> Response:
 async def _no_route(status: int, request: HttpRequest, _: Exception) -> Response:
     """Respond to a request that no route matches, such as one of the hosted service's account management."""
     path = request.url.path
-    message = (
-        f"{request.method} {path[:200]}: this server has no such route; docs/tinker-compatibility.md lists what it supports"
-    )
+    page = "docs/reference/tinker-compatibility.md"
+    message = f"{request.method} {path[:200]}: this server has no such route; {page} lists what it supports"
     return _error(path, Refused(status, message), status, message)
 
 

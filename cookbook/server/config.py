@@ -47,6 +47,7 @@ class ServerConfig:
     max_sessions: int = 256
     samplers_gb: float = 8.0
     graphs_gb: float = 4.0
+    share_passes: bool = False
     session_timeout_s: float = 600.0
     keep_silent_h: float = 168.0
     gap_timeout_s: float = 120.0

@@ -75,8 +75,8 @@ class MLflowTracker:
         if not known:
             files.write_text(id_file, f"{self._id}\n")
         place = str(self._client.tracking_uri)
-        shown = f" at {place}" if place.startswith("http") else f"; show it with: mlflow ui --backend-store-uri {place}"
-        print(f"mlflow: run {self._id}{shown}", flush=True)
+        location = f" at {place}" if place.startswith("http") else f"; show it with: mlflow ui --backend-store-uri {place}"
+        print(f"mlflow: run {self._id}{location}", flush=True)
 
     def _resumed(self, known: str, error_type: type[Exception]) -> str:
         """Reopen the run of an earlier process. Return its id; "" if the server has no such run, which then gets a new id."""

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from cookbook.backends.client_factory import ModelData, ModelInfo, checkpoint_path
 from cookbook.backends.local.kept_graphs import Graphs
 from cookbook.backends.local.sample_queue import SHARDED, LocalSampler, SampleQueue
+from cookbook.backends.local.shared_calls import PassSharing
 from cookbook.backends.model_source import sampling_target
-from cookbook.backends.worker import Account, Lane, Worker
+from cookbook.backends.worker import Account, Lane, SharedWork, Worker
 from cookbook.checkpoints import sampler_checkpoints, snapshots, store
 from cookbook.engine import quantized
 from cookbook.engine.engine import Engine
 from cookbook.engine.loss_gradient import LossFunction
 from cookbook.engine.model import ModelConfig, SharedBase
+from cookbook.engine.shared_passes import AdapterCall
 from cookbook.errors import BackendError, ConfigError, RolloutError
 from cookbook.futures import CallFuture, Failures, Future, PendingStep
 from cookbook.losses.base import loss_of_call
@@ -52,6 +54,7 @@ class LocalTrainer:
         worker: lane of a worker thread that several trainers share; None: a new thread.
         base: base weights that an adapter shares with other adapters; None: load them.
         graphs: keeps the graphs of forward passes for a later backward pass on the same tokens; None: keep none.
+        sharing: lets gradient calls share passes with those of other trainers on the worker; None: they have their own passes.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class LocalTrainer:
         worker: Lane | None = None,
         base: SharedBase | None = None,
         graphs: Graphs | None = None,
+        sharing: PassSharing | None = None,
     ) -> None:
         self.config = config
         self.folder = Path(folder)
@@ -75,6 +79,7 @@ class LocalTrainer:
         self._samples = self._copy_samples = SampleQueue(self._worker, MAX_BATCH_TOKENS)
         self._failures = Failures() if failures is None else failures
         self._graphs = graphs
+        self._sharing = sharing
         self._sampler_checkpoints = sampler_checkpoints.SamplerCheckpoints()
         try:
             self.engine = self._worker.submit(lambda: config.make_engine(model, seed, base)).result()
@@ -355,6 +360,9 @@ class LocalTrainer:
         self, data: Sequence[Datum], loss: LossFunction, all_logprobs: bool | None
     ) -> Future[ForwardBackwardOutput]:
         rows = _detached(data)
+        if self._sharing is not None:
+            work = self._sharing.work(AdapterCall(self.engine, rows, loss, all_logprobs), self._graphs)
+            return self._submit(work.compute, work=work)
 
         def add() -> ForwardBackwardOutput:
             retained = None if self._graphs is None else self._graphs.take(self.engine, rows)
@@ -370,17 +378,24 @@ class LocalTrainer:
         if self.engine.ranks.shards:
             raise ConfigError(SHARDED)
 
-    def _submit(self, job: Callable[[], T], step: PendingStep | None = None, worker: Worker | None = None) -> CallFuture[T]:
+    def _submit(
+        self,
+        job: Callable[[], T],
+        step: PendingStep | None = None,
+        worker: Worker | None = None,
+        work: SharedWork | None = None,
+    ) -> CallFuture[T]:
         """Queue ``job`` behind all samples that were requested so far. Its error is recorded until the caller has read it.
 
         Args:
             step: the optimizer step that the job runs, if any.
             worker: worker that runs the job; None: the trainer's worker.
+            work: what the job computes, if it may be computed together with jobs of other trainers.
         """
         if self._samples.waiting:
             self._samples.flush()
         future: CallFuture[T] = CallFuture(step or self._failures)
-        (worker or self._calls).submit(job, future)
+        (worker or self._calls).submit(job, future, work)
         return future
 
     def _require_step(self, step: int) -> None:

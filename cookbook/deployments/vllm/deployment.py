@@ -186,9 +186,9 @@ class VllmConfig:
         used = sorted({number for numbers in gpus for number in numbers})
         shared = self._shares_gpus(gpus, trainer_gpus)
         index = 0 if shared else 1
-        number = min(used, key=lambda one: torch.cuda.mem_get_info(one)[index])
+        number = min(used, key=lambda gpu: torch.cuda.mem_get_info(gpu)[index])
         servers = -(-self.replicas // len(gpus))
-        if not any(one in trainer_gpus for one in used):
+        if not any(gpu in trainer_gpus for gpu in used):
             reserved = 0
         return sizing.Memory(
             torch.cuda.mem_get_info(number)[index], reserved, servers, f"GPU {number}", cpu=False, shared=shared
@@ -363,10 +363,10 @@ class VllmDeployment:
             self._kill = functools.partial(manager.kill, name)
         started = time.monotonic()
         running = manager.create(name, config.options(self._trainer), config.replicas, config.startup_s)
-        for one in running:
-            manager.warm_up(one)
+        for server in running:
+            manager.warm_up(server)
         terminal.say(f"deployment: {name} is ready after {time.monotonic() - started:.0f} s")
-        return [manager.client(one, config.timeout_s, config.retries) for one in running]
+        return [manager.client(server, config.timeout_s, config.retries) for server in running]
 
 
 def check_logprobs(trainer: Trainer, sampler: Sampler, tolerance: float) -> None:

@@ -154,7 +154,10 @@ class _TokenRun:
 
 
 def _packed(sequences: Mapping[int, Array], batch: MicroBatch, device: torch.device) -> PassInputs:
-    """All runs in one row. Runs of one shape are adjacent, because the attention computes them as one batch."""
+    """All runs in one row. Runs of one shape are adjacent, because the attention computes them as one batch.
+
+    The runs of one of the batch's ``parts`` stay together.
+    """
     prefixes, branches = [], []
     of_datum: dict[int, list[_TokenRun]] = {}
     for group in batch.groups:
@@ -164,7 +167,7 @@ def _packed(sequences: Mapping[int, Array], batch: MicroBatch, device: torch.dev
             if len(sequences[index]) > group.prefix:
                 branches.append(_TokenRun(index, group.prefix, len(sequences[index]), prefix))
                 of_datum[index].append(branches[-1])
-    runs = sorted([*prefixes, *branches], key=lambda run: run.shape)
+    runs = sorted([*prefixes, *branches], key=lambda run: (batch.parts.get(run.index, 0), run.shape))
     end = 0
     for run in runs:
         run.flat_indices = np.arange(end, end := end + run.stop - run.start)

@@ -33,7 +33,7 @@ and continues the example.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -89,11 +89,14 @@ class MicroBatch:
 
     A micro-batch without groups is a filler: the pass computes dummy tokens with zero gradient, because sharded ranks must
     run the same number of passes.
+
+    ``parts``: in a pass that several adapters share, the adapter's number of each datum; the tokens of an adapter are adjacent.
     """
 
     groups: list[PrefixGroup]
     width: int | None
     num_tokens: int
+    parts: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def indices(self) -> list[int]:

@@ -63,18 +63,18 @@ class InPlaceLayer(CacheLayerMixin):  # type: ignore[misc]
     def enter(self, keys: Tensor, values: Tensor, rows: Tensor, width: int) -> None:
         """Append copies of the ``rows`` of ``keys`` and ``values`` as new rows.
 
-        ``width``: number of prompt columns. In a layer with a sliding window, ``keys`` hold only the last of them.
+        ``width``: number of prompt columns. In a layer with a sliding window, ``keys`` hold only its last columns.
         """
         keys, values = rounded(keys, values)
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
-        count, held = self.rows + len(rows), keys.shape[2]
+        count, num_columns = self.rows + len(rows), keys.shape[2]
         if not self.rows:
-            self.first, self.end = held - width, held
+            self.first, self.end = num_columns - width, num_columns
         self.first = min(self.first, self.end - width)
-        if count > self.keys.shape[0] or not held <= self.end <= self.keys.shape[2]:
-            self._move(min(self.seen, self.end - held), max(count, self.keys.shape[0]))
-        start = self.end - held
+        if count > self.keys.shape[0] or not num_columns <= self.end <= self.keys.shape[2]:
+            self._move(min(self.seen, self.end - num_columns), max(count, self.keys.shape[0]))
+        start = self.end - num_columns
         for states, read in ((self.keys, keys), (self.values, values)):
             states[self.rows : count, :, :start] = 0
             states[self.rows : count, :, start : self.end] = read.index_select(0, rows)

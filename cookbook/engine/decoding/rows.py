@@ -140,7 +140,7 @@ class OwnStates:
             batch.states = {name: out[name] for name in STATES if getattr(out, name, None) is not None}
             if not batch.states:
                 raise FastPathError("its forward pass returns no cached states")
-            logits |= {row: one for row, one in zip(batch.rows, batch_logits, strict=True) if row is not None}
+            logits |= {row: row_logits for row, row_logits in zip(batch.rows, batch_logits, strict=True) if row is not None}
         return torch.stack([logits[row] for row in range(len(tokens))])
 
 

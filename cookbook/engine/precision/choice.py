@@ -100,13 +100,13 @@ class Precision:
         On a CPU, weights of bfloat16 are computed under autocast, which keeps the sums of the layers in float32. With sums in
         bfloat16, the logprobs of two passes that add in another order differ twice as much.
         """
-        found = self.on(device)
+        precision = self.on(device)
         if device.type == "cpu" and network.dtype == torch.bfloat16:
-            return Precision(found.matmul, "bfloat16")
-        if found.autocast or device.type != "cpu" or network.dtype != torch.float32:
-            return found
+            return Precision(precision.matmul, "bfloat16")
+        if precision.autocast or device.type != "cpu" or network.dtype != torch.float32:
+            return precision
         is_wide = getattr(network.config.get_text_config(), "hidden_size", 0) >= LEAST_HIDDEN
-        return Precision("medium") if is_wide and is_amd() and medium_is_exact() else found
+        return Precision("medium") if is_wide and is_amd() and medium_is_exact() else precision
 
     def tried(self, model: LanguageModel) -> Precision:
         """Return the precision of the passes of ``model``, after a trial of mixed precision.
@@ -116,11 +116,11 @@ class Precision:
         """
         if self.on(model.device) != self:
             model.log_once("precision", f"products are exact, not {self}: this CPU has no bfloat16 instructions")
-        found = self.used(model.network, model.device)
-        if not found.autocast:
-            return found
+        precision = self.used(model.network, model.device)
+        if not precision.autocast:
+            return precision
         try:
-            with torch.no_grad(), trial(), found.forward(model.device, model.network):
+            with torch.no_grad(), trial(), precision.forward(model.device, model.network):
                 plain_logits(model, probe_tokens(model, 0, 8))
         except FastPathError as error:
             if self.autocast is None:
@@ -130,7 +130,7 @@ class Precision:
                 f"backend.autocast: {model.class_name} cannot compute in mixed precision: {error}; leave it out, or set "
                 "model.dtype=bfloat16"
             ) from None
-        return found
+        return precision
 
     def contexts(self, model: LanguageModel) -> tuple[Half, Half]:
         """Return the contexts of the two halves of a pass at this precision, which :meth:`tried` has returned."""
@@ -206,15 +206,17 @@ def sampling_precision(precision: Precision, model: LanguageModel, num_tokens: i
         return precision.forward(model.device, model.network)
     if precision.matmul != EXACT and not (model.device.type == "cpu" and medium_is_exact()):
         return precision.backward()
-    found = DEFAULT.used(model.network, model.device) if num_tokens >= LEAST_TOKENS else DEFAULT
-    return contextlib.nullcontext() if found == DEFAULT else found.backward()
+    if num_tokens < LEAST_TOKENS:
+        return contextlib.nullcontext()
+    default = DEFAULT.used(model.network, model.device)
+    return contextlib.nullcontext() if default == DEFAULT else default.backward()
 
 
 @functools.cache
 def instructions() -> str | None:
     """Return the name of the CPU's fastest instructions for products of bfloat16; None if the CPU has none."""
-    found = torch.cpu.get_capabilities()
-    return next((name for name in INSTRUCTIONS if found.get(name)), None)
+    capabilities = torch.cpu.get_capabilities()
+    return next((name for name in INSTRUCTIONS if capabilities.get(name)), None)
 
 
 @functools.cache
@@ -232,9 +234,9 @@ def medium_is_exact() -> bool:
     draw = torch.Generator().manual_seed(0)
     left, right = (torch.randn(shape, generator=draw, dtype=torch.float32, device="cpu") for shape in ((64, 512), (512, 64)))
     with Precision("medium").backward():
-        found = left @ right
+        product = left @ right
     expected = left.double() @ right.double()
-    return bool((found - expected).norm() < 1e-6 * expected.norm())
+    return bool((product - expected).norm() < 1e-6 * expected.norm())
 
 
 @functools.cache

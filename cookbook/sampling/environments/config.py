@@ -212,7 +212,7 @@ class PythonEnvironment(EnvironmentConfig):
     """The user's own environment: ``target`` is ``file.py:Class``, with a path relative to the current folder.
 
     The class needs no arguments; a function without arguments that returns an environment will do. A class written for TRL's
-    ``environment_factory`` runs unchanged. docs/environments.md explains its methods.
+    ``environment_factory`` runs unchanged. docs/guide/environments.md explains its methods.
 
     Raises:
         ConfigError: the file or class does not exist, or the file cannot be imported. Other errors of the file pass through.

@@ -23,7 +23,7 @@ from cookbook.config.typed import construct_target
 from cookbook.data.reasoning import without_reasoning
 from cookbook.errors import BadRowError, ConfigError, CookbookError, DataError, RolloutError, described
 from cookbook.futures import Awaiter
-from cookbook.protocols import ServiceReward
+from cookbook.protocols import ModelReward, ServiceReward
 from cookbook.sampling import workers
 from cookbook.sampling.rewards.builtin import Limits, Python
 from cookbook.sampling.rewards.signature import Arguments, Judged, Signature, Style, arguments
@@ -77,13 +77,15 @@ class RewardRunner:
         # Optimizer steps that are finished, for rewards that change with them.
         self.step = 0
         self._service: ServiceReward | None = None
+        self._model: ModelReward | None = None
         self._processes: list[WorkerProcess] = []
         if isinstance(reward, Weighted):
             self._parts = {name: RewardRunner(part, f"{key}.parts.{name}") for name, part in reward.parts.items()}
         else:
             self._function = function_of(reward)
             # Python compares a value with a protocol member by member, too slowly for every completion.
-            self._service = reward if isinstance(reward, ServiceReward) else None
+            self._model = reward if isinstance(reward, ModelReward) else None
+            self._service = reward if isinstance(reward, ServiceReward) and self._model is None else None
             self._signature = SERVICE if self._service is not None else Signature.of(self._function)
             if isinstance(reward, Limits) and reward.workers and self._service is None:
                 configuration = workers.configuration(reward, key)
@@ -211,7 +213,8 @@ class RewardRunner:
         """Return the runners of the rewards that run in the main process: of this reward, or of its parts."""
         if self._parts:
             return [one for part in self._parts.values() for one in part.immediate()]
-        return [] if self._processes or self._service is not None else [self]
+        is_elsewhere = self._processes or self._service is not None or self._model is not None
+        return [] if is_elsewhere else [self]
 
     @property
     def normalized(self) -> Mapping[str, float] | None:
@@ -242,6 +245,13 @@ class RewardRunner:
         self._awaiter.close()
 
     def _start(self, given: Arguments) -> Callable[[], Scores | RewardFailure]:
+        if self._model is not None:
+            try:
+                result = self._model.start(**given.by_name)
+            except CookbookError as error:
+                failure = RewardFailure(f"reward: {error}", error, of_row=isinstance(error, DataError))
+                return lambda: failure
+            return lambda: call(lambda **_: result(), given, self._awaiter)
         if self._service is not None:
             answer = self._service.start(**given.by_name)
             return lambda: call(lambda **_: answer(), given, self._awaiter)

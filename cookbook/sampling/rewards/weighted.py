@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from cookbook.errors import ConfigError, RolloutError
-from cookbook.protocols import Backend, Preflight, Reward
+from cookbook.protocols import Backend, ModelReward, Preflight, Reward
 from cookbook.utils.suggest import did_you_mean
 
 if TYPE_CHECKING:
@@ -102,6 +102,14 @@ class Weighted:
                 parts |= {} if score is None else {f"{name}/{part}": number for part, number in score.parts.items()}
             sums.append(Score(value, parts, steps))
         return sums
+
+
+def model_rewards(reward: Reward | Weighted | None, key: str = "reward") -> dict[str, ModelReward]:
+    """Return the rewards that a second model computes, by the key of the reward: ``reward``, ``reward.parts.NAME``."""
+    if isinstance(reward, Weighted):
+        parts = [model_rewards(part, f"{key}.parts.{name}") for name, part in reward.parts.items()]
+        return {name: one for part in parts for name, one in part.items()}
+    return {key: reward} if isinstance(reward, ModelReward) else {}
 
 
 def _steps(scores: Mapping[str, Score], weights: Mapping[str, float], where: str) -> tuple[float, ...]:

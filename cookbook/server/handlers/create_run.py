@@ -9,6 +9,7 @@ from functools import partial
 
 from cookbook.backends import worker
 from cookbook.backends.local import LocalTrainer
+from cookbook.backends.local.shared_calls import PassSharing
 from cookbook.backends.remote.connection import DROPOUT
 from cookbook.errors import ConfigError, CookbookError
 from cookbook.server.handlers.quotas import check_disk, check_runs
@@ -31,7 +32,7 @@ TRAINING_SHARE = 0.5
 # Suffix of a model name that requests training of all parameters. A rank of 0 has the same effect.
 FULL = ":full"
 # Creates the trainer of a run; blocks while the weights are loaded. Its arguments are ``graphs``, the run's view of the kept
-# graphs, and ``lane``, the queue of the trainer's calls.
+# graphs, ``lane``, the queue of the trainer's calls, and ``sharing``, whether they share passes with those of other runs.
 MakeTrainer = Callable[..., LocalTrainer]
 
 
@@ -121,9 +122,11 @@ async def load_run(service: Service, session: Session, kind: str, body: bytes, l
         info, make = _from_checkpoint(service, session, parse(LoadWeights, body))
     graphs = RunGraphs(service.host.graphs)
     lane = service.host.worker.lane(session.account, TRAINING_SHARE, pauses=service.host.can_pause)
-    trainer = await asyncio.to_thread(make, graphs=graphs, lane=lane)
+    sharing = PassSharing(service.config.share_passes)
+    trainer = await asyncio.to_thread(make, graphs=graphs, lane=lane, sharing=sharing)
     info = service.catalog.add_run(info)
-    return TrainingRun(info, session.session_id, trainer, lane, graphs, service.requests, log, service.config.gap_timeout_s)
+    gap_s = service.config.gap_timeout_s
+    return TrainingRun(info, session.session_id, trainer, lane, graphs, sharing, service.requests, log, gap_s)
 
 
 def create_custom_loss(service: Service, fields: CustomLoss, body: bytes) -> Request:

@@ -77,7 +77,11 @@ async def _newest_weights(service: Service, run_id: str) -> SamplingSession:
     service.wake(run_id)
     published = service.runs[run_id].published if run_id in service.runs else {}
     live = {number: sampler_id for sampler_id, number in published.items() if sampler_id in service.samplers}
-    saved = {one.request or 0: one for one in service.catalog.of_run(info.run_id) if one.address.kind == "sampler_weights"}
+    saved = {
+        record.request or 0: record
+        for record in service.catalog.of_run(info.run_id)
+        if record.address.kind == "sampler_weights"
+    }
     if live and max(live) > max(saved, default=0):
         return service.samplers.touch(live[max(live)])
     if not saved:
@@ -105,11 +109,11 @@ def models(service: Service) -> list[JsonObject]:
     """Return the entries of ``GET /v1/models``: the base model, each run with weights to sample from, and each checkpoint."""
     entries = [_entry(service, name, service.endpoint.created) for name in base_names(service)]
     for info in service.own_runs():
-        saved = [one for one in service.catalog.of_run(info.run_id) if one.address.kind != "external_weights"]
+        saved = [record for record in service.catalog.of_run(info.run_id) if record.address.kind != "external_weights"]
         is_published = info.run_id in service.runs and bool(service.runs[info.run_id].published)
-        if is_published or any(one.address.kind == "sampler_weights" for one in saved):
+        if is_published or any(record.address.kind == "sampler_weights" for record in saved):
             entries.append(_entry(service, f"{RUNS}{info.run_id}", info.created))
-        entries += [_entry(service, one.address.path, one.time) for one in saved]
+        entries += [_entry(service, record.address.path, record.time) for record in saved]
     return entries
 
 
@@ -138,7 +142,7 @@ async def chat_prompt(service: Service, fields: ChatBody) -> list[int]:
     def render() -> list[int]:
         # The role developer replaces system in newer versions of OpenAI's API.
         roles = {"developer": "system"}
-        renamed = [{**one, "role": roles.get(str(one.get("role")), one.get("role"))} for one in fields.messages]
+        renamed = [{**message, "role": roles.get(str(message.get("role")), message.get("role"))} for message in fields.messages]
         chat = Chat("messages", parse_messages(renamed, "request", "messages"), len(renamed), tools, options)
         return service.host.renderer.prompts([chat])[0][0]
 
@@ -225,7 +229,7 @@ class Completion:
     def __init__(self, service: Service, caller: Caller, weights: SamplingSession, questions: Sequence[Question]) -> None:
         self.service, self._caller, self._weights, self._questions = service, caller, weights, questions
         self._num_tokens = _admit(service, caller, questions)
-        longest = max(len(one.prompt) for one in questions)
+        longest = max(len(question.prompt) for question in questions)
         self._size = caller.size_class(service.host, longest * len(questions) + self._num_tokens)
         self._futures: list[SampleFuture[Any]] = []
         self._events: asyncio.Queue[tuple[int, list[TokenChunk] | None]] = asyncio.Queue()
@@ -310,7 +314,7 @@ class Completion:
             self.service.metrics.sampled_tokens += sum(len(sequence.tokens) for sequence in response.sequences)
         if not self._num_left:
             self.service.endpoint.end(self._caller, self._weights, self._num_tokens)
-            is_failed = any(one.exception() is not None for one in self._futures)
+            is_failed = any(future.exception() is not None for future in self._futures)
             self.service.metrics.count_settled("endpoint", time.monotonic() - self._started, failed=is_failed)
             self._finished.set()
 
@@ -358,15 +362,16 @@ def _admit(service: Service, caller: Caller, questions: Sequence[Question]) -> i
     context = service.host.info.max_context_length
     for question in questions:
         if len(question.prompt) + (1 if question.max_tokens is None else question.max_tokens) > context:
-            given = f"{len(question.prompt)} prompt tokens and max_tokens={question.max_tokens}"
-            message = f"{given} exceed the context of {context} tokens; shorten the prompt or lower max_tokens"
+            tokens = f"{len(question.prompt)} prompt tokens and max_tokens={question.max_tokens}"
+            message = f"{tokens} exceed the context of {context} tokens; shorten the prompt or lower max_tokens"
             raise InvalidField("max_tokens", message, code="context_length_exceeded")
         if question.top > service.host.vocabulary_size:
             raise InvalidField("logprobs", f"the vocabulary has {service.host.vocabulary_size} tokens, got {question.top}")
     num_samples = sum(question.num_samples for question in questions)
     check_count(num_samples)
     num_tokens = sum(
-        one.num_samples * (context - len(one.prompt) if one.max_tokens is None else one.max_tokens) for one in questions
+        question.num_samples * (context - len(question.prompt) if question.max_tokens is None else question.max_tokens)
+        for question in questions
     )
     longest = max(len(question.prompt) for question in questions)
     scored = sum(len(question.prompt) for question in questions if question.score or question.params is None)

@@ -13,6 +13,7 @@ from pathlib import Path
 from cookbook.backends.local import LocalTrainer
 from cookbook.backends.local.kept_graphs import KeptGraphs
 from cookbook.backends.local.sample_queue import SHARDED, LocalSampler, SampleQueue
+from cookbook.backends.local.shared_calls import PassSharing
 from cookbook.backends.worker import Account, Lane, Worker
 from cookbook.checkpoints import manifest, sampler_checkpoints
 from cookbook.data import Renderer
@@ -186,10 +187,11 @@ class Host:
         dropout: float | None = None,
         graphs: RunGraphs | None = None,
         lane: Lane | None = None,
+        sharing: PassSharing | None = None,
     ) -> LocalTrainer:
         """Create a run on the base model. ``rank`` 0 trains all parameters; ``dropout`` None is the server's."""
         model = self._with_dropout(replace(self.model, lora_rank=rank, lora_target_modules=modules), dropout)
-        return self._trainer(model, folder, seed, graphs, lane)
+        return self._trainer(model, folder, seed, graphs, lane, sharing)
 
     def trainer_from_checkpoint(
         self,
@@ -201,6 +203,7 @@ class Host:
         dropout: float | None = None,
         graphs: RunGraphs | None = None,
         lane: Lane | None = None,
+        sharing: PassSharing | None = None,
     ) -> LocalTrainer:
         """Create a run that starts from a checkpoint, with its optimizer state if ``optimizer``.
 
@@ -210,7 +213,7 @@ class Host:
         model = self._model_of(checkpoint)
         if not is_adapter(model):
             model = replace(self.model, dtype=model.dtype)
-        trainer = self._trainer(self._with_dropout(model, dropout), folder, seed, graphs, lane)
+        trainer = self._trainer(self._with_dropout(model, dropout), folder, seed, graphs, lane, sharing)
         trainer.load_state(str(checkpoint), optimizer=optimizer).result()
         return trainer
 
@@ -259,7 +262,13 @@ class Host:
         return replace(self.model, name=str(folder), random=False, revision=None, dtype=dtype)
 
     def _trainer(
-        self, model: ModelConfig, folder: Path, seed: int, graphs: RunGraphs | None = None, lane: Lane | None = None
+        self,
+        model: ModelConfig,
+        folder: Path,
+        seed: int,
+        graphs: RunGraphs | None = None,
+        lane: Lane | None = None,
+        sharing: PassSharing | None = None,
     ) -> LocalTrainer:
         return LocalTrainer(
             model,
@@ -270,6 +279,7 @@ class Host:
             worker=lane or self.worker.lane(Account()),
             base=self._base,
             graphs=graphs or self.graphs,
+            sharing=sharing,
         )
 
 
@@ -279,8 +289,8 @@ def _loadable(checkpoint: Path) -> Iterator[Path]:
     if manifest.read(checkpoint)["kind"] != "delta":
         yield checkpoint
         return
-    with tempfile.TemporaryDirectory() as aside:
-        yield Path(sampler_checkpoints.export(checkpoint, Path(aside) / checkpoint.name).path)
+    with tempfile.TemporaryDirectory() as temporary:
+        yield Path(sampler_checkpoints.export(checkpoint, Path(temporary) / checkpoint.name).path)
 
 
 def _is_public(name: str) -> bool:

@@ -158,16 +158,16 @@ def sample_result(response: SampleResponse, extras: PromptExtras) -> StoredResul
     return _serialized(message)
 
 
-def _write_targets(tensor: pb.Tensor, wanted: TargetIds, logprobs: Array) -> None:
+def _write_targets(tensor: pb.Tensor, target_ids: TargetIds, logprobs: Array) -> None:
     """Write logprobs in the shape and layout of the ids that they belong to."""
     tensor.dtype = pb.DTYPE_FLOAT32
-    tensor.shape.extend(wanted.shape)
-    if wanted.sparse_crow_indices is None:
+    tensor.shape.extend(target_ids.shape)
+    if target_ids.sparse_crow_indices is None:
         tensor.dense = _float32(logprobs).tobytes()
         return
     tensor.sparse_csr.values = _float32(logprobs).tobytes()
-    tensor.sparse_csr.crow_indices = np.asarray(wanted.sparse_crow_indices, dtype="<i8").tobytes()
-    tensor.sparse_csr.col_indices = np.asarray(wanted.sparse_col_indices or [], dtype="<i8").tobytes()
+    tensor.sparse_csr.crow_indices = np.asarray(target_ids.sparse_crow_indices, dtype="<i8").tobytes()
+    tensor.sparse_csr.col_indices = np.asarray(target_ids.sparse_col_indices or [], dtype="<i8").tobytes()
 
 
 def _nan_where_missing(logprobs: Iterable[float | None], last_n: int | None) -> Array:

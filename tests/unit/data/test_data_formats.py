@@ -23,7 +23,9 @@ PARTS = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?", "image":
 def read(reader, values, **config):
     row = Row("train.jsonl:7", values)
     config = DataConfig(**config)
-    return reader(row, config)(row)
+    found = reader(row, config)(row)
+    # Only a comparison has two examples.
+    return found[0] if reader is conversation_reader else found
 
 
 def said(chat: Chat) -> list[tuple[str, str]]:

@@ -607,10 +607,10 @@ def test_the_openai_client_chats_completes_streams_and_lists(client, post):
 def test_the_page_shows_what_runs(server, capsys):
     """The example with ``openai``, and the one with curl."""
     pytest.importorskip("openai", reason="the package openai is not installed: pip install openai")
-    page = (ROOT / "docs/endpoint.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/operate/endpoint.md").read_text(encoding="utf-8")
     page = page.replace("http://127.0.0.1:8000", server.url)
     [example] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    exec(compile(example, "docs/endpoint.md", "exec"), {})
+    exec(compile(example, "docs/operate/endpoint.md", "exec"), {})
     assert len(capsys.readouterr().out) > 10
     [command] = re.findall(r"^\$ (curl .*?)\n```", page, re.DOTALL | re.MULTILINE)
     words = shlex.split(command.replace("\\\n", " "))
