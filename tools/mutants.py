@@ -35,8 +35,8 @@ MUTANTS = (
     # :func:`unsynced` removes each sync; here are those that come too late.
     (
         "utils/files.py",
-        "        sync(aside)\n        aside.replace(path)\n",
-        "        aside.replace(path)\n        sync(path)\n",
+        "        sync(temporary)\n        temporary.replace(path)\n",
+        "        temporary.replace(path)\n        sync(path)\n",
         POWER,
     ),
     ("checkpoints/manifest.py", '[*folder.rglob("*"), folder]', "[folder]", POWER),
@@ -64,7 +64,7 @@ MUTANTS = (
     ),
     # Learning rates, seeds and versions of the right step.
     ("run/run.py", "self.schedule.factor(step.index + 1, step.total)", "self.schedule.factor(step.index, step.total)", WIRING),
-    ("sampling/rollouts.py", "one.seed * 1_000_003 + index", "one.seed * 1_000_003", WIRING),
+    ("sampling/rollouts.py", "evaluator.seed * 1_000_003 + index", "evaluator.seed * 1_000_003", WIRING),
     ("sampling/rollouts.py", "seed=seed + index", "seed=seed", WIRING),
     ("engine/engine.py", ENGINE_SEED, ENGINE_SEED.replace(" + self.step * 10_007", ""), WIRING),
     ("engine/engine.py", ENGINE_SEED, ENGINE_SEED.replace(" + self.seeds", ""), WIRING),
@@ -114,8 +114,8 @@ MUTANTS = (
     ("sampling/rollouts.py", "float(lengths.max())", "float(lengths.min())", WIRING),
     (
         "sampling/rollouts.py",
-        "scores = pending()\n",
-        "scores = pending()[::-1]\n",
+        "scores = pending[index]()\n",
+        "scores = pending[index]()[::-1]\n",
         WIRING,
     ),
     ("run/run.py", "self.recorder.write_sample(step.index + 1, row)", "self.recorder.write_sample(step.index, row)", WIRING),
@@ -260,8 +260,8 @@ MUTANTS = (
     ("sampling/rollouts.py", "skips_bad_rows or len(self.groups) == 1:", "skips_bad_rows:", "tests/unit/data/test_bad_rows.py"),
     (
         "sampling/environments/capture.py",
-        "len(further) < len(found[1])",
-        "len(further) > len(found[1])",
+        "len(further) < len(match[1])",
+        "len(further) > len(match[1])",
         "tests/unit/sampling/test_agents.py",
     ),
 )
