@@ -87,8 +87,12 @@ def objective(rows: Sequence[JsonObject], name: str | None) -> float | None:
         name: the metric; None: the first of ``HEADLINES`` that the rows have and that grows with quality.
     """
     names = [name] if name else [headline.key for headline in HEADLINES if is_better_higher(headline.key)]
-    values = next(([row[key] for row in rows if key in row] for key in names if any(key in row for row in rows)), None)
-    return None if values is None else math.nan if values[-1] is None else float(values[-1])
+    for key in names:
+        values = [row[key] for row in rows if key in row]
+        if values:
+            # JSON has no NaN, so a value that is not finite is stored as null.
+            return math.nan if values[-1] is None else float(values[-1])
+    return None
 
 
 def curves(run: Run) -> None:
@@ -108,21 +112,24 @@ def summary(run: Run, first_rows: Mapping[Split, Sequence[Row]]) -> None:
         say(line)
     if (slow := slow_evaluation(rows)) is not None:
         say(slow)
-    dropped, retries = (int(sum(row.get(key, 0) for row in rows)) for key in ("rollout/failed", "rollout/retries"))
+    dropped = int(sum(row.get("rollout/failed", 0) for row in rows))
+    retries = int(sum(row.get("rollout/retries", 0) for row in rows))
     if dropped or retries:
         say(
             f"sampling: {counted(retries, 'retried request')}, {counted(dropped, 'prompt')} left out (log.txt names their rows)"
         )
-    best = run.best.step if run.best.step not in (None, run.done) else None
+    # Whether the best weights are those of an earlier step than the last.
+    is_best_older = run.best.step not in (None, run.done)
     if run.best.step is not None:
-        say(f"best: {run.best.text}{'' if best is None else f'; {run.out}@best'}")
+        name = f"; {run.out}@best" if is_best_older else ""
+        say(f"best: {run.best.text}{name}")
     for example in run.recorder.examples:
         say(f"  {one_line(example, judge)}")
     if (left_out := run.recorder.bad_rows.summary()) is not None:
         say(left_out)
     names = [name for name in ("metrics.jsonl", "samples.jsonl", "curves.svg", "checkpoints") if (run.out / name).exists()]
     say(f"run folder: {run.out}  ({', '.join(names)})")
-    say(f"next: {_next(run, best is not None, [*first_rows.get('eval', ()), *first_rows.get('train', ())])}")
+    say(f"next: {_next(run, is_best_older, [*first_rows.get('eval', ()), *first_rows.get('train', ())])}")
 
 
 def headlines(rows: Sequence[JsonObject], judge: str) -> Iterator[str]:
@@ -155,15 +162,16 @@ def _error(number: int, *shares: float) -> str:
     if number >= MANY_ROWS:
         return ""
     points = 100 * max(standard_error(share, number) for share in shares)
-    return f" (standard error {points:.{0 if points >= 10 else 1}f} points)"
+    decimals = 0 if points >= 10 else 1
+    return f" (standard error {points:.{decimals}f} points)"
 
 
 def error_of(key: str, metrics: Mapping[str, float]) -> str:
     """Return the standard error of a metric of one evaluation as text; empty for metrics that are not a share of rows."""
-    headline = next((candidate for candidate in HEADLINES if candidate.key == key and candidate.is_share), None)
-    return (
-        "" if headline is None or headline.count not in metrics else _error(int(metrics[headline.count]), metrics[key]).strip()
-    )
+    for headline in HEADLINES:
+        if headline.key == key and headline.is_share and headline.count in metrics:
+            return _error(int(metrics[headline.count]), metrics[key]).strip()
+    return ""
 
 
 def standard_error(share: float, number: int) -> float:
