@@ -180,8 +180,10 @@ def _conversation_format(first: Row, config: DataConfig) -> RowFormat[Sequence[E
 def _preference_format(first: Row, config: DataConfig) -> RowFormat[Preference]:
     name = detect(first, config, ("preference",))
     cells = RowView(first, config)
-    has_instruction = cells.has("instruction") and not cells.has("prompt")
-    return RowFormat(_preference, (*NEEDS[name], *(("instruction", "input") if has_instruction else ("prompt",))))
+    before: tuple[str, ...] = ("prompt",)
+    if not cells.has("prompt"):
+        before = ("instruction", "input") if cells.has("instruction") else ("messages",) if cells.has("messages") else before
+    return RowFormat(_preference, (*NEEDS[name], *before))
 
 
 def _label_format(first: Row, config: DataConfig) -> RowFormat[Sequence[Labelled]]:
@@ -392,6 +394,9 @@ def _preference(cells: RowView) -> Preference:
         return _implicit(cells)
     if not cells.has("prompt") and cells.has("instruction"):
         return Preference(_instructed(cells, "chosen"), _instructed(cells, "rejected"))
+    if not cells.has("prompt") and cells.has("messages"):
+        # LLaMA-Factory has pairs in this form, each answer as one message.
+        return Preference(_answered(cells, "chosen", "messages"), _answered(cells, "rejected", "messages"))
     if not cells.has("prompt"):
         raise DataError(
             f"{cells.where}: chosen and rejected need a prompt; name its column with {cells.key}.columns.prompt, "
@@ -441,12 +446,12 @@ def _shared(chosen: tuple[ChatMessage, ...], rejected: tuple[ChatMessage, ...]) 
     return 0
 
 
-def _answered(cells: RowView, role: str) -> Example:
+def _answered(cells: RowView, role: str, prompt: str = "prompt") -> Example:
     """The prompt and one answer to it, each text or messages."""
     cells.check_context()
-    if cells.is_text("prompt") and cells.is_text(role) and not cells.config.chat:
-        return _plain(cells, as_text(cells.value("prompt"), f'{cells.where}: "{cells.column("prompt")}"'), cells.text(role))
-    before, after = cells.messages("prompt"), cells.messages(role, speaker="assistant")
+    if cells.is_text(prompt) and cells.is_text(role) and not cells.config.chat:
+        return _plain(cells, as_text(cells.value(prompt), f'{cells.where}: "{cells.column(prompt)}"'), cells.text(role))
+    before, after = cells.messages(prompt), cells.messages(role, speaker="assistant")
     if after[0].role != "assistant":
         what = f'"{cells.column(role)}" begins with a {after[0].role} message'
         raise DataError(f"{cells.where}: {what}; begin it with the assistant's")

@@ -255,7 +255,8 @@ class EnvironmentRunner(EpisodeRunner):
             trajectory = Trajectory(own.branches if own is not None else (), "done")
             ended = [{"text": trajectory.text, "trajectory": trajectory.messages()}]
             if self.grader is not None:
-                ended[0] |= {"grader": self.grader, "row": dict(episode.row.values), "step": self.step}
+                opened = [turn.opened for turn in trajectory.turns]
+                ended[0] |= {"grader": self.grader, "row": dict(episode.row.values), "step": self.step, "opened": opened}
         return self._pending(episode, "reward", ended, lambda result: None if result is None else EarnedReward(**result))
 
     def end(self, episode: Episode) -> None:

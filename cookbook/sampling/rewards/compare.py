@@ -202,7 +202,7 @@ def _win_rate(
 
 
 def _question(first: Sequence[JsonObject], second: Sequence[JsonObject]) -> AnswerPair:
-    """Return the two continuations of the messages that both attempts begin with, up to an answer."""
+    """Return both attempts without the messages that they share, from an answer on."""
     shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
     # Both continue with an answer of the model, of at least one message.
     start = min(shared, len(first) - 1, len(second) - 1)

@@ -139,7 +139,7 @@ class RewardRunner:
             _prompt_of(prompt),
             [[token for turn in attempt.turns for token in turn.tokens] for attempt in attempts],
         )
-        opened = [attempt.turns[-1].opened if attempt.turns else "" for attempt in attempts]
+        opened = [[turn.opened for turn in attempt.turns] for attempt in attempts]
         pending = self._submit(judged, prompt.row.where, opened)
 
         def result() -> list[Score]:
@@ -166,9 +166,9 @@ class RewardRunner:
         Args:
             trajectories: the messages of each attempt, with ``role`` and ``content``, from the prompt to its end.
         """
-        return self._submit(Judged(completions, row.values, trajectories), row.where, [""] * len(completions))
+        return self._submit(Judged(completions, row.values, trajectories), row.where, [[] for _ in completions])
 
-    def _submit(self, judged: Judged, where: str, opened: Sequence[str]) -> PendingScores:
+    def _submit(self, judged: Judged, where: str, opened: Sequence[Sequence[str]]) -> PendingScores:
         if isinstance(self.reward, Weighted):
             of_parts = {}
             for name, part in self._parts.items():
@@ -179,7 +179,7 @@ class RewardRunner:
         pending = self._submit_calls(judged, where, opened)
         return lambda: [self._applied(score, where) for score in pending()]
 
-    def _submit_calls(self, judged: Judged, where: str, opened: Sequence[str]) -> Callable[[], list[Score | None]]:
+    def _submit_calls(self, judged: Judged, where: str, opened: Sequence[Sequence[str]]) -> Callable[[], list[Score | None]]:
         """Start the calls of one reward. A score is None if the reward does not apply to the completion."""
         judged = dataclasses.replace(judged, step=self.step)
         if isinstance(self.reward, Limits) and self.reward.answer_only:
@@ -320,7 +320,7 @@ class EnvironmentGrader:
         row = ended["row"]
         judged = Judged([ended["text"]], row, [ended["trajectory"]], _own_prompt(row), step=ended["step"])
         if isinstance(self._reward, Limits) and self._reward.answer_only:
-            judged = _without_reasoning(judged, [""])
+            judged = _without_reasoning(judged, [ended["opened"]])
         try:
             [given] = arguments(signature, judged)
         except DataError as error:
@@ -387,20 +387,22 @@ def _own_prompt(row: JsonObject) -> object:
     return ""
 
 
-def _without_reasoning(judged: Judged, opened: Sequence[str]) -> Judged:
+def _without_reasoning(judged: Judged, opened: Sequence[Sequence[str]]) -> Judged:
     """Return the completions and messages of the model without reasoning; those whose reasoning is unfinished are empty.
 
-    ``opened`` are the tags that the prompts have already opened, so that the completions begin inside of reasoning.
+    ``opened`` are for each completion the tags that the prompts of its turns have already opened, so that the text of a turn
+    begins inside of reasoning.
     """
     pairs = zip(opened, judged.completions, strict=True)
-    completions = [without_reasoning(tag + text) or "" for tag, text in pairs]
+    completions = [without_reasoning((tags[-1] if tags else "") + text) or "" for tags, text in pairs]
     trajectories = []
-    for tag, messages in zip(opened, judged.trajectories, strict=True):
+    for tags, messages in zip(opened, judged.trajectories, strict=True):
         said = [dict(one) for one in messages]
-        for place, one in enumerate(said):
-            if one.get("role") == "assistant":
-                before = tag if place == len(said) - 1 else ""
-                said[place]["content"] = without_reasoning(before + str(one.get("content", ""))) or ""
+        answers = [one for one in said if one.get("role") == "assistant"]
+        # The prompt of the data may have earlier answers, which no turn has sampled.
+        before = [""] * (len(answers) - len(tags)) + list(tags)
+        for tag, one in zip(before[len(before) - len(answers) :], answers, strict=True):
+            one["content"] = without_reasoning(tag + str(one.get("content", ""))) or ""
         trajectories.append(said)
     return dataclasses.replace(judged, completions=completions, trajectories=trajectories)
 
