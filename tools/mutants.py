@@ -252,8 +252,8 @@ MUTANTS = (
     ("sampling/environments/runner.py", 'row.where.rpartition("/")[2].encode()', "row.where.encode()", ENVIRONMENTS),
     (
         "sampling/environments/runner.py",
-        "not one.has_failed and one.turns",
-        "not one.has_failed",
+        "not trajectory.has_failed and trajectory.turns",
+        "not trajectory.has_failed",
         ENVIRONMENTS,
     ),
     ("sampling/episodes.py", "config.max_turns + reply.opponent_moves", "config.max_turns", ENVIRONMENTS),

@@ -329,8 +329,8 @@ class JobSchedule:
                     queues.append(other)
                     size += job.work.size
             if len(queues) > 1:
-                for one in queues:
-                    one.jobs[0].has_begun = True
+                for sharing in queues:
+                    sharing.jobs[0].has_begun = True
             return queues
 
     def _run_together(self, queues: Sequence[JobQueue]) -> None:
@@ -338,7 +338,11 @@ class JobSchedule:
         jobs = [queue.jobs[0] for queue in queues]
         works = [job.work for job in jobs if job.work is not None]
         with self._changed:
-            paused = [one.jobs[0].purpose for one in self._ready if one not in queues and one.jobs[0].has_begun]
+            paused = [
+                candidate.jobs[0].purpose
+                for candidate in self._ready
+                if candidate not in queues and candidate.jobs[0].has_begun
+            ]
         self._announce((*(job.purpose for job in jobs), *paused))
         started = time.perf_counter()
         try:

@@ -249,9 +249,9 @@ def detect(row: Row, config: DataConfig, accepted: Sequence[str], needs: Mapping
     for name in accepted:
         if all(cells.has(role) for role in needs[name]):
             return name
-    wanted = " or ".join("+".join(needs[name]) for name in accepted)
+    columns = " or ".join("+".join(needs[name]) for name in accepted)
     raise DataError(
-        f"{row.where}: the columns are {', '.join(row.values) or 'none'}, and this recipe reads {wanted}; "
+        f"{row.where}: the columns are {', '.join(row.values) or 'none'}, and this recipe reads {columns}; "
         f"{_remedy(row, cells, accepted, needs)}"
     )
 
@@ -474,9 +474,9 @@ def _plain(cells: RowView, prompt: str, response: str) -> Plain:
             f"{cells.key}.system needs a conversation, and {cells.where} is plain text; set {cells.key}.chat=true"
         )
     parts = {"tools": cells.has_tools(), "system": cells.system(), TEMPLATE_OPTIONS: cells.template_options()}
-    given = next((name for name, has in parts.items() if has), None)
-    if given:
-        raise DataError(f'{cells.where}: "{given}" needs a conversation, and the row is plain text; set {cells.key}.chat=true')
+    unfit = next((name for name, has in parts.items() if has), None)
+    if unfit:
+        raise DataError(f'{cells.where}: "{unfit}" needs a conversation, and the row is plain text; set {cells.key}.chat=true')
     return Plain(cells.where, prompt, response)
 
 

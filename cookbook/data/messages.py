@@ -178,14 +178,16 @@ def messages_in_text(value: object) -> object:
     if not isinstance(value, str) or not LIST_OF_OBJECTS.match(value):
         return value
     try:
-        found = json.loads(value)
+        parsed = json.loads(value)
     except ValueError:
         try:
-            found = ast.literal_eval(value.strip())
+            parsed = ast.literal_eval(value.strip())
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             return value
-    named = isinstance(found, list) and all(isinstance(one, dict) and ("role" in one or "from" in one) for one in found)
-    return found if named else value
+    named = isinstance(parsed, list) and all(
+        isinstance(message, dict) and ("role" in message or "from" in message) for message in parsed
+    )
+    return parsed if named else value
 
 
 def usual_role(role: str) -> str:
@@ -258,7 +260,7 @@ def _is_data(content: Any) -> bool:
     if isinstance(content, Mapping):
         return True
     parts = isinstance(content, Sequence) and not isinstance(content, str)
-    return parts and not all(isinstance(one, Mapping) and isinstance(one.get("type"), str) for one in content)
+    return parts and not all(isinstance(part, Mapping) and isinstance(part.get("type"), str) for part in content)
 
 
 def _content(content: object, place: str) -> str:
@@ -267,8 +269,8 @@ def _content(content: object, place: str) -> str:
     if isinstance(content, Sequence):
         return "".join(_part(part, f'{place} "content"[{index}]') for index, part in enumerate(content))
     if content is None or isinstance(content, Mapping):
-        found = "none" if content is None else "an object"
-        raise DataError(f'{place} needs "content" that is text, got {found}; cookbook trains text only')
+        description = "none" if content is None else "an object"
+        raise DataError(f'{place} needs "content" that is text, got {description}; cookbook trains text only')
     return as_text(content, f'{place} "content"')
 
 
@@ -279,8 +281,8 @@ def _part(part: object, place: str) -> str:
     kind = part.get("type", "text" if "text" in part else None)
     others = [key for key, value in part.items() if key not in ("type", "text") and value not in (None, "", [], {})]
     if kind not in TEXT_PARTS or others:
-        found = f'"type" {kind!r}' if kind not in TEXT_PARTS else f'"{others[0]}"'
-        raise DataError(f"{place} has {found}; cookbook trains text only, so fix or remove the row")
+        description = f'"type" {kind!r}' if kind not in TEXT_PARTS else f'"{others[0]}"'
+        raise DataError(f"{place} has {description}; cookbook trains text only, so fix or remove the row")
     return as_text(part.get("text"), f'{place} "text"')
 
 
@@ -315,8 +317,8 @@ def _weight(values: dict[str, Any], role: str, place: str) -> float:
         return 1.0
     if "train_detail" in values:
         raise DataError(f'{place} has "train_detail", and cookbook trains a message whole or not at all; give "train" instead')
-    given = {name: values.pop(name) for name in (*WEIGHTS, *TRAIN) if name in values}
-    for name, value in given.items():
+    marks = {name: values.pop(name) for name in (*WEIGHTS, *TRAIN) if name in values}
+    for name, value in marks.items():
         right = isinstance(value, bool) if name in TRAIN else isinstance(value, int | float) and 0 <= value <= 1
         if not right:
             expected = "true or false" if name in TRAIN else "a number from 0 (not trained) to 1"
@@ -324,10 +326,10 @@ def _weight(values: dict[str, Any], role: str, place: str) -> float:
         if value and role != "assistant":
             stated = json.dumps(value)
             raise DataError(f'{place} has "{name}" {stated} on a {role} message; only assistant messages are trained')
-    if len(set(map(bool, given.values()))) > 1 or len({given[name] for name in WEIGHTS if name in given}) > 1:
-        stated = ", ".join(f'"{name}" {json.dumps(value)}' for name, value in given.items())
+    if len(set(map(bool, marks.values()))) > 1 or len({marks[name] for name in WEIGHTS if name in marks}) > 1:
+        stated = ", ".join(f'"{name}" {json.dumps(value)}' for name, value in marks.items())
         raise DataError(f"{place} contradicts itself with {stated}; keep one of them")
-    return float(next(iter(given.values()), 1.0))
+    return float(next(iter(marks.values()), 1.0))
 
 
 def _tool_calls(calls: object, place: str) -> list[Mapping[str, object]]:
@@ -358,10 +360,10 @@ def _with_object(call: Mapping[str, object], place: str) -> Mapping[str, object]
     if not isinstance(arguments, str):
         return call
     try:
-        found = json.loads(arguments) if arguments.strip() else {}
+        parsed = json.loads(arguments) if arguments.strip() else {}
     except ValueError as error:
         raise DataError(f'{place} has "arguments" that are broken JSON: {error}; fix or remove the row') from None
-    return {**call, "arguments": found}
+    return {**call, "arguments": parsed}
 
 
 def with_calls(message: ChatMessage) -> ChatMessage:
@@ -402,7 +404,7 @@ def standard_calls(messages: Sequence[JsonObject]) -> list[JsonObject]:
         elif message["role"] == "tool":
             stated = names.get(message.get("tool_call_id")) if message.get("tool_call_id") is not None else None
             name = stated or next(iter(waiting), "")
-            waiting = [one for one in waiting if one != name]
+            waiting = [call_name for call_name in waiting if call_name != name]
             message = {**message, "tool_call_id": name} if name else message
         changed.append(message)
     return changed

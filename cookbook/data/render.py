@@ -545,8 +545,8 @@ class Renderer:
         """
         stops = [index for index in range(first, behind) if tokens[index] in self.stop_token_ids]
         for stop in stops:
-            rest = tokens[stop + 1 : behind]
-            if all(token in self._encoder.added_ids or self._is_space(token) for token in rest):
+            after_stop = tokens[stop + 1 : behind]
+            if all(token in self._encoder.added_ids or self._is_space(token) for token in after_stop):
                 return first, stop + 1
             if not missing_text(message.call_texts(), without_breaks(self.printed(tokens[first : stop + 1]))):
                 return first, stop + 1

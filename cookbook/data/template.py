@@ -456,8 +456,8 @@ def dropped_text(chat: Chat, index: int, field: str) -> DataError:
 
 def template_sources(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """Return the sources of a tokenizer's chat templates by name. Most have one, ``default``."""
-    found = tokenizer.chat_template
-    return dict(found) if isinstance(found, Mapping) else {"default": str(found)} if found else {}
+    template = tokenizer.chat_template
+    return dict(template) if isinstance(template, Mapping) else {"default": str(template)} if template else {}
 
 
 def all_sources(tokenizer: PreTrainedTokenizerBase) -> str:

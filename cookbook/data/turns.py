@@ -550,11 +550,11 @@ def _without_closed_block(message: ChatMessage, answer: SampledAnswer) -> Sample
     block = EMPTY_BLOCK.match(answer.text) or REST_OF_EMPTY_BLOCK.match(answer.text)
     if block is None or f"/{name}" not in block[0] or not answer.text.startswith(tag[1], block.end()):
         return None
-    rest, opened = answer.text[block.end() :], OPENED.search(answer.prompt)
+    following, opened = answer.text[block.end() :], OPENED.search(answer.prompt)
     if opened is None or opened[1] != tag[1]:
-        return replace(answer, text=rest)
+        return replace(answer, text=following)
     # The prompt has printed the tag, and maybe white space after it.
-    return replace(answer, text=rest.removeprefix(tag[1]).removeprefix(opened[0].removeprefix(tag[1])))
+    return replace(answer, text=following.removeprefix(tag[1]).removeprefix(opened[0].removeprefix(tag[1])))
 
 
 def _instead_of_closed_block(content: str, answer: SampledAnswer) -> SampledAnswer | None:
@@ -563,8 +563,8 @@ def _instead_of_closed_block(content: str, answer: SampledAnswer) -> SampledAnsw
     if tag is None or closed is None or (closed[3] or closed[4]) != (tag[2] or tag[3]):
         return None
     close = f"[/{tag[3]}]" if tag[3] else f"</{tag[2]}>"
-    reasoning, found, said = content.partition(close)
-    if not found or not said.strip() or said.strip() not in answer.text:
+    reasoning, mark, said = content.partition(close)
+    if not mark or not said.strip() or said.strip() not in answer.text:
         return None
     end = answer.text.index(said.strip()) + len(said.strip())
     text = reasoning + close + said.rstrip() + answer.text[end:]
