@@ -129,7 +129,8 @@ class IdleAdapters:
 
 def _tensors(engine: Engine) -> list[Tensor]:
     """Return the trained weights, master weights and optimizer state, each once and in a fixed order."""
-    tensors: list[Tensor] = [parameter for _, parameter in engine.model.trainable()]
+    # Every call asks for them, and a walk through the modules takes a millisecond.
+    tensors: list[Tensor] = list(engine.gradients.parameters)
     if "optimizer" in vars(engine):
         optimizer = engine.optimizer
         weights = {id(one) for one in tensors}
