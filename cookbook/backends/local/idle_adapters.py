@@ -1,4 +1,4 @@
-"""Adapters of idle trainers leave memory: weights and optimizer state go to files, and come back with the next call.
+"""Adapters of idle trainers leave memory: weights and optimizer state go to files, and return with the next call.
 
 A server may have thousands of adapters on one base model, of which few compute at a time. The base weights exist once. Each
 adapter holds its weights and about twice as many bytes of optimizer state; what remains of an idle one are the Python objects
@@ -15,14 +15,19 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import MethodType
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cookbook.engine.engine import Engine
+from cookbook.utils.freed_memory import return_freed_memory
 
 log = logging.getLogger("cookbook")
+# glibc keeps the holes that adapters leave, and aligned blocks of the same size do not fit into them. Holes of this many bytes
+# are returned to the system at a time, because the search for them takes milliseconds.
+RETURNED_BYTES = 64 << 20
 
 
 @dataclass
@@ -54,6 +59,8 @@ class IdleAdapters:
         # The engine that was used last comes last.
         self._adapters: weakref.WeakKeyDictionary[Engine, _Adapter] = weakref.WeakKeyDictionary()
         self._is_full = False
+        # Bytes that have left memory since the allocator returned them to the system.
+        self._freed_bytes = 0
         shutil.rmtree(folder, ignore_errors=True)
 
     @contextlib.contextmanager
@@ -63,7 +70,7 @@ class IdleAdapters:
         Raises:
             OSError: its file cannot be read.
         """
-        adapter = self._adapters.pop(engine, None) or _Adapter(has_graphs)
+        adapter = self._adapters.pop(engine, None) or _Adapter(_weak(has_graphs))
         self._adapters[engine] = adapter
         self._load(engine, adapter)
         adapter.num_users += 1
@@ -104,6 +111,10 @@ class IdleAdapters:
         for one in tensors:
             one.data = one.data.new_empty(0)
         adapter.file = file
+        self._freed_bytes += adapter.num_bytes
+        if self._freed_bytes >= RETURNED_BYTES:
+            return_freed_memory()
+            self._freed_bytes = 0
         weakref.finalize(engine, file.unlink, missing_ok=True)
 
     def _load(self, engine: Engine, adapter: _Adapter) -> None:
@@ -117,9 +128,23 @@ class IdleAdapters:
         adapter.file = None
 
 
+def _weak(has_graphs: Callable[[], bool]) -> Callable[[], bool]:
+    """Return the function, without keeping the object of a method alive: a trainer refers to its engine."""
+    if not isinstance(has_graphs, MethodType):
+        return has_graphs
+    method = weakref.WeakMethod(has_graphs)
+
+    def called() -> bool:
+        function = method()
+        return function is not None and function()
+
+    return called
+
+
 def _tensors(engine: Engine) -> list[Tensor]:
     """Return the trained weights, master weights and optimizer state, each once and in a fixed order."""
-    tensors: list[Tensor] = [parameter for _, parameter in engine.model.trainable()]
+    # Every call asks for them, and a walk through the modules takes a millisecond.
+    tensors: list[Tensor] = list(engine.gradients.parameters)
     if "optimizer" in vars(engine):
         optimizer = engine.optimizer
         weights = {id(one) for one in tensors}

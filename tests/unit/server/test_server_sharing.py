@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import httpx
 import numpy as np
 import pytest
 import servertools
@@ -189,7 +190,7 @@ def test_a_replay_of_one_run_has_the_bits_of_the_shared_passes(start, tmp_path, 
         played(server, clients, runs, 2)
         assert num_passes(server, runs) == 2
         assert server.service.host.idle.num_stored == 3
-        assert "cookbook_stored_adapters 3" in clients[0].get("metrics")
+        assert "cookbook_stored_adapters 3\n" in httpx.get(f"{server.url}/metrics", timeout=WAIT_S).text
         expected = [weights(server, run) for run in runs]
         logged = [server.service.requests._requests[f"{run}/1"].metadata["shape"]["place"] for run in runs]
         assert sorted(logged) == [0, 1, 2]
