@@ -252,8 +252,10 @@ class TokenPieces:
         """
         for token in set(tokens).difference(self._texts):
             self.text(token)
-        visible = "".join([self._visible[token] for token in tokens])
-        return text == visible or text == "".join([self._texts[token] for token in tokens])
+        # map() calls no Python function per token: a step spells every segment of its rollouts.
+        if text == "".join(map(self._visible.__getitem__, tokens)):
+            return True
+        return text == "".join(map(self._texts.__getitem__, tokens))
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
