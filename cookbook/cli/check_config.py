@@ -90,7 +90,7 @@ def plan(cfg: DictConfig, overrides: list[str]) -> list[tuple[str, str]]:
         ("teacher", _teacher(typed) if typed.has_teacher else ""),
         ("reference", NEEDS_REFERENCE if typed.loss.needs_reference and not typed.has_teacher else ""),
         ("optimizer", _optimizer(typed)),
-        ("precision", precision(typed.backend)),
+        ("precision", precision(typed.backend, typed.model.dtype)),
         ("steps", _steps(asdict(typed.recipe), rows)),
         ("evaluation", _evaluation(typed, held_out)),
         ("deployment", _deployment(typed)),
@@ -185,9 +185,9 @@ def _deployment(typed: Settings) -> str:
     return SLOW_ON_GPU if has_gpu and typed.data_kind == "rollouts" else ""
 
 
-def precision(backend: Backend) -> str:
-    """Describe the precision of products, and the gain of others on this machine; empty if another machine computes."""
-    return backend.precision.described(backend.torch_device()) if isinstance(backend, PrecisionBackend) else ""
+def precision(backend: Backend, dtype: str) -> str:
+    """Describe the precision of products with weights of ``dtype`` on this machine; empty if another machine computes."""
+    return backend.precision.described(backend.torch_device(), dtype) if isinstance(backend, PrecisionBackend) else ""
 
 
 def _steps(recipe: JsonObject, rows: int | None) -> str:

@@ -119,7 +119,7 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
             f"{'a CPU' if cpu else 'a GPU'} of the job; its free memory and its instructions are not known here",
         )
     else:
-        place = ("precision", precision(backend))
+        place = ("precision", precision(backend, typed.model.dtype))
     offloads = bool(getattr(backend, "optimizer_offload", False)) and not cpu
     estimated = _lines(needs, shape, backend.optimizer, recomputed, process_bytes=_process_bytes(typed), offloads=offloads)
     lines = [*estimated, place, *_ranks(needs, typed), *_deployment(cfg, typed), _disk(needs, typed)]

@@ -13,6 +13,7 @@ They do not depend on the values in the rows of other calls. So a :class:`PassSh
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -63,11 +64,12 @@ class AdapterCall:
     error: BaseException | None = None
     _context: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
-    @property
+    # The schedule of a worker asks for both at every turn.
+    @functools.cached_property
     def num_tokens(self) -> int:
         return sum(datum.model_input.length for datum in self.data)
 
-    @property
+    @functools.cached_property
     def key(self) -> Hashable | None:
         """Value that is equal for calls that may share a pass; None: the call needs a pass of its own."""
         if not self.data or self.num_tokens > self.engine.pass_tokens:
