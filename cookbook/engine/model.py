@@ -230,7 +230,7 @@ def _load(
             )
         network = shared.under_adapter() if adapter or config.lora_rank else shared.copied()
     set_dropout(network, config.dropout)
-    # Under a new adapter, rows that the model has in reserve stay as they are: the adapter has the rows of added tokens, and
+    # Under a new adapter, rows that the model has in reserve stay unchanged: the adapter has the rows of added tokens, and
     # later loads compare the base model with its files.
     rows = int(network.get_input_embeddings().weight.shape[0])
     reserved = [token for token in fresh if token < rows] if config.lora_rank and not adapter else []

@@ -62,7 +62,7 @@ def test_an_adapter_on_rows_in_reserve_leaves_the_base_as_it_is(tied: bool, tmp_
     assert found.vocabulary_size == tiny.VOCABULARY + 5
     old = plain.network.get_input_embeddings().weight
     base = found.network.get_input_embeddings()
-    assert torch.equal(base.get_base_layer().weight, old)
+    assert torch.equal(base.original_module.weight, old)
     tokens = torch.tensor([[FIRST, SECOND]])
     assert torch.allclose(base(tokens)[0], old[:FIRST].mean(0).expand(2, -1), atol=1e-6)
     sampler_checkpoints.export(saved, tmp_path / "merged", merged=True)
