@@ -230,12 +230,17 @@ def _load(
             )
         network = shared.under_adapter() if adapter or config.lora_rank else shared.copied()
     set_dropout(network, config.dropout)
-    _resize(network, config, tokenizer, fresh, is_adapter=adapter is not None)
+    # Under a new adapter, rows that the model has in reserve stay unchanged: the adapter has the rows of added tokens, and
+    # later loads compare the base model with its files.
+    rows = int(network.get_input_embeddings().weight.shape[0])
+    reserved = [token for token in fresh if token < rows] if config.lora_rank and not adapter else []
+    _resize(network, config, tokenizer, [one for one in fresh if one not in reserved], is_adapter=adapter is not None)
     if adapter:
         config = _as_adapter(config, adapter)
         network = _load_adapter(network, config)
     elif config.lora_rank:
         network = add_lora(network, config, seed, _ids(tokenizer, config))
+        vocabulary.begin_rows(network, reserved)
     network.eval()
     set_end_tokens(network, tokenizer)
     return LanguageModel(network, tokenizer, config, device)

@@ -83,6 +83,17 @@ def trainable_rows(network: PreTrainedModel, ids: Sequence[int]) -> dict[str, li
     return {names[id(layer)]: list(ids) for layer in layers}
 
 
+@torch.no_grad()
+def begin_rows(network: nn.Module, tokens: Sequence[int]) -> None:
+    """Let an adapter's rows of tokens that the model has in reserve begin as the mean of the rows before them."""
+    for module in network.modules() if tokens else ():
+        for name, rows in dict(getattr(module, "trainable_tokens_delta", {})).items():
+            weight: torch.Tensor = module.get_base_layer().weight  # type: ignore[operator]
+            mean = weight[: min(tokens)].float().mean(0).to(rows.dtype)
+            places = [place for place, token in enumerate(module.token_indices[name]) if token in tokens]  # type: ignore[index]
+            rows[places] = mean
+
+
 def stored_rows(adapter: Path, network: PreTrainedModel) -> int | None:
     """Return the number of rows of the embeddings for which an adapter was made; None if its file does not show the number.
 

@@ -50,6 +50,26 @@ def test_new_rows_begin_as_the_mean(tied: bool, tmp_path: Path) -> None:
     assert shape is not None and shape.vocabulary_size == tiny.VOCABULARY + 2 and shape.trained is not None
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_adapter_on_rows_in_reserve_leaves_the_base_as_it_is(tied: bool, tmp_path: Path) -> None:
+    """Qwen's models have more embeddings than their tokenizer has tokens; a merged export compares the base with its files."""
+    folder = str(tiny.save(tmp_path / "base", tie_word_embeddings=tied, vocab_size=tiny.VOCABULARY + 5))
+    plain = load(ModelConfig(folder), torch.device("cpu"), seed=0)
+    config = ModelConfig(folder, lora_rank=2, add_tokens=TOKENS)
+    trainer = LocalTrainer(config, LocalConfig(), seed=0, folder=tmp_path / "run")
+    saved = Path(trainer.save_state("state").result().path)
+    found = load(ModelConfig(str(saved)), torch.device("cpu"), seed=0)
+    assert found.vocabulary_size == tiny.VOCABULARY + 5
+    old = plain.network.get_input_embeddings().weight
+    base = found.network.get_input_embeddings()
+    assert torch.equal(base.original_module.weight, old)
+    tokens = torch.tensor([[FIRST, SECOND]])
+    assert torch.allclose(base(tokens)[0], old[:FIRST].mean(0).expand(2, -1), atol=1e-6)
+    sampler_checkpoints.export(saved, tmp_path / "merged", merged=True)
+    merged = load(ModelConfig(str(tmp_path / "merged")), torch.device("cpu"), seed=0)
+    assert torch.allclose(merged.network(tokens).logits, found.network(tokens).logits, atol=1e-5)
+
+
 @pytest.mark.parametrize(("tied", "rank"), rest_slow(itertools.product((True, False), (4, 0)), fast=1))
 def test_added_tokens_are_trained_saved_and_loaded(tied: bool, rank: int, tmp_path: Path) -> None:
     from peft import AutoPeftModelForCausalLM
