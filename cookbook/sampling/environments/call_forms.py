@@ -40,7 +40,7 @@ _BAR, _LOW = "\uff5c", "\u2581"
 _SEPARATOR, _DSML = f"<{_BAR}tool{_LOW}sep{_BAR}>", f"{_BAR}DSML{_BAR}"
 DEEPSEEK, DEEPSEEK_SECTION = f"<{_BAR}tool{_LOW}call{_LOW}begin{_BAR}>", f"<{_BAR}tool{_LOW}calls{_LOW}begin{_BAR}>"
 TAG, TAG_END = "<tool_call>", "</tool_call>"
-# Qwen3-Coder. A closing tag counts only if the form goes on after it: any other is text of the value.
+# Qwen3-Coder. A closing tag counts only if the form continues after it: any other is text of the value.
 FUNCTION = re.compile(r"<function=\s*([^>\s]+)\s*>")
 FUNCTION_END = "</function>"
 PARAMETER = re.compile(r"<parameter=\s*([^>\s]+)\s*>")
