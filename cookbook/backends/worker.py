@@ -12,10 +12,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 
@@ -70,12 +70,36 @@ class Account:
         return self if self.parent is None else self.parent
 
 
+class SharedWork(Protocol):
+    """Work of a job that may be computed together with the work of other queues' first jobs, in less time than in turn.
+
+    Works with an equal ``key`` that is not None may be computed together, if their ``size`` is at most ``max_size`` in total.
+    """
+
+    @property
+    def key(self) -> Hashable | None: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def max_size(self) -> int: ...
+
+    def compute_together(self, works: Sequence[Any]) -> None:
+        """Compute all ``works``, of which this is the first. Errors are results of the works."""
+
+    def result(self) -> Any:
+        """Return the result of the computed work, or raise its error."""
+
+
 @dataclass(eq=False)
 class Job:
-    """``begin`` returns a generator that pauses between steps. ``future`` gets an error if the job is dropped."""
+    """``begin`` returns a generator that pauses between steps. ``future`` gets an error if the job is dropped.
+
+    ``work``: what the job computes, if it may be computed together with other jobs.
+    """
 
     begin: Callable[[], Steps]
     future: Future[Any]
+    work: SharedWork | None = None
     purpose: str = field(default_factory=PURPOSE.get)
     has_begun: bool = False
     steps: Steps = field(init=False)
@@ -107,6 +131,14 @@ class JobQueue:
     drops_begun: bool = False
     is_paused: bool = False
     jobs: deque[Job] = field(default_factory=deque)
+
+    def use(self, seconds: float) -> None:
+        """Count seconds of the thread."""
+        used_s = seconds * self.share
+        self.used_s += used_s
+        self.account.used_s += used_s
+        if self.account.parent is not None:
+            self.account.parent.used_s += used_s
 
     @property
     def is_dropping(self) -> bool:
@@ -217,8 +249,8 @@ class JobSchedule:
         for job in dropped:
             _fail(job)
 
-    def run(self) -> None:
-        """Run the jobs, until the schedule is closed and no jobs are left."""
+    def run(self, at_end: Callable[[], None]) -> None:
+        """Run the jobs, until the schedule is closed and no jobs are left. Call ``at_end`` on the same thread."""
         while (queue := self._next()) is not None:
             if queue.is_closed:
                 self._drop(queue, len(queue.jobs))
@@ -226,10 +258,15 @@ class JobSchedule:
                 self._drop(queue, 1)
             elif queue.is_paused:
                 self._set_aside(queue)
+            elif len(queues := self._sharing(queue)) > 1:
+                self._run_together(queues)
+                del queues
             else:
                 self._run_slice(queue)
+                del queues
             # Drop the reference now: the queue holds the data of its jobs, and the next job may arrive much later.
             del queue
+        at_end()
 
     def _next(self) -> JobQueue | None:
         with self._changed:
@@ -263,15 +300,65 @@ class JobSchedule:
         while is_running and not queue.is_dropping:
             started = time.perf_counter()
             is_running = next(steps, True) is None
-            used_s = (time.perf_counter() - started) * queue.share
-            queue.used_s += used_s
-            queue.account.used_s += used_s
-            if queue.account.parent is not None:
-                queue.account.parent.used_s += used_s
+            queue.use(time.perf_counter() - started)
             if self._is_ahead(queue):
                 break
         if not is_running:
             with self._changed:
+                queue.jobs.popleft()
+                queue.drops_begun = False
+                if not queue.jobs:
+                    self._remove(queue)
+
+    def _sharing(self, queue: JobQueue) -> list[JobQueue]:
+        """Return ``queue`` and the queues whose first jobs are computed together with its first job, in the order of turns.
+
+        The first job of ``queue`` would run now in any case. It takes the others along; they do not delay it by more than
+        the largest shared work.
+        """
+        with self._changed:
+            first = queue.jobs[0]
+            if first.work is None or first.has_begun or self.is_suspect(first.purpose) or (key := first.work.key) is None:
+                return [queue]
+            queues, size = [queue], first.work.size
+            for other in sorted(self._ready, key=lambda candidate: candidate.rank):
+                job = other.jobs[0]
+                if other is queue or other.is_dropping or job.has_begun or job.work is None or self.is_suspect(job.purpose):
+                    continue
+                if job.work.key == key and size + job.work.size <= first.work.max_size:
+                    queues.append(other)
+                    size += job.work.size
+            if len(queues) > 1:
+                for sharing in queues:
+                    sharing.jobs[0].has_begun = True
+            return queues
+
+    def _run_together(self, queues: Sequence[JobQueue]) -> None:
+        """Compute the first jobs of ``queues`` together, and divide the seconds among the queues by the size of their works."""
+        jobs = [queue.jobs[0] for queue in queues]
+        works = [job.work for job in jobs if job.work is not None]
+        with self._changed:
+            paused = [
+                candidate.jobs[0].purpose
+                for candidate in self._ready
+                if candidate not in queues and candidate.jobs[0].has_begun
+            ]
+        self._announce((*(job.purpose for job in jobs), *paused))
+        started = time.perf_counter()
+        try:
+            works[0].compute_together(works)
+            errors: list[BaseException] = []
+        except BaseException as error:  # noqa: BLE001 - raised again when the callers read the futures
+            errors = [error]
+        elapsed_s, size = time.perf_counter() - started, sum(work.size for work in works)
+        for queue, job, work in zip(queues, jobs, works, strict=True):
+            queue.use(elapsed_s * work.size / size)
+            try:
+                job.future.set_result(_raise(errors[0]) if errors else work.result())
+            except BaseException as error:  # noqa: BLE001 - raised again when the caller reads the future
+                job.future.fail(with_remedy(error))
+        with self._changed:
+            for queue in queues:
                 queue.jobs.popleft()
                 queue.drops_begun = False
                 if not queue.jobs:
@@ -348,6 +435,10 @@ class JobSchedule:
         account.clock_s = max(account.clock_s, min(own, default=0.0))
 
 
+def _raise(error: BaseException) -> NoReturn:
+    raise error
+
+
 def _fail(job: Job) -> None:
     job.steps.close()
     if not job.future.done():
@@ -368,16 +459,19 @@ class Lane:
         self._queue = queue
         self._calls = calls
 
-    def submit(self, job: Callable[[], T], future: Future[T] | None = None) -> Future[T]:
+    def submit(self, job: Callable[[], T], future: Future[T] | None = None, work: SharedWork | None = None) -> Future[T]:
         """Queue ``job``, and return the future (``future`` if given) that receives the job's result or exception.
+
+        Args:
+            work: what ``job`` computes, if it may be computed together with jobs of other lanes.
 
         Raises:
             BackendError: the worker or the lane is closed.
         """
 
         if (calls := self._calls) is not None:
-            return self.submit_steps(lambda: calls.steps(job), future)
-        return self._put(_run_call, job, future)
+            return self._put(_run_steps, lambda: calls.steps(job), future, work)
+        return self._put(_run_call, job, future, work)
 
     def steps(self, job: Callable[[], T]) -> Generator[None, None, T]:
         """Run ``job`` as a part of a job of this lane. Yields at its pauses, if the calls of the lane pause."""
@@ -392,11 +486,15 @@ class Lane:
         return self._put(_run_steps, job, future)
 
     def _put(
-        self, run: Callable[[Callable[[], R], Future[T]], Steps], job: Callable[[], R], future: Future[T] | None
+        self,
+        run: Callable[[Callable[[], R], Future[T]], Steps],
+        job: Callable[[], R],
+        future: Future[T] | None,
+        work: SharedWork | None = None,
     ) -> Future[T]:
         submitted: Future[T] = Future() if future is None else future
         submitted.answered_by = self.thread
-        self._schedule.put(self._queue, Job(lambda: run(job, submitted), submitted))
+        self._schedule.put(self._queue, Job(lambda: run(job, submitted), submitted, work))
         return submitted
 
     def close(self) -> None:
@@ -437,7 +535,7 @@ class Worker(Lane):
         schedule = JobSchedule()
         # The thread refers only to the schedule. A reference to the worker would keep it from being garbage-collected.
         self._call_threads = calls = CallThreads(threads, schedule)
-        thread = threading.Thread(target=_run_jobs, args=(schedule, calls), name="cookbook-trainer", daemon=True)
+        thread = threading.Thread(target=schedule.run, args=(calls.close,), name="cookbook-trainer", daemon=True)
         super().__init__(schedule, thread, JobQueue(Account()))
         thread.start()
         weakref.finalize(self, schedule.close).atexit = False
@@ -474,11 +572,6 @@ class Worker(Lane):
     def drop_all(self) -> None:
         """Drop the jobs of all lanes, the current one at its next pause."""
         self._schedule.drop()
-
-
-def _run_jobs(schedule: JobSchedule, calls: CallThreads) -> None:
-    schedule.run()
-    calls.close()
 
 
 def _run_call(job: Callable[[], T], future: Future[T]) -> Steps:

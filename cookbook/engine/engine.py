@@ -17,7 +17,7 @@ import functools
 import gc
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -27,7 +27,18 @@ from cookbook.engine import capabilities
 from cookbook.engine.batch.collate import check_data
 from cookbook.engine.batch.plan import CPU_PASS_TOKENS, MicroBatch, PackingSupport, plan
 from cookbook.engine.decoding.sampler_pass import SamplerPass
-from cookbook.engine.forward import FinishedPass, ForwardRunner, PassOutput, PassSpec, Retained, TokenScores, empty_output
+from cookbook.engine.forward import (
+    FinishedPass,
+    ForwardRunner,
+    PassOutput,
+    PassPart,
+    PassSpec,
+    Retained,
+    TokenScores,
+    empty_output,
+)
+from cookbook.engine.grouped_adapters import AdapterLayers, adapter_layers
+from cookbook.engine.lora_targets import EXPERT_COUNTS
 from cookbook.engine.loss_gradient import (
     CallGradients,
     LossFunction,
@@ -43,7 +54,7 @@ from cookbook.engine.optimizer import GradientBuffer, Optimizer, update_rule
 from cookbook.engine.options import EngineOptions
 from cookbook.engine.parallel import led
 from cookbook.engine.ranks.commands import PerRank
-from cookbook.engine.ranks.loading import HollowModel
+from cookbook.engine.ranks.loading import MetaModel
 from cookbook.engine.router_loss import router_coefficient
 from cookbook.errors import BackendError, NonFiniteError
 from cookbook.futures import between
@@ -65,26 +76,28 @@ class Engine(PerRank):
     def __init__(self, model: LanguageModel, options: EngineOptions) -> None:
         self.model = model
         self.ranks = model.ranks
-        # Fast paths are verified on unsharded weights. A hollow model gets its weights only after sharding, so a small twin of
-        # the same architecture is verified in its place, and the model uses the fast paths of the twin.
-        hollow = model if isinstance(model, HollowModel) and model.sources else None
-        twin: Engine | None = Engine(hollow.twin(), replace(options, activation_checkpointing=False)) if hollow else None
-        if twin is None:
+        # Fast paths are verified on unsharded weights. A meta model gets its weights only after sharding, so a small reference
+        # model of the same architecture is verified in its place, and the meta model uses the fast paths of the reference.
+        meta_model = model if isinstance(model, MetaModel) and model.sources else None
+        reference: Engine | None = (
+            Engine(meta_model.small_reference(), replace(options, activation_checkpointing=False)) if meta_model else None
+        )
+        if reference is None:
             capabilities.use_fast_layers(model, fused=options.fused_layers)
         else:
-            capabilities.copy_capabilities(model.network, twin.model.network)
+            capabilities.copy_capabilities(model.network, reference.model.network)
         self.passes: ForwardRunner = ForwardRunner(
             model,
             offload=options.activation_offloading,
             head_impl=options.head_impl,
             head_options=options.head_options,
             precision=options.precision,
-            like=twin.passes if twin else None,
+            like=reference.passes if reference else None,
         )
         # Samplers of this engine compute with the weights and the precision of its training passes.
         self.sampler_pass = SamplerPass(model, self.passes.precision, self.passes.head)
         self.router_coefficient: float = (
-            twin.router_coefficient if twin else router_coefficient(model.network, model.config.router_aux_loss_coef)
+            reference.router_coefficient if reference else router_coefficient(model.network, model.config.router_aux_loss_coef)
         )
         # Number of finished optimizer steps, and of changes of the weights.
         self.step = self.version = 0
@@ -100,16 +113,16 @@ class Engine(PerRank):
         self._is_accumulating = False
         self._call_gradients = CallGradients(keeps_error=self.ranks.shards)
         # Token budget of a pass; a longer datum has a pass of its own.
-        self._pass_tokens = min(options.micro_batch_tokens, CPU_PASS_TOKENS if model.device.type == "cpu" else 1 << 62)
+        self.pass_tokens = min(options.micro_batch_tokens, CPU_PASS_TOKENS if model.device.type == "cpu" else 1 << 62)
         # With dropout, all members of a prefix group would get the same dropout mask for their common prefix.
         shared = options.shared_prompts and not self.passes.has_dropout
         self.packing: PackingSupport = (
-            twin.packing if twin else capabilities.usable_packing(model, options.packing, shared_prompts=shared)
+            reference.packing if reference else capabilities.usable_packing(model, options.packing, shared_prompts=shared)
         )
-        del twin
+        del reference
         if self.ranks.shards:
             # In the first pass, the other ranks would wait for a rank that has failed before the pass.
-            self.ranks.together(lambda: self._spread(hollow))
+            self.ranks.together(lambda: self._shard_weights(meta_model))
             self.ranks.try_pass(model.network)
         self.gradients = GradientBuffer([parameter for _, parameter in model.trainable()], self.ranks)
         # Not after the choice by free memory: which tokens are computed, and so the last bits, must not depend on it.
@@ -124,19 +137,19 @@ class Engine(PerRank):
         if self.passes.recomputes and model.device.type == "cpu":
             return_large_blocks()
 
-    def _spread(self, hollow: HollowModel | None) -> None:
-        """Shard the weights over the ranks; a ``hollow`` network reads its weights now."""
+    def _shard_weights(self, meta_model: MetaModel | None) -> None:
+        """Shard the weights over the ranks; ``meta_model`` reads its weights from disk now."""
         self.passes.verify_last_layer()
         self.ranks.spread(self.model.network)
-        if hollow is not None:
-            # Modules are in reference cycles, so only a collection frees the memory of the twin.
+        if meta_model is not None:
+            # Modules are in reference cycles, so only a collection frees the memory of the reference model.
             gc.collect()
-            hollow.read()
+            meta_model.read()
 
     def _fitting_tokens(self, options: EngineOptions) -> int | None:
         per_token, share = self.passes.trial_bytes_per_token, self.ranks.held_share()
         fitting = fitting_tokens(
-            self.model, per_token, self._pass_tokens, options.optimizer, share, offload=options.optimizer_offload
+            self.model, per_token, self.pass_tokens, options.optimizer, share, offload=options.optimizer_offload
         )
         return fitting or 0 if self.ranks.in_step([fitting is not None])[0] else None
 
@@ -182,8 +195,8 @@ class Engine(PerRank):
         # The later loss may read any token. The router loss needs outputs of the pass that are not kept.
         spec = replace(self._spec(loss, training=True), router=False, weighted_only=False)
         passes = self._forward_all(data, batches, scores, spec)
-        kept = sum(one.output.num_bytes for one in passes if one.output)
-        retained = Retained(data, passes, scores, self.version, kept, spec.entropy)
+        num_bytes = sum(saved_pass.output.num_bytes for saved_pass in passes if saved_pass.output)
+        retained = Retained(data, passes, scores, self.version, num_bytes, spec.entropy)
         return retained, self._evaluated(data, scores, loss, spec)
 
     @led
@@ -210,16 +223,23 @@ class Engine(PerRank):
         """
         if not data:
             return empty_output()
-        self.sampler_pass.drop_weights()
-        earlier = replace(self.counts), list(self.accumulated), list(self.undeclared), self.seeds
-        self._is_accumulating, self._call_gradients = False, CallGradients(keeps_error=self.ranks.shards)
-        try:
+        with self.gradient_call():
             output = self._forward_backward(data, loss, retained, all_logprobs)
             # The sum of finite micro-batch losses can overflow.
             if not math.isfinite(output.metrics["loss"]):
                 raise NonFiniteError(
                     f"forward_backward: the loss of the whole batch is {output.metrics['loss']} ({named(range(len(data)))})"
                 )
+        return output
+
+    @contextlib.contextmanager
+    def gradient_call(self) -> Iterator[None]:
+        """Context of a call that adds a gradient. If the block fails, it has the effects that forward_backward describes."""
+        self.sampler_pass.drop_weights()
+        earlier = replace(self.counts), list(self.accumulated), list(self.undeclared), self.seeds
+        self._is_accumulating, self._call_gradients = False, CallGradients(keeps_error=self.ranks.shards)
+        try:
+            yield
         except BaseException:
             if self._is_accumulating:
                 self.lose_gradient(bool(earlier[1]))
@@ -228,7 +248,49 @@ class Engine(PerRank):
             raise
         # Last, so that a failed call adds nothing to the gradients of the loss's own parameters.
         accumulate(self._call_gradients.parameter_gradients)
-        return output
+
+    # ---- calls that share a pass ----------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def adapter_layers(self) -> AdapterLayers | None:
+        """The adapted layers, for passes that several adapters share; None if the adapter does not support such passes."""
+        return adapter_layers(self.model)
+
+    @property
+    def sharing_key(self) -> Hashable | None:
+        """Value that is equal for engines whose calls may share a pass; None if no other engine may.
+
+        Engines share the base weights, and adapt the same layers. With dropout, random numbers would depend on the other calls;
+        in a mixture of experts, the shapes of products.
+        """
+        config = self.model.network.config.get_text_config()
+        has_experts = any(getattr(config, name, None) for name in EXPERT_COUNTS)
+        if self.ranks.size > 1 or not self.packing.packed or self.passes.has_dropout or has_experts:
+            return None
+        if self.adapter_layers is None:
+            return None
+        return id(self.model.network.get_input_embeddings().weight), tuple(self.adapter_layers)
+
+    def shared_part(self, data: Sequence[Datum], loss: LossFunction, all_logprobs: bool | None) -> PassPart:
+        """Check a call in its :meth:`gradient_call`, and return its part of a shared pass. Its datums fit into one pass."""
+        [batch] = self._register_and_plan(data, loss)
+        # As for a pass of its own: a resumed run continues with the same number.
+        self._next_seed()
+        return PassPart(self.passes, data, batch, self._spec(loss, training=True, all_logprobs=all_logprobs))
+
+    def shared_gradient(self, part: PassPart, loss: LossFunction) -> LossGradient:
+        """Return the gradient of the loss of all datums of a shared pass's part."""
+        columns = part.scores.part(range(len(part.data)), entropy=part.spec.entropy)
+        return self._call_gradients.of_batch(loss, part.data, *columns)
+
+    def begin_accumulating(self) -> None:
+        """Note that the backward pass adds to the gradient, so that a failure drops the gradient."""
+        self._is_accumulating = True
+
+    def shared_output(self, part: PassPart, gradient: LossGradient) -> ForwardBackwardOutput:
+        """Count the gradient of a part, and return the output of its call."""
+        self.counts.add(*gradient.num_active())
+        return part.scores.output(part.data, gradient.value, gradient.metrics)
 
     # ---- the gradient path of one call ---------------------------------------------------------------------------
 
@@ -246,7 +308,11 @@ class Engine(PerRank):
             return self._backward_of_batch(data, passes, loss, scores, spec)
         before = replace(self.counts)
         with self.gradients.accumulation(len(batches)):
-            self._micro_batch_gradients(data, batches, loss, scores, spec)
+            # The other ranks accumulate their gradient even if the loss fails on this rank.
+            self._is_accumulating = self.ranks.size > 1
+            for batch in between(batches):
+                self._micro_batch_gradient(data, batch, loss, scores, spec)
+            self._call_gradients.raise_error()
         own = self.counts.num_loss_tokens - before.num_loss_tokens, self.counts.num_sequences - before.num_sequences
         added = [int(count) for count in self.ranks.totals(own)]
         self.counts = before
@@ -275,15 +341,19 @@ class Engine(PerRank):
     def _plan_passes(self, data: Sequence[Datum], loss: LossFunction | None) -> list[MicroBatch]:
         """Check the datums, and return the micro-batches of this rank."""
         check_data(data, self.model.vocabulary_size, self.model.max_length)
-        planned = plan(data, self._pass_tokens, self.packing, self.ranks.rank, self.ranks.size)
+        planned = plan(data, self.pass_tokens, self.packing, self.ranks.rank, self.ranks.size)
         self.model.log_once(planned.layout, f"sequences are {planned.layout}: {planned.reason}")
         if isinstance(loss, Loss):
             loss.check_data(data)
-        if self.options.kept_tokens:
-            large = any(batch.num_tokens > self.options.kept_tokens for batch in planned.batches)
-            self.passes.recomputes = recompute_activations(self.model.network, large)
+        self.choose_recomputation(planned.batches)
         filler = MicroBatch([], None if self.packing.packed else 0, 0)
         return planned.batches + [filler] * (planned.most - len(planned.batches) if self.ranks.shards else 0)
+
+    def choose_recomputation(self, batches: Sequence[MicroBatch]) -> None:
+        """Switch activation checkpointing on if a pass is too large to keep its activations, and this is left to the engine."""
+        if self.options.kept_tokens:
+            large = any(batch.num_tokens > self.options.kept_tokens for batch in batches)
+            self.passes.recomputes = recompute_activations(self.model.network, large)
 
     def _spec(self, loss: LossFunction | None, *, training: bool, all_logprobs: bool | None = None) -> PassSpec:
         everything = self.options.all_logprobs if all_logprobs is None else all_logprobs
@@ -315,27 +385,19 @@ class Engine(PerRank):
         retain_bytes = self.options.retain_bytes if self.passes.recomputes or not self.options.kept_tokens else 0
         return self.ranks.together(lambda: self.passes.run_all(data, batches, scores, spec, self._next_seed, retain_bytes))
 
-    def _micro_batch_gradients(
-        self, data: Sequence[Datum], batches: Sequence[MicroBatch], loss: Loss, scores: TokenScores, spec: PassSpec
-    ) -> None:
-        # The other ranks accumulate their gradient even if the loss fails on this rank.
-        self._is_accumulating = self.ranks.size > 1
-        for batch in between(batches):
-            self._micro_batch_gradient(data, batch, loss, scores, spec)
-        self._call_gradients.raise_error()
-
     def _micro_batch_gradient(
         self, data: Sequence[Datum], batch: MicroBatch, loss: Loss, scores: TokenScores, spec: PassSpec
     ) -> None:
         """Forward, loss and backward of one micro-batch, for a loss with independent terms."""
         per_sequence = loss.scope is Scope.sequence
-        if not self.passes.fuses_gradient(data, batch, spec, per_sequence=per_sequence):
-            # ``retain_bytes`` is 0: the graph of the first pass is kept in any case.
-            passes = self.passes.run_all(data, [batch], scores, spec, self._next_seed, 0)
+        fuses = self.passes.fuses_gradient(data, batch, spec, per_sequence=per_sequence)
+        seed = self._next_seed()
+        if not fuses:
+            output = self.passes.run(data, batch, scores, spec, training=True, seed=seed)
             indices = sorted(batch.indices)
             columns = scores.part(indices, entropy=spec.entropy)
             grads = self._call_gradients.of_micro_batch(loss, [data[index] for index in indices], *columns)
-            self._backward_all(data, passes, grads, spec, None)
+            self._backward_all(data, [FinishedPass(batch, output, seed)], grads, spec, None)
             return
 
         active: dict[int, int] = {}
@@ -347,7 +409,6 @@ class Engine(PerRank):
                 active[index] = active.get(index, 0) + count
             return list(grads.logprobs.values())
 
-        seed = self._next_seed()
         root = self.passes.run_with_gradient(data, batch, scores, spec, gradient_of, seed=seed, per_sequence=per_sequence)
         self._is_accumulating = True
         self.gradients.next_pass()
@@ -388,19 +449,21 @@ class Engine(PerRank):
         # Training mode, so that recomputed layers apply the same dropout.
         self.model.network.train(True)
         has_gradient = [
-            router is not None or any(column[index].any() for column in columns for index in one.batch.indices)
-            for one in passes
+            router is not None or any(column[index].any() for column in columns for index in saved_pass.batch.indices)
+            for saved_pass in passes
         ]
         running = self.ranks.in_step(has_gradient)
         self.gradients.skip_passes(running.count(False))
-        for one, runs in between(zip(passes, running, strict=True), holds_memory=True):
+        for saved_pass, runs in between(zip(passes, running, strict=True), holds_memory=True):
             if runs:
                 self.gradients.next_pass()
-                output = one.output or self.passes.run(data, one.batch, TokenScores(), spec, training=True, seed=one.seed)
+                output = saved_pass.output or self.passes.run(
+                    data, saved_pass.batch, TokenScores(), spec, training=True, seed=saved_pass.seed
+                )
                 self._backward(output, columns, router)
                 del output
             # Free the graph before the next pass.
-            one.output = None
+            saved_pass.output = None
 
     def _backward(self, output: PassOutput, columns: Sequence[Mapping[int, Tensor]], router: Tensor | None) -> None:
         self._is_accumulating = True

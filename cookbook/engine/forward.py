@@ -163,15 +163,15 @@ class TokenScores:
 
 def _on_host(values: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return detached copies on the CPU. A GPU sends all of them in one copy, because the host waits for every copy."""
-    detached = [None if one is None else one.detach() for one in values]
-    present = [one for one in detached if one is not None]
+    detached = [None if value is None else value.detach() for value in values]
+    present = [tensor for tensor in detached if tensor is not None]
     if present[0].device.type == "cpu":
         return detached
     # Logprobs are float32 or wider, and represent the hits, which are 0 or 1, exactly.
     wide = torch.promote_types(present[0].dtype, torch.float32)
-    flat = torch.cat([one.reshape(-1).to(wide) for one in present]).cpu()
-    parts = iter(torch.split(flat, [one.numel() for one in present]))
-    return [None if one is None else next(parts).view(one.shape).to(one.dtype) for one in detached]
+    flat = torch.cat([tensor.reshape(-1).to(wide) for tensor in present]).cpu()
+    parts = iter(torch.split(flat, [tensor.numel() for tensor in present]))
+    return [None if tensor is None else next(parts).view(tensor.shape).to(tensor.dtype) for tensor in detached]
 
 
 def empty_output(with_loss: bool = True) -> ForwardBackwardOutput:
@@ -207,19 +207,37 @@ class Retained(PerRank):
         return len(data) == len(self.data) and all(_has_same_logprobs(*pair) for pair in zip(data, self.data, strict=True))
 
 
-def _has_same_logprobs(one: Datum, other: Datum) -> bool:
+def _has_same_logprobs(first: Datum, second: Datum) -> bool:
     """Whether the model computes the same logprobs for both datums."""
     keys = ("target_tokens", "temperature")
-    pairs = [(one.loss_fn_inputs.get(key), other.loss_fn_inputs.get(key)) for key in keys]
-    return one.model_input.tokens == other.model_input.tokens and all(
+    pairs = [(first.loss_fn_inputs.get(key), second.loss_fn_inputs.get(key)) for key in keys]
+    return first.model_input.tokens == second.model_input.tokens and all(
         a is b or (a is not None and b is not None and np.array_equal(a.array, b.array)) for a, b in pairs
     )
+
+
+def _selected(flat_indices: Tensor, tokens: TokenSelection) -> Tensor:
+    return flat_indices if len(tokens) == len(flat_indices) else flat_indices[tokens.rows()]
 
 
 def _filler_pass(batch: MicroBatch) -> MicroBatch:
     """Return a micro-batch of :data:`FILLER_DATUM` only, in the layout of ``batch``."""
     length = FILLER_DATUM.model_input.length
     return MicroBatch([PrefixGroup((0,), length)], None if batch.width is None else length, length)
+
+
+@dataclass
+class PassPart:
+    """The datums of one adapter in a pass that several adapters share, and their scores.
+
+    ``runner``: the runner of the adapter's model. ``batch``: the packed layout of the datums, by their indices in ``data``.
+    """
+
+    runner: ForwardRunner
+    data: Sequence[Datum]
+    batch: MicroBatch
+    spec: PassSpec
+    scores: TokenScores = field(default_factory=TokenScores)
 
 
 GradientOf = Callable[[Sequence[int], Sequence[Datum], Sequence[Tensor]], Sequence[Tensor]]
@@ -288,6 +306,40 @@ class ForwardRunner:
         num_bytes = saved.total + self._uncounted_bytes(batch)
         return PassOutput(tokens, logprobs, entropies if spec.entropy else None, router, num_bytes, is_filler)
 
+    def run_parts(self, data: Sequence[Datum], batch: MicroBatch, parts: Mapping[int, PassPart]) -> list[PassOutput]:
+        """Run one pass over the datums of several adapters, in training mode, and return the output of each of ``parts``.
+
+        The caller has grouped the products of the adapters. The keys of ``parts`` are values of ``batch.parts``; the datums of
+        the other values are not scored. The output layer runs for one part after the other, because some of its steps depend
+        on all values of a call: so the bits of a part depend on its own values, and on the shape of the pass, only.
+        """
+        device = self.model.device
+        tokens = {
+            number: TokenSelection.of(part.data, part.batch.indices, weighted_only=part.spec.weighted_only)
+            for number, part in parts.items()
+        }
+        # The graph is freed before the call returns, so its bytes are of no use.
+        with self._pass_context(training=True, seed=0, counts=False):
+            targets = {number: part.runner._targets(part.data, tokens[number]) for number, part in parts.items()}
+            inputs = collate(data, batch, device)
+            lengths = torch.tensor([data[index].model_input.length for index in batch.indices])
+            owners = torch.tensor([batch.parts[index] for index in batch.indices]).repeat_interleave(lengths)
+            rows = [_selected(inputs.flat_indices[owners == number], selection) for number, selection in tokens.items()]
+            selected = torch.cat(rows).to(device)
+            with skip_masks(inputs.layout is not None):
+                hidden, _ = self.head.hidden_states(**inputs.arguments)
+            # One selection for all parts: the gradient of each has the size of the whole pass.
+            of_parts = torch.split(hidden.reshape(-1, hidden.shape[-1])[selected], [len(part_rows) for part_rows in rows])
+            outputs = []
+            for (number, part), states in zip(parts.items(), of_parts, strict=True):
+                scores = part.runner.head.scores(states, *targets[number], metrics=part.spec.metrics, entropy=part.spec.entropy)
+                part.scores.add(tokens[number], scores.logprobs, scores.entropy, scores.hit)
+                entropy = scores.entropy if part.spec.entropy else None
+                outputs.append(PassOutput(tokens[number], scores.logprobs, entropy, None, 0))
+        self.count += 1
+        self.num_tokens += batch.num_tokens
+        return outputs
+
     def _count(self, batch: MicroBatch, saved: SavedBytes, is_filler: bool) -> None:
         if not is_filler:
             self.num_tokens += batch.num_tokens
@@ -334,18 +386,18 @@ class ForwardRunner:
         ``rows`` and ``ids`` are ``(N,)``; ``rows`` holds positions from 0 to T-2. Returns ``(N,)`` float32.
         """
         self.model.network.eval()
-        wanted = torch.from_numpy(np.asarray(rows)), torch.from_numpy(np.asarray(ids))
+        pairs = torch.from_numpy(np.asarray(rows)), torch.from_numpy(np.asarray(ids))
 
         def compute() -> Tensor:
-            found = torch.zeros(len(wanted[0]))
+            values = torch.zeros(len(pairs[0]))
             with self.forward_precision():
                 hidden, _ = self.head.hidden_states(input_ids=torch.tensor([tokens[:-1]], device=self.model.device))
                 for number, part in enumerate(torch.split(hidden[0], TOP_ROWS)):
-                    places = torch.nonzero(wanted[0] // TOP_ROWS == number)[:, 0]
+                    places = torch.nonzero(pairs[0] // TOP_ROWS == number)[:, 0]
                     if len(places):
                         logprobs = self._logits(part).log_softmax(-1).cpu()
-                        found[places] = logprobs[wanted[0][places] - number * TOP_ROWS, wanted[1][places]].float()
-            return found
+                        values[places] = logprobs[pairs[0][places] - number * TOP_ROWS, pairs[1][places]].float()
+            return values
 
         return self.ranks.inside(compute).numpy()
 
@@ -380,7 +432,7 @@ class ForwardRunner:
                 free_bytes -= output.num_bytes
                 per_token = max(per_token, output.num_bytes / max(batch.num_tokens, 1))
             passes.append(FinishedPass(batch, output if keep else None, seed))
-        if any(one.output is None for one in passes):
+        if any(saved_pass.output is None for saved_pass in passes):
             note = "the graphs of some micro-batches exceed backend.retain_gb; their forward passes run twice"
             self.model.log_once("retain", note)
         return passes
@@ -458,7 +510,7 @@ class ForwardRunner:
             arguments["output_router_logits"] = True
         self.count += 1
         every = inputs.flat_indices
-        selected = every if len(tokens) == len(every) else every[tokens.rows()]
+        selected = _selected(every, tokens)
         trimmed = self._trimmed(selected, inputs.input_ids.numel(), spec)
         # Copied before the network runs, for the reason given in _targets.
         selected = selected.to(self.model.device)
@@ -492,8 +544,8 @@ class ForwardRunner:
         return trimmable_parts(self.model)
 
     @contextlib.contextmanager
-    def _pass_context(self, *, training: bool, seed: int) -> Iterator[SavedBytes]:
-        """Context of one pass: training mode, random seed, and saved activations that are offloaded or counted."""
+    def _pass_context(self, *, training: bool, seed: int, counts: bool = True) -> Iterator[SavedBytes]:
+        """Context of one pass: training mode, random seed, and saved activations that are offloaded, or counted."""
         self.model.network.train(training)
         weights = list(self.ranks.weights(self.model.network))
         saved = SavedBytes(weights)
@@ -502,7 +554,7 @@ class ForwardRunner:
                 with offloading(weights, self.model.device):
                     yield saved
             else:
-                with saved.counted():
+                with saved.counted() if counts else contextlib.nullcontext():
                     yield saved
 
     def _uncounted_bytes(self, batch: MicroBatch) -> int:

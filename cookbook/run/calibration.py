@@ -33,7 +33,7 @@ from cookbook.utils.words import counted
 
 # A completion with at least this reward is solved, as for eval/accuracy; data.curriculum.solved_reward has its own value.
 SOLVED = 1.0
-# Bounds of a healthy run, as in docs/metrics.md.
+# Bounds of a healthy run, as in docs/reference/metrics.md.
 ALWAYS, NEVER, FEW_SPREAD, OFTEN_CUT = 0.95, 0.02, 0.3, 0.1
 # Nats per token by which one step may move the model, and by which it should; see kl/old_policy.
 LARGEST_KL, GOOD_KL = 0.05, 0.005
@@ -273,7 +273,7 @@ def _with_gradient(sampled: StepRollouts) -> list[Datum]:
 def _one_step(typed: Settings, trainer: Trainer, data: Sequence[Datum]) -> StepSize:
     """Make one step with the full learning rate, and compare the logprobs with those of the sampler."""
     # At its start the model is its own reference.
-    data = [one.with_inputs(reference_logprobs=one.loss_fn_inputs["sampling_logprobs"].array) for one in data]
+    data = [datum.with_inputs(reference_logprobs=datum.loss_fn_inputs["sampling_logprobs"].array) for datum in data]
     prepared = typed.loss.prepare(data)
     started = time.monotonic()
     passes.backward(trainer, typed.loss, prepared).result()

@@ -214,7 +214,7 @@ def _evaluation(typed: Settings, evaluator: Evaluator, sampler: Sampler, trainer
         data = datums.preference_datums(rows, renderer, typed.data, refusals)[::2]
     elif typed.data_kind == "labels":
         labelled = datums.label_datums(rows, renderer, typed.data, refusals)
-        data = [one for one in labelled if one.loss_fn_inputs["labels"].array[0] > 0]
+        data = [datum for datum in labelled if datum.loss_fn_inputs["labels"].array[0] > 0]
     else:
         data = datums.conversation_datums(rows, renderer, typed.data, refusals)
     lengths = answer_lengths(data)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from places import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 QWEN = {"model.name": "Qwen/Qwen3-0.6B", "model.random": False, "model.dtype": "auto"}
 
@@ -36,7 +36,7 @@ COMPOSED: dict[str, dict[str, object] | str] = {
     "train recipe=sft model=qwen3_0p6b data=gsm8k recipe.steps=20": {"recipe.steps": 20},
     "train recipe=grpo model=qwen3_0p6b data=gsm8k recipe.steps=5 deployment=vllm": {"deployment.max_length": None},
     "train recipe=grop": "error: unknown recipe 'grop'.",
-    # The tests write the file that docs/configuration.md shows.
+    # The tests write the file that docs/guide/configuration.md shows.
     "train my.yaml": OWN_FILE,
     "train my.yaml optim.lr=1e-4 seed=1": {**OWN_FILE, "seed": 1},
     "train typo.yaml": "error: typo.yaml:5: unknown key 'optim.lrr'.",

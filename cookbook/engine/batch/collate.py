@@ -154,7 +154,10 @@ class _TokenRun:
 
 
 def _packed(sequences: Mapping[int, Array], batch: MicroBatch, device: torch.device) -> PassInputs:
-    """All runs in one row. Runs of one shape are adjacent, because the attention computes them as one batch."""
+    """All runs in one row. Runs of one shape are adjacent, because the attention computes them as one batch.
+
+    The runs of one of the batch's ``parts`` stay together.
+    """
     prefixes, branches = [], []
     of_datum: dict[int, list[_TokenRun]] = {}
     for group in batch.groups:
@@ -164,7 +167,7 @@ def _packed(sequences: Mapping[int, Array], batch: MicroBatch, device: torch.dev
             if len(sequences[index]) > group.prefix:
                 branches.append(_TokenRun(index, group.prefix, len(sequences[index]), prefix))
                 of_datum[index].append(branches[-1])
-    runs = sorted([*prefixes, *branches], key=lambda run: run.shape)
+    runs = sorted([*prefixes, *branches], key=lambda run: (batch.parts.get(run.index, 0), run.shape))
     end = 0
     for run in runs:
         run.flat_indices = np.arange(end, end := end + run.stop - run.start)
@@ -272,8 +275,8 @@ def _at_positions(datum: Datum, positions: Tensor) -> Datum:
     """Return ``datum`` with only the tokens at ``positions`` and their loss inputs, for a loss with independent terms."""
     if len(positions) == datum.model_input.length:
         return datum
-    kept = positions.numpy()
-    tokens = np.asarray(datum.model_input.tokens)[kept]
+    places = positions.numpy()
+    tokens = np.asarray(datum.model_input.tokens)[places]
     arrays = {key: value.array for key, value in datum.loss_fn_inputs.items()}
-    inputs = {key: array[kept] if array.ndim else array for key, array in arrays.items()}
+    inputs = {key: array[places] if array.ndim else array for key, array in arrays.items()}
     return Datum(ModelInput.from_ints(tokens), inputs)

@@ -33,7 +33,7 @@ and continues the example.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -89,11 +89,14 @@ class MicroBatch:
 
     A micro-batch without groups is a filler: the pass computes dummy tokens with zero gradient, because sharded ranks must
     run the same number of passes.
+
+    ``parts``: in a pass that several adapters share, the adapter's number of each datum; the tokens of an adapter are adjacent.
     """
 
     groups: list[PrefixGroup]
     width: int | None
     num_tokens: int
+    parts: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def indices(self) -> list[int]:
@@ -181,8 +184,8 @@ def _assign_to_ranks(kinds: Sequence[list[PrefixGroup]], lengths: Mapping[int, i
         return [_RankShare(list(kinds))]
     shares = [_RankShare([[] for _ in kinds]) for _ in range(num_ranks)]
     costs = [(-group.num_tokens(lengths), number, group.members, group) for number, kind in enumerate(kinds) for group in kind]
-    for cost, number, _, group in sorted(costs, key=lambda one: one[:3]):
-        share = min(shares, key=lambda one: one.num_tokens)
+    for cost, number, _, group in sorted(costs, key=lambda entry: entry[:3]):
+        share = min(shares, key=lambda rank_share: rank_share.num_tokens)
         share.groups[number].append(group)
         share.num_tokens -= cost
     return shares
@@ -320,8 +323,8 @@ def _group_or_single(lengths: Mapping[int, int], prefix: int) -> list[PrefixGrou
     return _singletons(lengths)
 
 
-def _common_prefix_length(one: Array, other: Array) -> int:
+def _common_prefix_length(first: Array, second: Array) -> int:
     """Return the number of leading tokens that are equal."""
-    length = min(len(one), len(other))
-    differs = np.flatnonzero(one[:length] != other[:length])
+    length = min(len(first), len(second))
+    differs = np.flatnonzero(first[:length] != second[:length])
     return int(differs[0]) if len(differs) else length

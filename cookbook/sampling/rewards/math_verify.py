@@ -212,7 +212,7 @@ class MathVerify(Limits):
 
 
 def _compared_as_text(gold: str, answer: str) -> bool | None:
-    """Return whether the texts of answers with dots, or in another base, are equal. None: they are other answers."""
+    """Return whether the texts of two answers with dots, or in another base, are equal. None: they are other answers."""
     if DOTS.search(gold) or DOTS.search(answer):
         one, other = ("".join(DOTS.sub("...", SPACES.sub("", text)).split()) for text in (gold, answer))
         return one == other

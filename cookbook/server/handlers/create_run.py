@@ -9,6 +9,7 @@ from functools import partial
 
 from cookbook.backends import worker
 from cookbook.backends.local import LocalTrainer
+from cookbook.backends.local.shared_calls import PassSharing
 from cookbook.backends.remote.connection import DROPOUT
 from cookbook.errors import ConfigError, CookbookError
 from cookbook.server.handlers.quotas import check_disk, check_runs
@@ -29,9 +30,9 @@ MAX_REFUSED = 1000
 # Training counts half: next to one busy sampler, a training step takes 1.5 times its time alone instead of twice.
 TRAINING_SHARE = 0.5
 # Suffix of a model name that requests training of all parameters. A rank of 0 has the same effect.
-FULL = ":full"
+FULL_SUFFIX = ":full"
 # Creates the trainer of a run; blocks while the weights are loaded. Its arguments are ``graphs``, the run's view of the kept
-# graphs, and ``lane``, the queue of the trainer's calls.
+# graphs, ``lane``, the queue of the trainer's calls, and ``sharing``, whether they share passes with those of other runs.
 MakeTrainer = Callable[..., LocalTrainer]
 
 
@@ -121,9 +122,11 @@ async def load_run(service: Service, session: Session, kind: str, body: bytes, l
         info, make = _from_checkpoint(service, session, parse(LoadWeights, body))
     graphs = RunGraphs(service.host.graphs)
     lane = service.host.worker.lane(session.account, TRAINING_SHARE, pauses=service.host.can_pause)
-    trainer = await asyncio.to_thread(make, graphs=graphs, lane=lane)
+    sharing = PassSharing(service.config.share_passes)
+    trainer = await asyncio.to_thread(make, graphs=graphs, lane=lane, sharing=sharing)
     info = service.catalog.add_run(info)
-    return TrainingRun(info, session.session_id, trainer, lane, graphs, service.requests, log, service.config.gap_timeout_s)
+    gap_s = service.config.gap_timeout_s
+    return TrainingRun(info, session.session_id, trainer, lane, graphs, sharing, service.requests, log, gap_s)
 
 
 def create_custom_loss(service: Service, fields: CustomLoss, body: bytes) -> Request:
@@ -166,7 +169,7 @@ def _loss_result(loss_id: str) -> StoredResult:
 def _from_base_model(service: Service, session: Session, fields: CreateModel) -> tuple[RunInfo, MakeTrainer]:
     check_optimizer("optimizer_config", fields.optimizer_config.type)
     lora = fields.lora_config or LoraConfig(rank=0)
-    rank = 0 if fields.base_model.endswith(FULL) else lora.rank
+    rank = 0 if fields.base_model.endswith(FULL_SUFFIX) else lora.rank
     base = service.host.public_name(fields.base_model)
     run_id = _run_id(session, fields.model_seq_id)
     # The default seed is fixed, not random, so that a run is reproducible unless the client chooses a seed.

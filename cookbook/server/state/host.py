@@ -11,8 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from cookbook.backends.local import LocalTrainer
+from cookbook.backends.local.idle_adapters import IdleAdapters
 from cookbook.backends.local.kept_graphs import KeptGraphs
 from cookbook.backends.local.sample_queue import SHARDED, LocalSampler, SampleQueue
+from cookbook.backends.local.shared_calls import PassSharing
 from cookbook.backends.worker import Account, Lane, Worker
 from cookbook.checkpoints import manifest, sampler_checkpoints
 from cookbook.data import Renderer
@@ -44,6 +46,7 @@ class RunGraphs:
     def __init__(self, shared: KeptGraphs) -> None:
         self.forced: bool | None = None
         self.drop = shared.drop
+        self.has_graphs = shared.has_graphs
         self._shared = shared
         self._decided: bool | None = None
 
@@ -75,10 +78,18 @@ class Host:
     Args:
         names: additional names by which clients may refer to the base model.
         graph_bytes: limit on the kept graphs of forward passes whose loss the client computes.
+        idle: moves the adapters of idle runs out of memory; None: they stay in memory.
     """
 
     def __init__(
-        self, model: ModelConfig, config: EngineBackend, *, seed: int, names: tuple[str, ...] = (), graph_bytes: int = 0
+        self,
+        model: ModelConfig,
+        config: EngineBackend,
+        *,
+        seed: int,
+        names: tuple[str, ...] = (),
+        graph_bytes: int = 0,
+        idle: IdleAdapters | None = None,
     ) -> None:
         if model.lora_rank:
             raise ConfigError(f"model.lora_rank: clients choose the rank of each run, got {model.lora_rank}; leave it at 0")
@@ -89,6 +100,7 @@ class Host:
         self._aliases = names
         self.worker = Worker(config.threads)
         self.graphs = KeptGraphs(graph_bytes)
+        self.idle = idle
         self.seed = seed
         sampling_only = config.for_serving(trains=False)
         self._base_trainer = LocalTrainer(model, sampling_only, seed=seed, worker=self.worker.lane(Account()))
@@ -186,10 +198,11 @@ class Host:
         dropout: float | None = None,
         graphs: RunGraphs | None = None,
         lane: Lane | None = None,
+        sharing: PassSharing | None = None,
     ) -> LocalTrainer:
         """Create a run on the base model. ``rank`` 0 trains all parameters; ``dropout`` None is the server's."""
         model = self._with_dropout(replace(self.model, lora_rank=rank, lora_target_modules=modules), dropout)
-        return self._trainer(model, folder, seed, graphs, lane)
+        return self._trainer(model, folder, seed, graphs, lane, sharing, idle=self.idle)
 
     def trainer_from_checkpoint(
         self,
@@ -201,6 +214,7 @@ class Host:
         dropout: float | None = None,
         graphs: RunGraphs | None = None,
         lane: Lane | None = None,
+        sharing: PassSharing | None = None,
     ) -> LocalTrainer:
         """Create a run that starts from a checkpoint, with its optimizer state if ``optimizer``.
 
@@ -210,7 +224,7 @@ class Host:
         model = self._model_of(checkpoint)
         if not is_adapter(model):
             model = replace(self.model, dtype=model.dtype)
-        trainer = self._trainer(self._with_dropout(model, dropout), folder, seed, graphs, lane)
+        trainer = self._trainer(self._with_dropout(model, dropout), folder, seed, graphs, lane, sharing, idle=self.idle)
         trainer.load_state(str(checkpoint), optimizer=optimizer).result()
         return trainer
 
@@ -259,7 +273,15 @@ class Host:
         return replace(self.model, name=str(folder), random=False, revision=None, dtype=dtype)
 
     def _trainer(
-        self, model: ModelConfig, folder: Path, seed: int, graphs: RunGraphs | None = None, lane: Lane | None = None
+        self,
+        model: ModelConfig,
+        folder: Path,
+        seed: int,
+        graphs: RunGraphs | None = None,
+        lane: Lane | None = None,
+        sharing: PassSharing | None = None,
+        *,
+        idle: IdleAdapters | None = None,
     ) -> LocalTrainer:
         return LocalTrainer(
             model,
@@ -270,6 +292,9 @@ class Host:
             worker=lane or self.worker.lane(Account()),
             base=self._base,
             graphs=graphs or self.graphs,
+            sharing=sharing,
+            # Ranks compute the same call at the same time, and each would have files of its own.
+            idle=idle if self.can_pause else None,
         )
 
 
@@ -279,8 +304,8 @@ def _loadable(checkpoint: Path) -> Iterator[Path]:
     if manifest.read(checkpoint)["kind"] != "delta":
         yield checkpoint
         return
-    with tempfile.TemporaryDirectory() as aside:
-        yield Path(sampler_checkpoints.export(checkpoint, Path(aside) / checkpoint.name).path)
+    with tempfile.TemporaryDirectory() as temporary:
+        yield Path(sampler_checkpoints.export(checkpoint, Path(temporary) / checkpoint.name).path)
 
 
 def _is_public(name: str) -> bool:

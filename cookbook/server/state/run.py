@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 from cookbook.backends import worker
 from cookbook.backends.local import LocalTrainer
 from cookbook.backends.local.sample_queue import LocalSampler
+from cookbook.backends.local.shared_calls import PassSharing
 from cookbook.backends.worker import Lane
 from cookbook.errors import BackendError
 from cookbook.futures import call_on, done
@@ -23,6 +24,7 @@ from cookbook.server.state.host import RunGraphs
 from cookbook.server.state.requests import Request, RequestStore, Work
 from cookbook.server.state.samplers import SamplingSession, trained_bytes
 from cookbook.server.wire.encode import StoredResult, failure
+from cookbook.types import JsonObject
 
 T = TypeVar("T")
 
@@ -75,6 +77,7 @@ class TrainingRun:
     trainer: LocalTrainer
     lane: Lane
     graphs: RunGraphs
+    sharing: PassSharing
     requests: RequestStore
     log: Log
     gap_timeout_s: float
@@ -139,10 +142,13 @@ class TrainingRun:
             ended.set_result(None)
             return ended
         self.graphs.forced = request.metadata.get("graph") if expected is not None else None
+        self.sharing.replays = expected is not None
+        self.sharing.recorded = request.metadata.get("shape") if expected is not None else None
 
         def finish(call: Future[Any]) -> None:
-            # This runs on the worker thread before the next call, so the decision read here is that of this call.
-            call_on(loop, self._finish, request, work, call, self.graphs.take_decision(), ended)
+            # This runs on the worker thread before the next call, so the decisions read here are those of this call.
+            decisions = {"graph": self.graphs.take_decision(), "shape": self.sharing.take_shape()}
+            call_on(loop, self._finish, request, work, call, decisions, ended)
 
         request.start()
         if work.reports_once:
@@ -170,7 +176,10 @@ class TrainingRun:
         except BaseException as failed:  # noqa: BLE001 - reported as the result of the request
             return self.trainer.queue_failure(failed)
 
-    def _finish(self, request: Request, work: Work, call: Future[Any], graph: bool | None, ended: asyncio.Future[None]) -> None:
+    def _finish(
+        self, request: Request, work: Work, call: Future[Any], decisions: JsonObject, ended: asyncio.Future[None]
+    ) -> None:
+        """Settle the request. ``decisions``: what affected the rounding, which a replay repeats; None if it does not apply."""
         error = call.exception()
         try:
             result = work.encode(call.result()) if error is None else failure(error)
@@ -179,8 +188,7 @@ class TrainingRun:
         if request.expected is not None:
             self._compare(request, request.expected, result)
         else:
-            if graph is not None:
-                request.metadata["graph"] = graph
+            request.metadata.update({key: value for key, value in decisions.items() if value is not None})
             self.requests.settle(request, result)
         ended.set_result(None)
 

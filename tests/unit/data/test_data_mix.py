@@ -22,7 +22,7 @@ from cookbook.data.formats import conversation_reader
 from cookbook.data.rows import Columns, DataSource, RejectedRows, Row
 from cookbook.errors import ConfigError, DataError
 
-DOCS = ROOT / "docs" / "data.md"
+DOCS = ROOT / "docs/guide/data.md"
 
 
 @pytest.fixture(autouse=True)
