@@ -7,10 +7,13 @@ Batch b is sampled from the weights after ``max(0, b - N)`` steps. So the weight
 functions of its number, and not of the time: a run has the same bits as one that samples and trains in turn, with a sampler
 that lags behind N steps. No batch is dropped, and no prompt is sampled from newer weights than the others of its batch.
 
+With ``recipe.updates=U``, batch b is trained for U steps, the first of them step b U (from 0), and its weights are those after
+``max(0, b - N) U`` steps.
+
 A curriculum and ``rollout.refill`` choose the prompts of batch b by the results of the batches up to b - N. The thread samples
 one batch after the other, so that these choices have one order.
 
-Every sampled batch is stored in the run's folder. A checkpoint after c steps waits for the batches before c + N, whose weights
+Every sampled batch is stored in the run's folder. A checkpoint before batch c waits for the batches before c + N, whose weights
 are gone when the run resumes; all later batches can be sampled again from the weights of the checkpoint or of later steps.
 """
 
@@ -52,7 +55,7 @@ NAME = re.compile(r"batch-(\d{6,})\.json")
 
 @dataclass(frozen=True)
 class SampledBatch:
-    """The rollouts of one step, with everything that the step reports about them.
+    """The rollouts of one step, with everything that the step reports about them. ``index`` is the number of the batch.
 
     ``version``: optimizer steps of the weights; ``prompts``: all that were sampled, in order, ``numbers`` those of a queue;
     ``queue``: its state after the batch; ``idle_s``: seconds that the thread has waited for the weights of the batch.
@@ -70,14 +73,14 @@ class SampledBatch:
 
 
 class StepPrompts(Sequence[RenderedPrompt]):
-    """The prompts of the step with the number ``step``, from 0, of a run that samples ahead.
+    """The prompts of the batch with the number ``batch``, from 0, of a run that samples ahead.
 
     Raises:
         ConfigError: the prompts are read, and a queue chooses them when the batch is sampled.
     """
 
-    def __init__(self, step: int, prompts: Callable[[], Sequence[RenderedPrompt]]) -> None:
-        self.step = step
+    def __init__(self, batch: int, prompts: Callable[[], Sequence[RenderedPrompt]]) -> None:
+        self.batch = batch
         self._prompts = prompts
 
     def __len__(self) -> int:
@@ -127,11 +130,12 @@ def _settle(call: Callable[[], SampledBatch], future: Future[SampledBatch]) -> N
 
 
 class AheadSampler(Batches[RenderedPrompt]):
-    """Samples the batches of a run, up to ``rollout.ahead`` steps before their steps; the prompts are those of ``batches``.
+    """Samples the batches of a run, up to ``rollout.ahead`` batches before their steps; the prompts are those of ``batches``.
 
     Args:
-        first: number of the next step, from 0.
+        done: number of finished optimizer steps.
         checkpoint: checkpoint that the run resumes from.
+        updates: optimizer steps per batch.
     """
 
     def __init__(
@@ -140,9 +144,13 @@ class AheadSampler(Batches[RenderedPrompt]):
         sampling: PolicySampling,
         data: DataConfig,
         out: Path,
-        first: int,
+        done: int,
         checkpoint: Path | None,
+        updates: int = 1,
     ) -> None:
+        self._updates = updates
+        # The number of the next batch to take. That of the current steps is in the checkpoint.
+        first = self._first_batch(done)
         self._batches, self.per_epoch = batches, batches.per_epoch
         self._queue = batches if isinstance(batches, PromptQueue) else None
         self._sampling = sampling
@@ -161,10 +169,14 @@ class AheadSampler(Batches[RenderedPrompt]):
         self._is_closed = False
         self._waited_s = 0.0
         if checkpoint is not None:
-            self._restore(first, checkpoint.resolve().parent.parent / FOLDER)
+            self._restore(done, checkpoint.resolve().parent.parent / FOLDER)
         for index, path in stored(self._folder):
             if index >= first and index not in self._begun:
                 path.unlink(missing_ok=True)
+
+    def _first_batch(self, steps: int) -> int:
+        """Return the number of the first batch of which no step is finished after ``steps`` steps."""
+        return -(-steps // self._updates)
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -186,7 +198,7 @@ class AheadSampler(Batches[RenderedPrompt]):
     # ---- the steps -----------------------------------------------------------------------------------------------
 
     def take(self, sampler: Sampler, prompts: Sequence[RenderedPrompt], group_size: int, step: int, total: int) -> SampledBatch:
-        """Return the batch of a step, and begin the batch ``rollout.ahead`` steps later, with ``sampler``.
+        """Return the batch of a step, and begin the batch ``rollout.ahead`` batches later, with ``sampler``.
 
         Args:
             prompts: what this object returns for the step.
@@ -197,19 +209,21 @@ class AheadSampler(Batches[RenderedPrompt]):
             ConfigError: the recipe samples other prompts, or samples twice in a step.
             CookbookError: the batch could not be sampled.
         """
-        if not isinstance(prompts, StepPrompts) or prompts.step != step or step <= self._taken:
+        number, is_first = divmod(step, self._updates)[0], step % self._updates == 0
+        if not isinstance(prompts, StepPrompts) or prompts.batch != number or number <= self._taken or not is_first:
             raise ConfigError(
-                "rollout.ahead: a recipe that samples ahead calls run.sample_groups once per step, with batches[step.index] of "
+                "rollout.ahead: a recipe that samples ahead calls run.sample_groups once per batch, with the next batch of "
                 "run.prompt_batches; set rollout.ahead=0 for other prompts"
             )
-        for index in range(step, min(step + self._ahead, total)):
+        last = self._first_batch(total)
+        for index in range(number, min(number + self._ahead, last)):
             # At the start of a run; and of a continued one, whose earlier process had fewer steps.
             self._begin(index, sampler, group_size)
-        batch = self.wait(step)
-        self._taken = step
-        del self._begun[step]
-        if step + self._ahead < total:
-            self._begin(step + self._ahead, sampler, group_size)
+        batch = self.wait(number)
+        self._taken = number
+        del self._begun[number]
+        if number + self._ahead < last:
+            self._begin(number + self._ahead, sampler, group_size)
         waited_s, self._waited_s = self._waited_s, 0.0
         times = {"time/wait_rollouts_s": waited_s, "time/wait_weights_s": batch.idle_s}
         return replace(batch, metrics={**batch.metrics, "sync/version": float(batch.version), **times})
@@ -224,8 +238,8 @@ class AheadSampler(Batches[RenderedPrompt]):
 
     def wait_for_weights(self, step: int) -> None:
         """Wait for the batch of a step before weights are copied for a later batch, so that it can free its own copy."""
-        if step in self._begun:
-            self.wait(step)
+        if (number := step // self._updates) in self._begun:
+            self.wait(number)
 
     def settle(self) -> None:
         """Wait for all batches that have begun, so that the sampler, the environment and the reward are free.
@@ -272,7 +286,8 @@ class AheadSampler(Batches[RenderedPrompt]):
             sampler,
             list(prompts),
             group_size,
-            index,
+            # The seeds are those of the step that trains the batch first.
+            index * self._updates,
             further if self._sampling.config.refill > 1 else None,
             retrier=self._retrier,
             refusals=refused,
@@ -304,8 +319,9 @@ class AheadSampler(Batches[RenderedPrompt]):
 
         ``checkpoints``: the steps of all checkpoints.
         """
+        needed = [self._first_batch(saved) for saved in checkpoints]
         for index, path in stored(self._folder):
-            if index < step and not any(saved <= index < saved + self._ahead for saved in checkpoints):
+            if index < self._first_batch(step) and not any(first <= index < first + self._ahead for first in needed):
                 path.unlink(missing_ok=True)
 
     def _path(self, index: int) -> Path:
@@ -316,12 +332,12 @@ class AheadSampler(Batches[RenderedPrompt]):
             self._folder.mkdir(exist_ok=True)
             files.write_text(self._path(batch.index), json.dumps(_as_json(batch), default=_plain_number))
 
-    def _restore(self, first: int, folder: Path) -> None:
+    def _restore(self, done: int, folder: Path) -> None:
         """Read the batches that the earlier process has sampled and not trained, up to that of the checkpoint's weights.
 
         Later batches are sampled again: the run computes their weights again.
         """
-        every = self._sampling.sync_every
+        first, every = self._first_batch(done), self._sampling.sync_every
         for index in range(first, first + self._ahead + 1):
             path = folder / self._path(index).name
             if not path.exists():
@@ -329,7 +345,9 @@ class AheadSampler(Batches[RenderedPrompt]):
                     log.info("rollout.ahead: %s is missing; the batch is sampled from the weights of the checkpoint", path)
                 break
             batch = self._from_json(json.loads(path.read_text(encoding="utf-8")))
-            if index == first + self._ahead and batch.version != first // every * every:
+            # Between two steps of one batch, no batch has the weights of the checkpoint.
+            has_weights = done % self._updates == 0 and batch.version == done // every * every
+            if index == first + self._ahead and not has_weights:
                 break
             future: Future[SampledBatch] = Future()
             future.set_result(batch)

@@ -160,7 +160,8 @@ class Health:
     """Counts of steps by problem, and warnings about them, each once per run. Checkpoints keep the counts.
 
     ``seen`` counts all steps, ``learned`` the steps with a gradient, and those without a metric of it. By problem, ``streaks``
-    is the number of consecutive steps up to the newest that have the problem, and ``totals`` the number of all such steps.
+    is the number of consecutive steps up to the newest that have the problem, and ``totals`` the number of all such steps. The
+    steps that train one batch of rollouts are one in a streak; ``has_updates``: there are such steps.
     ``reward`` is the value that all rewards of the newest step had, if they were equal; ``rewarded`` says whether a mean
     reward was ever above 0. ``max_tokens`` is ``rollout.max_tokens``. ``sampled`` has the metrics of the newest rollouts that
     show problems: with ``recipe.updates`` above 1 the steps after that of the sampling train the same rollouts.
@@ -175,6 +176,7 @@ class Health:
     totals: dict[str, int] = field(default_factory=dict)
     warned: list[str] = field(default_factory=list)
     sampled: dict[str, float] = field(default_factory=dict)
+    has_updates: bool = False
 
     @classmethod
     def restored(cls, state: JsonObject | None, max_tokens: int) -> Health:
@@ -192,9 +194,12 @@ class Health:
         """
         if "reward/mean" in metrics:
             self.sampled = {key: metrics[key] for key in OF_ROLLOUTS if key in metrics}
+            is_update = False
         # A step that uses rows of the data, or rollouts of its own, has a checksum of the rows.
-        elif ROWS_CHECKSUM not in metrics:
-            metrics = {**self.sampled, **metrics}
+        else:
+            is_update = ROWS_CHECKSUM not in metrics and bool(self.sampled)
+            metrics = metrics if ROWS_CHECKSUM in metrics else {**self.sampled, **metrics}
+        self.has_updates |= is_update
         problems = self._problems(metrics)
         if self._clips_on_policy(metrics) and CLIPPED not in self.warned:
             self.warned.append(CLIPPED)
@@ -202,15 +207,17 @@ class Health:
         self.seen += 1
         self.learned += not problems[NO_GRADIENT]
         for kind, is_present in problems.items():
-            self.streaks[kind] = self.streaks.get(kind, 0) + 1 if is_present else 0
+            if not is_update:
+                self.streaks[kind] = self.streaks.get(kind, 0) + 1 if is_present else 0
             self.totals[kind] = self.totals.get(kind, 0) + is_present
         lasting = [kind for kind, count in self.streaks.items() if count >= IN_A_ROW]
         # Equal rewards make groups tie, and tied groups have no gradient: one cause, one warning.
         causes = [kind for kind in (CONSTANT, TIED, NO_GRADIENT) if kind in lasting][:1]
+        unit = "batches" if self.has_updates else "steps"
         for kind in [*causes, *(kind for kind in lasting if kind == TRUNCATED)]:
             if kind not in self.warned:
                 self.warned.append(kind)
-                log.warning("step %d: %s", step, self._explained(kind, f"the last {self.streaks[kind]} steps", metrics))
+                log.warning("step %d: %s", step, self._explained(kind, f"the last {self.streaks[kind]} {unit}", metrics))
 
     def check(self) -> None:
         """Raise NoGradientError if the run has had steps, and none of them had a gradient."""

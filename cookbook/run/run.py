@@ -8,7 +8,7 @@ import statistics
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -139,6 +139,8 @@ class Run:
         # The share of the weights that is trained, for the first line of the run; "" if another machine holds the weights.
         self.trained_weights = ""
         self._has_introduced = False
+        # Whether the current step trains an empty part of a batch of rollouts.
+        self._is_empty_part = False
         # The step that the recipe is in.
         self._open: tuple[Step, Evaluate | None] | None = None
 
@@ -227,7 +229,8 @@ class Run:
             batches = self._queue
         if self.rollout.ahead:
             checkpoint = self._origin.checkpoint
-            self._ahead = AheadSampler(batches, self._sampling, self.data, self.out, self.first_step, checkpoint)
+            updates = getattr(self.cfg, "updates", 1)
+            self._ahead = AheadSampler(batches, self._sampling, self.data, self.out, self.first_step, checkpoint, updates)
             return self._ahead
         ahead.clear(self.out)
         return batches
@@ -240,6 +243,7 @@ class Run:
 
     def forward_backward(self, data: Sequence[Datum]) -> Future[ForwardBackwardOutput]:
         """Add the gradient of the run's loss on one whole optimizer step's data. Without data the gradient is zero."""
+        self._is_empty_part = not data and getattr(self.cfg, "updates", 1) > 1
         if not data:
             return done(ForwardBackwardOutput([], {"loss": 0.0, "tokens/trained": 0.0}))
         prepared = self.loss.prepare(self.with_reference(data))
@@ -268,6 +272,9 @@ class Run:
         """Update the weights, with this step's learning rate and the division that the loss declares."""
         step.updated = True
         adam = self.optim.adam(self.schedule.factor(step.index + 1, step.total))
+        if self._is_empty_part:
+            # Momentum alone would move the weights, by rollouts of earlier batches.
+            adam = replace(adam, learning_rate=0.0)
         update = self.trainer.optim_step(adam, self.loss.normalization)
         self._calls.add(TrackedCall(step.index + 1, self._accumulated, update, update=True))
         self._accumulated = []

@@ -254,19 +254,12 @@ def _check_ahead(typed: Settings) -> None:
         raise ConfigError(f"rollout.ahead: the recipe trains on {typed.data_kind} and samples no batches; remove the key")
     if typed.data.streaming:
         raise ConfigError("rollout.ahead: sampled batches are stored with the numbers of their rows; set data.streaming=false")
-    if (updates := getattr(typed.recipe, "updates", 1)) > 1:
-        raise ConfigError(f"rollout.ahead: only one step in {updates} samples; set recipe.updates=1, or rollout.ahead=0")
     if "sampling_logprobs" not in typed.loss.needs and not typed.rollout.ahead_uncorrected:
         raise ConfigError(
             f"rollout.ahead: {type(typed.loss).__name__} does not read sampling_logprobs, so that nothing corrects for older "
             "weights; choose another loss, such as loss=grpo, or set rollout.ahead_uncorrected=true"
         )
     has_servers = isinstance(typed.deployment, SeparateDeployment) and typed.deployment.has_own_weights
-    if isinstance(typed.backend, RankBackend | JobBackend) and typed.backend.num_ranks > 1 and not has_servers:
-        raise ConfigError(
-            f"rollout.ahead: several ranks compute one call at a time, got {typed.backend.num_ranks}; set deployment=vllm, "
-            "or rollout.ahead=0"
-        )
     if typed.rollout.ahead > 1 and has_servers:
         raise ConfigError(
             f"rollout.ahead: servers hold one version of the weights, got {typed.rollout.ahead}; set it to 1, or use "

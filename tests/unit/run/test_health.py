@@ -83,9 +83,11 @@ def test_updates_without_sampling_have_the_problems_of_their_rollouts(caplog):
     """``recipe.updates=2``: every second step trains rollouts of the step before it."""
     later = {"optim/grad_norm": 0.0, "loss": 0.0}
     (line,) = said(caplog, *[TIES, later] * 3)
-    assert line.startswith("step 3: in the last 3 steps all groups tied")
+    # The steps of one batch are one case.
+    assert line.startswith("step 5: in the last 3 batches all groups tied")
+    assert not said(caplog, TIES, later, later, later)
     (line,) = said(caplog, *[CUT, {"optim/grad_norm": 0.5}] * 3)
-    assert line.startswith("step 3: more than half of the completions of the last 3 steps were cut off (75% in this one)")
+    assert line.startswith("step 5: more than half of the completions of the last 3 batches were cut off (75% in this one)")
     health = Health()
     for number, metrics in enumerate([TIES, later, {**TIES, "reward/mean": 0.25}, later], start=1):
         health = Health.restored(json.loads(json.dumps(health.state())), 16)

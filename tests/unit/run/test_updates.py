@@ -11,9 +11,10 @@ import torch
 from runtools import SMALL, bits, checkpoint, here, rows, timeless, train  # noqa: F401
 
 from cookbook.data import RowDatum
+from cookbook.futures import Future
 from cookbook.losses import GRPO, PPO
 from cookbook.run import minibatches
-from cookbook.run.run import Run
+from cookbook.run.run import Run, Step
 from cookbook.types import AdamParams
 
 ADAM = AdamParams(learning_rate=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, grad_clip_norm=0.0)
@@ -136,3 +137,19 @@ def test_a_sync_between_two_batches_of_rollouts_is_refused(every, here, capsys):
     assert line in capsys.readouterr().err
     assert train(*SMALL["grpo"], "recipe.updates=0") == 2
     assert "recipe.updates: must be at least 1, got 0; 1 makes one optimizer step per batch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("updates", "rate"), [(3, 0.0), (1, 0.01)])
+def test_an_update_without_completions_moves_no_weight(updates, rate):
+    """Momentum of earlier steps would move the weights. With one step per batch it does."""
+    sent = []
+    run = Run.__new__(Run)
+    run.cfg = SimpleNamespace(updates=updates)
+    run.optim = SimpleNamespace(adam=lambda factor: AdamParams(learning_rate=0.01 * factor))
+    run.schedule = SimpleNamespace(factor=lambda step, total: 1.0)
+    run.loss = SimpleNamespace(normalization=None)
+    run.trainer = SimpleNamespace(optim_step=lambda adam, normalization: sent.append(adam) or Future())
+    run._calls, run._accumulated = SimpleNamespace(add=lambda call: None), []
+    run.forward_backward([])
+    run.optim_step(Step(4, 9))
+    assert sent[0].learning_rate == rate
