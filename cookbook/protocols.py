@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
+    from cookbook.data import Renderer
     from cookbook.engine.engine import Engine
     from cookbook.engine.model import ModelConfig, SharedBase
     from cookbook.engine.precision import Precision
@@ -431,6 +432,28 @@ class ServiceReward(Protocol):
 
     def close(self) -> None:
         """Cancel the calls that still run."""
+
+
+@runtime_checkable
+class ModelReward(Protocol):
+    """A reward that a second, frozen model computes. The run loads ``model``, here or on the server at ``url``.
+
+    It judges a group in one call. ``start`` of all groups of a step comes before the first result.
+    """
+
+    model: str
+    url: str | None
+
+    def start(
+        self, *, group: Sequence[str], prompt: object, row: JsonObject, trajectory: Sequence[Sequence[JsonObject]]
+    ) -> Callable[[], list[float]]:
+        """Start a call. The result waits for the call and returns one number per completion."""
+
+    def connect(self, sampler: Sampler, renderer: Renderer, *, chat: bool) -> None:
+        """Use the weights of ``sampler`` for all later calls. ``chat``: the model has learned from conversations."""
+
+    def check_held_out(self, row: JsonObject) -> None:
+        """Raise ConfigError if the reward cannot score a completion of this held-out row."""
 
 
 class Tracker(Protocol):

@@ -28,7 +28,9 @@ DOCS = ROOT / "docs"
 # What `make docs` writes: the pages, and MkDocs' site.
 BUILD = ROOT / "build"
 LINK = re.compile(r"(\]\()(?!https?:|#)([\w./-]+)((?:#[\w-]+)?\))")
-# Place in docs/coming-from.md for the table of all names.
+# Pages in the root of the checkout, and their places on the site.
+OF_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "AGENTS.md": "agents-guide.md"}
+# Place in docs/guide/coming-from.md for the table of all names.
 NAMES_MARK = "<!-- names -->"
 # Sections of the page of the Python API, and the modules that it documents there.
 PYTHON = {
@@ -45,7 +47,7 @@ PYTHON = {
 # Files of a run folder. The build fails if a run writes another one.
 FILES = {
     "config.yaml": "resolved configuration; `cookbook train --config RUN/config.yaml` repeats the run",
-    "metrics.jsonl": "one line per step with every [metric](../metrics.md)",
+    "metrics.jsonl": "one line per step with every [metric](metrics.md)",
     "samples.jsonl": "a few rollouts of every step, and completions of evaluations",
     "bad_rows.jsonl": "rows that were left out, with the reason",
     "rollouts.jsonl.gz": "all rollouts or rows with their tokens, for `cookbook view`",
@@ -71,12 +73,12 @@ FILES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, nargs="?", default=BUILD / "docs")
-    parser.add_argument("--drawings", action="store_true", help="write the drawings of docs/ and stop")
+    parser.add_argument("--drawings", action="store_true", help="write the drawings of docs/images and stop")
     parser.add_argument("--run", type=Path, help="describe the files of this run; by default a short run is trained")
     arguments = parser.parse_args()
     if arguments.drawings:
         for name, text in drawings().items():
-            (DOCS / name).write_text(text, encoding="utf-8")
+            (DOCS / "images" / name).write_text(text, encoding="utf-8")
         return
     # Before the run for the page of files, which takes half a minute.
     with written(arguments.out):
@@ -107,14 +109,13 @@ def empty(folder: Path) -> None:
 
 
 def write(texts: Mapping[str, str], out: Path) -> None:
-    """Write the pages, drawings and assets; what was in the folder is removed."""
+    """Write the pages, images and assets; what was in the folder is removed."""
     empty(out)
     for name, text in texts.items():
         path = out / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    for path in DOCS.glob("*.svg"):
-        shutil.copy(path, out / path.name)
+    shutil.copytree(DOCS / "images", out / "images")
     (out / "assets").mkdir()
     for name in ("iframe-worker.js", "site.css"):
         shutil.copy(DOCS / "site" / name, out / "assets" / name)
@@ -122,14 +123,10 @@ def write(texts: Mapping[str, str], out: Path) -> None:
 
 def pages(run: Path | None) -> dict[str, str]:
     """Return the Markdown of every page by its path on the site. ``run`` is described on the page of files."""
-    written = {
-        "index.md": ROOT / "README.md",
-        "contributing.md": ROOT / "CONTRIBUTING.md",
-        "agents-guide.md": ROOT / "AGENTS.md",
-    }
-    written |= {path.name: path for path in sorted(DOCS.glob("*.md"))}
-    texts = {name: on_site(path) for name, path in written.items()}
-    texts["coming-from.md"] = texts["coming-from.md"].replace(NAMES_MARK, names_table())
+    written = {place: ROOT / name for name, place in OF_ROOT.items()}
+    written |= {path.relative_to(DOCS).as_posix(): path for path in sorted(DOCS.rglob("*.md"))}
+    texts = {place: on_site(path, place) for place, path in written.items()}
+    texts["guide/coming-from.md"] = texts["guide/coming-from.md"].replace(NAMES_MARK, names_table())
     return texts | {
         "reference/cli.md": cli_page(),
         "reference/configuration.md": configuration_page(),
@@ -139,15 +136,15 @@ def pages(run: Path | None) -> dict[str, str]:
     }
 
 
-def on_site(page: Path) -> str:
-    """Return a page with the links of the site, where pages of the checkout's root and of docs/ are in one folder."""
+def on_site(page: Path, place: str) -> str:
+    """Return a page with the links of the site, whose root holds the pages of the checkout's root and the folders of docs/."""
 
-    def link(found: re.Match[str]) -> str:
-        target = (page.parent / found[2]).resolve().relative_to(ROOT)
-        places = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "AGENTS.md": "agents-guide.md"}
-        if target.parent != Path("docs") and str(target) not in places:
-            raise SystemExit(f"{page.relative_to(ROOT)}: {found[2]} is not a page of the site; name it as code, without a link")
-        return found[1] + places.get(str(target), target.name) + found[3]
+    def link(match: re.Match[str]) -> str:
+        target = (page.parent / match[2]).resolve().relative_to(ROOT)
+        if target.parts[0] != "docs" and str(target) not in OF_ROOT:
+            raise SystemExit(f"{page.relative_to(ROOT)}: {match[2]} is not a page of the site; name it as code, without a link")
+        on_site = OF_ROOT.get(str(target)) or target.relative_to("docs").as_posix()
+        return match[1] + os.path.relpath(on_site, Path(place).parent) + match[3]
 
     return LINK.sub(link, page.read_text(encoding="utf-8"))
 
@@ -297,7 +294,7 @@ def python_page() -> str:
 
     text = (
         "# Python API\n\nThe public names of `import cookbook`, generated from their docstrings. "
-        "[Your own loop](../python-api.md) explains how they work together.\n\n"
+        "[Your own loop](../guide/python-api.md) explains how they work together.\n\n"
     )
     for title, modules in PYTHON.items():
         names = [
@@ -329,7 +326,7 @@ def http_page() -> str:
     return (
         "# HTTP API\n\nThe routes of `cookbook serve`, generated from its OpenAPI description, which a server has at "
         "`/api/v1/openapi.json` and shows at `/api/v1/docs`. Bodies are those of Tinker's client "
-        "([compatibility](../tinker-compatibility.md)) and of OpenAI's API ([endpoint](../endpoint.md)); "
+        "([compatibility](tinker-compatibility.md)) and of OpenAI's API ([endpoint](../operate/endpoint.md)); "
         "a key is sent as `X-API-Key` or as a bearer token.\n\n"
         + table(["route", "what", "parameters and fields of the body"], rows)
     )
@@ -363,7 +360,7 @@ def files_page(run: Path) -> str:
         rows[name] = [code(shown), FILES[name], f"{path.stat().st_size:,}"]
     text = (
         "# Files of a run\n\nGenerated from a run of `recipe=grpo` with the shipped model. Sizes are in bytes. "
-        "[Runs](../runs.md) explains how the files are used.\n\n"
+        "[Runs](../operate/runs.md) explains how the files are used.\n\n"
     )
     text += table(["file", "what", "size"], [rows[name] for name in FILES if name in rows])
     for name in ("metrics.jsonl", "samples.jsonl", "status.json", "environment.json"):
@@ -423,7 +420,7 @@ def _counterpart(entry: Any) -> str:
 
 
 def drawings() -> dict[str, str]:
-    """Return the drawings of docs/concepts.md by file name."""
+    """Return the drawings of docs/guide/concepts.md by file name."""
     step = [
         ("prompts", "data", 0), ("rollouts", "deployment", 1), ("rewards", "reward or environment", 2),
         ("advantages", "recipe", 3), ("datums", "tokens, weights, ...", 4), ("log-probabilities", "backend", 5),

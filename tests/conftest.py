@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import tempfile
@@ -12,6 +13,7 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: no test may reach the network
 import composing
+import httpx._transports.default as transports
 import marks
 import pytest
 import tiny
@@ -27,10 +29,12 @@ from cookbook.engine.model import ModelConfig, load
 _CACHE = tempfile.TemporaryDirectory(prefix="cookbook-cache-")
 os.environ["COOKBOOK_CACHE"] = _CACHE.name
 torch.set_num_threads(1)
-terminal.PLAIN_AFTER_S = terminal.NEVER  # on a busy machine any test might last long enough for a plain line
+terminal.PLAIN_AFTER_S = terminal.NEVER_S  # on a busy machine any test might last long enough for a plain line
 
 
 composing.reuse()
+# Each client of httpx reads the certificates of all authorities, in 24 ms of CPU time. No test talks to an address outside.
+transports.create_ssl_context = functools.cache(transports.create_ssl_context)
 
 MODEL_FIELDS = {"dtype", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules"}
 

@@ -418,7 +418,7 @@ RANKS = ("llama", "qwen3", "qwen3_moe")
 
 
 def support_table() -> str:
-    """Return the table of docs/support.md: what works with which family. Tests check its cells."""
+    """Return the table of docs/reference/support.md: what works with which family. Tests check its cells."""
     lines = [
         "| family | SFT, DPO, ORPO | GRPO, distillation | LoRA | packing | shared prompts | vLLM | ranks |",
         "|---" * 8 + "|",

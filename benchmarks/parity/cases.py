@@ -110,7 +110,8 @@ CASES = [
     _grpo("bnpo", "bnpo"),
     _grpo("bnpo, 2 micro-batches", "bnpo", micro_batches=2),
     _grpo("cispo", "cispo", beta=0.0, epsilon_high=CLIP_CISPO),
-    # The same names and numbers given to both, where the two mean different things. docs/parity.md says which is right.
+    # The same names and numbers given to both, where the two mean different things.
+    # docs/evidence/parity.md says which is right.
     _sft("nll, as is", "nll", answers_only=False, differs="questions trained"),
     _dpo("sigmoid, label smoothing, as is", "sigmoid", label_smoothing=SMOOTHING, differs="smoothing ignored"),
     _dpo("sigmoid, chat rows, as is", "sigmoid", rows=CHAT, differs="end of the answer"),

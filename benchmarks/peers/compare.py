@@ -251,7 +251,9 @@ def difference(workload: Workload, ours: list[dict[str, float]], theirs: list[di
         for key, added in (("inputs", sequences), ("trained", workload.rows * workload.trl_trains)):
             if a_step[key] + added != b_step[key]:
                 return f"step {number}: {a_step[key] + added:.0f} tokens {key}, and {b_step[key]:.0f} by TRL"
-    if workload.method == "orpo" or workload.trl_trains:  # ORPO's loss by TRL is also one of the prompt: docs/parity.md
+    if (
+        workload.method == "orpo" or workload.trl_trains
+    ):  # ORPO's loss by TRL is also one of the prompt: docs/evidence/parity.md
         return ""
     a, b = ours[0]["loss"], theirs[0]["loss"]
     same = SAME_LOSS if exact else SAME_ROUNDED_LOSS

@@ -12,7 +12,7 @@ from cookbook.utils import paths
 from cookbook.utils.suggest import did_you_mean
 
 # Number of runs that an error lists.
-NAMED = 5
+MAX_NAMED = 5
 _OF_STEP = re.compile(r"(?P<run>.+)@(?:(?:step-)?(?P<step>\d+)|best)")
 
 
@@ -24,21 +24,42 @@ def sampling_target(target: str) -> str:
     Raises:
         CheckpointError: the run has no checkpoint, or not that one, or its weights are on a server; or there is no such run.
     """
-    folder = Path(target)
-    if paths.is_run(folder):
-        checkpoint = store.newest(folder / paths.CHECKPOINTS)
-        if checkpoint is None:
-            raise CheckpointError(f"{target}: this run has no checkpoint yet; wait for one, or lower checkpoint.every")
+    if (checkpoint := checkpoint_of(target)) is not None:
         return _on_disk(target, checkpoint)
-    if (match := _OF_STEP.fullmatch(target)) and not folder.exists() and paths.is_run(Path(match["run"])):
-        run = Path(match["run"])
-        return _on_disk(target, _of_step(run, _best_step(run) if match["step"] is None else int(match["step"])))
-    # A checkpoint of a run on a server has a manifest only.
-    if (folder / manifest.NAME).is_file():
-        return _on_disk(target, folder)
+    folder = Path(target)
     if not folder.exists():
         _refuse_unknown_run(folder)
     return str(paths.packaged("data") / "tiny") if target == "tiny" and not folder.exists() else target
+
+
+def pointer_of(target: str) -> pointers.Pointer | None:
+    """Return the address of a run's or checkpoint's weights on a server; None if they are on this machine, or of no run.
+
+    Raises:
+        CheckpointError: as :func:`checkpoint_of`.
+    """
+    checkpoint = checkpoint_of(target)
+    server = None if checkpoint is None else manifest.read(checkpoint).get(pointers.SERVER)
+    return None if checkpoint is None or server is None or pointers.on_disk(server) else pointers.read(checkpoint)
+
+
+def checkpoint_of(target: str) -> Path | None:
+    """Return the folder of a checkpoint, or of a pointer to one: of a run the newest; None if ``target`` is neither.
+
+    Raises:
+        CheckpointError: the run has no checkpoint, or not that one.
+    """
+    folder = Path(target)
+    if paths.is_run(folder):
+        newest = store.newest(folder / paths.CHECKPOINTS)
+        if newest is None:
+            raise CheckpointError(f"{target}: this run has no checkpoint yet; wait for one, or lower checkpoint.every")
+        return newest
+    if (match := _OF_STEP.fullmatch(target)) and not folder.exists() and paths.is_run(Path(match["run"])):
+        run = Path(match["run"])
+        return _of_step(run, _best_step(run) if match["step"] is None else int(match["step"]))
+    # A checkpoint of a run on a server has a manifest only.
+    return folder if (folder / manifest.NAME).is_file() else None
 
 
 def _refuse_unknown_run(folder: Path) -> None:
@@ -46,7 +67,13 @@ def _refuse_unknown_run(folder: Path) -> None:
     runs = sorted(path.parent.name for path in folder.parent.glob(f"*/{paths.RUN_CONFIG}")) if folder.name else []
     if folder.parent == Path() or not (runs or folder.parent.name == "runs"):
         return
-    listed = f"choose a run of {folder.parent}: {', '.join(runs[-NAMED:])}" if runs else f"{folder.parent} holds no runs"
+    if runs:
+        listed = f"choose a run of {folder.parent}: {', '.join(runs[-MAX_NAMED:])}"
+    elif folder.parent.is_dir():
+        listed = f"{folder.parent} holds no runs yet; train one with out={folder}"
+    else:
+        missing = f"the folder {folder.parent} does not exist in {Path.cwd()}"
+        listed = f"{missing}; go to the folder of the run, or train one with out={folder}"
     raise CheckpointError(f"{folder}: no such run, checkpoint or model;{did_you_mean(folder.name, runs)} {listed}")
 
 

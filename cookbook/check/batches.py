@@ -11,7 +11,9 @@ import numpy as np
 from cookbook.losses.base import ALIASES
 from cookbook.types import Array, Datum, ModelInput, TensorData
 
-USUAL = frozenset({"weights", "advantages", "sampling_logprobs", "logprobs", "old_logprobs", "reference_logprobs", "labels"})
+USUAL_KEYS = frozenset(
+    {"weights", "advantages", "sampling_logprobs", "logprobs", "old_logprobs", "reference_logprobs", "labels"}
+)
 """Inputs of the recipes' datums besides ``target_tokens``, under all names. Functions that declare nothing get all of them."""
 
 _CANONICAL = {alias: key for key, alias in ALIASES.items()}
@@ -34,7 +36,7 @@ class RandomBatch(NamedTuple):
 
     def with_datums(self, others: Mapping[int, Datum]) -> RandomBatch:
         """The batch with other datums at some places."""
-        return RandomBatch([others.get(index, one) for index, one in enumerate(self.data)], self.logprobs)
+        return RandomBatch([others.get(index, row) for index, row in enumerate(self.data)], self.logprobs)
 
     def mapped(self, key: str, change: Callable[[Array, Array], Array]) -> RandomBatch:
         """The batch with ``change(values, masked)`` in place of every datum's values of ``key``; ``""``: the logprobs."""
@@ -42,7 +44,7 @@ class RandomBatch(NamedTuple):
             logprobs = [change(row, mask) for row, mask in zip(self.logprobs, self.masked, strict=True)]
             return RandomBatch(self.data, logprobs)
         pairs = zip(self.data, self.masked, strict=True)
-        data = [one.with_inputs(**{key: change(one.loss_fn_inputs[key].array, mask)}) for one, mask in pairs]
+        data = [row.with_inputs(**{key: change(row.loss_fn_inputs[key].array, mask)}) for row, mask in pairs]
         return RandomBatch(data, self.logprobs)
 
 
@@ -51,21 +53,21 @@ def datum(length: int, **inputs: Any) -> Datum:
     return Datum(ModelInput.from_ints(range(length)), {"target_tokens": np.arange(length), **inputs})
 
 
-def without(one: Datum, *keys: str) -> Datum:
+def without(row: Datum, *keys: str) -> Datum:
     """The datum without some of its inputs."""
-    return Datum(one.model_input, {key: value for key, value in one.loss_fn_inputs.items() if key not in keys})
+    return Datum(row.model_input, {key: value for key, value in row.loss_fn_inputs.items() if key not in keys})
 
 
-def unchecked(one: Datum, **inputs: Mapping[str, Any] | Any) -> Datum:
+def unchecked(row: Datum, **inputs: Mapping[str, Any] | Any) -> Datum:
     """The datum with other inputs, whose lengths a :class:`Datum` would refuse."""
     made = object.__new__(Datum)
-    object.__setattr__(made, "model_input", one.model_input)
-    object.__setattr__(made, "loss_fn_inputs", {**one.loss_fn_inputs, **inputs})
+    object.__setattr__(made, "model_input", row.model_input)
+    object.__setattr__(made, "loss_fn_inputs", {**row.loss_fn_inputs, **inputs})
     return made
 
 
 def random_batch(
-    rng: np.random.Generator, keys: Collection[str] = USUAL, sequences: int = 4, binary_weights: bool = False
+    rng: np.random.Generator, keys: Collection[str] = USUAL_KEYS, sequences: int = 4, binary_weights: bool = False
 ) -> RandomBatch:
     """``sequences`` datums of 4 to 7 tokens: a prompt of one or two tokens of weight 0, then a response.
 
@@ -73,7 +75,7 @@ def random_batch(
     logprobs of other policies are near the current ones; keys that mean nothing to cookbook hold normal numbers.
     """
     rows = [_random_row(rng, keys, binary_weights) for _ in range(sequences)]
-    return RandomBatch([one for one, _ in rows], [logprobs for _, logprobs in rows])
+    return RandomBatch([row for row, _ in rows], [logprobs for _, logprobs in rows])
 
 
 def _random_row(rng: np.random.Generator, keys: Collection[str], binary_weights: bool) -> tuple[Datum, Array]:
@@ -116,7 +118,7 @@ def repeated(batch: RandomBatch) -> RandomBatch:
 def stretched(batch: RandomBatch) -> RandomBatch:
     """Every sequence with its tokens twice: the same terms, in sequences of twice the length."""
     return RandomBatch(
-        [_along(one, lambda values: np.concatenate([values, values])) for one in batch.data],
+        [_along(row, lambda values: np.concatenate([values, values])) for row in batch.data],
         [np.concatenate([row, row]) for row in batch.logprobs],
     )
 
@@ -129,18 +131,18 @@ def padded(batch: RandomBatch, rng: np.random.Generator) -> RandomBatch:
         return np.concatenate([around[:1], values, around[1:]])
 
     data = []
-    for one in batch.data:
-        wide = _along(one, wider)
-        weights = np.concatenate([[0.0], one.loss_fn_inputs["weights"].array, [0.0, 0.0]])
+    for row in batch.data:
+        wide = _along(row, wider)
+        weights = np.concatenate([[0.0], row.loss_fn_inputs["weights"].array, [0.0, 0.0]])
         data.append(wide.with_inputs(weights=weights))
     return RandomBatch(data, [wider(row) for row in batch.logprobs])
 
 
-def _along(one: Datum, change: Callable[[Array], Array]) -> Datum:
+def _along(row: Datum, change: Callable[[Array], Array]) -> Datum:
     """The datum with the same change to every per-token array."""
-    arrays = {key: value.array for key, value in one.loss_fn_inputs.items()}
+    arrays = {key: value.array for key, value in row.loss_fn_inputs.items()}
     inputs = {key: change(values) if values.ndim else values for key, values in arrays.items()}
-    return Datum(ModelInput.from_ints(change(np.asarray(one.model_input.tokens))), inputs)
+    return Datum(ModelInput.from_ints(change(np.asarray(row.model_input.tokens))), inputs)
 
 
 class _Inputs(UserDict[str, TensorData]):

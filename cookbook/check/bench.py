@@ -15,7 +15,7 @@ import torch
 import yaml  # type: ignore[import-untyped]
 from torch import Tensor
 
-from cookbook.check.batches import USUAL, RandomBatch, random_batch
+from cookbook.check.batches import USUAL_KEYS, RandomBatch, random_batch
 from cookbook.errors import CookbookError
 from cookbook.losses.base import ALIASES, Loss, Scope
 from cookbook.losses.function import FunctionLoss
@@ -27,7 +27,7 @@ BATCHES = 8
 # Relative tolerances: of a loss that computes in float64, and of one that does not.
 EXACT, ROUGH = 1e-10, 1e-5
 # Step of finite differences in nats, for a loss that computes in float64.
-FINE = 1e-6
+FINE_STEP = 1e-6
 
 LossFunction = Callable[[Sequence[Datum], list[Tensor]], tuple[Tensor, Mapping[str, float]]]
 
@@ -97,7 +97,7 @@ class UndeclaredLoss(FunctionLoss):
 
 def optional_keys(loss: Loss) -> frozenset[str]:
     """The keys that the loss reads from datums with these keys. A function cannot declare its optional keys."""
-    return USUAL if isinstance(loss, FunctionLoss) else loss.reads
+    return USUAL_KEYS if isinstance(loss, FunctionLoss) else loss.reads
 
 
 class Bench:
@@ -174,7 +174,7 @@ class Bench:
         votes = []
         for index, batch in enumerate(self.batches):
             way = self.direction(batch, index)
-            small, larger = (self.slope(batch, way, step) for step in (FINE, 10 * FINE))
+            small, larger = (self.slope(batch, way, step) for step in (FINE_STEP, 10 * FINE_STEP))
             votes.append(abs(small - larger) <= 1e-5 * max(1.0, abs(small), abs(larger)))
         return sum(votes) > len(votes) / 2
 
@@ -183,13 +183,13 @@ class Bench:
         """Largest relative difference that rounding explains."""
         return EXACT if self.exact else ROUGH
 
-    def difference(self, one: Outcome, other: Outcome) -> float:
+    def difference(self, first: Outcome, second: Outcome) -> float:
         """The largest difference of value or gradient, relative to their size."""
-        a, b = flat(one.gradients), flat(other.gradients)
+        a, b = flat(first.gradients), flat(second.gradients)
         largest = max(float(np.abs(a).max()), float(np.abs(b).max()), 1e-300)
         # The value may nearly cancel; the terms it is a sum of are about as large as gradient times logprob.
-        terms = max(abs(one.value), abs(other.value), float(np.abs(a).sum()))
-        return max(float(np.abs(a - b).max()) / largest, abs(one.value - other.value) / max(terms, 1e-300))
+        terms = max(abs(first.value), abs(second.value), float(np.abs(a).sum()))
+        return max(float(np.abs(a - b).max()) / largest, abs(first.value - second.value) / max(terms, 1e-300))
 
 
 _COUPLES = {
@@ -253,8 +253,8 @@ class CheckResult:
         return self.state is State.failed
 
     def __str__(self) -> str:
-        rest = f"; in training: {self.harm}; change: {self.remedy}" if self.failed else ""
-        return f"{self.state:<6}  {self.check}: {self.found}{rest}"
+        consequence = f"; in training: {self.harm}; change: {self.remedy}" if self.failed else ""
+        return f"{self.state:<6}  {self.check}: {self.found}{consequence}"
 
 
 def passed(found: str) -> CheckResult:

@@ -83,14 +83,14 @@ def survey(
     if kind == "rollouts":
         rendered = prompts(rows, renderer, config, max_tokens, refusals, key=key)
         num_used = len(rendered)
-        sequences = [WeightedSequence(one.row.where, one.tokens, np.zeros(len(one.tokens))) for one in rendered]
+        sequences = [WeightedSequence(prompt.row.where, prompt.tokens, np.zeros(len(prompt.tokens))) for prompt in rendered]
     else:
         pairs = kind == "preferences"
         make = {"preferences": preference_datums, "labels": label_datums}.get(kind, conversation_datums)
         datums = make(rows, renderer, config, refusals)
         sides = ["chosen", "rejected"] if pairs else [""]
-        sequences = [_sequence(one, side) for one, side in zip(datums, itertools.cycle(sides), strict=False)]
-        used = {one.where for one in sequences}
+        sequences = [_sequence(datum, side) for datum, side in zip(datums, itertools.cycle(sides), strict=False)]
+        used = {sequence.where for sequence in sequences}
         # A mixture may have a row several times.
         num_used = sum(row.where in used for row in rows)
     return Survey(num_rows, num_used, sequences, refusals.found, list(refusals.unused), list(refusals.notes))
@@ -104,7 +104,7 @@ def _sequence(datum: RowDatum, side: str) -> WeightedSequence:
 
 def lengths(sequences: Sequence[WeightedSequence], length: Callable[[WeightedSequence], int]) -> dict[str, int]:
     """Count, sum and percentiles of a length over the sequences; at least one."""
-    values = np.array([length(one) for one in sequences])
+    values = np.array([length(sequence) for sequence in sequences])
     percentiles = {f"{share}%": int(np.percentile(values, share, method="higher")) for share in (50, 90, 99)}
     ends = {"shortest": int(values.min()), **percentiles, "longest": int(values.max())}
     return {"sequences": len(values), "tokens": int(values.sum()), **ends}

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from cookbook.check.batches import USUAL, RandomBatch, RecordedDatum, random_batch, unchecked, without
+from cookbook.check.batches import USUAL_KEYS, RandomBatch, RecordedDatum, random_batch, unchecked, without
 from cookbook.check.bench import Bench, CheckResult, Outcome, failed, noted, passed
 
-JUNK = (-3.0, 40.0, -1e30)
+JUNK_VALUES = (-3.0, 40.0, -1e30)
 """Values to put at tokens of weight 0. The last makes ``0 * exp(...)`` NaN if a loss applies the weights too late."""
 
 
@@ -22,7 +22,7 @@ def masked_tokens_are_inert(bench: Bench) -> CheckResult:
             if np.asarray(row)[mask].any():
                 return failed("masked gradient", "tokens of weight 0 have a gradient")
         keys = ["", *_per_token(batch)]
-        for junk in JUNK:
+        for junk in JUNK_VALUES:
             if _same(bench, before, _with_junk(batch, keys, junk)):
                 continue
             guilty = [key or "logprobs" for key in keys if not _same(bench, before, _with_junk(batch, [key], junk))]
@@ -51,9 +51,9 @@ def _same(bench: Bench, before: Outcome, batch: RandomBatch) -> bool:
 def keys_read(bench: Bench) -> set[str]:
     """The keys whose values the loss reads, of those in the checks' batches and in the recipes' datums."""
     read: set[str] = set()
-    for keys in (*bench.kits, *(kit | USUAL for kit in bench.kits)):
+    for keys in (*bench.kits, *(kit | USUAL_KEYS for kit in bench.kits)):
         batch = random_batch(bench.rng(len(keys)), keys)
-        bench.outcome(RandomBatch([RecordedDatum(one, read) for one in batch.data], batch.logprobs))
+        bench.outcome(RandomBatch([RecordedDatum(datum, read) for datum in batch.data], batch.logprobs))
     return read
 
 
@@ -79,11 +79,12 @@ def missing_inputs_raise(bench: Bench) -> CheckResult:
     for key in sorted((keys_read(bench) | bench.loss.required) & set(_per_token(batch))):
         for places, which in ((range(len(batch.data)), "all datums"), ([1], "one datum")):
             datums = {place: batch.data[place] for place in places}
-            result = bench.tried(batch.with_datums({place: without(one, key) for place, one in datums.items()}))
+            result = bench.tried(batch.with_datums({place: without(datum, key) for place, datum in datums.items()}))
             if result is None:
                 continue
             zeros = {
-                place: one.with_inputs(**{key: np.zeros_like(one.loss_fn_inputs[key].array)}) for place, one in datums.items()
+                place: datum.with_inputs(**{key: np.zeros_like(datum.loss_fn_inputs[key].array)})
+                for place, datum in datums.items()
             }
             # For other keys 0 may be a default.
             is_no_zero = key.endswith("logprobs") or key == "advantages"
@@ -121,8 +122,8 @@ def nan_is_noticed(bench: Bench) -> CheckResult:
     batch = bench.batches[0]
     for key in ["weights", *_per_token(batch)]:
         holed, moved = (_changed_at_trained(batch, key, change) for change in (lambda x: math.nan, lambda x: x + 0.1))
-        result, other = bench.tried(holed), bench.tried(moved)
-        matters = other is not None and not other.equals(bench.outcome(batch))
+        result, result_of_moved = bench.tried(holed), bench.tried(moved)
+        matters = result_of_moved is not None and not result_of_moved.equals(bench.outcome(batch))
         if result is not None and matters and result.finite:
             return failed("nan hidden", f"NaN in {key} gives a finite result")
     return passed("refused, or seen in the result")

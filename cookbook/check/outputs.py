@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cookbook.check.batches import RandomBatch
-from cookbook.check.bench import FINE, Bench, CheckResult, along, failed, noted, passed
+from cookbook.check.bench import FINE_STEP, Bench, CheckResult, along, failed, noted, passed
 
 # Relative difference: a few hundred rounding errors of float32.
 SINGLE = 1e-4
@@ -48,11 +48,11 @@ def repeatable(bench: Bench) -> CheckResult:
     """The same batch gives the same bits, and the loss does not change it."""
     for batch in bench.batches:
         ready = bench.prepared(batch)
-        before = [{key: value.array.copy() for key, value in one.loss_fn_inputs.items()} for one in ready.data]
+        before = [{key: value.array.copy() for key, value in datum.loss_fn_inputs.items()} for datum in ready.data]
         first, second = bench.raw(ready), bench.raw(ready)
-        for one, arrays in zip(ready.data, before, strict=True):
+        for datum, arrays in zip(ready.data, before, strict=True):
             for key, array in arrays.items():
-                if not np.array_equal(array, one.loss_fn_inputs[key].array, equal_nan=True):
+                if not np.array_equal(array, datum.loss_fn_inputs[key].array, equal_nan=True):
                     return failed("datum written", f"it writes into the datum's {key}")
         if not first.equals(second):
             return failed("not repeatable", f"{first.value:.12g}, then {second.value:.12g} for the same batch")
@@ -94,7 +94,7 @@ def _not_a_metric(value: object) -> str:
 # Random directions for each batch.
 DIRECTIONS = 3
 # A position of the response that occurs this often must have a gradient at least once.
-OFTEN = 8
+MANY_DRAWS = 8
 
 
 def differentiable(bench: Bench) -> CheckResult:
@@ -131,7 +131,7 @@ class _Differences:
     words: str
 
 
-FINELY = _Differences(FINE, 1e-5, 1e-3, 0.0, "")
+FINELY = _Differences(FINE_STEP, 1e-5, 1e-3, 0.0, "")
 COARSELY = _Differences(2e-3, 2e-2, 0.1, 0.25, ", coarsely: the loss computes in float32")
 
 
@@ -186,8 +186,8 @@ def _gap_moves_with_reference(bench: Bench, how: _Differences) -> bool:
     batches = [(index, batch) for index, batch in _pairs(bench) if key in batch.data[0].loss_fn_inputs]
     for index, batch in batches:
         rng = bench.rng(index, 2)
-        other = batch.mapped(key, lambda values, _, rng=rng: np.minimum(values + rng.normal(0, 0.5, values.shape), 0.0))  # type: ignore[misc]
-        here, there = _gap(bench, batch, index, how), _gap(bench, other, index, how)
+        changed = batch.mapped(key, lambda values, _, rng=rng: np.minimum(values + rng.normal(0, 0.5, values.shape), 0.0))  # type: ignore[misc]
+        here, there = _gap(bench, batch, index, how), _gap(bench, changed, index, how)
         change = (here.slope - here.promised) - (there.slope - there.promised)
         moved += abs(change) > how.tolerance * max(how.floor, abs(here.slope), abs(there.slope))
     return moved > len(batches) / 2
@@ -195,17 +195,17 @@ def _gap_moves_with_reference(bench: Bench, how: _Differences) -> bool:
 
 def every_token_trained(bench: Bench) -> CheckResult:
     """Every position in a response, above all the first, has a gradient in at least one batch."""
-    drawn: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     trained: Counter[int] = Counter()
     last = 0, 0
     for batch in bench.batches:
         gradients = bench.outcome(batch).gradients
         for mask, row in zip(batch.masked, gradients, strict=True):
             places = np.flatnonzero(np.asarray(row, dtype=np.float64)[~mask])
-            drawn.update(range(int((~mask).sum())))
+            counts.update(range(int((~mask).sum())))
             trained.update(places.tolist())
             last = last[0] + int((~mask).sum() - 1 in places), last[1] + 1
-    silent = [place for place, count in sorted(drawn.items()) if count >= OFTEN and not trained[place]]
+    silent = [place for place, count in sorted(counts.items()) if count >= MANY_DRAWS and not trained[place]]
     names = [f"token {place + 1}" if place else "the first token" for place in silent]
     if not last[0] and not silent:
         names.append("the last token")

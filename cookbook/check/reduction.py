@@ -24,8 +24,8 @@ def reduction(bench: Bench) -> CheckResult:
     times = _factor(bench, repeated)
     kind = measured_reduction(bench)
     if times is None or kind is None:
-        seen = "another gradient" if times is None else f"{times:.3g} times the loss and its gradient"
-        return failed("no reduction", f"neither a mean nor a sum: the batch twice gives {seen}")
+        effect = "another gradient" if times is None else f"{times:.3g} times the loss and its gradient"
+        return failed("no reduction", f"neither a mean nor a sum: the batch twice gives {effect}")
     words = f"a {kind.replace('_', ' ')}: the batch twice gives {times:.6g} times the loss and its gradient"
     if declared is None:
         return noted(words)
@@ -147,9 +147,9 @@ def micro_batches(bench: Bench) -> CheckResult:
 
 
 def _together(bench: Bench, parts: Sequence[RandomBatch], divisor: int) -> Outcome:
-    found = [bench.raw(part) for part in parts]
-    gradients = [[value / divisor for value in row] for one in found for row in one.gradients]
-    return Outcome(sum(one.value for one in found) / divisor, gradients, {})
+    outcomes = [bench.raw(part) for part in parts]
+    gradients = [[value / divisor for value in row] for outcome in outcomes for row in outcome.gradients]
+    return Outcome(sum(outcome.value for outcome in outcomes) / divisor, gradients, {})
 
 
 def _by_token(bench: Bench, ready: RandomBatch) -> Outcome:
@@ -161,8 +161,8 @@ def _by_token(bench: Bench, ready: RandomBatch) -> Outcome:
 
 def _tokens(ready: RandomBatch) -> RandomBatch:
     data = [
-        datum(1, **{key: value.array[[place]] for key, value in one.loss_fn_inputs.items() if key != "target_tokens"})
-        for one in ready.data
-        for place in range(one.model_input.length)
+        datum(1, **{key: value.array[[place]] for key, value in row.loss_fn_inputs.items() if key != "target_tokens"})
+        for row in ready.data
+        for place in range(row.model_input.length)
     ]
     return RandomBatch(data, [row[[place]] for row in ready.logprobs for place in range(len(row))])

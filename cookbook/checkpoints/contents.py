@@ -127,7 +127,7 @@ def _allocate(key: str, saved: Tensor, master: Tensor) -> Tensor:
 
 def _must_fit(folder: Path, own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
     """Raises CheckpointError: names or shapes differ."""
-    own_shapes, saved_shapes = ({(name, tuple(tensor.shape)) for name, tensor in one.items()} for one in (own, saved))
+    own_shapes, saved_shapes = ({(name, tuple(tensor.shape)) for name, tensor in tensors.items()} for tensors in (own, saved))
     if others := own_shapes ^ saved_shapes:
         name, shape = min(others)
         raise CheckpointError(

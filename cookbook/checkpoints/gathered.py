@@ -62,18 +62,18 @@ class SavedVersion(PerRank):
 
 
 @led
-def write_base(engine: Engine, aside: Path, folder: Path, dtype: torch.dtype | None) -> SavedVersion:
+def write_base(engine: Engine, temporary: Path, folder: Path, dtype: torch.dtype | None) -> SavedVersion:
     """Write the weights, without an adapter, as a Hugging Face folder without a tokenizer.
 
     Args:
-        aside: folder to write to, which becomes ``folder`` later.
+        temporary: folder to write to, which becomes ``folder`` later.
         dtype: element type of the file; None: that of the model.
     """
     layout = _Layout.of(engine, dtype)
     infos: dict[str, TensorInfo] = {}
     with ExitStack() as opened:
         # Made by the first call of `write`, where an error is caught.
-        files = functools.cache(lambda: _WeightFiles(aside, layout, opened))
+        files = functools.cache(lambda: _WeightFiles(temporary, layout, opened))
 
         def write(new: Mapping[str, Tensor], _: Mapping[str, Tensor]) -> None:
             for name, tensor in new.items():
@@ -85,7 +85,7 @@ def write_base(engine: Engine, aside: Path, folder: Path, dtype: torch.dtype | N
 
 
 @led
-def write_delta(engine: Engine, aside: Path, folder: Path, dtype: torch.dtype | None, before: SavedVersion) -> SavedVersion:
+def write_delta(engine: Engine, temporary: Path, folder: Path, dtype: torch.dtype | None, before: SavedVersion) -> SavedVersion:
     """Write the difference from ``before``, whose parts are replaced by those of the new weights.
 
     Raises:
@@ -93,7 +93,7 @@ def write_delta(engine: Engine, aside: Path, folder: Path, dtype: torch.dtype | 
     """
     layout = _Layout.of(engine, dtype)
     infos: dict[str, TensorInfo] = {}
-    codings = aside / CODINGS
+    codings = temporary / CODINGS
     entries: list[tuple[delta.TensorDelta, int]] = []
 
     def write(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> None:
@@ -106,8 +106,8 @@ def write_delta(engine: Engine, aside: Path, folder: Path, dtype: torch.dtype | 
                 file.write(coding)
 
     def finish() -> None:
-        entries.sort(key=lambda one: one[0].name)
-        with codings.open("rb") as file, (aside / delta.FILE).open("wb") as out:
+        entries.sort(key=lambda item: item[0].name)
+        with codings.open("rb") as file, (temporary / delta.FILE).open("wb") as out:
             delta.write(out, [entry for entry, _ in entries], (_piece(file, start, entry.size) for entry, start in entries))
         codings.unlink()
 
@@ -171,7 +171,9 @@ class _Layout:
             parts: dict[str, Tensor] = {}
             for group in groups:
                 parts |= _converted(network, {name: shapes[name] for name in group})
-            if {name: tensor.shape for name, tensor in parts.items()} == {name: one.shape for name, one in whole.items()}:
+            if {name: tensor.shape for name, tensor in parts.items()} == {
+                name: tensor_info.shape for name, tensor_info in whole.items()
+            }:
                 return cls(engine.ranks, network, tensors, dtype, groups, whole)
         raise CheckpointError(
             "save_weights_for_sampler_ext: the file joins tensors of several layers, which sharded ranks cannot write; set "
@@ -182,18 +184,18 @@ class _Layout:
         self,
         write: Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None],
         finish: Callable[[], None] = lambda: None,
-        kept: dict[str, Tensor] | None = None,
+        copies: dict[str, Tensor] | None = None,
     ) -> None:
         """Call ``write`` on the first rank for each group, with its tensors by name on disk, and ``finish`` at the end.
 
         Args:
-            kept: parts of earlier weights, whose tensors are the second argument of ``write``. Each part is replaced by the
+            copies: parts of earlier weights, whose tensors are the second argument of ``write``. Each part is replaced by the
                 current one. None: keep no parts.
         """
         error: Exception | None = None
         for group in self.groups:
             # Until the end the other ranks wait for this rank's parts, even after an error here.
-            error = self._gather(group, write if error is None else None, kept) or error
+            error = self._gather(group, write if error is None else None, copies) or error
         if self.ranks.rank == 0:
             if error is not None:
                 raise error
@@ -203,16 +205,16 @@ class _Layout:
         self,
         group: list[str],
         write: Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None] | None,
-        kept: dict[str, Tensor] | None,
+        copies: dict[str, Tensor] | None,
     ) -> Exception | None:
         """Gather one group, and return the error of ``write``."""
         # Without its copies a rank cannot take part: if its memory is full, the group ends, and the others do not wait for it.
         with self.ranks.lockstep():
             own = {name: self.tensors[name].to(_dtype_of(self.tensors[name], self.dtype)) for name in group}
             old: dict[str, Tensor] = {}
-            if kept is not None:
-                old = {name: kept.pop(name).to(own[name].device) for name in group if name in kept}
-                kept |= {name: tensor.to("cpu", copy=True) for name, tensor in own.items()}
+            if copies is not None:
+                old = {name: copies.pop(name).to(own[name].device) for name in group if name in copies}
+                copies |= {name: tensor.to("cpu", copy=True) for name, tensor in own.items()}
             gathered, earlier = ({name: self.ranks.whole(part) for name, part in parts.items()} for parts in (own, old))
         if self.ranks.rank == 0 and write is not None:
             try:

@@ -23,7 +23,7 @@ from cookbook.data.encoding import TextEncoder
 from cookbook.data.formats import Chat
 from cookbook.data.messages import ChatMessage
 from cookbook.data.stop_tokens import configure, stop_token_ids
-from cookbook.data.template import ChatTemplate
+from cookbook.data.template import ChatTemplate, template_sources
 from cookbook.errors import CheckpointError
 from cookbook.types import JsonObject
 
@@ -165,12 +165,12 @@ def _write_tokenizer(
     writer: gguf.GGUFWriter, folder: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     facts: JsonObject = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    model, added = facts["model"], {one["id"]: one for one in facts["added_tokens"]}
-    merges = [" ".join(one) if isinstance(one, list) else one for one in model.get("merges", ())]
+    model, added = facts["model"], {token["id"]: token for token in facts["added_tokens"]}
+    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in model.get("merges", ())]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(_division(folder, facts, has_merges=bool(merges)))
     texts = {number: text for text, number in model["vocab"].items()} | {
-        number: one["content"] for number, one in added.items()
+        number: token["content"] for number, token in added.items()
     }
     tokens, types = [], []
     for number in range(config.vocab_size):
@@ -196,7 +196,19 @@ def _write_tokenizer(
         writer.add_eot_token_id(ends[0])
     writer.add_add_bos_token(TextEncoder(tokenizer).opening == [tokenizer.bos_token_id])
     if tokenizer.chat_template is not None:
-        writer.add_chat_template(tokenizer.chat_template)
+        named = [{"name": name, "template": source} for name, source in template_sources(tokenizer).items()]
+        writer.add_chat_template(named if isinstance(tokenizer.chat_template, dict) else tokenizer.chat_template)
+
+
+def _step_name(step: JsonObject) -> str:
+    """Name of a step of the pre-tokenizer with the option that decides, as in DIVISIONS."""
+    kind = step.get("type")
+    if kind == "ByteLevel":
+        return "ByteLevel regex" if step.get("use_regex", True) else "ByteLevel"
+    if kind == "Digits":
+        return "Digits individual" if step.get("individual_digits") else "Digits"
+    regex: str = step.get("pattern", {}).get("Regex", str(kind))
+    return regex
 
 
 def _division(folder: Path, facts: JsonObject, *, has_merges: bool) -> str:
@@ -205,16 +217,9 @@ def _division(folder: Path, facts: JsonObject, *, has_merges: bool) -> str:
     Raises:
         CheckpointError: the tokenizer is not a byte-level BPE that llama.cpp has a name for.
     """
-    step = facts["pre_tokenizer"] or {}
-    steps = step.get("pretokenizers", [step])
-    names = tuple(
-        f"ByteLevel{' regex' if one.get('use_regex', True) else ''}"
-        if one.get("type") == "ByteLevel"
-        else f"Digits{' individual' if one.get('individual_digits') else ''}"
-        if one.get("type") == "Digits"
-        else one.get("pattern", {}).get("Regex", str(one.get("type")))
-        for one in steps
-    )
+    pre_tokenizer = facts["pre_tokenizer"] or {}
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    names = tuple(_step_name(step) for step in steps)
     # Without merges every byte is a token, however words are divided.
     if not has_merges and names[-1:] in (("ByteLevel",), ("ByteLevel regex",)):
         return "gpt-2"
@@ -234,8 +239,8 @@ def _modelfile(tokenizer: PreTrainedTokenizerBase, *, is_of_text: bool) -> str:
     lines = ["FROM ./model.gguf"]
     if is_of_text:
         lines.append(f'TEMPLATE """{TEXT}"""')
-    elif (found := _ollama_template(tokenizer)) is not None:
-        template, system = found
+    elif (ollama := _ollama_template(tokenizer)) is not None:
+        template, system = ollama
         lines.append(f'TEMPLATE """{template}"""')
         if system:
             # Ollama puts this message before a conversation without a system message, as the chat template does.

@@ -50,7 +50,7 @@ def entries(folder: Path) -> list[CheckpointEntry]:
         inside = folder / "checkpoints"
         folders = [path.parent for path in (inside if inside.is_dir() else folder).glob(f"*/{manifest.NAME}")]
     # Names of unfinished checkpoints begin with a dot.
-    known = [_entry(one) for one in folders if not one.name.startswith(".")]
+    known = [_entry(path) for path in folders if not path.name.startswith(".")]
     if not known:
         raise CheckpointError(f"{folder}: holds no checkpoint; pass a run's folder, or one of its checkpoints")
     return sorted(known, key=lambda entry: (entry.written, entry.folder.name))

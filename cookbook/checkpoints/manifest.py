@@ -27,9 +27,8 @@ def write(folder: Path, facts: JsonObject, known: Mapping[str, str] | None = Non
     All files get the manifest's mode, which the umask decides: safetensors makes files that only their owner can read.
     """
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != CARD]
-    digests = {
-        name: (known or {}).get(name) or files.sha256(folder / name) for name in (str(one.relative_to(folder)) for one in paths)
-    }
+    names = [str(path.relative_to(folder)) for path in paths]
+    digests = {name: (known or {}).get(name) or files.sha256(folder / name) for name in names}
     manifest = folder / NAME
     stated = {"format": FORMAT, **facts, "files": digests}
     manifest.write_text(json.dumps({**stated, "digest": _digest_of(stated)}, indent=2) + "\n")

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 KINDS = ("base", "delta")
+# Folder of transformers for the chat templates of a tokenizer that has several.
+CHAT_TEMPLATES = "additional_chat_templates"
 
 
 def check_kind(kind: str) -> None:
@@ -109,14 +111,14 @@ class SamplerCheckpoints:
         Raises:
             CheckpointError: the folder exists, or cannot be written.
         """
-        with store.appearing(folder) as aside:
+        with store.appearing(folder) as temporary:
             if engine.ranks.shards:
-                digest = gathered.write_base(engine, aside, folder, self._torch_dtype).digest
+                digest = gathered.write_base(engine, temporary, folder, self._torch_dtype).digest
             else:
                 network = full_network(engine.model, merged=False)
-                digest = self._write_files(aside, network, self._weights(network))
+                digest = self._write_files(temporary, network, self._weights(network))
             # The weights are untrained, and get no model card.
-            self._finish_base(engine, aside, digest, None)
+            self._finish_base(engine, temporary, digest, None)
         return Checkpoint(str(folder), engine.step, "base")
 
     def _save_whole(self, engine: Engine, folder: Path, kind: str, origin: JsonObject | None) -> None:
@@ -126,8 +128,8 @@ class SamplerCheckpoints:
         if kind == "delta":
             self._write_delta(engine, folder, now)
             return
-        with store.appearing(folder) as aside:
-            self._finish_base(engine, aside, self._write_files(aside, network, now), origin or {})
+        with store.appearing(folder) as temporary:
+            self._finish_base(engine, temporary, self._write_files(temporary, network, now), origin or {})
         self._held = None
 
     def _save_gathered(self, engine: Engine, folder: Path, kind: str) -> None:
@@ -137,13 +139,13 @@ class SamplerCheckpoints:
             self._require_last(folder)
         # A save that fails may have replaced parts of the last version.
         self.forget()
-        with store.appearing(folder) as aside:
+        with store.appearing(folder) as temporary:
             if kind == "delta" and before is not None and last is not None:
-                version = gathered.write_delta(engine, aside, folder, self._torch_dtype, before)
-                self._finish_delta(engine, aside, version.digest, last, before.digest)
+                version = gathered.write_delta(engine, temporary, folder, self._torch_dtype, before)
+                self._finish_delta(engine, temporary, version.digest, last, before.digest)
             else:
-                version = gathered.write_base(engine, aside, folder, self._torch_dtype)
-                self._finish_base(engine, aside, version.digest, {})
+                version = gathered.write_base(engine, temporary, folder, self._torch_dtype)
+                self._finish_base(engine, temporary, version.digest, {})
         self._version = version
 
     @property
@@ -153,41 +155,41 @@ class SamplerCheckpoints:
     def _weights(self, network: PreTrainedModel) -> Weights:
         return Weights.of(on_disk(network, self._torch_dtype))
 
-    def _write_files(self, aside: Path, network: PreTrainedModel, now: Weights) -> str:
+    def _write_files(self, temporary: Path, network: PreTrainedModel, now: Weights) -> str:
         # The tensors already have their names on disk.
         network.save_pretrained(
-            aside, state_dict=dict(now.tensors), max_shard_size=gathered.FILE_BYTES, save_original_format=False
+            temporary, state_dict=dict(now.tensors), max_shard_size=gathered.FILE_BYTES, save_original_format=False
         )
         return now.digest
 
-    def _finish_base(self, engine: Engine, aside: Path, digest: str, origin: JsonObject | None) -> None:
+    def _finish_base(self, engine: Engine, temporary: Path, digest: str, origin: JsonObject | None) -> None:
         """Add all files but the weights. ``origin`` as in :meth:`save`; None: no model card."""
         stated = {**self._facts(engine, digest), "kind": "base"}
         if self.dtype is not None:
             # transformers writes the element type of the model, and not that of the tensors.
-            config = aside / "config.json"
+            config = temporary / "config.json"
             config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": self.dtype}, indent=2) + "\n")
-        engine.model.tokenizer.save_pretrained(aside)
+        engine.model.tokenizer.save_pretrained(temporary)
         if origin is not None:
-            card.write(aside, stated | {key: origin[key] for key in ("run", "base_model") if key in origin})
+            card.write(temporary, stated | {key: origin[key] for key in ("run", "base_model") if key in origin})
             stated |= _kinds(origin)
-        manifest.write(aside, stated)
+        manifest.write(temporary, stated)
 
     def _write_delta(self, engine: Engine, folder: Path, now: Weights) -> None:
         last = self._require_last(folder)
         before = self._held or reconstruct(last)
-        made = delta.between(before, now)
-        with store.appearing(folder) as aside:
-            (aside / delta.FILE).write_bytes(delta.to_bytes(made))
-            self._finish_delta(engine, aside, now.digest, last, before.digest)
+        difference = delta.between(before, now)
+        with store.appearing(folder) as temporary:
+            (temporary / delta.FILE).write_bytes(delta.to_bytes(difference))
+            self._finish_delta(engine, temporary, now.digest, last, before.digest)
         # Changed tensors are copied, because training continues in the same memory.
-        same = {name for name, one in now.infos.items() if one == before.infos[name]}
+        same = {name for name, info in now.infos.items() if info == before.infos[name]}
         tensors = {name: before.tensors[name] if name in same else tensor.clone() for name, tensor in now.tensors.items()}
         self._held = Weights(tensors, now.infos)
 
-    def _finish_delta(self, engine: Engine, aside: Path, digest: str, last: Path, applies_to: str) -> None:
+    def _finish_delta(self, engine: Engine, temporary: Path, digest: str, last: Path, applies_to: str) -> None:
         chained = {"kind": "delta", "predecessor": last.name, "applies_to": applies_to}
-        manifest.write(aside, {**self._facts(engine, digest), **chained})
+        manifest.write(temporary, {**self._facts(engine, digest), **chained})
 
     def _require_last(self, folder: Path) -> Path:
         """Return the last checkpoint. Raises CheckpointError: it is gone."""
@@ -290,18 +292,22 @@ def export(folder: Path, out: Path, *, merged: bool = False) -> Checkpoint:
     else:
         base, full = folder, None
         manifest.verify(folder)
-    with store.appearing(out) as aside:
+    with store.appearing(out) as temporary:
         # The optimizer of a training checkpoint is in a folder, which is skipped.
         for path in filter(Path.is_file, base.iterdir()):
             if full is not None and path.match(tensor_digests.FILES):
                 names = [name for name, _ in tensor_digests.tensors_in(path)]
-                save_file({name: full.tensors[name] for name in names}, aside / path.name, metadata={"format": "pt"})
+                save_file({name: full.tensors[name] for name in names}, temporary / path.name, metadata={"format": "pt"})
             elif path.name != manifest.NAME:
                 # Without the mode: the card of a write-protected checkpoint is replaced below.
-                shutil.copyfile(path, aside / path.name)
-        kept = {key: facts[key] for key in ("step", "base_model", "dtype", "lora", "quantize", "weights") if key in facts}
-        card.write(aside, {**facts, "kind": "base"})
-        manifest.write(aside, {**kept, **_kinds(facts), "kind": "base"})
+                shutil.copyfile(path, temporary / path.name)
+        if (base / CHAT_TEMPLATES).is_dir():
+            shutil.copytree(base / CHAT_TEMPLATES, temporary / CHAT_TEMPLATES)
+        facts_of_base = {
+            key: facts[key] for key in ("step", "base_model", "dtype", "lora", "quantize", "weights") if key in facts
+        }
+        card.write(temporary, {**facts, "kind": "base"})
+        manifest.write(temporary, {**facts_of_base, **_kinds(facts), "kind": "base"})
     return Checkpoint(str(out), facts["step"], "base")
 
 
@@ -333,8 +339,8 @@ def load(engine: Engine, folder: Path, *, optimizer: bool) -> None:
     if manifest.read(folder)["kind"] != "delta":
         store.load(engine, folder, optimizer=optimizer)
         return
-    with tempfile.TemporaryDirectory() as aside:
-        store.load(engine, Path(export(folder, Path(aside) / folder.name).path), optimizer=optimizer)
+    with tempfile.TemporaryDirectory() as temporary:
+        store.load(engine, Path(export(folder, Path(temporary) / folder.name).path), optimizer=optimizer)
 
 
 def full_network(model: LanguageModel, *, merged: bool = True) -> PreTrainedModel:
@@ -346,14 +352,14 @@ def full_network(model: LanguageModel, *, merged: bool = True) -> PreTrainedMode
         return model.network
     own = {id(parameter) for parameter in _adapted(model.network)} if merged else set()
     tensors = [*model.network.parameters(), *model.network.buffers()]
-    made = copy.deepcopy(model.network, {id(tensor): tensor for tensor in tensors if id(tensor) not in own})
+    network = copy.deepcopy(model.network, {id(tensor): tensor for tensor in tensors if id(tensor) not in own})
     # An adapter is merged into the weights that it was trained on.
-    quantized.uninstall(made)
+    quantized.uninstall(network)
     if not merged:
-        return made.unload()
+        return network.unload()
     if unties(model):
-        _untie(made.get_base_model())
-    return made.merge_and_unload()
+        _untie(network.get_base_model())
+    return network.merge_and_unload()
 
 
 def unties(model: LanguageModel) -> bool:

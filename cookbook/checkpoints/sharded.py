@@ -58,7 +58,7 @@ def load(tensors: Mapping[str, Tensor], folder: Path) -> None:
 
 def read(folder: Path) -> dict[str, Tensor]:
     """Read every tensor of ``folder``, whole, into host memory. One rank alone may make this call."""
-    tensors = {name: torch.empty_like(one, device="cpu") for name, one in saved(folder).items()}
+    tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in saved(folder).items()}
     _fill(tensors, folder, no_dist=True)
     return tensors
 
@@ -71,7 +71,7 @@ def saved(folder: Path) -> dict[str, Tensor]:
     if not folder.is_dir():
         return {}
     tensors: dict[str, Any] = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    return {name: torch.empty(one.size, dtype=one.properties.dtype, device="meta") for name, one in tensors.items()}
+    return {name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta") for name, tensor in tensors.items()}
 
 
 class _Writer(HuggingFaceStorageWriter):

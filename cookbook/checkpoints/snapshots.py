@@ -62,10 +62,10 @@ class FrozenShards(Engine):
             self._exchange()
 
     def _exchange(self) -> None:
-        for part, other in self._parts:
+        for part, shard in self._parts:
             between = part.clone()
-            part.copy_(other)
-            other.copy_(between)
+            part.copy_(shard)
+            shard.copy_(between)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Snapshot(PerRank):
     @property
     def ranks(self) -> Ranks:
         """The ranks that write it, while they train the original."""
-        return self.model.ranks.aside
+        return self.model.ranks.in_background
 
 
 @led
@@ -161,8 +161,10 @@ def digests(model: LanguageModel) -> dict[str, str]:
     The digest of the weights covers every element, but not a fresh adapter: that follows from the seed, and its rounding
     differs between devices.
     """
-    named = {name: one.detach() for name, one in model.network.named_parameters() if not is_adapters(name)}
-    named |= {f"{path}.{name}": one for path, layer in quantized.layers(model.network) for name, one in layer.named_buffers()}
+    named = {name: tensor.detach() for name, tensor in model.network.named_parameters() if not is_adapters(name)}
+    named |= {
+        f"{path}.{name}": buffer for path, layer in quantized.layers(model.network) for name, buffer in layer.named_buffers()
+    }
     if model.ranks.shards:
         # A tensor at a time, and all ranks in step.
         infos = {name: tensor_info(model.ranks.whole(tensor).cpu().contiguous()) for name, tensor in named.items()}

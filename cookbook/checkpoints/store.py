@@ -93,16 +93,16 @@ def save(
         stated["quantize"] = model.config.quantize
     if state:
         stated["optimizer"] = engine.options.optimizer
-    with appearing(folder, overwrite=overwrite) as aside:
+    with appearing(folder, overwrite=overwrite) as temporary:
         if sampler is not None:
-            sampler(aside / SAMPLER)
-        contents.write_model(model, aside, shard_bytes)
+            sampler(temporary / SAMPLER)
+        contents.write_model(model, temporary, shard_bytes)
         known = {}
         if state:
-            digests = sharded.save(engine.optimizer.state(), aside / TRAINER, min(shard_bytes, STATE_BYTES))
+            digests = sharded.save(engine.optimizer.state(), temporary / TRAINER, min(shard_bytes, STATE_BYTES))
             known = {f"{TRAINER}/{name}": digest for name, digest in digests.items()}
-        ranks.on_first(lambda: card.write(aside, stated))
-        ranks.on_first(lambda: manifest.write(aside, stated, known))
+        ranks.on_first(lambda: card.write(temporary, stated))
+        ranks.on_first(lambda: manifest.write(temporary, stated, known))
     return Checkpoint(str(folder), engine.step, kind)
 
 
@@ -113,34 +113,34 @@ def appearing(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
     Raises:
         CheckpointError: the folder exists, or cannot be written.
     """
-    aside = ranks.on_first(lambda: folder.parent / f".{folder.name}.{os.getpid()}.tmp")
+    temporary = ranks.on_first(lambda: folder.parent / f".{folder.name}.{os.getpid()}.tmp")
     try:
-        ranks.on_first(lambda: _begin(aside, folder, overwrite))
-        yield aside
-        ranks.on_first(lambda: _publish(aside, folder))
+        ranks.on_first(lambda: _begin(temporary, folder, overwrite))
+        yield temporary
+        ranks.on_first(lambda: _publish(temporary, folder))
     # The error is the same on every rank.
     except (OSError, SafetensorError) as error:
-        ranks.on_first(lambda: shutil.rmtree(aside, ignore_errors=True))
+        ranks.on_first(lambda: shutil.rmtree(temporary, ignore_errors=True))
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise CheckpointError(f"{folder}: could not be saved: {reason}; earlier checkpoints are untouched") from None
 
 
-def _begin(aside: Path, folder: Path, overwrite: bool) -> None:
+def _begin(temporary: Path, folder: Path, overwrite: bool) -> None:
     if folder.exists() and not overwrite:
         raise CheckpointError(f"{folder}: exists already; choose another name")
-    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(temporary, ignore_errors=True)
     files.make_folders(folder.parent)
-    aside.mkdir()
+    temporary.mkdir()
 
 
-def _publish(aside: Path, folder: Path) -> None:
+def _publish(temporary: Path, folder: Path) -> None:
     """Rename the finished folder. An earlier ``folder`` is renamed first, and deleted last."""
     old = folder.parent / f".{folder.name}.{os.getpid()}.old"
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
     try:
-        aside.rename(folder)
+        temporary.rename(folder)
     except OSError:
         if old.exists():
             old.rename(folder)
@@ -229,9 +229,9 @@ def set_aside(resumed: Path) -> list[str]:
             manifest.verify(path)
         except CheckpointError:
             names = (path.with_name(f"{path.name}.damaged-{number}") for number in itertools.count(1))
-            kept = next(name for name in names if not name.exists())
-            path.rename(kept)
-            lines.append(f"{path} is damaged and is now called {kept.name}; the run saves this step again")
+            new_path = next(name for name in names if not name.exists())
+            path.rename(new_path)
+            lines.append(f"{path} is damaged and is now called {new_path.name}; the run saves this step again")
     return lines
 
 

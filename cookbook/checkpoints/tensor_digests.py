@@ -58,7 +58,7 @@ class Weights:
 
 def digest_of(infos: Mapping[str, TensorInfo]) -> str:
     """Digest of weights, from the infos of their tensors."""
-    rows = [[name, one.dtype, list(one.shape), one.digest] for name, one in sorted(infos.items())]
+    rows = [[name, info.dtype, list(info.shape), info.digest] for name, info in sorted(infos.items())]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 

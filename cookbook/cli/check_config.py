@@ -16,12 +16,13 @@ from cookbook.data import DataConfig
 from cookbook.data.source import source_text
 from cookbook.engine.model import AUTO, ModelConfig
 from cookbook.engine.shape import Shape, is_adapter
-from cookbook.protocols import Backend, OptimizerBackend, PlannedBackend, PrecisionBackend, SizedDeployment
+from cookbook.protocols import Backend, ModelReward, OptimizerBackend, PlannedBackend, PrecisionBackend, SizedDeployment
 from cookbook.run import folder as run_folder
 from cookbook.run import preflight
 from cookbook.run.data import SPLITS
 from cookbook.run.identity import Identity
 from cookbook.run.settings import Settings, checked
+from cookbook.sampling.rewards import model_rewards
 from cookbook.terminal import warnings_shown
 from cookbook.types import JsonObject
 from cookbook.utils import paths, tables
@@ -84,16 +85,17 @@ def plan(cfg: DictConfig, overrides: list[str]) -> list[tuple[str, str]]:
         ("environment", _environment(typed, counts)),
         ("loss", f"{typed.loss.name}, {type(typed.loss).__module__}.{type(typed.loss).__qualname__}: {described(typed.loss)}"),
         ("reward", _reward(typed)),
+        ("reward model", "; ".join(map(_reward_model, model_rewards(typed.reward).values()))),
         ("rollout", completions if kind == "rollouts" else ""),
         ("teacher", _teacher(typed) if typed.has_teacher else ""),
         ("reference", NEEDS_REFERENCE if typed.loss.needs_reference and not typed.has_teacher else ""),
         ("optimizer", _optimizer(typed)),
-        ("precision", precision(typed.backend)),
+        ("precision", precision(typed.backend, typed.model.dtype)),
         ("steps", _steps(asdict(typed.recipe), rows)),
         ("evaluation", _evaluation(typed, held_out)),
         ("deployment", _deployment(typed)),
         ("checkpoints", _checkpoints(typed)),
-        ("trackers, hooks", ", ".join(type(one).__name__ for one in [*typed.trackers, *typed.hooks])),
+        ("trackers, hooks", ", ".join(type(part).__name__ for part in [*typed.trackers, *typed.hooks])),
         ("writes to", f"{folder}{resumed}"),
     ]
     return [(subject, sentence) for subject, sentence in lines if sentence]
@@ -141,8 +143,8 @@ def _environment(typed: Settings, counts: str) -> str:
     config = typed.env
     if config is None:
         return ""
-    asked = [one.name for one in fields(config) if one.default is MISSING and one.default_factory is MISSING]
-    name = ", ".join([type(config).__name__, *(f"{key}={getattr(config, key)}" for key in asked)])
+    required = [field.name for field in fields(config) if field.default is MISSING and field.default_factory is MISSING]
+    name = ", ".join([type(config).__name__, *(f"{key}={getattr(config, key)}" for key in required)])
     tools = [str(tool["function"]["name"]) for tool in config.contract.tools]
     answers = f"tools: {', '.join(tools)}" if tools else "answers text with text"
     rows = "plays the rows of the data" if typed.numbered is None else f"numbered rows (env.rows): {counts}"
@@ -159,6 +161,10 @@ def _reward(typed: Settings) -> str:
 def _teacher(typed: Settings) -> str:
     name, url = typed.recipe.teacher, typed.recipe.teacher_url
     return f"{name}{f' at {url}' if url else ''} grades every sampled token; frozen"
+
+
+def _reward_model(reward: ModelReward) -> str:
+    return f"{reward.model}{f' at {reward.url}' if reward.url else ''} compares the completions of a group; frozen"
 
 
 def _optimizer(typed: Settings) -> str:
@@ -179,9 +185,9 @@ def _deployment(typed: Settings) -> str:
     return SLOW_ON_GPU if has_gpu and typed.data_kind == "rollouts" else ""
 
 
-def precision(backend: Backend) -> str:
-    """Describe the precision of products, and the gain of others on this machine; empty if another machine computes."""
-    return backend.precision.described(backend.torch_device()) if isinstance(backend, PrecisionBackend) else ""
+def precision(backend: Backend, dtype: str) -> str:
+    """Describe the precision of products with weights of ``dtype`` on this machine; empty if another machine computes."""
+    return backend.precision.described(backend.torch_device(), dtype) if isinstance(backend, PrecisionBackend) else ""
 
 
 def _steps(recipe: JsonObject, rows: int | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -30,10 +31,11 @@ from cookbook.protocols import (
     SeparateDeployment,
     SizedDeployment,
 )
+from cookbook.run import second_models
 from cookbook.run.data import SplitRows
 from cookbook.run.folder import plain
 from cookbook.run.identity import Identity
-from cookbook.run.preflight import RENDERED_ROWS, episode_lengths, sized_deployment, teacher_shape
+from cookbook.run.preflight import RENDERED_ROWS, episode_lengths, sized_deployment
 from cookbook.run.settings import Settings, settings
 from cookbook.sampling.environments import numbered_rows
 from cookbook.utils import tables
@@ -103,21 +105,21 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
         optimizer=backend.optimizer,
         precision=backend.precision if isinstance(backend, PrecisionBackend) else DEFAULT,
     )
-    teacher = teacher_shape(typed)
-    needs = _with_teacher(of_step(checkpointing=bool(backend.recomputes)), teacher)
+    frozen = second_models.shapes(typed).values()
+    needs = _with_frozen(of_step(checkpointing=bool(backend.recomputes)), frozen)
     recomputed = "yes: as configured" if backend.recomputes else NOT_RECOMPUTED
     if backend.recomputes is None and needs.recomputable:
         if device is None:
             recomputed = "if memory is short on the trainer's machine; this estimate keeps them"
         elif why := _shortage(needs, pass_tokens, device):
-            needs, recomputed = _with_teacher(of_step(checkpointing=True), teacher), f"yes: {why}"
+            needs, recomputed = _with_frozen(of_step(checkpointing=True), frozen), f"yes: {why}"
     if device is None:
         place = (
             "machine",
             f"{'a CPU' if cpu else 'a GPU'} of the job; its free memory and its instructions are not known here",
         )
     else:
-        place = ("precision", precision(backend))
+        place = ("precision", precision(backend, typed.model.dtype))
     offloads = bool(getattr(backend, "optimizer_offload", False)) and not cpu
     estimated = _lines(needs, shape, backend.optimizer, recomputed, process_bytes=_process_bytes(typed), offloads=offloads)
     lines = [*estimated, place, *_ranks(needs, typed), *_deployment(cfg, typed), _disk(needs, typed)]
@@ -141,9 +143,9 @@ def _deployment(cfg: DictConfig, typed: Settings) -> list[tuple[str, str]]:
     return [("deployment", deployment.size_text)]
 
 
-def _with_teacher(needs: Estimate, teacher: Shape | None) -> Estimate:
-    """Return the estimate with a teacher as the frozen reference."""
-    return needs if teacher is None else replace(needs, reference=teacher.weight_bytes)
+def _with_frozen(needs: Estimate, frozen: Collection[Shape]) -> Estimate:
+    """Return the estimate with the weights of a teacher or of reward models beside those of the reference."""
+    return replace(needs, reference=needs.reference + sum(shape.weight_bytes for shape in frozen))
 
 
 def _shortage(needs: Estimate, pass_tokens: int, device: torch.device) -> str | None:
@@ -180,7 +182,7 @@ def _shape(typed: Settings, name: str) -> StepShape:
         completion = typed.rollout.max_tokens if kind == "rollouts" else 0
         if not counts.sequences:
             raise DataError(f"data: no row can be used, so there is no step to plan; the first: {counts.refused[0].reason}")
-        lengths = [len(one.tokens) + completion for one in counts.sequences]
+        lengths = [len(sequence.tokens) + completion for sequence in counts.sequences]
         basis = f" of the first {len(rows):,} rows" if data.streaming else ""
     lengths.sort(reverse=True)
     # Pairs have two sides, and every labelled answer also stands after another prompt.

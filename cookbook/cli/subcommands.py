@@ -61,7 +61,7 @@ def show_help(ctx: typer.Context) -> None:
 
 def importing() -> contextlib.AbstractContextManager[object]:
     """Show on a terminal that the command starts; a file or a pipe gets no line."""
-    return terminal.doing("starting", plain_after_s=terminal.NEVER)
+    return terminal.doing("starting", plain_after_s=terminal.NEVER_S)
 
 
 def _complete_loss() -> list[str]:
@@ -110,7 +110,7 @@ def check_env(
     time         the slowest call, and the time limit
 
     \b
-      cookbook check env my_env.py:MyClass                    your own class (docs/environments.md)
+      cookbook check env my_env.py:MyClass                    your own class (docs/guide/environments.md)
       cookbook check env my_env.py:MyClass data=rows.jsonl    with the first rows of the data, if reset reads columns
       cookbook check env arithmetic limit=10                  an environment of conf/env, with an option
       cookbook check env reasoning_gym task=chain_sum

@@ -30,6 +30,14 @@ TARGET = "_target_"
 MISSING = "???"  # OmegaConf's spelling of a value that must be given
 
 
+class UnfitError(ConfigError):
+    """Error of a value that does not fit the annotation of the key ``where``. ``has_remedy``: its text says what to write."""
+
+    def __init__(self, message: str, where: str, has_remedy: bool) -> None:
+        super().__init__(message)
+        self.where, self.has_remedy = where, has_remedy
+
+
 def construct(cls: type[T], values: Mapping[str, object], where: str) -> T:
     """``cls(**values)`` with every value converted to its annotation, and every problem named ``where.key``.
 
@@ -45,7 +53,7 @@ def construct(cls: type[T], values: Mapping[str, object], where: str) -> T:
     for key, parameter in parameters.items():
         if values.get(key) == MISSING or (key not in values and parameter.default is parameter.empty):
             raise ConfigError(f"{where}.{key}: missing; {cls.__name__} needs {describe(parameter.annotation)}")
-    arguments = {key: convert(value, parameters[key].annotation, f"{where}.{key}") for key, value in values.items()}
+    arguments = {key: _argument(value, parameters[key], f"{where}.{key}") for key, value in values.items()}
     try:
         return cls(**arguments)
     except CookbookError:
@@ -54,10 +62,26 @@ def construct(cls: type[T], values: Mapping[str, object], where: str) -> T:
         raise ConfigError(f"{where}: {error}") from error
 
 
+def _argument(value: object, parameter: inspect.Parameter, where: str) -> object:
+    """Return the converted value of a parameter. The error of a value that does not fit ends with one that does."""
+    try:
+        return convert(value, parameter.annotation, where)
+    except UnfitError as error:
+        # Errors of the items of a list have another place.
+        if error.has_remedy or error.where != where:
+            raise
+        example = parameter.default
+        if isinstance(example, bool | int | float) or (isinstance(example, str) and example):
+            raise ConfigError(f"{error}; write {_plain(example)}, for example") from None
+        if example is None:
+            raise ConfigError(f"{error}; write {describe(parameter.annotation)}, or null") from None
+        raise
+
+
 def construct_target(values: Mapping[str, object], where: str) -> Any:
     """Return the object of a mapping with a ``_target_``."""
-    rest = {key: value for key, value in values.items() if key != TARGET}
-    return construct(resolve_target(values[TARGET], f"{where}.{TARGET}"), rest, where)
+    arguments = {key: value for key, value in values.items() if key != TARGET}
+    return construct(resolve_target(values[TARGET], f"{where}.{TARGET}"), arguments, where)
 
 
 def resolve_target(target: object, where: str = TARGET) -> type:
@@ -86,11 +110,11 @@ def resolve_target(target: object, where: str = TARGET) -> type:
 def _of_file(target: str, where: str) -> type:
     # The user writes loss=FILE.py:NAME, so the error names that key.
     where = where.removesuffix(f".{TARGET}")
-    found = python_file.named(target, where, signature="")
-    if isinstance(found, type):
-        return found
+    definition = python_file.named(target, where, signature="")
+    if isinstance(definition, type):
+        return definition
     # A function with a declaration.
-    if (constructor := getattr(found, "constructor", None)) is not None:
+    if (constructor := getattr(definition, "constructor", None)) is not None:
         cls: type = constructor()
         return cls
     raise ConfigError(
@@ -247,8 +271,25 @@ def _checked(fits: bool, value: object, hint: object, where: str) -> object:
 
 
 def _unfit(value: object, hint: object, where: str) -> ConfigError:
-    remedy = "; write null for no value" if isinstance(value, str) and value.lower() in _NULLS else ""
-    return ConfigError(f"{where}: expected {describe(hint)}, got {_spelled(value)}{remedy}")
+    remedy = ""
+    if isinstance(value, str) and value.lower() in _NULLS:
+        remedy = "; write null for no value"
+    elif choices := _choices(hint):
+        near = did_you_mean(value, choices) if isinstance(value, str) else ""
+        remedy = f".{near}" if near else ""
+    elif describe(hint) == "a list" and isinstance(value, str | int | float):
+        remedy = f"; write [{_plain(value)}]"
+    message = f"{where}: expected {describe(hint)}, got {_spelled(value)}{remedy}"
+    return UnfitError(message, where, bool(remedy) or bool(_choices(hint)))
+
+
+def _choices(hint: object) -> list[str]:
+    """Return the words that an annotation allows; empty if it allows others."""
+    if get_origin(hint) is Literal:
+        return [str(word) for word in get_args(hint)]
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return [str(member.value) for member in hint]
+    return []
 
 
 # Spellings of YAML's null in other languages.
@@ -278,6 +319,11 @@ def describe(hint: object) -> str:
         if dataclasses.is_dataclass(container):
             return "keys and values"
     return f"a mapping with {TARGET}"
+
+
+def _plain(value: float | str) -> str:
+    """Return a value as it is written in YAML."""
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _spelled(value: object) -> str:

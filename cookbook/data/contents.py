@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from cookbook.data.encoding import BREAK
 from cookbook.data.formats import Chat
 from cookbook.data.messages import ROLE_WITHOUT_NAME, ROLES, ChatMessage, with_calls
-from cookbook.data.template import PROBE, ChatTemplate
+from cookbook.data.template import PROBE, ChatTemplate, all_sources
 from cookbook.errors import DataError
 
 if TYPE_CHECKING:
@@ -87,18 +87,18 @@ class Contents:
     @cached_property
     def _prints_calls_as_lists(self) -> bool:
         """Whether the chat template reads ``tool_calls``, and not ``function_call``."""
-        template = str(self._tokenizer.chat_template)
+        template = all_sources(self._tokenizer)
         return "tool_calls" in template and "function_call" not in template
 
     def _names(self, role: str) -> bool:
         """Whether the chat template names a role."""
-        template = str(self._tokenizer.chat_template)
+        template = all_sources(self._tokenizer)
         return f"'{role}'" in template or f'"{role}"' in template
 
     def _compares_role(self, role: str) -> bool:
         """Whether the chat template compares a message's role with ``role``."""
         compared = rf"""role['"]?\]?\s*\)?\s*(?:==|!=|in)\s*[\[(]?[^%{{}}]*?['"]{re.escape(role)}['"]"""
-        return re.search(compared, str(self._tokenizer.chat_template)) is not None
+        return re.search(compared, all_sources(self._tokenizer)) is not None
 
     def _quoted(self, value: Any, marks: re.Pattern[str], where: str) -> Any:
         """Return a value whose texts have a break inside of each control token; the same object without a control token."""
@@ -110,10 +110,10 @@ class Contents:
                 value = marks.sub(lambda match: match[0][0] + BREAK + match[0][1:], value)
             return value
         if isinstance(value, Mapping):
-            changed_map = {name: self._quoted(one, marks, where) for name, one in value.items()}
+            changed_map = {name: self._quoted(item, marks, where) for name, item in value.items()}
             return changed_map if any(changed_map[name] is not value[name] for name in value) else value
         if isinstance(value, list | tuple):
-            changed_list = [self._quoted(one, marks, where) for one in value]
+            changed_list = [self._quoted(item, marks, where) for item in value]
             return changed_list if any(new is not old for new, old in zip(changed_list, value, strict=True)) else value
         return value
 
@@ -132,7 +132,7 @@ class Contents:
     def _marks(self) -> re.Pattern[str]:
         """The control tokens that a content which is not an answer may spell."""
         added = self._tokenizer.added_tokens_decoder
-        special = [token for token, one in added.items() if one.special or PIPED.fullmatch(one.content)]
+        special = [token for token, definition in added.items() if definition.special or PIPED.fullmatch(definition.content)]
         return _pattern({*self._texts([*special, *self._tokenizer.all_special_ids, *self._stops]), *self._turn_marks})
 
     @cached_property
@@ -148,8 +148,8 @@ class Contents:
         messages = (*PROBE, PROBE[0])
         chats = [Chat("", (ChatMessage("system", "system"), *messages)), self._template.small(messages)]
         texts = [text for chat in chats if (text := self._template.shown(chat, header=True))]
-        added = [one.content for one in self._tokenizer.added_tokens_decoder.values()]
-        return frozenset(one for one in added if any(one in text for text in texts) and not ANSWERS_OWN.search(one))
+        added = [definition.content for definition in self._tokenizer.added_tokens_decoder.values()]
+        return frozenset(mark for mark in added if any(mark in text for text in texts) and not ANSWERS_OWN.search(mark))
 
     def _texts(self, tokens: Iterable[int]) -> list[str]:
         texts = self._tokenizer.convert_ids_to_tokens(list(dict.fromkeys(tokens)))

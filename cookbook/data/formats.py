@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
-from cookbook.data.messages import ROLES, ChatMessage, as_text, is_prefill, usual_role
+from cookbook.data import comparisons
+from cookbook.data.messages import CALLS, ROLES, ChatMessage, as_text, is_prefill, usual_role
 from cookbook.data.row_view import REMEDY, RowView
 from cookbook.data.rows import Columns, DataConfig, EmptyRowError, Row
 from cookbook.errors import ConfigError, DataError
@@ -140,8 +141,8 @@ class RowReader(Generic[T]):
         return self._formats[key]
 
 
-def conversation_reader(first: Row, config: DataConfig) -> RowReader[Example]:
-    """Return the reader for a supervised dataset that begins with ``first``."""
+def conversation_reader(first: Row, config: DataConfig) -> RowReader[Sequence[Example]]:
+    """Return the reader for a supervised dataset that begins with ``first``: one example per row, or two of a comparison."""
     return RowReader(_conversation_format, first, config)
 
 
@@ -160,7 +161,10 @@ def prompt_reader(first: Row, config: DataConfig) -> RowReader[Example]:
     return RowReader(_prompt_format, first, config)
 
 
-def _conversation_format(first: Row, config: DataConfig) -> RowFormat[Example]:
+def _conversation_format(first: Row, config: DataConfig) -> RowFormat[Sequence[Example]]:
+    if config.format == "comparisons":
+        pairs = _preference_format(first, replace(config, format="preference"))
+        return RowFormat(lambda cells: _compared(pairs.read(cells)), pairs.roles)
     name = detect(first, config, ("messages", "prompt_completion", "text", "alpaca"))
     read: Mapping[str, Callable[[RowView], Example]] = {
         "messages": _messages,
@@ -169,14 +173,17 @@ def _conversation_format(first: Row, config: DataConfig) -> RowFormat[Example]:
         "alpaca": lambda cells: _instructed(cells, "output"),
     }
     optional = OPTIONAL.get(name, ())
-    return RowFormat(_desirable(read[name]) if "label" in optional else read[name], NEEDS[name] + optional)
+    chosen = _desirable(read[name]) if "label" in optional else read[name]
+    return RowFormat(lambda cells: [chosen(cells)], NEEDS[name] + optional)
 
 
 def _preference_format(first: Row, config: DataConfig) -> RowFormat[Preference]:
     name = detect(first, config, ("preference",))
     cells = RowView(first, config)
-    has_instruction = cells.has("instruction") and not cells.has("prompt")
-    return RowFormat(_preference, (*NEEDS[name], *(("instruction", "input") if has_instruction else ("prompt",))))
+    before: tuple[str, ...] = ("prompt",)
+    if not cells.has("prompt"):
+        before = ("instruction", "input") if cells.has("instruction") else ("messages",) if cells.has("messages") else before
+    return RowFormat(_preference, (*NEEDS[name], *before))
 
 
 def _label_format(first: Row, config: DataConfig) -> RowFormat[Sequence[Labelled]]:
@@ -242,9 +249,9 @@ def detect(row: Row, config: DataConfig, accepted: Sequence[str], needs: Mapping
     for name in accepted:
         if all(cells.has(role) for role in needs[name]):
             return name
-    wanted = " or ".join("+".join(needs[name]) for name in accepted)
+    columns = " or ".join("+".join(needs[name]) for name in accepted)
     raise DataError(
-        f"{row.where}: the columns are {', '.join(row.values) or 'none'}, and this recipe reads {wanted}; "
+        f"{row.where}: the columns are {', '.join(row.values) or 'none'}, and this recipe reads {columns}; "
         f"{_remedy(row, cells, accepted, needs)}"
     )
 
@@ -269,6 +276,39 @@ def question_of(example: Example, num_messages: int | None) -> str:
     if isinstance(example, Plain) or num_messages is None or num_messages == len(example.messages):
         return example.question
     return replace(example, messages=example.messages[:num_messages]).question
+
+
+def comparison(where: str, conversation: Sequence[JsonObject], answers: Sequence[str], better: int, *, chat: bool) -> Example:
+    """Return the question which of two ``answers`` is better, answered by the letter of ``answers[better]``.
+
+    ``chat``: as a conversation of one turn; else as plain text.
+    """
+    text, letter = comparisons.question(conversation, *answers), comparisons.LETTERS[better]
+    if not chat:
+        return Plain(where, text + comparisons.TEXT_ENDS_WITH, f" {letter}")
+    return Chat(where, (ChatMessage("user", text), ChatMessage("assistant", letter)), 1)
+
+
+def _compared(pair: Preference) -> Sequence[Example]:
+    """Return a pair as two comparisons: the better answer first, then second."""
+    chosen, rejected = pair.chosen, pair.rejected
+    sides = [_said(side) for side in (chosen, rejected)]
+    prompt = chosen.prompt_messages if isinstance(chosen, Plain) else chosen.prompt_messages[: chosen.start]
+    chat = isinstance(chosen, Chat)
+    return [comparison(chosen.where, prompt, order, better, chat=chat) for better, order in enumerate((sides, sides[::-1]))]
+
+
+def _said(side: Example) -> str:
+    """Return an answer as text.
+
+    Raises:
+        DataError: a message of it has more than text, such as a call of a tool.
+    """
+    if isinstance(side, Plain):
+        return side.response
+    if calls := next((name for message in side.messages for name in message.said if name in CALLS), None):
+        raise DataError(f'{side.where}: "{calls}" is not text, and a comparison shows the text of both answers; remove the row')
+    return comparisons.answer_text(side.prompt_messages[side.start :])
 
 
 def separate_answers(chat: Example) -> list[Example]:
@@ -354,6 +394,9 @@ def _preference(cells: RowView) -> Preference:
         return _implicit(cells)
     if not cells.has("prompt") and cells.has("instruction"):
         return Preference(_instructed(cells, "chosen"), _instructed(cells, "rejected"))
+    if not cells.has("prompt") and cells.has("messages"):
+        # LLaMA-Factory has pairs in this form, each answer as one message.
+        return Preference(_answered(cells, "chosen", "messages"), _answered(cells, "rejected", "messages"))
     if not cells.has("prompt"):
         raise DataError(
             f"{cells.where}: chosen and rejected need a prompt; name its column with {cells.key}.columns.prompt, "
@@ -403,12 +446,12 @@ def _shared(chosen: tuple[ChatMessage, ...], rejected: tuple[ChatMessage, ...]) 
     return 0
 
 
-def _answered(cells: RowView, role: str) -> Example:
+def _answered(cells: RowView, role: str, prompt: str = "prompt") -> Example:
     """The prompt and one answer to it, each text or messages."""
     cells.check_context()
-    if cells.is_text("prompt") and cells.is_text(role) and not cells.config.chat:
-        return _plain(cells, as_text(cells.value("prompt"), f'{cells.where}: "{cells.column("prompt")}"'), cells.text(role))
-    before, after = cells.messages("prompt"), cells.messages(role, speaker="assistant")
+    if cells.is_text(prompt) and cells.is_text(role) and not cells.config.chat:
+        return _plain(cells, as_text(cells.value(prompt), f'{cells.where}: "{cells.column(prompt)}"'), cells.text(role))
+    before, after = cells.messages(prompt), cells.messages(role, speaker="assistant")
     if after[0].role != "assistant":
         what = f'"{cells.column(role)}" begins with a {after[0].role} message'
         raise DataError(f"{cells.where}: {what}; begin it with the assistant's")
@@ -431,9 +474,9 @@ def _plain(cells: RowView, prompt: str, response: str) -> Plain:
             f"{cells.key}.system needs a conversation, and {cells.where} is plain text; set {cells.key}.chat=true"
         )
     parts = {"tools": cells.has_tools(), "system": cells.system(), TEMPLATE_OPTIONS: cells.template_options()}
-    given = next((name for name, has in parts.items() if has), None)
-    if given:
-        raise DataError(f'{cells.where}: "{given}" needs a conversation, and the row is plain text; set {cells.key}.chat=true')
+    unfit = next((name for name, has in parts.items() if has), None)
+    if unfit:
+        raise DataError(f'{cells.where}: "{unfit}" needs a conversation, and the row is plain text; set {cells.key}.chat=true')
     return Plain(cells.where, prompt, response)
 
 

@@ -22,7 +22,7 @@ from cookbook.data.encoding import Encoded, TextEncoder, without_breaks
 from cookbook.data.formats import Chat, Example, Plain
 from cookbook.data.messages import ChatMessage, is_prefill, parse_messages
 from cookbook.data.stop_tokens import StopTokens
-from cookbook.data.template import ChatTemplate, answer_weights
+from cookbook.data.template import ChatTemplate, all_sources, answer_weights, missing_text
 from cookbook.data.turns import OTHER_TOKENS, SampledTurns, TrainedText, reasoning_tag, without_empty_reasoning
 from cookbook.errors import DataError
 from cookbook.types import JsonObject
@@ -35,6 +35,10 @@ T = TypeVar("T")
 PART_OF_A_CHARACTER = "\ufffd"
 # Number of tokens at the end of a prompt in which the tag that opens the reasoning is looked for.
 TAG_TOKENS = 16
+OPEN_ANSWERS = (
+    "the chat template does not close answers with a special token; answers in front of others are trained in their own "
+    "sequence, which ends with the end-of-text token"
+)
 NO_END = (
     "the tokenizer has no end-of-text token, and no special token of the chat template closes answers, so completions end at "
     "their limit of tokens only; give the tokenizer an eos_token"
@@ -82,6 +86,8 @@ class Renderer:
         self._bytes_of_token = np.empty(0, dtype=np.int64)
         # Kinds of the rows rendered so far: "chat", "text".
         self._kinds: dict[str, None] = {}
+        # Whether white space at the end of a prompt has other tokens in front of an answer, by the characters around its end.
+        self._divided: dict[str, bool] = {}
         # Whether a token is white space.
         self._space_tokens: dict[int, bool] = {}
 
@@ -106,7 +112,7 @@ class Renderer:
         Some templates print the date; then it is a part of the digest.
         """
         tokenizer = self.tokenizer
-        prints_date = "strftime_now" in str(tokenizer.chat_template)
+        prints_date = "strftime_now" in all_sources(tokenizer)
         parts = [
             f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}",
             tokenizer.backend_tokenizer.to_str(),
@@ -180,7 +186,7 @@ class Renderer:
         Raises:
             DataError: the chat template cannot render a conversation; the error names its row.
         """
-        return [one for [one] in self._rendered(examples, train_on, empty_reasoning, split=False)]
+        return [sequence for [sequence] in self._rendered(examples, train_on, empty_reasoning, split=False)]
 
     def sequences(
         self, examples: Sequence[Example], train_on: str = "assistant", *, empty_reasoning: bool = True
@@ -194,7 +200,7 @@ class Renderer:
     def _rendered(self, examples: Sequence[Example], train_on: str, empty_reasoning: bool, split: bool) -> list[list[Rendered]]:
         return self._each_kind(
             examples,
-            lambda rows: [[one] for one in self._render_plain(rows, train_on)],
+            lambda rows: [[sequence] for sequence in self._render_plain(rows, train_on)],
             lambda rows: self._render_chats(rows, train_on, empty_reasoning, split),
         )
 
@@ -276,7 +282,7 @@ class Renderer:
     @cached_property
     def has_channels(self) -> bool:
         """Whether the chat template prints channels, as that of gpt-oss."""
-        return names_channels(str(self.tokenizer.chat_template or ""))
+        return names_channels(all_sources(self.tokenizer))
 
     def answer_message(self, text: str) -> ChatMessage:
         """Return the text of a completion as a message: with channels, its reasoning, answer and calls in their fields."""
@@ -298,9 +304,9 @@ class Renderer:
     @cached_property
     def end_of_calls(self) -> str:
         """The text that the chat template prints from the stop token of an answer with a call on; empty without calls."""
-        one, _ = self._template.ends_of_calls or ("", "")
-        places = [place for token in self.stop_token_ids if (place := one.find(self.printed([token]))) >= 0]
-        return one[min(places) :] if places else ""
+        ending, _ = self._template.ends_of_calls or ("", "")
+        places = [place for token in self.stop_token_ids if (place := ending.find(self.printed([token]))) >= 0]
+        return ending[min(places) :] if places else ""
 
     @property
     def end_of_turn(self) -> str:
@@ -318,7 +324,7 @@ class Renderer:
         ``tokens``: those of all rows, in order. ``ends``: for each row, the number of tokens up to its end.
         """
         counts = self._token_bytes(tokens)
-        sums, unknown = (np.diff(np.append(0, one.cumsum())[ends], prepend=0) for one in (counts, counts == UNKNOWN))
+        sums, unknown = (np.diff(np.append(0, column.cumsum())[ends], prepend=0) for column in (counts, counts == UNKNOWN))
         undecided = unknown.nonzero()[0]
         starts = np.append(0, ends[:-1])
         rows = [tokens[starts[row] : ends[row]].tolist() for row in undecided]
@@ -426,12 +432,13 @@ class Renderer:
         # The tokenizer encodes many texts in one call with several threads.
         encodings = iter(
             self._encodings(
-                [one.text for found in texts for one in found], [c for c, t in zip(chats, texts, strict=True) for _ in t]
+                [sequence.text for sequences in texts for sequence in sequences],
+                [c for c, t in zip(chats, texts, strict=True) for _ in t],
             )
         )
         rendered = []
-        for chat, weights, found in zip(chats, wanted, texts, strict=True):
-            pairs = [(one, next(encodings)) for one in found]
+        for chat, weights, sequences in zip(chats, wanted, texts, strict=True):
+            pairs = [(sequence, next(encodings)) for sequence in sequences]
             rendered.append(self._weighted(chat, weights, pairs, train_on, empty_reasoning, split))
         return rendered
 
@@ -447,18 +454,28 @@ class Renderer:
         """Return the sequences of one conversation with the weights of their tokens."""
         rendered: list[tuple[TrainedText, list[int], list[tuple[int, int]]]] = []
         for sequence, encoding in pairs:
-            apart = (
-                [] if train_on == "all" else [at for at in sequence.prompts if self._has_other_tokens(sequence, encoding, at)]
-            )
-            if not apart:
+            partial = train_on != "all"
+            apart = partial and any(self._has_other_tokens(sequence, encoding, place) for place in sequence.prompts)
+            is_open = partial and split and self._leaves_open(sequence, encoding)
+            if not apart and not is_open:
                 rendered.append((sequence, encoding.ids, encoding.offsets if sequence.spans else []))
                 continue
-            self._template.note(OTHER_TOKENS)
+            self._template.note(OTHER_TOKENS if apart else OPEN_ANSWERS)
             alone = [sequence]
             if split and len(sequence.spans) > 1:
                 alone = self._turns.separate(chat, {index: wanted[index] for index in sequence.answers})
-            rendered += [(one, *self._encoded_apart(chat, one)) for one in alone]
-        return [self._with_weights(*one, train_on, empty_reasoning) for one in rendered]
+            rendered += [(sequence, *self._encoded_apart(chat, sequence)) for sequence in alone]
+        return [self._with_weights(chat, *item, train_on, empty_reasoning) for item in rendered]
+
+    def _leaves_open(self, sequence: TrainedText, encoding: Encoded) -> bool:
+        """Whether an answer in front of others has no stop token at its end, so the sequence would not teach to stop there."""
+        tokens = encoding.ids
+        for start, end, _ in sequence.spans[:-1]:
+            first, behind = _tokens_of(start, end, encoding.offsets)
+            ended = tokens[first:behind] + tokens[behind : behind + 1]
+            if not any(token in self.stop_token_ids for token in ended):
+                return True
+        return False
 
     def _has_other_tokens(self, sequence: TrainedText, encoding: Encoded, place: int) -> bool:
         """Whether the text up to ``place``, a prompt, has other tokens than the whole text begins with."""
@@ -470,7 +487,17 @@ class Renderer:
         start, before = offsets[first][0], offsets[first - 1][1] if first else 0
         if start < place:
             return True
-        return before < place == start and self._encode([sequence.text[:place]], [Plain("", "")])[0] != encoding.ids[:first]
+        if before < place == start:
+            return self._encode([sequence.text[:place]], [Plain("", "")])[0] != encoding.ids[:first]
+        # Tokenizers of the GPT-2 kind divide several characters of white space by what follows them: two line ends are one
+        # token at the end of a prompt, and two tokens in front of a word. The same characters are compared once.
+        if not sequence.text[max(place - 2, 0) : place].isspace():
+            return False
+        around = sequence.text[max(place - 32, 0) : place + 1]
+        if around not in self._divided:
+            alone = self._encode([sequence.text[:place]], [Plain("", "")])[0]
+            self._divided[around] = alone != encoding.ids[:first]
+        return self._divided[around]
 
     def _encoded_apart(self, chat: Chat, sequence: TrainedText) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the tokens of the first prompt, followed by those of the text after it, with their characters."""
@@ -480,13 +507,19 @@ class Renderer:
         return before.ids + after.ids, before.offsets + [(start + place, end + place) for start, end in after.offsets]
 
     def _with_weights(
-        self, sequence: TrainedText, tokens: list[int], offsets: list[tuple[int, int]], train_on: str, empty_reasoning: bool
+        self,
+        chat: Chat,
+        sequence: TrainedText,
+        tokens: list[int],
+        offsets: list[tuple[int, int]],
+        train_on: str,
+        empty_reasoning: bool,
     ) -> Rendered:
         weights = np.full(len(tokens), 1.0 if train_on == "all" else 0.0, dtype=np.float32)
         if not empty_reasoning:
             sequence = without_empty_reasoning(sequence)
-        for start, end, weight in sequence.spans:
-            first, behind = self._with_end_of_turn(tokens, *_tokens_of(start, end, offsets))
+        for index, (start, end, weight) in zip(sequence.answers, sequence.spans, strict=True):
+            first, behind = self._with_end_of_turn(tokens, *_tokens_of(start, end, offsets), chat.messages[index])
             weights[first:behind] = weight
         if train_on == "all":
             return Rendered(tokens, weights, sequence.num_messages)
@@ -504,15 +537,24 @@ class Renderer:
             return Rendered(tokens, weights)
         return Rendered([*tokens, eos], np.append(weights, weights[-1]))
 
-    def _with_end_of_turn(self, tokens: list[int], first: int, behind: int) -> tuple[int, int]:
+    def _with_end_of_turn(self, tokens: list[int], first: int, behind: int, message: ChatMessage) -> tuple[int, int]:
         """Return an answer's tokens up to its stop token, which may follow the span or be inside it.
 
-        The model must learn to stop, and never writes the text that the template puts after the stop token.
+        The model must learn to stop, and never writes the text that the template puts after the stop token. A stop token that
+        the template prints in front of a part of the message does not end the answer.
         """
-        if behind < len(tokens) and tokens[behind] in self.stop_token_ids:
-            return first, behind + 1
-        stop = next((index for index in range(first, behind) if tokens[index] in self.stop_token_ids), behind - 1)
-        return first, stop + 1
+        stops = [index for index in range(first, behind) if tokens[index] in self.stop_token_ids]
+        for stop in stops:
+            after_stop = tokens[stop + 1 : behind]
+            if all(token in self._encoder.added_ids or self._is_space(token) for token in after_stop):
+                return first, stop + 1
+            if not missing_text(message.call_texts(), without_breaks(self.printed(tokens[first : stop + 1]))):
+                return first, stop + 1
+            self._template.note(
+                f"the chat template prints {self.printed([tokens[stop]])!r} inside of answers that call tools, and completions "
+                "end there; such answers are trained whole"
+            )
+        return first, behind + (not stops and behind < len(tokens) and tokens[behind] in self.stop_token_ids)
 
     def _raw(self, texts: list[str], examples: Sequence[Plain]) -> list[list[int]]:
         return [encoding.ids for encoding in self._encoder.raw(texts, [example.where for example in examples])]
@@ -578,10 +620,10 @@ def completed_text(
     If several stop strings begin at the same place, the shortest counts.
     """
     text = renderer.text(tokens, continues=continues, with_special=with_special, with_stop=with_stop)
-    found = [(place, len(stop)) for stop in stops if (place := text.find(stop)) >= 0]
-    if not found:
+    places = [(place, len(stop)) for stop in stops if (place := text.find(stop)) >= 0]
+    if not places:
         return text
-    place, length = min(found)
+    place, length = min(places)
     return text[: place + length] if with_stop else text[:place]
 
 

@@ -23,8 +23,8 @@ def configure(tokenizer: PreTrainedTokenizerBase, *eos_token_ids: object) -> Non
 
 def configured(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the end tokens of the generation config."""
-    found: tuple[int, ...] = getattr(tokenizer, CONFIGURED, ())
-    return found
+    tokens: tuple[int, ...] = getattr(tokenizer, CONFIGURED, ())
+    return tokens
 
 
 class StopTokens:
@@ -46,11 +46,11 @@ class StopTokens:
         closing: list[int] = []
         calls: list[int] = []
         if tokenizer.chat_template:
-            closing = self._leading_special(template.end_of_turn)
+            closing = self._closing(template)
             self.next_turns = tuple(_unique(token for text in template.next_turns for token in self._first_special(text)))
         # Several special tokens may close an answer together. The last is the stop token if it is the tokenizer's.
         own = [] if set(eos) & set(closing) else closing[:1]
-        if closing:
+        if tokenizer.chat_template:
             calls = self._end_of_calls(template, {*eos, *own})
         # An ordinary token is no end of a text: the file may belong to another tokenizer.
         stated = [token for token in configured(tokenizer) if token in encoder.added_ids]
@@ -65,10 +65,25 @@ class StopTokens:
         """
         if template.ends_of_calls is None:
             return []
-        one, two = (self._encoder.raw([text.rstrip()], [""])[0].ids for text in template.ends_of_calls)
-        if not one or one[-1] not in self._encoder.added_ids or any(token in closing for token in one):
+        ending, two_endings = (self._encoder.raw([text.rstrip()], [""])[0].ids for text in template.ends_of_calls)
+        if not ending or ending[-1] not in self._encoder.added_ids or any(token in closing for token in ending):
             return []
-        return [one[-1]] if two.count(one[-1]) <= 1 else []
+        return [ending[-1]] if two_endings.count(ending[-1]) <= 1 else []
+
+    def _closing(self, template: ChatTemplate) -> list[int]:
+        """Return the first special tokens with which the template closes an answer, without those that close its parts.
+
+        Kimi-K3, for example, closes the reasoning, the response and the message with ``<|close|>``, and ends the message with
+        ``<|end_of_msg|>``.
+        """
+        leading = self._leading_special(template.end_of_turn)
+        prompt, text = template.probe(template.options) or ("", "")
+        printed = self._encoder.raw([text.removeprefix(prompt)], [""])[0].ids if text.startswith(prompt) else []
+        if once := [token for token in leading if printed.count(token) <= 1]:
+            return once
+        special = self._encoder.added_ids
+        ends = self._encoder.raw([template.end_of_turn], [""])[0].ids
+        return [token for token in ends if token in special and printed.count(token) <= 1][:1] or leading
 
     def _leading_special(self, text: str) -> list[int]:
         """Return the first special tokens of a text that follow each other."""
@@ -102,16 +117,16 @@ def for_generation_config(tokenizer: PreTrainedTokenizerBase, current: object) -
     before, stops = _tokens([current]), stop_token_ids(tokenizer)
     ids = _unique([*(token for token in before if token in stops), *stops])
     if set(ids) == set(before):
-        kept: Any = current
-        return kept  # type: ignore[no-any-return]
+        configuration: Any = current
+        return configuration  # type: ignore[no-any-return]
     return ids[0] if len(ids) == 1 else ids
 
 
 def _tokens(values: Iterable[object]) -> list[int]:
-    found: list[int] = []
+    tokens: list[int] = []
     for value in values:
-        found += [int(one) for one in value] if isinstance(value, Sequence) else [] if value is None else [int(value)]  # type: ignore[call-overload]
-    return found
+        tokens += [int(item) for item in value] if isinstance(value, Sequence) else [] if value is None else [int(value)]  # type: ignore[call-overload]
+    return tokens
 
 
 def _unique(tokens: Iterable[int]) -> list[int]:

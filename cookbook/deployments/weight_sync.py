@@ -178,17 +178,17 @@ class ChainSyncer:
         used = set(self._replicas.in_use())
         older, newest = self._chains[: -self._keep], self._chains[-self._keep :]
         self._chains = [*(chain for chain in older if used.intersection(chain)), *newest]
-        kept = {path for chain in self._chains for path in chain}
+        chain_paths = {path for chain in self._chains for path in chain}
         for path in folder.parent.iterdir():
-            if OWN_NAMES.fullmatch(path.name) and path not in kept:
+            if OWN_NAMES.fullmatch(path.name) and path not in chain_paths:
                 shutil.rmtree(path)
 
     def delete_checkpoints(self, *, keep_newest: bool = False) -> None:
         """Delete the checkpoints of all syncs, after the last sync. ``keep_newest``: keep the last one with its chain."""
-        kept = self._chains[-1:] if keep_newest else []
-        for chain in self._chains[: len(self._chains) - len(kept)]:
+        newest_chains = self._chains[-1:] if keep_newest else []
+        for chain in self._chains[: len(self._chains) - len(newest_chains)]:
             # Deltas are deleted before the checkpoints to which they apply.
             for folder in reversed(chain):
                 shutil.rmtree(folder, ignore_errors=True)
-        self._chains = kept
+        self._chains = newest_chains
         self._last_reports = None

@@ -245,7 +245,12 @@ def is_installed(network: PreTrainedModel) -> bool:
 
 
 def _mask_unless_causal(
-    batch_size: int, q_length: int, kv_length: int, attention_mask: Tensor | None = None, use_vmap: bool = False, **rest: object
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    **options: object,
 ) -> Tensor | None:
     """Return the mask of a pass, for transformers; None if :func:`attend` needs no mask, with or without a window.
 
@@ -254,11 +259,16 @@ def _mask_unless_causal(
     """
     from transformers.masking_utils import sdpa_mask
 
-    causal = q_length == kv_length and rest.get("allow_is_causal_skip", True)
+    causal = q_length == kv_length and options.get("allow_is_causal_skip", True)
     if attention_mask is None and not use_vmap and (causal or _SKIP_MASKS.get()):
         return None
     mask: Tensor | None = sdpa_mask(
-        batch_size=batch_size, q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, use_vmap=use_vmap, **rest
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        attention_mask=attention_mask,
+        use_vmap=use_vmap,
+        **options,
     )
     return mask
 
@@ -276,7 +286,7 @@ def attend(
     s_aux: Tensor | None = None,
     layout: AttentionLayout | None = None,
     prompts: SharedPrefixKV | None = None,
-    **rest: object,
+    **options: object,
 ) -> tuple[Tensor, None]:
     """Attention function of transformers: ``query`` ``(B, heads, T, D)`` -> ``(B, T, heads, D)``, and None for the weights.
 
@@ -293,7 +303,7 @@ def attend(
     key, value = rounded(key, value)
     if layout is not None and attention_mask is not None:
         raise FastPathError("the model builds its own attention mask, which packed rows do not support")
-    causal = rest.get("is_causal", getattr(module, "is_causal", True)) is not False and rest.get("position_bias") is None
+    causal = options.get("is_causal", getattr(module, "is_causal", True)) is not False and options.get("position_bias") is None
     if attention_mask is None and query.shape[2] == key.shape[2] and causal:
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         count, _, width, _ = query.shape
@@ -304,7 +314,7 @@ def attend(
     if params.is_plain:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **rest)
+        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options)
         return out, None
     causal = attention_mask is None and query.shape[2] > 1
     # A preallocated cache has unused columns after the keys of the tokens.
@@ -403,7 +413,9 @@ class _ScoresInBlocks(torch.autograd.Function):
         query, key, value, sinks = ctx.saved_tensors
         d_query = torch.empty_like(query)
         # Sums over blocks, at least in float32.
-        d_key, d_value = (torch.zeros_like(one, dtype=torch.promote_types(one.dtype, torch.float32)) for one in (key, value))
+        d_key, d_value = (
+            torch.zeros_like(state, dtype=torch.promote_types(state.dtype, torch.float32)) for state in (key, value)
+        )
         d_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=torch.promote_types(sinks.dtype, torch.float32))
         for block, seen in _score_blocks(query, key, ctx.window):
             q, k, v = (part.detach().requires_grad_() for part in (query[:, :, block], key[:, :, seen], value[:, :, seen]))

@@ -57,14 +57,14 @@ def use_working_experts(model: LanguageModel) -> None:
     first_working(model, "experts", candidates)
 
 
-def copy_capabilities(network: PreTrainedModel, twin: PreTrainedModel) -> None:
-    """Configure a network without weights like its ``twin``, a smaller network of the same architecture that was verified."""
-    experts = getattr(twin.config, "_experts_implementation", None)
+def copy_capabilities(network: PreTrainedModel, reference: PreTrainedModel) -> None:
+    """Configure a network without weights like ``reference``, a smaller network of the same architecture that was verified."""
+    experts = getattr(reference.config, "_experts_implementation", None)
     if experts is not None and experts != network.config._experts_implementation:
         network.set_experts_implementation(experts)
-    if layers.are_installed(twin):
+    if layers.are_installed(reference):
         layers.install(network)
-    if attention.is_installed(twin):
+    if attention.is_installed(reference):
         attention.install(network)
 
 

@@ -54,7 +54,7 @@ from cookbook.engine.optimizer import GradientBuffer, Optimizer, update_rule
 from cookbook.engine.options import EngineOptions
 from cookbook.engine.parallel import led
 from cookbook.engine.ranks.commands import PerRank
-from cookbook.engine.ranks.loading import HollowModel
+from cookbook.engine.ranks.loading import MetaModel
 from cookbook.engine.router_loss import router_coefficient
 from cookbook.errors import BackendError, NonFiniteError
 from cookbook.futures import between
@@ -76,26 +76,28 @@ class Engine(PerRank):
     def __init__(self, model: LanguageModel, options: EngineOptions) -> None:
         self.model = model
         self.ranks = model.ranks
-        # Fast paths are verified on unsharded weights. A hollow model gets its weights only after sharding, so a small twin of
-        # the same architecture is verified in its place, and the model uses the fast paths of the twin.
-        hollow = model if isinstance(model, HollowModel) and model.sources else None
-        twin: Engine | None = Engine(hollow.twin(), replace(options, activation_checkpointing=False)) if hollow else None
-        if twin is None:
+        # Fast paths are verified on unsharded weights. A meta model gets its weights only after sharding, so a small reference
+        # model of the same architecture is verified in its place, and the meta model uses the fast paths of the reference.
+        meta_model = model if isinstance(model, MetaModel) and model.sources else None
+        reference: Engine | None = (
+            Engine(meta_model.small_reference(), replace(options, activation_checkpointing=False)) if meta_model else None
+        )
+        if reference is None:
             capabilities.use_fast_layers(model, fused=options.fused_layers)
         else:
-            capabilities.copy_capabilities(model.network, twin.model.network)
+            capabilities.copy_capabilities(model.network, reference.model.network)
         self.passes: ForwardRunner = ForwardRunner(
             model,
             offload=options.activation_offloading,
             head_impl=options.head_impl,
             head_options=options.head_options,
             precision=options.precision,
-            like=twin.passes if twin else None,
+            like=reference.passes if reference else None,
         )
         # Samplers of this engine compute with the weights and the precision of its training passes.
         self.sampler_pass = SamplerPass(model, self.passes.precision, self.passes.head)
         self.router_coefficient: float = (
-            twin.router_coefficient if twin else router_coefficient(model.network, model.config.router_aux_loss_coef)
+            reference.router_coefficient if reference else router_coefficient(model.network, model.config.router_aux_loss_coef)
         )
         # Number of finished optimizer steps, and of changes of the weights.
         self.step = self.version = 0
@@ -115,12 +117,12 @@ class Engine(PerRank):
         # With dropout, all members of a prefix group would get the same dropout mask for their common prefix.
         shared = options.shared_prompts and not self.passes.has_dropout
         self.packing: PackingSupport = (
-            twin.packing if twin else capabilities.usable_packing(model, options.packing, shared_prompts=shared)
+            reference.packing if reference else capabilities.usable_packing(model, options.packing, shared_prompts=shared)
         )
-        del twin
+        del reference
         if self.ranks.shards:
             # In the first pass, the other ranks would wait for a rank that has failed before the pass.
-            self.ranks.together(lambda: self._spread(hollow))
+            self.ranks.together(lambda: self._shard_weights(meta_model))
             self.ranks.try_pass(model.network)
         self.gradients = GradientBuffer([parameter for _, parameter in model.trainable()], self.ranks)
         # Not after the choice by free memory: which tokens are computed, and so the last bits, must not depend on it.
@@ -135,14 +137,14 @@ class Engine(PerRank):
         if self.passes.recomputes and model.device.type == "cpu":
             return_large_blocks()
 
-    def _spread(self, hollow: HollowModel | None) -> None:
-        """Shard the weights over the ranks; a ``hollow`` network reads its weights now."""
+    def _shard_weights(self, meta_model: MetaModel | None) -> None:
+        """Shard the weights over the ranks; ``meta_model`` reads its weights from disk now."""
         self.passes.verify_last_layer()
         self.ranks.spread(self.model.network)
-        if hollow is not None:
-            # Modules are in reference cycles, so only a collection frees the memory of the twin.
+        if meta_model is not None:
+            # Modules are in reference cycles, so only a collection frees the memory of the reference model.
             gc.collect()
-            hollow.read()
+            meta_model.read()
 
     def _fitting_tokens(self, options: EngineOptions) -> int | None:
         per_token, share = self.passes.trial_bytes_per_token, self.ranks.held_share()
@@ -193,8 +195,8 @@ class Engine(PerRank):
         # The later loss may read any token. The router loss needs outputs of the pass that are not kept.
         spec = replace(self._spec(loss, training=True), router=False, weighted_only=False)
         passes = self._forward_all(data, batches, scores, spec)
-        kept = sum(one.output.num_bytes for one in passes if one.output)
-        retained = Retained(data, passes, scores, self.version, kept, spec.entropy)
+        num_bytes = sum(saved_pass.output.num_bytes for saved_pass in passes if saved_pass.output)
+        retained = Retained(data, passes, scores, self.version, num_bytes, spec.entropy)
         return retained, self._evaluated(data, scores, loss, spec)
 
     @led
@@ -306,7 +308,11 @@ class Engine(PerRank):
             return self._backward_of_batch(data, passes, loss, scores, spec)
         before = replace(self.counts)
         with self.gradients.accumulation(len(batches)):
-            self._micro_batch_gradients(data, batches, loss, scores, spec)
+            # The other ranks accumulate their gradient even if the loss fails on this rank.
+            self._is_accumulating = self.ranks.size > 1
+            for batch in between(batches):
+                self._micro_batch_gradient(data, batch, loss, scores, spec)
+            self._call_gradients.raise_error()
         own = self.counts.num_loss_tokens - before.num_loss_tokens, self.counts.num_sequences - before.num_sequences
         added = [int(count) for count in self.ranks.totals(own)]
         self.counts = before
@@ -379,27 +385,19 @@ class Engine(PerRank):
         retain_bytes = self.options.retain_bytes if self.passes.recomputes or not self.options.kept_tokens else 0
         return self.ranks.together(lambda: self.passes.run_all(data, batches, scores, spec, self._next_seed, retain_bytes))
 
-    def _micro_batch_gradients(
-        self, data: Sequence[Datum], batches: Sequence[MicroBatch], loss: Loss, scores: TokenScores, spec: PassSpec
-    ) -> None:
-        # The other ranks accumulate their gradient even if the loss fails on this rank.
-        self._is_accumulating = self.ranks.size > 1
-        for batch in between(batches):
-            self._micro_batch_gradient(data, batch, loss, scores, spec)
-        self._call_gradients.raise_error()
-
     def _micro_batch_gradient(
         self, data: Sequence[Datum], batch: MicroBatch, loss: Loss, scores: TokenScores, spec: PassSpec
     ) -> None:
         """Forward, loss and backward of one micro-batch, for a loss with independent terms."""
         per_sequence = loss.scope is Scope.sequence
-        if not self.passes.fuses_gradient(data, batch, spec, per_sequence=per_sequence):
-            # ``retain_bytes`` is 0: the graph of the first pass is kept in any case.
-            passes = self.passes.run_all(data, [batch], scores, spec, self._next_seed, 0)
+        fuses = self.passes.fuses_gradient(data, batch, spec, per_sequence=per_sequence)
+        seed = self._next_seed()
+        if not fuses:
+            output = self.passes.run(data, batch, scores, spec, training=True, seed=seed)
             indices = sorted(batch.indices)
             columns = scores.part(indices, entropy=spec.entropy)
             grads = self._call_gradients.of_micro_batch(loss, [data[index] for index in indices], *columns)
-            self._backward_all(data, passes, grads, spec, None)
+            self._backward_all(data, [FinishedPass(batch, output, seed)], grads, spec, None)
             return
 
         active: dict[int, int] = {}
@@ -411,7 +409,6 @@ class Engine(PerRank):
                 active[index] = active.get(index, 0) + count
             return list(grads.logprobs.values())
 
-        seed = self._next_seed()
         root = self.passes.run_with_gradient(data, batch, scores, spec, gradient_of, seed=seed, per_sequence=per_sequence)
         self._is_accumulating = True
         self.gradients.next_pass()
@@ -452,19 +449,21 @@ class Engine(PerRank):
         # Training mode, so that recomputed layers apply the same dropout.
         self.model.network.train(True)
         has_gradient = [
-            router is not None or any(column[index].any() for column in columns for index in one.batch.indices)
-            for one in passes
+            router is not None or any(column[index].any() for column in columns for index in saved_pass.batch.indices)
+            for saved_pass in passes
         ]
         running = self.ranks.in_step(has_gradient)
         self.gradients.skip_passes(running.count(False))
-        for one, runs in between(zip(passes, running, strict=True), holds_memory=True):
+        for saved_pass, runs in between(zip(passes, running, strict=True), holds_memory=True):
             if runs:
                 self.gradients.next_pass()
-                output = one.output or self.passes.run(data, one.batch, TokenScores(), spec, training=True, seed=one.seed)
+                output = saved_pass.output or self.passes.run(
+                    data, saved_pass.batch, TokenScores(), spec, training=True, seed=saved_pass.seed
+                )
                 self._backward(output, columns, router)
                 del output
             # Free the graph before the next pass.
-            one.output = None
+            saved_pass.output = None
 
     def _backward(self, output: PassOutput, columns: Sequence[Mapping[int, Tensor]], router: Tensor | None) -> None:
         self._is_accumulating = True

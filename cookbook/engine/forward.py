@@ -163,15 +163,15 @@ class TokenScores:
 
 def _on_host(values: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return detached copies on the CPU. A GPU sends all of them in one copy, because the host waits for every copy."""
-    detached = [None if one is None else one.detach() for one in values]
-    present = [one for one in detached if one is not None]
+    detached = [None if value is None else value.detach() for value in values]
+    present = [tensor for tensor in detached if tensor is not None]
     if present[0].device.type == "cpu":
         return detached
     # Logprobs are float32 or wider, and represent the hits, which are 0 or 1, exactly.
     wide = torch.promote_types(present[0].dtype, torch.float32)
-    flat = torch.cat([one.reshape(-1).to(wide) for one in present]).cpu()
-    parts = iter(torch.split(flat, [one.numel() for one in present]))
-    return [None if one is None else next(parts).view(one.shape).to(one.dtype) for one in detached]
+    flat = torch.cat([tensor.reshape(-1).to(wide) for tensor in present]).cpu()
+    parts = iter(torch.split(flat, [tensor.numel() for tensor in present]))
+    return [None if tensor is None else next(parts).view(tensor.shape).to(tensor.dtype) for tensor in detached]
 
 
 def empty_output(with_loss: bool = True) -> ForwardBackwardOutput:
@@ -207,11 +207,11 @@ class Retained(PerRank):
         return len(data) == len(self.data) and all(_has_same_logprobs(*pair) for pair in zip(data, self.data, strict=True))
 
 
-def _has_same_logprobs(one: Datum, other: Datum) -> bool:
+def _has_same_logprobs(first: Datum, second: Datum) -> bool:
     """Whether the model computes the same logprobs for both datums."""
     keys = ("target_tokens", "temperature")
-    pairs = [(one.loss_fn_inputs.get(key), other.loss_fn_inputs.get(key)) for key in keys]
-    return one.model_input.tokens == other.model_input.tokens and all(
+    pairs = [(first.loss_fn_inputs.get(key), second.loss_fn_inputs.get(key)) for key in keys]
+    return first.model_input.tokens == second.model_input.tokens and all(
         a is b or (a is not None and b is not None and np.array_equal(a.array, b.array)) for a, b in pairs
     )
 
@@ -329,7 +329,7 @@ class ForwardRunner:
             with skip_masks(inputs.layout is not None):
                 hidden, _ = self.head.hidden_states(**inputs.arguments)
             # One selection for all parts: the gradient of each has the size of the whole pass.
-            of_parts = torch.split(hidden.reshape(-1, hidden.shape[-1])[selected], [len(one) for one in rows])
+            of_parts = torch.split(hidden.reshape(-1, hidden.shape[-1])[selected], [len(part_rows) for part_rows in rows])
             outputs = []
             for (number, part), states in zip(parts.items(), of_parts, strict=True):
                 scores = part.runner.head.scores(states, *targets[number], metrics=part.spec.metrics, entropy=part.spec.entropy)
@@ -386,18 +386,18 @@ class ForwardRunner:
         ``rows`` and ``ids`` are ``(N,)``; ``rows`` holds positions from 0 to T-2. Returns ``(N,)`` float32.
         """
         self.model.network.eval()
-        wanted = torch.from_numpy(np.asarray(rows)), torch.from_numpy(np.asarray(ids))
+        pairs = torch.from_numpy(np.asarray(rows)), torch.from_numpy(np.asarray(ids))
 
         def compute() -> Tensor:
-            found = torch.zeros(len(wanted[0]))
+            values = torch.zeros(len(pairs[0]))
             with self.forward_precision():
                 hidden, _ = self.head.hidden_states(input_ids=torch.tensor([tokens[:-1]], device=self.model.device))
                 for number, part in enumerate(torch.split(hidden[0], TOP_ROWS)):
-                    places = torch.nonzero(wanted[0] // TOP_ROWS == number)[:, 0]
+                    places = torch.nonzero(pairs[0] // TOP_ROWS == number)[:, 0]
                     if len(places):
                         logprobs = self._logits(part).log_softmax(-1).cpu()
-                        found[places] = logprobs[wanted[0][places] - number * TOP_ROWS, wanted[1][places]].float()
-            return found
+                        values[places] = logprobs[pairs[0][places] - number * TOP_ROWS, pairs[1][places]].float()
+            return values
 
         return self.ranks.inside(compute).numpy()
 
@@ -432,7 +432,7 @@ class ForwardRunner:
                 free_bytes -= output.num_bytes
                 per_token = max(per_token, output.num_bytes / max(batch.num_tokens, 1))
             passes.append(FinishedPass(batch, output if keep else None, seed))
-        if any(one.output is None for one in passes):
+        if any(saved_pass.output is None for saved_pass in passes):
             note = "the graphs of some micro-batches exceed backend.retain_gb; their forward passes run twice"
             self.model.log_once("retain", note)
         return passes

@@ -60,10 +60,10 @@ def choose(network: PreTrainedModel, modules: str | Sequence[str], unfit: Sequen
     # The last part of a path names layers of every block, unless a router or the head has the same name.
     ambiguous = {path.rpartition(".")[2] for path in [*routers, *_paths_of(network, head)]}
     names = sorted({path if (leaf := path.rpartition(".")[2]) in ambiguous else leaf for path in chosen})
-    kept = _unconverted(network, names, lora)
+    unconverted = _unconverted(network, names, lora)
     # PEFT reads these names as those of fused experts. Their weights can be targeted as parameters, with the same result.
-    converted = [name for name in names if name not in kept]
-    return LoraTargets(kept, sorted({*experts, *(f"{name}.weight" for name in converted)}))
+    converted = [name for name in names if name not in unconverted]
+    return LoraTargets(unconverted, sorted({*experts, *(f"{name}.weight" for name in converted)}))
 
 
 def _named(network: PreTrainedModel, names: Sequence[str]) -> LoraTargets:
@@ -105,8 +105,8 @@ def linear_routers(network: PreTrainedModel) -> Iterator[str]:
                 yield path
 
 
-def _paths_of(network: nn.Module, wanted: nn.Module | None) -> list[str]:
-    return [path for path, module in network.named_modules() if module is wanted]
+def _paths_of(network: nn.Module, target: nn.Module | None) -> list[str]:
+    return [path for path, module in network.named_modules() if module is target]
 
 
 def _suffix(name: str) -> str:
@@ -121,7 +121,7 @@ def _unconverted(network: PreTrainedModel, names: list[str], lora: LoraConfig) -
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError:
         return names
-    kept = []
+    unconverted = []
     for name in names:
         trial = copy.deepcopy(lora)
         trial.target_modules = {name}
@@ -131,8 +131,8 @@ def _unconverted(network: PreTrainedModel, names: list[str], lora: LoraConfig) -
             # One of several layers that PEFT expects to find fused.
             continue
         if name in (trial.target_modules or ()):
-            kept.append(name)
-    return kept
+            unconverted.append(name)
+    return unconverted
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,9 @@ class LossGradient:
 
     def __getstate__(self) -> dict[str, object]:
         """Return the state to send to other ranks, with arrays: a tensor would be pickled with all of its storage."""
-        rows = [None if one is None else {i: row.numpy() for i, row in one.items()} for one in (self.logprobs, self.entropy)]
+        rows = [
+            None if table is None else {i: row.numpy() for i, row in table.items()} for table in (self.logprobs, self.entropy)
+        ]
         return {
             "value": self.value,
             "metrics": dict(self.metrics),
@@ -297,16 +299,16 @@ class SavedBytes:
     def counted(self) -> Iterator[None]:
         """Context in which saved tensors are counted."""
         # Address and bytes of each storage. A graph that is freed meanwhile loses its tensor, and the address may be reused.
-        found: list[tuple[int, int, weakref.ref[Tensor]]] = []
+        tensors: list[tuple[int, int, weakref.ref[Tensor]]] = []
 
         def pack(saved: Tensor) -> Tensor:
             storage = saved.untyped_storage()
             # Returning the tensor itself would create a reference cycle between the tensor and its graph node.
-            kept = saved.detach()
+            tensor = saved.detach()
             if storage._cdata not in self._weights:
-                found.append((storage._cdata, storage.nbytes(), weakref.ref(kept)))
-            return kept
+                tensors.append((storage._cdata, storage.nbytes(), weakref.ref(tensor)))
+            return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
             yield
-            self.total = sum({address: size for address, size, kept in found if kept() is not None}.values())
+            self.total = sum({address: size for address, size, reference in tensors if reference() is not None}.values())

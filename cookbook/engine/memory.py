@@ -34,7 +34,7 @@ KEPT = (1 << 31) - 1
 LARGEST_RECOMPUTED_BLOCK = 4 << 20
 # Share of the free memory that activations, gradients and optimizer state may use. The rest is for temporary tensors of the
 # backward pass, and for other processes.
-SHARE = 0.8
+USABLE_SHARE = 0.8
 
 
 def keep_freed_memory() -> bool:
@@ -96,7 +96,7 @@ def fitting_tokens(
     why = shortage_of(per_token * pass_tokens, pass_tokens, lasting, free)
     if why is None:
         return None
-    fitting = max(0, int((SHARE * free - lasting) / per_token)) if model.ranks.size == 1 else 0
+    fitting = max(0, int((USABLE_SHARE * free - lasting) / per_token)) if model.ranks.size == 1 else 0
     above = f" for passes of over {fitting:,} tokens" if fitting else ""
     model.log_once("checkpointing", f"activation checkpointing is on{above}: {why}")
     return fitting
@@ -110,15 +110,15 @@ def _kept_by_attention(model: LanguageModel, pass_tokens: int) -> int:
     return int(config.num_hidden_layers) * kept_bytes_per_token(int(config.num_attention_heads), pass_tokens)
 
 
-def shortage_of(kept: float, pass_tokens: int, lasting: float, free: float) -> str | None:
+def shortage_of(activation_bytes: float, pass_tokens: int, lasting: float, free: float) -> str | None:
     """Return the reason why a pass does not fit into memory, for the log; None if it fits.
 
-    All in bytes. ``kept``: saved activations of a pass. ``lasting``: gradients and optimizer state. ``free``: free memory, with
-    the weights already loaded.
+    All in bytes. ``activation_bytes``: saved activations of a pass. ``lasting``: gradients and optimizer state. ``free``: free
+    memory, with the weights already loaded.
     """
-    if lasting + kept <= SHARE * free:
+    if lasting + activation_bytes <= USABLE_SHARE * free:
         return None
-    activations = f"{kept / 1e9:.1f} GB of activations for a pass of {pass_tokens:,} tokens"
+    activations = f"{activation_bytes / 1e9:.1f} GB of activations for a pass of {pass_tokens:,} tokens"
     return (
         f"{activations} and {lasting / 1e9:.1f} GB of gradients and moments do not fit into {free / 1e9:.1f} GB of free memory"
     )

@@ -38,6 +38,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 # Value of ``dtype``: the dtype of the stored weights.
 AUTO = "auto"
 LORA_FILE = paths.LORA_FILE
+REMOTE_CODE = "model.trust_remote_code=true"
+LFS_POINTER = b"version https://git-lfs"
 
 # PEFT imports bitsandbytes, which warns on every use of LoRA about a missing 4-bit CPU kernel that cookbook does not use.
 logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
@@ -182,7 +184,7 @@ class LanguageModel:
     def adapter_is_idle(self) -> bool:
         """Whether the model has a LoRA adapter whose output is still zero: its B factors have their initial value, zero."""
         factors = [p for name, p in self.trainable() if "lora_B" in name or "lora_embedding_A" in name]
-        return bool(factors) and not self.ranks.in_step([any(bool(self.ranks.local(one).any()) for one in factors)])[0]
+        return bool(factors) and not self.ranks.in_step([any(bool(self.ranks.local(factor).any()) for factor in factors)])[0]
 
     def trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Return names and parameters that require a gradient, in a fixed order; tied weights occur once."""
@@ -373,23 +375,27 @@ def _architecture(config: ModelConfig, base: str) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     try:
-        found = AutoConfig.from_pretrained(base, revision=config.revision, trust_remote_code=config.trust_remote_code)
+        architecture = AutoConfig.from_pretrained(base, revision=config.revision, trust_remote_code=config.trust_remote_code)
     except StrictDataclassError as error:
         raise _invalid_configuration(base, error) from None
     except (OSError, ValueError, KeyError, json.JSONDecodeError, ImportError) as error:
         is_adapter = base != resolved(config.name)
         remedy = f"; or write its folder into {config.name}/{LORA_FILE}, as base_model_name_or_path" if is_adapter else ""
         raise BackendError(_cannot_load("configuration", base, error) + remedy) from None
-    sizes = vars(found.get_text_config())
+    sizes = vars(architecture.get_text_config())
     if wrong := [name for name in _SIZES if isinstance(sizes.get(name), int | float) and sizes[name] < 1]:
         raise BackendError(
             f"model.name: the configuration of {base!r} is invalid: {wrong[0]} must be above 0, got {sizes[wrong[0]]}; "
             "download the model again"
         )
+    if architecture.is_encoder_decoder:
+        raise BackendError(
+            f"model.name: {base!r} is an encoder-decoder model, got {architecture.model_type}; use a causal language model"
+        )
     # transformers loads mxfp4, the format of gpt-oss, as ordinary weights where its kernels are missing.
-    if (stored := getattr(found, "quantization_config", None)) and stored.get("quant_method") != "mxfp4":
+    if (stored := getattr(architecture, "quantization_config", None)) and stored.get("quant_method") != "mxfp4":
         raise BackendError(f"model.name: quantized weights are not supported, got {base!r}; use the 16-bit model")
-    return found
+    return architecture
 
 
 def context_length(architecture: PreTrainedConfig | None, tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -512,11 +518,19 @@ def _network(config: ModelConfig, base: str, seed: int) -> PreTrainedModel:
                 f"model.attn_implementation: {first_line(error).rstrip(' .')}, got {attention}; set it to auto, or install "
                 "the missing package"
             ) from None
+        if "Unrecognized configuration class" in str(error):
+            names = ", ".join(architecture.architectures or [architecture.model_type])
+            raise BackendError(
+                f"model.name: {base!r} is not a causal language model of transformers, got {names}; use a text model"
+            ) from None
         raise BackendError(_cannot_load("weights", base, error)) from None
     # transformers would initialize missing weights at random.
     if missing := sorted(info["missing_keys"]):
+        classes = ", ".join(name for name in architecture.architectures or () if name != type(network).__name__)
+        of = f", and its config.json names {classes}" if classes else ""
         raise BackendError(
-            f"model.name: {base!r} lacks {len(missing)} of the model's weights, the first is {missing[0]}; use a complete model"
+            f"model.name: {base!r} lacks {len(missing)} of the model's weights, the first is {missing[0]}{of}; "
+            "use a complete causal language model"
         )
     return network
 
@@ -742,11 +756,30 @@ def _cannot_load(what: str, name: str, error: BaseException) -> str:
         described = any((Path(name) / file).is_file() for file in ("config.json", LORA_FILE))
         problem = first_line(error).rstrip(" .:") if described else "no config.json"
         remedy = "pass a folder with config.json, tokenizer files and *.safetensors"
+        if "trust_remote_code" in str(error):
+            problem, remedy = "it needs Python code of the repository", f"read the code, then set {REMOTE_CODE}"
+        elif "ignore_mismatched_sizes" in str(error):
+            problem = "the weights have other shapes than config.json says"
+        elif described and "instantiate the backend tokenizer" in str(error) and not (Path(name) / "tokenizer.json").is_file():
+            problem = "no tokenizer.json"
+        elif pointer := _pointer(Path(name)):
+            problem, remedy = f"{pointer} is a pointer of Git LFS and not the file", "download it with git lfs pull"
         return f"model.name: cannot load the {what} in {name!r}: {problem}; {remedy}"
+    if "trust_remote_code" in str(error):
+        return f"model.name: {name!r} needs Python code of its repository; read the code, then set {REMOTE_CODE}"
     return (
         f"model.name: cannot load {name!r}: no local folder has this name, and the Hugging Face hub did not provide the model "
         f"({first_line(error)}); check the name and your network, or pass a local folder"
     )
+
+
+def _pointer(folder: Path) -> str:
+    """Return the name of a file in which Git LFS has left a pointer to the weights or to the tokenizer; empty without one."""
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("tokenizer*")]):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                return path.name
+    return ""
 
 
 CACHE_LINE = 64  # bytes
@@ -784,9 +817,14 @@ def network_copy(network: PreTrainedModel, shared: Mapping[int, Tensor] | None =
     from a file begin after its header, while torch aligns new tensors, so gradients of a plain copy differ by rounding.
     """
     duplicate = copy.deepcopy(network, dict(shared or {}))
-    for one, other in zip(network.parameters(), duplicate.parameters(), strict=True):
-        if one is not other and one.data_ptr() % CACHE_LINE and one.device.type == "cpu" and one.is_contiguous():
-            other.data = _aligned_copy(one.detach())
+    for original, copied in zip(network.parameters(), duplicate.parameters(), strict=True):
+        if (
+            original is not copied
+            and original.data_ptr() % CACHE_LINE
+            and original.device.type == "cpu"
+            and original.is_contiguous()
+        ):
+            copied.data = _aligned_copy(original.detach())
     return duplicate
 
 

@@ -208,8 +208,8 @@ class _OffloadStore:
         if self._window.pop(offloaded.number, None) is not None:
             self._held_bytes -= offloaded.nbytes
 
-    def unpack(self, kept: Tensor | Callable[[], Tensor]) -> Tensor:
-        return kept if isinstance(kept, Tensor) else kept()
+    def unpack(self, packed: Tensor | Callable[[], Tensor]) -> Tensor:
+        return packed if isinstance(packed, Tensor) else packed()
 
     def _read(
         self, offloaded: _OffloadedStorage, dtype: torch.dtype, offset: int, size: torch.Size, stride: tuple[int, ...]

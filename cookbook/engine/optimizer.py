@@ -84,7 +84,7 @@ class GradientBuffer:
         buckets = []
         for members in self._members:
             parameters = [self.parameters[index] for index in members]
-            sizes, first = [one.numel() for one in parameters], parameters[0]
+            sizes, first = [parameter.numel() for parameter in parameters], parameters[0]
             buckets.append(torch.zeros(sum(sizes), dtype=_wide(first), device=first.device))
             for index, parameter, part in zip(members, parameters, torch.split(buckets[-1], sizes), strict=True):
                 view = part.as_strided(parameter.shape, parameter.stride())
@@ -249,9 +249,9 @@ class UpdateRule(ABC):
         """Return the temporary bytes that the update of such a parameter needs."""
         return 0
 
-    def restored(self, optimizer: torch.optim.Optimizer, kept: dict[str, Tensor]) -> dict[str, object]:
+    def restored(self, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> dict[str, object]:
         """Return the optimizer's state of a parameter, from the tensors of a checkpoint."""
-        return dict(kept)
+        return dict(tensors)
 
 
 class AdamW(UpdateRule):
@@ -270,9 +270,9 @@ class AdamW(UpdateRule):
     def parameter_state_bytes(self, shape: Sequence[int], element: int) -> int:
         return 2 * element * math.prod(shape)
 
-    def restored(self, optimizer: torch.optim.Optimizer, kept: dict[str, Tensor]) -> dict[str, object]:
+    def restored(self, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> dict[str, object]:
         """Return the state with ``step`` on the device of the moments, where the fused kernel reads it."""
-        return {**kept, "step": kept["step"].to(kept["exp_avg"].device, torch.float32)}
+        return {**tensors, "step": tensors["step"].to(tensors["exp_avg"].device, torch.float32)}
 
 
 class AdamW8bit(UpdateRule):
@@ -307,13 +307,13 @@ class AdamW8bit(UpdateRule):
         # On a CPU five float32 tensors of this shape exist: both moments, the gradient, and two steps of the denominator.
         return 5 * 4 * math.prod(shape) if cpu else 0
 
-    def restored(self, optimizer: torch.optim.Optimizer, kept: dict[str, Tensor]) -> dict[str, object]:
+    def restored(self, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> dict[str, object]:
         """Return the state with the dequantization tables: constants of the library, the same for all parameters."""
-        state: dict[str, object] = {**kept, "step": int(kept["step"])}
-        if kept["state1"].dtype == torch.uint8:
+        state: dict[str, object] = {**tensors, "step": int(tensors["step"])}
+        if tensors["state1"].dtype == torch.uint8:
             tables = optimizer.name2qmap  # type: ignore[attr-defined]
             for number, name in ((1, "dynamic"), (2, "udynamic")):
-                tables[name] = tables[name].to(kept["state1"].device)
+                tables[name] = tables[name].to(tensors["state1"].device)
                 state[f"qmap{number}"] = tables[name]
         return state
 
@@ -364,8 +364,9 @@ def update_rule(name: str) -> UpdateRule:
 def state_bytes(rule: UpdateRule, parameters: Iterable[Tensor]) -> int:
     """Return the bytes of optimizer state: the tensors of ``rule``, and float32 master weights of 16-bit ``parameters``."""
     return sum(
-        rule.parameter_state_bytes(one.shape, max(one.element_size(), 4)) + (4 * one.numel() if one.element_size() < 4 else 0)
-        for one in parameters
+        rule.parameter_state_bytes(parameter.shape, max(parameter.element_size(), 4))
+        + (4 * parameter.numel() if parameter.element_size() < 4 else 0)
+        for parameter in parameters
     )
 
 
@@ -431,9 +432,9 @@ class Optimizer:
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
             if master is not parameter and f"master.{name}" in tensors:
                 master.data.copy_(tensors[f"master.{name}"])
-            kept = {key: tensors[f"{key}.{name}"] for key in self._keys if f"{key}.{name}" in tensors}
-            if kept:
-                on_device = {key: value if key == "step" else value.to(master.device) for key, value in kept.items()}
+            saved_state = {key: tensors[f"{key}.{name}"] for key in self._keys if f"{key}.{name}" in tensors}
+            if saved_state:
+                on_device = {key: value if key == "step" else value.to(master.device) for key, value in saved_state.items()}
                 self.inner.state[master] = self.rule.restored(self.inner, on_device)
 
     def reset(self) -> None:

@@ -60,7 +60,7 @@ class Ranks:
         return self.size > 1 and not self.shards
 
     @property
-    def aside(self) -> Ranks:
+    def in_background(self) -> Ranks:
         """The same ranks, for a function that runs while they compute something else."""
         return self
 

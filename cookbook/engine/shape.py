@@ -91,7 +91,7 @@ def kv_numbers(architecture: PreTrainedConfig) -> int:
     """
     text = architecture.get_text_config()
     kinds = getattr(text, "layer_types", None)
-    layers = int(text.num_hidden_layers) if not kinds else sum("linear" not in one and "mamba" not in one for one in kinds)
+    layers = int(text.num_hidden_layers) if not kinds else sum("linear" not in kind and "mamba" not in kind for kind in kinds)
     if rank := getattr(text, "kv_lora_rank", None):
         return layers * (int(rank) + int(getattr(text, "qk_rope_head_dim", 0)))
     heads = getattr(text, "num_attention_heads", None)

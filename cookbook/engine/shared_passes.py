@@ -76,7 +76,7 @@ class AdapterCall:
             return None
         targets = [datum.loss_fn_inputs.get("target_tokens") for datum in self.data]
         # Targets of several shapes need several passes, and missing ones are an error of the call.
-        shapes = {None if one is None else one.array.shape[1:] for one in targets}
+        shapes = {None if target is None else target.array.shape[1:] for target in targets}
         return None if len(shapes) > 1 or None in shapes else self.engine.sharing_key
 
     def result(self) -> ForwardBackwardOutput:
@@ -194,7 +194,7 @@ class SharedPass:
                 if any(row.any() for column in columns for row in column.values()):
                     own = [root for root in (output.logprobs, output.entropy) if root is not None][: len(columns)]
                     roots += own
-                    upstream += [one.to(root) for one, root in zip(output.grad_outputs(columns), own, strict=True)]
+                    upstream += [gradient.to(root) for gradient, root in zip(output.grad_outputs(columns), own, strict=True)]
                     call.engine.begin_accumulating()
             del outputs
             if roots:

@@ -19,7 +19,7 @@ from cookbook.engine.model import AUTO, ModelConfig
 from cookbook.engine.optimizer import update_rule
 from cookbook.errors import ConfigError
 from cookbook.jobs.endpoint import LOOPBACK, JobEndpoint
-from cookbook.jobs.launcher import JobLauncher, NodesLauncher
+from cookbook.jobs.launcher import JobLauncher
 from cookbook.jobs.manager import TrainerJobConfig, TrainerJobManager
 from cookbook.jobs.store import JobState
 from cookbook.protocols import (
@@ -74,8 +74,8 @@ class JobBackend:
     @property
     def asks_for_gpus(self) -> bool:
         """Whether the configuration asks for GPUs. Without, the trainer still takes a GPU if its machine has one."""
-        asked = self.backend_node.get("gpus") or getattr(self.launcher, "gpus", 0)
-        return bool(asked) or str(self.backend_node.get("device")).startswith("cuda")
+        gpus = self.backend_node.get("gpus") or getattr(self.launcher, "gpus", 0)
+        return bool(gpus) or str(self.backend_node.get("device")).startswith("cuda")
 
     @property
     def gpus(self) -> tuple[int, ...]:
@@ -85,7 +85,7 @@ class JobBackend:
     @property
     def nodes(self) -> int:
         """Number of nodes of the job."""
-        return self.launcher.nodes if isinstance(self.launcher, NodesLauncher) else 1
+        return self.launcher.nodes
 
     @property
     def num_ranks(self) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml  # type: ignore[import-untyped]
 
 from cookbook.errors import ConfigError
-from cookbook.jobs.launcher import AttemptFiles, JobLauncher, NodesLauncher, NodesScript
+from cookbook.jobs.launcher import AttemptFiles, JobLauncher, NodesScript
 from cookbook.types import JsonObject
 from cookbook.utils import files
 
@@ -73,13 +73,13 @@ def make_key(job_folder: Path) -> Path:
     """Return the file of the job's API key, and write a random key if the file does not exist."""
     path = job_folder / KEY
     if not path.exists():
-        aside = path.with_name(f".{KEY}.{secrets.token_hex(4)}")
+        temporary = path.with_name(f".{KEY}.{secrets.token_hex(4)}")
         # The mode is set when the file is created: at no moment can another user read the key.
-        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             # The package `tinker` accepts keys with this prefix only.
             file.write(f"tml-{secrets.token_urlsafe(32)}\n")
-        aside.replace(path)
+        temporary.replace(path)
     return path
 
 
@@ -91,9 +91,9 @@ def _script(attempt: AttemptFiles, launcher: JobLauncher, cwd: str, ranks_per_no
     command = shlex.join(trainer_command(launcher.interpreter, attempt.folder))
     exports = [f"export {name}={shlex.quote(value)}" for name, value in launcher.environment.items()]
     trainer = NodesScript([], [], command, 'kill -TERM "$trainer"')
-    if isinstance(launcher, NodesLauncher) and launcher.nodes > 1:
+    if launcher.nodes > 1:
         trainer = launcher.on_nodes(command, ranks_per_node)
-    aside, code = shlex.quote(f"{attempt.exit_code}.tmp"), shlex.quote(str(attempt.exit_code))
+    temporary, code = shlex.quote(f"{attempt.exit_code}.tmp"), shlex.quote(str(attempt.exit_code))
     lines = [
         "#!/bin/bash",
         f"# {attempt.name}, written by cookbook.",
@@ -110,7 +110,7 @@ def _script(attempt: AttemptFiles, launcher: JobLauncher, cwd: str, ranks_per_no
         'while wait "$trainer"; kill -0 "$trainer" 2> /dev/null; do :; done',
         'wait "$trainer"',
         "code=$?",
-        f'echo "$code" > {aside} && mv {aside} {code}',
+        f'echo "$code" > {temporary} && mv {temporary} {code}',
         'exit "$code"',
     ]
     return "\n".join(lines) + "\n"

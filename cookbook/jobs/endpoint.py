@@ -91,9 +91,9 @@ class Relay:
             # The client sees a closed connection, and retries.
             pass
         finally:
-            for one in writers:
-                self._open.discard(one)
-                one.close()
+            for stream in writers:
+                self._open.discard(stream)
+                stream.close()
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -128,7 +128,7 @@ class JobTable:
             connection.execute("BEGIN")
             jobs = connection.execute(f"SELECT * FROM jobs {chosen} ORDER BY created, job_id", values).fetchall()
             attempts = connection.execute(f"SELECT * FROM attempts {chosen} ORDER BY number", values).fetchall()
-        return [_job(row, [one for one in attempts if one["job_id"] == row["job_id"]]) for row in jobs]
+        return [_job(row, [attempt for attempt in attempts if attempt["job_id"] == row["job_id"]]) for row in jobs]
 
     def set_state(self, job_id: str, state: JobState, reason: str = "", *, only_active: bool = False) -> bool:
         """Set the state of a job. ``only_active``: unless another process has stopped the job meanwhile.
@@ -176,5 +176,5 @@ def _job(row: sqlite3.Row, attempts: list[sqlite3.Row]) -> TrainerJob:
     fields = dict(row)
     fields |= {name: json.loads(fields[name]) for name in ("launcher", "trainer")}
     fields |= {"state": JobState(fields["state"]), "folder": Path(fields["folder"])}
-    of_attempts = [{name: one[name] for name in JobAttempt.__dataclass_fields__} for one in attempts]
-    return TrainerJob(**fields, attempts=tuple(JobAttempt(**one) for one in of_attempts))
+    of_attempts = [{name: attempt[name] for name in JobAttempt.__dataclass_fields__} for attempt in attempts]
+    return TrainerJob(**fields, attempts=tuple(JobAttempt(**fields_of_attempt) for fields_of_attempt in of_attempts))

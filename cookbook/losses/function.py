@@ -54,8 +54,8 @@ class FunctionLoss(Loss):
 
     @property
     def stop_gradient(self) -> str | None:
-        held: str | None = getattr(self._function, "stop_gradient", None)
-        return held
+        key: str | None = getattr(self._function, "stop_gradient", None)
+        return key
 
     def call_options(self) -> dict[str, object]:
         """Return no options, because a function has none."""

@@ -5,30 +5,25 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 from omegaconf import DictConfig
 
 from cookbook import terminal
-from cookbook.backends.client_factory import ClientBackend, ClientTrainer
 from cookbook.backends.local import LocalConfig, LocalTrainer
-from cookbook.backends.remote.config import RemoteConfig
 from cookbook.checkpoints import manifest, store
 from cookbook.checkpoints.schedule import Progress
 from cookbook.data import Renderer
 from cookbook.engine import quantized
 from cookbook.engine.lora_targets import TrainedShare
-from cookbook.engine.model import AUTO, ModelConfig, with_dtype
+from cookbook.engine.model import ModelConfig
 from cookbook.engine.shape import shape_of
 from cookbook.errors import ConfigError, CookbookError, HookError
 from cookbook.losses.policy import PolicyLoss
 from cookbook.protocols import (
-    Backend,
     Deployment,
     DeploymentConfig,
     Reference,
@@ -39,7 +34,7 @@ from cookbook.protocols import (
     Trainer,
 )
 from cookbook.run import folder as run_folder
-from cookbook.run import preflight, report
+from cookbook.run import preflight, report, second_models
 from cookbook.run.data import SplitRows
 from cookbook.run.diagnostics import Health
 from cookbook.run.hooks import Status
@@ -79,7 +74,7 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], JsonObje
         backend = typed.backend
         if isinstance(backend, StartedBackend):
             backend = stack.enter_context(backend.started(status.folder))
-        preflight.teacher_shape(typed)
+        second_models.shapes(typed)
         trainer = backend.make_trainer(typed.model, seed=typed.seed, folder=status.folder / "checkpoints")
         stack.push(functools.partial(_close, trainer))
         if isinstance(trainer, LocalTrainer) and trainer.engine.model.is_lora:
@@ -101,6 +96,7 @@ def train(cfg: DictConfig, overrides: list[str], defaults: Callable[[], JsonObje
         with terminal.doing("starting the deployment"):
             deployment = typed.deployment.deploy(trainer, live=typed.weight_sync.every == 1 and not typed.rollout.ahead)
         stack.callback(deployment.close)
+        second_models.connect_rewards(typed, status.folder, stack, identity)
         runner = stack.enter_context(reward_runner(typed.reward))
         stop = tuple(typed.rollout.stop or ())
         environment = stack.enter_context(environment_runner(typed.env, renderer))
@@ -235,62 +231,13 @@ def _reference(
     if not typed.has_teacher:
         with terminal.doing("copying the reference weights"):
             return trainer.reference() if typed.loss.needs_reference else None
-    with terminal.doing("loading the teacher"):
-        with _named_as_teacher(typed.recipe.teacher_url):
-            teacher, sampler, digest = _teacher(typed.recipe.teacher, typed.recipe.teacher_url, typed.backend, folder, stack)
-            tokenizer = teacher.tokenizer
-        preflight.compare_vocabularies(typed, trainer.tokenizer, tokenizer)
-        if digest is not None:
-            identity.measured("teacher", digest)
-    return Teacher(sampler)
-
-
-def _teacher(
-    name: str, url: str | None, backend: Backend, folder: Path, stack: contextlib.ExitStack
-) -> tuple[ClientTrainer, Sampler, str | None]:
-    """Load the teacher where the model trains, or find it on the server at ``url``.
-
-    Return it, a sampler of its weights, and their digest, None if the server states none.
-    """
-    if url is not None:
-        # Not with the key of the server that trains.
-        backend = RemoteConfig(url)
-    elif isinstance(backend, LocalConfig) and _stored_dtype(name) != "float32":
-        # The precision of the student, which needs float32 weights. Weights of bfloat16 are computed as under autocast anyway.
-        backend = replace(backend, autocast=None)
-    if not isinstance(backend, ClientBackend):
-        raise ConfigError(f"backend: {type(backend).__name__} cannot load a teacher; set recipe.teacher_url")
-    clients = backend.clients(folder)
-    stack.callback(clients.close)
-    is_remote = isinstance(backend, RemoteConfig)
-    saved = name if is_remote and name.startswith("tinker://") else None
-    if saved is not None:
-        model = clients.saved_model(saved)
-    else:
-        model = clients.model(name, {}) if is_remote else clients.model(run_folder.sampling_target(name), {"dtype": AUTO})
-    teacher = clients.trainer(model, 0, set())
-    stack.callback(teacher.close)
-    digest = teacher.digests().get("weights")
-    adapter = Path(model.name) / "adapter_model.safetensors"
-    if digest is not None and not is_remote and adapter.is_file():
-        # The digest of a model leaves adapters out.
-        digest += hashlib.sha256(adapter.read_bytes()).hexdigest()[:16]
-    return teacher, clients.sampler(teacher, saved), digest
-
-
-def _stored_dtype(name: str) -> str:
-    """Return the dtype in which a teacher on this machine is loaded: that of its stored weights."""
-    return with_dtype(ModelConfig(run_folder.sampling_target(name), dtype=AUTO)).dtype
-
-
-@contextlib.contextmanager
-def _named_as_teacher(url: str | None) -> Iterator[None]:
-    """Name the keys of the teacher in errors that name those of the model."""
-    try:
-        yield
-    except CookbookError as error:
-        text = str(error).replace("model.name", "recipe.teacher")
-        raise type(error)(text if url is None else text.replace("backend.base_url", "recipe.teacher_url")) from None
+    recipe = typed.recipe
+    model = second_models.SecondModel("recipe.teacher", recipe.teacher, recipe.teacher_url)
+    teacher = second_models.load(model, typed.backend, folder, stack)
+    preflight.compare_vocabularies(typed, trainer.tokenizer, teacher.trainer.tokenizer)
+    if teacher.digest is not None:
+        identity.measured("teacher", teacher.digest)
+    return Teacher(teacher.sampler)
 
 
 def _close(trainer: Trainer, kind: object, error: BaseException | None, trace: object) -> None:

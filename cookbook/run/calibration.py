@@ -22,6 +22,7 @@ from cookbook.run.builder import collect_garbage_from_here, connect_reward, envi
 from cookbook.run.data import SPLITS, SplitRows
 from cookbook.run.folder import plain
 from cookbook.run.identity import Identity
+from cookbook.run.second_models import connect_rewards
 from cookbook.run.settings import Settings, checked
 from cookbook.sampling import environments, rollouts
 from cookbook.sampling.evaluation import Evaluator
@@ -32,7 +33,7 @@ from cookbook.utils.words import counted
 
 # A completion with at least this reward is solved, as for eval/accuracy; data.curriculum.solved_reward has its own value.
 SOLVED = 1.0
-# Bounds of a healthy run, as in docs/metrics.md.
+# Bounds of a healthy run, as in docs/reference/metrics.md.
 ALWAYS, NEVER, FEW_SPREAD, OFTEN_CUT = 0.95, 0.02, 0.3, 0.1
 # Nats per token by which one step may move the model, and by which it should; see kl/old_policy.
 LARGEST_KL, GOOD_KL = 0.05, 0.005
@@ -221,6 +222,7 @@ def calibrate(cfg: DictConfig, overrides: list[str], num_prompts: int, num_compl
         with terminal.doing("starting the deployment"):
             deployment = typed.deployment.deploy(trainer, live=True)
         stack.callback(deployment.close)
+        connect_rewards(typed, folder, stack)
         runner = stack.enter_context(reward_runner(typed.reward))
         environment = stack.enter_context(environment_runner(typed.env, renderer))
         connect_reward(runner, environment)
@@ -271,7 +273,7 @@ def _with_gradient(sampled: StepRollouts) -> list[Datum]:
 def _one_step(typed: Settings, trainer: Trainer, data: Sequence[Datum]) -> StepSize:
     """Make one step with the full learning rate, and compare the logprobs with those of the sampler."""
     # At its start the model is its own reference.
-    data = [one.with_inputs(reference_logprobs=one.loss_fn_inputs["sampling_logprobs"].array) for one in data]
+    data = [datum.with_inputs(reference_logprobs=datum.loss_fn_inputs["sampling_logprobs"].array) for datum in data]
     prepared = typed.loss.prepare(data)
     started = time.monotonic()
     passes.backward(trainer, typed.loss, prepared).result()

@@ -163,7 +163,7 @@ def _is_local(data: DataConfig, which: Split) -> bool:
     """Whether a split is on this machine; a dataset of the hub would have to be downloaded."""
     if which == "eval" and (data.eval_path or data.eval_name):
         return data.eval_path is not None
-    return data.path is not None if data.mix is None else all(one.path is not None for one in data.mix)
+    return data.path is not None if data.mix is None else all(part.path is not None for part in data.mix)
 
 
 class CachedReference:

@@ -68,7 +68,9 @@ class TrackedCalls:
         self._calls: deque[TrackedCall] = deque()
 
     def add(self, call: TrackedCall) -> None:
-        while any(one.update and one.succeeded() for one in self._calls) or (self._calls and self._calls[0].succeeded()):
+        while any(earlier.update and earlier.succeeded() for earlier in self._calls) or (
+            self._calls and self._calls[0].succeeded()
+        ):
             self._calls.popleft()
         self._calls.append(call)
 
@@ -111,9 +113,9 @@ def _blamed(error: CookbookError) -> Sequence[int]:
 def _rows(data: Sequence[Datum], blamed: Sequence[int]) -> str:
     """Return the locations of the rows at fault, or of all rows if it is unknown which are."""
     places = [place for place in dict.fromkeys(_where(data[index]) for index in blamed or range(len(data))) if place]
-    shown = ", ".join(places[:SHOWN]) + (", ..." if len(places) > SHOWN else "")
+    first_places = ", ".join(places[:SHOWN]) + (", ..." if len(places) > SHOWN else "")
     count = f"{len(data)} datums" if not blamed else ""
-    return " of ".join(part for part in (count, shown) if part) or f"{len(data)} datums"
+    return " of ".join(part for part in (count, first_places) if part) or f"{len(data)} datums"
 
 
 def _where(datum: Datum) -> str:
@@ -147,9 +149,9 @@ def _lines(call: TrackedCall, blamed: Sequence[int], trainer: Trainer, renderer:
 def _spelled(value: object) -> object:
     """Replace NaN and infinity, which JSON does not have, by text, at every depth."""
     if isinstance(value, dict):
-        return {key: _spelled(one) for key, one in value.items()}
+        return {key: _spelled(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_spelled(one) for one in value]
+        return [_spelled(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -68,13 +68,14 @@ def _resume_point(folder: Path, resume: str, named: Path | None) -> Path | None:
         ConfigError: as :func:`_checkpoint_to_resume`.
         CheckpointError: the checkpoint holds weights only, or as :func:`_checkpoint_to_resume`.
     """
-    found = _checkpoint_to_resume(folder, resume, named)
-    if found is not None and manifest.read(found)["kind"] == store.WEIGHTS_ONLY:
+    checkpoint = _checkpoint_to_resume(folder, resume, named)
+    if checkpoint is not None and manifest.read(checkpoint)["kind"] == store.WEIGHTS_ONLY:
         raise CheckpointError(
-            f"resume: {found} holds weights only, because of checkpoint.final_state=false, so its run cannot be resumed or "
-            f"extended; branch off from an older checkpoint with resume=PATH, or start a new run with model.name={found}"
+            f"resume: {checkpoint} holds weights only, because of checkpoint.final_state=false, so its run cannot be resumed "
+            "or extended; branch off from an older checkpoint with resume=PATH, or start a new run with "
+            f"model.name={checkpoint}"
         )
-    return found
+    return checkpoint
 
 
 def _checkpoint_to_resume(folder: Path, resume: str, named: Path | None) -> Path | None:

@@ -38,6 +38,7 @@ SUBJECTS = {
     "rows": "data: the digest of the training rows",
     "weights": "model.name: the digest of the initial weights",
     "teacher": "recipe.teacher: the digest of its weights",
+    "reward_models": "reward.model: the digest of its weights",
     "tokenizer": "model.name: the digest of its tokenizer",
     "chat_template": "model.chat_template: the digest of its text",
     PRECISION: "backend.matmul_precision and backend.autocast",
@@ -118,11 +119,11 @@ class Identity:
 
     def _without(self, free: frozenset[str], group: str, node: Mapping[str, object]) -> dict[str, object]:
         """Return a node without its free fields, also inside of the rewards that a reward consists of."""
-        kept = {name: value for name, value in self._filled(group, node).items() if name not in free}
-        parts = kept.get("parts")
+        fixed = {name: value for name, value in self._filled(group, node).items() if name not in free}
+        parts = fixed.get("parts")
         if group == "reward" and isinstance(parts, Mapping):
-            kept["parts"] = {name: self._without(free, group, part) for name, part in parts.items()}
-        return kept
+            fixed["parts"] = {name: self._without(free, group, part) for name, part in parts.items()}
+        return fixed
 
     def _filled(self, group: str, node: Mapping[str, object]) -> dict[str, object]:
         target = node.get(typed.TARGET)
@@ -163,7 +164,7 @@ def differences(key: str, then: object, now: object) -> Iterator[tuple[str, obje
 def _defaults(cls: type) -> dict[str, object]:
     """Return the default values of the parameters of a class."""
     parameters = inspect.signature(cls).parameters.values()
-    defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
+    defaults = {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
     # The signature shows a placeholder for a default that a factory makes.
     for field in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():
         if field.init and field.default_factory is not dataclasses.MISSING:

@@ -50,8 +50,8 @@ def restored(stored: JsonObject | None) -> list[list[Datum]]:
                 tokens[int(number)] = arrays[key].tolist()
     data: list[Datum] = []
     for number, row in enumerate(stored["rows"]):
-        given = ModelInput.from_ints(tokens[number])
-        data.append(Datum(given, inputs[number]) if row is None else RowDatum(given, inputs[number], *row))
+        model_input = ModelInput.from_ints(tokens[number])
+        data.append(Datum(model_input, inputs[number]) if row is None else RowDatum(model_input, inputs[number], *row))
     parts, start = [], 0
     for size in stored["sizes"]:
         parts.append(data[start : start + size])

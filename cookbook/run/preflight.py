@@ -21,7 +21,6 @@ from cookbook.checkpoints.snapshots import tokenizer_digests
 from cookbook.data import RejectedRows, Renderer, Row
 from cookbook.data.datum_table import Batches
 from cookbook.data.row_view import answer_text, with_answer
-from cookbook.engine.model import AUTO, ModelConfig, with_dtype
 from cookbook.engine.optimizer import Adafactor
 from cookbook.engine.shape import Shape, is_adapter, num_parameters, shape_of
 from cookbook.errors import BadRowError, ConfigError, CookbookError, RolloutError
@@ -34,7 +33,7 @@ from cookbook.protocols import (
     RankBackend,
     SizedDeployment,
 )
-from cookbook.run import folder as run_folder
+from cookbook.run import second_models
 from cookbook.run.data import SPLITS, Split, SplitRows
 from cookbook.run.folder import check_steps
 from cookbook.run.identity import Identity
@@ -42,7 +41,7 @@ from cookbook.run.settings import Settings
 from cookbook.sampling.environments import AgentEnvironment, EnvironmentConfig, EnvironmentRunner
 from cookbook.sampling.environments import prompts as environment_prompts
 from cookbook.sampling.environments.check import play, tiny_renderer, turn_tokens
-from cookbook.sampling.rewards import RewardRunner
+from cookbook.sampling.rewards import RewardRunner, model_rewards
 from cookbook.types import JsonObject
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ def examine(typed: Settings, identity: Identity, folder: Path, done: int) -> tup
         for subject, digest in tokenizer_digests(shape.tokenizer).items():
             identity.measured(subject, digest)
         renderer = Renderer(shape.tokenizer, shape.max_length, shape.vocabulary_size)
-        if (teacher := teacher_shape(typed)) is not None:
+        if (teacher := second_models.shapes(typed).get("recipe.teacher")) is not None:
             compare_vocabularies(typed, shape.tokenizer, teacher.tokenizer)
     # An environment decides how its rows are used, and whether the reward is.
     check_signature(typed, rows.first)
@@ -190,7 +189,7 @@ def episode_lengths(typed: Settings, env: EnvironmentConfig, rows: Sequence[Row]
     openings = environment_prompts(env, rows, renderer, typed.data)
     opening, later = turn_tokens(env, openings, renderer)
     turns = opening + env.max_turns * typed.rollout.max_tokens + (env.max_turns - 1) * later
-    lengths = [len(one.tokens) + turns for one in openings]
+    lengths = [len(opening.tokens) + turns for opening in openings]
     return [length if renderer.max_length is None else min(length, renderer.max_length) for length in lengths]
 
 
@@ -239,25 +238,12 @@ def _longest_prompt(typed: Settings, rows: SplitRows, which: Split, renderer: Re
     kind = typed.data_kind
     assert kind is not None
     chosen = [*rows.sample(which, RENDERED_ROWS), *rows.longest(which, RENDERED_ROWS, LONGEST_ROWS)]
-    found = survey(kind, chosen, renderer, typed.data, 0, RejectedRows(typed.data, collect=True))
+    sample = survey(kind, chosen, renderer, typed.data, 0, RejectedRows(typed.data, collect=True))
     # Conversations and pairs have weights at the tokens of the answer.
-    lengths = [int(np.argmax(one.weights != 0)) if one.num_trained else len(one.tokens) for one in found.sequences]
+    lengths = [
+        int(np.argmax(sequence.weights != 0)) if sequence.num_trained else len(sequence.tokens) for sequence in sample.sequences
+    ]
     return max(lengths, default=1)
-
-
-def teacher_shape(typed: Settings) -> Shape | None:
-    """Return the shape of a teacher that is loaded here; None without one, or if it would have to be downloaded first.
-
-    Raises:
-        ConfigError: the teacher is missing, or is not a model.
-    """
-    name = typed.recipe.teacher if typed.has_teacher and typed.recipe.teacher_url is None else None
-    if name is None or not isinstance(typed.backend, PlannedBackend):
-        return None
-    try:
-        return shape_of(with_dtype(ModelConfig(run_folder.sampling_target(name), dtype=AUTO)))
-    except CookbookError as error:
-        raise ConfigError(f"recipe.teacher: {str(error).removeprefix('model.name: ')}") from None
 
 
 def compare_vocabularies(typed: Settings, own: PreTrainedTokenizerBase, others: PreTrainedTokenizerBase) -> None:
@@ -299,6 +285,9 @@ def check_signature(typed: Settings, first: Mapping[Split, Sequence[Row]]) -> No
     rows = first.get("train") or first.get("eval")
     if typed.reward is None or not rows:
         return
+    for judge in model_rewards(typed.reward).values():
+        for row in (first.get("eval") or ())[:1]:
+            judge.check_held_out(with_answer(row, typed.data).values)
     with contextlib.closing(RewardRunner(typed.reward)) as runner:
         runner.check(with_answer(rows[0], typed.data).values, has_environment=typed.env is not None)
 
@@ -340,9 +329,9 @@ def _check_reward(typed: Settings, rows: SplitRows) -> None:
     with contextlib.closing(RewardRunner(typed.reward)) as runner:
         if not first or typed.data.on_bad_row == "skip":
             return
-        for one in runner.immediate():
+        for part in runner.immediate():
             try:
-                one.submit("", with_answer(first[0], typed.data))()
+                part.submit("", with_answer(first[0], typed.data))()
             except BadRowError:
                 raise
             # The reward may reject an empty completion, which the run need not sample.
@@ -361,7 +350,7 @@ class Counted:
     @property
     def mean_tokens(self) -> float:
         """Mean length of a sequence or prompt, in tokens."""
-        return float(np.mean([len(one.tokens) for one in self.survey.sequences] or [0]))
+        return float(np.mean([len(sequence.tokens) for sequence in self.survey.sequences] or [0]))
 
 
 def warn(typed: Settings, rows: SplitRows, renderer: Renderer | None) -> None:
@@ -385,7 +374,7 @@ def _counted(typed: Settings, kind: str, rows: SplitRows, which: Split, renderer
     counts = survey(kind, sample, renderer, typed.data, 0, RejectedRows(typed.data, collect=True))
     texts = [text for row in sample if (text := answer_text(row, typed.data)) is not None]
     tokens = renderer.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-    return Counted(rows.counts.get(which, len(sample)), counts, [len(one) + 1 for one in tokens])
+    return Counted(rows.counts.get(which, len(sample)), counts, [len(prompt) + 1 for prompt in tokens])
 
 
 def _batch(typed: Settings, rows: SplitRows) -> Iterator[str]:
@@ -489,7 +478,7 @@ def _evaluation_work(typed: Settings, kind: str, held_out: Counted) -> float:
     completions = 1 + typed.eval.num_drawn
     if kind == "rollouts":
         return held_out.num_rows * completions * (READ * mean + limit)
-    answers = [one for one in held_out.answers if typed.reward is not None or one <= limit]
+    answers = [length for length in held_out.answers if typed.reward is not None or length <= limit]
     share = _judges(typed, kind, held_out) * len(answers) / max(held_out.survey.num_rows, 1)
     sampled = min(float(np.mean(answers)), limit) if answers else 0.0
     sides = 2 if kind in ("preferences", "labels") else 1

@@ -24,7 +24,7 @@ from cookbook.run.best_step import BestStep
 from cookbook.run.folder import METRICS
 from cookbook.run.hooks import writing_to
 from cookbook.run.rollout_store import RolloutStore
-from cookbook.sampling.evaluation import SHOWN, Example
+from cookbook.sampling.evaluation import NUM_EXAMPLES, Example
 from cookbook.terminal import Console
 from cookbook.types import Checkpoint, JsonObject
 from cookbook.utils import files
@@ -86,7 +86,7 @@ class Recorder:
 
     def write_examples(self, step: int, examples: Sequence[Example]) -> None:
         """Write the completions of an evaluation as samples, and keep the first ones for the end of the run."""
-        self.examples = examples[:SHOWN]
+        self.examples = examples[:NUM_EXAMPLES]
         for example in examples:
             values = {"split": "eval", "prompt": example.prompt, "completion": example.completion, "reward": example.reward}
             self.write_sample(step, values | ({"parts": dict(example.parts)} if example.parts else {}))
@@ -229,11 +229,11 @@ class BadRows(JsonLines):
 
     def note(self, step: int) -> None:
         """Write the rows rejected since the last call, and log their number."""
-        new = [one for one in self._refusals.found[self._handled :] if one.where not in self._known]
+        new = [refusal for refusal in self._refusals.found[self._handled :] if refusal.where not in self._known]
         self._handled = len(self._refusals.found)
-        for one in new:
-            self._known.add(one.where)
-            self.write(step, {"row": one.where, "reason": one.reason, "policy": f"data.{one.policy}"})
+        for refusal in new:
+            self._known.add(refusal.where)
+            self.write(step, {"row": refusal.where, "reason": refusal.reason, "policy": f"data.{refusal.policy}"})
         if new:
             log.warning("data: left out %s, listed in %s; the first: %s", counted(len(new), "row"), self.path, new[0].reason)
 

@@ -60,12 +60,12 @@ HEADLINES = [
     Headline("eval/loss", "loss", "{:.4f}", ROWS, "row"),
 ]
 # Prefixes of the metrics whose value depends on the judge of a completion, and of those among them that do not.
-JUDGED = ("eval/accuracy", "eval/reward", "reward/mean", PASS)
-NOT_JUDGED = ("eval/rewards/",)
+JUDGED_PREFIXES = ("eval/accuracy", "eval/reward", "reward/mean", PASS)
+NOT_JUDGED_PREFIXES = ("eval/rewards/",)
 TOKEN_EQUALITY = "token equality"
 # The standard error of a share is shown for a smaller number of rows.
 MANY_ROWS = 1000
-KEY = "TINKER_API_KEY"
+KEY_VARIABLE = "TINKER_API_KEY"
 PLACEHOLDER = "your prompt"
 # Characters.
 LONGEST_PROMPT = 60
@@ -86,9 +86,13 @@ def objective(rows: Sequence[JsonObject], name: str | None) -> float | None:
         rows: of ``metrics.jsonl``.
         name: the metric; None: the first of ``HEADLINES`` that the rows have and that grows with quality.
     """
-    names = [name] if name else [one.key for one in HEADLINES if is_better_higher(one.key)]
-    values = next(([row[key] for row in rows if key in row] for key in names if any(key in row for row in rows)), None)
-    return None if values is None else math.nan if values[-1] is None else float(values[-1])
+    names = [name] if name else [headline.key for headline in HEADLINES if is_better_higher(headline.key)]
+    for key in names:
+        values = [row[key] for row in rows if key in row]
+        if values:
+            # JSON has no NaN, so a value that is not finite is stored as null.
+            return math.nan if values[-1] is None else float(values[-1])
+    return None
 
 
 def curves(run: Run) -> None:
@@ -108,21 +112,24 @@ def summary(run: Run, first_rows: Mapping[Split, Sequence[Row]]) -> None:
         say(line)
     if (slow := slow_evaluation(rows)) is not None:
         say(slow)
-    dropped, retries = (int(sum(row.get(key, 0) for row in rows)) for key in ("rollout/failed", "rollout/retries"))
+    dropped = int(sum(row.get("rollout/failed", 0) for row in rows))
+    retries = int(sum(row.get("rollout/retries", 0) for row in rows))
     if dropped or retries:
         say(
             f"sampling: {counted(retries, 'retried request')}, {counted(dropped, 'prompt')} left out (log.txt names their rows)"
         )
-    best = run.best.step if run.best.step not in (None, run.done) else None
+    # Whether the best weights are those of an earlier step than the last.
+    is_best_older = run.best.step not in (None, run.done)
     if run.best.step is not None:
-        say(f"best: {run.best.text}{'' if best is None else f'; {run.out}@best'}")
+        name = f"; {run.out}@best" if is_best_older else ""
+        say(f"best: {run.best.text}{name}")
     for example in run.recorder.examples:
         say(f"  {one_line(example, judge)}")
     if (left_out := run.recorder.bad_rows.summary()) is not None:
         say(left_out)
     names = [name for name in ("metrics.jsonl", "samples.jsonl", "curves.svg", "checkpoints") if (run.out / name).exists()]
     say(f"run folder: {run.out}  ({', '.join(names)})")
-    say(f"next: {_next(run, best is not None, [*first_rows.get('eval', ()), *first_rows.get('train', ())])}")
+    say(f"next: {_next(run, is_best_older, [*first_rows.get('eval', ()), *first_rows.get('train', ())])}")
 
 
 def headlines(rows: Sequence[JsonObject], judge: str) -> Iterator[str]:
@@ -134,20 +141,20 @@ def headlines(rows: Sequence[JsonObject], judge: str) -> Iterator[str]:
     """
     passes = [Headline(key, key.removeprefix("eval/"), "{:.1%}", ANSWERS, "prompt") for key in pass_metrics(rows)]
     are_pairs = any("eval/rewards/accuracy" in row for row in rows)
-    for one in [*HEADLINES, *passes]:
-        values = series(rows, one.key)
+    for headline in [*HEADLINES, *passes]:
+        values = series(rows, headline.key)
         if len(values) < 2:
             continue
         (first, before), (last, after) = values[0], values[-1]
-        counts = series(rows, one.count)
+        counts = series(rows, headline.count)
         # A recipe of the user may log the metric without its number of rows.
         number = int(counts[-1][1]) if counts else None
-        noun = "pair" if one.noun == "row" and are_pairs else one.noun
+        noun = "pair" if headline.noun == "row" and are_pairs else headline.noun
         where = f"held-out {noun}s" if number is None else counted(number, f"held-out {noun}")
-        by = f", by {judge}" if is_judged(one.key) else ""
-        error = "" if not one.is_share or number is None else _error(number, before, after)
-        change = f"{one.form.format(before)} after {counted(first, 'step')} -> {one.form.format(after)} after {last}"
-        yield f"{one.label} on {where}{by}: {change}{error}"
+        by = f", by {judge}" if is_judged(headline.key) else ""
+        error = "" if not headline.is_share or number is None else _error(number, before, after)
+        change = f"{headline.form.format(before)} after {counted(first, 'step')} -> {headline.form.format(after)} after {last}"
+        yield f"{headline.label} on {where}{by}: {change}{error}"
 
 
 def _error(number: int, *shares: float) -> str:
@@ -155,15 +162,16 @@ def _error(number: int, *shares: float) -> str:
     if number >= MANY_ROWS:
         return ""
     points = 100 * max(standard_error(share, number) for share in shares)
-    return f" (standard error {points:.{0 if points >= 10 else 1}f} points)"
+    decimals = 0 if points >= 10 else 1
+    return f" (standard error {points:.{decimals}f} points)"
 
 
 def error_of(key: str, metrics: Mapping[str, float]) -> str:
     """Return the standard error of a metric of one evaluation as text; empty for metrics that are not a share of rows."""
-    headline = next((one for one in HEADLINES if one.key == key and one.is_share), None)
-    return (
-        "" if headline is None or headline.count not in metrics else _error(int(metrics[headline.count]), metrics[key]).strip()
-    )
+    for headline in HEADLINES:
+        if headline.key == key and headline.is_share and headline.count in metrics:
+            return _error(int(metrics[headline.count]), metrics[key]).strip()
+    return ""
 
 
 def standard_error(share: float, number: int) -> float:
@@ -190,7 +198,7 @@ def slow_evaluation(rows: Sequence[JsonObject]) -> str | None:
 
 def is_judged(key: str) -> bool:
     """Whether a metric depends on the judge of completions."""
-    return key.startswith(JUDGED) and not key.startswith(NOT_JUDGED)
+    return key.startswith(JUDGED_PREFIXES) and not key.startswith(NOT_JUDGED_PREFIXES)
 
 
 def judge_of_run(folder: Path) -> str:
@@ -261,7 +269,7 @@ def _next(run: Run, is_best_older: bool, rows: Iterable[Row]) -> str:
         return shlex.join(["cookbook", "sample", f"{run.out}@best" if is_best_older else str(run.out), *words])
     path = str(server["path"])
     # Tinker's command requires a key, and a server without keys ignores it.
-    key = [] if os.environ.get(KEY) else [f"{KEY}={NO_KEY}"]
+    key = [] if os.environ.get(KEY_VARIABLE) else [f"{KEY_VARIABLE}={NO_KEY}"]
     fetch = shlex.join([f"TINKER_BASE_URL={server['url']}", *key, "tinker", "checkpoint", "download", path])
     # The name that Tinker's command gives the folder.
     folder = path.removeprefix("tinker://").replace("/", "_")
@@ -291,7 +299,7 @@ LOCATION_KEYS = frozenset({"out", "resume"})
 # Keys that decide the rows and the rewards of an evaluation; and those that also do if the rows are held out of training data.
 EVALUATION_KEYS = ("reward", "eval.limit", "eval.max_tokens", "rollout.stop", "data.eval_", "data.columns")
 HELD_OUT_KEYS = ("data.path", "data.name", "data.subset", "data.split", "data.mix", "data.limit", "seed")
-MISSING = "-"
+MISSING_CELL = "-"
 
 Cells = tuple[str, list[str]]
 """The subject of a line, and a cell for every run."""
@@ -322,7 +330,7 @@ def read_runs(folders: Sequence[str]) -> list[RunSummary]:
     return [_summary(folder, name if names.count(name) == 1 else folder) for folder, name in zip(folders, names, strict=True)]
 
 
-def _summary(name: str, shown: str) -> RunSummary:
+def _summary(name: str, label: str) -> RunSummary:
     folder = Path(name)
     if not (folder / run_folder.CONFIG).is_file():
         siblings = [path.parent.name for path in folder.parent.glob(f"*/{run_folder.CONFIG}")]
@@ -331,7 +339,7 @@ def _summary(name: str, shown: str) -> RunSummary:
     state = (hooks.read_status(folder) or {}).get("state", "unknown")
     evals = [_eval(path) for path in sorted((folder / run_folder.EVALS).glob("*.json"))]
     rows = JsonLines(folder / run_folder.METRICS).read()
-    return RunSummary(shown, config, str(state), rows, sorted(evals, key=lambda one: int(one["step"])))
+    return RunSummary(label, config, str(state), rows, sorted(evals, key=lambda evaluation: int(evaluation["step"])))
 
 
 def _eval(path: Path) -> JsonObject:
@@ -364,7 +372,7 @@ def differing(runs: Sequence[RunSummary]) -> list[Cells]:
 
 
 def _value(config: JsonObject, key: str) -> str:
-    return json.dumps(config[key], default=str).strip('"') if key in config else MISSING
+    return json.dumps(config[key], default=str).strip('"') if key in config else MISSING_CELL
 
 
 def outcomes(runs: Sequence[RunSummary]) -> list[Cells]:
@@ -404,16 +412,16 @@ def _loss_name(run: RunSummary) -> str:
 
 def _outcome(label: str, key: str, runs: Sequence[RunSummary], having: Sequence[RunSummary]) -> Iterator[Cells]:
     """Yield the last and the best value of a metric; only those of the runs ``having`` belong on these lines."""
-    yield label, [_last(run, key) if run in having else MISSING for run in runs]
+    yield label, [_last(run, key) if run in having else MISSING_CELL for run in runs]
     # The loss of reinforcement learning says nothing about quality: it is relative to the samples of its own step.
     compared = [run for run in having if key != "loss" or not _learns_from_rollouts(run)]
     if compared:
-        yield "  at best", [_best(key, series(run.rows, key)) if run in compared else MISSING for run in runs]
+        yield "  at best", [_best(key, series(run.rows, key)) if run in compared else MISSING_CELL for run in runs]
 
 
 def _last(run: RunSummary, key: str) -> str:
     values = series(run.rows, key)
-    return spelled(key, values[-1][1]) if values else MISSING
+    return spelled(key, values[-1][1]) if values else MISSING_CELL
 
 
 def _learns_from_rollouts(run: RunSummary) -> bool:
@@ -425,20 +433,20 @@ def judges_of(runs: Sequence[RunSummary]) -> dict[str, str]:
     names = {run.name: judge(run.config) for run in runs}
     stated = {}
     for run in runs:
-        same = [other for other in runs if names[other.name] == names[run.name]]
+        same = [rival for rival in runs if names[rival.name] == names[run.name]]
         options = [
             f"{key}={cells[runs.index(run)]}"
             for key, cells in differing(runs)
             if key.startswith(("reward.", "env."))
             and not key.endswith((".workers", ".timeout_s"))
-            and len({cells[runs.index(other)] for other in same}) > 1
+            and len({cells[runs.index(rival)] for rival in same}) > 1
         ]
         stated[run.name] = " ".join([names[run.name], *options])
     return stated
 
 
 def _keys(runs: Sequence[RunSummary]) -> list[str]:
-    known = [one.key for one in HEADLINES]
+    known = [headline.key for headline in HEADLINES]
     rows = [row for run in runs for row in run.rows]
     has = {key for row in rows for key in row}
     return [key for key in [*known[:1], *pass_metrics(rows), *known[1:], "reward/mean", "loss"] if key in has]
@@ -450,7 +458,7 @@ def series(rows: Sequence[JsonObject], key: str) -> list[tuple[int, float]]:
 
 
 def _best(key: str, values: Sequence[tuple[int, float]]) -> str:
-    best = (min if key.endswith("loss") else max)(values, key=lambda one: one[1])
+    best = (min if key.endswith("loss") else max)(values, key=lambda value: value[1])
     return f"{spelled(key, best[1])} (step {best[0]})"
 
 
@@ -464,12 +472,14 @@ def evaluated(runs: Sequence[RunSummary]) -> Iterator[tuple[str, list[Cells]]]:
 
     A table has a run's newest weights that were evaluated in that way.
     """
-    for fingerprint in dict.fromkeys(one["metrics"][FINGERPRINT] for run in runs for one in run.evals):
-        comparable = [[one for one in run.evals if one["metrics"][FINGERPRINT] == fingerprint] for run in runs]
+    for fingerprint in dict.fromkeys(evaluation["metrics"][FINGERPRINT] for run in runs for evaluation in run.evals):
+        comparable = [
+            [evaluation for evaluation in run.evals if evaluation["metrics"][FINGERPRINT] == fingerprint] for run in runs
+        ]
         newest = [results[-1]["metrics"] | {"step": results[-1]["step"]} if results else {} for results in comparable]
         keys = dict.fromkeys(key for metrics in newest for key in metrics if key not in (FINGERPRINT, "step"))
-        lines = [("step", [str(metrics.get("step", MISSING)) for metrics in newest])]
-        lines += [(key, [spelled(key, metrics[key]) if key in metrics else MISSING for metrics in newest]) for key in keys]
+        lines = [("step", [str(metrics.get("step", MISSING_CELL)) for metrics in newest])]
+        lines += [(key, [spelled(key, metrics[key]) if key in metrics else MISSING_CELL for metrics in newest]) for key in keys]
         facts = next(results[-1] for results in comparable if results)
         judge = judge_of_result(facts, facts["metrics"])
         yield f"{counted(facts['rows']['count'], 'row')} from {facts['rows']['first']}, judged by {judge}", lines
@@ -511,15 +521,15 @@ def _different_rows(runs: Sequence[RunSummary]) -> Iterator[str]:
 
 
 def _different_draws(runs: Sequence[RunSummary]) -> Iterator[str]:
-    drawn = [run for run in runs if any(key.startswith(PASS) for row in run.rows for key in row)]
+    runs_with_draws = [run for run in runs if any(key.startswith(PASS) for row in run.rows for key in row)]
     for key in ("eval.temperature", "eval.top_p"):
-        if len(values := {_value(run.config, key) for run in drawn}) > 1:
+        if len(values := {_value(run.config, key) for run in runs_with_draws}) > 1:
             yield f"pass@k was drawn with {key} of {' and '.join(sorted(values))}, and depends on it"
 
 
 def _changed_midway(runs: Sequence[RunSummary]) -> Iterator[str]:
     for run in runs:
         values = series(run.rows, FINGERPRINT)
-        changed = next((step for (_, one), (step, other) in itertools.pairwise(values) if one != other), None)
+        changed = next((step for (_, before), (step, after) in itertools.pairwise(values) if before != after), None)
         if changed is not None:
             yield f"{run.name}: from step {changed} on, evaluated on other rows or with another reward than before"

@@ -63,13 +63,13 @@ class RunResult:
     def __repr__(self) -> str:
         rows = self._rows()
         state = (hooks.read_status(self.folder) or {}).get("state", "unknown")
-        values = [(one.key, report.series(rows, one.key)) for one in report.HEADLINES]
+        values = [(headline.key, report.series(rows, headline.key)) for headline in report.HEADLINES]
         measured = [(key, points[-1][1]) for key, points in values if points][:2]
-        shown = [f"{key} {report.spelled(key, value)}" for key, value in measured]
+        texts = [f"{key} {report.spelled(key, value)}" for key, value in measured]
         if any(report.is_judged(key) for key, _ in measured):
-            shown.append(f"judged by {report.judge_of_run(self.folder)}")
+            texts.append(f"judged by {report.judge_of_run(self.folder)}")
         saved = len(self.checkpoints)
-        facts = [str(state), counted(rows[-1]["step"] if rows else 0, "step"), *shown, counted(saved, "checkpoint")]
+        facts = [str(state), counted(rows[-1]["step"] if rows else 0, "step"), *texts, counted(saved, "checkpoint")]
         return f"<RunResult {self.folder}: {', '.join(facts)}>"
 
     def _repr_html_(self) -> str:

@@ -38,7 +38,7 @@ from cookbook.protocols import (
 from cookbook.run.hooks import Hook
 from cookbook.sampling.environments import EnvironmentConfig
 from cookbook.sampling.evaluation import EvalConfig
-from cookbook.sampling.rewards import Weighted
+from cookbook.sampling.rewards import Weighted, model_rewards
 from cookbook.sampling.rollouts import RolloutConfig
 
 
@@ -174,6 +174,8 @@ def checked(cfg: DictConfig, overrides: list[str]) -> Settings:
     _check_ranks(typed)
     if typed.has_teacher:
         _check_teacher(typed)
+    for key, reward in model_rewards(typed.reward).items():
+        _check_place(f"{key}.model", f"{key}.url", reward.model, reward.url, typed.backend)
     return typed
 
 
@@ -291,13 +293,20 @@ def _check_teacher(typed: Settings) -> None:
         )
     if url is not None and not url.startswith(("http://", "https://")):
         raise ConfigError(f"recipe.teacher_url: expected http://host:port or https://..., got {url!r}")
-    if url is None and name.startswith("tinker://") and isinstance(typed.backend, PlannedBackend):
-        raise ConfigError(f"recipe.teacher: {name} is a checkpoint on a server; set recipe.teacher_url to the server's address")
-    backend = typed.backend
-    if url is None and (isinstance(backend, JobBackend) or (isinstance(backend, RankBackend) and backend.num_ranks > 1)):
+    _check_place("recipe.teacher", "recipe.teacher_url", name, url, typed.backend)
+
+
+def _check_place(key: str, url_key: str, name: str, url: str | None, backend: Backend) -> None:
+    """Raises ConfigError: a second model without a server has to be on one."""
+    if url is not None:
+        return
+    if name.startswith("tinker://") and isinstance(backend, PlannedBackend):
+        raise ConfigError(f"{key}: {name} is a checkpoint on a server; set {url_key} to the server's address")
+    if isinstance(backend, JobBackend) or (isinstance(backend, RankBackend) and backend.num_ranks > 1):
+        what = "teacher" if key == "recipe.teacher" else "reward model"
         raise ConfigError(
-            "recipe.teacher: a teacher is loaded into this process, and the model trains in others; serve the teacher with "
-            "`cookbook serve`, and set recipe.teacher_url to its address"
+            f"{key}: a {what} is loaded into this process, and the model trains in others; serve the {what} with "
+            f"`cookbook serve`, and set {url_key} to its address"
         )
 
 

@@ -29,6 +29,7 @@ from cookbook.run.builder import collect_garbage_from_here, connect_reward, envi
 from cookbook.run.held_out_loss import held_out_loss
 from cookbook.run.hooks import writing_to
 from cookbook.run.preflight import check_signature
+from cookbook.run.second_models import connect_rewards
 from cookbook.run.settings import Settings, preflight, settings
 from cookbook.sampling.environments import numbered_rows, prompts
 from cookbook.sampling.evaluation import FINGERPRINT, Evaluation, Evaluator, answer_lengths
@@ -111,6 +112,8 @@ def evaluate(cfg: DictConfig, target: Target, named: NamedData = NamedData.no) -
     check_signature(typed, {"eval": rows})
     digest = rows_digest(rows)
     with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        connect_rewards(typed, folder, stack)
         runner = stack.enter_context(reward_runner(typed.reward))
         sampler, renderer, trainer = stack.enter_context(_deployed(typed, target))
         environment = stack.enter_context(environment_runner(typed.env, renderer))
@@ -211,7 +214,7 @@ def _evaluation(typed: Settings, evaluator: Evaluator, sampler: Sampler, trainer
         data = datums.preference_datums(rows, renderer, typed.data, refusals)[::2]
     elif typed.data_kind == "labels":
         labelled = datums.label_datums(rows, renderer, typed.data, refusals)
-        data = [one for one in labelled if one.loss_fn_inputs["labels"].array[0] > 0]
+        data = [datum for datum in labelled if datum.loss_fn_inputs["labels"].array[0] > 0]
     else:
         data = datums.conversation_datums(rows, renderer, typed.data, refusals)
     lengths = answer_lengths(data)

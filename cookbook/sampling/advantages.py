@@ -55,9 +55,9 @@ def group_advantages(
     if not 0 <= eps < float("inf"):
         raise ConfigError(f"advantages: eps must be >= 0, got {eps}")
     if (groups := _of_different_sizes(rewards)) is not None:
-        found = np.empty(len(groups), object)
-        found[:] = [np.zeros(1) if len(group) == 1 else group_advantages(group, kind, eps) for group in groups]
-        return found
+        advantages = np.empty(len(groups), object)
+        advantages[:] = [np.zeros(1) if len(group) == 1 else group_advantages(group, kind, eps) for group in groups]
+        return advantages
     array = _rewards(rewards)
     flat = groups_without_spread(array)[..., None]
     if kind in ("zscore", "rloo") and array.shape[-1] == 1:

@@ -40,7 +40,7 @@ def places(group: Sequence[Sequence[Float]]) -> Float:
     """
     flat = [np.concatenate(attempt) for attempt in group]
     longest = max(map(len, flat))
-    return np.array([[one[min(place, len(one) - 1)] for one in flat] for place in range(longest)])
+    return np.array([[row[min(place, len(row) - 1)] for row in flat] for place in range(longest)])
 
 
 def credits_of(
@@ -102,12 +102,12 @@ def normalized_each(
     sums = [np.zeros(len(group)) for group in parts]
     for group, total in zip(parts, sums, strict=True):
         for name, weight in weights.items():
-            if any(name not in one for one in group):
+            if any(name not in parts for parts in group):
                 raise RolloutError(
                     f"reward.normalize=each: a completion has no reward {name}, because its environment gives another; remove "
                     "get_reward and the rewards of step, or reward.normalize"
                 )
-            applies = [index for index, one in enumerate(group) if one[name] is not None]
+            applies = [index for index, parts in enumerate(group) if parts[name] is not None]
             if applies:
                 values = [[float(group[index][name] or 0.0) for index in applies]]
                 total[applies] += weight * group_advantages(values, kind, eps, group_size or len(group))[0]

@@ -227,14 +227,14 @@ class _Attempt:
 
     def trajectory(self, error_reward: float | None) -> Trajectory:
         """Return the ended episode. One that the environment has ended by an error has ``error_reward``; None: no reward."""
-        found = self.reward.result() if self.reward is not None else Failure("")
-        failed = isinstance(found, Failure)
+        outcome = self.reward.result() if self.reward is not None else Failure("")
+        failed = isinstance(outcome, Failure)
         # Without a completion of the trained side, a reward has nothing to score.
-        if isinstance(found, Failure) or (found is None and not self.num_own_turns):
-            found = None if error_reward is None else EarnedReward(error_reward)
+        if isinstance(outcome, Failure) or (outcome is None and not self.num_own_turns):
+            outcome = None if error_reward is None else EarnedReward(error_reward)
         branches = self.own.branches if self.own is not None else ()
         ended = "error" if failed and self.ended not in ("error", "timeout") else self.ended
-        reward, parts, by_turn = (None, {}, ()) if found is None else (found.value, found.parts, found.by_turn)
+        reward, parts, by_turn = (None, {}, ()) if outcome is None else (outcome.value, outcome.parts, outcome.by_turn)
         return Trajectory(branches, ended, reward, *self.calls, parts=parts, turn_rewards=by_turn)
 
 
@@ -266,7 +266,7 @@ class Episodes:
             pairs = zip(samples, texts, strict=True)
             ended(index, [Trajectory.single(prompt.tokens, prompt.text, sample, text, opened) for sample, text in pairs])
 
-        requests = [_request(sampler, one.prompt.tokens, one.num_samples, one.params) for one in draws]
+        requests = [_request(sampler, draw.prompt.tokens, draw.num_samples, draw.params) for draw in draws]
         return self.retrier.sample(requests, arrived, has_samples=has_samples)
 
     @property
@@ -284,24 +284,32 @@ class Episodes:
         Raises:
             ConfigError: there is no reward.
         """
-        scored = [None if one.reward is None else Score(one.reward, one.parts, tuple(one.turn_rewards)) for one in trajectories]
-        rest = [one for one in trajectories if one.reward is None]
         if self.environment is not None:
             self.environment.check_rewards(trajectories)
-        if not rest:
-            return lambda: [score for score in scored if score is not None]
+        unscored = [trajectory for trajectory in trajectories if trajectory.reward is None]
+        if not unscored:
+            scores = [_own_score(trajectory) for trajectory in trajectories]
+            return lambda: scores
         if self.runner is None:
             raise ConfigError(
                 "reward: the environment gives no reward and none is chosen; define get_reward, return (observation, reward) "
                 "from every step, or choose one, for example reward=number"
             )
-        pending = self.runner.submit_attempts(prompt, rest)
+        pending = self.runner.submit_attempts(prompt, unscored)
+        if len(unscored) == len(trajectories):
+            return pending
 
         def result() -> list[Score]:
             called = iter(pending())
-            return [next(called) if score is None else score for score in scored]
+            return [next(called) if trajectory.reward is None else _own_score(trajectory) for trajectory in trajectories]
 
         return result
+
+
+def _own_score(trajectory: Trajectory) -> Score:
+    """Return the reward that the environment gave."""
+    assert trajectory.reward is not None
+    return Score(trajectory.reward, trajectory.parts, tuple(trajectory.turn_rewards))
 
 
 class _EpisodeLoop:
@@ -330,12 +338,12 @@ class _EpisodeLoop:
         self._waited_s = 0.0
 
     def play(self) -> FailedRequests:
-        told: set[int] = set()
+        reported: set[int] = set()
         advance = self._round if self._environment.config.lockstep else self._advance
         while under_way := self._begin(self._under_way()):
             advance(under_way)
-            unfinished = {one.draw for one in self._under_way()} | {index for index, _ in self._queued}
-            told |= self._tell(told, unfinished - self._failed.keys())
+            unfinished = {attempt.draw for attempt in self._under_way()} | {index for index, _ in self._queued}
+            reported |= self._tell(reported, unfinished - self._failed.keys())
         self._environment.report_wait(self._waited_s)
         if self._draws and not self._has_samples and len(self._failed) == len(self._draws):
             first = self._failed[min(self._failed)]
@@ -357,15 +365,16 @@ class _EpisodeLoop:
         """Return the attempts that have not ended. Without lockstep, an attempt ends when its reward has arrived."""
         rewards = not self._environment.config.lockstep
         return [
-            one
-            for one in self._attempts
-            if one.draw not in self._failed and (not one.ended or (rewards and one.reward and not one.reward.done()))
+            attempt
+            for attempt in self._attempts
+            if attempt.draw not in self._failed
+            and (not attempt.ended or (rewards and attempt.reward and not attempt.reward.done()))
         ]
 
     def _round(self, attempts: Sequence[_Attempt]) -> None:
         """Wait for the answers to all attempts, then sample the next turn of those that continue."""
         started = half = time.monotonic()
-        for count, _ in enumerate(concurrent.futures.as_completed([one.waiting.future for one in attempts]), 1):
+        for count, _ in enumerate(concurrent.futures.as_completed([attempt.waiting.future for attempt in attempts]), 1):
             if 2 * count <= len(attempts) + 1:
                 half = time.monotonic()
         # Answers at equal intervals count nothing: then every environment is slow, or the machine.
@@ -377,7 +386,7 @@ class _EpisodeLoop:
     def _advance(self, attempts: Sequence[_Attempt]) -> None:
         """Request the turns that are due, wait for a completion, answer or reward, and continue the attempts that got one."""
         seconds = self._request_due(attempts)
-        awaited = [one.awaited for one in attempts if one.due_at is None]
+        awaited = [attempt.awaited for attempt in attempts if attempt.due_at is None]
         if awaited:
             start_all(awaited)
             concurrent.futures.wait(awaited, seconds, return_when=concurrent.futures.FIRST_COMPLETED)
@@ -397,14 +406,14 @@ class _EpisodeLoop:
     def _request_due(self, attempts: Sequence[_Attempt]) -> float | None:
         """Request the turns that are due. Return the seconds until the next retry; None: no retry is to be awaited."""
         # The sampler computes requests that are made together as one batch, so the next ones are made after the batch.
-        if any(isinstance(one.requested, LazyFuture) for one in attempts):
+        if any(isinstance(attempt.requested, LazyFuture) for attempt in attempts):
             return None
         now = time.monotonic()
         for attempt in attempts:
             if attempt.due_at is not None and attempt.due_at <= now:
                 self._num_retries += attempt.num_failures > 0
                 attempt.due_at, attempt.requested = None, submitted(self._turn([attempt]))
-        return min((one.due_at - now for one in attempts if one.due_at is not None), default=None)
+        return min((attempt.due_at - now for attempt in attempts if attempt.due_at is not None), default=None)
 
     def _completed(self, attempt: _Attempt, requested: concurrent.futures.Future[SampleResponse]) -> None:
         """Pass a completion to the environment. A request that has failed is due again later."""
@@ -416,7 +425,7 @@ class _EpisodeLoop:
             attempt.waiting = self._environment.act(attempt.episode, attempt.add(sample))
             return
         attempt.num_failures += 1
-        has_samples = self._has_samples or any(one.num_turns for one in self._attempts)
+        has_samples = self._has_samples or any(attempt.num_turns for attempt in self._attempts)
         wait_s = self._retrier.wait_s(error, attempt.num_failures, has_samples=has_samples)
         if wait_s is None:
             self._failed[attempt.draw] = error
@@ -481,15 +490,17 @@ class _EpisodeLoop:
         Attempts of a draw that begin with the same prompt are one request, as without an environment.
         """
         turns: list[list[_Attempt]] = []
-        for _, group in itertools.groupby(attempts, lambda one: (one.draw, one.num_turns)):
+        for _, group in itertools.groupby(attempts, lambda attempt: (attempt.draw, attempt.num_turns)):
             same = list(group)
             first = same[0].conversation
             together = (
                 same[0].num_turns == 0
-                and all(one.conversation and first and one.conversation.tokens == first.tokens for one in same)
-                and all(one.turn_params(None, own_seed=False) == same[0].turn_params(None, own_seed=False) for one in same)
+                and all(attempt.conversation and first and attempt.conversation.tokens == first.tokens for attempt in same)
+                and all(
+                    attempt.turn_params(None, own_seed=False) == same[0].turn_params(None, own_seed=False) for attempt in same
+                )
             )
-            turns += [same] if together else [[one] for one in same]
+            turns += [same] if together else [[attempt] for attempt in same]
         if not turns:
             return
         requests = [self._turn(members) for members in turns]
@@ -499,7 +510,7 @@ class _EpisodeLoop:
             for attempt, sample in zip(turns[index], samples, strict=True):
                 completions[attempt] = attempt.add(sample)
 
-        has_samples = self._has_samples or any(one.num_turns for one in self._attempts)
+        has_samples = self._has_samples or any(attempt.num_turns for attempt in self._attempts)
         result = self._retrier.sample(requests, arrived, has_samples=has_samples)
         self._num_retries += result.num_retries
         self._failed |= {turns[index][0].draw: error for index, error in result.failed.items()}
@@ -516,9 +527,9 @@ class _EpisodeLoop:
         params = members[0].turn_params(self._renderer.max_length, own_seed=own_seed)
         return _request(self._sampler, conversation.tokens, len(members), params)
 
-    def _tell(self, told: set[int], open_draws: set[int]) -> set[int]:
+    def _tell(self, reported: set[int], open_draws: set[int]) -> set[int]:
         """Hand over the draws whose episodes have all ended, and drop those that failed. Return their indices."""
-        over = [index for index in range(len(self._draws)) if index not in told and index not in open_draws]
+        over = [index for index in range(len(self._draws)) if index not in reported and index not in open_draws]
         for index in over:
             members = [attempt for attempt in self._attempts if attempt.draw == index]
             if index in self._failed:
@@ -527,7 +538,7 @@ class _EpisodeLoop:
             else:
                 config = self._environment.config
                 error_reward = config.error_reward if config.on_error == "end" else None
-                self._ended(index, [one.trajectory(error_reward) for one in members])
+                self._ended(index, [attempt.trajectory(error_reward) for attempt in members])
         return set(over)
 
 

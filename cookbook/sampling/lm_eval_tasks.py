@@ -74,7 +74,7 @@ def run(tasks: Tasks, sampler: Sampler, renderer: Renderer, limit: int | None, s
     manager = tasks.manager
     names = manager.match_tasks(list(tasks.names))
     try:
-        found = lm_eval.simple_evaluate(
+        evaluation = lm_eval.simple_evaluate(
             model=SamplerModel(sampler, renderer, seed),
             tasks=names,
             num_fewshot=tasks.num_fewshot,
@@ -91,13 +91,13 @@ def run(tasks: Tasks, sampler: Sampler, renderer: Renderer, limit: int | None, s
     except (OSError, ValueError) as error:
         raise ConfigError(f"--tasks: lm-eval: {str(error).strip().splitlines()[0]}") from error
     metrics = {}
-    for task, values in found["results"].items():
+    for task, values in evaluation["results"].items():
         for key, value in values.items():
             metric, _, how = key.partition(",")
             if isinstance(value, (int, float)) and how:
                 metrics[f"{task}/{metric}" if how == "none" else f"{task}/{metric}/{how}"] = float(value)
-    counts = [count["effective"] for count in found["n-samples"].values()]
-    return TaskResults(metrics, sum(counts), dict(found["versions"]))
+    counts = [count["effective"] for count in evaluation["n-samples"].values()]
+    return TaskResults(metrics, sum(counts), dict(evaluation["versions"]))
 
 
 class SamplerModel(TemplateLM):  # type: ignore[misc]
@@ -182,14 +182,14 @@ class SamplerModel(TemplateLM):  # type: ignore[misc]
         pairs = [(context, continuation) for _, context, continuation in requests]
         sums = self._sums(pairs)
         # A token with more than half of the probability is the most likely one. Where one has less, greedy sampling decides.
-        drawn = {
+        futures = {
             number: self.sampler.sample(
                 self._context(*pair), 1, SamplingParams(max_tokens=len(pair[1]), temperature=0.0, stop=[])
             )
             for number, (pair, (_, lowest)) in enumerate(zip(pairs, sums, strict=True))
             if lowest <= math.log(0.5)
         }
-        greedy = {number: list(future.result().sequences[0].tokens) == pairs[number][1] for number, future in drawn.items()}
+        greedy = {number: list(future.result().sequences[0].tokens) == pairs[number][1] for number, future in futures.items()}
         return [(total, greedy.get(number, True)) for number, (total, _) in enumerate(sums)]
 
     def _context(self, context: list[int], continuation: list[int]) -> list[int]:

@@ -19,7 +19,7 @@ from cookbook.sampling.credit import Credit, Float, credits_of, normalized_each,
 from cookbook.sampling.environments import EpisodeRunner
 from cookbook.sampling.episodes import Draw, Episodes, FailedRequests, Retrier
 from cookbook.sampling.evaluation import Evaluator
-from cookbook.sampling.rewards import Parts, PendingScores, RewardRunner, part_means
+from cookbook.sampling.rewards import Parts, PendingScores, RewardRunner, Score, part_means
 from cookbook.sampling.trajectory import Trajectory
 from cookbook.types import Datum, JsonObject, SamplingParams, as_sampling
 
@@ -122,7 +122,7 @@ class RolloutGroup:
         if self.returns:
             return not groups_without_spread(places(self.returns)).all()
         if self.normalized is not None:
-            of_parts = [[value for one in self.parts if (value := one.get(name)) is not None] for name in self.normalized]
+            of_parts = [[value for parts in self.parts if (value := parts.get(name)) is not None] for name in self.normalized]
             return not all(groups_without_spread(values) for values in of_parts if values)
         return not groups_without_spread(self.rewards)
 
@@ -162,11 +162,11 @@ class StepRollouts:
         }
 
     def _num_masked(self) -> int:
-        return sum(one.is_truncated for group in self.groups for one in group.trajectories)
+        return sum(trajectory.is_truncated for group in self.groups for trajectory in group.trajectories)
 
     def _penalty_metrics(self, penalties: Sequence[float]) -> dict[str, float]:
         return {
-            "rollout/overlong": float(sum(one < 0 for one in penalties)),
+            "rollout/overlong": float(sum(penalty < 0 for penalty in penalties)),
             "reward/overlong": math.fsum(penalties) / max(len(penalties), 1),
         }
 
@@ -267,15 +267,15 @@ class _StepSampling:
         first = self.num_prompts
         self.num_prompts += len(prompts)
         seed = (self.params.seed or 0) + first
-        draws = [Draw(one, self.group_size, replace(self.params, seed=seed + index)) for index, one in enumerate(prompts)]
+        draws = [Draw(prompt, self.group_size, replace(self.params, seed=seed + index)) for index, prompt in enumerate(prompts)]
         pending: dict[int, PendingScores] = {}
         left_out: dict[int, list[Trajectory]] = {}
 
         def ended(index: int, attempts: list[Trajectory]) -> None:
             activity.count += 1
             valid = self.episodes.valid(attempts)
-            valid_ids = {id(one) for one in valid}
-            left_out[first + index] = [one for one in attempts if id(one) not in valid_ids]
+            valid_ids = {id(trajectory) for trajectory in valid}
+            left_out[first + index] = [trajectory for trajectory in attempts if id(trajectory) not in valid_ids]
             if not valid:
                 return
             self.groups[first + index] = RolloutGroup(
@@ -295,7 +295,7 @@ class _StepSampling:
         with terminal.doing("sampling", total=len(prompts), noun="prompts") as activity:
             result = self.episodes.play(self.sampler, draws, ended, has_samples=first > 0)
         # In the order of the prompts, not of their ends.
-        self.left_out += [one for index in sorted(left_out) for one in left_out[index]]
+        self.left_out += [trajectory for index in sorted(left_out) for trajectory in left_out[index]]
         sampled = time.monotonic()
         self.sampling_s += sampled - started
         self.num_retries += result.num_retries
@@ -303,44 +303,47 @@ class _StepSampling:
             self.failed[first + index] = error
             log.info("%s: left out, its completions could not be sampled: %s", prompts[index].row.where, error)
         for index in sorted(pending):
-            self._score(index, pending[index])
+            try:
+                scores = pending[index]()
+            except BadRowError as error:
+                self._reject(index, error)
+            else:
+                self._add_scores(self.groups[index], scores)
         self.reward_s += time.monotonic() - sampled
 
-    def _score(self, index: int, pending: PendingScores) -> None:
-        """Wait for the rewards of a group, or drop the group if the reward rejects its row."""
-        group = self.groups[index]
-        try:
-            scores = pending()
-            # Rewards of turns that the environment gives count only with env.gamma.
-            has_steps = group.gamma is not None or any(
-                score.steps for score, attempt in zip(scores, group.trajectories, strict=True) if not attempt.turn_rewards
+    def _reject(self, index: int, error: BadRowError) -> None:
+        """Drop a group whose row the reward rejects. Raise the error if such rows end the run, or if it is the last group."""
+        if self.refusals is None or not self.refusals.skips_bad_rows or len(self.groups) == 1:
+            raise error
+        self.refusals.add(self.groups[index].prompt.row.where, "on_bad_row", str(error))
+        del self.groups[index]
+
+    def _add_scores(self, group: RolloutGroup, scores: Sequence[Score]) -> None:
+        """Add the rewards and their parts to a group, with the penalties for long completions."""
+        pairs = list(zip(scores, group.trajectories, strict=True))
+        # Rewards of turns that the environment gives count only with env.gamma.
+        has_steps = group.gamma is not None or any(score.steps for score, attempt in pairs if not attempt.turn_rewards)
+        if has_steps and group.normalized is not None:
+            raise ConfigError(
+                "reward.normalize=each: the sum of each reward is normalized, and a reward returned a list; return one "
+                "number, or remove reward.normalize"
             )
-            if has_steps and group.normalized is not None:
-                raise ConfigError(
-                    "reward.normalize=each: the sum of each reward is normalized, and a reward returned a list; return one "
-                    "number, or remove reward.normalize"
-                )
-            of_tokens = any(
-                len(score.steps) not in (0, len(attempt.turns))
-                for score, attempt in zip(scores, group.trajectories, strict=True)
-            )
-            for score, attempt in zip(scores, group.trajectories, strict=True):
-                # Each turn of an episode may have max_tokens.
-                penalty = self.config.length_penalty(max((len(turn.tokens) for turn in attempt.turns), default=0))
-                group.rewards.append(score.value + penalty)
-                group.parts.append(score.parts)
-                self.penalties.append(penalty)
-                if has_steps:
-                    steps = [*score.steps] or [*[0.0] * (len(attempt.turns) - 1), score.value]
-                    steps[-1] += penalty
-                    group.returns.append(
-                        returns(attempt.by_turn(steps, of_tokens=of_tokens), 1.0 if group.gamma is None else group.gamma)
-                    )
-        except BadRowError as error:
-            if self.refusals is None or not self.refusals.skips_bad_rows or len(self.groups) == 1:
-                raise
-            self.refusals.add(group.prompt.row.where, "on_bad_row", str(error))
-            del self.groups[index]
+        of_tokens = any(len(score.steps) not in (0, len(attempt.turns)) for score, attempt in pairs)
+        discount = 1.0 if group.gamma is None else group.gamma
+        for score, attempt in pairs:
+            # The longest turn counts, because each turn of an episode may have max_tokens.
+            num_tokens = max((len(turn.tokens) for turn in attempt.turns), default=0)
+            penalty = self.config.length_penalty(num_tokens)
+            group.rewards.append(score.value + penalty)
+            group.parts.append(score.parts)
+            self.penalties.append(penalty)
+            if has_steps:
+                steps = list(score.steps)
+                if not steps:
+                    # One number for the attempt is earned at its last turn.
+                    steps = [0.0] * (len(attempt.turns) - 1) + [score.value]
+                steps[-1] += penalty
+                group.returns.append(returns(attempt.by_turn(steps, of_tokens=of_tokens), discount))
 
 
 def advantages(groups: Sequence[RolloutGroup], kind: Kind, group_size: int | None = None) -> list[list[Credit]]:
@@ -381,13 +384,13 @@ def datums(groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[Credit]
     data: list[Datum] = []
     zeros: list[list[Credit]] = [[0.0] * len(group.trajectories) for group in groups]
     for group, row in zip(groups, zeros if advantages is None else advantages, strict=True):
-        if advantages is None or any(_is_nonzero(one) for one in row):
+        if advantages is None or any(_is_nonzero(value) for value in row):
             for trajectory, advantage in zip(group.trajectories, row, strict=True):
                 if group.masks_truncated and trajectory.is_truncated:
                     continue
                 data.extend(
-                    RowDatum(one.model_input, one.loss_fn_inputs, group.prompt.row.where, group.prompt.question)
-                    for one in trajectory.datums(advantage, group.temperature)
+                    RowDatum(datum.model_input, datum.loss_fn_inputs, group.prompt.row.where, group.prompt.question)
+                    for datum in trajectory.datums(advantage, group.temperature)
                 )
     return data
 
@@ -525,22 +528,22 @@ class PolicySampling:
         Raises:
             ConfigError: the run has no reward, and ``needs_reward``.
         """
-        one = self.evaluator
-        if self.needs_reward and one.runner is None and one.environment is None:
+        evaluator = self.evaluator
+        if self.needs_reward and evaluator.runner is None and evaluator.environment is None:
             raise ConfigError("reward: this recipe learns from rewards; choose one, for example reward=number")
-        seed = one.seed * 1_000_003 + index
-        one.at_step(index)
+        seed = evaluator.seed * 1_000_003 + index
+        evaluator.at_step(index)
         return sample_groups(
             sampler,
             prompts,
             group_size,
             self.config,
-            one.renderer,
+            evaluator.renderer,
             seed,
-            retrier=retrier or one.retrier,
-            runner=one.runner,
-            refusals=one.refusals if refusals is None else refusals,
-            environment=one.environment,
+            retrier=retrier or evaluator.retrier,
+            runner=evaluator.runner,
+            refusals=evaluator.refusals if refusals is None else refusals,
+            environment=evaluator.environment,
             further=further,
             masks_truncated=self.masks_truncated,
         )

@@ -30,7 +30,7 @@ class Teacher:
         pending = [self.sampler.compute_logprobs(row) for row in rows]
         # Nothing predicts the first token.
         try:
-            return done([np.asarray(one.result()[1:], dtype=np.float32) for one in pending])
+            return done([np.asarray(future.result()[1:], dtype=np.float32) for future in pending])
         except RolloutError as error:
             raise RolloutError(f"recipe.teacher: {error}") from None
 

@@ -93,7 +93,7 @@ class Auth:
             refused = Refused(401, "the API key is missing or wrong; set TINKER_API_KEY, or api_key of an OpenAI client")
             await _error(scope["path"], refused, 401, str(refused))(scope, receive, send)
             return
-        if not is_open and scope["path"].startswith((API, *openai.PATHS)):
+        if not is_open and scope["path"].startswith((API, *openai.ENDPOINT_PATHS)):
             self._on_request()
         CALLER.set(key)
         # Other servers than that of `cookbook serve` have connections of another class.
@@ -108,9 +108,9 @@ class Auth:
         except ConfigError as error:
             log.warning("%s; the former keys stay valid", error)
         headers = dict(scope["headers"])
-        given = headers.get(b"authorization", b"").strip()
-        scheme, _, token = given.partition(b" ")
-        return self._keys.find(headers.get(b"x-api-key") or (token.strip() if scheme.lower() == b"bearer" else given))
+        authorization = headers.get(b"authorization", b"").strip()
+        scheme, _, token = authorization.partition(b" ")
+        return self._keys.find(headers.get(b"x-api-key") or (token.strip() if scheme.lower() == b"bearer" else authorization))
 
 
 async def _refused(request: HttpRequest, error: Exception) -> Response:
@@ -122,7 +122,7 @@ async def _refused(request: HttpRequest, error: Exception) -> Response:
 
 def _error(path: str, error: Exception, status: int, message: str) -> Response:
     """Return an error in the format that the clients of the route know."""
-    if path.startswith(openai.PATHS):
+    if path.startswith(openai.ENDPOINT_PATHS):
         return openai.openai_error(error, status, message)
     return error_response(status, message)
 
@@ -130,9 +130,8 @@ def _error(path: str, error: Exception, status: int, message: str) -> Response:
 async def _no_route(status: int, request: HttpRequest, _: Exception) -> Response:
     """Respond to a request that no route matches, such as one of the hosted service's account management."""
     path = request.url.path
-    message = (
-        f"{request.method} {path[:200]}: this server has no such route; docs/tinker-compatibility.md lists what it supports"
-    )
+    page = "docs/reference/tinker-compatibility.md"
+    message = f"{request.method} {path[:200]}: this server has no such route; {page} lists what it supports"
     return _error(path, Refused(status, message), status, message)
 
 

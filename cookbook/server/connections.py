@@ -29,7 +29,7 @@ OTHER_FILES = 1024
 
 def fit_connections(configured: int) -> int:
     """Raise the process's limit on open files if necessary, and return the number of connections that fits into it."""
-    soft, hard = (1 << 30 if one == resource.RLIM_INFINITY else one for one in resource.getrlimit(resource.RLIMIT_NOFILE))
+    soft, hard = (1 << 30 if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
     files = min(configured + OTHER_FILES, hard)
     if soft < files:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
@@ -127,16 +127,23 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _close_another(self) -> None:
         """Close another connection to keep the limit: one of the key with the most, preferably an idle one."""
-        others = [one for one in self.connections if isinstance(one, BoundedConnection) and one is not self]
-        counts = Counter(one.owner for one in (*others, self))
+        others = [
+            connection
+            for connection in self.connections
+            if isinstance(connection, BoundedConnection) and connection is not self
+        ]
+        counts = Counter(connection.owner for connection in (*others, self))
         largest = max(counts, key=lambda owner: (counts[owner], owner is None))
-        idle = [one for one in others if not one.has_request]
-        if own := [one for one in idle if one.owner == largest] or idle:
-            min(own, key=lambda one: one.idle_since).abort()
+        idle = [connection for connection in others if not connection.has_request]
+        if own := [connection for connection in idle if connection.owner == largest] or idle:
+            min(own, key=lambda connection: connection.idle_since).abort()
         elif largest is None:
             self.abort()
         else:
-            max((one for one in others if one.owner == largest), key=lambda one: one.idle_since).abort()
+            max(
+                (connection for connection in others if connection.owner == largest),
+                key=lambda connection: connection.idle_since,
+            ).abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

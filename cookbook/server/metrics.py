@@ -150,8 +150,8 @@ class RequestObserver:
         try:
             await self.app(scope, receive, observed_send)
         finally:
-            for held in scope.get(CLOSED_AT_END, ()):
-                held.close()
+            for resource in scope.get(CLOSED_AT_END, ()):
+                resource.close()
             # Count by route pattern: paths contain ids, so their number, and that of the labels, would be unlimited.
             route = getattr(scope.get("route"), "path", "other").removeprefix(API)
             self.metrics.http_requests[route, str(status)] += 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from urllib.parse import urlsplit
 
 from cookbook.errors import ConfigError, first_line
 from cookbook.types import JsonObject
-from cookbook.utils import files, packages
+from cookbook.utils import files, packages, reachable
 
 log = logging.getLogger("cookbook")
 
@@ -22,8 +21,6 @@ STATES = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 # The server's limit of one request.
 PARAMETERS = 100
 LONGEST_NAME = 250
-# Seconds that a server may take to accept a connection.
-CONNECT_S = 3.0
 
 
 @dataclass
@@ -75,8 +72,8 @@ class MLflowTracker:
         if not known:
             files.write_text(id_file, f"{self._id}\n")
         place = str(self._client.tracking_uri)
-        shown = f" at {place}" if place.startswith("http") else f"; show it with: mlflow ui --backend-store-uri {place}"
-        print(f"mlflow: run {self._id}{shown}", flush=True)
+        location = f" at {place}" if place.startswith("http") else f"; show it with: mlflow ui --backend-store-uri {place}"
+        print(f"mlflow: run {self._id}{location}", flush=True)
 
     def _resumed(self, known: str, error_type: type[Exception]) -> str:
         """Reopen the run of an earlier process. Return its id; "" if the server has no such run, which then gets a new id."""
@@ -108,18 +105,15 @@ class MLflowTracker:
 
 
 def _check_place(uri: str) -> None:
-    """Raise OSError if the server does not accept a connection in a few seconds, or the folder cannot be written.
+    """Raise OSError if the server does not answer in a few seconds, or the folder cannot be written.
 
     It switches the tracker off, with one warning: MLflow itself would try again for minutes.
     """
     remedy = "see tracker.mlflow.uri and MLFLOW_TRACKING_URI"
     parts = urlsplit(uri)
-    if parts.scheme in ("http", "https") and parts.hostname:
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        try:
-            socket.create_connection((parts.hostname, port), timeout=CONNECT_S).close()
-        except OSError as error:
-            raise ConnectionError(f"{uri} does not answer: {error.strerror or error}; {remedy}") from None
+    if parts.scheme in ("http", "https"):
+        if reason := reachable.no_answer(uri):
+            raise ConnectionError(f"{reason}; {remedy}")
     elif parts.scheme in ("", "file", "sqlite"):
         path = Path(parts.path.removeprefix("/") if parts.scheme == "sqlite" else parts.path or uri)
         nearest = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())

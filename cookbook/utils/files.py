@@ -26,16 +26,16 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         OSError: the disk refuses; ``path`` is unchanged and the temporary file is removed.
     """
-    aside = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        aside.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8")
         # Before the rename: a file system may store the new name first, and a power failure would leave an empty file.
-        sync(aside)
-        aside.replace(path)
+        sync(temporary)
+        temporary.replace(path)
         sync(path.parent)
     except OSError:
         with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         raise
 
 

@@ -14,7 +14,8 @@ ROLE = re.compile(r":(?:meth|class|func|attr|data|mod|exc):<code>~?(?:[\w.]*\.)?
 def on_config(config: Any) -> Any:
     """Add pages of docs/ that the navigation does not name to the end of the guide."""
     named = set(re.findall(r"[\w/-]+\.md", str(config.nav)))
-    pages = sorted(path.name for path in Path(config.docs_dir).glob("*.md"))
+    folder = Path(config.docs_dir)
+    pages = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.md"))
     guides = next(entry[GUIDES] for entry in config.nav if GUIDES in entry)
     guides.extend(page for page in pages if page not in named)
     return config

@@ -17,7 +17,6 @@ from typing import Any
 import typer.main
 from hydra._internal import config_loader_impl
 from hydra._internal.config_repository import CachingConfigRepository
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.defaults_list import DefaultsList, Overrides
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -28,12 +27,14 @@ from cookbook.utils.paths import packaged
 _choices: dict[Any, DefaultsList] = {}
 _merged: dict[Any, Any] = {}
 _parsed: dict[tuple[str, str], Any] = {}
+_files: dict[Any, Any] = {}
 
 
 def reuse() -> None:
     """Make Hydra reuse merged files of the packaged ``conf``."""
     choose, loader = config_loader_impl.create_defaults_list, config_loader_impl.ConfigLoaderImpl
     merge, parse = loader._compose_config_from_defaults_list, OverridesParser.parse_rule
+    read = CachingConfigRepository.load_config
 
     def chosen(repo: Any, config_name: str, overrides_list: Sequence[Any], **options: Any) -> DefaultsList:
         values = Overrides(repo, overrides_list).config_overrides
@@ -59,6 +60,15 @@ def reuse() -> None:
             _parsed[s, rule_name] = parse(self, s, rule_name)
         return copy.deepcopy(_parsed[s, rule_name])
 
+    def loaded_file(self: Any, config_path: str) -> Any:
+        name = f"config_path={config_path}"
+        if name not in self.cache and config_path != RERUN and _is_packaged(self):
+            key = (name, *_sources(self))
+            if key not in _files:
+                _files[key] = read(self, config_path)
+            self.cache[name] = copy.deepcopy(_files[key])
+        return read(self, config_path)
+
     def cached(self: Any, delegate: Any) -> None:
         # Hydra copies the sources too, in 5 ms. None of them changes: a search path of the user replaces the list.
         self.delegate, self.cache = copy.copy(delegate), {}
@@ -69,6 +79,7 @@ def reuse() -> None:
         return copy.deepcopy(loaded(path)) if path.is_relative_to(packaged("conf")) else load_file(path)
 
     CachingConfigRepository.__init__ = cached
+    CachingConfigRepository.load_config = loaded_file
     conf_files._loaded = values
     config_loader_impl.create_defaults_list = chosen
     loader._compose_config_from_defaults_list = merged
@@ -77,10 +88,16 @@ def reuse() -> None:
 
 
 def _sources(repo: Any) -> list[str]:
-    return [source.full_path() for source in repo.get_sources()]
+    """Return where configurations are read from. A folder that is absent adds nothing, and each test has its own."""
+    return [source.full_path() for source in repo.get_sources() if not _is_folder(source) or Path(source.path).exists()]
 
 
 def _is_packaged(repo: Any) -> bool:
     """Whether every folder of configurations is the packaged one or absent."""
-    folders = [Path(source.path) for source in repo.get_sources() if isinstance(source, FileConfigSource)]
+    folders = [Path(source.path) for source in repo.get_sources() if _is_folder(source)]
     return all(folder == packaged("conf") or not folder.exists() for folder in folders)
+
+
+def _is_folder(source: Any) -> bool:
+    # By its scheme, not by its class: Hydra executes its plugins a second time, so that its classes exist twice.
+    return bool(source.scheme() == "file")

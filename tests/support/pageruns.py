@@ -42,6 +42,8 @@ STANDS_FOR = {
     "runs/mine/checkpoints/step-000050": "CHECKPOINT",
     "/tmp/mine.html": "mine.html",
     "recipe.teacher=runs/teacher": "recipe.teacher=runs/mine",
+    "reward.model=runs/preferences": "reward.model=runs/mine",
+    "runs/policy": "runs/mine",
     # With the shorter completions of SHORT.
     "rollout.overlong=1024": "rollout.overlong=8",
     # Two processes in place of eight GPUs.

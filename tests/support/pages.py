@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from places import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 QWEN = {"model.name": "Qwen/Qwen3-0.6B", "model.random": False, "model.dtype": "auto"}
 
@@ -36,7 +36,7 @@ COMPOSED: dict[str, dict[str, object] | str] = {
     "train recipe=sft model=qwen3_0p6b data=gsm8k recipe.steps=20": {"recipe.steps": 20},
     "train recipe=grpo model=qwen3_0p6b data=gsm8k recipe.steps=5 deployment=vllm": {"deployment.max_length": None},
     "train recipe=grop": "error: unknown recipe 'grop'.",
-    # The tests write the file that docs/configuration.md shows.
+    # The tests write the file that docs/guide/configuration.md shows.
     "train my.yaml": OWN_FILE,
     "train my.yaml optim.lr=1e-4 seed=1": {**OWN_FILE, "seed": 1},
     "train typo.yaml": "error: typo.yaml:5: unknown key 'optim.lrr'.",
@@ -131,6 +131,12 @@ COMPOSED: dict[str, dict[str, object] | str] = {
     "train recipe=grpo reward=judge reward.url=http://127.0.0.1:8000/v1 reward.model=Qwen/Qwen3-8B reward.rubric=rubric.txt": {
         "reward.model": "Qwen/Qwen3-8B", "reward.rubric": "rubric.txt", "reward.max_score": 10.0,
     },
+    "train recipe=sft model=tiny data=arithmetic_pairs data.format=comparisons optim.lr=1e-3 recipe.steps=100 "
+    "out=runs/preferences": {"data.format": "comparisons", "optim.lr": 1e-3},
+    "train recipe=grpo model=tiny data=arithmetic_pairs reward=compare reward.model=runs/preferences optim.lr=1e-4 "
+    "recipe.steps=30 out=runs/policy": {"reward.model": "runs/preferences", "reward.against": "chosen", "optim.lr": 1e-4},
+    "eval runs/policy data=arithmetic_pairs reward=compare reward.model=runs/preferences": {"reward.model": "runs/preferences"},
+    "check data recipe=sft data=pairs.jsonl data.format=comparisons": {"data.format": "comparisons"},
     "train recipe=grpo reward=exact debug=fast": {"reward.column": "answer", "recipe.steps": 3},
     "train recipe=grpo tracker=tensorboard debug=fast": {"recipe.steps": 3},
     "train recipe=grpo tracker=wandb tracker.wandb.project=sums": {**DEMO, "tracker.wandb.project": "sums"},

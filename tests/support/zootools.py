@@ -397,7 +397,7 @@ def as_markdown(cells: Sequence[Cell]) -> str:
 
 # The cases of each column of the page's table.
 COLUMNS = (("single", "turns", "prefill"), ("system",), ("tools",), ("calls",), ("reasoning", "thinking turns"), ("inline",))
-PAGE = places.ROOT / "docs/chat-templates.md"
+PAGE = places.ROOT / "docs/guide/chat-templates.md"
 
 
 def page_table() -> dict[tuple[str, str, str], str]:

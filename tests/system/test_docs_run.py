@@ -88,9 +88,9 @@ def test_a_command_with_lm_eval_runs(command: str, place: Path) -> None:
 def test_the_python_of_the_api_page_runs(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe, loop, *_ = blocks("python-api")
     few = recipe.replace('"recipe.steps=20"', f'"recipe.steps=1", *{SHORT[:-1]!r}, "eval.every=1"')
-    exec(compile(few, "docs/python-api.md", "exec"), {})
+    exec(compile(few, "docs/guide/python-api.md", "exec"), {})
     assert "<RunResult runs/grpo-" in capsys.readouterr().out
-    exec(compile(loop, "docs/python-api.md", "exec"), {})
+    exec(compile(loop, "docs/guide/python-api.md", "exec"), {})
     assert "'nll'" in capsys.readouterr().out.replace("nll:", "'nll'")
 
 
@@ -106,7 +106,7 @@ def test_the_loss_of_the_models_page_trains_with_transformers(place: Path) -> No
     args = TrainingArguments("trained", max_steps=1, report_to=[], use_cpu=True, save_strategy="no")
     [text] = blocks("models")
     names: dict[str, Any] = {"model": model, "args": args, "rows": rows, "Trainer": Trainer, "cookbook": cookbook}
-    exec(compile(text, "docs/models.md", "exec"), names)
+    exec(compile(text, "docs/guide/models.md", "exec"), names)
     assert not before.equal(model.model.embed_tokens.weight)
 
 
@@ -143,7 +143,7 @@ def test_the_python_of_the_jobs_page_runs(place: Path) -> None:
     )
     assert local != text
     names: dict[str, Any] = {}
-    exec(compile(local, "docs/jobs.md", "exec"), names)
+    exec(compile(local, "docs/operate/jobs.md", "exec"), names)
     assert names["manager"].get("mine").state.value == "DELETED"
 
 
@@ -160,6 +160,7 @@ def test_code_that_the_pages_show_is_that_of_the_package() -> None:
         assert [line for line in lines if "".join(line.split()) not in source] == [], file
 
 
+@pytest.mark.slow
 def test_the_environment_of_the_readme_is_played(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     block = next(text for text in blocks("README") if "class Sums" in text)
     assert len([line for line in block.splitlines() if line]) <= 12

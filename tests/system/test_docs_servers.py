@@ -158,9 +158,9 @@ def test_a_run_is_pushed(hub, place: Path) -> None:  # noqa: F811
 
 @pytest.mark.nightly
 def test_two_nodes_of_torchrun_serve_one_model(place: Path) -> None:
-    """The command of docs/scale.md, with a process on each of two nodes, both on this machine."""
+    """The command of docs/operate/scale.md, with a process on each of two nodes, both on this machine."""
     pytest.importorskip("tinker", reason="tinker is an extra")
-    page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/operate/scale.md").read_text(encoding="utf-8")
     [text] = re.findall(r"^\$ (export TORCH.*)\n\$ (torchrun .*\\\n.*)\n", page, re.MULTILINE)
     port = servertools.free_port()
     changes = {

@@ -32,7 +32,7 @@ TOOLS = f"model.chat_template={ROOT / 'examples' / 'calculator.jinja'}"
 
 
 def test_every_experiment_has_a_section_with_its_command() -> None:
-    page = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/evidence/gallery.md").read_text(encoding="utf-8")
     assert len(NAMES) >= 8
     for name in NAMES:
         assert f"$ cookbook train experiment={name}\n" in page

@@ -566,7 +566,7 @@ def login(manager, tmp_path) -> Iterator[list[str]]:
 
 @pytest.mark.nightly
 def test_a_laptop_trains_a_job_through_ssh(login, undisturbed, tmp_path):
-    """The commands of docs/jobs.md, with a job of this machine in place of one of Slurm."""
+    """The commands of docs/operate/jobs.md, with a job of this machine in place of one of Slurm."""
     near, far = servertools.free_port(), servertools.free_port()
     at_login = f"cd {tmp_path} && cookbook jobs"
     subprocess.run([*login, "127.0.0.1", f"{at_login} create mine model=tiny job=local"], check=True)

@@ -211,7 +211,7 @@ def test_a_model_folder_that_is_not_whole(capsys):
         "no_template": "model.chat_template: the tokenizer of {} has no chat template, and the data are ",
         "no_config": "model.name: cannot load the configuration in '{}': ",
         "torn": "model.name: cannot load the weights in '{}': ",
-        "less": "model.name: '{}' lacks 47 of the model's weights, the first is lm_head.weight; use a complete model",
+        "less": "model.name: '{}' lacks 47 of the model's weights, the first is lm_head.weight; use a complete causal ",
         "no_folder": "model.name: no such folder '{}'; pass a local folder or a Hugging Face hub id",
     }
     for name, message in expected.items():

@@ -74,6 +74,7 @@ def imports() -> dict[str, set[str]]:
     return {str(path.relative_to(ROOT)): third_party(path) for path in files}
 
 
+@pytest.mark.slow
 def test_every_import_is_declared():
     for file, found in imports().items():
         allowed = DECLARED.union(*(EXTRAS[extra] for place, extra in WITH_EXTRA.items() if file.startswith(place)))

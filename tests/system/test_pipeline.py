@@ -148,12 +148,12 @@ class Stages:
 
 
 def run_page(part: str, stages: Stages, **names: Any) -> dict[str, Any]:
-    """Run the block of docs/python-api.md that contains ``part``, and return its variables."""
-    page = (ROOT / "docs" / "python-api.md").read_text(encoding="utf-8")
+    """Run the block of docs/guide/python-api.md that contains ``part``, and return its variables."""
+    page = (ROOT / "docs/guide/python-api.md").read_text(encoding="utf-8")
     block = next(text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if part in text)
     names |= {"cookbook": cookbook, "part": stages.parts[-1], "stage": stages.first, "n_microbatches": MICRO_BATCHES}
     names |= {"Schedule1F1B": stages.schedule_class, "num_rows": ROWS, "num_tokens": TOKENS}
-    exec(compile(block, "docs/python-api.md", "exec"), names)
+    exec(compile(block, "docs/guide/python-api.md", "exec"), names)
     return names
 
 

@@ -238,7 +238,7 @@ def test_a_rank_that_cannot_copy_its_part_ends_the_group():
     # A tensor without memory cannot be copied.
     layout = gathered._Layout(ranks, None, {"weight": torch.empty(2, device="meta")}, None, [["weight"]], {})  # type: ignore[arg-type]
     with pytest.raises(RanksLostError, match=r"^rank 1 of 2: NotImplementedError: Cannot copy out of meta tensor"):
-        layout.gather(lambda *_: None, kept={})
+        layout.gather(lambda *_: None, copies={})
 
 
 @pytest.mark.parametrize("other", [True, Agreement(ends_command=True, error=BackendError("model.name: unreadable"))])

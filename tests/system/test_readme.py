@@ -21,7 +21,7 @@ from cookbook.config import recipe as recipes
 from cookbook.run.settings import settings
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-RECIPES = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+RECIPES = (ROOT / "docs/guide/recipes.md").read_text(encoding="utf-8")
 
 
 def table_row(name: str) -> str:
@@ -130,7 +130,7 @@ def test_every_command_that_composes_is_in_the_table() -> None:
 @pytest.mark.parametrize("command", rest_slow(COMPOSED, fast=6))
 def test_a_command_means_what_the_table_says(command: str, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = COMPOSED[command]
-    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8").partition("```yaml\n")[2].partition("```")[0]
+    text = (ROOT / "docs/guide/configuration.md").read_text(encoding="utf-8").partition("```yaml\n")[2].partition("```")[0]
     Path("my.yaml").write_text(text, encoding="utf-8")
     Path("typo.yaml").write_text("recipe: sft\n\n\noptim:\n  lrr: 1e-4\n", encoding="utf-8")
     if isinstance(expected, str):

@@ -199,8 +199,8 @@ def test_ctrl_c_once_at_the_keyboard():
 @pytest.mark.slow
 def test_ctrl_c_twice_stops_immediately():
     """In the middle of a step of millions of tokens, which would take a minute."""
-    write("long.jsonl", ('{"text": "' + "7" * 4000 + '"}\n') * 4096)
-    words = ["recipe=sft", "data=jsonl", "data.path=long.jsonl", "recipe.batch_size=4096", "recipe.steps=9", "out=run"]
+    write("long.jsonl", ('{"text": "' + "7" * 4000 + '"}\n') * 1024)
+    words = ["recipe=sft", "data=jsonl", "data.path=long.jsonl", "recipe.batch_size=1024", "recipe.steps=9", "out=run"]
     process = start(words)
     wait_for_step(process, Path("run"), 0)
     process.send_signal(signal.SIGINT)

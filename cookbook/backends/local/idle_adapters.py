@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import MethodType
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -69,7 +70,7 @@ class IdleAdapters:
         Raises:
             OSError: its file cannot be read.
         """
-        adapter = self._adapters.pop(engine, None) or _Adapter(has_graphs)
+        adapter = self._adapters.pop(engine, None) or _Adapter(_weak(has_graphs))
         self._adapters[engine] = adapter
         self._load(engine, adapter)
         adapter.num_users += 1
@@ -125,6 +126,19 @@ class IdleAdapters:
             one.data = torch.empty_like(stored[str(number)], device=one.device).copy_(stored[str(number)])
         adapter.file.unlink()
         adapter.file = None
+
+
+def _weak(has_graphs: Callable[[], bool]) -> Callable[[], bool]:
+    """Return the function, without keeping the object of a method alive: a trainer refers to its engine."""
+    if not isinstance(has_graphs, MethodType):
+        return has_graphs
+    method = weakref.WeakMethod(has_graphs)
+
+    def called() -> bool:
+        function = method()
+        return function is not None and function()
+
+    return called
 
 
 def _tensors(engine: Engine) -> list[Tensor]:

@@ -300,7 +300,7 @@ def _read_chunks(
     end.result()
 
 
-def _report_tokens(drawn: Sequence[_PendingSample], samples: list[list[Sample]], sent: dict[int, list[int]]) -> None:
+def _report_tokens(requests: Sequence[_PendingSample], samples: list[list[Sample]], sent: dict[int, list[int]]) -> None:
     """Report the newest tokens of the requests in ``sent``, which contains the number of reported tokens of each sample."""
     for index, counts in sent.items():
         chunks = []
@@ -308,7 +308,7 @@ def _report_tokens(drawn: Sequence[_PendingSample], samples: list[list[Sample]],
             start, counts[number] = counts[number], len(sample.tokens)
             if start < counts[number]:
                 chunks.append(TokenChunk(number, sample.tokens[start:], sample.logprobs[start:], None))
-        if chunks and (on_tokens := drawn[index].future.on_tokens) is not None:
+        if chunks and (on_tokens := requests[index].future.on_tokens) is not None:
             on_tokens(chunks)
 
 

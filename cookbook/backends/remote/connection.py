@@ -243,7 +243,10 @@ class Connection:
         """Return the kind of a sampler checkpoint of ``cookbook serve``, ``base`` or ``delta``."""
         run_id = path.removeprefix("tinker://").partition("/")[0]
         saved = self.follow(self.rest.list_checkpoints(run_id)).result().checkpoints
-        return next(((one.user_metadata or {}).get(KIND, "base") for one in saved if one.tinker_path == path), "base")
+        return next(
+            ((checkpoint.user_metadata or {}).get(KIND, "base") for checkpoint in saved if checkpoint.tinker_path == path),
+            "base",
+        )
 
     def announce(self, sampler: tinker.SamplingClient, count: int) -> None:
         """Ask the server to compute the next ``count`` requests of a sampling client as one batch.

@@ -256,7 +256,7 @@ class RemotePasses:
         """Send the deferred gradient, then the step."""
         gradient, self._gradient = self._gradient, PendingGradient()
         unsent, known = self._calls.take_unsent(), step.known
-        if (error := next((error for error in unsent if any(error is other for other in known)), None)) is not None:
+        if (error := next((error for error in unsent if any(error is known_error for known_error in known)), None)) is not None:
             if gradient.sent:
                 self._calls.lost_gradient = BackendError(
                     "optim_step: the server has accumulated an incomplete gradient, because another call failed; load a "

@@ -44,8 +44,15 @@ def train(
     if any(word.startswith("hydra.mode=") for word in words):
         raise ConfigError("train: hydra.mode starts a sweep; call train once for each point, or use cookbook train -m")
     request = bridge.ComposeRequest(words, config_file=None if config is None else Path(config), values=_plain(keys))
+    mistake: ConfigError | None = None
     with terminal.shown():
-        bridge.run(request, job)
+        try:
+            bridge.run(request, job)
+        except ConfigError as error:
+            mistake = error
+    if mistake is not None:
+        # A mistake in the call is its line and this message, without twelve frames of cookbook between them.
+        raise mistake.with_traceback(None) from None
     return results[0]
 
 

@@ -59,10 +59,11 @@ _PATHS = (
     "model.name",
     "model.chat_template",
     "recipe.teacher",
+    "reward.model",
 )
 
 # Those that take no list.
-_SINGLE = ("out", "resume", "model.name", "recipe.teacher")
+_SINGLE = ("out", "resume", "model.name", "recipe.teacher", "reward.model")
 
 
 def quoted(word: str) -> str:

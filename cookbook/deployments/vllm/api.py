@@ -41,9 +41,9 @@ def prepare(clients: Iterable[Client], folder: Path) -> None:
 def _wait_until_read(client: Client) -> None:
     while True:
         workers = status(client)
-        if failed := next((one for one in workers if one["state"] == weight_store.FAILED), None):
+        if failed := next((worker for worker in workers if worker["state"] == weight_store.FAILED), None):
             raise RolloutError(f"weight sync: {client.url}: {failed['error']}; the server keeps its earlier weights")
-        if all(one["state"] == weight_store.READY for one in workers):
+        if all(worker["state"] == weight_store.READY for worker in workers):
             return
         time.sleep(POLL_S)
 

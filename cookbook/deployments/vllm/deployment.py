@@ -38,7 +38,7 @@ CHECKED_TOKENS = 24
 # Of logprobs. bfloat16 has 8 bits: the logprobs of two programs sometimes differ by 0.2.
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.3}
 NEEDS_LOCAL = "deployment=vllm needs backend=local: it serves checkpoints that a trainer writes to a disk of this machine"
-PRIVATE = "run-"  # prefix of the names of deployments that one run uses
+PRIVATE_PREFIX = "run-"  # prefix of the names of deployments that one run uses
 # Default of deployment.max_requests. A request has several completions: eight of each fill the 1,024 sequences and more that
 # vLLM computes at a time on a large GPU, and the number adapts to congestion.
 CPU_REQUESTS, GPU_REQUESTS = 64, 256
@@ -186,9 +186,9 @@ class VllmConfig:
         used = sorted({number for numbers in gpus for number in numbers})
         shared = self._shares_gpus(gpus, trainer_gpus)
         index = 0 if shared else 1
-        number = min(used, key=lambda one: torch.cuda.mem_get_info(one)[index])
+        number = min(used, key=lambda gpu: torch.cuda.mem_get_info(gpu)[index])
         servers = -(-self.replicas // len(gpus))
-        if not any(one in trainer_gpus for one in used):
+        if not any(gpu in trainer_gpus for gpu in used):
             reserved = 0
         return sizing.Memory(
             torch.cuda.mem_get_info(number)[index], reserved, servers, f"GPU {number}", cpu=False, shared=shared
@@ -355,18 +355,18 @@ class VllmDeployment:
             process.wait_until_healthy(client, None, config.startup_s, terminal.say)
             return [client]
         manager = DeploymentManager(say=terminal.say)
-        manager.reap(PRIVATE)
-        name = config.name or f"{PRIVATE}{secrets.token_hex(4)}"
+        manager.reap(PRIVATE_PREFIX)
+        name = config.name or f"{PRIVATE_PREFIX}{secrets.token_hex(4)}"
         self._end.enter_context(manager.held(name))
         if config.on_exit == "delete":
             self._end.callback(manager.delete, name)
             self._kill = functools.partial(manager.kill, name)
         started = time.monotonic()
         running = manager.create(name, config.options(self._trainer), config.replicas, config.startup_s)
-        for one in running:
-            manager.warm_up(one)
+        for server in running:
+            manager.warm_up(server)
         terminal.say(f"deployment: {name} is ready after {time.monotonic() - started:.0f} s")
-        return [manager.client(one, config.timeout_s, config.retries) for one in running]
+        return [manager.client(server, config.timeout_s, config.retries) for server in running]
 
 
 def check_logprobs(trainer: Trainer, sampler: Sampler, tolerance: float) -> None:

@@ -47,15 +47,15 @@ class Options:
     shares_gpus: bool = False
     kv_cache_is_fixed: bool = False
 
-    def serve(self, wanted: Options) -> bool:
-        """Whether a server with these options can be used in place of one with ``wanted``.
+    def serve(self, request: Options) -> bool:
+        """Whether a server with these options can be used in place of one with the options of ``request``.
 
         Its sequences may be longer, and memory for keys and values that was computed may differ.
         """
-        is_fixed = self.kv_cache_is_fixed or wanted.kv_cache_is_fixed
-        memory = self.kv_cache_bytes if is_fixed else wanted.kv_cache_bytes
-        same = replace(self, max_length=wanted.max_length, kv_cache_bytes=memory)
-        return self.max_length >= wanted.max_length and same == wanted
+        is_fixed = self.kv_cache_is_fixed or request.kv_cache_is_fixed
+        memory = self.kv_cache_bytes if is_fixed else request.kv_cache_bytes
+        same = replace(self, max_length=request.max_length, kv_cache_bytes=memory)
+        return self.max_length >= request.max_length and same == request
 
     def gpus_of(self, place: int) -> tuple[int, ...]:
         """Return the numbers of the GPUs of the server number ``place``; empty: vLLM chooses."""

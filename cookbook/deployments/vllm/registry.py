@@ -86,7 +86,7 @@ class DeploymentManager:
     def running(self) -> dict[str, list[RunningServer]]:
         """Return the servers that run, by name."""
         names = sorted(path.name for path in self.folder.glob("*") if path.is_dir())
-        servers = {name: [one for one in self._replicas(name).values() if one.alive] for name in names}
+        servers = {name: [server for server in self._replicas(name).values() if server.alive] for name in names}
         return {name: running for name, running in servers.items() if running}
 
     def create(self, name: str, options: Options, count: int, limit_s: float) -> list[RunningServer]:
@@ -97,19 +97,19 @@ class DeploymentManager:
             RolloutError: a server does not start. The servers that this call has started are ended.
         """
         servers = {}
-        for place, one in self._replicas(name).items():
-            if one.alive and one.options.serve(options) and place < count:
-                servers[place] = one
+        for place, server in self._replicas(name).items():
+            if server.alive and server.options.serve(options) and place < count:
+                servers[place] = server
             else:
-                self._end(name, place, one)
+                self._end(name, place, server)
         if len(servers) < count:
             process.check_python(options.python)
         with contextlib.ExitStack() as undo:
             for place in set(range(count)) - servers.keys():
                 servers[place] = self._start(name, place, options)
                 undo.callback(self._end, name, place, servers[place])
-            for one in servers.values():
-                process.wait_until_healthy(self.client(one), Path(one.log), limit_s, self._say)
+            for server in servers.values():
+                process.wait_until_healthy(self.client(server), Path(server.log), limit_s, self._say)
             undo.pop_all()
         return [servers[place] for place in range(count)]
 
@@ -124,35 +124,35 @@ class DeploymentManager:
             raise ConfigError(f"deployments: no server of {name!r} runs, so its options are unknown; create the deployment")
         return self.create(name, running[0].options, count, limit_s)
 
-    def client(self, one: RunningServer, timeout_s: float = 600.0, retries: int = 6) -> Client:
+    def client(self, server: RunningServer, timeout_s: float = 600.0, retries: int = 6) -> Client:
         """Return a client, whose requests fail immediately when the server's process has ended."""
-        return Client(one.url, timeout_s, retries, one.why_gone)
+        return Client(server.url, timeout_s, retries, server.why_gone)
 
-    def warm_up(self, one: RunningServer) -> None:
+    def warm_up(self, server: RunningServer) -> None:
         """Sample a few tokens, so that vLLM's setup at the first request is done, and unsupported kernels fail now.
 
         Raises:
             RolloutError: the server cannot sample.
         """
         try:
-            self.client(one).call(GENERATE, WARM_UP)
+            self.client(server).call(GENERATE, WARM_UP)
         except ServerUnavailableError as error:
             remedy = ""
             # vLLM has no bfloat16 kernels for some CPUs.
-            if one.options.dtype == "bfloat16":
+            if server.options.dtype == "bfloat16":
                 remedy = "; if it has ended at its first tokens, set deployment.dtype=float32"
             raise RolloutError(f"deployment: {error}{remedy}") from None
 
     def delete(self, name: str) -> None:
         """End the servers, and delete the deployment."""
-        for place, one in self._replicas(name).items():
-            self._end(name, place, one)
+        for place, server in self._replicas(name).items():
+            self._end(name, place, server)
         shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def kill(self, name: str) -> None:
         """End the servers without waiting for them, and delete the deployment."""
-        for one in self._replicas(name).values():
-            process.kill(one.pid, one.born)
+        for server in self._replicas(name).values():
+            process.kill(server.pid, server.born)
         shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def reap(self, prefix: str) -> None:
@@ -188,8 +188,8 @@ class DeploymentManager:
         self._say(f"deployment: starting vLLM at {running.url}{where} (process {pid}, log {output})")
         return running
 
-    def _end(self, name: str, place: int, one: RunningServer) -> None:
-        process.stop(one.pid, one.born)
+    def _end(self, name: str, place: int, server: RunningServer) -> None:
+        process.stop(server.pid, server.born)
         shutil.rmtree(self.folder / name / str(place), ignore_errors=True)
 
 

@@ -48,9 +48,9 @@ class Servers:
     def report(self) -> list[SyncTarget]:
         """Return a report per worker of every server."""
         return [
-            SyncTarget(f"{client.url} worker {rank}", one["incarnation"], self._digest(one))
+            SyncTarget(f"{client.url} worker {rank}", worker_status["incarnation"], self._digest(worker_status))
             for client in self._clients
-            for rank, one in enumerate(api.status(client))
+            for rank, worker_status in enumerate(api.status(client))
         ]
 
     def load(self, folder: Path, step: int) -> None:
@@ -91,8 +91,8 @@ class Servers:
         with self._loading:
             if self._served_version == version:
                 return
-            with tempfile.TemporaryDirectory(prefix=".again.", suffix=".tmp", dir=folder.parent) as aside:
-                whole = Path(sampler_checkpoints.export(folder, Path(aside) / folder.name).path)
+            with tempfile.TemporaryDirectory(prefix=".again.", suffix=".tmp", dir=folder.parent) as temporary:
+                whole = Path(sampler_checkpoints.export(folder, Path(temporary) / folder.name).path)
                 self._load_weights(whole, version)
             must_serve(self.report(), manifest.read(folder)["weights"], step)
             self._served_version = version
@@ -143,7 +143,7 @@ class AdapterServers(Servers):
 
     def _load_base(self) -> None:
         """Load the trainer's base weights, unless all workers serve them already."""
-        if {one["digest"] for client in self._clients for one in api.status(client)} == {self._base_digest}:
+        if {worker["digest"] for client in self._clients for worker in api.status(client)} == {self._base_digest}:
             return
         folder = Path(self._save_adapted().path)
         try:

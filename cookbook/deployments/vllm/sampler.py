@@ -285,8 +285,8 @@ class DeploymentSampler:
         if (reason := choice["finish_reason"]) not in ("stop", "length"):
             raise ServerUnavailableError(f"sample: the server has aborted a completion ({reason}); see its log", None)
         content = choice["logprobs"]["content"]
-        tokens, logprobs = list(map(int, choice["token_ids"])), [float(one["logprob"]) for one in content]
-        if not tokens or [one["token_id"] for one in content] != tokens:
+        tokens, logprobs = list(map(int, choice["token_ids"])), [float(token["logprob"]) for token in content]
+        if not tokens or [token["token_id"] for token in content] != tokens:
             raise RolloutError(f"sample: the server has sent {len(tokens)} tokens and {len(logprobs)} logprobs")
         return Sample(tokens, logprobs, reason, self.step)
 
@@ -304,9 +304,9 @@ def _vllm_params(params: SamplingParams, max_tokens: int, end_token_ids: Sequenc
         "top_p": params.top_p,
         "top_k": max(params.top_k, 0),
         "min_p": params.min_p,
-        "stop": [one for one in stop if isinstance(one, str)],
+        "stop": [text for text in stop if isinstance(text, str)],
         "stop_token_ids": list(
-            dict.fromkeys([*(one for one in stop if not isinstance(one, str)), *(() if ignores_end else end_token_ids)])
+            dict.fromkeys([*(token for token in stop if not isinstance(token, str)), *(() if ignores_end else end_token_ids)])
         ),
         "ignore_eos": ignores_end,
         "include_stop_str_in_output": True,

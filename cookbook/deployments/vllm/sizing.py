@@ -26,7 +26,7 @@ SHARED_PART = 0.5
 # is served and of the version that is read next.
 HOST_COPIES = 3
 # Resident memory of a server's three processes without weights, keys and values: 0.6 + 0.6 + 0.7 GB, measured with vLLM 0.32.
-PROCESSES = 2_000_000_000
+PROCESS_BYTES = 2_000_000_000
 # Memory for keys and values of a model whose configuration is not on this machine.
 UNKNOWN_BYTES = 4 << 30
 MIB = 1 << 20
@@ -111,7 +111,7 @@ def sized(
     context = shape.max_length if shape is not None else None
     numbers = shape.kv_numbers if shape is not None else 0
     weights = 0 if shape is None else shape.weight_bytes * element // ELEMENT_BYTES.get(shape.dtype, element)
-    copies = weights * HOST_COPIES + PROCESSES if memory.cpu else weights // gpus_per_server
+    copies = weights * HOST_COPIES + PROCESS_BYTES if memory.cpu else weights // gpus_per_server
     length = max_length or _rounded(longest, context) or context
     if length is None:
         raise ConfigError("deployment.max_length: the model does not state its maximum sequence length; set the key")
@@ -125,8 +125,8 @@ def sized(
             raise ConfigError(_too_small(length, row, kv_cache_bytes, available, fitting, memory))
         length, row = fitting, row_bytes(numbers, element, fitting)
     if kv_cache_bytes is None and (memory.cpu or memory.shared):
-        wanted = available if memory.shared and not memory.cpu else min(max_requests * row or UNKNOWN_BYTES, available)
-        kv_cache_bytes = -(-max(row, wanted) // MIB) * MIB
+        size = available if memory.shared and not memory.cpu else min(max_requests * row or UNKNOWN_BYTES, available)
+        kv_cache_bytes = -(-max(row, size) // MIB) * MIB
     return ServerSize(length, kv_cache_bytes, row, copies)
 
 
@@ -144,12 +144,12 @@ def _available(memory: Memory, copies: int) -> int:
     return int(SHARED_PART * (memory.free - memory.reserved - memory.servers * copies)) // memory.servers
 
 
-def _too_small(length: int, row: int, given: int | None, available: int, fitting: int, memory: Memory) -> str:
+def _too_small(length: int, row: int, configured: int | None, available: int, fitting: int, memory: Memory) -> str:
     lower = f"set deployment.max_length={fitting} or less" if fitting else "choose a smaller model"
     needs = f"one sequence of {length:,} tokens needs {row / 2**30:.2f} GiB of keys and values"
-    if given is not None:
+    if configured is not None:
         return (
-            f"deployment.kv_cache_gb: {needs}, got {given / 2**30:g}; raise deployment.kv_cache_gb, remove it to have it "
+            f"deployment.kv_cache_gb: {needs}, got {configured / 2**30:g}; raise deployment.kv_cache_gb, remove it to have it "
             f"computed, or {lower}"
         )
     return (

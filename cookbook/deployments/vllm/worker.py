@@ -101,11 +101,11 @@ class WeightWorker:
                 module.quant_method.process_weights_after_loading(module)
 
 
-def _same(one: Mapping[str, LoRALayerWeights], other: Mapping[str, LoRALayerWeights]) -> bool:
+def _same(first: Mapping[str, LoRALayerWeights], second: Mapping[str, LoRALayerWeights]) -> bool:
     """Whether two adapters have the same factors for the same layers, bit for bit."""
-    return one.keys() == other.keys() and all(
-        len(ours := _factors(one[name])) == len(theirs := _factors(other[name])) and all(map(_equal, ours, theirs))
-        for name in one
+    return first.keys() == second.keys() and all(
+        len(ours := _factors(first[name])) == len(theirs := _factors(second[name])) and all(map(_equal, ours, theirs))
+        for name in first
     )
 
 
@@ -115,5 +115,5 @@ def _factors(layer: LoRALayerWeights) -> list[Tensor | None]:
     return [factor for side in sides for factor in (side if isinstance(side, list) else [side])]
 
 
-def _equal(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is other if one is None or other is None else torch.equal(one, other)
+def _equal(first: Tensor | None, second: Tensor | None) -> bool:
+    return first is second if first is None or second is None else torch.equal(first, second)

@@ -92,15 +92,15 @@ class SlicedSampling:
     ) -> None:
         self._step = step
         self._states = [sample_states(model, index, request) for index, request in enumerate(requests)]
-        samples = [one for of_request in self._states for one in of_request]
-        method = decoding_method(model, max((one.num_tokens for one in samples), default=0))
+        samples = [row for of_request in self._states for row in of_request]
+        method = decoding_method(model, max((row.num_tokens for row in samples), default=0))
         self._decoder = Decoder(model, samples, max_batch_tokens, method, forward=forward)
         self._pauses = self._decoder.steps()
 
     @property
     def num_drawn(self) -> int:
         """Tokens that are drawn, up to the last complete round."""
-        return sum(len(one.tokens) for of_request in self._states for one in of_request)
+        return sum(len(row.tokens) for of_request in self._states for row in of_request)
 
     def advance(self, steps: int) -> bool:
         """Compute the next ``steps`` steps, or fewer at the end or after a prefill. Return whether more follow."""
@@ -130,12 +130,12 @@ def stream(
             are not finite.
     """
     states = sample_states(model, 0, request)
-    method = decoding_method(model, max((one.num_tokens for one in states), default=0))
+    method = decoding_method(model, max((row.num_tokens for row in states), default=0))
     sent = [0] * request.num_samples
     for rows in Decoder(model, states, max_batch_tokens, method, STREAM_TOKENS, forward=forward).rounds():
-        for one in rows:
-            start, sent[one.number] = sent[one.number], len(one.tokens)
-            yield TokenChunk(one.number, one.tokens[start:], one.logprobs[start:], one.stop_reason)
+        for row in rows:
+            start, sent[row.number] = sent[row.number], len(row.tokens)
+            yield TokenChunk(row.number, row.tokens[start:], row.logprobs[start:], row.stop_reason)
 
 
 def decode(
@@ -152,7 +152,7 @@ def decode(
 
 
 def _samples(requests: Sequence[Sequence[SampleState]], step: int) -> list[list[Sample]]:
-    return [[Sample(one.tokens, one.logprobs, one.stop_reason or "length", step) for one in request] for request in requests]
+    return [[Sample(row.tokens, row.logprobs, row.stop_reason or "length", step) for row in request] for request in requests]
 
 
 class Decoder:
@@ -174,7 +174,7 @@ class Decoder:
         self.budget = max_batch_tokens
         self.round_tokens = round_tokens
         # Sorted by length and prompt, so that a batch needs little padding, and a prompt is prefilled once for all its samples.
-        self.waiting = deque(sorted(samples, key=lambda one: (one.num_tokens, one.prompt, one.request, one.number)))
+        self.waiting = deque(sorted(samples, key=lambda row: (row.num_tokens, row.prompt, row.request, row.number)))
         self.rows: list[SampleState] = []
         self.past: Rows = method.rows(self.forward)
         # (rows, V), next-token logits of every row.
@@ -252,7 +252,7 @@ class Decoder:
 
     def _remove_finished(self, tokens: Tensor, unfinished: Tensor) -> None:
         """Remove the rows that have ended or are dropped, and run the step for the last token of the others."""
-        stays = [more and one.request not in self._dropped for more, one in zip(unfinished.tolist(), self.rows, strict=True)]
+        stays = [more and row.request not in self._dropped for more, row in zip(unfinished.tolist(), self.rows, strict=True)]
         rows = _compacted(stays)
         self.rows = [self.rows[row] for row in rows]
         self.past.keep(rows)
@@ -386,9 +386,9 @@ def _verified_method(model: LanguageModel, method: DecodingMethod) -> DecodingMe
             raise
         raise FastPathError("its logits are not finite with a cache") from None
     for prompt, samples in zip(prompts, completions, strict=True):
-        for one in samples:
-            logprobs = capabilities.plain_logprobs(model, prompt + one.tokens[:-1])[-len(one.tokens) :]
-            expected = logprobs.gather(-1, torch.tensor(one.tokens, device=model.device)[:, None])[:, 0]
-            if not capabilities.are_close(model, torch.tensor(one.logprobs, device=model.device), expected):
+        for sample in samples:
+            logprobs = capabilities.plain_logprobs(model, prompt + sample.tokens[:-1])[-len(sample.tokens) :]
+            expected = logprobs.gather(-1, torch.tensor(sample.tokens, device=model.device)[:, None])[:, 0]
+            if not capabilities.are_close(model, torch.tensor(sample.logprobs, device=model.device), expected):
                 raise FastPathError("its logprobs with a cache differ from those of a plain forward pass")
     return method

@@ -58,7 +58,9 @@ class StopConditions:
 
     def __init__(self, model: LanguageModel, conditions: Sequence[StopCondition], device: torch.device) -> None:
         width = max(len(condition.ids) for condition in conditions)
-        self.ids = torch.tensor([[*one.ids, *[-1] * (width - len(one.ids))] for one in conditions], device=device)
+        self.ids = torch.tensor(
+            [[*condition.ids, *[-1] * (width - len(condition.ids))] for condition in conditions], device=device
+        )
         kinds = list(dict.fromkeys(condition.strings for condition in conditions))
         self.has_strings = kinds != [()]
         if self.has_strings:
@@ -284,10 +286,10 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     sums = weights[:, :whole].view(len(weights), -1, BLOCK).sum(-1)
     if whole < vocabulary:
         sums = torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], -1)
-    block, rest = _search(sums, uniform)
+    block, position = _search(sums, uniform)
     indices = block[:, None] * BLOCK + torch.arange(BLOCK, device=weights.device)
     inside = weights.gather(-1, indices.clamp(max=vocabulary - 1)).masked_fill(indices >= vocabulary, 0.0)
-    return block * BLOCK + _search(inside, rest)[0]
+    return block * BLOCK + _search(inside, position)[0]
 
 
 def _search(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -299,5 +301,5 @@ def _search(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     # The clamp is for NaN, which sorts after all numbers.
     index = torch.searchsorted(cumulative, point[:, None], right=True).clamp(max=weights.shape[-1] - 1)
     width = weights.gather(-1, index).double()
-    rest = (point[:, None] - (cumulative.gather(-1, index) - width)) / width
-    return index[:, 0], rest[:, 0].clamp(0.0, 1.0)
+    position = (point[:, None] - (cumulative.gather(-1, index) - width)) / width
+    return index[:, 0], position[:, 0].clamp(0.0, 1.0)

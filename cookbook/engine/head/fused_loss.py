@@ -208,7 +208,8 @@ class LinearCrossEntropyLoss:
         size = self.chunk_size or CHUNK_TOKENS
         starts = range(0, max(len(targets), 1), size)
         parts = [
-            [None if one is None else one[start : start + size] for one in (rows, targets, temperature)] for start in starts
+            [None if operand is None else operand[start : start + size] for operand in (rows, targets, temperature)]
+            for start in starts
         ]
         logprobs, entropies = zip(
             *(checkpoint(self._chunk_scores, *part, entropy, use_reentrant=False) for part in parts), strict=True

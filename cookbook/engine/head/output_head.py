@@ -176,7 +176,7 @@ class OutputHead:
         score: Callable[..., tuple[Tensor, Tensor | None, Tensor | None]] = self._score
         if len(slices) > 1 and torch.is_grad_enabled():
             score = functools.partial(checkpoint, self._score, use_reentrant=False)
-        logprobs, entropies, hits = zip(*(score(*one, metrics, entropy) for one in slices), strict=True)
+        logprobs, entropies, hits = zip(*(score(*layer_slice, metrics, entropy) for layer_slice in slices), strict=True)
         return LinearLogprobs(torch.cat(logprobs), joined(entropies), joined(hits))
 
     def _score(

@@ -156,8 +156,8 @@ class PipelineLoss:
 
     def _gradient_of(self, loss: LossFunction) -> LossGradient:
         scores = [self._scores[index] for index in range(len(self._data))]
-        logprobs = dict(enumerate(one for one, _ in scores))
-        entropies = {index: one for index, (_, one) in enumerate(scores) if one is not None}
+        logprobs = dict(enumerate(row for row, _ in scores))
+        entropies = {index: entropy for index, (_, entropy) in enumerate(scores) if entropy is not None}
         return loss_gradient(loss, self._data, logprobs, entropies if self._needs_entropy else None)
 
     def _padded(self, data: Sequence[Datum]) -> Tensor:

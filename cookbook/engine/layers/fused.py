@@ -176,11 +176,11 @@ class _GatedMLP(Protocol):
     forward: Callable[..., Tensor]
 
 
-def normalize(module: _Norm, eps: float, offset: float, x: Tensor, *rest: object, **named: object) -> object:
+def normalize(module: _Norm, eps: float, offset: float, x: Tensor, *others: object, **named: object) -> object:
     """Forward of an RMS norm. Uses the module's own code for arguments other than those that were verified."""
     # Models differ in how they round a product of two dtypes. With further arguments, as in Mamba2, a norm is gated.
-    if rest or named:
-        return type(module).forward(module, x, *rest, **named)
+    if others or named:
+        return type(module).forward(module, x, *others, **named)
     if torch.is_autocast_enabled(x.device.type):
         # The sum of the layers' outputs becomes the operand of products, and a product joins that sum or is turned.
         half = torch.get_autocast_dtype(x.device.type)
@@ -190,25 +190,25 @@ def normalize(module: _Norm, eps: float, offset: float, x: Tensor, *rest: object
     return rms_norm(x, module.weight, eps, offset)
 
 
-def project(module: _GatedMLP, activation: str, x: Tensor, *rest: object, **named: object) -> object:
+def project(module: _GatedMLP, activation: str, x: Tensor, *others: object, **named: object) -> object:
     """Forward of a gated MLP. Uses the module's own code for arguments other than those that were verified."""
-    if rest or named:
-        return type(module).forward(module, x, *rest, **named)
+    if others or named:
+        return type(module).forward(module, x, *others, **named)
     projected: Tensor = module.down_proj(gated(module.gate_proj(x), module.up_proj(x), activation))
     return projected
 
 
 def rotate(
-    original: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, *rest: Tensor, **named: object
+    original: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, *others: Tensor, **named: object
 ) -> tuple[Tensor, Tensor]:
     """Call :func:`rotary` for verified arguments, four tensors with ``cos`` over the whole head; else ``original``."""
-    if len(rest) == 2 and not named and q.ndim == 4 and rest[0].ndim == 3:
-        cos, sin = rest
+    if len(others) == 2 and not named and q.ndim == 4 and others[0].ndim == 3:
+        cos, sin = others
         if torch.is_autocast_enabled(q.device.type):
             q, k = q.to(cos.dtype), k.to(cos.dtype)
         if q.shape[-1] == k.shape[-1] == cos.shape[-1] and q.dtype == k.dtype == cos.dtype:
             return rotary(q, k, cos, sin)
-    return original(q, k, *rest, **named)
+    return original(q, k, *others, **named)
 
 
 LayerOutput = Tensor | tuple[Tensor, ...]

@@ -33,10 +33,8 @@ EXACT = "highest"
 MATMULS = (EXACT, "high", "medium")
 AUTOCASTS = {"bfloat16": torch.bfloat16}
 # Instructions that multiply bfloat16, as torch.cpu.get_capabilities names them, and how many times as fast as exact products
-# those at medium and those of bfloat16 are, on one thread: amx_bf16 on a Xeon, avx512_bf16 on two generations of EPYC.
-INSTRUCTIONS = {"amx_bf16": ("4", "7"), "avx512_bf16": ("1.2 to 2.2", "2 to 4.5")}
-# Standard deviation between the logprobs of sampler and trainer under autocast, with a model of 135M parameters.
-ROUNDING_NATS = 0.03
+# those of bfloat16 are, on one thread: amx_bf16 on a Xeon, avx512_bf16 on two generations of EPYC.
+INSTRUCTIONS = {"amx_bf16": "7", "avx512_bf16": "2 to 4.5"}
 # Least width of a model, and least tokens of a sampler's forward pass, for exact products by oneDNN. From 32 tokens and weights
 # of 256 x 256 on, a product takes 0.44 to 0.8 of the time of MKL's (EPYC of family 26); with few tokens it takes more. oneDNN
 # compiles a product for every new shape: GRPO takes 0.83 of the time at a width of 256, and 1.1 with the shipped model, at 128.
@@ -100,13 +98,13 @@ class Precision:
         On a CPU, weights of bfloat16 are computed under autocast, which keeps the sums of the layers in float32. With sums in
         bfloat16, the logprobs of two passes that add in another order differ twice as much.
         """
-        found = self.on(device)
+        precision = self.on(device)
         if device.type == "cpu" and network.dtype == torch.bfloat16:
-            return Precision(found.matmul, "bfloat16")
-        if found.autocast or device.type != "cpu" or network.dtype != torch.float32:
-            return found
+            return Precision(precision.matmul, "bfloat16")
+        if precision.autocast or device.type != "cpu" or network.dtype != torch.float32:
+            return precision
         is_wide = getattr(network.config.get_text_config(), "hidden_size", 0) >= LEAST_HIDDEN
-        return Precision("medium") if is_wide and is_amd() and medium_is_exact() else found
+        return Precision("medium") if is_wide and is_amd() and medium_is_exact() else precision
 
     def tried(self, model: LanguageModel) -> Precision:
         """Return the precision of the passes of ``model``, after a trial of mixed precision.
@@ -116,11 +114,11 @@ class Precision:
         """
         if self.on(model.device) != self:
             model.log_once("precision", f"products are exact, not {self}: this CPU has no bfloat16 instructions")
-        found = self.used(model.network, model.device)
-        if not found.autocast:
-            return found
+        precision = self.used(model.network, model.device)
+        if not precision.autocast:
+            return precision
         try:
-            with torch.no_grad(), trial(), found.forward(model.device, model.network):
+            with torch.no_grad(), trial(), precision.forward(model.device, model.network):
                 plain_logits(model, probe_tokens(model, 0, 8))
         except FastPathError as error:
             if self.autocast is None:
@@ -130,7 +128,7 @@ class Precision:
                 f"backend.autocast: {model.class_name} cannot compute in mixed precision: {error}; leave it out, or set "
                 "model.dtype=bfloat16"
             ) from None
-        return found
+        return precision
 
     def contexts(self, model: LanguageModel) -> tuple[Half, Half]:
         """Return the contexts of the two halves of a pass at this precision, which :meth:`tried` has returned."""
@@ -155,23 +153,16 @@ class Precision:
             torch.set_float32_matmul_precision(self.matmul)
             yield
 
-    def described(self, device: torch.device) -> str:
-        """Describe the precision, and the gain of the others on ``device`` by its instructions."""
+    def described(self, device: torch.device, dtype: str = "float32") -> str:
+        """Describe the precision of products with weights of ``dtype``, and the gain of autocast on ``device``."""
         if device.type != "cpu":
-            return (
-                f"{self}; with highest, products of float32 are exact, with high they are TF32; "
-                "backend.autocast=bfloat16 multiplies in bfloat16"
-            )
+            return f"{self}, which is TF32 for products of float32" if self.matmul == "high" else str(self)
         name = instructions()
         if name is None:
-            return f"{EXACT}: this CPU has no bfloat16 instructions, so matmul_precision and autocast change nothing here"
-        medium, half = INSTRUCTIONS[name]
-        only = f"; only with float32 weights and a width below {LEAST_HIDDEN}" if is_amd() else ""
-        note = "" if name == "amx_bf16" else f", also exactly{only}"
-        return (
-            f"{self}; faster on this CPU ({name}): backend.autocast=bfloat16, {half} times, rounds logprobs by about "
-            f"{ROUNDING_NATS:g} nats; backend.matmul_precision=medium, {medium} times{note}"
-        )
+            return EXACT if self == DEFAULT else f"{EXACT}: this CPU has no bfloat16 instructions for {self}"
+        if self.autocast is not None or dtype != "float32":
+            return str(self)
+        return f"{self}; backend.autocast=bfloat16 is {INSTRUCTIONS[name]} times as fast on this CPU, but rounds"
 
 
 DEFAULT = Precision()
@@ -206,15 +197,17 @@ def sampling_precision(precision: Precision, model: LanguageModel, num_tokens: i
         return precision.forward(model.device, model.network)
     if precision.matmul != EXACT and not (model.device.type == "cpu" and medium_is_exact()):
         return precision.backward()
-    found = DEFAULT.used(model.network, model.device) if num_tokens >= LEAST_TOKENS else DEFAULT
-    return contextlib.nullcontext() if found == DEFAULT else found.backward()
+    if num_tokens < LEAST_TOKENS:
+        return contextlib.nullcontext()
+    default = DEFAULT.used(model.network, model.device)
+    return contextlib.nullcontext() if default == DEFAULT else default.backward()
 
 
 @functools.cache
 def instructions() -> str | None:
     """Return the name of the CPU's fastest instructions for products of bfloat16; None if the CPU has none."""
-    found = torch.cpu.get_capabilities()
-    return next((name for name in INSTRUCTIONS if found.get(name)), None)
+    capabilities = torch.cpu.get_capabilities()
+    return next((name for name in INSTRUCTIONS if capabilities.get(name)), None)
 
 
 @functools.cache
@@ -232,9 +225,9 @@ def medium_is_exact() -> bool:
     draw = torch.Generator().manual_seed(0)
     left, right = (torch.randn(shape, generator=draw, dtype=torch.float32, device="cpu") for shape in ((64, 512), (512, 64)))
     with Precision("medium").backward():
-        found = left @ right
+        product = left @ right
     expected = left.double() @ right.double()
-    return bool((found - expected).norm() < 1e-6 * expected.norm())
+    return bool((product - expected).norm() < 1e-6 * expected.norm())
 
 
 @functools.cache

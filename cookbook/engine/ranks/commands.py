@@ -70,26 +70,26 @@ class Leader:
         """Whether this thread runs a command, so that every other rank runs it too."""
         return getattr(self._within, "command", False)
 
-    def call(self, aside: bool, function: Callable[..., R], name: Callable[..., R], *args: object, **kwargs: object) -> R:
+    def call(self, background: bool, function: Callable[..., R], name: Callable[..., R], *args: object, **kwargs: object) -> R:
         """Run ``function`` on every rank; ``name`` is the object that its qualified name refers to.
 
-        ``aside``: on another thread of the followers, without a vote: the function agrees on its errors itself.
+        ``background``: on another thread of the followers, without a vote: the function agrees on its errors itself.
         """
         if self.all_present:
             return function(*args, **kwargs)
-        args = tuple(_for_all_ranks(one) for one in args)
-        kwargs = {key: _for_all_ranks(one) for key, one in kwargs.items()}
+        args = tuple(_for_all_ranks(argument) for argument in args)
+        kwargs = {key: _for_all_ranks(argument) for key, argument in kwargs.items()}
         try:
             with self._sending:
-                self._ranks.send((aside, self._packed((name, args, kwargs))))
+                self._ranks.send((background, self._packed((name, args, kwargs))))
             self._within.command = True
-            if aside:
+            if background:
                 return function(*args, **kwargs)
             result = self._ranks.together(lambda: function(*args, **kwargs), ends_command=True)
             # Another thread may read the objects, to send a command.
             with self._sending:
-                for one in _per_rank(result):
-                    self._objects[self._count] = weakref.ref(one)
+                for part in _per_rank(result):
+                    self._objects[self._count] = weakref.ref(part)
                     self._count += 1
             return result
         except RanksLostError as error:
@@ -104,12 +104,12 @@ class Leader:
 
     def _packed(self, command: object) -> bytes:
         """Pickle a command, with the numbers of objects that are not used any more."""
-        alive = {number: one for number, known in self._objects.items() if (one := known()) is not None}
+        alive = {number: part for number, known in self._objects.items() if (part := known()) is not None}
         unused = [number for number in self._objects if number not in alive]
         for number in unused:
             del self._objects[number]
         buffer = io.BytesIO()
-        _Pickler(buffer, {id(one): number for number, one in alive.items()}).dump((unused, command))
+        _Pickler(buffer, {id(part): number for number, part in alive.items()}).dump((unused, command))
         return buffer.getvalue()
 
 
@@ -120,8 +120,8 @@ class _Pickler(pickle.Pickler):
         super().__init__(buffer, protocol=messages.PROTOCOL)
         self._numbers = numbers
 
-    def persistent_id(self, one: object) -> int | None:
-        return self._numbers[id(one)] if isinstance(one, PerRank) else None
+    def persistent_id(self, value: object) -> int | None:
+        return self._numbers[id(value)] if isinstance(value, PerRank) else None
 
 
 class _Unpickler(messages.Unpickler):
@@ -140,20 +140,20 @@ class Follower:
         self._ranks = ranks
         self._objects: dict[int, PerRank] = {}
         self._count = 0
-        self._aside: threading.Thread | None = None
+        self._background: threading.Thread | None = None
 
     def run(self) -> None:
         """Run commands until the first rank ends. The first rank reports for all."""
         log.setLevel(logging.ERROR)
         try:
             while (message := self._ranks.receive()) is not None:
-                aside, packed = message
-                if aside:
-                    self._start_aside(self._unpacked(packed))
+                background, packed = message
+                if background:
+                    self._start_in_background(self._unpacked(packed))
                 else:
                     self._execute(packed)
-            if self._aside is not None:
-                self._aside.join()
+            if self._background is not None:
+                self._background.join()
         except RanksLostError as error:
             _end(error)
 
@@ -166,8 +166,8 @@ class Follower:
             # The first rank raises the error to its caller.
             log.debug("rank %d: a command has failed", self._ranks.rank, exc_info=True)
             return
-        for one in _per_rank(result):
-            self._objects[self._count] = one
+        for part in _per_rank(result):
+            self._objects[self._count] = part
             self._count += 1
 
     def _unpacked(self, packed: bytes) -> Callable[[], object]:
@@ -176,8 +176,8 @@ class Follower:
             del self._objects[number]
         return functools.partial(name.__wrapped__, *args, **kwargs)
 
-    def _start_aside(self, job: Callable[[], object]) -> None:
-        before = self._aside
+    def _start_in_background(self, job: Callable[[], object]) -> None:
+        before = self._background
 
         def run() -> None:
             if before is not None:
@@ -189,13 +189,13 @@ class Follower:
             except Exception:
                 log.debug("rank %d: a command has failed", self._ranks.rank, exc_info=True)
 
-        self._aside = threading.Thread(target=run, daemon=True)
-        self._aside.start()
+        self._background = threading.Thread(target=run, daemon=True)
+        self._background.start()
 
 
 def _per_rank(result: object) -> list[PerRank]:
     """The objects of a result that stay on their rank: the result itself, or items of a tuple."""
-    return [one for one in (result if isinstance(result, tuple) else (result,)) if isinstance(one, PerRank)]
+    return [value for value in (result if isinstance(result, tuple) else (result,)) if isinstance(value, PerRank)]
 
 
 def start(ranks: Ranks, on_lost: Callable[[RanksLostError], None] | None = None) -> Leader | None:

@@ -1,7 +1,7 @@
 """Loading a model onto ranks without a rank that ever holds the whole model.
 
-A hollow network has modules and shapes, and no weights. The engine tries its fast paths on a twin, a network of the same
-architecture with few layers and random weights, and then shards the hollow network. At the end every rank reads its part of
+A meta network has modules and shapes, and no weights. The engine tries its fast paths on a small reference network of the same
+architecture with few layers and random weights, and then shards the meta network. At the end every rank reads its part of
 each tensor from the files. If transformers renames or joins the tensors of an architecture while it loads them, as it joins the
 experts of a mixture, a rank loads one layer at a time, and keeps its part.
 """
@@ -46,7 +46,7 @@ from cookbook.utils import paths
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-# Tokens of the twin's vocabulary.
+# Tokens of the reference model's vocabulary.
 TWIN_VOCABULARY = 1024
 
 
@@ -72,23 +72,23 @@ def load_on(ranks: Ranks, config: ModelConfig, device: torch.device, seed: int) 
     transformers_logging.disable_progress_bar()
     base = str(folder)
     tokenizer, config = load_tokenizer(config), with_dtype(config)
-    network = _hollow(config, _architecture(config, base), seed)
+    network = _meta_network(config, _architecture(config, base), seed)
     sources, values = _sources(Path(base)), _values(network)
     names = _names_in_files(network)
     if names.values() - sources.keys():
         # A network without an adapter has the names that transformers knows.
-        plain = _hollow(replace(config, lora_rank=0), _architecture(config, base), seed)
+        plain = _meta_network(replace(config, lora_rank=0), _architecture(config, base), seed)
         parts = _converted(ranks, plain, sources)
-        if wanted := sorted(names.values() - parts.keys()):
-            raise BackendError(f"model.name: {base!r} lacks {len(wanted)} of the model's weights, {wanted[0]} the first")
-        values |= {name: parts[other] for name, other in names.items()}
+        if missing := sorted(names.values() - parts.keys()):
+            raise BackendError(f"model.name: {base!r} lacks {len(missing)} of the model's weights, {missing[0]} the first")
+        values |= {name: parts[stored_name] for name, stored_name in names.items()}
     network.eval()
     set_end_tokens(network, tokenizer)
-    return HollowModel(network, tokenizer, config, device, Lineage(), ranks, base, seed, sources, values)
+    return MetaModel(network, tokenizer, config, device, Lineage(), ranks, base, seed, sources, values)
 
 
 @dataclass
-class HollowModel(LanguageModel):
+class MetaModel(LanguageModel):
     """A model whose network has no weights until :meth:`read`.
 
     ``sources``: the file of each tensor; ``values``: tensors that are in no file, such as a fresh adapter, and this rank's
@@ -100,7 +100,7 @@ class HollowModel(LanguageModel):
     sources: Mapping[str, Path] = field(default_factory=dict)
     values: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def twin(self) -> LanguageModel:
+    def small_reference(self) -> LanguageModel:
         """Return a small model of the same architecture, for trials."""
         network = _from_config(self.config, _shrunk(_architecture(self.config, self.base)), self.seed)
         if self.config.lora_rank:
@@ -175,17 +175,19 @@ def _from_config(config: ModelConfig, architecture: PretrainedConfig, seed: int)
     return network
 
 
-def _hollow(config: ModelConfig, architecture: PretrainedConfig, seed: int) -> PreTrainedModel:
+def _meta_network(config: ModelConfig, architecture: PretrainedConfig, seed: int) -> PreTrainedModel:
     """Return a network whose parameters have no memory, but for those of an adapter. Buffers have their values."""
     with _without_memory():
         network = _from_config(config, architecture, seed)
     if not config.lora_rank:
         return network
     # PEFT moves an adapter to the device of its layer, so the layers pretend to be on the CPU.
-    _replace_parameters(network, lambda one: torch.empty(1, dtype=one.dtype).expand(one.shape))
+    _replace_parameters(network, lambda parameter: torch.empty(1, dtype=parameter.dtype).expand(parameter.shape))
     base = {id(parameter) for parameter in network.parameters()}
     adapted = add_lora(network, config, seed)
-    _replace_parameters(adapted, lambda one: torch.empty_like(one, device="meta") if id(one) in base else one)
+    _replace_parameters(
+        adapted, lambda parameter: torch.empty_like(parameter, device="meta") if id(parameter) in base else parameter
+    )
     return adapted
 
 
@@ -206,13 +208,13 @@ def _without_memory() -> Iterator[None]:
         nn.Module.register_parameter = own  # type: ignore[method-assign]
 
 
-def _replace_parameters(network: nn.Module, other: Callable[[nn.Parameter], Tensor]) -> None:
+def _replace_parameters(network: nn.Module, replacement: Callable[[nn.Parameter], Tensor]) -> None:
     """Replace every parameter; tied ones stay tied."""
     made: dict[int, nn.Parameter] = {}
     for module in network.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in made:
-                tensor = other(parameter)
+                tensor = replacement(parameter)
                 made[id(parameter)] = parameter if tensor is parameter else nn.Parameter(tensor, parameter.requires_grad)
             setattr(module, name, made[id(parameter)])
 
@@ -234,14 +236,14 @@ def _names_in_files(network: PreTrainedModel) -> dict[str, str]:
 
 def _sources(folder: Path) -> dict[str, Path]:
     """The file of each tensor."""
-    found = {}
+    files_by_name = {}
     for path in sorted(folder.glob("model*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
-                found.update(dict.fromkeys(file.keys(), path))
+                files_by_name.update(dict.fromkeys(file.keys(), path))
         except (OSError, SafetensorError) as error:
             raise BackendError(f"model.name: cannot read {path}: {error}; use a whole model") from None
-    return found
+    return files_by_name
 
 
 def _converted(ranks: Ranks, network: PreTrainedModel, sources: Mapping[str, Path]) -> dict[str, Tensor]:
@@ -260,7 +262,9 @@ def _converted(ranks: Ranks, network: PreTrainedModel, sources: Mapping[str, Pat
     parts: dict[str, Tensor] = {}
     for members in groups.values():
         with contextlib.ExitStack() as files:
-            opened = {path: files.enter_context(safe_open(path, framework="pt")) for path in {sources[one] for one in members}}
+            opened = {
+                path: files.enter_context(safe_open(path, framework="pt")) for path in {sources[member] for member in members}
+            }
             state = {name: opened[sources[name]].get_slice(name) for name in members}
             mapping = get_model_conversion_mapping(network)
             convert_and_load_state_dict_in_model(
@@ -271,7 +275,9 @@ def _converted(ranks: Ranks, network: PreTrainedModel, sources: Mapping[str, Pat
                 for name, parameter in network.named_parameters()
                 if not parameter.is_meta
             }
-        _replace_parameters(network, lambda one: one if one.is_meta else torch.empty_like(one, device="meta"))
+        _replace_parameters(
+            network, lambda parameter: parameter if parameter.is_meta else torch.empty_like(parameter, device="meta")
+        )
     return parts
 
 
@@ -282,11 +288,11 @@ def _shrunk(architecture: PretrainedConfig) -> PretrainedConfig:
     count = int(text.num_hidden_layers)
     kinds = list(getattr(text, "layer_types", None) or [])
     dense_first = int(getattr(text, "first_k_dense_replace", 0) or 0)
-    kept = min(count, max([2, dense_first + 1, *(kinds.index(kind) + 1 for kind in set(kinds))]))
+    num_layers = min(count, max([2, dense_first + 1, *(kinds.index(kind) + 1 for kind in set(kinds))]))
     for name, value in text.to_dict().items():
         if isinstance(value, list) and len(value) == count:
-            setattr(text, name, value[:kept])
-    text.num_hidden_layers = kept
+            setattr(text, name, value[:num_layers])
+    text.num_hidden_layers = num_layers
     text.vocab_size = min(int(text.vocab_size), TWIN_VOCABULARY)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(text, name, None)

@@ -64,46 +64,46 @@ class Unpickler(pickle.Unpickler):
         # Checked before the import, because the import of a module runs its code.
         if module.partition(".")[0] not in MODULES and module not in sys.modules:
             raise _refusal(module, name)
-        found = super().find_class(module, name)
-        if not _is_allowed(module, name, found):
+        value = super().find_class(module, name)
+        if not _is_allowed(module, name, value):
             raise _refusal(module, name)
-        return found
+        return value
 
 
-def _is_allowed(module: str, name: str, found: object) -> bool:
+def _is_allowed(module: str, name: str, value: object) -> bool:
     root = module.partition(".")[0]
-    if isinstance(found, types.FunctionType) and found.__dict__.get(LED):
+    if isinstance(value, types.FunctionType) and value.__dict__.get(LED):
         return True
     if root == PACKAGE:
-        return isinstance(found, type) and _is_of(PACKAGE, found)
+        return isinstance(value, type) and _is_of(PACKAGE, value)
     if root == "builtins":
-        return name in BUILTINS or _is_error(found)
+        return name in BUILTINS or _is_error(value)
     if (module, name) in REBUILDERS:
         return True
     if root == "torch":
         return (
-            isinstance(found, torch.dtype | torch.layout) or _is_error(found) or (isinstance(found, type) and found in CLASSES)
+            isinstance(value, torch.dtype | torch.layout) or _is_error(value) or (isinstance(value, type) and value in CLASSES)
         )
     if root in TOKENIZERS:
         # The classes of the package tokenizers are the parts of a tokenizer.
-        return isinstance(found, type) and ((root == "tokenizers" and _is_of(root, found)) or _is_tokenizer(found))
-    is_number = isinstance(found, type) and issubclass(found, np.generic | np.dtype)
-    return (root == "numpy" and is_number) or (isinstance(found, type) and found in CLASSES)
+        return isinstance(value, type) and ((root == "tokenizers" and _is_of(root, value)) or _is_tokenizer(value))
+    is_number = isinstance(value, type) and issubclass(value, np.generic | np.dtype)
+    return (root == "numpy" and is_number) or (isinstance(value, type) and value in CLASSES)
 
 
-def _is_of(package: str, found: type) -> bool:
+def _is_of(package: str, cls: type) -> bool:
     """Whether a class is of a package itself. A message could also name a class that a module of the package imports."""
-    return found.__module__.partition(".")[0] == package
+    return cls.__module__.partition(".")[0] == package
 
 
-def _is_tokenizer(found: type) -> bool:
+def _is_tokenizer(cls: type) -> bool:
     from transformers import PreTrainedTokenizerBase
 
-    return issubclass(found, PreTrainedTokenizerBase)
+    return issubclass(cls, PreTrainedTokenizerBase)
 
 
-def _is_error(found: object) -> bool:
-    return isinstance(found, type) and issubclass(found, BaseException)
+def _is_error(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, BaseException)
 
 
 def _refusal(module: str, name: str) -> BackendError:

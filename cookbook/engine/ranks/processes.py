@@ -170,8 +170,8 @@ class ProcessRanks(Ranks):
         return self.leader.call(False, function, name, *args, **kwargs)
 
     @property
-    def aside(self) -> Ranks:
-        return _AsideRanks(self)
+    def in_background(self) -> Ranks:
+        return _BackgroundRanks(self)
 
     def send(self, message: object) -> None:
         """Send a message from the first rank to the others, which wait for it."""
@@ -201,8 +201,8 @@ class ProcessRanks(Ranks):
             answer = broadcast(answer)
         if isinstance(answer[1], BaseException):
             raise error or answer[1]
-        found: T = result if self.rank == 0 else answer[0]  # type: ignore[assignment]
-        return found
+        value: T = result if self.rank == 0 else answer[0]  # type: ignore[assignment]
+        return value
 
     def together(self, job: Callable[[], T], *, ends_command: bool = False) -> T:
         with self.agreement(ends_command=ends_command):
@@ -218,16 +218,16 @@ class ProcessRanks(Ranks):
         except BaseException as caught:  # noqa: BLE001 - it is raised below, on all ranks
             own = caught
         answers = self.gathered(Agreement(ends_command, None if own is None else portable(own)))
-        if errors := [one.error for one in answers if one.error is not None]:
+        if errors := [answer.error for answer in answers if answer.error is not None]:
             raise own or errors[0]
 
     def gathered(self, value: T) -> list[T]:
         with self.lockstep():
             values: list[T] = messages.gather(value, self.size, self._dist.all_gather)
-        agreements = [one if isinstance(one, Agreement) else None for one in values]
-        if len({one and one.ends_command for one in agreements}) > 1:
+        agreements = [value if isinstance(value, Agreement) else None for value in values]
+        if len({agreement and agreement.ends_command for agreement in agreements}) > 1:
             # An error has taken one rank out of what the other ranks are still computing.
-            cause = next((one.error for one in agreements if one and one.error), None)
+            cause = next((agreement.error for agreement in agreements if agreement and agreement.error), None)
             raise RanksLostError(f"rank {self.rank} of {self.size}: one rank alone failed: {cause}") from cause
         return values
 
@@ -235,8 +235,8 @@ class ProcessRanks(Ranks):
         tensor = torch.tensor(list(values), dtype=torch.float64)
         with self.lockstep():
             self._dist.all_reduce(tensor)
-        found: list[float] = tensor.tolist()
-        return found
+        sums: list[float] = tensor.tolist()
+        return sums
 
     def in_step(self, flags: Sequence[bool]) -> list[bool]:
         return [count > 0 for count in self.totals([float(flag) for flag in flags])] if self.shards else list(flags)
@@ -289,10 +289,10 @@ class ProcessRanks(Ranks):
         """
         if self._root is None:
             return
-        found: dict[int, Tensor] = {}
+        parameters: dict[int, Tensor] = {}
 
         def keep(module: nn.Module, _: object) -> None:
-            found.update({id(parameter): parameter for parameter in module.parameters(recurse=False)})
+            parameters.update({id(parameter): parameter for parameter in module.parameters(recurse=False)})
 
         hooks = [module.register_forward_pre_hook(keep) for module in network.modules()]
         tokens = torch.zeros(1, 2, dtype=torch.long, device=self.device)
@@ -301,7 +301,7 @@ class ProcessRanks(Ranks):
             self.inside(lambda: (network(input_ids=tokens, use_cache=False).logits,))
         for hook in hooks:
             hook.remove()
-        self._weights = list(found.values())
+        self._weights = list(parameters.values())
 
     def weights(self, network: nn.Module) -> Iterable[Tensor]:
         return network.parameters() if self._root is None else self._weights
@@ -368,10 +368,12 @@ class Commander(Protocol):
 
     @property
     def all_present(self) -> bool: ...
-    def call(self, aside: bool, function: Callable[..., T], name: Callable[..., T], *args: object, **kwargs: object) -> T: ...
+    def call(
+        self, background: bool, function: Callable[..., T], name: Callable[..., T], *args: object, **kwargs: object
+    ) -> T: ...
 
 
-class _AsideRanks(Ranks):
+class _BackgroundRanks(Ranks):
     """Ranks that write a checkpoint on a thread of its own."""
 
     def __init__(self, ranks: ProcessRanks) -> None:

@@ -25,7 +25,7 @@ MAX_ROW_BYTES = 120_000
 
 @dataclass(frozen=True, kw_only=True)
 class AgentEnvironment(EnvironmentConfig):
-    """A program, started once per episode. ``conf/env/agent.yaml`` explains each field, and docs/agents.md the program.
+    """A program, started once per episode. ``conf/env/agent.yaml`` explains each field, and docs/guide/agents.md the program.
 
     Raises:
         ConfigError: the command cannot be read, or its program is not found.

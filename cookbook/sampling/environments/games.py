@@ -84,10 +84,14 @@ class TextArena(EnvironmentConfig):
         if self.game not in games:
             hint = did_you_mean(self.game, games)
             raise ConfigError(
-                f"env.game: textarena has no game {self.game!r}.{hint} docs/environments.md lists those that start"
+                f"env.game: textarena has no game {self.game!r}.{hint} docs/guide/environments.md lists those that start"
             )
         # Such a wrapper completes a move, for example by brackets. Those of observations repeat the whole game every turn.
-        wrappers = [one for one in ENV_REGISTRY[self.game].default_wrappers or () if issubclass(one, textarena.ActionWrapper)]
+        wrappers = [
+            wrapper
+            for wrapper in ENV_REGISTRY[self.game].default_wrappers or ()
+            if issubclass(wrapper, textarena.ActionWrapper)
+        ]
 
         def start(num_players: int, seed: int) -> Any:
             game = textarena.make(f"{self.game}-raw", **self.options)

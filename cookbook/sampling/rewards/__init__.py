@@ -2,7 +2,7 @@
 
 from cookbook.sampling.rewards.builtin import Exact, Format, Limits, Number, Python
 from cookbook.sampling.rewards.runner import PendingReward, PendingScores, RewardRunner, part_means
-from cookbook.sampling.rewards.weighted import Parts, Score, Weighted
+from cookbook.sampling.rewards.weighted import Parts, Score, Weighted, model_rewards
 
 __all__ = [
     "Exact",
@@ -16,5 +16,6 @@ __all__ = [
     "RewardRunner",
     "Score",
     "Weighted",
+    "model_rewards",
     "part_means",
 ]

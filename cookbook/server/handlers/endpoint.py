@@ -25,13 +25,13 @@ from cookbook.server.state.endpoint import OWNER, Caller
 from cookbook.server.state.samplers import SamplingSession, file_bytes
 from cookbook.server.state.service import Service
 from cookbook.server.wire.bodies import Refused
-from cookbook.server.wire.openai import EFFORT, ChatBody, InvalidField
+from cookbook.server.wire.openai import EFFORT_FIELD, ChatBody, InvalidField
 from cookbook.server.wire.openai_results import Answer, TopRow
 from cookbook.types import JsonObject, ModelInput, Sample, SampleResponse, SamplingParams, request_seed
 from cookbook.utils.template_options import TEMPLATE_OPTIONS
 
 T = TypeVar("T")
-RUNS = "runs/"
+RUN_PREFIX = "runs/"
 # Completions of one request, over all of its prompts. The same limit as for requests of sampling clients.
 MAX_COMPLETIONS = 4096
 # Tokens of one request that are scored, if its prompts are short: on several ranks all of them are computed without a pause.
@@ -39,7 +39,7 @@ SCORED_TOKENS = 65_536
 # Prompts that are tokenized before other requests get a turn, and the most characters per token of a text.
 RENDERED, TOKEN_CHARACTERS = 64, 100
 # JSON has no infinity. OpenAI and vLLM use this value for tokens without a probability.
-LOWEST = -9999.0
+LOWEST_LOGPROB = -9999.0
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -57,8 +57,8 @@ async def weights_of(service: Service, model: str | None) -> SamplingSession:
     try:
         if model.startswith(SCHEME):
             return await _checkpoint_weights(service, service.readable_checkpoint(Address.parse(model)))
-        if model.startswith(RUNS):
-            return await _newest_weights(service, model.removeprefix(RUNS))
+        if model.startswith(RUN_PREFIX):
+            return await _newest_weights(service, model.removeprefix(RUN_PREFIX))
     except CheckpointError as error:
         raise _unknown_model(str(error)) from None
     raise _unknown_model(f"unknown model {model!r}; GET /v1/models lists the models")
@@ -77,7 +77,11 @@ async def _newest_weights(service: Service, run_id: str) -> SamplingSession:
     service.wake(run_id)
     published = service.runs[run_id].published if run_id in service.runs else {}
     live = {number: sampler_id for sampler_id, number in published.items() if sampler_id in service.samplers}
-    saved = {one.request or 0: one for one in service.catalog.of_run(info.run_id) if one.address.kind == "sampler_weights"}
+    saved = {
+        record.request or 0: record
+        for record in service.catalog.of_run(info.run_id)
+        if record.address.kind == "sampler_weights"
+    }
     if live and max(live) > max(saved, default=0):
         return service.samplers.touch(live[max(live)])
     if not saved:
@@ -105,11 +109,11 @@ def models(service: Service) -> list[JsonObject]:
     """Return the entries of ``GET /v1/models``: the base model, each run with weights to sample from, and each checkpoint."""
     entries = [_entry(service, name, service.endpoint.created) for name in base_names(service)]
     for info in service.own_runs():
-        saved = [one for one in service.catalog.of_run(info.run_id) if one.address.kind != "external_weights"]
+        saved = [record for record in service.catalog.of_run(info.run_id) if record.address.kind != "external_weights"]
         is_published = info.run_id in service.runs and bool(service.runs[info.run_id].published)
-        if is_published or any(one.address.kind == "sampler_weights" for one in saved):
-            entries.append(_entry(service, f"{RUNS}{info.run_id}", info.created))
-        entries += [_entry(service, one.address.path, one.time) for one in saved]
+        if is_published or any(record.address.kind == "sampler_weights" for record in saved):
+            entries.append(_entry(service, f"{RUN_PREFIX}{info.run_id}", info.created))
+        entries += [_entry(service, record.address.path, record.time) for record in saved]
     return entries
 
 
@@ -131,14 +135,14 @@ async def chat_prompt(service: Service, fields: ChatBody) -> list[int]:
     tools = tuple(fields.tools) if fields.may_call else None
     options = fields.template_options
     for name in service.host.renderer.unread_options(options):
-        field = EFFORT if name == EFFORT and fields.reasoning_effort is not None else TEMPLATE_OPTIONS
+        field = EFFORT_FIELD if name == EFFORT_FIELD and fields.reasoning_effort is not None else TEMPLATE_OPTIONS
         raise InvalidField(field, f"the chat template of this model does not read {name!r}; leave it out")
     _check_size(service, len(json.dumps([fields.messages, fields.tools], ensure_ascii=False)), "messages")
 
     def render() -> list[int]:
         # The role developer replaces system in newer versions of OpenAI's API.
         roles = {"developer": "system"}
-        renamed = [{**one, "role": roles.get(str(one.get("role")), one.get("role"))} for one in fields.messages]
+        renamed = [{**message, "role": roles.get(str(message.get("role")), message.get("role"))} for message in fields.messages]
         chat = Chat("messages", parse_messages(renamed, "request", "messages"), len(renamed), tools, options)
         return service.host.renderer.prompts([chat])[0][0]
 
@@ -225,7 +229,7 @@ class Completion:
     def __init__(self, service: Service, caller: Caller, weights: SamplingSession, questions: Sequence[Question]) -> None:
         self.service, self._caller, self._weights, self._questions = service, caller, weights, questions
         self._num_tokens = _admit(service, caller, questions)
-        longest = max(len(one.prompt) for one in questions)
+        longest = max(len(question.prompt) for question in questions)
         self._size = caller.size_class(service.host, longest * len(questions) + self._num_tokens)
         self._futures: list[SampleFuture[Any]] = []
         self._events: asyncio.Queue[tuple[int, list[TokenChunk] | None]] = asyncio.Queue()
@@ -310,7 +314,7 @@ class Completion:
             self.service.metrics.sampled_tokens += sum(len(sequence.tokens) for sequence in response.sequences)
         if not self._num_left:
             self.service.endpoint.end(self._caller, self._weights, self._num_tokens)
-            is_failed = any(one.exception() is not None for one in self._futures)
+            is_failed = any(future.exception() is not None for future in self._futures)
             self.service.metrics.count_settled("endpoint", time.monotonic() - self._started, failed=is_failed)
             self._finished.set()
 
@@ -324,7 +328,7 @@ class Completion:
                 return []
             ids, logprobs = engine().passes.top_logprobs(tokens, question.top, temperature)
             pairs = zip(ids.tolist(), logprobs.tolist(), strict=True)
-            return [None, *({token: max(value, LOWEST) for token, value in zip(*pair, strict=True)} for pair in pairs)]
+            return [None, *({token: max(value, LOWEST_LOGPROB) for token, value in zip(*pair, strict=True)} for pair in pairs)]
 
         tops = []
         for sequence in sequences:
@@ -358,15 +362,16 @@ def _admit(service: Service, caller: Caller, questions: Sequence[Question]) -> i
     context = service.host.info.max_context_length
     for question in questions:
         if len(question.prompt) + (1 if question.max_tokens is None else question.max_tokens) > context:
-            given = f"{len(question.prompt)} prompt tokens and max_tokens={question.max_tokens}"
-            message = f"{given} exceed the context of {context} tokens; shorten the prompt or lower max_tokens"
+            tokens = f"{len(question.prompt)} prompt tokens and max_tokens={question.max_tokens}"
+            message = f"{tokens} exceed the context of {context} tokens; shorten the prompt or lower max_tokens"
             raise InvalidField("max_tokens", message, code="context_length_exceeded")
         if question.top > service.host.vocabulary_size:
             raise InvalidField("logprobs", f"the vocabulary has {service.host.vocabulary_size} tokens, got {question.top}")
     num_samples = sum(question.num_samples for question in questions)
     check_count(num_samples)
     num_tokens = sum(
-        one.num_samples * (context - len(one.prompt) if one.max_tokens is None else one.max_tokens) for one in questions
+        question.num_samples * (context - len(question.prompt) if question.max_tokens is None else question.max_tokens)
+        for question in questions
     )
     longest = max(len(question.prompt) for question in questions)
     scored = sum(len(question.prompt) for question in questions if question.score or question.params is None)

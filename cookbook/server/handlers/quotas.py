@@ -25,7 +25,7 @@ def check_runs(service: Service, session: Session) -> None:
     owner, limit = service.tenants.owner_of(session.session_id), quota_of(service, session.session_id).max_runs
     if limit is None:
         return
-    runs = [one for one in service.runs.keys() | service.loading_runs if service.tenants.owner_of(one) == owner]
+    runs = [run_id for run_id in service.runs.keys() | service.loading_runs if service.tenants.owner_of(run_id) == owner]
     if len(runs) >= limit:
         raise ConfigError(
             f"create_model: {len(runs)} training runs of {owner} are in memory, and its quota is max_runs={limit:g}; close "
@@ -49,8 +49,8 @@ def exceeded_quota(service: Service, owner: str | None, num_tokens: int) -> str 
     limit = None if key is None else key.quota.max_tokens
     if limit is None:
         return None
-    own = [one for one in service.sessions.values() if service.tenants.owner_of(one.session_id) == owner]
-    pending = sum(one.pending_tokens + one.training_tokens for one in own)
+    own = [session for session in service.sessions.values() if service.tenants.owner_of(session.session_id) == owner]
+    pending = sum(session.pending_tokens + session.training_tokens for session in own)
     pending += service.endpoint.callers[owner or ""].pending_tokens
     if not pending or pending + num_tokens <= limit:
         return None
@@ -66,7 +66,9 @@ def check_disk(service: Service, session_id: str, where: str) -> None:
     if limit is None:
         return
     runs = [service.catalog.run_folder(info.run_id) for info in service.catalog.runs() if info.owner == owner]
-    sessions = [service.durability.session_folder(one) for one, name in service.tenants.owners.items() if name == owner]
+    sessions = [
+        service.durability.session_folder(session_id) for session_id, name in service.tenants.owners.items() if name == owner
+    ]
     gigabytes = _num_bytes([*runs, *sessions]) / 1e9
     if gigabytes >= limit:
         raise ConfigError(
@@ -109,5 +111,5 @@ def _checkpoint_sizes(folder: Path, inode: int, mtime_ns: int) -> dict[tuple[int
     """
     if not (folder / manifest.NAME).is_file():
         return None
-    found = [path.stat() for path in folder.rglob("*") if path.is_file()]
-    return {(one.st_dev, one.st_ino): one.st_size for one in found}
+    statuses = [path.stat() for path in folder.rglob("*") if path.is_file()]
+    return {(status.st_dev, status.st_ino): status.st_size for status in statuses}

@@ -34,7 +34,7 @@ from cookbook.types import JsonObject
 
 log = logging.getLogger("cookbook")
 # Attempts to replay a request that succeeded before. A run without it is lost, so there are more than for a new request.
-REPLAYS = 10
+MAX_REPLAYS = 10
 
 
 @dataclass
@@ -93,7 +93,7 @@ def free_partial(service: Service, session_id: str) -> None:
 async def recover_session(service: Service, folder: Path) -> None:
     """Recover one session from its folder. Raises CheckpointError: the session used another base model."""
     session_log = Log(folder / "log", Record({}), fsync=False)
-    opening = next((one for one in session_log.earlier_records() if one.kind == "session"), None)
+    opening = next((record for record in session_log.earlier_records() if record.kind == "session"), None)
     if opening is None and (session_log.damage or any(folder.glob("run-*"))):
         lost = session_log.damage[0] if session_log.damage else f"{folder / 'log'}: not found"
         raise CheckpointError(f"{lost}; the log has no description of the session")
@@ -148,7 +148,7 @@ async def _recover_run(service: Service, session: Session, folder: Path) -> None
     records = list(run_log.earlier_records())
     _report_damage(run_log)
     # Every file begins with the same record.
-    opening = next((one for one in records if one.kind == "run"), None)
+    opening = next((record for record in records if record.kind == "run"), None)
     if opening is None:
         if run_log.damage:
             lost = CheckpointError(f"{run_log.damage[0]}; the log has no whole description of the run")
@@ -170,7 +170,9 @@ async def _recover_run(service: Service, session: Session, folder: Path) -> None
     try:
         _check_replay(service, [f"{run_id}/0", *requests])
         with worker.purpose(f"{run_id}/0"):
-            run, snapshot = await _load_newest(service, session, run_log, records, {one.number for one in requests.values()})
+            run, snapshot = await _load_newest(
+                service, session, run_log, records, {request.number for request in requests.values()}
+            )
         service.attempts.forget(f"{run_id}/0")
         if snapshot is not None:
             await _restore_published(service, run, snapshot.header)
@@ -210,7 +212,7 @@ async def _load_newest(
     Raises:
         CookbookError: a required file is missing or damaged.
     """
-    written: dict[int, Record] = {one.header["number"]: one for one in records if one.kind == "state"}
+    written: dict[int, Record] = {record.header["number"]: record for record in records if record.kind == "state"}
     newest_first = sorted(written, reverse=True)[: snapshots.NUM_KEPT]
     candidates: list[Record | None] = [written[number] for number in newest_first]
     if run_log.files[0].number == 1:
@@ -240,7 +242,7 @@ def _check_requests(run_log: Log, records: Iterable[Record], numbers: set[int], 
     Lost results are recomputed. A lost record without a header may have been a request: if a number is missing, it was. The
     result of the last request also tells that there was one.
     """
-    last = max((_number(one.header["id"]) for one in records if "id" in one.header), default=snapshot)
+    last = max((_number(record.header["id"]) for record in records if "id" in record.header), default=snapshot)
     missing = sorted(set(range(snapshot + 1, last + 1)) - numbers)
     for damage in run_log.damage:
         lost = missing[:1] if damage.header is None else []
@@ -280,8 +282,9 @@ async def _restore_published(service: Service, run: TrainingRun, header: JsonObj
     queue = service.sessions[run.session_id].queue
     run_sampler = (await asyncio.wrap_future(run.trainer.snapshot_sampler())).on(queue)
     folders = {number: snapshots.published_folder(run.log.folder, number) for number in header["published"].values()}
-    for folder in (one for one in folders.values() if not one.is_dir()):
-        raise CheckpointError(f"{folder}: not found, but samplers of the run need it")
+    for folder in folders.values():
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: not found, but samplers of the run need it")
     loaded = {number: service.host.lazy_sampler(folder, run.info.seed).on(queue) for number, folder in folders.items()}
     for sampler_id in dict.fromkeys([*header["published"], *header["inflight"]]):
         number = header["published"].get(sampler_id)
@@ -300,9 +303,9 @@ def _replay(service: Service, run: TrainingRun, requests: Iterable[_LoggedReques
     Raises:
         CheckpointError: a request cannot be read. No request is restored.
     """
-    ordered = sorted(requests, key=lambda one: one.number)
-    has_run = {one.number for one in ordered if one.number <= snapshot or one.result_header.get("never_run")}
-    replayed = [_read_again(service, run, one) for one in ordered if one.number not in has_run]
+    ordered = sorted(requests, key=lambda request: request.number)
+    has_run = {request.number for request in ordered if request.number <= snapshot or request.result_header.get("never_run")}
+    replayed = [_read_again(service, run, request) for request in ordered if request.number not in has_run]
     for logged in ordered:
         if logged.number in has_run:
             request = logged.request()
@@ -316,7 +319,9 @@ def _replay(service: Service, run: TrainingRun, requests: Iterable[_LoggedReques
         if request.result is None:
             service.sessions[run.session_id].training_tokens += request.num_tokens
     succeeded = [request for request in replayed if request.result is None or not request.result.is_failure]
-    published = {one.work.publishes for one in succeeded if one.work is not None and one.work.publishes is not None}
+    published = {
+        request.work.publishes for request in succeeded if request.work is not None and request.work.publishes is not None
+    }
     service.replayed_samplers |= published
 
     pause_s = service.attempts.pause_s(request.request_id for request in replayed)
@@ -366,7 +371,7 @@ def _ended_process(service: Service, logged: _LoggedRequest) -> BackendError | N
 def _check_replay(service: Service, request_ids: Iterable[str]) -> None:
     """Raises CheckpointError: many processes ended while they replayed the same request of a run."""
     for request_id in request_ids:
-        if (count := service.attempts.count(request_id)) >= REPLAYS:
+        if (count := service.attempts.count(request_id)) >= MAX_REPLAYS:
             raise CheckpointError(f"{count} processes of the server ended while they replayed request {request_id}")
 
 
@@ -397,7 +402,7 @@ def _restore_samples(service: Service, session: Session) -> None:
     # The generator adds requests to batches that it has already yielded, so exhaust it before reading them.
     for sampler_id, batch in list(_batches(records, logged_requests)):
         is_complete = len(batch.requests) == batch.count
-        if not is_complete or any(one.result is None for one in batch.requests):
+        if not is_complete or any(request.result is None for request in batch.requests):
             service.unfinished_batches[sampler_id].append(functools.partial(_compute_batch, service, batch, requests))
 
 

@@ -24,7 +24,7 @@ from cookbook.types import Array, ModelInput, SampleResponse, SamplingParams
 
 # Larger results take more than about 10 ms to encode.
 LARGE_RESULT_TOKENS = 100_000
-UNSUPPORTED = ("prompt_alt_tokens_k",)
+UNSUPPORTED_FIELDS = ("prompt_alt_tokens_k",)
 # Bytes of a token id and a logprob in a result.
 SCORE_BYTES = 8
 
@@ -198,12 +198,12 @@ def compute(service: Service, session: SamplingSession, fields: SampleBody, prom
         request.num_tokens = _num_tokens(service, fields, prompt)
         owner.pending_tokens += request.num_tokens
     # If the request asks for them: the k most likely tokens at each position of the prompt, and the logprobs of others there.
-    k, topk, wanted, targets = fields.topk_prompt_logprobs, None, fields.target_prompt_logprobs, None
+    k, topk, target_ids, targets = fields.topk_prompt_logprobs, None, fields.target_prompt_logprobs, None
     with worker.purpose(request.request_id):
         if k:
             topk = owner.lane.submit(functools.partial(_most_likely, session, request, prompt, k))
-        if wanted is not None:
-            targets = owner.lane.submit(functools.partial(_target_logprobs, session, request, prompt, wanted))
+        if target_ids is not None:
+            targets = owner.lane.submit(functools.partial(_target_logprobs, session, request, prompt, target_ids))
     params = fields.sampling_params.model_dump()
     if params["seed"] is None:
         params["seed"] = session.seed_of(fields.seq_id)
@@ -221,11 +221,11 @@ def compute(service: Service, session: SamplingSession, fields: SampleBody, prom
         response = samples.result()
         num_tokens = sum(len(sequence.tokens) for sequence in response.sequences)
         service.metrics.sampled_tokens += num_tokens
-        found = targets.result() if targets is not None else None
+        target_logprobs = targets.result() if targets is not None else None
         extras = PromptExtras(
             fields.prompt_logprobs_last_n,
             None if topk is None else topk.result(),
-            targets=None if wanted is None or found is None else (wanted, found),
+            targets=None if target_ids is None or target_logprobs is None else (target_ids, target_logprobs),
         )
         encode = functools.partial(sample_result, response, extras)
         if fields.topk_sample_logprobs:
@@ -267,20 +267,21 @@ def _most_likely(session: SamplingSession, request: Request, prompt: list[int], 
     return None if request.is_cancelled else session.sampler.engine().passes.top_logprobs(prompt, k)
 
 
-def _target_places(wanted: TargetIds, prompt: list[int]) -> tuple[Array, Array]:
+def _target_places(target_ids: TargetIds, prompt: list[int]) -> tuple[Array, Array]:
     """Return the position of the token before each id, ``(N,)``, and the ids, ``(N,)``. Raises Refused (400): a bad shape."""
-    num_rows, width = len(prompt) - 1, wanted.shape[1]
-    ids = np.asarray(wanted.data, dtype=np.int64)
-    if wanted.shape[0] != num_rows:
+    num_rows, width = len(prompt) - 1, target_ids.shape[1]
+    ids = np.asarray(target_ids.data, dtype=np.int64)
+    if target_ids.shape[0] != num_rows:
         raise Refused(
             400,
-            f"asample: target_prompt_logprobs: expected {num_rows} rows, one per token but the first, got {wanted.shape[0]}",
+            f"asample: target_prompt_logprobs: expected {num_rows} rows, one per token but the first, "
+            f"got {target_ids.shape[0]}",
         )
-    if wanted.sparse_crow_indices is None:
+    if target_ids.sparse_crow_indices is None:
         counts = np.full(num_rows, width) if len(ids) == num_rows * width else None
     else:
-        crows = np.asarray(wanted.sparse_crow_indices, dtype=np.int64)
-        columns = np.asarray(wanted.sparse_col_indices or [], dtype=np.int64)
+        crows = np.asarray(target_ids.sparse_crow_indices, dtype=np.int64)
+        columns = np.asarray(target_ids.sparse_col_indices or [], dtype=np.int64)
         counts = np.diff(crows)
         is_whole = len(crows) == num_rows + 1 and crows[0] == 0 and crows[-1] == len(ids) == len(columns)
         is_inside = not len(columns) or (columns.min() >= 0 and columns.max() < width)
@@ -288,16 +289,17 @@ def _target_places(wanted: TargetIds, prompt: list[int]) -> tuple[Array, Array]:
     if counts is None:
         raise Refused(
             400,
-            f"asample: target_prompt_logprobs: {len(ids)} ids do not fill the shape {list(wanted.shape)}; send one per cell",
+            f"asample: target_prompt_logprobs: {len(ids)} ids do not fill the shape {list(target_ids.shape)}; "
+            "send one per cell",
         )
     return np.repeat(np.arange(num_rows), counts), ids
 
 
-def _target_logprobs(session: SamplingSession, request: Request, prompt: list[int], wanted: TargetIds) -> Array | None:
+def _target_logprobs(session: SamplingSession, request: Request, prompt: list[int], target_ids: TargetIds) -> Array | None:
     """Compute the logprobs of the tokens that a request names, 0 for cells without a token; None if it is cancelled."""
     if request.is_cancelled:
         return None
-    rows, ids = _target_places(wanted, prompt)
+    rows, ids = _target_places(target_ids, prompt)
     logprobs = np.zeros(len(ids), dtype=np.float32)
     is_token = ids >= 0
     if is_token.any():
@@ -363,7 +365,7 @@ def prompt_of(service: Service, fields: SampleBody) -> list[int]:
     """Return the tokens of the prompt. Raises Refused: a field is invalid or unsupported, or the prompt has a bad length."""
     if any(chunk.type != "encoded_text" for chunk in fields.prompt.chunks):
         raise Refused(400, "asample: the prompt contains a chunk that is not text; send encoded_text chunks only")
-    for name in UNSUPPORTED:
+    for name in UNSUPPORTED_FIELDS:
         if getattr(fields, name):
             raise Refused(400, f"asample: this server does not support {name}; leave it out")
     vocabulary_size = service.host.vocabulary_size
@@ -382,8 +384,8 @@ def prompt_of(service: Service, fields: SampleBody) -> list[int]:
             f"asample: {len(prompt)} prompt tokens and max_tokens={limit} exceed the context of {context} tokens; shorten the "
             "prompt or lower max_tokens",
         )
-    if (wanted := fields.target_prompt_logprobs) is not None:
-        ids = _target_places(wanted, prompt)[1]
+    if (target_ids := fields.target_prompt_logprobs) is not None:
+        ids = _target_places(target_ids, prompt)[1]
         if len(ids) and not -1 <= ids.min() <= ids.max() < vocabulary_size:
             raise Refused(400, f"asample: target_prompt_logprobs: expected ids below {vocabulary_size}, or -1, got others")
     return prompt

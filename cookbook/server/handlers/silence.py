@@ -50,8 +50,8 @@ async def _unload(service: Service, session: Session) -> None:
         service.free(session)
         # Any other job of the worker runs after the current call of the session has ended.
         await asyncio.wrap_future(service.host.worker.submit(lambda: None))
-        for one in logs:
-            one.rotate()
+        for log in logs:
+            log.rotate()
     finally:
         service.moving.discard(session.session_id)
 

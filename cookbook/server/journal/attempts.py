@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 from collections import Counter
@@ -53,10 +54,10 @@ class Attempts:
 
     def _count_end(self, calls: list[list[str]]) -> None:
         """Count the end of a process in which ``calls``, each with the ids of its requests, had begun."""
-        counted = [call for call in calls if len(calls) == 1 or self.is_suspect("\n".join(call))]
-        for request_id in (one for call in counted for one in call):
-            self._counts[request_id] += 1
-        for request_id in (one for call in calls for one in call):
+        # Of several calls, only those that were open at an earlier end are suspects. All are chosen before any is counted.
+        suspects = [call for call in calls if len(calls) == 1 or self.is_suspect("\n".join(call))]
+        self._counts.update(itertools.chain.from_iterable(suspects))
+        for request_id in itertools.chain.from_iterable(calls):
             self._counts.setdefault(request_id, 0)
 
     def is_suspect(self, ids: str) -> bool:

@@ -133,11 +133,11 @@ def _has_lengths(data: bytes, start: int) -> bool:
 
 def _next_record(data: bytes, start: int) -> int | None:
     """Return the place of the first record with whole lengths at or after ``start``."""
-    found = start
-    while (found := data.find(_HEADER_START, found)) >= 0:
-        if found - _PREFIX.size >= start and _has_lengths(data, found - _PREFIX.size):
-            return found - _PREFIX.size
-        found += 1
+    position = start
+    while (position := data.find(_HEADER_START, position)) >= 0:
+        if position - _PREFIX.size >= start and _has_lengths(data, position - _PREFIX.size):
+            return position - _PREFIX.size
+        position += 1
     return None
 
 
@@ -404,15 +404,15 @@ def _replace_by_copy(file: LogFile) -> None:
     content = read(file.path)
     if len(data) != file.num_bytes or content.damage or content.torn_bytes:
         raise OSError(errno.EIO, "the disk has lost records of the log; restart the server")
-    aside = file.path.with_name(f".{file.path.name}.tmp")
+    temporary = file.path.with_name(f".{file.path.name}.tmp")
     try:
-        aside.write_bytes(data)
-        files.sync(aside)
-        aside.replace(file.path)
+        temporary.write_bytes(data)
+        files.sync(temporary)
+        temporary.replace(file.path)
         files.sync(file.path.parent)
     except OSError:
         with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         raise
 
 

@@ -24,11 +24,11 @@ from cookbook.types import JsonObject
 T = TypeVar("T")
 
 
-def _hold(held: contextlib.ExitStack, service: Service, num_bytes: int) -> None:
-    """Count bytes of the caller's bodies until ``held`` is closed. Raises Refused (429): the caller has too many."""
+def _count_bytes(resources: contextlib.ExitStack, service: Service, num_bytes: int) -> None:
+    """Count bytes of the caller's bodies until ``resources`` is closed. Raises Refused (429): the caller has too many."""
     sharer = service.tenants.sharer_of_caller()
     service.uploads.hold(sharer, num_bytes)
-    held.callback(service.uploads.release, sharer, num_bytes)
+    resources.callback(service.uploads.release, sharer, num_bytes)
 
 
 async def service_of(request: HttpRequest) -> Service:
@@ -65,14 +65,14 @@ def body_of(limit_bytes: int | None, check: Callable[[bytes], None]) -> Any:
 
         if encoding == "identity" and len(body) <= INLINE_BYTES:
             return decode()
-        with contextlib.ExitStack() as held:
-            _hold(held, service, len(body))
+        with contextlib.ExitStack() as resources:
+            _count_bytes(resources, service, len(body))
             # A compressed body of a few bytes may become large.
             decoded = await service.decoder.run(limit if encoding != "identity" else len(body), decode)
             if decoded is not body:
-                _hold(held, service, len(decoded))
+                _count_bytes(resources, service, len(decoded))
             # The handler parses the body, and keeps it until the response is complete.
-            request.scope.setdefault(CLOSED_AT_END, []).append(held.pop_all())
+            request.scope.setdefault(CLOSED_AT_END, []).append(resources.pop_all())
         return decoded
 
     return Depends(read)

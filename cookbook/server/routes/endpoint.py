@@ -27,7 +27,7 @@ from cookbook.server.wire.openai import ChatBody, CompletionBody, GenerateBody, 
 from cookbook.server.wire.openai_results import Answer, ChatParts, CompletionParts, Head
 from cookbook.types import JsonObject
 
-DONE = "data: [DONE]\n\n"
+END_OF_STREAM = "data: [DONE]\n\n"
 # Responses with more tokens are encoded on another thread, because the event loop answers other clients meanwhile.
 LARGE_TOKENS = 2000
 
@@ -129,7 +129,7 @@ def _caller(service: Service) -> Caller:
 
 
 async def _encoded(answers: Sequence[Answer], encode: Callable[[], JsonObject]) -> Response:
-    num_tokens = sum(len(answer.prompt) + sum(len(one.tokens) for one in answer.sequences) for answer in answers)
+    num_tokens = sum(len(answer.prompt) + sum(len(sequence.tokens) for sequence in answer.sequences) for answer in answers)
 
     def body() -> str:
         return json_pieces.dumps(encode())
@@ -193,10 +193,10 @@ async def _events(
         yield _event({"error": openai.error_object(message, endpoint.status_of(error))})
         return
     if fields.stream_options is not None and fields.stream_options.include_usage:
-        given = sum(map(len, prompts))
-        usage = {"prompt_tokens": given, "completion_tokens": sampled, "total_tokens": given + sampled}
+        num_prompt_tokens = sum(map(len, prompts))
+        usage = {"prompt_tokens": num_prompt_tokens, "completion_tokens": sampled, "total_tokens": num_prompt_tokens + sampled}
         yield _event(head.response([], usage))
-    yield DONE
+    yield END_OF_STREAM
 
 
 def _check_stream(fields: StreamedBody, name: str, value: object) -> None:

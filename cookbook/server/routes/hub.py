@@ -13,6 +13,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Response
 
 from cookbook.backends.remote.connection import HUB_PATH
+from cookbook.data.template import template_sources
 from cookbook.server.routes.common import CurrentService
 from cookbook.server.state.service import Service
 from cookbook.server.wire.encode import JSON
@@ -35,6 +36,8 @@ FILES = (
     "vocab.json",
     "vocab.txt",
 )
+# Folder of transformers for the chat templates of a tokenizer that has several.
+CHAT_TEMPLATES = "additional_chat_templates"
 # Fields of JSON files with the folder from which the model was once loaded.
 PATH_FIELDS = ("_name_or_path", "name_or_path", "tokenizer_file", "vocab_file")
 
@@ -58,9 +61,16 @@ async def file(service: CurrentService, is_served: Served, file: str) -> Respons
 
 
 @router.get("/api/models/{repo:path}/tree/{revision}/{folder:path}")
-async def tree(is_served: Served) -> Response:
-    """Report that the folder does not exist: transformers looks for a folder of chat templates."""
-    return _missing("EntryNotFound" if is_served else "RepoNotFound")
+async def tree(service: CurrentService, is_served: Served, folder: str) -> Response:
+    """List the folder of chat templates, for which transformers looks. No other folder exists."""
+    files = _templates(service) if is_served and folder == CHAT_TEMPLATES else {}
+    if not files:
+        return _missing("EntryNotFound" if is_served else "RepoNotFound")
+    entries = [
+        {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content, usedforsecurity=False).hexdigest()}
+        for name, content in files.items()
+    ]
+    return Response(json.dumps(entries), media_type=JSON)
 
 
 # The last decorator registers first.
@@ -70,7 +80,7 @@ async def model(service: CurrentService, is_served: Served, repo: str) -> Respon
     """List the files of the tokenizer."""
     if not is_served:
         return _missing("RepoNotFound")
-    files = [{"rfilename": name} for name in FILES if _content(service, name) is not None]
+    files = [{"rfilename": name} for name in (*FILES, *_templates(service)) if _content(service, name) is not None]
     return {"id": repo, "sha": _commit(service), "siblings": files}
 
 
@@ -81,13 +91,21 @@ def _missing(code: str) -> Response:
 def _commit(service: Service) -> str:
     """Return an id of the tokenizer, which is the name of a folder in the caches of clients."""
     digest = hashlib.sha256()
-    for name in FILES:
+    for name in (*FILES, *_templates(service)):
         digest.update(_content(service, name) or b"")
     return digest.hexdigest()[:40]
 
 
+def _templates(service: Service) -> dict[str, bytes]:
+    """Return the named chat templates of a tokenizer that has several, by their files."""
+    sources = template_sources(service.host.renderer.tokenizer)
+    return {f"{CHAT_TEMPLATES}/{name}.jinja": text.encode() for name, text in sources.items() if name != "default"}
+
+
 def _content(service: Service, file: str) -> bytes | None:
     """Return a file of the tokenizer without paths of this machine; None: the model has no such file."""
+    if file.startswith(f"{CHAT_TEMPLATES}/"):
+        return _templates(service).get(file)
     path: Path | None = service.host.tokenizer_file(file) if file in FILES else None
     if path is None:
         return None

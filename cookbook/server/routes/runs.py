@@ -141,8 +141,10 @@ async def weights_info(service: CurrentService, body: Body) -> JsonObject:
 
 def _run(service: Service, info: RunInfo) -> JsonObject:
     live = service.runs.get(info.run_id)
-    newest_records = {one.address.kind: one for one in service.catalog.of_run(info.run_id)}
-    newest = {one.address.kind: _checkpoint(service, one) for one in service.catalog.with_metadata(newest_records.values())}
+    newest_records = {record.address.kind: record for record in service.catalog.of_run(info.run_id)}
+    newest = {
+        record.address.kind: _checkpoint(service, record) for record in service.catalog.with_metadata(newest_records.values())
+    }
     is_damaged = service.catalog.is_damaged(info.run_id)
     if not is_damaged:
         try:
@@ -180,7 +182,7 @@ async def _described(service: Service, records: Iterable[CheckpointRecord]) -> l
     """Describe checkpoints, without those that were deleted meanwhile or whose record is damaged."""
     described = []
     for record in records:
-        described += [_checkpoint(service, one) for one in service.catalog.with_metadata([record])]
+        described += [_checkpoint(service, item) for item in service.catalog.with_metadata([record])]
         await asyncio.sleep(0)
     return described
 

@@ -294,7 +294,7 @@ class Catalog:
         records = list(self._checkpoints.get(run_id, {}).values())
         for expired in filter(self._has_expired, records):
             self.delete(expired.address)
-        return sorted((one for one in records if not self._has_expired(one)), key=lambda record: record.time)
+        return sorted((record for record in records if not self._has_expired(record)), key=lambda record: record.time)
 
     def delete_expired(self) -> None:
         """Delete the checkpoints that have expired."""
@@ -333,13 +333,13 @@ def not_found(address: Address) -> CheckpointError:
 
 def _addresses(run_id: str, records: Path) -> list[Address]:
     """Return the addresses of the checkpoints that have a record in a folder."""
-    found = []
+    addresses = []
     for kind in TYPES:
         for file in records.glob(f"{kind}.*.json"):
             # Another program may have added a file.
             with contextlib.suppress(CheckpointError):
-                found.append(Address(run_id, kind, file.stem.removeprefix(f"{kind}.")))
-    return found
+                addresses.append(Address(run_id, kind, file.stem.removeprefix(f"{kind}.")))
+    return addresses
 
 
 # Types of the fields of a run and of the record of a checkpoint.

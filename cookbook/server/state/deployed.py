@@ -101,7 +101,7 @@ class Turns:
                 await turn
             except asyncio.CancelledError:
                 if turn.cancelled():
-                    self._waiting = deque(one for one in self._waiting if one[1] is not turn)
+                    self._waiting = deque(item for item in self._waiting if item[1] is not turn)
                 else:
                     self._end_one()
                 raise
@@ -120,7 +120,7 @@ class Turns:
 
     def _begin_next(self) -> None:
         # The task of a cancelled turn may not have run yet.
-        self._waiting = deque(one for one in self._waiting if not one[1].cancelled())
+        self._waiting = deque(item for item in self._waiting if not item[1].cancelled())
         if not self._waiting:
             return
         self._version = self._waiting[0][0]
@@ -128,7 +128,7 @@ class Turns:
             if version is self._version:
                 self._num_active += 1
                 turn.set_result(None)
-        self._waiting = deque(one for one in self._waiting if one[0] is not self._version)
+        self._waiting = deque(item for item in self._waiting if item[0] is not self._version)
 
 
 class DeployedFuture(SampleFuture[SampleResponse]):

@@ -57,12 +57,12 @@ class Caller:
     @property
     def num_drawn(self) -> int:
         """Tokens of its unfinished completions, in memory."""
-        return sum(one.queue.num_drawn for one in self._classes.values())
+        return sum(waiting_class.queue.num_drawn for waiting_class in self._classes.values())
 
     def drop(self) -> None:
         """Stop all requests."""
-        for one in self._classes.values():
-            one.lane.drop()
+        for waiting_class in self._classes.values():
+            waiting_class.lane.drop()
 
 
 class Callers(dict[str, Caller]):

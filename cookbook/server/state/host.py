@@ -304,8 +304,8 @@ def _loadable(checkpoint: Path) -> Iterator[Path]:
     if manifest.read(checkpoint)["kind"] != "delta":
         yield checkpoint
         return
-    with tempfile.TemporaryDirectory() as aside:
-        yield Path(sampler_checkpoints.export(checkpoint, Path(aside) / checkpoint.name).path)
+    with tempfile.TemporaryDirectory() as temporary:
+        yield Path(sampler_checkpoints.export(checkpoint, Path(temporary) / checkpoint.name).path)
 
 
 def _is_public(name: str) -> bool:

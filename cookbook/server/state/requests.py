@@ -34,8 +34,8 @@ from cookbook.types import JsonObject
 # Copies of a sampling client in other processes share its session. Copy k numbers its requests from k * CLONE.
 CLONE = 1_000_000_000
 SAMPLE = "asample"
-FETCHED = "retrieve_future: the result of {!r} was fetched before and is no longer kept"
-EVICTED = "retrieve_future: the result of {!r} was evicted before it was fetched; raise server.max_results_mb"
+FETCHED_MESSAGE = "retrieve_future: the result of {!r} was fetched before and is no longer kept"
+EVICTED_MESSAGE = "retrieve_future: the result of {!r} was evicted before it was fetched; raise server.max_results_mb"
 
 
 @dataclass
@@ -322,10 +322,10 @@ class RequestStore:
     def _keep_result(self, request: Request, result: StoredResult) -> None:
         request.settled_at = time.monotonic()
         self.kept_bytes += len(result.body)
-        kept = self._kept[request.sharer]
-        kept.num_bytes += len(result.body)
+        results = self._kept[request.sharer]
+        results.num_bytes += len(result.body)
         self._add_pending(request, -request.num_bytes)
-        kept.unfetched[request.request_id] = None
+        results.unfetched[request.request_id] = None
         request.settled.set()
         if request.kind == SAMPLE:
             self.completions.add(request, result)
@@ -364,7 +364,7 @@ class RequestStore:
         request = self._requests.get(request_id)
         if request is None:
             if self.is_retired(request_id):
-                raise Refused(410, FETCHED.format(request_id))
+                raise Refused(410, FETCHED_MESSAGE.format(request_id))
             raise unknown_request(request_id)
         try:
             await asyncio.wait_for(request.settled.wait(), wait_s)
@@ -373,18 +373,18 @@ class RequestStore:
         if request_id not in self._requests:
             raise Refused(404, f"retrieve_future: the session of {request_id!r} has ended")
         if request.result is None:
-            raise Refused(410, (FETCHED if request.fetched else EVICTED).format(request_id))
+            raise Refused(410, (FETCHED_MESSAGE if request.fetched else EVICTED_MESSAGE).format(request_id))
         request.fetched = True
-        kept = self._kept[request.sharer]
-        kept.unfetched.pop(request_id, None)
-        kept.fetched[request_id] = None
-        kept.fetched.move_to_end(request_id)
+        results = self._kept[request.sharer]
+        results.unfetched.pop(request_id, None)
+        results.fetched[request_id] = None
+        results.fetched.move_to_end(request_id)
         return request.result
 
     def remove_samples(self, session_id: str) -> None:
         """Remove the unsettled sampling requests of a session. Their results are ignored."""
-        own = [one for one in self.unsettled() if one.kind == SAMPLE and one.scope.startswith(f"{session_id}:")]
-        self.remove([one.request_id for one in own])
+        own = [request for request in self.unsettled() if request.kind == SAMPLE and request.scope.startswith(f"{session_id}:")]
+        self.remove([request.request_id for request in own])
 
     def remove_session(self, session_id: str) -> None:
         """Remove all requests and feeds of a session that has ended."""
@@ -437,12 +437,12 @@ class RequestStore:
         return [request for request in self._requests.values() if not request.settled.is_set()]
 
     def _drop_result(self, request: Request) -> None:
-        kept = self._kept[request.sharer]
-        kept.fetched.pop(request.request_id, None)
-        kept.unfetched.pop(request.request_id, None)
+        results = self._kept[request.sharer]
+        results.fetched.pop(request.request_id, None)
+        results.unfetched.pop(request.request_id, None)
         if request.kind == SAMPLE:
             self.completions.drop(request)
         if request.result is not None:
             self.kept_bytes -= len(request.result.body)
-            kept.num_bytes -= len(request.result.body)
+            results.num_bytes -= len(request.result.body)
             request.result = None

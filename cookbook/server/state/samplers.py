@@ -174,12 +174,12 @@ class SamplerCache(OrderedDict[str, SamplingSession]):
         self.move_to_end(session.sampler_id)
         self._evicted.pop(session.sampler_id, None)
         while len(self) > MAX_SAMPLERS:
-            idle = [one for one in self.values() if one is not session and not one.num_pending]
+            idle = [candidate for candidate in self.values() if candidate is not session and not candidate.num_pending]
             if not idle:
                 break
             counts = Counter(map(self._sharer_of, self))
             # The least recently used of the key with the most sessions: max() returns the first of equal ones.
-            self._evict(max(idle, key=lambda one: counts[self._sharer_of(one.sampler_id)]))
+            self._evict(max(idle, key=lambda candidate: counts[self._sharer_of(candidate.sampler_id)]))
         self._free_weights(session)
 
     def forget_evicted(self, session_id: str) -> None:
@@ -194,10 +194,10 @@ class SamplerCache(OrderedDict[str, SamplingSession]):
         for session in self.values():
             users[id(session.sampler)] = [*users.pop(id(session.sampler), []), session]
         excess = self.num_bytes - self.max_bytes
-        held: Counter[str | None] = Counter()
+        bytes_by_sharer: Counter[str | None] = Counter()
         for sharing in users.values():
-            held[self._sharer_of(sharing[-1].sampler_id)] += sharing[-1].num_bytes
-        for sharing in sorted(users.values(), key=lambda one: -held[self._sharer_of(one[-1].sampler_id)]):
+            bytes_by_sharer[self._sharer_of(sharing[-1].sampler_id)] += sharing[-1].num_bytes
+        for sharing in sorted(users.values(), key=lambda sessions: -bytes_by_sharer[self._sharer_of(sessions[-1].sampler_id)]):
             if excess <= 0:
                 return
             num_bytes = sharing[-1].num_bytes

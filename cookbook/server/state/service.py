@@ -314,8 +314,8 @@ class Service:
     def without_paths(self, text: str) -> str:
         """Return a message for clients: the folders of the server are replaced by ``out`` and the name of the model."""
         out, model = self.catalog.folder, self.host.name
-        for folder, shown in ((str(out.resolve()), "out"), (str(out), "out"), (model, self.host.public)):
-            text = re.sub(rf"(?<![\w./-]){re.escape(folder)}(?![\w.-])", shown, text)
+        for folder, name in ((str(out.resolve()), "out"), (str(out), "out"), (model, self.host.public)):
+            text = re.sub(rf"(?<![\w./-]){re.escape(folder)}(?![\w.-])", name, text)
         return text
 
     def _observe_settled(self, request: Request) -> None:

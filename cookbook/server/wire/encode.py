@@ -18,7 +18,7 @@ from cookbook.types import Array, ForwardBackwardOutput, SampleResponse, TensorD
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
 # Metrics that clients sum over the chunks of a request. All others are averaged.
-COUNTS = frozenset({"tokens/trained"})
+COUNT_METRICS = frozenset({"tokens/trained"})
 # Values of the first prompt token, which has no predecessor and therefore no logprobs.
 NO_TOKEN, NO_LOGPROB = 0, -99999.0
 
@@ -84,7 +84,7 @@ def wire_name(metric: str) -> str:
     """
     if metric.count(":") == 1:
         return metric
-    return f"{metric.replace(':', '/')}:{'sum' if metric in COUNTS else 'mean'}"
+    return f"{metric.replace(':', '/')}:{'sum' if metric in COUNT_METRICS else 'mean'}"
 
 
 def _names_and_shapes(row: Mapping[str, TensorData]) -> list[tuple[str, tuple[int, ...]]]:
@@ -158,16 +158,16 @@ def sample_result(response: SampleResponse, extras: PromptExtras) -> StoredResul
     return _serialized(message)
 
 
-def _write_targets(tensor: pb.Tensor, wanted: TargetIds, logprobs: Array) -> None:
+def _write_targets(tensor: pb.Tensor, target_ids: TargetIds, logprobs: Array) -> None:
     """Write logprobs in the shape and layout of the ids that they belong to."""
     tensor.dtype = pb.DTYPE_FLOAT32
-    tensor.shape.extend(wanted.shape)
-    if wanted.sparse_crow_indices is None:
+    tensor.shape.extend(target_ids.shape)
+    if target_ids.sparse_crow_indices is None:
         tensor.dense = _float32(logprobs).tobytes()
         return
     tensor.sparse_csr.values = _float32(logprobs).tobytes()
-    tensor.sparse_csr.crow_indices = np.asarray(wanted.sparse_crow_indices, dtype="<i8").tobytes()
-    tensor.sparse_csr.col_indices = np.asarray(wanted.sparse_col_indices or [], dtype="<i8").tobytes()
+    tensor.sparse_csr.crow_indices = np.asarray(target_ids.sparse_crow_indices, dtype="<i8").tobytes()
+    tensor.sparse_csr.col_indices = np.asarray(target_ids.sparse_col_indices or [], dtype="<i8").tobytes()
 
 
 def _nan_where_missing(logprobs: Iterable[float | None], last_n: int | None) -> Array:

@@ -40,8 +40,8 @@ class TooDeepError(TooComplexError):
 def check_json(body: bytes) -> None:
     """Raise TooComplexError if a JSON body has too many values or too many levels. The body may be invalid JSON."""
     # Commas and quotes inside of texts count too, because telling them apart takes longer than the limit allows.
-    for name, found, limit in (("commas", body.count(b","), MAX_ELEMENTS), ("quotes", body.count(b'"'), 2 * MAX_TEXTS)):
-        if found > limit:
+    for name, count, limit in (("commas", body.count(b","), MAX_ELEMENTS), ("quotes", body.count(b'"'), 2 * MAX_TEXTS)):
+        if count > limit:
             raise TooComplexError(f"the body has more than {limit:,} {name}; send smaller requests")
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return

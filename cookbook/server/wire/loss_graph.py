@@ -211,8 +211,8 @@ def _repeated_elements(operation: str, args: list[object], kwargs: dict[str, obj
         # Numbers and slices select a part.
         return 0
     try:
-        whole, *others = [_on_meta(one) for one in args]
-        named = {key: _on_meta(one) for key, one in kwargs.items()}
+        whole, *others = [_on_meta(value) for value in args]
+        named = {key: _on_meta(value) for key, value in kwargs.items()}
         function = _item if operation == "getitem" else getattr(torch, operation)
         return sum(tensor.numel() for tensor in _tensors(function(whole, *others, **named)))
     except (RuntimeError, NotImplementedError):
@@ -223,7 +223,7 @@ def _repeated_elements(operation: str, args: list[object], kwargs: dict[str, obj
 def _has_index_list(index: object) -> bool:
     """Whether an index contains a tensor or a list of indices."""
     if isinstance(index, tuple | list):
-        return any(isinstance(one, Tensor | list) or _has_index_list(one) for one in index)
+        return any(isinstance(part, Tensor | list) or _has_index_list(part) for part in index)
     return False
 
 
@@ -232,7 +232,7 @@ def _on_meta(value: object) -> object:
     if isinstance(value, Tensor):
         return value.detach().to("meta")
     if isinstance(value, tuple | list):
-        return type(value)(_on_meta(one) for one in value)
+        return type(value)(_on_meta(item) for item in value)
     return value
 
 

@@ -128,26 +128,26 @@ def completions(renderer: Renderer, fields: CompletionBody, head: Head, answers:
     logprobs = LogprobFormat(renderer, fields.text_options)
     choices: list[JsonObject] = []
     for prompt, answer in zip(fields.prompts, answers, strict=True):
-        given = prompt if isinstance(prompt, str) else renderer.printed(prompt)
+        text = prompt if isinstance(prompt, str) else renderer.printed(prompt)
         for number in range(len(answer.sequences)):
-            choice = _completion(renderer, fields, logprobs, given, answer, number)
+            choice = _completion(renderer, fields, logprobs, text, answer, number)
             choices.append({"index": len(choices), **choice})
     return head.response(choices, usage(answers))
 
 
 def _completion(
-    renderer: Renderer, fields: CompletionBody, logprobs: LogprobFormat, given: str, answer: Answer, number: int
+    renderer: Renderer, fields: CompletionBody, logprobs: LogprobFormat, prompt_text: str, answer: Answer, number: int
 ) -> JsonObject:
     sequence, start = answer.sequences[number], len(answer.prompt)
     text = completed_text(renderer, sequence.tokens, fields.stop_strings, continues=True, **fields.text_options)
     tokens, values = sequence.tokens, list[float | None](sequence.logprobs)
     if fields.echo:
-        text = given + text
+        text = prompt_text + text
         tokens, values, start = answer.prompt + tokens, (answer.prompt_logprobs or []) + values, 0
-    shown = None
+    logprobs_of_choice = None
     if fields.logprobs is not None:
-        shown = logprobs.completion(tokens, values, answer.top(number, fields.logprobs, start=start))
-    return {"text": text, "finish_reason": sequence.stop_reason, "logprobs": shown}
+        logprobs_of_choice = logprobs.completion(tokens, values, answer.top(number, fields.logprobs, start=start))
+    return {"text": text, "finish_reason": sequence.stop_reason, "logprobs": logprobs_of_choice}
 
 
 # ---- streams ---------------------------------------------------------------------------------------------------------
@@ -166,11 +166,11 @@ class CompletionParts:
 
     def next(self, index: int, chunk: TokenChunk) -> JsonObject | None:
         """Return choice ``index`` with the newest tokens."""
-        shown = None
+        logprobs_of_chunk = None
         if self._logprobs is not None:
-            shown = self._logprobs.completion(chunk.tokens, chunk.logprobs, None, self._texts[index].num_sent)
+            logprobs_of_chunk = self._logprobs.completion(chunk.tokens, chunk.logprobs, None, self._texts[index].num_sent)
         text = self._texts[index].add(chunk.tokens, is_last=chunk.stop_reason is not None)
-        return {"index": index, "text": text, "logprobs": shown, "finish_reason": chunk.stop_reason}
+        return {"index": index, "text": text, "logprobs": logprobs_of_chunk, "finish_reason": chunk.stop_reason}
 
 
 class ChatParts:
@@ -201,7 +201,7 @@ class ChatParts:
         self._waiting[index] = [], []
         text = self._texts[index].add(tokens, is_last=reason is not None)
         delta: JsonObject = {"content": text}
-        shown = None if self._logprobs is None else self._logprobs.chat(tokens, logprobs, None)
+        logprobs_of_chunk = None if self._logprobs is None else self._logprobs.chat(tokens, logprobs, None)
         said = message(self._begun + text, self._tools, channels=self._channels is not None) if self._tools else {}
         if self._channels is not None and "tool_calls" not in said:
             delta = self._channels[index].add(text, is_last=reason is not None)
@@ -211,7 +211,7 @@ class ChatParts:
             content = (said["content"] or "").removeprefix(self._begun) or None
             thought = {name: said[name] for name in ("reasoning_content",) if name in said}
             delta, reason = {**thought, "content": content, "tool_calls": calls}, "tool_calls"
-        return _part(index, delta, shown, reason)
+        return _part(index, delta, logprobs_of_chunk, reason)
 
 
 class _ChannelParts:
@@ -258,7 +258,11 @@ class LogprobFormat:
         """Return the format of chat completions."""
         content = []
         for token, logprob, row in zip(tokens, logprobs, _rows(top, tokens), strict=True):
-            likely = [self._entry(one, value) for one, value in with_token(row, token, logprob).items()] if row else []
+            likely = (
+                [self._entry(likely_token, value) for likely_token, value in with_token(row, token, logprob).items()]
+                if row
+                else []
+            )
             content.append({**self._entry(token, logprob), "top_logprobs": likely})
         return {"content": content, "refusal": None}
 
@@ -280,8 +284,8 @@ class LogprobFormat:
     def _named(self, row: dict[int, float], token: int) -> dict[str, float]:
         """Return the values by name. Of tokens with the same name, the most likely one counts, or ``token`` itself."""
         named: dict[str, float] = {}
-        for one, value in row.items():
-            named.setdefault(self._name(one), value)
+        for likely_token, value in row.items():
+            named.setdefault(self._name(likely_token), value)
         return {**named, self._name(token): row[token]}
 
     def _entry(self, token: int, logprob: float) -> JsonObject:
@@ -345,7 +349,9 @@ def generated(head: JsonObject, answer: Answer, logprobs: int | None, prompt_log
 def _by_id(sequence: Sample, top: Sequence[TopRow] | None) -> JsonObject:
     content = []
     for token, logprob, row in zip(sequence.tokens, sequence.logprobs, _rows(top, sequence.tokens), strict=True):
-        likely = [_id_entry(one, value) for one, value in with_token(row, token, logprob).items()] if row else []
+        likely = (
+            [_id_entry(likely_token, value) for likely_token, value in with_token(row, token, logprob).items()] if row else []
+        )
         content.append({**_id_entry(token, logprob), "top_logprobs": likely})
     return {"content": content}
 
@@ -361,7 +367,7 @@ def _prompt_logprobs(answer: Answer, count: int) -> list[JsonObject | None]:
     return [
         None
         if logprob is None
-        else {str(one): {"logprob": value} for one, value in with_token(row or {}, token, logprob).items()}
+        else {str(likely_token): {"logprob": value} for likely_token, value in with_token(row or {}, token, logprob).items()}
         for token, logprob, row in zip(answer.prompt, answer.prompt_logprobs, rows, strict=True)
     ]
 

@@ -248,6 +248,7 @@ def test_gsm8k_supervised(renderer):
         assert trained(renderer, datum) == row.values["answer"] + "<|im_end|>"
 
 
+@pytest.mark.slow
 @needs_gsm8k
 def test_gsm8k_prompts_and_rewards(renderer):
     config = gsm8k()

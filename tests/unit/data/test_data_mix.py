@@ -22,7 +22,7 @@ from cookbook.data.formats import conversation_reader
 from cookbook.data.rows import Columns, DataSource, RejectedRows, Row
 from cookbook.errors import ConfigError, DataError
 
-DOCS = ROOT / "docs" / "data.md"
+DOCS = ROOT / "docs/guide/data.md"
 
 
 @pytest.fixture(autouse=True)
@@ -295,7 +295,11 @@ def test_every_source_has_a_format_and_columns_of_its_own(tmp_path):
     )
     found = load_rows(config)
     check_columns("conversations", found, config)
-    read = conversation_reader(found[0], config)
+    reader = conversation_reader(found[0], config)
+
+    def read(row):
+        return reader(row)[0]
+
     by_file = {Path(row.where).name: row for row in found}
     assert [one.content for one in read(by_file["chats.jsonl:1"]).messages] == ["2+2?", "4"]
     assert [one.content for one in read(by_file["alpaca.jsonl:1"]).messages] == ["Be brief.", "Add.\n\n2, 2", "4"]

@@ -358,3 +358,151 @@ def test_an_episode_whose_template_drops_the_reasoning_goes_into_branches():
     conversation.observe("3+3?")
     assert len(conversation.branches) == 2
     assert conversation.tokens == sampled(render, ASK, THOUGHT, MORE)
+
+
+# ---- kinds of templates that are not in the zoo ----------------------------------------------------------------------------
+
+
+def spaced_renderer(template: str) -> Renderer:
+    """With GPT-2's division into words, which divides white space by the character that follows it."""
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: index for index, letter in enumerate([*letters, "ĊĊ", "ĠF"])}
+    made = Tokenizer(models.BPE(vocabulary, [("Ċ", "Ċ"), ("Ġ", "F")]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    made.decoder = decoders.ByteLevel()
+    tags = ["<|im_start|>", "<|im_end|>", "<|close|>", "<|sep|>", "<|call|>"]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>", additional_special_tokens=tags)
+    tokenizer.chat_template = template
+    return Renderer(tokenizer)
+
+
+def test_white_space_at_the_end_of_a_prompt_has_the_tokens_that_are_sampled():
+    """Two line ends are one token at the end of a prompt, and two in front of a word."""
+    render = spaced_renderer(
+        HEAD.replace("\n", "\n\n") + "{{ m.content }}" + TAIL.replace("assistant\n", "assistant\n\n{% endif %}")
+    )
+    assert len(render.encode("\n\n")) == 1 and len(render.encode("\n\nFour")) == 6
+    for answer in ("Four", "4", "\tFour", "Four"):
+        [one] = render.sequences([chat(ASK, {**FOUR, "content": answer})])[0]
+        prompt = sampled(render, ASK)
+        assert one.tokens[: len(prompt)] == prompt and one.weights[len(prompt)] == 1
+    found = render.sequences([chat(ASK, FOUR, MORE, SIX)])[0]
+    for one, context in zip(found, ([ASK], [ASK, FOUR, MORE]), strict=True):
+        assert one.tokens[: len(sampled(render, *context))] == sampled(render, *context)
+
+
+def test_a_block_behind_a_space_begins_where_sampling_begins():
+    """LLaVA: the prompt ends with "ASSISTANT:", and the block begins after a space, which is a part of the first word."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }} {% else %}ASSISTANT: "
+        "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+    )
+    render = spaced_renderer(template)
+    [one] = render.sequences([chat(ASK, {**FOUR, "content": "Four"})])[0]
+    prompt = sampled(render, ASK)
+    assert one.tokens == [*prompt, *render.encode(" Four"), render.tokenizer.eos_token_id]
+    assert one.weights.tolist() == [0] * len(prompt) + [1] * 5
+    # Other text in front of a block stays untrained, as the template says.
+    render = spaced_renderer(template.replace("ASSISTANT: {%", "ASSISTANT: -{%"))
+    [one] = render.sequences([chat(ASK, {**FOUR, "content": "Four"})])[0]
+    assert one.weights.sum() == 5 and one.weights[len(prompt)] == 0
+
+
+def test_a_token_that_closes_parts_of_an_answer_does_not_end_it():
+    """Kimi-K3: <|close|> ends the reasoning, the response and the message, and another token ends the turn."""
+    head = "{% for m in messages %}<|im_start|>{{ m.role }}<|sep|>"
+    parts = "{% if m.role == 'assistant' %}<|close|>think<|sep|>{% endif %}{{ m.content }}<|close|>text<|sep|><|im_end|>"
+    render = spaced_renderer(head + parts + "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant<|sep|>{% endif %}")
+    for eos in ("<|im_end|>", "<|call|>"):
+        render.tokenizer.eos_token = eos
+        made = Renderer(render.tokenizer)
+        assert set(made.stop_token_ids) == set(made.tokenizer.convert_tokens_to_ids(["<|im_end|>", eos]))
+        assert pieces(made, ASK, FOUR)[0][1] == "<|close|>think<|sep|>4<|close|>text<|sep|><|im_end|>"
+
+
+def test_a_call_behind_a_stop_token_is_trained():
+    """GigaChat 3 closes the empty text of an answer with a call, and prints the call as a turn of its own."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+        "{% for call in m.tool_calls or [] %}<|im_start|>call\n{{ call.function.name }}<|im_end|>\n{% endfor %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    render = renderer(template)
+    call = {"role": "assistant", "tool_calls": [TOOL_CALL]}
+    [one] = render.sequences([chat(ASK, call, {"role": "tool", "content": "4"}, FOUR)])[0]
+    trained = render.tokenizer.decode([t for t, w in zip(one.tokens, one.weights, strict=True) if w])
+    assert trained == "<|im_end|>\n<|im_start|>call\nadd<|im_end|>4<|im_end|>"
+    assert any("'<|im_end|>' inside of answers that call tools" in note for note in render.notes)
+
+
+def test_an_answer_that_the_template_closes_twice_ends_once():
+    """Apriel 1.5 prints the end of an answer twice in a row; and some templates always print the header to sample."""
+    for behind in ("<|im_end|>\n", "\n<|im_end|>", "<|im_start|>assistant\n"):
+        template = HEAD + "{{ m.content }}<|im_end|>\n{% if m.role == 'assistant' %}" + behind + "{% endif %}{% endfor %}"
+        render = renderer(template + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+        for messages in ((ASK, FOUR), (ASK, FOUR, MORE, SIX)):
+            for one in render.sequences([chat(*messages)])[0]:
+                trained = render.tokenizer.decode([t for t, w in zip(one.tokens, one.weights, strict=True) if w])
+                assert trained in ("4<|im_end|>", "6<|im_end|>", "4<|im_end|>6<|im_end|>")
+
+
+def test_answers_without_an_end_have_a_sequence_each():
+    """Falcon and Vicuna-like templates: no token closes an answer, so only the end of a sequence teaches to stop."""
+    template = (
+        "{% for m in messages %}{{ 'User: ' if m.role == 'user' else 'Bot: ' }}{{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}Bot:{% endif %}"
+    )
+    render = renderer(template)
+    assert pieces(render, ASK, FOUR, MORE, SIX) == [
+        ("User: 2+2?\nBot:", " 4\n<|im_end|>"),
+        ("User: 2+2?\nBot: 4\nUser: 3+3?\nBot:", " 6\n<|im_end|>"),
+    ]
+    assert any("does not close answers with a special token" in note for note in render.notes)
+
+
+# DeepSeek V3.2: the prompt has an empty block, and a conversation only the last tag of it.
+CLOSES = (
+    HEAD
+    + "{% if m.role == 'assistant' %}{{ '</think>' if PART else '<think></think>' }}{% endif %}{{ m.content }}"
+    + TAIL
+    + "{% if thinking %}<think>{% else %}<think></think>{% endif %}{% endif %}"
+)
+# DeepSeek V3.1 drops the reasoning of answers.
+DROPS = CLOSES.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
+
+
+@pytest.mark.parametrize("template", [CLOSES.replace("PART", "true"), DROPS.replace("PART", "false")])
+def test_an_empty_block_of_reasoning_is_not_printed_twice(template):
+    start = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    render = renderer(template)
+    assert pieces(render, ASK, FOUR) == [(start + "<think></think>", "4<|im_end|>")]
+    # An answer with reasoning is sampled where the prompt leaves the reasoning open.
+    assert pieces(render, ASK, THOUGHT) == [(start, "<think>\nTwo.\n</think>\n\n4<|im_end|>")]
+    assert any("{enable_thinking: true}" in note for note in render.notes)
+
+
+def test_reasoning_continues_the_tag_of_the_prompt():
+    """Spark 2.5: the prompt opens the reasoning, and a conversation has only the last tag of an empty block."""
+    render = renderer(CLOSES.replace("PART", "true"), thinking=True)
+    before = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<think>"
+    assert pieces(render, ASK, FOUR) == [(before, "</think>4<|im_end|>")]
+    assert pieces(render, ASK, THOUGHT) == [(before, "\nTwo.\n</think>\n\n4<|im_end|>")]
+
+
+def test_an_empty_block_that_the_template_prints_before_reasoning_is_named():
+    """As in TRL's mask of Qwen3.8: the conversation has the prompt that is sampled, so the template decides."""
+    render = renderer(CLOSES.replace("PART", "false"), thinking=True)
+    assert pieces(render, ASK, THOUGHT)[0][1] == "</think><think>\nTwo.\n</think>\n\n4<|im_end|>"
+    assert any("give their reasoning in the field reasoning_content" in note for note in render.notes)
+    assert not any("reasoning_content" in note for note in (renderer(QWEN3), pieces(renderer(QWEN3), ASK, THOUGHT))[0].notes)
+
+
+def test_a_header_with_other_white_space_is_the_same_header():
+    template = (
+        "{% for m in messages %}{{ 'USER: ' if m.role == 'user' else '  BOT: ' }}{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}BOT:\n{% endif %}"
+    )
+    assert pieces(renderer(template), ASK, FOUR) == [("USER: 2+2?<|im_end|>BOT:\n", "4<|im_end|>")]

@@ -84,7 +84,7 @@ def test_no_cell_differs_and_every_row_that_a_template_can_print_is_trained(name
     assert not wrong, "\n" + "\n".join(wrong)
     page = zootools.page_table()
     other = [one for one in cells if one.result.partition(":")[0] != page[name, one.case, one.method]]
-    assert not other, f"docs/chat-templates.md has another result: {other}"
+    assert not other, f"docs/guide/chat-templates.md has another result: {other}"
     # Every template prints plain conversations of one turn and of several.
     assert sum(one.result == "same" for one in cells) >= 9
 

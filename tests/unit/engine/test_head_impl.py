@@ -305,8 +305,7 @@ def compare(count, vocabulary, tolerance, *, scale=1.0, softcap=None, chunk_size
 
 
 @with_compiler
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.slow
+@pytest.mark.parametrize("backend", rest_nightly(["aot_eager", "inductor"]))
 def test_torch_compile_compiles_once_for_all_lengths(make_engine, monkeypatch, backend):
     """The fast backend compiles the same graphs for the same lengths, forward and backward, but generates no C++."""
     from torch._dynamo.utils import counters

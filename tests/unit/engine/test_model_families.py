@@ -47,7 +47,7 @@ CORE_SOME = some(CORE, ("qwen3", "gemma2", "gpt2", "qwen3_5_text", "mamba"))
 
 
 def test_the_support_matrix_of_the_docs_is_that_of_the_families():
-    page = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/reference/support.md").read_text(encoding="utf-8")
     assert support_table() in page
 
 

@@ -200,6 +200,7 @@ def test_an_adapter_of_other_weights_than_the_servers_is_refused(tmp_path: Path)
     assert not quantized.num_weights(load(ModelConfig(saved, quantize="none"), CPU, 0, base).network)
 
 
+@pytest.mark.slow
 def test_memory_is_counted(tiny_folder: Path) -> None:
     plain, four, eight = (ModelConfig(str(tiny_folder), lora_rank=2, quantize=one) for one in (None, "nf4", "int8"))
     network = load(four, CPU, seed=0).network

@@ -202,7 +202,10 @@ def test_a_model_that_needs_one_dtype_keeps_sums_of_bfloat16(make_engine, monkey
 
 
 @pytest.mark.usefixtures("here", "forked_ranks")
-@pytest.mark.parametrize("words", rest_slow([["backend.autocast=bfloat16"], ["backend.autocast=bfloat16", "backend.ranks=2"]]))
+@pytest.mark.parametrize(
+    "words",
+    [["backend.autocast=bfloat16"], pytest.param(["backend.autocast=bfloat16", "backend.ranks=2"], marks=pytest.mark.nightly)],
+)
 def test_the_first_update_of_a_run_is_on_policy(words, caplog):
     Path("reward.py").write_text("def reward(completion, row):\n    return sum(map(ord, completion)) % 7 / 7\n")
     task = ["reward=python", "reward.target=reward.py:reward", "recipe.steps=2", "eval.every=null", "optim.lr=1e-4", "out=run"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from marks import rotating
 from runtools import SMALL, TWO_TURNS, bits, checkpoint, here, rows, stop_at, timeless, train, write  # noqa: F401 - a fixture
 
 from cookbook.backends.local import LocalTrainer
@@ -125,10 +126,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", ["turns", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("credit", "queue")), "queue-2"]
-)
+@pytest.mark.parametrize("case", rotating(CASES, 1))
 def test_the_thread_changes_no_bit_and_a_kill_neither(case, monkeypatch):
     prepare()
     words = [*CASES[case], "checkpoint.every=2", "checkpoint.keep=2"]

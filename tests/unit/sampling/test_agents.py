@@ -254,7 +254,7 @@ def test_a_run_repeats_and_resumes_bit_for_bit():
     assert all(abs(row["kl/sampler_trainer_k1"]) < 1e-6 for row in whole[1:])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_agents_that_play_the_next_batch_repeat_bit_for_bit():
     write("agent.py", CALLS + TWICE)
     for out in ("one", "two"):

@@ -15,7 +15,7 @@ from cookbook.errors import ConfigError
 from cookbook.sampling.environments import TextArena
 
 MOVE = re.compile(r"\[[^\[\]]*\]")
-DOCS = ROOT / "docs" / "environments.md"
+DOCS = ROOT / "docs/guide/environments.md"
 # As in the documentation.
 GAMES = re.findall(
     r"\w+",

@@ -1050,7 +1050,7 @@ def test_check_env_finds_what_does_not_repeat(capsys):
 
 @pytest.mark.slow
 def test_the_environment_of_the_documentation_runs(capsys):
-    text = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/guide/environments.md").read_text(encoding="utf-8")
     write("my_env.py", text.split("```python\n")[1].split("```")[0])
     assert run(["check", "env", "my_env.py:Sums"]) == 0
     assert "all from 0 to 1 as declared" in capsys.readouterr().out

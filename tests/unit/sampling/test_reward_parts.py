@@ -201,7 +201,7 @@ def test_fingerprints_of_sums_differ_by_weights_and_parts_and_not_by_workers():
 
 
 def test_the_functions_of_the_page_do_what_it_says():
-    page = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/guide/rewards.md").read_text(encoding="utf-8")
     mine: dict = {}
     for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         exec(block, mine)

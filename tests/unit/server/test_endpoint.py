@@ -471,7 +471,7 @@ def test_the_responses_interface_is_refused_by_its_name(post):
 
 
 def test_fields_that_change_nothing_are_accepted(post):
-    same = {name: values[0] for name, values in openai.NEUTRAL.items()} | dict.fromkeys(openai.LABELS, "x")
+    same = {name: values[0] for name, values in openai.NEUTRAL_VALUES.items()} | dict.fromkeys(openai.LABEL_FIELDS, "x")
     nulls = {"stop": None, "tools": None, "response_format": None, "seed": 5}
     assert post(CHATS, {**CHAT, **same, **nulls})[1]["choices"] == post(CHATS, CHAT)[1]["choices"]
 
@@ -607,10 +607,10 @@ def test_the_openai_client_chats_completes_streams_and_lists(client, post):
 def test_the_page_shows_what_runs(server, capsys):
     """The example with ``openai``, and the one with curl."""
     pytest.importorskip("openai", reason="the package openai is not installed: pip install openai")
-    page = (ROOT / "docs/endpoint.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/operate/endpoint.md").read_text(encoding="utf-8")
     page = page.replace("http://127.0.0.1:8000", server.url)
     [example] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    exec(compile(example, "docs/endpoint.md", "exec"), {})
+    exec(compile(example, "docs/operate/endpoint.md", "exec"), {})
     assert len(capsys.readouterr().out) > 10
     [command] = re.findall(r"^\$ (curl .*?)\n```", page, re.DOTALL | re.MULTILINE)
     words = shlex.split(command.replace("\\\n", " "))

@@ -539,7 +539,7 @@ REFUSED = {
 
 def rows_of_methods():
     """Works, refused and local methods of each class, as the page says."""
-    page = (ROOT / "docs" / "tinker-compatibility.md").read_text()
+    page = (ROOT / "docs/reference/tinker-compatibility.md").read_text()
     for kind in CLIENTS:
         row = next(line for line in page.splitlines() if line.startswith(f"| `{kind.__name__}` |"))
         yield kind, [re.findall(r"`(\w+)`", cell) for cell in row.split("|")[2:-1]]

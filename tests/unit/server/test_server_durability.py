@@ -257,6 +257,7 @@ def test_only_a_failed_gradient_call_fails_the_next_optimizer_step(start):
         assert client.result("optim_step", stepping(run, 16)) == failed
 
 
+@pytest.mark.slow
 def test_what_a_client_has_read_outlives_the_server(start):
     """The client reports which errors its caller has read; only an unread error fails the next steps."""
 

@@ -268,6 +268,7 @@ def test_a_request_after_the_closed_poll_postpones_the_pause_but_does_not_preven
     wait_until(lambda: presence.is_paused)
 
 
+@pytest.mark.slow
 def test_an_ordinary_client_that_polls_repeatedly_is_not_paused(server, endless, monkeypatch):
     """Polls end after their time, and one because a sampling client of the session ends while the other one waits."""
     monkeypatch.setattr(requests, "LONG_POLL_S", 0.05)
@@ -338,6 +339,7 @@ def test_a_queued_request_that_begins_is_no_sign_of_its_client(server, endless):
     assert presence.is_paused
 
 
+@pytest.mark.slow
 def test_a_client_without_pending_samples_is_not_paused_and_one_that_returns_gets_more_time(server, endless):
     client = Client(server.url)
     presence, small = presence_of(server, client.session), client.sample()
@@ -359,6 +361,7 @@ def test_a_client_without_pending_samples_is_not_paused_and_one_that_returns_get
     assert not presence.is_paused and presence.grace_s == 30.0
 
 
+@pytest.mark.slow
 def test_requests_of_a_batch_that_failed_alone_do_not_fail_again(server, endless):
     """One has a token that is not in the vocabulary; one is cancelled while the batch is paused."""
     client = Client(server.url)

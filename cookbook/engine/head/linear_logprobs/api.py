@@ -206,7 +206,7 @@ def _check(hidden: Tensor, layer: LinearLayer, targets: Tensor, temperature: Ten
 
 def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
     """Concatenate the scores of consecutive chunks; None if the scores were not computed."""
-    tensors = [one for one in parts if one is not None]
+    tensors = [part for part in parts if part is not None]
     return torch.cat(tensors) if tensors else None
 
 

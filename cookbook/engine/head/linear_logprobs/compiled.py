@@ -93,8 +93,8 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, temperature, normalizer = ctx.saved_tensors
         hidden_grad, weight_grad, bias_grad = (
-            torch.zeros_like(one, dtype=normalizer.dtype) if need else None
-            for one, need in zip((hidden, weight, bias), ctx.needs_input_grad[:3], strict=True)
+            torch.zeros_like(operand, dtype=normalizer.dtype) if need else None
+            for operand, need in zip((hidden, weight, bias), ctx.needs_input_grad[:3], strict=True)
         )
         longest = max((rows.stop - rows.start for rows in ctx.chunks), default=0)
         buffer = normalizer.new_empty(longest * len(weight))
@@ -112,7 +112,7 @@ class _Chunked(torch.autograd.Function):
             if bias_grad is not None:
                 bias_grad += exact.sum(0)
         results = zip((hidden_grad, weight_grad, bias_grad), (hidden, weight, bias), strict=True)
-        return (*(None if one is None else one.to(like.dtype) for one, like in results), *[None] * 5)
+        return (*(None if gradient is None else gradient.to(like.dtype) for gradient, like in results), *[None] * 5)
 
 
 @functools.cache
@@ -126,7 +126,7 @@ def _call(kernel: Callable[..., T], *arguments: Tensor | float | None) -> T:
 
     try:
         # Contiguous, because views and expanded tensors have other strides and would be compiled separately.
-        return kernel(*(one.detach().contiguous() if isinstance(one, Tensor) else one for one in arguments))
+        return kernel(*(argument.detach().contiguous() if isinstance(argument, Tensor) else argument for argument in arguments))
     except TorchDynamoException as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise FastPathError(f"torch.compile fails: {reason}") from error

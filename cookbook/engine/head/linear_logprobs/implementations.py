@@ -130,7 +130,9 @@ class Implementation:
         if result is None:
             return self.decline("it returned None")
         logprobs, entropy, hit = result if isinstance(result, tuple) and len(result) == 3 else (result, None, None)
-        graph = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (hidden, weight, bias))
+        graph = torch.is_grad_enabled() and any(
+            operand is not None and operand.requires_grad for operand in (hidden, weight, bias)
+        )
         work = torch.promote_types(weight.dtype, torch.float32)
         self._check("logprobs", logprobs, tuple(targets.shape), work, hidden.device)
         if graph and not logprobs.requires_grad:

@@ -86,10 +86,10 @@ def add_gradients(projection: Projection, tiling: Tiling, scores: ScanOutput, up
 
 def add_frozen_gradients(projection: Projection, scores: ScanOutput, upstream: Upstream, into: HeadGradients) -> None:
     """Write ``into.xs`` from the mixtures that the forward pass has kept, without a matrix product."""
-    assert scores.kept is not None
+    assert scores.cache is not None
     values = target_gradient(projection, scores, upstream)
     widths = [weight.shape[1] for _, weight in projection.pairs]
-    mixtures = torch.split(scores.kept, widths * (scores.kept.shape[1] // sum(widths)), 1)
+    mixtures = torch.split(scores.cache, widths * (scores.cache.shape[1] // sum(widths)), 1)
     total = upstream.logprobs.sum(1, keepdim=True)
     for pair, out in enumerate(into.xs):
         if out is None:
@@ -123,7 +123,7 @@ class _BlockGradient:
     def __init__(
         self, projection: Projection, tiling: Tiling, rows: slice, scores: ScanOutput, upstream: Upstream, into: HeadGradients
     ) -> None:
-        self.tiling, self.rows, self.into, self.kept = tiling, rows, into, scores.kept
+        self.tiling, self.rows, self.into, self.cache = tiling, rows, into, scores.cache
         upstream = upstream.select(rows)
         active = upstream.active()
         self.active = None if len(active) == rows.stop - rows.start else active
@@ -153,7 +153,7 @@ class _BlockGradient:
             self.coefficient = -total.sign()
             self.shift = (self.scores.normalizer - total.abs().log2())[:, None]
             self.factor = self.factor * total.abs()[:, None]
-            if self.kept is not None and not self.narrow:
+            if self.cache is not None and not self.narrow:
                 self.coefficient = self.coefficient * self.factor[:, 0]
             return
         self.coefficient = torch.ones_like(total)
@@ -191,14 +191,14 @@ class _BlockGradient:
     def _values(self, index: int, tile: slice, buffer: Tensor) -> Tensor:
         shape = (self.projection.num_rows, tile.stop - tile.start)
         out, second = buffer_view(buffer[0], shape), buffer_view(buffer[-1], shape)
-        if self.kept is None:
+        if self.cache is None:
             bits = self.block.bits(tile, out)
             if self.block.rounds_products:
                 self.block.recompute_likely(bits, tile, self.scores.normalizer + LIKELY_BITS)
             bits.sub_(self.shift)
             values = bits.exp2_() if self.plain else self._general(bits, torch.exp2(bits, out=second))
         else:
-            exponentials = self.tiling.view(self.kept, self.rows, tile)
+            exponentials = self.tiling.view(self.cache, self.rows, tile)
             if self.active is not None:
                 exponentials = exponentials[self.active]
             if self.plain:
@@ -253,7 +253,7 @@ class Operands(NamedTuple):
     def trained(self) -> bool:
         """Whether a parameter of the layer requires a gradient, not only the hidden states."""
         parameters = (self.weight, self.bias, self.low_weight)
-        return torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in parameters)
+        return torch.is_grad_enabled() and any(parameter is not None and parameter.requires_grad for parameter in parameters)
 
     def projection(self) -> Projection:
         low = () if self.low_hidden is None or self.low_weight is None else ((self.low_hidden, self.low_weight),)
@@ -290,17 +290,19 @@ def forward(
         targets.new_empty(0, dtype=torch.bool) if scores.hit is None else scores.hit,
         scores.normalizer,
         scores.factor,
-        work.new_empty(0) if scores.kept is None else scores.kept,
+        work.new_empty(0) if scores.cache is None else scores.cache,
     )
 
 
 @forward.register_fake
-def _(hidden: Tensor, weight: Tensor, targets: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    _, _, low_weight, _, _, _, mode, entropy, entropy_gradient, hit = rest
+def _(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *others: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    _, _, low_weight, _, _, _, mode, entropy, entropy_gradient, hit = others
     rows, dtype = targets.shape[0], torch.promote_types(weight.dtype, torch.float32)
     width = weight.shape[1] + (low_weight.shape[1] if isinstance(low_weight, Tensor) else 0)
     mixtures = 2 * width if entropy_gradient else width
-    kept = {CACHED: (rows * weight.shape[0],), FROZEN: (rows, mixtures)}.get(str(mode), (0,))
+    num_cached = {CACHED: (rows * weight.shape[0],), FROZEN: (rows, mixtures)}.get(str(mode), (0,))
     per_row = hidden.new_empty(rows, dtype=dtype)
     return (
         hidden.new_empty(targets.shape, dtype=dtype),
@@ -308,7 +310,7 @@ def _(hidden: Tensor, weight: Tensor, targets: Tensor, *rest: object) -> tuple[T
         hidden.new_empty(rows if hit else 0, dtype=torch.bool),
         per_row,
         torch.empty_like(per_row),
-        hidden.new_empty(kept, dtype=dtype),
+        hidden.new_empty(num_cached, dtype=dtype),
     )
 
 
@@ -327,7 +329,7 @@ def backward(
     entropy: Tensor,
     normalizer: Tensor,
     factor: Tensor,
-    kept: Tensor,
+    cache: Tensor,
     scale: float,
     softcap: float | None,
     mode: str,
@@ -337,14 +339,14 @@ def backward(
     operands = Operands(hidden, weight, targets, bias, low_hidden, low_weight, temperature, scale, softcap)
     projection = operands.projection()
     scores = ScanOutput(
-        logprobs, normalizer, factor, entropy if len(entropy) else None, kept=None if mode == RECOMPUTE else kept
+        logprobs, normalizer, factor, entropy if len(entropy) else None, cache=None if mode == RECOMPUTE else cache
     )
     upstream = Upstream(logprobs_grad, entropy_grad)
     parameters = [hidden, weight, bias, low_hidden, low_weight]
-    x, w, b, low_x, low_w = (one if need else None for one, need in zip(parameters, needs, strict=True))
+    x, w, b, low_x, low_w = (parameter if need else None for parameter, need in zip(parameters, needs, strict=True))
     work, pairs = projection.work_dtype, len(projection.pairs)
-    xs = [None if one is None else torch.zeros_like(one, dtype=work) for one in (x, low_x)]
-    weights = [None if one is None else torch.empty_like(one) for one in (w, low_w)]
+    xs = [None if operand is None else torch.zeros_like(operand, dtype=work) for operand in (x, low_x)]
+    weights = [None if operand is None else torch.empty_like(operand) for operand in (w, low_w)]
     into = HeadGradients(xs[:pairs], weights[:pairs], None if b is None else torch.zeros_like(b, dtype=work))
     if mode == FROZEN:
         add_frozen_gradients(projection, scores, upstream, into)
@@ -358,9 +360,9 @@ def backward(
 
 
 @backward.register_fake
-def _(logprobs_grad: Tensor, entropy_grad: Tensor | None, *rest: object) -> tuple[Tensor, ...]:
-    hidden, *_, needs = rest
-    likes = [rest[index] for index in TRAINABLE]
+def _(logprobs_grad: Tensor, entropy_grad: Tensor | None, *others: object) -> tuple[Tensor, ...]:
+    hidden, *_, needs = others
+    likes = [others[index] for index in TRAINABLE]
     return tuple(
         torch.empty_like(like) if need and isinstance(like, Tensor) else cast(Tensor, hidden).new_empty(0)
         for like, need in zip(likes, cast(list[bool], needs), strict=True)
@@ -369,10 +371,10 @@ def _(logprobs_grad: Tensor, entropy_grad: Tensor | None, *rest: object) -> tupl
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.scale, ctx.softcap, ctx.mode, _, _, _ = inputs
-    logprobs, entropy, hit, normalizer, factor, kept = output
+    logprobs, entropy, hit, normalizer, factor, cache = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(hit, normalizer, factor, kept)
-    ctx.save_for_backward(*tensors, logprobs, entropy, normalizer, factor, kept)
+    ctx.mark_non_differentiable(hit, normalizer, factor, cache)
+    ctx.save_for_backward(*tensors, logprobs, entropy, normalizer, factor, cache)
 
 
 def _backward(ctx: Any, logprobs_grad: Tensor | None, entropy_grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:

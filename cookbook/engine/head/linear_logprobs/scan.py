@@ -77,17 +77,17 @@ class Projection:
     def inner(self) -> Tensor:
         """Return the factor from the layer's output to bits, or with a soft cap to the argument of its tanh, ``(N,)``."""
         if self.softcap is not None:
-            return self._column(self.scale / self.softcap)
-        return self._over_temperature(self.scale * LOG2E)
+            return self._per_row(self.scale / self.softcap)
+        return self._per_row(self.scale * LOG2E, self.temperature)
 
     def outer(self) -> Tensor:
         """Return the factor from the soft cap's tanh to bits, ``(N,)``."""
         assert self.softcap is not None
-        return self._over_temperature(self.softcap * LOG2E)
+        return self._per_row(self.softcap * LOG2E, self.temperature)
 
     def logit_derivative(self) -> Tensor:
         """Return d logit / d output of the layer, without the derivative of the soft cap, ``(N,)``."""
-        return self._over_temperature(self.scale)
+        return self._per_row(self.scale, self.temperature)
 
     def softcap_derivative(self, bits: Tensor) -> Tensor | None:
         """Return the derivative of the soft cap, ``1 - tanh^2``, from ``bits`` ``(N, C)``; None without a soft cap."""
@@ -134,10 +134,10 @@ class Projection:
         step = max(1, device_limit(GATHERED_VALUES, self.device) // width)
         return (slice(start, min(start + step, self.num_rows)) for start in range(0, self.num_rows, step))
 
-    def _over_temperature(self, value: float) -> Tensor:
-        return self._column(value) if self.temperature is None else value / self.temperature
-
-    def _column(self, value: float) -> Tensor:
+    def _per_row(self, value: float, temperature: Tensor | None = None) -> Tensor:
+        """Return ``value`` for each row, ``(N,)``, divided by the row's temperature if there is one."""
+        if temperature is not None:
+            return value / temperature
         return torch.full(self.targets.shape[:1], value, dtype=self.work_dtype, device=self.device)
 
 
@@ -285,7 +285,7 @@ def add_product(a: Tensor, b: Tensor, out: Tensor, alpha: float | None = None) -
 
 
 # A logit, in bits, whose exp2 is 0. Finite, because the entropy multiplies the logit by its exp2, and -inf * 0 is NaN.
-EXCLUDED = -1e9
+EXCLUDED_BITS = -1e9
 # Largest sum of exponentials that is safe. float32 ends at 2^128, and the sums are multiplied by logits and weights.
 SAFE_SUM = 2.0**100
 SAMPLED_COLUMNS = 64
@@ -311,7 +311,7 @@ class ScanSpec:
 class ScanOutput:
     """Results per row: ``logprobs`` ``(N, K)`` and ``entropy`` in nats; ``normalizer``, the log-sum-exp, in bits.
 
-    ``factor`` times a kept exponential is a probability. ``kept``: the tiles, ``(N * V,)``, or the mixtures ``(N, D')``.
+    ``factor`` times a kept exponential is a probability. ``cache``: the tiles, ``(N * V,)``, or the mixtures ``(N, D')``.
     """
 
     logprobs: Tensor
@@ -319,7 +319,7 @@ class ScanOutput:
     factor: Tensor
     entropy: Tensor | None = None
     hit: Tensor | None = None
-    kept: Tensor | None = None
+    cache: Tensor | None = None
 
     def select(self, rows: Tensor | slice) -> ScanOutput:
         """Return the results of some rows, without kept values."""
@@ -338,29 +338,29 @@ class _Sums:
     entropy_mixtures: list[Tensor] = field(default_factory=list)
 
 
-def scan(projection: Projection, tiling: Tiling, spec: ScanSpec, kept: Tensor | None = None) -> ScanOutput:
-    """Return the log-probabilities of the targets and the results in ``spec``; ``kept``: a buffer for the tiles."""
+def scan(projection: Projection, tiling: Tiling, spec: ScanSpec, cache: Tensor | None = None) -> ScanOutput:
+    """Return the log-probabilities of the targets and the results in ``spec``; ``cache``: a buffer for the tiles."""
     target_bits = projection.target_bits()
     reference = torch.maximum(target_bits.amax(1), _sample_maximum(projection))
     reference = torch.where(reference.abs() < NEAR_ZERO, 0, reference)
-    if spec.keep and kept is None:
-        kept = _empty(projection, projection.num_rows * projection.vocabulary)
-    sums = _run_scan(projection, tiling, spec, target_bits, reference, kept)
+    if spec.keep and cache is None:
+        cache = _empty(projection, projection.num_rows * projection.vocabulary)
+    sums = _run_scan(projection, tiling, spec, target_bits, reference, cache)
     if bool((sums.total > SAFE_SUM).any()):
         reference = torch.maximum(target_bits.amax(1), _maximum(projection, tiling))
-        sums = _run_scan(projection, tiling, spec, target_bits, reference, kept)
+        sums = _run_scan(projection, tiling, spec, target_bits, reference, cache)
     scores = _scores(projection, spec, target_bits, reference, sums)
-    if kept is not None:
-        scores.kept = kept
+    if cache is not None:
+        scores.cache = cache
         if projection.one_target:
-            _write_at_targets(projection, tiling, kept, torch.expm1(scores.logprobs[:, 0]) / scores.factor)
+            _write_at_targets(projection, tiling, cache, torch.expm1(scores.logprobs[:, 0]) / scores.factor)
     if spec.mixture:
-        scores.kept = _mixtures(projection, spec, scores, sums, reference)
+        scores.cache = _mixtures(projection, spec, scores, sums, reference)
     return scores
 
 
 def _run_scan(
-    projection: Projection, tiling: Tiling, spec: ScanSpec, target_bits: Tensor, reference: Tensor, kept: Tensor | None
+    projection: Projection, tiling: Tiling, spec: ScanSpec, target_bits: Tensor, reference: Tensor, cache: Tensor | None
 ) -> _Sums:
     rows = projection.num_rows
     sums = _Sums(_zeros(projection, rows), _zeros(projection, rows) if spec.entropy else None)
@@ -375,7 +375,7 @@ def _run_scan(
         block = RowBlock(projection.select(rows_of_block), tiling)
         for index, tile in enumerate(tiling.tiles):
             shape = (block.projection.num_rows, tile.stop - tile.start)
-            out = buffer_view(buffer, shape) if kept is None else tiling.view(kept, rows_of_block, tile)
+            out = buffer_view(buffer, shape) if cache is None else tiling.view(cache, rows_of_block, tile)
             start = reference[rows_of_block] if subtracts else None
             _add_tile(block, index, tile, rows_of_block, target_bits[rows_of_block], start, out, second, sums)
     return sums
@@ -399,7 +399,7 @@ def _add_tile(
         block.recompute_likely(bits, tile, shares.log2_().add_(LIKELY_BITS if reference is None else reference + LIKELY_BITS))
     inside, columns, indices = block.targets_by_tile[index]
     if block.projection.one_target:
-        bits[inside, columns] = EXCLUDED
+        bits[inside, columns] = EXCLUDED_BITS
     else:
         # The exact target logits, even if the tile is rounded to bfloat16.
         bits[inside, columns] = target_bits.reshape(-1)[indices]
@@ -458,7 +458,7 @@ def _mixtures(projection: Projection, spec: ScanSpec, scores: ScanOutput, sums: 
     return torch.cat(columns, 1)
 
 
-def _write_at_targets(projection: Projection, tiling: Tiling, kept: Tensor, values: Tensor) -> None:
+def _write_at_targets(projection: Projection, tiling: Tiling, cache: Tensor, values: Tensor) -> None:
     """Write ``values``, (p - 1) / factor, at the targets of the kept tiles; elsewhere the tiles hold p / factor."""
     flat = projection.targets[:, 0]
     for rows in tiling.blocks:
@@ -467,7 +467,7 @@ def _write_at_targets(projection: Projection, tiling: Tiling, kept: Tensor, valu
         start = targets // tiling.tile_columns * tiling.tile_columns
         width = (projection.vocabulary - start).clamp(max=tiling.tile_columns)
         indices = rows.start * projection.vocabulary + len(inside) * start + inside * width + (targets - start)
-        kept[indices] = values[rows]
+        cache[indices] = values[rows]
 
 
 def _sample_maximum(projection: Projection) -> Tensor:

@@ -117,11 +117,12 @@ class _GradientInForward(torch.autograd.Function):
             add_gradients(projection, tiling, scores, Upstream(upstream), into)
             parts.append((scores.logprobs, scores.entropy, scores.hit))
         ctx.gradients = [
-            None if one is None or like is None else one.to(like.dtype) for one, like in zip(gradients, likes, strict=True)
+            None if gradient is None or like is None else gradient.to(like.dtype)
+            for gradient, like in zip(gradients, likes, strict=True)
         ]
         ctx.set_materialize_grads(False)
         outputs = [joined(column) for column in zip(*parts, strict=True)]
-        ctx.mark_non_differentiable(*[one for one in outputs if one is not None])
+        ctx.mark_non_differentiable(*[output for output in outputs if output is not None])
         return value, *outputs
 
     @staticmethod
@@ -135,9 +136,9 @@ class _GradientInForward(torch.autograd.Function):
                 "linear_logprobs_with_gradient: backward ran twice, but the gradients are kept for one; run forward again"
             )
         if float(upstream) != 1.0:
-            for one in gradients:
-                if one is not None:
-                    one.mul_(upstream)
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.mul_(upstream)
         return (*gradients, *[None] * 5)
 
 
