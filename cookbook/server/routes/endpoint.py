@@ -20,7 +20,7 @@ from cookbook.server.keys import caller_name
 from cookbook.server.routes.common import CurrentService, PromptBody, json_body, unless_disconnected
 from cookbook.server.state.endpoint import Caller
 from cookbook.server.state.service import Service
-from cookbook.server.wire import openai, openai_results
+from cookbook.server.wire import json_pieces, openai, openai_results
 from cookbook.server.wire.bodies import Refused
 from cookbook.server.wire.encode import JSON
 from cookbook.server.wire.openai import ChatBody, CompletionBody, GenerateBody, InvalidField, StreamedBody
@@ -132,7 +132,7 @@ async def _encoded(answers: Sequence[Answer], encode: Callable[[], JsonObject]) 
     num_tokens = sum(len(answer.prompt) + sum(len(sequence.tokens) for sequence in answer.sequences) for answer in answers)
 
     def body() -> str:
-        return json.dumps(encode())
+        return json_pieces.dumps(encode())
 
     return Response(await asyncio.to_thread(body) if num_tokens > LARGE_TOKENS else body(), media_type=JSON)
 

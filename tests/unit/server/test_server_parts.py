@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import time
@@ -33,7 +34,7 @@ from cookbook.server.state.requests import SAMPLE, Request, RequestState, Reques
 from cookbook.server.state.run import RequestOrder
 from cookbook.server.state.samplers import SamplerCache, SamplingSession
 from cookbook.server.state.service import Service
-from cookbook.server.wire import decode
+from cookbook.server.wire import decode, json_pieces
 from cookbook.server.wire import messages_pb2 as pb
 from cookbook.server.wire.bodies import Refused
 from cookbook.server.wire.encode import StoredResult, forward_backward_result, wire_name
@@ -572,3 +573,19 @@ def test_a_key_opens_and_nothing_else_does(path, headers, status):
             return (await client.get(path, headers=headers)).status_code
 
     assert asyncio.run(ask()) == status
+
+
+ROW = {f"token {number}": -number / 3 for number in range(20)}
+TOPS = {
+    "choices": [{"text": "é\n", "logprobs": {"tokens": ["a"] * 600, "top_logprobs": [None, *[ROW] * 599]}}] * 3,
+    "usage": {},
+}
+ENTRY = {"token": "x", "bytes": [1, 2], "top_logprobs": [{"token": "y", "logprob": -1.5}] * 20}
+CHAT = {"choices": [{"logprobs": {"content": [ENTRY] * 300}}], "n": 1.5}
+
+
+@pytest.mark.parametrize("value", [TOPS, CHAT, [], {}, [[1], [[2], {}]], {1: [True, None, "a"]}, "text"])
+def test_json_in_pieces_is_that_of_one_piece(value):
+    """A piece holds Python's lock, so a response of a million logprobs stopped the server's event loop."""
+    assert json_pieces.dumps(value) == json.dumps(value)
+    assert max(map(len, json_pieces._pieces(value, json_pieces.LEVELS))) <= json_pieces.PIECE_ITEMS * (len(json.dumps(ROW)) + 2)
