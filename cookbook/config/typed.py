@@ -247,12 +247,25 @@ def _checked(fits: bool, value: object, hint: object, where: str) -> object:
 
 
 def _unfit(value: object, hint: object, where: str) -> ConfigError:
-    remedy = "; write null for no value" if isinstance(value, str) and value.lower() in _NULLS else ""
-    return ConfigError(f"{where}: expected {describe(hint)}, got {_spelled(value)}{remedy}")
+    return ConfigError(f"{where}: expected {describe(hint)}, got {_spelled(value)}{_remedy(value, hint, where)}")
 
 
 # Spellings of YAML's null in other languages.
 _NULLS = ("none", "nil", "undefined")
+# A value of the kind, for a message that shows how one is written.
+_EXAMPLES = {int: "100", float: "1e-4"}
+
+
+def _remedy(value: object, hint: object, where: str) -> str:
+    """Return the end of the message: what to write in place of ``value``; empty if what is expected says it."""
+    if isinstance(value, str) and value.lower() in _NULLS:
+        return "; write null for no value"
+    if value is None:
+        return "; leave the key out for its default"
+    if isinstance(value, int | float) and _is_list(get_origin(hint) or hint):
+        return f"; write {where}=[{_spelled(value)}]"
+    example = _EXAMPLES.get(hint) if isinstance(hint, type) else None
+    return f"; write, for example, {where}={example}" if example else ""
 
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path", UNTYPED: "a value"}

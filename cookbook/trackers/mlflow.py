@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from cookbook.errors import ConfigError, first_line
+from cookbook.trackers import reach
 from cookbook.types import JsonObject
 from cookbook.utils import files, packages
 
@@ -22,8 +22,6 @@ STATES = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 # The server's limit of one request.
 PARAMETERS = 100
 LONGEST_NAME = 250
-# Seconds that a server may take to accept a connection.
-CONNECT_S = 3.0
 
 
 @dataclass
@@ -114,13 +112,11 @@ def _check_place(uri: str) -> None:
     """
     remedy = "see tracker.mlflow.uri and MLFLOW_TRACKING_URI"
     parts = urlsplit(uri)
-    if parts.scheme in ("http", "https") and parts.hostname:
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        try:
-            socket.create_connection((parts.hostname, port), timeout=CONNECT_S).close()
-        except OSError as error:
-            raise ConnectionError(f"{uri} does not answer: {error.strerror or error}; {remedy}") from None
-    elif parts.scheme in ("", "file", "sqlite"):
+    try:
+        reach.connect(uri)
+    except ConnectionError as error:
+        raise ConnectionError(f"{error}; {remedy}") from None
+    if parts.scheme in ("", "file", "sqlite"):
         path = Path(parts.path.removeprefix("/") if parts.scheme == "sqlite" else parts.path or uri)
         nearest = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
         if not os.access(nearest, os.W_OK):

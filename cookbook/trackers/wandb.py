@@ -10,14 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cookbook.errors import ConfigError, first_line
+from cookbook.trackers import reach
 from cookbook.types import JsonObject
 from cookbook.utils import files, packages
 from cookbook.utils.paths import SWEEP
 
 log = logging.getLogger("cookbook")
 
-# Seconds until an unreachable server or a missing login makes the run record offline.
-START_S = 20.0
+# Seconds until a server that accepts connections and does not answer makes the run record offline.
+START_S = 10.0
+CLOUD = "https://api.wandb.ai"
 COLUMNS = ("step", "split", "prompt", "completion", "reward", "row")
 
 
@@ -74,12 +76,20 @@ class WandbTracker:
                 settings=wandb.Settings(init_timeout=START_S, login_timeout=START_S),
             )
 
+        mode = self.mode or os.environ.get("WANDB_MODE") or "online"
         try:
+            if mode == "online":
+                reach.connect(os.environ.get("WANDB_BASE_URL") or CLOUD)
             self._run = started(self.mode)
+        except ConnectionError as error:
+            log.warning("tracker wandb: %s; the run is recorded offline", first_line(error))
+            self._run = started("offline")
         except (wandb.errors.UsageError, wandb.errors.AuthenticationError, wandb.errors.CommError) as error:
-            if "offline" in (self.mode, os.environ.get("WANDB_MODE")):
+            if mode == "offline":
                 raise
-            log.warning("tracker wandb: %s; the run is recorded offline; log in with `wandb login`", first_line(error))
+            is_login = isinstance(error, wandb.errors.UsageError | wandb.errors.AuthenticationError)
+            remedy = "; log in with `wandb login`" if is_login else ""
+            log.warning("tracker wandb: %s; the run is recorded offline%s", first_line(error).rstrip("."), remedy)
             self._run = started("offline")
         if known is None:
             files.write_text(id_file, f"{self._run.id}\n")

@@ -35,8 +35,6 @@ AUTOCASTS = {"bfloat16": torch.bfloat16}
 # Instructions that multiply bfloat16, as torch.cpu.get_capabilities names them, and how many times as fast as exact products
 # those at medium and those of bfloat16 are, on one thread: amx_bf16 on a Xeon, avx512_bf16 on two generations of EPYC.
 INSTRUCTIONS = {"amx_bf16": ("4", "7"), "avx512_bf16": ("1.2 to 2.2", "2 to 4.5")}
-# Standard deviation between the logprobs of sampler and trainer under autocast, with a model of 135M parameters.
-ROUNDING_NATS = 0.03
 # Least width of a model, and least tokens of a sampler's forward pass, for exact products by oneDNN. From 32 tokens and weights
 # of 256 x 256 on, a product takes 0.44 to 0.8 of the time of MKL's (EPYC of family 26); with few tokens it takes more. oneDNN
 # compiles a product for every new shape: GRPO takes 0.83 of the time at a width of 256, and 1.1 with the shipped model, at 128.
@@ -156,22 +154,16 @@ class Precision:
             yield
 
     def described(self, device: torch.device) -> str:
-        """Describe the precision, and the gain of the others on ``device`` by its instructions."""
+        """Describe the precision in a few words, with the gain of mixed precision where this CPU has one."""
         if device.type != "cpu":
-            return (
-                f"{self}; with highest, products of float32 are exact, with high they are TF32; "
-                "backend.autocast=bfloat16 multiplies in bfloat16"
-            )
+            return f"{self} (TF32)" if self.matmul == "high" else str(self)
         name = instructions()
+        if name is None and self.autocast is None and self.matmul == EXACT:
+            return EXACT
         if name is None:
             return f"{EXACT}: this CPU has no bfloat16 instructions, so matmul_precision and autocast change nothing here"
-        medium, half = INSTRUCTIONS[name]
-        only = f"; only with float32 weights and a width below {LEAST_HIDDEN}" if is_amd() else ""
-        note = "" if name == "amx_bf16" else f", also exactly{only}"
-        return (
-            f"{self}; faster on this CPU ({name}): backend.autocast=bfloat16, {half} times, rounds logprobs by about "
-            f"{ROUNDING_NATS:g} nats; backend.matmul_precision=medium, {medium} times{note}"
-        )
+        _, half = INSTRUCTIONS[name]
+        return f"{self}; backend.autocast=bfloat16 is {half} times as fast here" if self.autocast is None else str(self)
 
 
 DEFAULT = Precision()

@@ -257,6 +257,16 @@ def test_arguments_of_python_that_yaml_cannot_hold():
         cookbook.train(recipe="sft", optim={"lr": object()})
     with pytest.raises(ConfigError, match=r"unknown key 'optim.lrr'. Did you mean 'optim.lr'\?"):
         cookbook.train(recipe="sft", model=Path("m"), optim={"lrr": 1})
+    with pytest.raises(ConfigError, match=r"^train: overrides is a list of texts, got 3 in it"):
+        cookbook.train(recipe="sft", overrides=[3])
+    with pytest.raises(ConfigError, match=r"^model: expected a name, got nothing"):
+        cookbook.train(recipe="sft", model=None)
+
+
+def test_the_trace_of_a_mistake_in_python_ends_in_the_users_file():
+    with pytest.raises(ConfigError, match=r"^optim.lr: expected a number, got 'x'; write, for example, optim.lr=1e-4$") as info:
+        cookbook.train(recipe="sft", optim={"lr": "x"})
+    assert [Path(entry.path).name for entry in info.traceback] == ["test_own_file.py", "python_api.py"]
 
 
 def test_a_word_with_an_equals_sign_is_an_override_unless_it_is_a_file():

@@ -450,7 +450,17 @@ def test_a_run_is_resumed_at_its_precision_only(capsys):
 def test_check_config_describes_the_gain(capsys):
     assert run(["check", "config", "recipe=sft", "backend.matmul_precision=medium"]) == 0
     found = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("precision"))
-    assert MEDIUM.described(torch.device("cpu")) in " ".join(found.split()) or "medium; this CPU has" in found
+    assert MEDIUM.described(torch.device("cpu")) in " ".join(found.split())
+
+
+def test_the_precision_is_described_in_a_few_words(monkeypatch):
+    device = torch.device("cpu")
+    for name in (None, "amx_bf16", "avx512_bf16"):
+        monkeypatch.setattr("cookbook.engine.precision.choice.instructions", lambda name=name: name)
+        assert len(DEFAULT.described(device)) < 70
+        # What it would gain is said to those who have not chosen it.
+        assert ("autocast=bfloat16 is" in DEFAULT.described(device)) == (name is not None)
+        assert "as fast" not in MIXED.described(device)
 
 
 def test_products_of_float32_are_tf32_on_a_gpu_by_default(monkeypatch):
