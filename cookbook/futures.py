@@ -243,7 +243,7 @@ class Failures:
     def close_step(self, step: PendingStep) -> None:
         """Stop tracking ``step``, whose turn it is. Errors that are read from now on do not affect the step."""
         with self._lock:
-            self._steps = [one for one in self._steps if one is not step]
+            self._steps = [pending for pending in self._steps if pending is not step]
 
     def raise_unread(self) -> None:
         """Raise the first unread error if there is one, and mark all errors as read."""
@@ -282,12 +282,12 @@ class PendingStep:
             later: errors of calls that were made after the step and have already failed; the step does not report them.
         """
         self._failures.close_step(self)
-        self._reported = tuple(one for one in self.known if not any(one is other for other in later))
+        self._reported = tuple(error for error in self.known if not any(error is other for other in later))
         return self._reported[0] if self._reported else None
 
     def record(self, error: BaseException) -> None:
         """Record that the step has failed with ``error``. An error that the step only reports is recorded already."""
-        if not any(error is one for one in self._reported):
+        if not any(error is reported for reported in self._reported):
             self._failures.record(error)
 
     def mark_read(self, error: BaseException) -> None:

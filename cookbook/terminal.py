@@ -28,7 +28,7 @@ TICK_S = 0.25
 PLAIN_AFTER_S = 2.0
 # Age at which its plain line is repeated, and again at each doubling.
 LONG_S = 60.0
-NEVER = float("inf")
+NEVER_S = float("inf")
 
 
 @dataclass(eq=False)
@@ -68,14 +68,14 @@ _display: _Display | None = None
 @contextlib.contextmanager
 def doing(kind: str, **options: Any) -> Iterator[Activity]:
     """Show an :class:`Activity` while the block runs, if the command shows a status line."""
-    one = Activity(kind, **options)
-    _activities.append(one)
+    activity = Activity(kind, **options)
+    _activities.append(activity)
     if _display is not None:
         _display.wake()
     try:
-        yield one
+        yield activity
     finally:
-        _activities.remove(one)
+        _activities.remove(activity)
 
 
 def line() -> str:
@@ -100,7 +100,7 @@ def shown(*, outlives_reader: bool = False) -> Iterator[None]:
     _display = display = _Display(sys.stderr)
     try:
         if display.is_live or outlives_reader:
-            sys.stdout, sys.stderr = (one and _Stream(one, display, outlives_reader) for one in streams)
+            sys.stdout, sys.stderr = (stream and _Stream(stream, display, outlives_reader) for stream in streams)
         yield
     finally:
         display.end()
@@ -126,7 +126,7 @@ class _Display:
 
     def __init__(self, stream: TextIO | None) -> None:
         self.paused = False
-        terminals = all(one is not None and one.isatty() for one in (stream, sys.stdout))
+        terminals = all(output is not None and output.isatty() for output in (stream, sys.stdout))
         self.is_live = terminals and os.environ.get("TERM") != "dumb" and not in_notebook()
         self._stream = stream
         self._lock = threading.RLock()
@@ -187,13 +187,13 @@ class _Display:
         stack = list(_activities)
         if not stack or self._stream is None:
             return
-        one = stack[-1]
-        lasted = time.monotonic() - one.started
-        first = max(outer.plain_after_s for outer in stack) if one.kind not in self._said else LONG_S
-        if lasted < max(first, one.next_line_s):
+        activity = stack[-1]
+        lasted = time.monotonic() - activity.started
+        first = max(outer.plain_after_s for outer in stack) if activity.kind not in self._said else LONG_S
+        if lasted < max(first, activity.next_line_s):
             return
-        self._said.add(one.kind)
-        one.next_line_s = max(LONG_S, 2 * lasted)
+        self._said.add(activity.kind)
+        activity.next_line_s = max(LONG_S, 2 * lasted)
         print(line(), file=self._stream, flush=True)
 
 
@@ -215,8 +215,8 @@ class _Stream:
         return len(text)
 
     def writelines(self, lines: list[str]) -> None:
-        for one in lines:
-            self.write(one)
+        for line in lines:
+            self.write(line)
 
     def flush(self) -> None:
         with self._without_reader():
@@ -258,7 +258,7 @@ def write_nowhere(descriptor: int) -> None:
 # ---- progress of a run ---------------------------------------------------------------------------------------------
 
 # Metric, label and format of the values shown on one line, in this order.
-SHOWN = [
+SHOWN_METRICS = [
     ("loss", "loss", "{:.4f}"),
     ("reward/mean", "reward", "{:.3f}"),
     ("rewards/margin", "margin", "{:.3f}"),
@@ -310,7 +310,7 @@ class TimeLeft:
 
 
 class Console:
-    """Progress of one run: bar, step, the metrics of ``SHOWN``, time left. About twenty lines of a run go to its log."""
+    """Progress of one run: a bar, the step, the metrics ``SHOWN_METRICS`` and the time left. A log gets about 20 lines."""
 
     def __init__(self, total: int, first: int, eval_every: int | None = None) -> None:
         self.total = total
@@ -356,13 +356,13 @@ class Console:
 
 def duration(seconds: float) -> str:
     """Return ``1:05`` for 65 seconds, and ``1:01:05`` for an hour more."""
-    minutes, rest = divmod(int(seconds), 60)
+    minutes, seconds_left = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{seconds_left:02d}" if hours else f"{minutes}:{seconds_left:02d}"
 
 
 def _status(metrics: Mapping[str, float]) -> str:
-    return "  ".join(f"{label} {form.format(metrics[key])}" for key, label, form in SHOWN if key in metrics)
+    return "  ".join(f"{label} {form.format(metrics[key])}" for key, label, form in SHOWN_METRICS if key in metrics)
 
 
 def _worth_a_line(step: int, total: int, metrics: Mapping[str, float]) -> bool:

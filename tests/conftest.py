@@ -29,7 +29,7 @@ from cookbook.engine.model import ModelConfig, load
 _CACHE = tempfile.TemporaryDirectory(prefix="cookbook-cache-")
 os.environ["COOKBOOK_CACHE"] = _CACHE.name
 torch.set_num_threads(1)
-terminal.PLAIN_AFTER_S = terminal.NEVER  # on a busy machine any test might last long enough for a plain line
+terminal.PLAIN_AFTER_S = terminal.NEVER_S  # on a busy machine any test might last long enough for a plain line
 
 
 composing.reuse()

@@ -35,8 +35,8 @@ MUTANTS = (
     # :func:`unsynced` removes each sync; here are those that come too late.
     (
         "utils/files.py",
-        "        sync(aside)\n        aside.replace(path)\n",
-        "        aside.replace(path)\n        sync(path)\n",
+        "        sync(temporary)\n        temporary.replace(path)\n",
+        "        temporary.replace(path)\n        sync(path)\n",
         POWER,
     ),
     ("checkpoints/manifest.py", '[*folder.rglob("*"), folder]', "[folder]", POWER),
@@ -64,7 +64,7 @@ MUTANTS = (
     ),
     # Learning rates, seeds and versions of the right step.
     ("run/run.py", "self.schedule.factor(step.index + 1, step.total)", "self.schedule.factor(step.index, step.total)", WIRING),
-    ("sampling/rollouts.py", "one.seed * 1_000_003 + index", "one.seed * 1_000_003", WIRING),
+    ("sampling/rollouts.py", "evaluator.seed * 1_000_003 + index", "evaluator.seed * 1_000_003", WIRING),
     ("sampling/rollouts.py", "seed=seed + index", "seed=seed", WIRING),
     ("engine/engine.py", ENGINE_SEED, ENGINE_SEED.replace(" + self.step * 10_007", ""), WIRING),
     ("engine/engine.py", ENGINE_SEED, ENGINE_SEED.replace(" + self.seeds", ""), WIRING),
@@ -101,11 +101,11 @@ MUTANTS = (
     ),
     ("run/run.py", "row.update(self._evaluate(evaluate, number))", "row.update(self._evaluate(evaluate, step.index))", WIRING),
     ("run/run.py", "number % self.eval.every == 0", "number % self.eval.every == 1", "tests/system/test_runs.py"),
-    ("sampling/evaluation.py", "(self.seed, EVALUATION, index)", "(self.seed, EVALUATION, 0)", WIRING),
+    ("sampling/evaluation.py", "(self.seed, EVALUATION_SEED, index)", "(self.seed, EVALUATION_SEED, 0)", WIRING),
     (
         "sampling/evaluation.py",
-        "score.value >= CORRECT for score in greedy.values()",
-        "score.value > CORRECT for score in greedy.values()",
+        "score.value >= CORRECT_REWARD for score in greedy.values()",
+        "score.value > CORRECT_REWARD for score in greedy.values()",
         WIRING,
     ),
     ("sampling/trajectory.py", "weights[start:end] = 1.0\n", "weights[:] = 1.0\n", WIRING),
@@ -114,8 +114,8 @@ MUTANTS = (
     ("sampling/rollouts.py", "float(lengths.max())", "float(lengths.min())", WIRING),
     (
         "sampling/rollouts.py",
-        "scores = pending()\n",
-        "scores = pending()[::-1]\n",
+        "scores = pending[index]()\n",
+        "scores = pending[index]()[::-1]\n",
         WIRING,
     ),
     ("run/run.py", "self.recorder.write_sample(step.index + 1, row)", "self.recorder.write_sample(step.index, row)", WIRING),
@@ -252,16 +252,16 @@ MUTANTS = (
     ("sampling/environments/runner.py", 'row.where.rpartition("/")[2].encode()', "row.where.encode()", ENVIRONMENTS),
     (
         "sampling/environments/runner.py",
-        "not one.has_failed and one.turns",
-        "not one.has_failed",
+        "not trajectory.has_failed and trajectory.turns",
+        "not trajectory.has_failed",
         ENVIRONMENTS,
     ),
     ("sampling/episodes.py", "config.max_turns + reply.opponent_moves", "config.max_turns", ENVIRONMENTS),
     ("sampling/rollouts.py", "skips_bad_rows or len(self.groups) == 1:", "skips_bad_rows:", "tests/unit/data/test_bad_rows.py"),
     (
         "sampling/environments/capture.py",
-        "len(further) < len(found[1])",
-        "len(further) > len(found[1])",
+        "len(further) < len(match[1])",
+        "len(further) > len(match[1])",
         "tests/unit/sampling/test_agents.py",
     ),
 )

@@ -12,7 +12,7 @@ from cookbook.utils import paths
 from cookbook.utils.suggest import did_you_mean
 
 # Number of runs that an error lists.
-NAMED = 5
+MAX_NAMED = 5
 _OF_STEP = re.compile(r"(?P<run>.+)@(?:(?:step-)?(?P<step>\d+)|best)")
 
 
@@ -67,7 +67,13 @@ def _refuse_unknown_run(folder: Path) -> None:
     runs = sorted(path.parent.name for path in folder.parent.glob(f"*/{paths.RUN_CONFIG}")) if folder.name else []
     if folder.parent == Path() or not (runs or folder.parent.name == "runs"):
         return
-    listed = f"choose a run of {folder.parent}: {', '.join(runs[-NAMED:])}" if runs else f"{folder.parent} holds no runs"
+    if runs:
+        listed = f"choose a run of {folder.parent}: {', '.join(runs[-MAX_NAMED:])}"
+    elif folder.parent.is_dir():
+        listed = f"{folder.parent} holds no runs yet; train one with out={folder}"
+    else:
+        missing = f"the folder {folder.parent} does not exist in {Path.cwd()}"
+        listed = f"{missing}; go to the folder of the run, or train one with out={folder}"
     raise CheckpointError(f"{folder}: no such run, checkpoint or model;{did_you_mean(folder.name, runs)} {listed}")
 
 

@@ -249,8 +249,8 @@ class JobSchedule:
         for job in dropped:
             _fail(job)
 
-    def run(self) -> None:
-        """Run the jobs, until the schedule is closed and no jobs are left."""
+    def run(self, at_end: Callable[[], None]) -> None:
+        """Run the jobs, until the schedule is closed and no jobs are left. Call ``at_end`` on the same thread."""
         while (queue := self._next()) is not None:
             if queue.is_closed:
                 self._drop(queue, len(queue.jobs))
@@ -266,6 +266,7 @@ class JobSchedule:
                 del queues
             # Drop the reference now: the queue holds the data of its jobs, and the next job may arrive much later.
             del queue
+        at_end()
 
     def _next(self) -> JobQueue | None:
         with self._changed:
@@ -328,8 +329,8 @@ class JobSchedule:
                     queues.append(other)
                     size += job.work.size
             if len(queues) > 1:
-                for one in queues:
-                    one.jobs[0].has_begun = True
+                for sharing in queues:
+                    sharing.jobs[0].has_begun = True
             return queues
 
     def _run_together(self, queues: Sequence[JobQueue]) -> None:
@@ -337,7 +338,11 @@ class JobSchedule:
         jobs = [queue.jobs[0] for queue in queues]
         works = [job.work for job in jobs if job.work is not None]
         with self._changed:
-            paused = [one.jobs[0].purpose for one in self._ready if one not in queues and one.jobs[0].has_begun]
+            paused = [
+                candidate.jobs[0].purpose
+                for candidate in self._ready
+                if candidate not in queues and candidate.jobs[0].has_begun
+            ]
         self._announce((*(job.purpose for job in jobs), *paused))
         started = time.perf_counter()
         try:
@@ -530,7 +535,7 @@ class Worker(Lane):
         schedule = JobSchedule()
         # The thread refers only to the schedule. A reference to the worker would keep it from being garbage-collected.
         self._call_threads = calls = CallThreads(threads, schedule)
-        thread = threading.Thread(target=_run_jobs, args=(schedule, calls), name="cookbook-trainer", daemon=True)
+        thread = threading.Thread(target=schedule.run, args=(calls.close,), name="cookbook-trainer", daemon=True)
         super().__init__(schedule, thread, JobQueue(Account()))
         thread.start()
         weakref.finalize(self, schedule.close).atexit = False
@@ -567,11 +572,6 @@ class Worker(Lane):
     def drop_all(self) -> None:
         """Drop the jobs of all lanes, the current one at its next pause."""
         self._schedule.drop()
-
-
-def _run_jobs(schedule: JobSchedule, calls: CallThreads) -> None:
-    schedule.run()
-    calls.close()
 
 
 def _run_call(job: Callable[[], T], future: Future[T]) -> Steps:

@@ -11,7 +11,9 @@ import numpy as np
 from cookbook.losses.base import ALIASES
 from cookbook.types import Array, Datum, ModelInput, TensorData
 
-USUAL = frozenset({"weights", "advantages", "sampling_logprobs", "logprobs", "old_logprobs", "reference_logprobs", "labels"})
+USUAL_KEYS = frozenset(
+    {"weights", "advantages", "sampling_logprobs", "logprobs", "old_logprobs", "reference_logprobs", "labels"}
+)
 """Inputs of the recipes' datums besides ``target_tokens``, under all names. Functions that declare nothing get all of them."""
 
 _CANONICAL = {alias: key for key, alias in ALIASES.items()}
@@ -65,7 +67,7 @@ def unchecked(row: Datum, **inputs: Mapping[str, Any] | Any) -> Datum:
 
 
 def random_batch(
-    rng: np.random.Generator, keys: Collection[str] = USUAL, sequences: int = 4, binary_weights: bool = False
+    rng: np.random.Generator, keys: Collection[str] = USUAL_KEYS, sequences: int = 4, binary_weights: bool = False
 ) -> RandomBatch:
     """``sequences`` datums of 4 to 7 tokens: a prompt of one or two tokens of weight 0, then a response.
 

@@ -15,7 +15,7 @@ import torch
 import yaml  # type: ignore[import-untyped]
 from torch import Tensor
 
-from cookbook.check.batches import USUAL, RandomBatch, random_batch
+from cookbook.check.batches import USUAL_KEYS, RandomBatch, random_batch
 from cookbook.errors import CookbookError
 from cookbook.losses.base import ALIASES, Loss, Scope
 from cookbook.losses.function import FunctionLoss
@@ -27,7 +27,7 @@ BATCHES = 8
 # Relative tolerances: of a loss that computes in float64, and of one that does not.
 EXACT, ROUGH = 1e-10, 1e-5
 # Step of finite differences in nats, for a loss that computes in float64.
-FINE = 1e-6
+FINE_STEP = 1e-6
 
 LossFunction = Callable[[Sequence[Datum], list[Tensor]], tuple[Tensor, Mapping[str, float]]]
 
@@ -97,7 +97,7 @@ class UndeclaredLoss(FunctionLoss):
 
 def optional_keys(loss: Loss) -> frozenset[str]:
     """The keys that the loss reads from datums with these keys. A function cannot declare its optional keys."""
-    return USUAL if isinstance(loss, FunctionLoss) else loss.reads
+    return USUAL_KEYS if isinstance(loss, FunctionLoss) else loss.reads
 
 
 class Bench:
@@ -174,7 +174,7 @@ class Bench:
         votes = []
         for index, batch in enumerate(self.batches):
             way = self.direction(batch, index)
-            small, larger = (self.slope(batch, way, step) for step in (FINE, 10 * FINE))
+            small, larger = (self.slope(batch, way, step) for step in (FINE_STEP, 10 * FINE_STEP))
             votes.append(abs(small - larger) <= 1e-5 * max(1.0, abs(small), abs(larger)))
         return sum(votes) > len(votes) / 2
 

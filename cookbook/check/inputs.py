@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from cookbook.check.batches import USUAL, RandomBatch, RecordedDatum, random_batch, unchecked, without
+from cookbook.check.batches import USUAL_KEYS, RandomBatch, RecordedDatum, random_batch, unchecked, without
 from cookbook.check.bench import Bench, CheckResult, Outcome, failed, noted, passed
 
-JUNK = (-3.0, 40.0, -1e30)
+JUNK_VALUES = (-3.0, 40.0, -1e30)
 """Values to put at tokens of weight 0. The last makes ``0 * exp(...)`` NaN if a loss applies the weights too late."""
 
 
@@ -22,7 +22,7 @@ def masked_tokens_are_inert(bench: Bench) -> CheckResult:
             if np.asarray(row)[mask].any():
                 return failed("masked gradient", "tokens of weight 0 have a gradient")
         keys = ["", *_per_token(batch)]
-        for junk in JUNK:
+        for junk in JUNK_VALUES:
             if _same(bench, before, _with_junk(batch, keys, junk)):
                 continue
             guilty = [key or "logprobs" for key in keys if not _same(bench, before, _with_junk(batch, [key], junk))]
@@ -51,7 +51,7 @@ def _same(bench: Bench, before: Outcome, batch: RandomBatch) -> bool:
 def keys_read(bench: Bench) -> set[str]:
     """The keys whose values the loss reads, of those in the checks' batches and in the recipes' datums."""
     read: set[str] = set()
-    for keys in (*bench.kits, *(kit | USUAL for kit in bench.kits)):
+    for keys in (*bench.kits, *(kit | USUAL_KEYS for kit in bench.kits)):
         batch = random_batch(bench.rng(len(keys)), keys)
         bench.outcome(RandomBatch([RecordedDatum(datum, read) for datum in batch.data], batch.logprobs))
     return read

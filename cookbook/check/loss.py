@@ -12,14 +12,14 @@ from cookbook.check.bench import REFUSALS, Bench, CheckResult, LossFunction, Sta
 
 Check = Callable[[Bench], CheckResult]
 
-FIRST: dict[str, Check] = {
+FIRST_CHECKS: dict[str, Check] = {
     "scalar and finite": outputs.scalar_and_finite,
     "differentiable": outputs.differentiable,
     "repeatable": outputs.repeatable,
 }
 """Checks that the others depend on. If one of them fails, the others are skipped."""
 
-THEN: dict[str, Check] = {
+LATER_CHECKS: dict[str, Check] = {
     "gradient = slope": outputs.equals_slope,
     "every token trained": outputs.every_token_trained,
     "reduction": reduction.reduction,
@@ -53,12 +53,12 @@ def check_loss(loss: LossFunction, seed: int = 0) -> list[CheckResult]:
     results: list[CheckResult] = []
     # The first of FIRST that failed.
     hurdle = ""
-    for name, check in {**FIRST, **THEN}.items():
+    for name, check in {**FIRST_CHECKS, **LATER_CHECKS}.items():
         if hurdle:
             results.append(CheckResult(name, State.skipped, f"not examined: {hurdle!r} comes first"))
             continue
         results.append(_made(bench, name, check))
-        hurdle = name if results[-1].failed and name in FIRST else ""
+        hurdle = name if results[-1].failed and name in FIRST_CHECKS else ""
     return results
 
 

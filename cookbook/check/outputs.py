@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cookbook.check.batches import RandomBatch
-from cookbook.check.bench import FINE, Bench, CheckResult, along, failed, noted, passed
+from cookbook.check.bench import FINE_STEP, Bench, CheckResult, along, failed, noted, passed
 
 # Relative difference: a few hundred rounding errors of float32.
 SINGLE = 1e-4
@@ -94,7 +94,7 @@ def _not_a_metric(value: object) -> str:
 # Random directions for each batch.
 DIRECTIONS = 3
 # A position of the response that occurs this often must have a gradient at least once.
-OFTEN = 8
+MANY_DRAWS = 8
 
 
 def differentiable(bench: Bench) -> CheckResult:
@@ -131,7 +131,7 @@ class _Differences:
     words: str
 
 
-FINELY = _Differences(FINE, 1e-5, 1e-3, 0.0, "")
+FINELY = _Differences(FINE_STEP, 1e-5, 1e-3, 0.0, "")
 COARSELY = _Differences(2e-3, 2e-2, 0.1, 0.25, ", coarsely: the loss computes in float32")
 
 
@@ -205,7 +205,7 @@ def every_token_trained(bench: Bench) -> CheckResult:
             counts.update(range(int((~mask).sum())))
             trained.update(places.tolist())
             last = last[0] + int((~mask).sum() - 1 in places), last[1] + 1
-    silent = [place for place, count in sorted(counts.items()) if count >= OFTEN and not trained[place]]
+    silent = [place for place, count in sorted(counts.items()) if count >= MANY_DRAWS and not trained[place]]
     names = [f"token {place + 1}" if place else "the first token" for place in silent]
     if not last[0] and not silent:
         names.append("the last token")

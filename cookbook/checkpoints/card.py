@@ -16,7 +16,7 @@ from cookbook.types import JsonObject
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # Prefixes of metrics that depend on the machine; equal runs have equal cards.
-UNSHOWN = ("time/", "data/", "step", "eval/crc32")
+HIDDEN_METRICS = ("time/", "data/", "step", "eval/crc32")
 # Keys of the data that decide what the model learns; the paths of files are private.
 DATA = ("subset", "split", "format", "system", "limit", "max_length", "on_long", "train_on")
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values that vLLM's --max-lora-rank takes
@@ -134,7 +134,7 @@ def _adapter(folder: Path) -> JsonObject:
 
 def _metrics(row: JsonObject) -> Iterator[tuple[str, str]]:
     for name, value in row.items():
-        if isinstance(value, int | float) and not name.startswith(UNSHOWN):
+        if isinstance(value, int | float) and not name.startswith(HIDDEN_METRICS):
             yield name, f"{value:.6g}"
 
 

@@ -78,31 +78,43 @@ def between(before: Weights, after: Weights) -> Delta:
         CheckpointError: the versions differ in names, types or shapes of their tensors.
     """
     _must_match(before, after)
-    versions = [{name: (weights.infos[name], weights.tensors[name]) for name in after.tensors} for weights in (before, after)]
-    entries = in_parallel(lambda name: coded(name, versions[0][name], versions[1][name]), after.tensors)
-    names = sorted(entries)
-    return Delta(tuple(entries[name][0] for name in names), tuple(entries[name][1] for name in names))
+
+    def difference(name: str) -> tuple[TensorDelta, bytes]:
+        old = before.infos[name], before.tensors[name]
+        new = after.infos[name], after.tensors[name]
+        return coded(name, old, new)
+
+    differences = in_parallel(difference, after.tensors)
+    names = sorted(differences)
+    return Delta(tuple(differences[name][0] for name in names), tuple(differences[name][1] for name in names))
 
 
 def _must_match(before: Weights, after: Weights) -> None:
-    kinds = [{(name, info.dtype, info.shape) for name, info in weights.infos.items()} for weights in (before, after)]
-    if others := kinds[0] ^ kinds[1]:
-        name, dtype, shape = min(others)
+    old_kinds = {(name, info.dtype, info.shape) for name, info in before.infos.items()}
+    new_kinds = {(name, info.dtype, info.shape) for name, info in after.infos.items()}
+    if differences := old_kinds ^ new_kinds:
+        name, dtype, shape = min(differences)
         raise CheckpointError(f"delta: {name} ({dtype}, shape {list(shape)}) is in one version only; {_REMEDY}")
 
 
 def coded(name: str, before: tuple[TensorInfo, Tensor], after: tuple[TensorInfo, Tensor]) -> tuple[TensorDelta, bytes]:
     """Return the header and the coding of one tensor, from its two versions."""
-    was, became = before[0], after[0]
-    coding, changed, content = SAME, 0, b""
-    if was != became:
+    old_info, new_info = before[0], after[0]
+    coding, num_changed, content = SAME, 0, b""
+    if old_info != new_info:
         old, new = as_integers(before[1]), as_integers(after[1])
         places = np.flatnonzero(old != new)
         gaps = np.diff(places, prepend=-1) - 1
-        coding, changed, content = POSITIONS, len(places), _positions(gaps, new[places] - old[places], len(new))
-        if not _scattered(gaps, len(new)) and len(dense := _compressed(old ^ new)) < len(content):
-            coding, content = XOR, dense
-    entry = TensorDelta(name, became.dtype, became.shape, was.digest, became.digest, coding, changed, len(content))
+        coding, num_changed = POSITIONS, len(places)
+        content = _positions(gaps, new[places] - old[places], len(new))
+        # The other coding has a bit pattern for every element. It is tried unless it is known to be larger, to save its time.
+        if not _scattered(gaps, len(new)):
+            dense = _compressed(old ^ new)
+            if len(dense) < len(content):
+                coding, content = XOR, dense
+    entry = TensorDelta(
+        name, new_info.dtype, new_info.shape, old_info.digest, new_info.digest, coding, num_changed, len(content)
+    )
     return entry, content
 
 

@@ -109,12 +109,12 @@ def train(
     if cfg is not None:
         # A pipe or a file gets everything, because a program or a later run reads it.
         folded = cfg == "job" and package is None and not all_keys and sys.stdout.isatty()
-        shown = bridge.show(request, cfg, resolve=resolve, package=package)
+        text = bridge.show(request, cfg, resolve=resolve, package=package)
         if folded:
             from cookbook.cli.hydra import main_keys
 
-            shown = main_keys.folded(shown)
-        print(shown, end="")
+            text = main_keys.folded(text)
+        print(text, end="")
     elif info is not None:
         bridge.info(request, info)
     else:

@@ -23,16 +23,16 @@ def print_list(folder: Path | None, *, table: bool) -> None:
     if entries:
         rows = [
             (
-                one.path.name.partition("-")[0],
-                f"{one.facts['rows']:,}" if one.facts else "damaged",
-                _megabytes(one.num_bytes),
-                f"{max(0.0, time.time() - one.used_s) / DAY_S:.1f} days ago",
-                one.facts.get("first", ""),
+                entry.path.name.partition("-")[0],
+                f"{entry.facts['rows']:,}" if entry.facts else "damaged",
+                _megabytes(entry.num_bytes),
+                f"{max(0.0, time.time() - entry.used_s) / DAY_S:.1f} days ago",
+                entry.facts.get("first", ""),
             )
-            for one in entries
+            for entry in entries
         ]
         tables.show("cache", ("holds", "number", "size", "last used", "first row"), rows, table=table)
-    print(f"{root}: {_number(entries)}, {_megabytes(sum(one.num_bytes for one in entries))}")
+    print(f"{root}: {_number(entries)}, {_megabytes(sum(entry.num_bytes for entry in entries))}")
 
 
 def clear(folder: Path | None, unused_days: float) -> None:
@@ -46,7 +46,7 @@ def clear(folder: Path | None, unused_days: float) -> None:
         removed = cache.clear(root, unused_days * DAY_S)
     except OSError as error:
         raise ConfigError(f"cache: cannot clear {root}: {error}; change its permissions, or remove it yourself") from None
-    print(f"{root}: removed {_number(removed)}, {_megabytes(sum(one.num_bytes for one in removed))}")
+    print(f"{root}: removed {_number(removed)}, {_megabytes(sum(entry.num_bytes for entry in removed))}")
 
 
 def _root(folder: Path | None) -> Path:

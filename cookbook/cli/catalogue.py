@@ -32,9 +32,9 @@ LOSSES = Path(__file__).parent.parent / "losses"
 
 def print_list(kind: str, *, table: bool) -> None:
     """Print one kind, or ``all``: as tables on a terminal, as aligned text anywhere else."""
-    for one in USUAL if kind == "all" else (kind,):
-        head, rows = _rows(one)
-        tables.show(one, head, rows, table=table)
+    for group in USUAL if kind == "all" else (kind,):
+        head, rows = _rows(group)
+        tables.show(group, head, rows, table=table)
 
 
 def _rows(kind: str) -> tuple[Sequence[str], list[Sequence[str]]]:
@@ -163,7 +163,7 @@ def diff(kind: str, name: str, *, color: bool) -> str:
         kind = "loss"  # `cookbook diff my_loss` can mean nothing else
     conf = _conf(kind, name)
     if not conf.is_file():
-        forks = [path.stem for one in CODE for path in _conf(one, "").parent.glob("*.yaml")]
+        forks = [path.stem for folder in CODE for path in _conf(folder, "").parent.glob("*.yaml")]
         hint = did_you_mean(name, forks)
         raise ConfigError(f"diff: {paths.shown(conf)} not found; cookbook fork writes it.{hint}")
     forked = conf_files.FORKED.search(conf.read_text(encoding="utf-8"))
@@ -228,7 +228,7 @@ def _renamed(path: Path, cls: str, new: str) -> str:
     code = path.read_text(encoding="utf-8")
     classes = [node for node in ast.parse(code).body if isinstance(node, ast.ClassDef) and node.name == cls]
     lines = code.splitlines(keepends=True)
-    for node in (statement for one in classes for statement in one.body):
+    for node in (statement for definition in classes for statement in definition.body):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "name":
             lines[node.lineno - 1] = re.sub(r"=.*", f'= "{new}"', lines[node.lineno - 1])
     return "".join(lines)

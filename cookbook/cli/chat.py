@@ -54,7 +54,7 @@ class ChatModel:
         self.label = label
         self.name = name
         self._options = options
-        with terminal.doing(f"loading {name}", plain_after_s=terminal.NEVER):
+        with terminal.doing(f"loading {name}", plain_after_s=terminal.NEVER_S):
             self._trainer = LocalTrainer(ModelConfig(name, chat_template_kwargs=options.chat_template_kwargs), LocalConfig())
             self._sampler = self._trainer.live_sampler(0).result()
             self._renderer = Renderer(self._trainer.tokenizer, self._trainer.max_length)
@@ -153,10 +153,10 @@ class ChatSession:
 
     def command(self, line: str) -> Iterator[str]:
         """Obey a line that begins with ``/``, and yield lines to print."""
-        word, _, rest = line.partition(" ")
-        rest = rest.strip()
-        if word == "/checkpoint" and rest:
-            self.switch(rest)
+        word, _, argument = line.partition(" ")
+        argument = argument.strip()
+        if word == "/checkpoint" and argument:
+            self.switch(argument)
             yield f"now {self.models[0].label}"
         elif word == "/checkpoint":
             yield ", ".join(path.name for path in self.checkpoints())
@@ -165,7 +165,7 @@ class ChatSession:
             yield f"now {' and '.join(model.label for model in self.models)}"
         elif word == "/system":
             for model in self.models:
-                model.restart(rest or None)
+                model.restart(argument or None)
             yield "new conversation"
         elif word == "/help":
             yield from (f"{name:12} {text}" for name, text in COMMANDS.items())
@@ -197,7 +197,7 @@ def run(target: str, options: ChatOptions) -> None:
     Raises:
         CookbookError: the model cannot be loaded; without a terminal also: a line is invalid.
     """
-    is_terminal = all(one is not None and one.isatty() for one in (sys.stdin, sys.stdout))
+    is_terminal = all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
     with contextlib.closing(ChatSession(target, options)) as conversation:
         collect_garbage_from_here()
         if is_terminal:

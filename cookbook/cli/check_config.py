@@ -90,12 +90,12 @@ def plan(cfg: DictConfig, overrides: list[str]) -> list[tuple[str, str]]:
         ("teacher", _teacher(typed) if typed.has_teacher else ""),
         ("reference", NEEDS_REFERENCE if typed.loss.needs_reference and not typed.has_teacher else ""),
         ("optimizer", _optimizer(typed)),
-        ("precision", precision(typed.backend)),
+        ("precision", precision(typed.backend, typed.model.dtype)),
         ("steps", _steps(asdict(typed.recipe), rows)),
         ("evaluation", _evaluation(typed, held_out)),
         ("deployment", _deployment(typed)),
         ("checkpoints", _checkpoints(typed)),
-        ("trackers, hooks", ", ".join(type(one).__name__ for one in [*typed.trackers, *typed.hooks])),
+        ("trackers, hooks", ", ".join(type(part).__name__ for part in [*typed.trackers, *typed.hooks])),
         ("writes to", f"{folder}{resumed}"),
     ]
     return [(subject, sentence) for subject, sentence in lines if sentence]
@@ -143,8 +143,8 @@ def _environment(typed: Settings, counts: str) -> str:
     config = typed.env
     if config is None:
         return ""
-    asked = [one.name for one in fields(config) if one.default is MISSING and one.default_factory is MISSING]
-    name = ", ".join([type(config).__name__, *(f"{key}={getattr(config, key)}" for key in asked)])
+    required = [field.name for field in fields(config) if field.default is MISSING and field.default_factory is MISSING]
+    name = ", ".join([type(config).__name__, *(f"{key}={getattr(config, key)}" for key in required)])
     tools = [str(tool["function"]["name"]) for tool in config.contract.tools]
     answers = f"tools: {', '.join(tools)}" if tools else "answers text with text"
     rows = "plays the rows of the data" if typed.numbered is None else f"numbered rows (env.rows): {counts}"
@@ -185,9 +185,9 @@ def _deployment(typed: Settings) -> str:
     return SLOW_ON_GPU if has_gpu and typed.data_kind == "rollouts" else ""
 
 
-def precision(backend: Backend) -> str:
-    """Describe the precision of products, and the gain of others on this machine; empty if another machine computes."""
-    return backend.precision.described(backend.torch_device()) if isinstance(backend, PrecisionBackend) else ""
+def precision(backend: Backend, dtype: str) -> str:
+    """Describe the precision of products with weights of ``dtype`` on this machine; empty if another machine computes."""
+    return backend.precision.described(backend.torch_device(), dtype) if isinstance(backend, PrecisionBackend) else ""
 
 
 def _steps(recipe: JsonObject, rows: int | None) -> str:

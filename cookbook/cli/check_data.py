@@ -47,15 +47,15 @@ def run(cfg: DictConfig, num_shown: int, *, table: bool) -> None:
     limit = typed.data.max_length or renderer.max_length
     model = paths.shown(Path(typed.model.name))
     print(f"recipe={cfg.recipe.name} learns from {kind}; tokens of {model}, {limit or 'any number'} at most per sequence\n")
-    for split, one in surveys.items():
-        _print_counts(split, one, kind)
+    for split, split_survey in surveys.items():
+        _print_counts(split, split_survey, kind)
     sampled = f"sampled, up to {typed.rollout.max_tokens} tokens" if kind == "rollouts" else ""
     _show(surveys["training"], tokenizer, num_shown, sampled, color=table)
     if not surveys["training"].sequences:
         raise CookbookError(
             f"check data: no row is left to train on; the first: {_near(surveys['training'].refused[0].reason)}"
         )
-    fatal = [refusal for one in surveys.values() for refusal in one.refused if refusal.fatal]
+    fatal = [refusal for survey in surveys.values() for refusal in survey.refused if refusal.fatal]
     if fatal:
         raise CookbookError(
             f"check data: a run would stop at {counted(len(fatal), 'row')}; the first: {_near(fatal[0].reason)}"
@@ -87,8 +87,8 @@ def _print_counts(split: str, counts: Survey, kind: str) -> None:
         return
     unused = counts.num_rows - counts.num_used
     note = f"{counted(unused, 'row')} cannot be used" if unused else "all can be used"
-    total = sum(len(one.tokens) for one in counts.sequences)
-    share = sum(one.num_trained for one in counts.sequences) / max(total, 1)
+    total = sum(len(sequence.tokens) for sequence in counts.sequences)
+    share = sum(sequence.num_trained for sequence in counts.sequences) / max(total, 1)
     trained = "" if kind == "rollouts" else f"; {share:.1%} of the tokens are trained"
     print(f"{split}: {counted(counts.num_rows, 'row')}, {note}{trained}")
     if counts.sequences:
@@ -110,15 +110,15 @@ def _print_counts(split: str, counts: Survey, kind: str) -> None:
 def _length_rows(sequences: Sequence[WeightedSequence], kind: str) -> list[tuple[str, dict[str, int]]]:
     """Return a row of numbers for each side: all tokens, and trained tokens."""
 
-    def all_tokens(one: WeightedSequence) -> int:
-        return len(one.tokens)
+    def all_tokens(sequence: WeightedSequence) -> int:
+        return len(sequence.tokens)
 
     measures: dict[str, Callable[[WeightedSequence], int]] = {"prompts": all_tokens}
     if kind != "rollouts":
         measures = {"all tokens": all_tokens, "trained tokens": attrgetter("num_trained")}
-    sides = list(dict.fromkeys(one.side for one in sequences))
+    sides = list(dict.fromkeys(sequence.side for sequence in sequences))
     return [
-        (f"{side}, {name}" if side else name, lengths([one for one in sequences if one.side == side], length))
+        (f"{side}, {name}" if side else name, lengths([sequence for sequence in sequences if sequence.side == side], length))
         for side in sides
         for name, length in measures.items()
     ]
@@ -126,15 +126,15 @@ def _length_rows(sequences: Sequence[WeightedSequence], kind: str) -> list[tuple
 
 def _show(sample: Survey, tokenizer: PreTrainedTokenizerBase, count: int, sampled: str, *, color: bool) -> None:
     """Print the first rows as text; ``sampled`` follows a prompt."""
-    wheres = list(dict.fromkeys(one.where for one in sample.sequences))[:count]
+    wheres = list(dict.fromkeys(sequence.where for sequence in sample.sequences))[:count]
     if wheres and not color:
         print(f"trained text is marked {OPEN} {CLOSE}\n")
-    for one in sample.sequences:
-        if one.where in wheres:
-            side = f", {one.side}" if one.side else ""
-            trained = "tokens of a prompt" if sampled else f"tokens, {one.num_trained} trained"
-            title = f"{_near(one.where)}{side}: {len(one.tokens)} {trained}"
-            show_tokens(title, text_spans(tokenizer, one.tokens, one.weights), sampled, color=color)
+    for sequence in sample.sequences:
+        if sequence.where in wheres:
+            side = f", {sequence.side}" if sequence.side else ""
+            trained = "tokens of a prompt" if sampled else f"tokens, {sequence.num_trained} trained"
+            title = f"{_near(sequence.where)}{side}: {len(sequence.tokens)} {trained}"
+            show_tokens(title, text_spans(tokenizer, sequence.tokens, sequence.weights), sampled, color=color)
 
 
 def _near(where: str) -> str:

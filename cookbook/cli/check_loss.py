@@ -122,9 +122,9 @@ def _print_table(title: str, declared: str, results: Sequence[CheckResult]) -> N
     table = Table.grid(padding=(0, 2))
     for result in results:
         style = STYLES[result.state]
-        found = Text(result.found, style="" if result.failed else "dim")
+        cell = Text(result.found, style="" if result.failed else "dim")
         if result.failed:
-            found.append("\nin training: ", "bold").append(result.harm)
-            found.append("\nchange: ", "bold").append(result.remedy)
-        table.add_row(Text(result.state, style), Text(result.check), found)
+            cell.append("\nin training: ", "bold").append(result.harm)
+            cell.append("\nchange: ", "bold").append(result.remedy)
+        table.add_row(Text(result.state, style), Text(result.check), cell)
     Console(highlight=False).print("", Text(title, "bold"), Text(declared, "dim"), "", table, "", sep="\n")

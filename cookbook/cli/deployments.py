@@ -47,9 +47,17 @@ def print_list(*, table: bool) -> None:
     """Print one line per server that runs."""
     manager = DeploymentManager()
     rows = [
-        (name, _health(one), one.url, str(one.pid), one.options.model, one.options.dtype, manager.user(name) or "none")
+        (
+            name,
+            _health(server),
+            server.url,
+            str(server.pid),
+            server.options.model,
+            server.options.dtype,
+            manager.user(name) or "none",
+        )
         for name, running in manager.running().items()
-        for one in running
+        for server in running
     ]
     head = ("deployment", "health", "url", "process", "model", "type", "used by process")
     tables.show("deployments", head, rows, table=table)
@@ -100,14 +108,14 @@ def _manager_of(name: str) -> DeploymentManager:
 
 
 def _warmed(manager: DeploymentManager, name: str, running: list[RunningServer]) -> None:
-    for one in running:
-        manager.warm_up(one)
-        print(f"{name}: {one.url} answers")
+    for server in running:
+        manager.warm_up(server)
+        print(f"{name}: {server.url} answers")
 
 
-def _health(one: RunningServer) -> str:
+def _health(server: RunningServer) -> str:
     try:
-        Client(one.url, HEALTH_S).once("/health", method="GET")
+        Client(server.url, HEALTH_S).once("/health", method="GET")
     except RolloutError:
         return "silent"
     return "healthy"

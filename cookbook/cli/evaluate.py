@@ -12,7 +12,7 @@ from cookbook.cli.hydra import conf_files
 from cookbook.errors import ConfigError
 from cookbook.run import folder as run_folder
 from cookbook.run import report
-from cookbook.sampling.evaluation import FINGERPRINT, SHOWN, Evaluation
+from cookbook.sampling.evaluation import FINGERPRINT, NUM_EXAMPLES, Evaluation
 from cookbook.types import JsonObject
 from cookbook.utils import packages, tables
 from cookbook.utils.words import counted
@@ -101,7 +101,7 @@ def _show_result(name: str, facts: JsonObject, evaluation: Evaluation, file: Pat
         if key != FINGERPRINT
     ]
     print("\n".join(tables.aligned(metrics, right=[1])))
-    for example in evaluation.examples[:SHOWN]:
+    for example in evaluation.examples[:NUM_EXAMPLES]:
         print(f"  {report.one_line(example, judge)}")
     if file is not None:
         print(f"written to {file}")
@@ -114,7 +114,7 @@ def compare(folders: Sequence[str], *, table: bool) -> None:
         ConfigError: a folder is not a run, or there are fewer than two.
     """
     runs = report.read_runs(folders)
-    names = [one.name for one in runs]
+    names = [run.name for run in runs]
     if differing := report.differing(runs):
         _show_table("configuration", "differs in", names, differing, table=table)
     else:

@@ -119,7 +119,7 @@ def run(cfg: DictConfig, overrides: list[str]) -> None:
             f"{'a CPU' if cpu else 'a GPU'} of the job; its free memory and its instructions are not known here",
         )
     else:
-        place = ("precision", precision(backend))
+        place = ("precision", precision(backend, typed.model.dtype))
     offloads = bool(getattr(backend, "optimizer_offload", False)) and not cpu
     estimated = _lines(needs, shape, backend.optimizer, recomputed, process_bytes=_process_bytes(typed), offloads=offloads)
     lines = [*estimated, place, *_ranks(needs, typed), *_deployment(cfg, typed), _disk(needs, typed)]
@@ -182,7 +182,7 @@ def _shape(typed: Settings, name: str) -> StepShape:
         completion = typed.rollout.max_tokens if kind == "rollouts" else 0
         if not counts.sequences:
             raise DataError(f"data: no row can be used, so there is no step to plan; the first: {counts.refused[0].reason}")
-        lengths = [len(one.tokens) + completion for one in counts.sequences]
+        lengths = [len(sequence.tokens) + completion for sequence in counts.sequences]
         basis = f" of the first {len(rows):,} rows" if data.streaming else ""
     lengths.sort(reverse=True)
     # Pairs have two sides, and every labelled answer also stands after another prompt.

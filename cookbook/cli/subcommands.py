@@ -61,7 +61,7 @@ def show_help(ctx: typer.Context) -> None:
 
 def importing() -> contextlib.AbstractContextManager[object]:
     """Show on a terminal that the command starts; a file or a pipe gets no line."""
-    return terminal.doing("starting", plain_after_s=terminal.NEVER)
+    return terminal.doing("starting", plain_after_s=terminal.NEVER_S)
 
 
 def _complete_loss() -> list[str]:

@@ -207,7 +207,7 @@ def _named(folder: Path) -> Path:
 @contextlib.contextmanager
 def _run_locked(folder: Path) -> Iterator[None]:
     """Hold the run's lock, if there is a run: its next delta needs its predecessor."""
-    run = next((one for one in (folder, folder.parent) if (one / run_folder.CONFIG).is_file()), None)
+    run = next((candidate for candidate in (folder, folder.parent) if (candidate / run_folder.CONFIG).is_file()), None)
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(files.locked(run) if run is not None else contextlib.nullcontext())

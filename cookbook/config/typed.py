@@ -30,6 +30,14 @@ TARGET = "_target_"
 MISSING = "???"  # OmegaConf's spelling of a value that must be given
 
 
+class UnfitError(ConfigError):
+    """Error of a value that does not fit the annotation of the key ``where``. ``has_remedy``: its text says what to write."""
+
+    def __init__(self, message: str, where: str, has_remedy: bool) -> None:
+        super().__init__(message)
+        self.where, self.has_remedy = where, has_remedy
+
+
 def construct(cls: type[T], values: Mapping[str, object], where: str) -> T:
     """``cls(**values)`` with every value converted to its annotation, and every problem named ``where.key``.
 
@@ -45,13 +53,29 @@ def construct(cls: type[T], values: Mapping[str, object], where: str) -> T:
     for key, parameter in parameters.items():
         if values.get(key) == MISSING or (key not in values and parameter.default is parameter.empty):
             raise ConfigError(f"{where}.{key}: missing; {cls.__name__} needs {describe(parameter.annotation)}")
-    arguments = {key: convert(value, parameters[key].annotation, f"{where}.{key}") for key, value in values.items()}
+    arguments = {key: _argument(value, parameters[key], f"{where}.{key}") for key, value in values.items()}
     try:
         return cls(**arguments)
     except CookbookError:
         raise
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def _argument(value: object, parameter: inspect.Parameter, where: str) -> object:
+    """Return the converted value of a parameter. The error of a value that does not fit ends with one that does."""
+    try:
+        return convert(value, parameter.annotation, where)
+    except UnfitError as error:
+        # Errors of the items of a list have another place.
+        if error.has_remedy or error.where != where:
+            raise
+        example = parameter.default
+        if isinstance(example, bool | int | float) or (isinstance(example, str) and example):
+            raise ConfigError(f"{error}; write {_plain(example)}, for example") from None
+        if example is None:
+            raise ConfigError(f"{error}; write {describe(parameter.annotation)}, or null") from None
+        raise
 
 
 def construct_target(values: Mapping[str, object], where: str) -> Any:
@@ -247,25 +271,29 @@ def _checked(fits: bool, value: object, hint: object, where: str) -> object:
 
 
 def _unfit(value: object, hint: object, where: str) -> ConfigError:
-    return ConfigError(f"{where}: expected {describe(hint)}, got {_spelled(value)}{_remedy(value, hint, where)}")
+    remedy = ""
+    if isinstance(value, str) and value.lower() in _NULLS:
+        remedy = "; write null for no value"
+    elif choices := _choices(hint):
+        near = did_you_mean(value, choices) if isinstance(value, str) else ""
+        remedy = f".{near}" if near else ""
+    elif describe(hint) == "a list" and isinstance(value, str | int | float):
+        remedy = f"; write [{_plain(value)}]"
+    message = f"{where}: expected {describe(hint)}, got {_spelled(value)}{remedy}"
+    return UnfitError(message, where, bool(remedy) or bool(_choices(hint)))
+
+
+def _choices(hint: object) -> list[str]:
+    """Return the words that an annotation allows; empty if it allows others."""
+    if get_origin(hint) is Literal:
+        return [str(word) for word in get_args(hint)]
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return [str(member.value) for member in hint]
+    return []
 
 
 # Spellings of YAML's null in other languages.
 _NULLS = ("none", "nil", "undefined")
-# A value of the kind, for a message that shows how one is written.
-_EXAMPLES = {int: "100", float: "1e-4"}
-
-
-def _remedy(value: object, hint: object, where: str) -> str:
-    """Return the end of the message: what to write in place of ``value``; empty if what is expected says it."""
-    if isinstance(value, str) and value.lower() in _NULLS:
-        return "; write null for no value"
-    if value is None:
-        return "; leave the key out for its default"
-    if isinstance(value, int | float) and _is_list(get_origin(hint) or hint):
-        return f"; write {where}=[{_spelled(value)}]"
-    example = _EXAMPLES.get(hint) if isinstance(hint, type) else None
-    return f"; write, for example, {where}={example}" if example else ""
 
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path", UNTYPED: "a value"}
@@ -291,6 +319,11 @@ def describe(hint: object) -> str:
         if dataclasses.is_dataclass(container):
             return "keys and values"
     return f"a mapping with {TARGET}"
+
+
+def _plain(value: float | str) -> str:
+    """Return a value as it is written in YAML."""
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _spelled(value: object) -> str:

@@ -105,7 +105,7 @@ def find(root: Path, key: str) -> CachedTable | None:
     folder = root / key
     try:
         stated = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-        arrays = {name: _checked(folder / f"{name}.bin", **one) for name, one in stated["columns"].items()}
+        arrays = {name: _checked(folder / f"{name}.bin", **column) for name, column in stated["columns"].items()}
         # The time of last use.
         with contextlib.suppress(OSError):
             os.utime(folder / FACTS)
@@ -145,16 +145,16 @@ def _mapped(path: Path, dtype: np.dtype[np.generic]) -> Array:
 
 def entries(root: Path) -> list[CacheEntry]:
     """Return the tables, the least recently used first."""
-    found = []
+    result = []
     # Another program may have folders next to the tables.
-    for folder in (one for one in root.iterdir() if KEY.fullmatch(one.name)) if root.is_dir() else ():
+    for folder in (path for path in root.iterdir() if KEY.fullmatch(path.name)) if root.is_dir() else ():
         # Another process may remove the entry now.
         with contextlib.suppress(OSError):
             size = sum(file.stat().st_size for file in folder.iterdir())
             facts = folder / FACTS
             used_s = (facts if facts.exists() else folder).stat().st_mtime
-            found.append(CacheEntry(folder, size, used_s, _facts(facts)))
-    return sorted(found, key=lambda entry: entry.used_s)
+            result.append(CacheEntry(folder, size, used_s, _facts(facts)))
+    return sorted(result, key=lambda entry: entry.used_s)
 
 
 def _facts(path: Path) -> JsonObject:
@@ -182,10 +182,10 @@ def clear(root: Path, older_than_s: float = 0.0) -> list[CacheEntry]:
 
 def _remove(folder: Path) -> None:
     """Remove an entry. It is renamed first, so that other processes never see a part of it."""
-    aside = folder.with_name(f"{TEMPORARY}{folder.name}-{os.getpid()}-{time.monotonic_ns()}")
+    temporary = folder.with_name(f"{TEMPORARY}{folder.name}-{os.getpid()}-{time.monotonic_ns()}")
     with contextlib.suppress(OSError):
-        folder.rename(aside)
-        shutil.rmtree(aside)
+        folder.rename(temporary)
+        shutil.rmtree(temporary)
 
 
 def _remove_abandoned(root: Path) -> None:
@@ -221,10 +221,10 @@ class _Column:
         if self._file is None:
             self._memory += content
         else:
-            rest = content
+            unwritten = content
             # The system may write less than it is given.
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            while unwritten:
+                unwritten = unwritten[self._file.write(unwritten) :]
         self.num_bytes += len(content)
         self.crc32 = zlib.crc32(content, self.crc32)
 
@@ -289,8 +289,8 @@ class TableWriter:
 
     def _fail(self, error: OSError) -> None:
         """Continue in memory."""
-        for one in self._columns.values():
-            one.to_memory()
+        for column in self._columns.values():
+            column.to_memory()
         _say_once(
             f"cannot write to {self._root} ({error.strerror or error}); rows and tokens stay in memory, and the next start "
             f"reads them again; set {CACHE} or data.cache to another folder"
@@ -322,8 +322,8 @@ class TableWriter:
         if self._folder is None or self._root is None:
             return
         columns = {
-            name: {"dtype": one.dtype.str, "num_bytes": one.num_bytes, "crc32": one.crc32}
-            for name, one in self._columns.items()
+            name: {"dtype": column.dtype.str, "num_bytes": column.num_bytes, "crc32": column.crc32}
+            for name, column in self._columns.items()
         }
         try:
             (self._folder / FACTS).write_text(json.dumps({"columns": columns, "facts": facts}), encoding="utf-8")

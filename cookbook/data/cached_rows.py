@@ -57,8 +57,8 @@ def load(
         return few_as_list(RowTable(dict(table.arrays), table.facts))
     own = RejectedRows(config, collect=refusals.collects)
     rows = load_rows(config, which, seed, eval_limit, own)
-    for one in own.found:
-        refusals.add(one.where, one.policy, one.reason)
+    for refusal in own.found:
+        refusals.add(refusal.where, refusal.policy, refusal.reason)
     # Files that another process has changed since they were digested belong to another key.
     if not rows or (stored := as_table(rows, config.cache)) is None or _stats(files) != stats:
         return rows
@@ -81,7 +81,7 @@ def _stats(files: Sequence[Path]) -> list[tuple[int, int]] | None:
     """Return size and time of change of each file; None if a file cannot be read, so that its reader raises the error."""
     if not all(os.access(path, os.R_OK) for path in files):
         return None
-    return [(one.st_size, one.st_mtime_ns) for one in (path.stat() for path in files)]
+    return [(status.st_size, status.st_mtime_ns) for status in (path.stat() for path in files)]
 
 
 def _key(

@@ -68,19 +68,19 @@ def channel_texts(text: str) -> ChannelTexts | None:
     if CHANNEL_MARK not in text and MESSAGE_MARK not in text:
         return None
     messages = list(channel_messages(text))
-    said = [one.text for one in messages if not one.recipient and one.channel != "analysis"]
+    said = [message.text for message in messages if not message.recipient and message.channel != "analysis"]
     return ChannelTexts(
-        "\n".join(one.text for one in messages if not one.recipient and one.channel == "analysis"),
+        "\n".join(message.text for message in messages if not message.recipient and message.channel == "analysis"),
         "\n".join(said),
-        tuple((one.recipient.removeprefix(FUNCTIONS), one.text) for one in messages if one.recipient),
+        tuple((message.recipient.removeprefix(FUNCTIONS), message.text) for message in messages if message.recipient),
     )
 
 
 def json_or_text(text: str) -> object:
     """Return the object that a text is the JSON of; any other text unchanged."""
     try:
-        found = json.loads(text, strict=False)
+        value = json.loads(text, strict=False)
     # Deeply nested text raises RecursionError.
     except (ValueError, RecursionError):
         return text
-    return found if isinstance(found, dict) else text
+    return value if isinstance(value, dict) else text

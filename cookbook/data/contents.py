@@ -110,10 +110,10 @@ class Contents:
                 value = marks.sub(lambda match: match[0][0] + BREAK + match[0][1:], value)
             return value
         if isinstance(value, Mapping):
-            changed_map = {name: self._quoted(one, marks, where) for name, one in value.items()}
+            changed_map = {name: self._quoted(item, marks, where) for name, item in value.items()}
             return changed_map if any(changed_map[name] is not value[name] for name in value) else value
         if isinstance(value, list | tuple):
-            changed_list = [self._quoted(one, marks, where) for one in value]
+            changed_list = [self._quoted(item, marks, where) for item in value]
             return changed_list if any(new is not old for new, old in zip(changed_list, value, strict=True)) else value
         return value
 
@@ -132,7 +132,7 @@ class Contents:
     def _marks(self) -> re.Pattern[str]:
         """The control tokens that a content which is not an answer may spell."""
         added = self._tokenizer.added_tokens_decoder
-        special = [token for token, one in added.items() if one.special or PIPED.fullmatch(one.content)]
+        special = [token for token, definition in added.items() if definition.special or PIPED.fullmatch(definition.content)]
         return _pattern({*self._texts([*special, *self._tokenizer.all_special_ids, *self._stops]), *self._turn_marks})
 
     @cached_property
@@ -148,8 +148,8 @@ class Contents:
         messages = (*PROBE, PROBE[0])
         chats = [Chat("", (ChatMessage("system", "system"), *messages)), self._template.small(messages)]
         texts = [text for chat in chats if (text := self._template.shown(chat, header=True))]
-        added = [one.content for one in self._tokenizer.added_tokens_decoder.values()]
-        return frozenset(one for one in added if any(one in text for text in texts) and not ANSWERS_OWN.search(one))
+        added = [definition.content for definition in self._tokenizer.added_tokens_decoder.values()]
+        return frozenset(mark for mark in added if any(mark in text for text in texts) and not ANSWERS_OWN.search(mark))
 
     def _texts(self, tokens: Iterable[int]) -> list[str]:
         texts = self._tokenizer.convert_ids_to_tokens(list(dict.fromkeys(tokens)))

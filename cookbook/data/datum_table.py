@@ -112,14 +112,14 @@ class EncodedTable(Sequence[T], Generic[T]):
 
     def __getitem__(self, index: int | slice) -> T | list[T]:
         if isinstance(index, slice):
-            return [self[one] for one in range(*index.indices(len(self)))]
+            return [self[place] for place in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         index = int(index) % len(self)
         if (made := self._in_use.get(index)) is None:
             made = self._in_use[index] = self._make(self._encoded(index))
-        found: T = made
-        return found
+        item: T = made
+        return item
 
     def _encoded(self, index: int) -> EncodedRow:
         arrays = self._arrays
@@ -150,7 +150,7 @@ class Pairs(Sequence[Sequence[T]], Generic[T]):
 
     def __getitem__(self, index: int | slice) -> Sequence[T] | list[Sequence[T]]:
         if isinstance(index, slice):
-            return [self[one] for one in range(*index.indices(len(self)))]
+            return [self[place] for place in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
             raise IndexError(f"pair {index} of {len(self)}")
         start = index % len(self) * 2
@@ -163,17 +163,17 @@ def write(writer: cache.TableWriter, encoded: Iterable[EncodedRow], columns: Map
     stream = iter(encoded)
     while block := list(itertools.islice(stream, BLOCK)):
         arrays: dict[str, Array] = {
-            "row": np.array([one.row for one in block]),
-            "tokens": np.concatenate([np.asarray(one.tokens, np.int32) for one in block]),
-            "end": ragged.ends("tokens", [len(one.tokens) for one in block]),
+            "row": np.array([item.row for item in block]),
+            "tokens": np.concatenate([np.asarray(item.tokens, np.int32) for item in block]),
+            "end": ragged.ends("tokens", [len(item.tokens) for item in block]),
         }
         for name in ("question", "text"):
             if name in columns:
-                texts = [getattr(one, name).encode("utf-8", "surrogatepass") for one in block]
+                texts = [getattr(item, name).encode("utf-8", "surrogatepass") for item in block]
                 arrays |= ragged.texts(name, texts)
         if "weights" in columns:
-            arrays["weights"] = np.concatenate([one.weights for one in block if one.weights is not None])
-            arrays["num_bytes"] = np.array([one.num_bytes for one in block])
+            arrays["weights"] = np.concatenate([item.weights for item in block if item.weights is not None])
+            arrays["num_bytes"] = np.array([item.num_bytes for item in block])
         writer.append(**arrays)
 
 

@@ -106,9 +106,9 @@ def conversation_datums(
     def keep(index: int, row: Row, _: Any, parts: Sequence[tuple[Example, list[Rendered] | None]]) -> Iterator[EncodedRow]:
         for example, sequences in parts:
             for rendered in sequences or ():
-                if (kept := sieve.fit(rendered, row.where)) is not None:
+                if (fitting := sieve.fit(rendered, row.where)) is not None:
                     question = question_of(example, rendered.num_messages)
-                    yield EncodedRow(index, question, np.asarray(kept.tokens, np.int32), kept.weights)
+                    yield EncodedRow(index, question, np.asarray(fitting.tokens, np.int32), fitting.weights)
 
     steps = _Steps(
         conversation_reader,
@@ -173,21 +173,21 @@ def label_datums(
     sieve = _RowFilter(config, renderer, len(rows), refusals, reader)
 
     def keep(index: int, row: Row, answers: Any, parts: Sequence[tuple[Example, Rendered | None]]) -> Iterator[EncodedRow]:
-        for one, (example, rendered) in zip(answers, parts, strict=True):
+        for answer, (example, rendered) in zip(answers, parts, strict=True):
             if (fit := sieve.fit(rendered, row.where)) is not None:
                 # The table has no column for labels: undesirable answers have negative weights in it.
-                yield EncodedRow(index, example.question, fit.tokens, fit.weights if one.desirable else -fit.weights)
+                yield EncodedRow(index, example.question, fit.tokens, fit.weights if answer.desirable else -fit.weights)
 
     steps = _Steps(
         label_reader,
-        lambda answers: [one.example for one in answers],
+        lambda answers: [answer.example for answer in answers],
         lambda examples: renderer.render(examples, empty_reasoning=config.train_empty_reasoning),
         keep,
     )
     place = datum_table.places(rows)
 
-    def make(one: EncodedRow) -> RowDatum:
-        datum = one.datum(place(one.row))
+    def make(encoded: EncodedRow) -> RowDatum:
+        datum = encoded.datum(place(encoded.row))
         weights = datum.loss_fn_inputs["weights"].array
         label = -1.0 if (weights < 0).any() else 1.0
         return datum.with_inputs(weights=np.abs(weights), labels=np.full(len(weights), label, np.float32))
@@ -220,9 +220,11 @@ def mismatched(data: Sequence[Datum], max_length: int | None) -> list[Datum]:
     mismatches = []
     for prompt, source in zip(prompts, _rotation(prompts), strict=True):
         # At least one token of the answer remains.
-        shown = prompt if max_length is None else prompt[: max_length - 1]
+        prompt_start = prompt if max_length is None else prompt[: max_length - 1]
         answer = answers[source]
-        mismatch = datum_from_tokens_weights([*shown, *answer], [0.0] * len(shown) + [1.0] * len(answer), max_length)
+        mismatch = datum_from_tokens_weights(
+            [*prompt_start, *answer], [0.0] * len(prompt_start) + [1.0] * len(answer), max_length
+        )
         mismatches.append(mismatch.with_inputs(labels=np.zeros(mismatch.model_input.length, np.float32)))
     return mismatches
 
@@ -277,10 +279,10 @@ def prompts(
     def read() -> RowReader[Example]:
         return _reading(rows, prompt_reader, config, sieve.refusals) if reader is None else reader
 
-    def make(one: EncodedRow) -> RenderedPrompt:
-        row = rows[one.row]
+    def make(encoded: EncodedRow) -> RenderedPrompt:
+        row = rows[encoded.row]
         # An example is not kept in the table.
-        return one.prompt(row, config, read()(row))
+        return encoded.prompt(row, config, read()(row))
 
     encoded = sieve.encode(rows, steps)
     # Rejected rows are cached with their messages, which name the key.
@@ -307,20 +309,20 @@ def _datums(
 ) -> Sequence[RowDatum]:
     place = datum_table.places(rows)
     encoded = finish(sieve.encode(rows, steps))
-    return sieve.kept(kind, rows, encoded, datum_table.DATUMS, lambda one: one.datum(place(one.row)))
+    return sieve.kept(kind, rows, encoded, datum_table.DATUMS, lambda item: item.datum(place(item.row)))
 
 
 def _with_num_bytes(encoded: Iterator[EncodedRow], renderer: Renderer) -> Iterator[EncodedRow]:
     while block := list(itertools.islice(encoded, BATCH)):
-        ends = np.cumsum([len(one.tokens) for one in block])
-        tokens, weights = (np.concatenate([getattr(one, name) for one in block]) for name in ("tokens", "weights"))
+        ends = np.cumsum([len(row.tokens) for row in block])
+        tokens, weights = (np.concatenate([getattr(row, name) for row in block]) for name in ("tokens", "weights"))
         # Nothing predicts the first token.
         trained = weights != 0
         trained[np.append(0, ends[:-1])] = False
         ends_of_trained = np.append(0, trained.cumsum())[ends]
         sizes = renderer.num_bytes(tokens[trained], ends_of_trained)
-        for one, size in zip(block, sizes, strict=True):
-            yield EncodedRow(one.row, one.question, one.tokens, one.weights, size)
+        for row, size in zip(block, sizes, strict=True):
+            yield EncodedRow(row.row, row.question, row.tokens, row.weights, size)
 
 
 _READERS: Mapping[str, Reader[Any]] = {
@@ -545,7 +547,7 @@ class _RowFilter:
         if isinstance(rows, RowTable) and not self.refusals.collects:
             items = EncodedTable(self._table(kind, rows, encoded, columns), make)
         else:
-            items = [make(one) for one in encoded]
+            items = [make(row) for row in encoded]
         self.refusals.note_unused(self.unused, self.renderer.unused_fields)
         self.refusals.add_notes(self.renderer.notes)
         if self.reader is None:

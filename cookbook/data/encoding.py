@@ -93,7 +93,7 @@ class TextEncoder:
         """Encode a text of a chat template that follows the tokens ``before``."""
         (start, part), *others = _parts(text)
         first = self.raw_continuation(part, before, place)
-        return _joined([(start, first), *((at, self._continued(one, place)) for at, one in others)])
+        return _joined([(start, first), *((at, self._continued(part, place)) for at, part in others)])
 
     def raw_continuation(self, text: str, before: Sequence[int], place: str = "text") -> Encoded:
         """Encode a plain text that follows the tokens ``before``."""
@@ -229,8 +229,8 @@ def _without_prefix(step: Any) -> Any:
         return {**step, PREFIXES[kind][0]: PREFIXES[kind][1]}
     for members in ("normalizers", "pretokenizers"):
         if members in step:
-            kept = [changed for one in step[members] if (changed := _without_prefix(one)) is not None]
-            return {**step, members: kept}
+            members_without_prefix = [changed for member in step[members] if (changed := _without_prefix(member)) is not None]
+            return {**step, members: members_without_prefix}
     return step
 
 
@@ -242,4 +242,4 @@ def _prefixes_sections(step: Any) -> bool:
         return True
     if kind == "Metaspace":
         return bool(step.get("prepend_scheme") == "always")
-    return any(_prefixes_sections(one) for members in ("normalizers", "pretokenizers") for one in step.get(members, ()))
+    return any(_prefixes_sections(member) for members in ("normalizers", "pretokenizers") for member in step.get(members, ()))

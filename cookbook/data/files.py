@@ -34,12 +34,12 @@ def places(path: str | Sequence[str], key: str) -> list[Path]:
     Raises:
         DataError: a file does not exist, a pattern has no file, or a file is named twice.
     """
-    found = [place for one in ([path] if isinstance(path, str) else path) for place in _matches(one, key)]
-    if twice := next((place for place, times in Counter(found).items() if times > 1), None):
+    matches = [place for pattern in ([path] if isinstance(path, str) else path) for place in _matches(pattern, key)]
+    if twice := next((place for place, times in Counter(matches).items() if times > 1), None):
         raise DataError(f"{key}: {twice} is named twice; name every file once, or repeat its rows with data.mix")
-    if not found:
+    if not matches:
         raise DataError(f"{key}: the list is empty; name a file or folder")
-    return found
+    return matches
 
 
 def _matches(path: str, key: str) -> list[Path]:
@@ -48,7 +48,7 @@ def _matches(path: str, key: str) -> list[Path]:
         return [existing(path, key)]
     # Path.glob takes no absolute pattern, and matches hidden files.
     names = glob.glob(str(place), recursive=True)  # noqa: PTH207
-    files = sorted(one for name in names if (one := Path(name)).is_file())
+    files = sorted(file for name in names if (file := Path(name)).is_file())
     if not files:
         raise DataError(f"{key}: no file matches {path}; give a pattern of existing files, such as 'chats/*.jsonl'")
     return files
@@ -60,11 +60,11 @@ def existing(path: str, key: str) -> Path:
     Raises:
         DataError: the path does not exist; the error suggests the nearest name in the same folder.
     """
-    found = Path(path).expanduser()
-    if found.exists():
-        return found
-    siblings = [entry.name for entry in found.parent.iterdir()] if found.parent.is_dir() else []
-    raise DataError(f"{key}: {path} does not exist; give a file or folder.{did_you_mean(found.name, siblings)}")
+    place = Path(path).expanduser()
+    if place.exists():
+        return place
+    siblings = [entry.name for entry in place.parent.iterdir()] if place.parent.is_dir() else []
+    raise DataError(f"{key}: {path} does not exist; give a file or folder.{did_you_mean(place.name, siblings)}")
 
 
 def kind_of(file: Path) -> str:

@@ -180,8 +180,10 @@ def _conversation_format(first: Row, config: DataConfig) -> RowFormat[Sequence[E
 def _preference_format(first: Row, config: DataConfig) -> RowFormat[Preference]:
     name = detect(first, config, ("preference",))
     cells = RowView(first, config)
-    has_instruction = cells.has("instruction") and not cells.has("prompt")
-    return RowFormat(_preference, (*NEEDS[name], *(("instruction", "input") if has_instruction else ("prompt",))))
+    before: tuple[str, ...] = ("prompt",)
+    if not cells.has("prompt"):
+        before = ("instruction", "input") if cells.has("instruction") else ("messages",) if cells.has("messages") else before
+    return RowFormat(_preference, (*NEEDS[name], *before))
 
 
 def _label_format(first: Row, config: DataConfig) -> RowFormat[Sequence[Labelled]]:
@@ -247,9 +249,9 @@ def detect(row: Row, config: DataConfig, accepted: Sequence[str], needs: Mapping
     for name in accepted:
         if all(cells.has(role) for role in needs[name]):
             return name
-    wanted = " or ".join("+".join(needs[name]) for name in accepted)
+    columns = " or ".join("+".join(needs[name]) for name in accepted)
     raise DataError(
-        f"{row.where}: the columns are {', '.join(row.values) or 'none'}, and this recipe reads {wanted}; "
+        f"{row.where}: the columns are {', '.join(row.values) or 'none'}, and this recipe reads {columns}; "
         f"{_remedy(row, cells, accepted, needs)}"
     )
 
@@ -392,6 +394,9 @@ def _preference(cells: RowView) -> Preference:
         return _implicit(cells)
     if not cells.has("prompt") and cells.has("instruction"):
         return Preference(_instructed(cells, "chosen"), _instructed(cells, "rejected"))
+    if not cells.has("prompt") and cells.has("messages"):
+        # LLaMA-Factory has pairs in this form, each answer as one message.
+        return Preference(_answered(cells, "chosen", "messages"), _answered(cells, "rejected", "messages"))
     if not cells.has("prompt"):
         raise DataError(
             f"{cells.where}: chosen and rejected need a prompt; name its column with {cells.key}.columns.prompt, "
@@ -441,12 +446,12 @@ def _shared(chosen: tuple[ChatMessage, ...], rejected: tuple[ChatMessage, ...]) 
     return 0
 
 
-def _answered(cells: RowView, role: str) -> Example:
+def _answered(cells: RowView, role: str, prompt: str = "prompt") -> Example:
     """The prompt and one answer to it, each text or messages."""
     cells.check_context()
-    if cells.is_text("prompt") and cells.is_text(role) and not cells.config.chat:
-        return _plain(cells, as_text(cells.value("prompt"), f'{cells.where}: "{cells.column("prompt")}"'), cells.text(role))
-    before, after = cells.messages("prompt"), cells.messages(role, speaker="assistant")
+    if cells.is_text(prompt) and cells.is_text(role) and not cells.config.chat:
+        return _plain(cells, as_text(cells.value(prompt), f'{cells.where}: "{cells.column(prompt)}"'), cells.text(role))
+    before, after = cells.messages(prompt), cells.messages(role, speaker="assistant")
     if after[0].role != "assistant":
         what = f'"{cells.column(role)}" begins with a {after[0].role} message'
         raise DataError(f"{cells.where}: {what}; begin it with the assistant's")
@@ -469,9 +474,9 @@ def _plain(cells: RowView, prompt: str, response: str) -> Plain:
             f"{cells.key}.system needs a conversation, and {cells.where} is plain text; set {cells.key}.chat=true"
         )
     parts = {"tools": cells.has_tools(), "system": cells.system(), TEMPLATE_OPTIONS: cells.template_options()}
-    given = next((name for name, has in parts.items() if has), None)
-    if given:
-        raise DataError(f'{cells.where}: "{given}" needs a conversation, and the row is plain text; set {cells.key}.chat=true')
+    unfit = next((name for name, has in parts.items() if has), None)
+    if unfit:
+        raise DataError(f'{cells.where}: "{unfit}" needs a conversation, and the row is plain text; set {cells.key}.chat=true')
     return Plain(cells.where, prompt, response)
 
 

@@ -38,6 +38,10 @@ TRAIN = ("train", "training", "trainable")
 FLAGS = frozenset({*WEIGHTS, *TRAIN, "train_detail"})
 REASONING = ("reasoning_content", "thinking", "reasoning")
 CALLS = ("tool_calls", "function_call")
+# Fields of a message in OpenAI's Harmony, and the channels of gpt-oss.
+CHANNEL, RECIPIENT, CHANNELS = "channel", "recipient", ("analysis", "commentary", "final")
+# Types of the parts of a content that are text: of chat completions, and of OpenAI's Responses.
+TEXT_PARTS = ("text", "input_text", "output_text")
 LIST_OF_OBJECTS = re.compile(r"\s*\[\s*\{.*\}\s*\]\s*\Z", re.DOTALL)
 
 
@@ -95,6 +99,8 @@ def parse_messages(value: object, where: str, column: str) -> tuple[ChatMessage,
         EmptyRowError: the column has no messages.
         DataError: the values are not messages; the error names the row, the column and the place.
     """
+    if isinstance(value, Mapping) and {"messages", "role", "from"} & value.keys():
+        value = _of_object(value, f'{where}: "{column}"')
     if not isinstance(value, Sequence) or isinstance(value, str):
         got = "text that is not the JSON of one" if isinstance(value, str) else type(value).__name__
         raise DataError(f'{where}: "{column}" must be a list of messages, got {got}')
@@ -102,7 +108,61 @@ def parse_messages(value: object, where: str, column: str) -> tuple[ChatMessage,
         raise EmptyRowError(
             f'{where}: "{column}" has no messages, so nothing would be trained on; remove the row or set data.on_empty=skip'
         )
-    return tuple(_plain_message(item) or _message(item, f'{where}: "{column}"[{index}]') for index, item in enumerate(value))
+    messages = [_plain_message(item) or _message(item, f'{where}: "{column}"[{index}]') for index, item in enumerate(value)]
+    if any(message.extra and CHANNEL in message.extra for message in messages):
+        messages = _without_channels(messages, f'{where}: "{column}"')
+    return tuple(messages)
+
+
+def _of_object(value: Mapping[str, Any], place: str) -> object:
+    """Return the messages of an object: itself, as an answer of LLaMA-Factory's pairs, or its list, as OpenAI's ``input``."""
+    if "messages" not in value:
+        return [value]
+    if others := [key for key, one in value.items() if key != "messages" and one not in (None, "", [], {}, True, False)]:
+        raise DataError(f'{place} has "{others[0]}" beside its messages, which is not read; make it a column of the row')
+    return value["messages"]
+
+
+def _without_channels(messages: Sequence[ChatMessage], place: str) -> list[ChatMessage]:
+    """Return messages of gpt-oss, each in a channel, in the usual fields: reasoning and calls belong to the answer.
+
+    A message in the channel ``analysis`` is the reasoning of the next message of the assistant, and one with a recipient is a
+    call of a tool.
+
+    Raises:
+        DataError: a channel is unknown, or reasoning and its answer have different weights.
+    """
+    found: list[ChatMessage] = []
+    thoughts: list[ChatMessage] = []
+
+    def add_thoughts(message: ChatMessage) -> None:
+        if thoughts and any(one.weight != message.weight for one in thoughts):
+            raise DataError(f"{place} has reasoning and an answer of different weights; give both the same")
+        texts = [one.content for one in thoughts]
+        thoughts.clear()
+        extra = {**message.extra, "reasoning_content": "\n".join(texts)} if texts else message.extra
+        found.append(replace(message, extra=extra))
+
+    for index, message in enumerate(messages):
+        channel, recipient = message.extra.get(CHANNEL), message.extra.get(RECIPIENT)
+        message = replace(message, extra=_without(_without(message.extra, CHANNEL), RECIPIENT))
+        if message.role != "assistant":
+            if thoughts:
+                add_thoughts(replace(thoughts[-1], content="", extra={}))
+            found.append(message)
+        elif channel not in (None, *CHANNELS):
+            raise DataError(f"{place}[{index}] has the channel {channel!r}; expected one of {', '.join(CHANNELS)}")
+        elif isinstance(recipient, str) and recipient not in ("", "all"):
+            function = {"name": recipient.removeprefix("functions."), "arguments": message.content}
+            calls = _tool_calls([{"type": "function", "function": function}], f"{place}[{index}]")
+            add_thoughts(replace(message, content="", extra={**message.extra, "tool_calls": calls}))
+        elif channel == "analysis":
+            thoughts.append(message)
+        else:
+            add_thoughts(message)
+    if thoughts:
+        add_thoughts(replace(thoughts[-1], content="", extra={}))
+    return found
 
 
 def is_prefill(messages: Sequence[ChatMessage]) -> bool:
@@ -118,14 +178,16 @@ def messages_in_text(value: object) -> object:
     if not isinstance(value, str) or not LIST_OF_OBJECTS.match(value):
         return value
     try:
-        found = json.loads(value)
+        parsed = json.loads(value)
     except ValueError:
         try:
-            found = ast.literal_eval(value.strip())
+            parsed = ast.literal_eval(value.strip())
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             return value
-    named = isinstance(found, list) and all(isinstance(one, dict) and ("role" in one or "from" in one) for one in found)
-    return found if named else value
+    named = isinstance(parsed, list) and all(
+        isinstance(message, dict) and ("role" in message or "from" in message) for message in parsed
+    )
+    return parsed if named else value
 
 
 def usual_role(role: str) -> str:
@@ -176,7 +238,21 @@ def _message(item: object, place: str) -> ChatMessage:
         values["tool_calls"] = _tool_calls(values["tool_calls"], place)
     if role in RESULTS and _is_data(content):
         content = json.dumps(content, ensure_ascii=False)
+    if role == "assistant" and isinstance(content, list):
+        content = _without_thoughts(content, values, place)
     return ChatMessage(role, _content(content, place), weight, values)
+
+
+def _without_thoughts(parts: list[Any], values: dict[str, Any], place: str) -> list[Any]:
+    """Move the parts of an answer that are reasoning, as in Magistral's data, into its field ``reasoning_content``."""
+    thoughts = [part for part in parts if isinstance(part, Mapping) and part.get("type") == "thinking"]
+    if not thoughts:
+        return parts
+    if set(values) & set(REASONING):
+        raise DataError(f"{place} has reasoning in a field and in its content; keep one of the two")
+    texts = [_content(part.get("thinking"), f'{place} "thinking"') for part in thoughts]
+    values["reasoning_content"] = "\n".join(texts)
+    return [part for part in parts if part not in thoughts]
 
 
 def _is_data(content: Any) -> bool:
@@ -184,7 +260,7 @@ def _is_data(content: Any) -> bool:
     if isinstance(content, Mapping):
         return True
     parts = isinstance(content, Sequence) and not isinstance(content, str)
-    return parts and not all(isinstance(one, Mapping) and isinstance(one.get("type"), str) for one in content)
+    return parts and not all(isinstance(part, Mapping) and isinstance(part.get("type"), str) for part in content)
 
 
 def _content(content: object, place: str) -> str:
@@ -193,8 +269,8 @@ def _content(content: object, place: str) -> str:
     if isinstance(content, Sequence):
         return "".join(_part(part, f'{place} "content"[{index}]') for index, part in enumerate(content))
     if content is None or isinstance(content, Mapping):
-        found = "none" if content is None else "an object"
-        raise DataError(f'{place} needs "content" that is text, got {found}; cookbook trains text only')
+        description = "none" if content is None else "an object"
+        raise DataError(f'{place} needs "content" that is text, got {description}; cookbook trains text only')
     return as_text(content, f'{place} "content"')
 
 
@@ -202,11 +278,11 @@ def _part(part: object, place: str) -> str:
     """The text of one content part, ``{"type": "text", "text": ...}``."""
     if not isinstance(part, Mapping):
         raise DataError(f'{place} must be an object with "type" and "text", got {type(part).__name__}')
-    kind = part.get("type")
+    kind = part.get("type", "text" if "text" in part else None)
     others = [key for key, value in part.items() if key not in ("type", "text") and value not in (None, "", [], {})]
-    if kind != "text" or others:
-        found = f'"type" {kind!r}' if kind != "text" else f'"{others[0]}"'
-        raise DataError(f"{place} has {found}; cookbook trains text only, so fix or remove the row")
+    if kind not in TEXT_PARTS or others:
+        description = f'"type" {kind!r}' if kind not in TEXT_PARTS else f'"{others[0]}"'
+        raise DataError(f"{place} has {description}; cookbook trains text only, so fix or remove the row")
     return as_text(part.get("text"), f'{place} "text"')
 
 
@@ -241,8 +317,8 @@ def _weight(values: dict[str, Any], role: str, place: str) -> float:
         return 1.0
     if "train_detail" in values:
         raise DataError(f'{place} has "train_detail", and cookbook trains a message whole or not at all; give "train" instead')
-    given = {name: values.pop(name) for name in (*WEIGHTS, *TRAIN) if name in values}
-    for name, value in given.items():
+    marks = {name: values.pop(name) for name in (*WEIGHTS, *TRAIN) if name in values}
+    for name, value in marks.items():
         right = isinstance(value, bool) if name in TRAIN else isinstance(value, int | float) and 0 <= value <= 1
         if not right:
             expected = "true or false" if name in TRAIN else "a number from 0 (not trained) to 1"
@@ -250,10 +326,10 @@ def _weight(values: dict[str, Any], role: str, place: str) -> float:
         if value and role != "assistant":
             stated = json.dumps(value)
             raise DataError(f'{place} has "{name}" {stated} on a {role} message; only assistant messages are trained')
-    if len(set(map(bool, given.values()))) > 1 or len({given[name] for name in WEIGHTS if name in given}) > 1:
-        stated = ", ".join(f'"{name}" {json.dumps(value)}' for name, value in given.items())
+    if len(set(map(bool, marks.values()))) > 1 or len({marks[name] for name in WEIGHTS if name in marks}) > 1:
+        stated = ", ".join(f'"{name}" {json.dumps(value)}' for name, value in marks.items())
         raise DataError(f"{place} contradicts itself with {stated}; keep one of them")
-    return float(next(iter(given.values()), 1.0))
+    return float(next(iter(marks.values()), 1.0))
 
 
 def _tool_calls(calls: object, place: str) -> list[Mapping[str, object]]:
@@ -284,10 +360,10 @@ def _with_object(call: Mapping[str, object], place: str) -> Mapping[str, object]
     if not isinstance(arguments, str):
         return call
     try:
-        found = json.loads(arguments) if arguments.strip() else {}
+        parsed = json.loads(arguments) if arguments.strip() else {}
     except ValueError as error:
         raise DataError(f'{place} has "arguments" that are broken JSON: {error}; fix or remove the row') from None
-    return {**call, "arguments": found}
+    return {**call, "arguments": parsed}
 
 
 def with_calls(message: ChatMessage) -> ChatMessage:
@@ -328,7 +404,7 @@ def standard_calls(messages: Sequence[JsonObject]) -> list[JsonObject]:
         elif message["role"] == "tool":
             stated = names.get(message.get("tool_call_id")) if message.get("tool_call_id") is not None else None
             name = stated or next(iter(waiting), "")
-            waiting = [one for one in waiting if one != name]
+            waiting = [call_name for call_name in waiting if call_name != name]
             message = {**message, "tool_call_id": name} if name else message
         changed.append(message)
     return changed

@@ -10,6 +10,8 @@ _OPENING = rf"(?:<(?:{_NAMES})>|\[THINK\]|◁think▷|<\|begin_of_thought\|>)"
 # A model opens its reasoning at the start of a line, or its text is cut off behind the tag. Any other tag inside of a line is a
 # word of the answer, such as in "the tag <think>".
 OPENS = re.compile(rf"^[ \t]*{_OPENING}|{_OPENING}\s*\Z", re.IGNORECASE | re.MULTILINE)
+# The tag at any place.
+OPENING = re.compile(_OPENING, re.IGNORECASE)
 CLOSES = re.compile(rf"</(?:{_NAMES})>|\[/THINK\]|◁/think▷|<\|end_of_thought\|>", re.IGNORECASE)
 # The channels of gpt-oss; and their marks without the special tokens around them.
 FINAL_CHANNEL = re.compile(r"<\|channel\|>final[^<]*<\|message\|>|(?<=[\s.!?)}])assistantfinal(?=\s*\S)|<\|channel\|>final$")

@@ -186,7 +186,7 @@ class Renderer:
         Raises:
             DataError: the chat template cannot render a conversation; the error names its row.
         """
-        return [one for [one] in self._rendered(examples, train_on, empty_reasoning, split=False)]
+        return [sequence for [sequence] in self._rendered(examples, train_on, empty_reasoning, split=False)]
 
     def sequences(
         self, examples: Sequence[Example], train_on: str = "assistant", *, empty_reasoning: bool = True
@@ -200,7 +200,7 @@ class Renderer:
     def _rendered(self, examples: Sequence[Example], train_on: str, empty_reasoning: bool, split: bool) -> list[list[Rendered]]:
         return self._each_kind(
             examples,
-            lambda rows: [[one] for one in self._render_plain(rows, train_on)],
+            lambda rows: [[sequence] for sequence in self._render_plain(rows, train_on)],
             lambda rows: self._render_chats(rows, train_on, empty_reasoning, split),
         )
 
@@ -304,9 +304,9 @@ class Renderer:
     @cached_property
     def end_of_calls(self) -> str:
         """The text that the chat template prints from the stop token of an answer with a call on; empty without calls."""
-        one, _ = self._template.ends_of_calls or ("", "")
-        places = [place for token in self.stop_token_ids if (place := one.find(self.printed([token]))) >= 0]
-        return one[min(places) :] if places else ""
+        ending, _ = self._template.ends_of_calls or ("", "")
+        places = [place for token in self.stop_token_ids if (place := ending.find(self.printed([token]))) >= 0]
+        return ending[min(places) :] if places else ""
 
     @property
     def end_of_turn(self) -> str:
@@ -324,7 +324,7 @@ class Renderer:
         ``tokens``: those of all rows, in order. ``ends``: for each row, the number of tokens up to its end.
         """
         counts = self._token_bytes(tokens)
-        sums, unknown = (np.diff(np.append(0, one.cumsum())[ends], prepend=0) for one in (counts, counts == UNKNOWN))
+        sums, unknown = (np.diff(np.append(0, column.cumsum())[ends], prepend=0) for column in (counts, counts == UNKNOWN))
         undecided = unknown.nonzero()[0]
         starts = np.append(0, ends[:-1])
         rows = [tokens[starts[row] : ends[row]].tolist() for row in undecided]
@@ -432,12 +432,13 @@ class Renderer:
         # The tokenizer encodes many texts in one call with several threads.
         encodings = iter(
             self._encodings(
-                [one.text for found in texts for one in found], [c for c, t in zip(chats, texts, strict=True) for _ in t]
+                [sequence.text for sequences in texts for sequence in sequences],
+                [c for c, t in zip(chats, texts, strict=True) for _ in t],
             )
         )
         rendered = []
-        for chat, weights, found in zip(chats, wanted, texts, strict=True):
-            pairs = [(one, next(encodings)) for one in found]
+        for chat, weights, sequences in zip(chats, wanted, texts, strict=True):
+            pairs = [(sequence, next(encodings)) for sequence in sequences]
             rendered.append(self._weighted(chat, weights, pairs, train_on, empty_reasoning, split))
         return rendered
 
@@ -463,8 +464,8 @@ class Renderer:
             alone = [sequence]
             if split and len(sequence.spans) > 1:
                 alone = self._turns.separate(chat, {index: wanted[index] for index in sequence.answers})
-            rendered += [(one, *self._encoded_apart(chat, one)) for one in alone]
-        return [self._with_weights(chat, *one, train_on, empty_reasoning) for one in rendered]
+            rendered += [(sequence, *self._encoded_apart(chat, sequence)) for sequence in alone]
+        return [self._with_weights(chat, *item, train_on, empty_reasoning) for item in rendered]
 
     def _leaves_open(self, sequence: TrainedText, encoding: Encoded) -> bool:
         """Whether an answer in front of others has no stop token at its end, so the sequence would not teach to stop there."""
@@ -544,8 +545,8 @@ class Renderer:
         """
         stops = [index for index in range(first, behind) if tokens[index] in self.stop_token_ids]
         for stop in stops:
-            rest = tokens[stop + 1 : behind]
-            if all(token in self._encoder.added_ids or self._is_space(token) for token in rest):
+            after_stop = tokens[stop + 1 : behind]
+            if all(token in self._encoder.added_ids or self._is_space(token) for token in after_stop):
                 return first, stop + 1
             if not missing_text(message.call_texts(), without_breaks(self.printed(tokens[first : stop + 1]))):
                 return first, stop + 1
@@ -619,10 +620,10 @@ def completed_text(
     If several stop strings begin at the same place, the shortest counts.
     """
     text = renderer.text(tokens, continues=continues, with_special=with_special, with_stop=with_stop)
-    found = [(place, len(stop)) for stop in stops if (place := text.find(stop)) >= 0]
-    if not found:
+    places = [(place, len(stop)) for stop in stops if (place := text.find(stop)) >= 0]
+    if not places:
         return text
-    place, length = min(found)
+    place, length = min(places)
     return text[: place + length] if with_stop else text[:place]
 
 

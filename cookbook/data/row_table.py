@@ -110,7 +110,7 @@ class RowTable(Sequence[Row]):
         if self._selected is not None:
             writer.add_column("selected", self._selected)
         facts = {"rows": len(self), "first": self.place(0) if len(self) else "", "digests": [self.values_digest, self.identity]}
-        writer.commit(key, {**facts, "rejected": [(one.where, one.policy, one.reason) for one in rejected]})
+        writer.commit(key, {**facts, "rejected": [(refusal.where, refusal.policy, refusal.reason) for refusal in rejected]})
 
     def _number(self, index: int) -> int:
         if not -len(self) <= index < len(self):
@@ -130,9 +130,9 @@ class RaggedEnds:
 
     def ends(self, name: str, sizes: Sequence[int]) -> Array:
         """Return the ends in the array ``name`` of further items with these sizes."""
-        found = np.cumsum(sizes, dtype=np.int64) + self._ends[name]
+        ends = np.cumsum(sizes, dtype=np.int64) + self._ends[name]
         self._ends[name] += sum(sizes)
-        return found
+        return ends
 
     def texts(self, name: str, texts: Sequence[bytes]) -> dict[str, Array]:
         """Return the columns ``name`` and ``name_end`` of further texts; :func:`text_at` returns one of them."""

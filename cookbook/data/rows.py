@@ -140,7 +140,7 @@ class DataConfig:
 
 
 def _check_mixture(config: DataConfig, mix: Sequence[DataSource]) -> None:
-    default = {one.name: one.default for one in fields(DataConfig)}
+    default = {field_.name: field_.default for field_ in fields(DataConfig)}
     for key in ("path", "name", "subset", "split"):
         if getattr(config, key) != default[key]:
             raise ConfigError(f"data.{key}: got {getattr(config, key)!r} together with data.mix; write it in an entry")
@@ -148,20 +148,20 @@ def _check_mixture(config: DataConfig, mix: Sequence[DataSource]) -> None:
         raise ConfigError("data.mix: the list is empty; give an entry with path or name for each source")
     if config.eval_split is not None and config.eval_path is None and config.eval_name is None:
         raise ConfigError("data.eval_split: a mixture has no splits; set data.eval_path, data.eval_name or data.eval_fraction")
-    weights = [one.weight for one in mix]
+    weights = [part.weight for part in mix]
     if config.streaming and weights[0] is None:
         raise ConfigError(
             "data.streaming: a streamed mixture needs weights, because the rows of its sources are not counted; give every "
             "entry of data.mix a weight, or set data.streaming=false"
         )
-    for index, one in enumerate(mix):
-        if (one.path is None) == (one.name is None):
-            given = "neither" if one.path is None else "both"
-            raise ConfigError(f"data.mix[{index}]: needs path or name, got {given}; give one of them")
-        if (one.weight is None) != (weights[0] is None):
+    for index, part in enumerate(mix):
+        if (part.path is None) == (part.name is None):
+            number = "neither" if part.path is None else "both"
+            raise ConfigError(f"data.mix[{index}]: needs path or name, got {number}; give one of them")
+        if (part.weight is None) != (weights[0] is None):
             raise ConfigError(f"data.mix[{index}].weight: give every entry a weight, or none to read every row once")
-        if one.weight is not None and not 0 < one.weight < float("inf"):
-            raise ConfigError(f"data.mix[{index}].weight must be above 0, got {one.weight}; remove the entry to leave it out")
+        if part.weight is not None and not 0 < part.weight < float("inf"):
+            raise ConfigError(f"data.mix[{index}].weight must be above 0, got {part.weight}; remove the entry to leave it out")
 
 
 class EmptyRowError(DataError):
@@ -185,11 +185,11 @@ def sources(config: DataConfig) -> list[RowSource]:
             replace(
                 config,
                 mix=None,
-                **{key: getattr(one, key) for key in ("path", "name", "subset", "split")},
-                **{key: value for key in own if (value := getattr(one, key)) is not None},
+                **{key: getattr(part, key) for key in ("path", "name", "subset", "split")},
+                **{key: value for key in own if (value := getattr(part, key)) is not None},
             ),
         )
-        for index, one in enumerate(config.mix or ())
+        for index, part in enumerate(config.mix or ())
     ]
 
 

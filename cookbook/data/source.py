@@ -88,7 +88,7 @@ def stream_rows(config: DataConfig, refusals: RejectedRows) -> Iterator[Row]:
     if config.mix is None:
         return islice(_rows_of(_Place.of(config), None, refusals), config.limit)
     parts = [partial(_rows_of, _Place.of(source.config, source), None, refusals) for source in sources(config)]
-    weights = [one.weight for one in config.mix if one.weight is not None]
+    weights = [part.weight for part in config.mix if part.weight is not None]
     return islice(splits.interleaved(parts, weights, config.mix_until), config.limit)
 
 
@@ -148,8 +148,8 @@ def _drawn(count: int, fraction: float, seed: int) -> set[int]:
     """Return the indices of the held-out rows: at least one row is held out, and at least one is left to train on."""
     if count < 2:
         raise DataError(f"data.eval_fraction: cannot hold rows out of {count}; set data.eval_fraction=0 or add rows")
-    held = min(max(1, round(count * fraction)), count - 1)
-    return set(np.random.default_rng((seed, *HELD_OUT)).permutation(count)[:held].tolist())
+    num_held_out = min(max(1, round(count * fraction)), count - 1)
+    return set(np.random.default_rng((seed, *HELD_OUT)).permutation(count)[:num_held_out].tolist())
 
 
 def _side(rows: Sequence[Row], held_out: set[int], which: str) -> Sequence[Row]:
@@ -158,26 +158,27 @@ def _side(rows: Sequence[Row], held_out: set[int], which: str) -> Sequence[Row]:
 
 def _mixture(config: DataConfig, which: str, draws: bool, seed: int, refusals: RejectedRows) -> list[Row]:
     """Return the rows of ``data.mix``; held-out rows are drawn before the sources are mixed, and each is held out once."""
-    found = sources(config)
-    rows = [_read(_Place.of(source.config, source), None, refusals) for source in found]
+    parts = sources(config)
+    rows = [_read(_Place.of(source.config, source), None, refusals) for source in parts]
     sizes = [len(part) for part in rows]
     if draws:
-        held = _drawn(sum(sizes), config.eval_fraction, seed)
+        held_out = _drawn(sum(sizes), config.eval_fraction, seed)
         starts = np.cumsum([0, *sizes])
         rows = [
-            _side(part, {index - start for index in held}, which) for part, start in zip(rows, starts.tolist(), strict=False)
+            _side(part, {index - start for index in held_out}, which)
+            for part, start in zip(rows, starts.tolist(), strict=False)
         ]
     if which == "eval":
         return splits.mixed([part for part in rows if part], [len(part) for part in rows if part], seed)
-    if empty := next((source.key for source, part in zip(found, rows, strict=True) if not part), None):
+    if empty := next((source.key for source, part in zip(parts, rows, strict=True) if not part), None):
         raise DataError(f"{empty}: every row is held out; lower data.eval_fraction or remove the entry")
-    weights = [one.weight for one in config.mix or () if one.weight is not None]
+    weights = [part.weight for part in config.mix or () if part.weight is not None]
     counts = splits.mixture_counts([len(part) for part in rows], weights or None, config.mix_until)
     mixed = splits.mixed(rows, counts, seed)[: config.limit]
     of_each = Counter(row.source.key for row in mixed if row.source)
     shares = [
         f"{number:,} rows ({number / len(mixed):.1%}) from the {len(part):,} of {source_text(source.config)}"
-        for source, part in zip(found, rows, strict=True)
+        for source, part in zip(parts, rows, strict=True)
         for number in [of_each[source.key]]
     ]
     terminal.say(f"data: a mixture of {len(mixed):,} rows: {', '.join(shares)}")
@@ -239,26 +240,26 @@ class _Place:
             raise ConfigError("data: no data given; pass data.path=<file or folder> or data.name=<hub id>")
         if self.path is None:
             return lambda split: read_hub(str(self.name), self.subset, split, self.streaming)
-        found = places(self.path, f"{self.prefix}path")
-        files = [place for place in found if place.is_file()]
+        folders = places(self.path, f"{self.prefix}path")
+        files = [place for place in folders if place.is_file()]
         names = {part.name for part in splits.parts(self.split, f"{self.prefix}split")}
         if files and len(names) > 1:
             raise DataError(f"{self.prefix}split: {files[0]} is one split, got {self.split}; slice one name, or pass a folder")
         if files:
             check_same_format(files, f"{self.prefix}path")
-        return partial(self._split, found, refusals)
+        return partial(self._split, folders, refusals)
 
-    def _split(self, found: Sequence[Path], refusals: RejectedRows, split: str) -> SplitReader:
+    def _split(self, folders: Sequence[Path], refusals: RejectedRows, split: str) -> SplitReader:
         def one(place: Path) -> SplitReader:
             if place.is_file():
                 return _of_file(place, refusals, self.streaming)
             return read_folder(place, self.subset, split, refusals, self.streaming)
 
         def all_of_them() -> Iterator[Row]:
-            for place in found:
+            for place in folders:
                 yield from one(place).between(0, None)
 
-        return one(found[0]) if len(found) == 1 else SequentialReader(all_of_them)
+        return one(folders[0]) if len(folders) == 1 else SequentialReader(all_of_them)
 
     @property
     def shown(self) -> str:
@@ -271,12 +272,12 @@ class _Place:
 
 def _read(place: _Place, limit: int | None, refusals: RejectedRows) -> Sequence[Row]:
     """Return the first ``limit`` rows; the path takes precedence over the name."""
-    found = RowBuffer(place.cache)
+    buffer = RowBuffer(place.cache)
     with terminal.doing(f"reading {place.shown}", noun="rows") as activity:
         for row in _rows_of(place, limit, refusals):
-            found.append(row)
+            buffer.append(row)
             activity.count += 1
-    return found.rows()
+    return buffer.rows()
 
 
 def _rows_of(place: _Place, limit: int | None, refusals: RejectedRows) -> Iterator[Row]:
@@ -305,12 +306,12 @@ def local_files(config: DataConfig, which: Literal["train", "eval"]) -> list[Pat
         return None
     # Reading the data raises the error.
     try:
-        found = places(path, "data.path")
+        roots = places(path, "data.path")
     except DataError:
         return None
-    if any(_card_names_files(place) for place in found):
+    if any(_card_names_files(place) for place in roots):
         return None
-    return [file for place in found for file in (_files_below(place) if place.is_dir() else [place])]
+    return [file for place in roots for file in (_files_below(place) if place.is_dir() else [place])]
 
 
 def _files_below(folder: Path) -> list[Path]:
@@ -428,10 +429,10 @@ def _shards(path: Path, split: str) -> list[Path]:
         return []
     patterns = get_data_patterns(str(path))
     files: dict[str, list[Path]] = {}
-    for name, found in patterns.items():
-        listed = map(Path, DataFilesList.from_patterns(found, base_path=str(path)))
+    for name, split_patterns in patterns.items():
+        listed = map(Path, DataFilesList.from_patterns(split_patterns, base_path=str(path)))
         files[str(name)] = sorted(file for file in listed if kind_of(file) not in DOCUMENTS)
-    if any(kind_of(file) not in FORMATS for found in files.values() for file in found) or not any(files.values()):
+    if any(kind_of(file) not in FORMATS for split_files in files.values() for file in split_files) or not any(files.values()):
         return []
     if split not in files:
         raise DataError(f"{path}: no split {split!r}; it has {', '.join(files)}")

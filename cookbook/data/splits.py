@@ -96,13 +96,13 @@ def parts(split: str, key: str = "data.split") -> list[SplitPart]:
     Raises:
         ConfigError: a part is neither a name nor a slice. ``key`` names ``split`` in the error.
     """
-    found = []
+    result = []
     for text in split.split("+"):
         match = PART.fullmatch(text.strip())
         if match is None:
             raise ConfigError(f"{key}: cannot read {split!r} at {text.strip()!r}; {FORMS}")
-        found.append(SplitPart(text.strip(), match["name"], match["start"], match["stop"]))
-    return found
+        result.append(SplitPart(text.strip(), match["name"], match["start"], match["stop"]))
+    return result
 
 
 def read(
@@ -117,13 +117,13 @@ def read(
     readers: dict[str, SplitReader] = {}
     taken: list[tuple[str, int, float]] = []
     for part in parts(split, key):
-        one = readers[part.name] if part.name in readers else readers.setdefault(part.name, reader(part.name))
-        start, stop = part.bounds(_not_counted if streaming else one.count)
+        rows_of_split = readers[part.name] if part.name in readers else readers.setdefault(part.name, reader(part.name))
+        start, stop = part.bounds(_not_counted if streaming else rows_of_split.count)
         end = float("inf") if stop is None else stop
         if any(part.name == name and start < last and first < end for name, first, last in taken):
             raise DataError(f"{key}: {split} has rows twice; drop {part.text}, or repeat rows with data.mix")
         taken.append((part.name, start, end))
-        yield from one.between(start, max(start, stop) if stop is not None else None)
+        yield from rows_of_split.between(start, max(start, stop) if stop is not None else None)
 
 
 def overlap(
@@ -191,8 +191,8 @@ def mixed(sources: Sequence[Sequence[T]], counts: Sequence[int], seed: int) -> l
     """
     chosen = []
     for index, (rows, count) in enumerate(zip(sources, counts, strict=True)):
-        whole, rest = divmod(count, len(rows))
-        draw = np.random.default_rng((seed, *MIXTURE, index)).permutation(len(rows))[:rest]
+        whole, remainder = divmod(count, len(rows))
+        draw = np.random.default_rng((seed, *MIXTURE, index)).permutation(len(rows))[:remainder]
         chosen.append(iter([*rows] * whole + [rows[row] for row in sorted(draw.tolist())]))
     return [next(chosen[source]) for source in mixture_order(counts)]
 

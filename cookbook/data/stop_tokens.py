@@ -23,8 +23,8 @@ def configure(tokenizer: PreTrainedTokenizerBase, *eos_token_ids: object) -> Non
 
 def configured(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the end tokens of the generation config."""
-    found: tuple[int, ...] = getattr(tokenizer, CONFIGURED, ())
-    return found
+    tokens: tuple[int, ...] = getattr(tokenizer, CONFIGURED, ())
+    return tokens
 
 
 class StopTokens:
@@ -65,10 +65,10 @@ class StopTokens:
         """
         if template.ends_of_calls is None:
             return []
-        one, two = (self._encoder.raw([text.rstrip()], [""])[0].ids for text in template.ends_of_calls)
-        if not one or one[-1] not in self._encoder.added_ids or any(token in closing for token in one):
+        ending, two_endings = (self._encoder.raw([text.rstrip()], [""])[0].ids for text in template.ends_of_calls)
+        if not ending or ending[-1] not in self._encoder.added_ids or any(token in closing for token in ending):
             return []
-        return [one[-1]] if two.count(one[-1]) <= 1 else []
+        return [ending[-1]] if two_endings.count(ending[-1]) <= 1 else []
 
     def _closing(self, template: ChatTemplate) -> list[int]:
         """Return the first special tokens with which the template closes an answer, without those that close its parts.
@@ -117,16 +117,16 @@ def for_generation_config(tokenizer: PreTrainedTokenizerBase, current: object) -
     before, stops = _tokens([current]), stop_token_ids(tokenizer)
     ids = _unique([*(token for token in before if token in stops), *stops])
     if set(ids) == set(before):
-        kept: Any = current
-        return kept  # type: ignore[no-any-return]
+        configuration: Any = current
+        return configuration  # type: ignore[no-any-return]
     return ids[0] if len(ids) == 1 else ids
 
 
 def _tokens(values: Iterable[object]) -> list[int]:
-    found: list[int] = []
+    tokens: list[int] = []
     for value in values:
-        found += [int(one) for one in value] if isinstance(value, Sequence) else [] if value is None else [int(value)]  # type: ignore[call-overload]
-    return found
+        tokens += [int(item) for item in value] if isinstance(value, Sequence) else [] if value is None else [int(value)]  # type: ignore[call-overload]
+    return tokens
 
 
 def _unique(tokens: Iterable[int]) -> list[int]:

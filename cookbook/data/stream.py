@@ -45,8 +45,8 @@ def shuffled(rows: Iterator[T], size: int, draw: np.random.Generator) -> Iterato
         if (place := next(places, None)) is None:
             places = iter(draw.integers(size, size=DRAWS).tolist())
             place = next(places)
-        drawn, buffer[place] = buffer[place], row
-        yield drawn
+        item, buffer[place] = buffer[place], row
+        yield item
     yield from (buffer[place] for place in draw.permutation(len(buffer)).tolist())
 
 

@@ -117,9 +117,9 @@ class ChatTemplate:
 
     def prompts(self, chats: Sequence[Chat]) -> list[str]:
         """Return, for each chat, the text of the messages before ``start``, and the header of the answer to sample."""
-        asked = [replace(chat, messages=chat.messages[: chat.start]) for chat in chats]
+        questions = [replace(chat, messages=chat.messages[: chat.start]) for chat in chats]
         texts = []
-        for chat, (text, _) in zip(asked, self.rendered(asked, header=True), strict=True):
+        for chat, (text, _) in zip(questions, self.rendered(questions, header=True), strict=True):
             self.check_fields(chat, text, header=True)
             self.check_texts(chat, {}, text)
             texts.append(text)
@@ -168,8 +168,8 @@ class ChatTemplate:
         message, until = chat.messages[index], chat
         if message.role == "assistant":  # the context of sampling: some templates cut answers that are not the last
             ended = replace(chat, messages=chat.messages[: index + 1])
-            if (shown := self.shown(ended, False)) is not None:
-                until, text, header = ended, shown, False
+            if (printed := self.shown(ended, False)) is not None:
+                until, text, header = ended, printed, False
 
         def prints(changed: ChatMessage) -> bool:
             messages = [*until.messages[:index], changed, *until.messages[index + 1 :]]
@@ -215,20 +215,24 @@ class ChatTemplate:
         system, tools = (ChatMessage("system", "system"),), (PROBE_TOOL,)
         contexts: list[tuple[tuple[ChatMessage, ...], tuple[object, ...] | None]]
         contexts = [((), None), ((), tools), (system, None), (system, tools)]
-        accepted = (one for one in contexts if self.shown(Chat("", (*one[0], *PROBE), tools=one[1]), header=False) is not None)
+        accepted = (
+            context
+            for context in contexts
+            if self.shown(Chat("", (*context[0], *PROBE), tools=context[1]), header=False) is not None
+        )
         return next(accepted, contexts[0])
 
     @cached_property
     def end_of_turn(self) -> str:
         """The text that the template writes after an answer; empty if it rejects a plain question and answer."""
         text = self.shown(self.small(PROBE), header=False) or ""
-        _, found, after = text.rpartition(PROBE[1].content)
-        if found or not text:
+        _, mark, after = text.rpartition(PROBE[1].content)
+        if mark or not text:
             return after
         # The template changes the text of answers. It closes other answers in the same way.
         other = self.shown(self.small((PROBE[0], replace(PROBE[1], content="sentence"))), header=False) or ""
         pairs = enumerate(zip(reversed(text), reversed(other), strict=False))
-        length = next((place for place, (one, another) in pairs if one != another), 0)
+        length = next((place for place, (first, another) in pairs if first != another), 0)
         return text[len(text) - length :]
 
     @cached_property
@@ -263,7 +267,7 @@ class ChatTemplate:
         called = (*PROBE[:1], ChatMessage("assistant", "", extra={"tool_calls": [call]}))
         texts = []
         for before, after in ((PROBE, PROBE[0]), (called, ChatMessage("tool", "result"))):
-            ended, text = (self.shown(self.small(one), header=False) for one in (before, (*before, after)))
+            ended, text = (self.shown(self.small(messages), header=False) for messages in (before, (*before, after)))
             texts += [text[len(ended) :]] if ended and text and text.startswith(ended) else []
         return texts
 
@@ -290,7 +294,9 @@ class ChatTemplate:
 
         Other chats are rendered when they are due, because tool calls change how later ones are rendered.
         """
-        if len(chats) > 1 and not any(chat.tools or chat.options or any(one.extra for one in chat.messages) for chat in chats):
+        if len(chats) > 1 and not any(
+            chat.tools or chat.options or any(message.extra for message in chat.messages) for chat in chats
+        ):
             with contextlib.suppress(Exception):
                 conversations = [[message.to_dict() for message in chat.messages] for chat in chats]
                 texts, blocks = self._call(None, header, {})(conversations=conversations)
@@ -341,7 +347,10 @@ class ChatTemplate:
         """
         if not self._calls_need_null:
             return messages
-        return [{**one, "content": None} if one.get("tool_calls") and not one["content"] else one for one in messages]
+        return [
+            {**message, "content": None} if message.get("tool_calls") and not message["content"] else message
+            for message in messages
+        ]
 
     @cached_property
     def _calls_need_null(self) -> bool:
@@ -365,7 +374,7 @@ class ChatTemplate:
 
         DeepSeek-V3's adds them to a text; others print an object as Python does.
         """
-        calls = [call.get("function", call) for one in messages for call in one.get("tool_calls", ())]
+        calls = [call.get("function", call) for message in messages for call in message.get("tool_calls", ())]
         if not calls:
             return render(conversations=[messages])
         # After a template has taken the text of one call, it gets that of every call.
@@ -447,8 +456,8 @@ def dropped_text(chat: Chat, index: int, field: str) -> DataError:
 
 def template_sources(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """Return the sources of a tokenizer's chat templates by name. Most have one, ``default``."""
-    found = tokenizer.chat_template
-    return dict(found) if isinstance(found, Mapping) else {"default": str(found)} if found else {}
+    template = tokenizer.chat_template
+    return dict(template) if isinstance(template, Mapping) else {"default": str(template)} if template else {}
 
 
 def all_sources(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -482,7 +491,10 @@ def _arguments_as_text(messages: Sequence[JsonObject]) -> list[JsonObject]:
         arguments = call.get("arguments")
         return {**call, "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)}
 
-    return [{**one, "tool_calls": list(map(changed, one["tool_calls"]))} if "tool_calls" in one else one for one in messages]
+    return [
+        {**message, "tool_calls": list(map(changed, message["tool_calls"]))} if "tool_calls" in message else message
+        for message in messages
+    ]
 
 
 def missing_text(said: Iterable[tuple[str, str]], printed: str) -> str:

@@ -103,32 +103,35 @@ class SampledTurns:
         self._block_shapes: dict[object, Mapping[int, int] | None] = {}
 
     def sequences(
-        self, chats: Sequence[Chat], wanted: Sequence[Mapping[int, float]], train_on: str, *, split: bool
+        self, chats: Sequence[Chat], answer_weights: Sequence[Mapping[int, float]], train_on: str, *, split: bool
     ) -> list[list[TrainedText]]:
         """Return the sequences of each chat, in the order of their last messages.
 
         Args:
-            wanted: for each chat, the weights of the answers to train, by message index.
+            answer_weights: for each chat, the weights of the answers to train, by message index.
             split: whether a chat may have several sequences; otherwise answers before the last are trained as they are printed.
         """
         chats = [self.with_opened_reasoning(chat) for chat in chats]
         renderings = self._template.rendered(chats, header=False)
-        return [self._of_chat(*one, train_on, split) for one in zip(chats, wanted, renderings, strict=True)]
+        return [self._of_chat(*row, train_on, split) for row in zip(chats, answer_weights, renderings, strict=True)]
 
-    def separate(self, chat: Chat, wanted: Mapping[int, float]) -> list[TrainedText]:
+    def separate(self, chat: Chat, answer_weights: Mapping[int, float]) -> list[TrainedText]:
         """Return a sequence for each answer."""
         chat = self.with_opened_reasoning(chat)
         text = self._template.printed(chat, header=False)
-        return [self._alone(chat, self.sampled(chat, index, text), {index: wanted[index]}) for index in sorted(wanted)]
+        return [
+            self._alone(chat, self.sampled(chat, index, text), {index: answer_weights[index]})
+            for index in sorted(answer_weights)
+        ]
 
     def prompts(self, chats: Sequence[Chat]) -> list[str]:
         """Return the text of the prompt of each chat: the messages before ``start``, and the header of an answer to sample.
 
         If the prompt ends with the start of an answer, it ends with this text, for the model to continue.
         """
-        asked = [self._asked(self.with_opened_reasoning(chat)) for chat in chats]
-        plain = iter(self._template.prompts([chat for chat in asked if not is_prefill(chat.messages[: chat.start])]))
-        return [self.prefilled(chat) if is_prefill(chat.messages[: chat.start]) else next(plain) for chat in asked]
+        questions = [self._asked(self.with_opened_reasoning(chat)) for chat in chats]
+        plain = iter(self._template.prompts([chat for chat in questions if not is_prefill(chat.messages[: chat.start])]))
+        return [self.prefilled(chat) if is_prefill(chat.messages[: chat.start]) else next(plain) for chat in questions]
 
     def _asked(self, chat: Chat) -> Chat:
         """Return the prompt of a chat as a chat of its own, with the start of the answer as its last message."""
@@ -158,8 +161,8 @@ class SampledTurns:
                 return prompt[: opened.start()] + start if len(start) > len(opened[0]) else prompt
             return prompt + begun.content
         marked = replace(chat, messages=(*chat.messages[:index], replace(begun, content=begun.content + MARK)))
-        before, found, _ = self._template.printed(marked, header=False).rpartition(MARK)
-        return before if found else prompt + begun.content
+        before, mark, _ = self._template.printed(marked, header=False).rpartition(MARK)
+        return before if mark else prompt + begun.content
 
     def _continued(self, chat: Chat, index: int, text: str) -> SampledAnswer:
         """Return an answer whose start is a part of its prompt. ``text``: the whole conversation.
@@ -185,7 +188,7 @@ class SampledTurns:
         A sampled answer is such a text if the generation prompt has printed the first tag. Some templates would print the whole
         text behind an empty block of reasoning.
         """
-        if not any(one.role == "assistant" and REASONING_END.search(one.content) for one in chat.messages):
+        if not any(message.role == "assistant" and REASONING_END.search(message.content) for message in chat.messages):
             return chat
         header = self._template.header(chat.options)
 
@@ -198,7 +201,7 @@ class SampledTurns:
     def _of_chat(
         self,
         chat: Chat,
-        wanted: Mapping[int, float],
+        answer_weights: Mapping[int, float],
         rendering: tuple[str, list[tuple[int, int]]],
         train_on: str,
         split: bool,
@@ -209,47 +212,49 @@ class SampledTurns:
         if (
             len(blocks) == len(answers)
             and not chat.prefill
-            and (marked := self._by_blocks(chat, text, wanted, dict(zip(answers, blocks, strict=True)), train_on))
+            and (marked := self._by_blocks(chat, text, answer_weights, dict(zip(answers, blocks, strict=True)), train_on))
         ):
             return [marked]
         # The answers to train are checked below, each after its prompt.
         trained = dict.fromkeys(range(len(chat.messages)), text) if train_on == "all" else {}
-        self._template.check_texts(chat, trained, text, without=wanted)
-        sampled = {index: self.sampled(chat, index, text) for index in sorted(wanted)}
+        self._template.check_texts(chat, trained, text, without=answer_weights)
+        sampled = {index: self.sampled(chat, index, text) for index in sorted(answer_weights)}
         fitting = {index: answer for index, answer in sampled.items() if text.startswith(answer.whole)}
         if train_on == "all":
             # Every token is trained. Only the answers of another weight need their place.
-            places = {index: (len(one.prompt), len(one.whole)) for index, one in fitting.items()}
+            places = {index: (len(answer.prompt), len(answer.whole)) for index, answer in fitting.items()}
             places |= {index: self._in_place(chat, index, text, header=False) for index in sampled.keys() - fitting.keys()}
-            return [_text(chat, text, places, wanted, len(chat.messages))]
+            return [_text(chat, text, places, answer_weights, len(chat.messages))]
         if len(fitting) == len(sampled):
-            places = {index: (len(one.prompt), len(one.whole)) for index, one in fitting.items()}
-            return [_text(chat, text, places, wanted, len(chat.messages))]
+            places = {index: (len(answer.prompt), len(answer.whole)) for index, answer in fitting.items()}
+            return [_text(chat, text, places, answer_weights, len(chat.messages))]
         if not split:
-            return [self._in_one(chat, sampled, wanted)]
-        return self._few(chat, text, sampled, wanted)
+            return [self._in_one(chat, sampled, answer_weights)]
+        return self._few(chat, text, sampled, answer_weights)
 
-    def _few(self, chat: Chat, text: str, sampled: dict[int, SampledAnswer], wanted: Mapping[int, float]) -> list[TrainedText]:
+    def _few(
+        self, chat: Chat, text: str, sampled: dict[int, SampledAnswer], answer_weights: Mapping[int, float]
+    ) -> list[TrainedText]:
         """Return as few sequences as show every answer as it is sampled."""
-        found = []
+        result = []
         left = dict(sampled)
         fitting = {index for index, answer in left.items() if text.startswith(answer.whole)}
         if fitting:
             places = {index: (len(left[index].prompt), len(left[index].whole)) for index in sorted(fitting)}
-            found.append(_text(chat, text, places, wanted, len(chat.messages)))
+            result.append(_text(chat, text, places, answer_weights, len(chat.messages)))
         left = {index: answer for index, answer in left.items() if index not in fitting}
         while left:
             last = left[max(left)]
             until = last.whole + last.tail
-            together = {index: one for index, one in left.items() if until.startswith(one.whole)}
-            places = {index: (len(one.prompt), len(one.whole)) for index, one in together.items()}
-            found.append(_text(chat, until, places, wanted, max(left) + 1))
+            together = {index: answer for index, answer in left.items() if until.startswith(answer.whole)}
+            places = {index: (len(answer.prompt), len(answer.whole)) for index, answer in together.items()}
+            result.append(_text(chat, until, places, answer_weights, max(left) + 1))
             left = {index: answer for index, answer in left.items() if index not in together}
-        if len(found) > 1:
+        if len(result) > 1:
             self._template.note(REWRITES)
-        return found[::-1]
+        return result[::-1]
 
-    def _in_one(self, chat: Chat, sampled: Mapping[int, SampledAnswer], wanted: Mapping[int, float]) -> TrainedText:
+    def _in_one(self, chat: Chat, sampled: Mapping[int, SampledAnswer], answer_weights: Mapping[int, float]) -> TrainedText:
         """Return one sequence: the last answer as it is sampled, and the others as the template prints them before it."""
         index = max(sampled)
         last = sampled[index]
@@ -261,38 +266,41 @@ class SampledTurns:
                 before = replace(chat, messages=chat.messages[:index])
                 places[other] = self._in_place(before, other, last.prompt, header=True)
                 self._template.note(REWRITES_PAIR)
-        return _text(chat, last.whole + last.tail, places, wanted, index + 1)
+        return _text(chat, last.whole + last.tail, places, answer_weights, index + 1)
 
-    def _alone(self, chat: Chat, answer: SampledAnswer, wanted: Mapping[int, float]) -> TrainedText:
-        [index] = wanted
+    def _alone(self, chat: Chat, answer: SampledAnswer, answer_weights: Mapping[int, float]) -> TrainedText:
+        [index] = answer_weights
         places = {index: (len(answer.prompt), len(answer.whole))}
-        return _text(chat, answer.whole + answer.tail, places, wanted, index + 1)
+        return _text(chat, answer.whole + answer.tail, places, answer_weights, index + 1)
 
     def _by_blocks(
-        self, chat: Chat, text: str, wanted: Mapping[int, float], blocks: Mapping[int, tuple[int, int]], train_on: str
+        self, chat: Chat, text: str, answer_weights: Mapping[int, float], blocks: Mapping[int, tuple[int, int]], train_on: str
     ) -> TrainedText | None:
         """Return the sequence whose answers are the template's generation blocks; None if they are not sampled that way.
 
         Conversations of one shape are compared with their prompts once: a template treats them the same way.
         """
         shape = (
-            tuple(sorted(wanted)),
+            tuple(sorted(answer_weights)),
             bool(chat.tools),
             repr(chat.options),
-            tuple((one.role, bool(one.content.strip()), "</" in one.content, one.said) for one in chat.messages),
+            tuple(
+                (message.role, bool(message.content.strip()), "</" in message.content, message.said)
+                for message in chat.messages
+            ),
         )
         if shape not in self._block_shapes:
-            leads = {index: self._lead_of_block(chat, index, text, blocks[index]) for index in wanted}
+            leads = {index: self._lead_of_block(chat, index, text, blocks[index]) for index in answer_weights}
             whole = {index: lead for index, lead in leads.items() if lead is not None}
             self._block_shapes[shape] = whole if len(whole) == len(leads) else None
         spaces = self._block_shapes[shape]
         if spaces is None:
             return None
-        found = {index: (blocks[index][0] - spaces[index], blocks[index][1]) for index in wanted}
-        shown = dict.fromkeys(range(len(chat.messages)), text) if train_on == "all" else {}
-        trained = shown | {index: text[start:end] for index, (start, end) in found.items()}
+        places = {index: (blocks[index][0] - spaces[index], blocks[index][1]) for index in answer_weights}
+        texts = dict.fromkeys(range(len(chat.messages)), text) if train_on == "all" else {}
+        trained = texts | {index: text[start:end] for index, (start, end) in places.items()}
         self._template.check_texts(chat, trained, text)
-        return _text(chat, text, found, wanted, len(chat.messages))
+        return _text(chat, text, places, answer_weights, len(chat.messages))
 
     def _lead_of_block(self, chat: Chat, index: int, text: str, block: tuple[int, int]) -> int | None:
         """Return the number of characters of white space between the prompt of an answer and its generation block.
@@ -442,14 +450,14 @@ class SampledTurns:
 
     def _start_of_text(self, chat: Chat, until: str) -> int:
         """Return the place in ``until`` at which the template prints text of the last message."""
-        shown = self._template.shown(
+        printed = self._template.shown(
             replace(chat, messages=(*chat.messages[:-1], _marked(chat.messages[-1], before=True))), False
         )
-        return _common(until, shown) if shown is not None else len(until)
+        return _common(until, printed) if printed is not None else len(until)
 
     def _with_short_context(self, chat: Chat) -> SampledAnswer | None:
         """Return the last message as the answer to a short question, or to the result of a tool if it is one; None: refused."""
-        result = [one for one in chat.messages[-2:-1] if one.role == "tool"]
+        result = [message for message in chat.messages[-2:-1] if message.role == "tool"]
         context: tuple[ChatMessage, ...] = PROBE[:1]
         if result:
             called = {"tool_calls": [{"id": "call00000", "type": "function", "function": {"name": "tool", "arguments": {}}}]}
@@ -542,11 +550,11 @@ def _without_closed_block(message: ChatMessage, answer: SampledAnswer) -> Sample
     block = EMPTY_BLOCK.match(answer.text) or REST_OF_EMPTY_BLOCK.match(answer.text)
     if block is None or f"/{name}" not in block[0] or not answer.text.startswith(tag[1], block.end()):
         return None
-    rest, opened = answer.text[block.end() :], OPENED.search(answer.prompt)
+    following, opened = answer.text[block.end() :], OPENED.search(answer.prompt)
     if opened is None or opened[1] != tag[1]:
-        return replace(answer, text=rest)
+        return replace(answer, text=following)
     # The prompt has printed the tag, and maybe white space after it.
-    return replace(answer, text=rest.removeprefix(tag[1]).removeprefix(opened[0].removeprefix(tag[1])))
+    return replace(answer, text=following.removeprefix(tag[1]).removeprefix(opened[0].removeprefix(tag[1])))
 
 
 def _instead_of_closed_block(content: str, answer: SampledAnswer) -> SampledAnswer | None:
@@ -555,8 +563,8 @@ def _instead_of_closed_block(content: str, answer: SampledAnswer) -> SampledAnsw
     if tag is None or closed is None or (closed[3] or closed[4]) != (tag[2] or tag[3]):
         return None
     close = f"[/{tag[3]}]" if tag[3] else f"</{tag[2]}>"
-    reasoning, found, said = content.partition(close)
-    if not found or not said.strip() or said.strip() not in answer.text:
+    reasoning, mark, said = content.partition(close)
+    if not mark or not said.strip() or said.strip() not in answer.text:
         return None
     end = answer.text.index(said.strip()) + len(said.strip())
     text = reasoning + close + said.rstrip() + answer.text[end:]
@@ -569,7 +577,7 @@ def _without_calls(message: ChatMessage) -> ChatMessage:
 
 def _common(first: str, second: str) -> int:
     """Return the number of characters with which both texts begin."""
-    differing = (place for place, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
+    differing = (place for place, (character, other) in enumerate(zip(first, second, strict=False)) if character != other)
     return next(differing, min(len(first), len(second)))
 
 
@@ -597,10 +605,10 @@ def _marked(message: ChatMessage, *, before: bool) -> ChatMessage:
 
 
 def _text(
-    chat: Chat, text: str, places: Mapping[int, tuple[int, int]], wanted: Mapping[int, float], num_messages: int
+    chat: Chat, text: str, places: Mapping[int, tuple[int, int]], answer_weights: Mapping[int, float], num_messages: int
 ) -> TrainedText:
     order = sorted(places)
-    spans = [(*places[index], wanted[index]) for index in order]
+    spans = [(*places[index], answer_weights[index]) for index in order]
     ends_with_call = bool(chat.messages[num_messages - 1].extra.get("tool_calls"))
     return TrainedText(text, spans, [start for start, _, _ in spans], num_messages, order, ends_with_call)
 
@@ -612,8 +620,8 @@ def without_empty_reasoning(sequence: TrainedText) -> TrainedText:
         answer = sequence.text[start:end]
         block = EMPTY_BLOCK.match(answer)
         if block is None and (opened := OPENED.search(sequence.text[:start])):
-            rest = REST_OF_EMPTY_BLOCK.match(answer)
-            block = rest if rest and (rest[2] or rest[3]) == (opened[2] or opened[3]) else None
+            closing = REST_OF_EMPTY_BLOCK.match(answer)
+            block = closing if closing and (closing[2] or closing[3]) == (opened[2] or opened[3]) else None
         spans.append((start + (block.end() if block else 0), end, weight))
     return replace(sequence, spans=spans)
 

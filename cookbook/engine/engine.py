@@ -308,7 +308,11 @@ class Engine(PerRank):
             return self._backward_of_batch(data, passes, loss, scores, spec)
         before = replace(self.counts)
         with self.gradients.accumulation(len(batches)):
-            self._micro_batch_gradients(data, batches, loss, scores, spec)
+            # The other ranks accumulate their gradient even if the loss fails on this rank.
+            self._is_accumulating = self.ranks.size > 1
+            for batch in between(batches):
+                self._micro_batch_gradient(data, batch, loss, scores, spec)
+            self._call_gradients.raise_error()
         own = self.counts.num_loss_tokens - before.num_loss_tokens, self.counts.num_sequences - before.num_sequences
         added = [int(count) for count in self.ranks.totals(own)]
         self.counts = before
@@ -381,27 +385,19 @@ class Engine(PerRank):
         retain_bytes = self.options.retain_bytes if self.passes.recomputes or not self.options.kept_tokens else 0
         return self.ranks.together(lambda: self.passes.run_all(data, batches, scores, spec, self._next_seed, retain_bytes))
 
-    def _micro_batch_gradients(
-        self, data: Sequence[Datum], batches: Sequence[MicroBatch], loss: Loss, scores: TokenScores, spec: PassSpec
-    ) -> None:
-        # The other ranks accumulate their gradient even if the loss fails on this rank.
-        self._is_accumulating = self.ranks.size > 1
-        for batch in between(batches):
-            self._micro_batch_gradient(data, batch, loss, scores, spec)
-        self._call_gradients.raise_error()
-
     def _micro_batch_gradient(
         self, data: Sequence[Datum], batch: MicroBatch, loss: Loss, scores: TokenScores, spec: PassSpec
     ) -> None:
         """Forward, loss and backward of one micro-batch, for a loss with independent terms."""
         per_sequence = loss.scope is Scope.sequence
-        if not self.passes.fuses_gradient(data, batch, spec, per_sequence=per_sequence):
-            # ``retain_bytes`` is 0: the graph of the first pass is kept in any case.
-            passes = self.passes.run_all(data, [batch], scores, spec, self._next_seed, 0)
+        fuses = self.passes.fuses_gradient(data, batch, spec, per_sequence=per_sequence)
+        seed = self._next_seed()
+        if not fuses:
+            output = self.passes.run(data, batch, scores, spec, training=True, seed=seed)
             indices = sorted(batch.indices)
             columns = scores.part(indices, entropy=spec.entropy)
             grads = self._call_gradients.of_micro_batch(loss, [data[index] for index in indices], *columns)
-            self._backward_all(data, passes, grads, spec, None)
+            self._backward_all(data, [FinishedPass(batch, output, seed)], grads, spec, None)
             return
 
         active: dict[int, int] = {}
@@ -413,7 +409,6 @@ class Engine(PerRank):
                 active[index] = active.get(index, 0) + count
             return list(grads.logprobs.values())
 
-        seed = self._next_seed()
         root = self.passes.run_with_gradient(data, batch, scores, spec, gradient_of, seed=seed, per_sequence=per_sequence)
         self._is_accumulating = True
         self.gradients.next_pass()

@@ -138,7 +138,7 @@ def estimate(
             saved, flops = _pass(network, rows, width, head, alive, used)
         peak = alive.peak
         # The moments are allocated between the blocks that the first step has left.
-        moments = [torch.empty(state_bytes(rule, [one]), dtype=torch.uint8) for one in trained] if cpu else []
+        moments = [torch.empty(state_bytes(rule, [parameter]), dtype=torch.uint8) for parameter in trained] if cpu else []
         summed.clear()
         for _ in range(passes if cpu else 0):
             _pass(network, rows, width, head, alive, used)
@@ -149,7 +149,9 @@ def estimate(
     temporary = max(peak - before - gradients, 0)
     if not interleaved:
         temporary += int(min(max(step_tokens - tokens, 0) * saved / tokens, retain_bytes))
-    update = max((rule.temporary_bytes(one.shape, max(4, one.element_size()), cpu=cpu) for one in trained), default=0)
+    update = max(
+        (rule.temporary_bytes(parameter.shape, max(4, parameter.element_size()), cpu=cpu) for parameter in trained), default=0
+    )
     temporary = max(temporary, update)
     lost = max(extent - gradients - state_bytes(rule, trained) - temporary, 0)
     total, count = (sum(parameter.numel() for parameter in group) for group in (network.parameters(), trained))
@@ -222,8 +224,8 @@ def _inputs(network: PreTrainedModel, rows: int, width: int) -> dict[str, object
 def _packs(network: PreTrainedModel, config: ModelConfig) -> bool:
     """Whether the engine would pack sequences. The engine verifies the values of packed rows, which fake tensors lack."""
     kinds = set(getattr(network.config.get_text_config(), "layer_types", None) or ())
-    asked = config.attn_implementation in ("auto", "sdpa")
-    return asked and bool(getattr(network, "_supports_attention_backend", False)) and kinds <= KNOWN_LAYERS
+    is_packable = config.attn_implementation in ("auto", "sdpa")
+    return is_packable and bool(getattr(network, "_supports_attention_backend", False)) and kinds <= KNOWN_LAYERS
 
 
 def _restore_own_attention(network: PreTrainedModel) -> None:
@@ -288,7 +290,7 @@ class _Head:
             gradients.append(torch.empty_like(self.weight, dtype=wide if self.fuses_gradient else None))
         temporary = [states.new_empty(self._temporary, dtype=torch.uint8)]
         # The gradients are converted while the temporary tensors still exist.
-        returned = [one.to(self.weight.dtype) for one in gradients]
+        returned = [gradient.to(self.weight.dtype) for gradient in gradients]
         del gradients, temporary[:]
         yield returned[0]
         returned.clear()

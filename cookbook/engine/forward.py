@@ -329,7 +329,7 @@ class ForwardRunner:
             with skip_masks(inputs.layout is not None):
                 hidden, _ = self.head.hidden_states(**inputs.arguments)
             # One selection for all parts: the gradient of each has the size of the whole pass.
-            of_parts = torch.split(hidden.reshape(-1, hidden.shape[-1])[selected], [len(one) for one in rows])
+            of_parts = torch.split(hidden.reshape(-1, hidden.shape[-1])[selected], [len(part_rows) for part_rows in rows])
             outputs = []
             for (number, part), states in zip(parts.items(), of_parts, strict=True):
                 scores = part.runner.head.scores(states, *targets[number], metrics=part.spec.metrics, entropy=part.spec.entropy)

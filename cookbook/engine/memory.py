@@ -34,7 +34,7 @@ KEPT = (1 << 31) - 1
 LARGEST_RECOMPUTED_BLOCK = 4 << 20
 # Share of the free memory that activations, gradients and optimizer state may use. The rest is for temporary tensors of the
 # backward pass, and for other processes.
-SHARE = 0.8
+USABLE_SHARE = 0.8
 
 
 def keep_freed_memory() -> bool:
@@ -96,7 +96,7 @@ def fitting_tokens(
     why = shortage_of(per_token * pass_tokens, pass_tokens, lasting, free)
     if why is None:
         return None
-    fitting = max(0, int((SHARE * free - lasting) / per_token)) if model.ranks.size == 1 else 0
+    fitting = max(0, int((USABLE_SHARE * free - lasting) / per_token)) if model.ranks.size == 1 else 0
     above = f" for passes of over {fitting:,} tokens" if fitting else ""
     model.log_once("checkpointing", f"activation checkpointing is on{above}: {why}")
     return fitting
@@ -116,7 +116,7 @@ def shortage_of(activation_bytes: float, pass_tokens: int, lasting: float, free:
     All in bytes. ``activation_bytes``: saved activations of a pass. ``lasting``: gradients and optimizer state. ``free``: free
     memory, with the weights already loaded.
     """
-    if lasting + activation_bytes <= SHARE * free:
+    if lasting + activation_bytes <= USABLE_SHARE * free:
         return None
     activations = f"{activation_bytes / 1e9:.1f} GB of activations for a pass of {pass_tokens:,} tokens"
     return (

@@ -526,7 +526,7 @@ def _network(config: ModelConfig, base: str, seed: int) -> PreTrainedModel:
         raise BackendError(_cannot_load("weights", base, error)) from None
     # transformers would initialize missing weights at random.
     if missing := sorted(info["missing_keys"]):
-        classes = ", ".join(one for one in architecture.architectures or () if one != type(network).__name__)
+        classes = ", ".join(name for name in architecture.architectures or () if name != type(network).__name__)
         of = f", and its config.json names {classes}" if classes else ""
         raise BackendError(
             f"model.name: {base!r} lacks {len(missing)} of the model's weights, the first is {missing[0]}{of}; "

@@ -13,6 +13,7 @@ They do not depend on the values in the rows of other calls. So a :class:`PassSh
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -63,18 +64,19 @@ class AdapterCall:
     error: BaseException | None = None
     _context: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
-    @property
+    # The schedule of a worker asks for both at every turn.
+    @functools.cached_property
     def num_tokens(self) -> int:
         return sum(datum.model_input.length for datum in self.data)
 
-    @property
+    @functools.cached_property
     def key(self) -> Hashable | None:
         """Value that is equal for calls that may share a pass; None: the call needs a pass of its own."""
         if not self.data or self.num_tokens > self.engine.pass_tokens:
             return None
         targets = [datum.loss_fn_inputs.get("target_tokens") for datum in self.data]
         # Targets of several shapes need several passes, and missing ones are an error of the call.
-        shapes = {None if one is None else one.array.shape[1:] for one in targets}
+        shapes = {None if target is None else target.array.shape[1:] for target in targets}
         return None if len(shapes) > 1 or None in shapes else self.engine.sharing_key
 
     def result(self) -> ForwardBackwardOutput:
@@ -192,7 +194,7 @@ class SharedPass:
                 if any(row.any() for column in columns for row in column.values()):
                     own = [root for root in (output.logprobs, output.entropy) if root is not None][: len(columns)]
                     roots += own
-                    upstream += [one.to(root) for one, root in zip(output.grad_outputs(columns), own, strict=True)]
+                    upstream += [gradient.to(root) for gradient, root in zip(output.grad_outputs(columns), own, strict=True)]
                     call.engine.begin_accumulating()
             del outputs
             if roots:

@@ -19,7 +19,7 @@ from cookbook.engine.model import AUTO, ModelConfig
 from cookbook.engine.optimizer import update_rule
 from cookbook.errors import ConfigError
 from cookbook.jobs.endpoint import LOOPBACK, JobEndpoint
-from cookbook.jobs.launcher import JobLauncher, NodesLauncher
+from cookbook.jobs.launcher import JobLauncher
 from cookbook.jobs.manager import TrainerJobConfig, TrainerJobManager
 from cookbook.jobs.store import JobState
 from cookbook.protocols import (
@@ -85,7 +85,7 @@ class JobBackend:
     @property
     def nodes(self) -> int:
         """Number of nodes of the job."""
-        return self.launcher.nodes if isinstance(self.launcher, NodesLauncher) else 1
+        return self.launcher.nodes
 
     @property
     def num_ranks(self) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml  # type: ignore[import-untyped]
 
 from cookbook.errors import ConfigError
-from cookbook.jobs.launcher import AttemptFiles, JobLauncher, NodesLauncher, NodesScript
+from cookbook.jobs.launcher import AttemptFiles, JobLauncher, NodesScript
 from cookbook.types import JsonObject
 from cookbook.utils import files
 
@@ -91,7 +91,7 @@ def _script(attempt: AttemptFiles, launcher: JobLauncher, cwd: str, ranks_per_no
     command = shlex.join(trainer_command(launcher.interpreter, attempt.folder))
     exports = [f"export {name}={shlex.quote(value)}" for name, value in launcher.environment.items()]
     trainer = NodesScript([], [], command, 'kill -TERM "$trainer"')
-    if isinstance(launcher, NodesLauncher) and launcher.nodes > 1:
+    if launcher.nodes > 1:
         trainer = launcher.on_nodes(command, ranks_per_node)
     temporary, code = shlex.quote(f"{attempt.exit_code}.tmp"), shlex.quote(str(attempt.exit_code))
     lines = [

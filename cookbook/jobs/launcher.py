@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import abc
 import enum
+import math
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 from cookbook.errors import BackendError, ConfigError
 
@@ -94,42 +96,26 @@ class AttemptFiles:
             return ""
 
 
-@runtime_checkable
-class Launcher(Protocol):
-    """Starts the script of an attempt somewhere. An entry of the group ``job`` is a dataclass with these five verbs."""
+@dataclass(frozen=True)
+class NodesScript:
+    """Parts of the script of an attempt on several nodes, in the words of its launcher.
 
-    def start(self, files: AttemptFiles) -> str:
-        """Start the script and return the launcher's handle of the attempt, or the handle of an attempt of that name.
+    ``directives`` and ``setup`` are lines in front of ``command``; ``stop`` passes SIGTERM on to the ranks on all nodes.
+    """
 
-        Raises:
-            ConfigError: the launcher refuses the job.
-            LauncherUnavailableError: the launcher cannot answer now.
-        """
-
-    def status(self, handle: str) -> AttemptStatus:
-        """Raises LauncherUnavailableError: the launcher cannot answer now."""
-
-    def stop(self, handle: str) -> None:
-        """Ask the processes of an attempt to end, end those that do not, and return when none is left.
-
-        Raises:
-            BackendError: a process is left.
-        """
-
-    def logs(self, files: AttemptFiles, handle: str) -> str:
-        """Return the output of an attempt."""
-
-    def address(self, handle: str) -> str:
-        """Return the host of a running attempt, as this machine reaches it.
-
-        Raises:
-            BackendError: the launcher does not know it.
-        """
+    directives: list[str]
+    setup: list[str]
+    command: str
+    stop: str
 
 
 @dataclass(kw_only=True)
-class JobOptions:
-    """Options of every launcher. The files of ``conf/job`` explain them. ``host``: address on which the trainer listens."""
+class JobLauncher(abc.ABC):
+    """Starts the script of an attempt somewhere: the base class of the entries of the group ``job``.
+
+    A launcher has the five abstract methods. The fields are the options of every launcher, which the files of ``conf/job``
+    explain. ``host``: address on which the trainer listens.
+    """
 
     host: ClassVar[str] = "0.0.0.0"
 
@@ -161,50 +147,49 @@ class JobOptions:
         """Python on the node."""
         return self.python or sys.executable
 
+    @abc.abstractmethod
+    def start(self, files: AttemptFiles) -> str:
+        """Start the script and return the launcher's handle of the attempt, or the handle of an attempt of that name.
 
-class JobLauncher(Launcher, Protocol):
-    """A launcher with the options that :class:`JobOptions` has."""
+        Raises:
+            ConfigError: the launcher refuses the job.
+            LauncherUnavailableError: the launcher cannot answer now.
+        """
 
-    host: ClassVar[str]
-    folder: str | None
-    setup: list[str]
-    environment: dict[str, str]
-    server: dict[str, Any]
-    port: int
-    startup_s: float
-    idle_h: float | None
-    max_failures: int
+    @abc.abstractmethod
+    def status(self, handle: str) -> AttemptStatus:
+        """Raises LauncherUnavailableError: the launcher cannot answer now."""
+
+    @abc.abstractmethod
+    def stop(self, handle: str) -> None:
+        """Ask the processes of an attempt to end, end those that do not, and return when none is left.
+
+        Raises:
+            BackendError: a process is left.
+        """
+
+    @abc.abstractmethod
+    def logs(self, files: AttemptFiles, handle: str) -> str:
+        """Return the output of an attempt."""
+
+    @abc.abstractmethod
+    def address(self, handle: str) -> str:
+        """Return the host of a running attempt, as this machine reaches it.
+
+        Raises:
+            BackendError: the launcher does not know it.
+        """
 
     @property
-    def interpreter(self) -> str:
-        """Python on the node."""
+    def pending_s(self) -> float:
+        """Seconds that an attempt may wait in the launcher's queue."""
+        return math.inf
 
-
-@dataclass(frozen=True)
-class NodesScript:
-    """Parts of the script of an attempt on several nodes, in the words of its launcher.
-
-    ``directives`` and ``setup`` are lines in front of ``command``; ``stop`` passes SIGTERM on to the ranks on all nodes.
-    """
-
-    directives: list[str]
-    setup: list[str]
-    command: str
-    stop: str
-
-
-@runtime_checkable
-class NodesLauncher(Protocol):
-    """A launcher whose attempts may use several nodes, which train one model together."""
-
-    nodes: int
+    @property
+    def nodes(self) -> int:
+        """Number of nodes of an attempt, which train one model together."""
+        return 1
 
     def on_nodes(self, command: str, ranks_per_node: int) -> NodesScript:
-        """Return a script that starts ``command`` as every rank, with the variables that torchrun sets."""
-
-
-@runtime_checkable
-class QueuedLauncher(Protocol):
-    """A launcher whose attempts may wait in a queue, for at most ``pending_s`` seconds."""
-
-    pending_s: float
+        """Return a script that starts ``command`` as every rank on several nodes, with the variables that torchrun sets."""
+        raise NotImplementedError(f"{type(self).__name__} runs on one node")

@@ -13,7 +13,7 @@ from typing import ClassVar
 import psutil
 
 from cookbook.errors import BackendError
-from cookbook.jobs.launcher import END_S, AttemptFiles, AttemptStatus, JobOptions, JobPhase
+from cookbook.jobs.launcher import END_S, AttemptFiles, AttemptStatus, JobLauncher, JobPhase
 
 ADOPT_S, POLL_S = 2.0, 0.05
 # Seconds until a killed process is gone: the kernel ends it when it is next scheduled.
@@ -21,7 +21,7 @@ KILLED_S = 60.0
 
 
 @dataclass(kw_only=True)
-class LocalJob(JobOptions):
+class LocalJob(JobLauncher):
     """Processes of this machine. A handle holds the number of a process group, and the start time of its first process."""
 
     host: ClassVar[str] = "127.0.0.1"

@@ -27,7 +27,6 @@ from cookbook.jobs.launcher import (
     JobLauncher,
     JobPhase,
     LauncherUnavailableError,
-    QueuedLauncher,
 )
 from cookbook.jobs.store import JobAttempt, JobState, JobTable, TrainerJob
 from cookbook.types import JsonObject
@@ -45,9 +44,9 @@ UNREACHABLE_S = 120.0
 SETTLED_S = 60.0
 MAX_BACKOFF_S = 60.0
 # Exit codes of a trainer that another attempt would repeat: a mistake of the user; a command that the shell does not find.
-FINAL = (2, 126, 127)
+FINAL_EXIT_CODES = (2, 126, 127)
 # Exit codes after SIGTERM.
-TERMINATED = (0, 143)
+TERMINATED_EXIT_CODES = (0, 143)
 # Fields of a model that clients of a server choose, so that the server has their defaults.
 OF_CLIENTS = ("lora_rank", "lora_target_modules")
 
@@ -326,7 +325,7 @@ class TrainerJobManager:
                 self._ended(job, launcher, attempt, status)
             elif status.phase is JobPhase.running:
                 self._watch(job, launcher, attempt, attempt.handle)
-            elif isinstance(launcher, QueuedLauncher) and time.time() - attempt.started > launcher.pending_s:
+            elif time.time() - attempt.started > launcher.pending_s:
                 launcher.stop(attempt.handle)
                 self._finish(
                     job, JobState.FAILED, f"jobs: {job.job_id} has waited for {launcher.pending_s:g} s (job.pending_s)"
@@ -380,12 +379,12 @@ class TrainerJobManager:
                 job, JobState.PAUSED, f"no client used it for {launcher.idle_h} h (job.idle_h); the same command resumes it"
             )
             return
-        interrupted = status.phase is JobPhase.preempted or code in TERMINATED
+        interrupted = status.phase is JobPhase.preempted or code in TERMINATED_EXIT_CODES
         settled = attempt.ready is not None and (interrupted or now - attempt.ready > SETTLED_S)
         failures = 0 if settled else job.failures + 1
         self._table.set_failures(job.job_id, failures)
         failure = _text(files.failure)
-        if failure or code in FINAL or failures > launcher.max_failures:
+        if failure or code in FINAL_EXIT_CODES or failures > launcher.max_failures:
             reason = f"error: {failure}" if failure else _last_line(launcher, files, attempt)
             self._finish(job, JobState.FAILED, f"attempt {attempt.number} has ended ({outcome}): {reason}")
             return
@@ -411,7 +410,7 @@ class TrainerJobManager:
             raise ConfigError(f"jobs: an id has at most 64 letters, digits, '-', '_' and '.', got {job_id!r}")
         cls, launcher = type(config.launcher), config.launcher
         command.check_server(launcher.server)
-        options = {field.name: getattr(launcher, field.name) for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        options = {field.name: getattr(launcher, field.name) for field in dataclasses.fields(cls)}
         return TrainerJob(
             job_id=job_id,
             token=secrets.token_hex(3),

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from cookbook.errors import BackendError, ConfigError
-from cookbook.jobs.launcher import END_S, AttemptFiles, AttemptStatus, JobOptions, JobPhase, LauncherUnavailableError
+from cookbook.jobs.launcher import END_S, AttemptFiles, AttemptStatus, JobLauncher, JobPhase, LauncherUnavailableError
 from cookbook.types import JsonObject
 
 PHASES = {"PENDING": JobPhase.queued, "RUNNING": JobPhase.running, "STOPPED": JobPhase.cancelled}
@@ -17,7 +17,7 @@ REQUEST_S, POLL_S = 30.0, 0.5
 
 
 @dataclass(kw_only=True)
-class RayJob(JobOptions):
+class RayJob(JobLauncher):
     """Jobs of a Ray cluster. A handle is a submission id. ``conf/job/ray.yaml`` explains the fields."""
 
     cluster: str = "http://127.0.0.1:8265"

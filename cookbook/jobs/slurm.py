@@ -16,7 +16,7 @@ from cookbook.jobs.launcher import (
     END_S,
     AttemptFiles,
     AttemptStatus,
-    JobOptions,
+    JobLauncher,
     JobPhase,
     LauncherUnavailableError,
     NodesScript,
@@ -24,20 +24,26 @@ from cookbook.jobs.launcher import (
 from cookbook.protocols import Backend
 from cookbook.utils.suggest import did_you_mean
 
-RUNNING = ("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "SUSPENDED", "STOPPED", "RESIZING")
-PREEMPTED = ("PREEMPTED", "TIMEOUT", "DEADLINE", "NODE_FAIL", "BOOT_FAIL", "REQUEUED")
+RUNNING_STATES = ("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "SUSPENDED", "STOPPED", "RESIZING")
+PREEMPTED_STATES = ("PREEMPTED", "TIMEOUT", "DEADLINE", "NODE_FAIL", "BOOT_FAIL", "REQUEUED")
 PHASES = {
     **dict.fromkeys(("PENDING", "CONFIGURING"), JobPhase.queued),
-    **dict.fromkeys(RUNNING, JobPhase.running),
-    **dict.fromkeys(PREEMPTED, JobPhase.preempted),
+    **dict.fromkeys(RUNNING_STATES, JobPhase.running),
+    **dict.fromkeys(PREEMPTED_STATES, JobPhase.preempted),
     "CANCELLED": JobPhase.cancelled,
 }
-UNREACHABLE = ("Unable to contact", "Socket timed out", "Connection refused", "Zero Bytes were transmitted", "not responding")
+UNREACHABLE_ERRORS = (
+    "Unable to contact",
+    "Socket timed out",
+    "Connection refused",
+    "Zero Bytes were transmitted",
+    "not responding",
+)
 COMMAND_S, POLL_S = 60.0, 0.5
 
 
 @dataclass(kw_only=True)
-class SlurmJob(JobOptions):
+class SlurmJob(JobLauncher):
     """Batch jobs of Slurm. A handle is the number of a job. ``conf/job/slurm.yaml`` explains the fields."""
 
     partition: str | None = None
@@ -167,7 +173,7 @@ def _slurm(*command: str) -> subprocess.CompletedProcess[str]:
         raise _not_installed(command[0]) from None
     except subprocess.TimeoutExpired:
         raise LauncherUnavailableError(f"jobs: {command[0]} has not answered for {COMMAND_S:g} s") from None
-    if done.returncode and any(words in done.stderr for words in UNREACHABLE):
+    if done.returncode and any(words in done.stderr for words in UNREACHABLE_ERRORS):
         raise LauncherUnavailableError(f"jobs: {' '.join(done.stderr.split())}")
     return done
 

@@ -17,7 +17,7 @@ from cookbook.losses.pairs import PairBatch, logprob_metrics, reward_metrics
 from cookbook.types import Datum
 
 Variant = Literal["sigmoid", "robust", "hinge", "ipo", "ipo_sum", "simpo"]
-SMOOTHED = ("sigmoid", "robust", "simpo")
+SMOOTHED_VARIANTS = ("sigmoid", "robust", "simpo")
 PER_TOKEN = ("ipo", "simpo")
 
 
@@ -76,10 +76,10 @@ class DPO(Loss):
         positive("loss", beta=self.beta)
         non_negative("loss", simpo_gamma=self.simpo_gamma)
         within("loss", "at least 0 and below 0.5", lambda value: 0 <= value < 0.5, label_smoothing=self.label_smoothing)
-        if self.label_smoothing and self.variant not in SMOOTHED:
+        if self.label_smoothing and self.variant not in SMOOTHED_VARIANTS:
             raise ConfigError(
                 f"loss: label_smoothing has no meaning for variant={self.variant}, got {self.label_smoothing}; "
-                f"set it to 0 or use variant={', '.join(SMOOTHED)}"
+                f"set it to 0 or use variant={', '.join(SMOOTHED_VARIANTS)}"
             )
 
     @property

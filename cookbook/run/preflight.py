@@ -285,9 +285,9 @@ def check_signature(typed: Settings, first: Mapping[Split, Sequence[Row]]) -> No
     rows = first.get("train") or first.get("eval")
     if typed.reward is None or not rows:
         return
-    for one in model_rewards(typed.reward).values():
+    for judge in model_rewards(typed.reward).values():
         for row in (first.get("eval") or ())[:1]:
-            one.check_held_out(with_answer(row, typed.data).values)
+            judge.check_held_out(with_answer(row, typed.data).values)
     with contextlib.closing(RewardRunner(typed.reward)) as runner:
         runner.check(with_answer(rows[0], typed.data).values, has_environment=typed.env is not None)
 

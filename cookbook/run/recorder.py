@@ -24,7 +24,7 @@ from cookbook.run.best_step import BestStep
 from cookbook.run.folder import METRICS
 from cookbook.run.hooks import writing_to
 from cookbook.run.rollout_store import RolloutStore
-from cookbook.sampling.evaluation import SHOWN, Example
+from cookbook.sampling.evaluation import NUM_EXAMPLES, Example
 from cookbook.terminal import Console
 from cookbook.types import Checkpoint, JsonObject
 from cookbook.utils import files
@@ -86,7 +86,7 @@ class Recorder:
 
     def write_examples(self, step: int, examples: Sequence[Example]) -> None:
         """Write the completions of an evaluation as samples, and keep the first ones for the end of the run."""
-        self.examples = examples[:SHOWN]
+        self.examples = examples[:NUM_EXAMPLES]
         for example in examples:
             values = {"split": "eval", "prompt": example.prompt, "completion": example.completion, "reward": example.reward}
             self.write_sample(step, values | ({"parts": dict(example.parts)} if example.parts else {}))

@@ -60,12 +60,12 @@ HEADLINES = [
     Headline("eval/loss", "loss", "{:.4f}", ROWS, "row"),
 ]
 # Prefixes of the metrics whose value depends on the judge of a completion, and of those among them that do not.
-JUDGED = ("eval/accuracy", "eval/reward", "reward/mean", PASS)
-NOT_JUDGED = ("eval/rewards/",)
+JUDGED_PREFIXES = ("eval/accuracy", "eval/reward", "reward/mean", PASS)
+NOT_JUDGED_PREFIXES = ("eval/rewards/",)
 TOKEN_EQUALITY = "token equality"
 # The standard error of a share is shown for a smaller number of rows.
 MANY_ROWS = 1000
-KEY = "TINKER_API_KEY"
+KEY_VARIABLE = "TINKER_API_KEY"
 PLACEHOLDER = "your prompt"
 # Characters.
 LONGEST_PROMPT = 60
@@ -87,8 +87,12 @@ def objective(rows: Sequence[JsonObject], name: str | None) -> float | None:
         name: the metric; None: the first of ``HEADLINES`` that the rows have and that grows with quality.
     """
     names = [name] if name else [headline.key for headline in HEADLINES if is_better_higher(headline.key)]
-    values = next(([row[key] for row in rows if key in row] for key in names if any(key in row for row in rows)), None)
-    return None if values is None else math.nan if values[-1] is None else float(values[-1])
+    for key in names:
+        values = [row[key] for row in rows if key in row]
+        if values:
+            # JSON has no NaN, so a value that is not finite is stored as null.
+            return math.nan if values[-1] is None else float(values[-1])
+    return None
 
 
 def curves(run: Run) -> None:
@@ -108,21 +112,24 @@ def summary(run: Run, first_rows: Mapping[Split, Sequence[Row]]) -> None:
         say(line)
     if (slow := slow_evaluation(rows)) is not None:
         say(slow)
-    dropped, retries = (int(sum(row.get(key, 0) for row in rows)) for key in ("rollout/failed", "rollout/retries"))
+    dropped = int(sum(row.get("rollout/failed", 0) for row in rows))
+    retries = int(sum(row.get("rollout/retries", 0) for row in rows))
     if dropped or retries:
         say(
             f"sampling: {counted(retries, 'retried request')}, {counted(dropped, 'prompt')} left out (log.txt names their rows)"
         )
-    best = run.best.step if run.best.step not in (None, run.done) else None
+    # Whether the best weights are those of an earlier step than the last.
+    is_best_older = run.best.step not in (None, run.done)
     if run.best.step is not None:
-        say(f"best: {run.best.text}{'' if best is None else f'; {run.out}@best'}")
+        name = f"; {run.out}@best" if is_best_older else ""
+        say(f"best: {run.best.text}{name}")
     for example in run.recorder.examples:
         say(f"  {one_line(example, judge)}")
     if (left_out := run.recorder.bad_rows.summary()) is not None:
         say(left_out)
     names = [name for name in ("metrics.jsonl", "samples.jsonl", "curves.svg", "checkpoints") if (run.out / name).exists()]
     say(f"run folder: {run.out}  ({', '.join(names)})")
-    say(f"next: {_next(run, best is not None, [*first_rows.get('eval', ()), *first_rows.get('train', ())])}")
+    say(f"next: {_next(run, is_best_older, [*first_rows.get('eval', ()), *first_rows.get('train', ())])}")
 
 
 def headlines(rows: Sequence[JsonObject], judge: str) -> Iterator[str]:
@@ -155,15 +162,16 @@ def _error(number: int, *shares: float) -> str:
     if number >= MANY_ROWS:
         return ""
     points = 100 * max(standard_error(share, number) for share in shares)
-    return f" (standard error {points:.{0 if points >= 10 else 1}f} points)"
+    decimals = 0 if points >= 10 else 1
+    return f" (standard error {points:.{decimals}f} points)"
 
 
 def error_of(key: str, metrics: Mapping[str, float]) -> str:
     """Return the standard error of a metric of one evaluation as text; empty for metrics that are not a share of rows."""
-    headline = next((candidate for candidate in HEADLINES if candidate.key == key and candidate.is_share), None)
-    return (
-        "" if headline is None or headline.count not in metrics else _error(int(metrics[headline.count]), metrics[key]).strip()
-    )
+    for headline in HEADLINES:
+        if headline.key == key and headline.is_share and headline.count in metrics:
+            return _error(int(metrics[headline.count]), metrics[key]).strip()
+    return ""
 
 
 def standard_error(share: float, number: int) -> float:
@@ -190,7 +198,7 @@ def slow_evaluation(rows: Sequence[JsonObject]) -> str | None:
 
 def is_judged(key: str) -> bool:
     """Whether a metric depends on the judge of completions."""
-    return key.startswith(JUDGED) and not key.startswith(NOT_JUDGED)
+    return key.startswith(JUDGED_PREFIXES) and not key.startswith(NOT_JUDGED_PREFIXES)
 
 
 def judge_of_run(folder: Path) -> str:
@@ -261,7 +269,7 @@ def _next(run: Run, is_best_older: bool, rows: Iterable[Row]) -> str:
         return shlex.join(["cookbook", "sample", f"{run.out}@best" if is_best_older else str(run.out), *words])
     path = str(server["path"])
     # Tinker's command requires a key, and a server without keys ignores it.
-    key = [] if os.environ.get(KEY) else [f"{KEY}={NO_KEY}"]
+    key = [] if os.environ.get(KEY_VARIABLE) else [f"{KEY_VARIABLE}={NO_KEY}"]
     fetch = shlex.join([f"TINKER_BASE_URL={server['url']}", *key, "tinker", "checkpoint", "download", path])
     # The name that Tinker's command gives the folder.
     folder = path.removeprefix("tinker://").replace("/", "_")
@@ -291,7 +299,7 @@ LOCATION_KEYS = frozenset({"out", "resume"})
 # Keys that decide the rows and the rewards of an evaluation; and those that also do if the rows are held out of training data.
 EVALUATION_KEYS = ("reward", "eval.limit", "eval.max_tokens", "rollout.stop", "data.eval_", "data.columns")
 HELD_OUT_KEYS = ("data.path", "data.name", "data.subset", "data.split", "data.mix", "data.limit", "seed")
-MISSING = "-"
+MISSING_CELL = "-"
 
 Cells = tuple[str, list[str]]
 """The subject of a line, and a cell for every run."""
@@ -364,7 +372,7 @@ def differing(runs: Sequence[RunSummary]) -> list[Cells]:
 
 
 def _value(config: JsonObject, key: str) -> str:
-    return json.dumps(config[key], default=str).strip('"') if key in config else MISSING
+    return json.dumps(config[key], default=str).strip('"') if key in config else MISSING_CELL
 
 
 def outcomes(runs: Sequence[RunSummary]) -> list[Cells]:
@@ -404,16 +412,16 @@ def _loss_name(run: RunSummary) -> str:
 
 def _outcome(label: str, key: str, runs: Sequence[RunSummary], having: Sequence[RunSummary]) -> Iterator[Cells]:
     """Yield the last and the best value of a metric; only those of the runs ``having`` belong on these lines."""
-    yield label, [_last(run, key) if run in having else MISSING for run in runs]
+    yield label, [_last(run, key) if run in having else MISSING_CELL for run in runs]
     # The loss of reinforcement learning says nothing about quality: it is relative to the samples of its own step.
     compared = [run for run in having if key != "loss" or not _learns_from_rollouts(run)]
     if compared:
-        yield "  at best", [_best(key, series(run.rows, key)) if run in compared else MISSING for run in runs]
+        yield "  at best", [_best(key, series(run.rows, key)) if run in compared else MISSING_CELL for run in runs]
 
 
 def _last(run: RunSummary, key: str) -> str:
     values = series(run.rows, key)
-    return spelled(key, values[-1][1]) if values else MISSING
+    return spelled(key, values[-1][1]) if values else MISSING_CELL
 
 
 def _learns_from_rollouts(run: RunSummary) -> bool:
@@ -470,8 +478,8 @@ def evaluated(runs: Sequence[RunSummary]) -> Iterator[tuple[str, list[Cells]]]:
         ]
         newest = [results[-1]["metrics"] | {"step": results[-1]["step"]} if results else {} for results in comparable]
         keys = dict.fromkeys(key for metrics in newest for key in metrics if key not in (FINGERPRINT, "step"))
-        lines = [("step", [str(metrics.get("step", MISSING)) for metrics in newest])]
-        lines += [(key, [spelled(key, metrics[key]) if key in metrics else MISSING for metrics in newest]) for key in keys]
+        lines = [("step", [str(metrics.get("step", MISSING_CELL)) for metrics in newest])]
+        lines += [(key, [spelled(key, metrics[key]) if key in metrics else MISSING_CELL for metrics in newest]) for key in keys]
         facts = next(results[-1] for results in comparable if results)
         judge = judge_of_result(facts, facts["metrics"])
         yield f"{counted(facts['rows']['count'], 'row')} from {facts['rows']['first']}, judged by {judge}", lines

@@ -126,25 +126,36 @@ class RolloutStore:
     def _group(self, group: RolloutGroup, waiting: Mapping[tuple[int, ...], deque[TrainedDatum]]) -> Line:
         trajectories: list[Line] = []
         for index, trajectory in enumerate(group.trajectories):
-            values: Line = {"reward": _json_number(group.rewards[index])} if group.rewards else {}
+            values: Line = {}
+            if group.rewards:
+                values["reward"] = _json_number(group.rewards[index])
             values["ended"] = trajectory.ended
-            if parts := group.parts[index] if group.parts else {}:
+            if group.parts and group.parts[index]:
+                parts = group.parts[index]
                 values["parts"] = {name: None if part is None else _json_number(part) for name, part in parts.items()}
-            counts = {name: getattr(trajectory, name) for name in COUNTS}
-            values |= {name: count for name, count in counts.items() if count}
-            trajectories.append({**values, "branches": self._branches(trajectory, group.prompt.tokens, waiting)})
+            for name in COUNTS:
+                if count := getattr(trajectory, name):
+                    values[name] = count
+            values["branches"] = self._branches(trajectory, group.prompt.tokens, waiting)
+            trajectories.append(values)
         prompt = group.prompt
-        text = {} if self._pieces.spell(prompt.tokens, prompt.text) else {"prompt_text": prompt.text}
-        own = {"row": prompt.row.where, "question": prompt.question, "prompt": prompt.tokens}
-        return own | text | {"trajectories": trajectories}
+        line: Line = {"row": prompt.row.where, "question": prompt.question, "prompt": prompt.tokens}
+        # The text of most prompts follows from the texts of its tokens, which the step stores once.
+        if not self._pieces.spell(prompt.tokens, prompt.text):
+            line["prompt_text"] = prompt.text
+        line["trajectories"] = trajectories
+        return line
 
     def _branches(
         self, trajectory: Trajectory, prompt: Sequence[int], waiting: Mapping[tuple[int, ...], deque[TrainedDatum]]
     ) -> list[list[Line]]:
         branches = []
         for branch in trajectory.branches:
-            queue = waiting.get(tuple(itertools.chain.from_iterable([segment.tokens for segment in branch])))
-            trained, start, lines = queue.popleft() if queue else None, 0, []
+            tokens = tuple(itertools.chain.from_iterable([segment.tokens for segment in branch]))
+            queue = waiting.get(tokens)
+            trained = queue.popleft() if queue else None
+            lines = []
+            start = 0
             for segment in branch:
                 lines.append(self._segment(segment, prompt, trained, start))
                 start += len(segment.tokens)
@@ -183,16 +194,19 @@ class RolloutStore:
         for index in range(0, len(trained), len(names)):
             first = trained[index].datum
             where, question = (first.where, first.question) if isinstance(first, RowDatum) else ("", "")
-            sides = zip(trained[index : index + len(names)], names, strict=False)
-            trajectories = [({"side": name} if name else {}) | {"branches": [self._row(datum)]} for datum, name in sides]
+            trajectories = []
+            for datum, name in zip(trained[index : index + len(names)], names, strict=False):
+                side: Line = {"side": name} if name else {}
+                trajectories.append(side | {"branches": [self._row(datum)]})
             lines.append({"row": where, "question": question, "prompt": [], "trajectories": trajectories})
         return lines
 
     def _row(self, trained: TrainedDatum) -> list[Line]:
         """Return the segments of a datum: tokens with a weight, and tokens without."""
         tokens, weights = trained.tokens, trained.values("weights")
+        has_weight = [True] * (len(tokens) - 1) if weights is None else (weights != 0).tolist()
         # Nothing predicts the first token.
-        has_weight = [False, *([True] * (len(tokens) - 1) if weights is None else (weights != 0).tolist())]
+        has_weight = [False, *has_weight]
         segments: list[Line] = []
         for is_data, indices in itertools.groupby(range(len(tokens)), has_weight.__getitem__):
             start, *following = indices
@@ -238,7 +252,8 @@ class TokenPieces:
         """
         for token in set(tokens).difference(self._texts):
             self.text(token)
-        return text in ("".join(map(self._visible.__getitem__, tokens)), "".join(map(self._texts.__getitem__, tokens)))
+        visible = "".join([self._visible[token] for token in tokens])
+        return text == visible or text == "".join([self._texts[token] for token in tokens])
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))

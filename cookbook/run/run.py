@@ -34,7 +34,7 @@ from cookbook.run.rollout_store import RolloutStore
 from cookbook.sampling import environments, rollouts
 from cookbook.sampling.evaluation import FINGERPRINT, Evaluation, answer_lengths
 from cookbook.sampling.prompt_queue import PROMPTS_KEY, PromptQueue
-from cookbook.sampling.rollouts import PolicySampling, RolloutGroup
+from cookbook.sampling.rollouts import Further, PolicySampling, RolloutGroup
 from cookbook.types import Datum, ForwardBackwardOutput, JsonObject, OptimStepOutput
 from cookbook.utils.signals import Interrupted, InterruptGuard
 from cookbook.utils.words import counted
@@ -311,41 +311,50 @@ class Run:
         if self._ahead is not None:
             batch = self._ahead.take(sampler, prompts, group_size, step.index, step.total)
         else:
-            batch = self._sampled_now(sampler, prompts, group_size, step.index)
+            self._check_queue()
+            used = list(prompts)
+            further = self._further_into(used) if self.rollout.refill > 1 else None
+            sampled = self._sampling.groups(sampler, prompts, group_size, step.index, further)
+            batch = SampledBatch(step.index, sampler.step, used, sampled, metrics=self._observed(sampled.groups))
         self._note_rows(prompt.row.where for prompt in batch.prompts)
         for refused in batch.refused:
             self._rows.refusals.add(refused.where, refused.policy, refused.reason)
         step.log(batch.metrics)
-        sampled = batch.sampled
-        for row in rollouts.log_rows(sampled.groups, self.rollout.log_samples):
+        groups = batch.sampled.groups
+        for row in rollouts.log_rows(groups, self.rollout.log_samples):
             self.recorder.write_sample(step.index + 1, row)
-        self.recorder.rollouts.sampled(sampled.groups)
+        self.recorder.rollouts.sampled(groups)
         # Optimizer steps between the weights in training and the weights that sampled.
-        step.log(sampled.metrics(), {"sync/version_lag": float(step.index - batch.version)})
-        return sampled.groups
+        step.log(batch.sampled.metrics(), {"sync/version_lag": float(step.index - batch.version)})
+        return groups
 
-    def _sampled_now(self, sampler: Sampler, prompts: Sequence[RenderedPrompt], group_size: int, index: int) -> SampledBatch:
-        """Sample the batch of the step after ``index`` steps."""
-        queue = self._queue
-        if self.rollout.ahead or (self._needs_queue and queue is None):
+    def _check_queue(self) -> None:
+        """Raise ConfigError if an option needs a queue of prompts that the recipe does not use."""
+        if self.rollout.ahead or (self._needs_queue and self._queue is None):
             key = "rollout.ahead" if self.rollout.ahead else "rollout.refill" if self.rollout.refill > 1 else "data.curriculum"
             raise ConfigError(
                 f"{key}: the recipe {self.name} has no queue of prompts; call run.prompt_batches(prompts, size) in place of "
                 f"run.batches, or remove {key}"
             )
-        used = list(prompts)
+
+    def _further_into(self, used: list[RenderedPrompt]) -> Further:
+        """Return a function that takes further prompts from the queue, and adds them to ``used``."""
+        queue = self._queue
+        assert queue is not None
 
         def further(count: int) -> Sequence[RenderedPrompt]:
-            assert queue is not None
-            more = queue.further(count)
-            used.extend(more)
-            return more
+            prompts = queue.further(count)
+            used.extend(prompts)
+            return prompts
 
-        refill = further if self.rollout.refill > 1 else None
-        sampled = self._sampling.groups(sampler, prompts, group_size, index, refill)
-        if queue is not None:
-            queue.observe(sampled.groups)
-        return SampledBatch(index, sampler.step, used, sampled, metrics={} if queue is None else queue.metrics())
+        return further
+
+    def _observed(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+        """Update the pass rates of the queue's curriculum. Return the metrics of the queue."""
+        if self._queue is None:
+            return {}
+        self._queue.observe(groups)
+        return self._queue.metrics()
 
     def evaluate_loss(self, data: Sequence[Datum]) -> Evaluation:
         """Return the run's loss and its metrics on held-out ``data``, each named ``eval/...``."""

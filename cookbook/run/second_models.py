@@ -63,7 +63,9 @@ def second_models(typed: Settings) -> list[SecondModel]:
     teacher = []
     if typed.has_teacher and typed.recipe.teacher is not None:
         teacher.append(SecondModel("recipe.teacher", typed.recipe.teacher, typed.recipe.teacher_url))
-    return teacher + [SecondModel(f"{key}.model", one.model, one.url) for key, one in model_rewards(typed.reward).items()]
+    return teacher + [
+        SecondModel(f"{key}.model", reward.model, reward.url) for key, reward in model_rewards(typed.reward).items()
+    ]
 
 
 def shapes(typed: Settings) -> dict[str, Shape]:
@@ -72,12 +74,12 @@ def shapes(typed: Settings) -> dict[str, Shape]:
     Raises:
         ConfigError: a model is missing, or is not a model.
     """
-    found = {}
+    shape_by_key = {}
     for model in second_models(typed):
         if is_here(model, typed.backend):
             with _named(model):
-                found[model.key] = shape_of(with_dtype(ModelConfig(run_folder.sampling_target(model.name), dtype=AUTO)))
-    return {key: shape for key, shape in found.items() if shape is not None}
+                shape_by_key[model.key] = shape_of(with_dtype(ModelConfig(run_folder.sampling_target(model.name), dtype=AUTO)))
+    return {key: shape for key, shape in shape_by_key.items() if shape is not None}
 
 
 def is_here(model: SecondModel, backend: Backend) -> bool:

@@ -284,27 +284,32 @@ class Episodes:
         Raises:
             ConfigError: there is no reward.
         """
-        scored = [
-            None if trajectory.reward is None else Score(trajectory.reward, trajectory.parts, tuple(trajectory.turn_rewards))
-            for trajectory in trajectories
-        ]
-        unscored = [trajectory for trajectory in trajectories if trajectory.reward is None]
         if self.environment is not None:
             self.environment.check_rewards(trajectories)
+        unscored = [trajectory for trajectory in trajectories if trajectory.reward is None]
         if not unscored:
-            return lambda: [score for score in scored if score is not None]
+            scores = [_own_score(trajectory) for trajectory in trajectories]
+            return lambda: scores
         if self.runner is None:
             raise ConfigError(
                 "reward: the environment gives no reward and none is chosen; define get_reward, return (observation, reward) "
                 "from every step, or choose one, for example reward=number"
             )
         pending = self.runner.submit_attempts(prompt, unscored)
+        if len(unscored) == len(trajectories):
+            return pending
 
         def result() -> list[Score]:
             called = iter(pending())
-            return [next(called) if score is None else score for score in scored]
+            return [next(called) if trajectory.reward is None else _own_score(trajectory) for trajectory in trajectories]
 
         return result
+
+
+def _own_score(trajectory: Trajectory) -> Score:
+    """Return the reward that the environment gave."""
+    assert trajectory.reward is not None
+    return Score(trajectory.reward, trajectory.parts, tuple(trajectory.turn_rewards))
 
 
 class _EpisodeLoop:

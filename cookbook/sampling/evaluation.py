@@ -26,14 +26,14 @@ from cookbook.types import Datum, SamplingParams
 log = logging.getLogger("cookbook")
 
 # Completions of an evaluation that are kept for people to read.
-SHOWN = 3
+NUM_EXAMPLES = 3
 # A completion with at least this reward counts as correct.
-CORRECT = 1.0
+CORRECT_REWARD = 1.0
 # Tokens. With eval.answers=auto, answers are compared token by token if their median length is at most this. No two people
 # write the same longer text, so the share of equal ones is 0 before and after training.
 SHORT_ANSWER = 32
 # A completion that is longer than the row's answer is wrong. It may be longer by this many tokens, for people to read.
-LONGER = 16
+EXTRA_TOKENS = 16
 FINGERPRINT = "eval/crc32"
 # Number of greedy completions that were judged, and number of held-out rows or pairs whose loss was computed.
 ANSWERS = "eval/answers"
@@ -41,13 +41,13 @@ ROWS = "eval/rows"
 # Prefix of the metrics pass@k; k follows.
 PASS = "eval/pass@"
 # Metrics that grow with quality.
-HIGHER = ("eval/accuracy", "eval/reward", "eval/rewards/accuracy", "eval/rewards/margin")
+HIGHER_IS_BETTER = ("eval/accuracy", "eval/reward", "eval/rewards/accuracy", "eval/rewards/margin")
 # Metric endings of values that fall with quality.
-LOWER = ("loss", "/nll", "/perplexity", "/bits_per_byte")
+LOWER_IS_BETTER = ("loss", "/nll", "/perplexity", "/bits_per_byte")
 # Prefix of the means of a reward's named parts.
-PART = "eval/reward/part/"
+PART_PREFIX = "eval/reward/part/"
 # Separates the draws of evaluation from other draws of the same seed.
-EVALUATION = 1_701_208_428
+EVALUATION_SEED = 1_701_208_428
 
 Scoring = Callable[[RenderedPrompt, Sequence[Trajectory]], PendingScores]
 """Function that starts the scoring of all attempts at a prompt."""
@@ -99,12 +99,12 @@ class EvalConfig:
 
 def is_better_higher(metric: str) -> bool:
     """Whether a metric of an evaluation grows with quality: accuracies, rewards, margins and pass@k do, losses do not."""
-    return metric in HIGHER or metric.startswith((PASS, PART)) or metric.endswith("/accuracy")
+    return metric in HIGHER_IS_BETTER or metric.startswith((PASS, PART_PREFIX)) or metric.endswith("/accuracy")
 
 
 def is_better_lower(metric: str) -> bool:
     """Whether a metric of an evaluation falls with quality: losses do."""
-    return metric.startswith("eval/") and metric.endswith(LOWER)
+    return metric.startswith("eval/") and metric.endswith(LOWER_IS_BETTER)
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ class Evaluation:
         return Evaluation({**self.metrics, **other.metrics}, [*self.examples, *other.examples])
 
     def abridged(self) -> Evaluation:
-        """Return a copy with the first ``SHOWN`` completions."""
-        return replace(self, examples=self.examples[:SHOWN])
+        """Return a copy with the first ``NUM_EXAMPLES`` completions."""
+        return replace(self, examples=self.examples[:NUM_EXAMPLES])
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -187,7 +187,7 @@ class Evaluator:
         result, scores = self._sample(sampler, prompts, episodes, episodes.scores)
         if not scores:
             return result
-        parts = part_means([score.parts for score in scores], PART)
+        parts = part_means([score.parts for score in scores], PART_PREFIX)
         reward = float(np.mean([score.value for score in scores]))
         return Evaluation({"eval/reward": reward, **parts, **result.metrics}, result.examples)
 
@@ -205,7 +205,7 @@ class Evaluator:
             return lambda: [Score(float(attempt.turns[0].tokens == expected[id(prompt)])) for attempt in attempts]
 
         prompts = [prompt for prompt, _ in used]
-        limits = [len(answer) + LONGER for _, answer in used]
+        limits = [len(answer) + EXTRA_TOKENS for _, answer in used]
         result, _ = self._sample(sampler, prompts, Episodes(self.renderer, self.retrier), scores_of, limits)
         return result
 
@@ -263,12 +263,13 @@ class Evaluator:
         greedy = {number: of_one[0] for number, of_one in scores.items() if number < count}
         scores_of_draws = {number % count: of_one for number, of_one in scores.items() if number >= count}
         correct = {
-            index: (len(of_one), sum(score.value >= CORRECT for score in of_one)) for index, of_one in scores_of_draws.items()
+            index: (len(of_one), sum(score.value >= CORRECT_REWARD for score in of_one))
+            for index, of_one in scores_of_draws.items()
         }
         if not greedy:
             return Evaluation({}), []
         metrics = {
-            "eval/accuracy": float(np.mean([score.value >= CORRECT for score in greedy.values()])),
+            "eval/accuracy": float(np.mean([score.value >= CORRECT_REWARD for score in greedy.values()])),
             **self._pass_at(list(correct.values())),
             "eval/failed": float(len(failed)),
             **({} if episodes.environment is None else {"eval/env_errors": float(num_failed)}),
@@ -307,7 +308,7 @@ class Evaluator:
             max_tokens = min(max_tokens, context - len(prompt.tokens))
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop=stop)
         if several:
-            seed = int(np.random.SeedSequence((self.seed, EVALUATION, index)).generate_state(1, np.uint64)[0]) >> 16
+            seed = int(np.random.SeedSequence((self.seed, EVALUATION_SEED, index)).generate_state(1, np.uint64)[0]) >> 16
             params = replace(params, temperature=self.config.temperature, top_p=self.config.top_p, seed=seed)
         return Draw(prompt, self.config.num_drawn if several else 1, params)
 

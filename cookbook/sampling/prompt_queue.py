@@ -19,13 +19,13 @@ from cookbook.types import JsonObject
 log = logging.getLogger("cookbook")
 
 # Separates these draws from other draws of the same seed.
-DRAWS = 1_668_641_397
+DRAW_SEED = 1_668_641_397
 # Option with the number of prompts of a step.
 PROMPTS_KEY = "recipe.prompts_per_step"
 CLASSES = ("new", "easy", "medium", "hard")
 NEW, EASY, MEDIUM, HARD = range(len(CLASSES))
 # The pass rate of a level is the mean over its prompts that were drawn last, so that it follows the model.
-RECENT = 8
+NUM_RECENT = 8
 # By prompt: attempts and solved attempts of its last group, its last groups that were all solved, and the number of its last
 # draw, counted from 1; 0: never drawn.
 ROW = np.dtype([("attempts", "<u4"), ("solved", "<u4"), ("streak", "<u4"), ("drawn", "<u8")])
@@ -89,13 +89,17 @@ class PromptQueue(Batches[RenderedPrompt]):
 
     def observe(self, groups: Sequence[RolloutGroup], numbers: Sequence[int] | None = None) -> None:
         """Note the pass rates of a step's groups. ``numbers``: those of their prompts; None: the step is the current one."""
-        if self._curriculum is not None:
-            prompts = self.numbers([group.prompt for group in groups]) if numbers is None else numbers
-            for group, number in zip(groups, prompts, strict=True):
-                row = self._table[number]
-                solved = sum(reward >= self._curriculum.solved_reward for reward in group.rewards)
-                row["attempts"], row["solved"] = len(group.rewards), solved
-                row["streak"] = row["streak"] + 1 if solved == len(group.rewards) else 0
+        if self._curriculum is None:
+            return
+        if numbers is None:
+            numbers = self.numbers([group.prompt for group in groups])
+        for group, number in zip(groups, numbers, strict=True):
+            row = self._table[number]
+            num_attempts = len(group.rewards)
+            num_solved = sum(reward >= self._curriculum.solved_reward for reward in group.rewards)
+            row["attempts"] = num_attempts
+            row["solved"] = num_solved
+            row["streak"] = row["streak"] + 1 if num_solved == num_attempts else 0
 
     def finish_step(self) -> None:
         """Make the current state the one that a checkpoint stores."""
@@ -112,8 +116,10 @@ class PromptQueue(Batches[RenderedPrompt]):
 
     def state(self) -> JsonObject:
         """Return the state of the last finished step, JSON-compatible."""
+        if self._curriculum is None:
+            return {"taken": self._finished}
         table = base64.b64encode(zlib.compress(self._finished_table.tobytes())).decode()
-        return {"taken": self._finished, **({} if self._curriculum is None else {"pass_rates": table})}
+        return {"taken": self._finished, "pass_rates": table}
 
     def restore(self, state: JsonObject | None, steps: int) -> None:
         """Continue from a checkpoint after ``steps`` steps; without a state, as if each had taken one batch."""
@@ -133,32 +139,30 @@ class PromptQueue(Batches[RenderedPrompt]):
         self.finish_step()
 
     def _in_order(self, count: int) -> list[int]:
-        places = (divmod(place, len(self._rows)) for place in range(self._taken, self._taken + count))
-        return [int(self.order(epoch)[place]) for epoch, place in places]
+        indices = []
+        for taken in range(self._taken, self._taken + count):
+            epoch, place = divmod(taken, len(self._rows))
+            indices.append(int(self.order(epoch)[place]))
+        return indices
 
     def _drawn(self, count: int) -> list[int]:
         """Draw prompts one by one; the draw numbers continue after ``self._taken``."""
         assert self._curriculum is not None
-        random = np.random.Generator(np.random.PCG64([self._seed, DRAWS, self._taken]))
+        random = np.random.Generator(np.random.PCG64([self._seed, DRAW_SEED, self._taken]))
         indices: list[int] = []
         while len(indices) < count:
             waiting = self._waiting()
             while len(indices) < count and any(waiting):
-                shares = np.array(
-                    [share if queue else 0.0 for share, queue in zip(self._curriculum.shares, waiting, strict=True)]
-                )
-                # Possibly none of the remaining classes has a share.
-                shares = shares if shares.any() else np.array([float(bool(queue)) for queue in waiting])
-                bounds = np.cumsum(shares)
-                of_class = int(np.searchsorted(bounds / bounds[-1], random.random(), side="right"))
-                index = waiting[of_class].pop()
+                number = _draw_class(self._curriculum.shares, waiting, random)
+                index = waiting[number].pop()
                 indices.append(index)
                 self._table["drawn"][index] = self._taken + len(indices)
         return indices
 
     def _waiting(self) -> list[list[int]]:
         """Return the prompts that can be drawn, by class; the last of each is the next."""
-        if (retired := self._retired()).all():
+        retired = self._retired()
+        if retired.all():
             if not self._has_warned:
                 self._has_warned = True
                 log.warning(
@@ -168,17 +172,24 @@ class PromptQueue(Batches[RenderedPrompt]):
                 )
             self._table["streak"] = 0
             retired = self._retired()
-        left = ~retired & (self._table["drawn"] <= self._step_start)
-        candidates = np.flatnonzero(left if left.any() else ~retired)
+        drawn_at = self._table["drawn"]
+        # A step draws a prompt twice only if there are too few others.
+        fresh = ~retired & (drawn_at <= self._step_start)
+        candidates = np.flatnonzero(fresh if fresh.any() else ~retired)
+        # Among prompts that were never drawn, the order of the data decides.
         rank = np.empty(len(self._table), np.int64)
         rank[np.asarray(self.order(0))] = np.arange(len(rank))
-        candidates = candidates[np.lexsort((rank[candidates], self._table["drawn"][candidates]))[::-1]]
+        longest_ago_first = np.lexsort((rank[candidates], drawn_at[candidates]))
+        candidates = candidates[longest_ago_first[::-1]]
         classes = self._classes()[candidates]
         return [candidates[classes == number].tolist() for number in range(len(CLASSES))]
 
     def _retired(self) -> npt.NDArray[np.bool_]:
-        after = self._curriculum.retire_after if self._curriculum is not None else None
-        return np.zeros(len(self._table), np.bool_) if after is None else self._table["streak"] >= after
+        """Return for every prompt whether its last ``data.curriculum.retire_after`` groups were all solved."""
+        if self._curriculum is None or self._curriculum.retire_after is None:
+            return np.zeros(len(self._table), np.bool_)
+        retired: npt.NDArray[np.bool_] = self._table["streak"] >= self._curriculum.retire_after
+        return retired
 
     def _classes(self) -> npt.NDArray[np.int64]:
         """Return the class of every prompt. A prompt that was drawn and has no group, because its requests failed, is hard."""
@@ -189,10 +200,12 @@ class PromptQueue(Batches[RenderedPrompt]):
     def _of_levels(self, levels: npt.NDArray[np.int64], rates: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
         """Return the class of every prompt's level, by the mean pass rate of its recent groups; new if it has no group."""
         measured = np.flatnonzero(self._table["attempts"])
-        measured = measured[np.lexsort((self._taken - self._table["drawn"][measured].astype(np.int64), levels[measured]))]
-        # The place of each prompt in its level; 0 was drawn last.
-        places = np.arange(len(measured)) - np.searchsorted(levels[measured], levels[measured])
-        recent = measured[places < RECENT]
+        # Level by level, and within a level the prompt that was drawn last comes first.
+        age = self._taken - self._table["drawn"][measured].astype(np.int64)
+        measured = measured[np.lexsort((age, levels[measured]))]
+        start_of_level = np.searchsorted(levels[measured], levels[measured])
+        place_in_level = np.arange(len(measured)) - start_of_level
+        recent = measured[place_in_level < NUM_RECENT]
         counts = np.bincount(levels[recent], minlength=len(levels))
         means = np.bincount(levels[recent], rates[recent], minlength=len(levels)) / np.maximum(counts, 1)
         return np.where(counts == 0, NEW, self._class_of(means))[levels]
@@ -202,11 +215,22 @@ class PromptQueue(Batches[RenderedPrompt]):
         return np.select([rates > self._curriculum.easy_above, rates < self._curriculum.hard_below], [EASY, HARD], MEDIUM)
 
 
+def _draw_class(shares: Sequence[float], waiting: Sequence[Sequence[int]], random: np.random.Generator) -> int:
+    """Draw the number of a class that has prompts, with the probabilities ``shares``."""
+    weights = [share if prompts else 0.0 for share, prompts in zip(shares, waiting, strict=True)]
+    if not any(weights):
+        # None of the remaining classes has a share, so all of them are equally likely.
+        weights = [1.0 if prompts else 0.0 for prompts in waiting]
+    bounds = np.cumsum(weights)
+    return int(np.searchsorted(bounds / bounds[-1], random.random(), side="right"))
+
+
 def _levels(prompts: Sequence[RenderedPrompt], column: str) -> npt.NDArray[np.int64]:
     """Return a number for every prompt, the same for prompts with the same value in a column."""
     numbers: dict[str, int] = {}
     levels = []
-    for row in (prompt.row for prompt in prompts):
+    for prompt in prompts:
+        row = prompt.row
         if column not in row.values:
             raise ConfigError(
                 f"data.curriculum.by: expected a column of the data, got {column!r}; {row.where} has {', '.join(row.values)}"

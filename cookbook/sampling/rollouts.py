@@ -19,7 +19,7 @@ from cookbook.sampling.credit import Credit, Float, credits_of, normalized_each,
 from cookbook.sampling.environments import EpisodeRunner
 from cookbook.sampling.episodes import Draw, Episodes, FailedRequests, Retrier
 from cookbook.sampling.evaluation import Evaluator
-from cookbook.sampling.rewards import Parts, PendingScores, RewardRunner, part_means
+from cookbook.sampling.rewards import Parts, PendingScores, RewardRunner, Score, part_means
 from cookbook.sampling.trajectory import Trajectory
 from cookbook.types import Datum, JsonObject, SamplingParams, as_sampling
 
@@ -303,44 +303,47 @@ class _StepSampling:
             self.failed[first + index] = error
             log.info("%s: left out, its completions could not be sampled: %s", prompts[index].row.where, error)
         for index in sorted(pending):
-            self._score(index, pending[index])
+            try:
+                scores = pending[index]()
+            except BadRowError as error:
+                self._reject(index, error)
+            else:
+                self._add_scores(self.groups[index], scores)
         self.reward_s += time.monotonic() - sampled
 
-    def _score(self, index: int, pending: PendingScores) -> None:
-        """Wait for the rewards of a group, or drop the group if the reward rejects its row."""
-        group = self.groups[index]
-        try:
-            scores = pending()
-            # Rewards of turns that the environment gives count only with env.gamma.
-            has_steps = group.gamma is not None or any(
-                score.steps for score, attempt in zip(scores, group.trajectories, strict=True) if not attempt.turn_rewards
+    def _reject(self, index: int, error: BadRowError) -> None:
+        """Drop a group whose row the reward rejects. Raise the error if such rows end the run, or if it is the last group."""
+        if self.refusals is None or not self.refusals.skips_bad_rows or len(self.groups) == 1:
+            raise error
+        self.refusals.add(self.groups[index].prompt.row.where, "on_bad_row", str(error))
+        del self.groups[index]
+
+    def _add_scores(self, group: RolloutGroup, scores: Sequence[Score]) -> None:
+        """Add the rewards and their parts to a group, with the penalties for long completions."""
+        pairs = list(zip(scores, group.trajectories, strict=True))
+        # Rewards of turns that the environment gives count only with env.gamma.
+        has_steps = group.gamma is not None or any(score.steps for score, attempt in pairs if not attempt.turn_rewards)
+        if has_steps and group.normalized is not None:
+            raise ConfigError(
+                "reward.normalize=each: the sum of each reward is normalized, and a reward returned a list; return one "
+                "number, or remove reward.normalize"
             )
-            if has_steps and group.normalized is not None:
-                raise ConfigError(
-                    "reward.normalize=each: the sum of each reward is normalized, and a reward returned a list; return one "
-                    "number, or remove reward.normalize"
-                )
-            of_tokens = any(
-                len(score.steps) not in (0, len(attempt.turns))
-                for score, attempt in zip(scores, group.trajectories, strict=True)
-            )
-            for score, attempt in zip(scores, group.trajectories, strict=True):
-                # Each turn of an episode may have max_tokens.
-                penalty = self.config.length_penalty(max((len(turn.tokens) for turn in attempt.turns), default=0))
-                group.rewards.append(score.value + penalty)
-                group.parts.append(score.parts)
-                self.penalties.append(penalty)
-                if has_steps:
-                    steps = [*score.steps] or [*[0.0] * (len(attempt.turns) - 1), score.value]
-                    steps[-1] += penalty
-                    group.returns.append(
-                        returns(attempt.by_turn(steps, of_tokens=of_tokens), 1.0 if group.gamma is None else group.gamma)
-                    )
-        except BadRowError as error:
-            if self.refusals is None or not self.refusals.skips_bad_rows or len(self.groups) == 1:
-                raise
-            self.refusals.add(group.prompt.row.where, "on_bad_row", str(error))
-            del self.groups[index]
+        of_tokens = any(len(score.steps) not in (0, len(attempt.turns)) for score, attempt in pairs)
+        discount = 1.0 if group.gamma is None else group.gamma
+        for score, attempt in pairs:
+            # The longest turn counts, because each turn of an episode may have max_tokens.
+            num_tokens = max((len(turn.tokens) for turn in attempt.turns), default=0)
+            penalty = self.config.length_penalty(num_tokens)
+            group.rewards.append(score.value + penalty)
+            group.parts.append(score.parts)
+            self.penalties.append(penalty)
+            if has_steps:
+                steps = list(score.steps)
+                if not steps:
+                    # One number for the attempt is earned at its last turn.
+                    steps = [0.0] * (len(attempt.turns) - 1) + [score.value]
+                steps[-1] += penalty
+                group.returns.append(returns(attempt.by_turn(steps, of_tokens=of_tokens), discount))
 
 
 def advantages(groups: Sequence[RolloutGroup], kind: Kind, group_size: int | None = None) -> list[list[Credit]]:

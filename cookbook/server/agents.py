@@ -39,14 +39,14 @@ from cookbook.types import JsonObject, Sample
 log = logging.getLogger("cookbook")
 
 LOOPBACK = "127.0.0.1"
-EVENTS = "text/event-stream"
+EVENT_STREAM_TYPE = "text/event-stream"
 MAX_BODY_BYTES = 64 << 20
 # Seconds between two looks at the processes.
 POLL_S = 0.01
 # Fields of requests that the run decides.
-DECIDED = ("temperature", "top_p", "top_k", "min_p", "seed")
-OVER = "the rollout has ended: env.max_turns calls were answered, or the context is full"
-GONE = "the rollout of this URL has ended"
+RUN_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed")
+ENDED_MESSAGE = "the rollout has ended: env.max_turns calls were answered, or the context is full"
+EXPIRED_MESSAGE = "the rollout of this URL has ended"
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Exchange:
         said = openai_results.message(begun + text, tools, channels=renderer.has_channels)
         answer = Answer(prompt, [sample])
         if fields.stream:
-            self.response.set_result(Response(200, _stream(renderer, fields, answer, turn.step), EVENTS))
+            self.response.set_result(Response(200, _stream(renderer, fields, answer, turn.step), EVENT_STREAM_TYPE))
             return said
         if isinstance(fields, ChatBody):
             body = openai_results.chat(renderer, fields, _head(fields, turn.step), answer)
@@ -223,7 +223,7 @@ class AgentRunner(EpisodeRunner):
             was_running = session.ended is None
             if was_running:
                 session.is_over = True
-                session.refuse_all(400, OVER)
+                session.refuse_all(400, ENDED_MESSAGE)
                 session.waiting = Future()
                 self._expect(session)
                 session.offer()
@@ -242,12 +242,12 @@ class AgentRunner(EpisodeRunner):
         """Stop the program, unless its reward is awaited."""
         session = self._sessions.pop(episode.number, None)
         if session is not None and not session.is_over:
-            self._stop(session, {"failure": GONE})
+            self._stop(session, {"failure": EXPIRED_MESSAGE})
 
     def close(self) -> None:
         self._is_closed = True
         for session in list(self._running.values()):
-            self._stop(session, {"failure": GONE})
+            self._stop(session, {"failure": EXPIRED_MESSAGE})
         self._http.shutdown()
         self._http.server_close()
         for thread in self._threads:
@@ -261,7 +261,7 @@ class AgentRunner(EpisodeRunner):
         with self._changed:
             session = self.session(key)
             if session.is_over:
-                raise Refused(400, OVER)
+                raise Refused(400, ENDED_MESSAGE)
             session.num_calls += 1
             session.calls.append(exchange)
             session.offer()
@@ -272,7 +272,7 @@ class AgentRunner(EpisodeRunner):
         """Return the session of a URL. Raises Refused (404): none has this key."""
         session = self._running.get(key)
         if session is None:
-            raise Refused(404, GONE)
+            raise Refused(404, EXPIRED_MESSAGE)
         return session
 
     def _watch(self) -> None:
@@ -317,7 +317,7 @@ class AgentRunner(EpisodeRunner):
             assert session.program is not None
             session.program.close()
             session.ended = ended
-            session.refuse_all(404, GONE)
+            session.refuse_all(404, EXPIRED_MESSAGE)
             session.offer()
             self._changed.notify_all()
 
@@ -352,7 +352,7 @@ class AgentRunner(EpisodeRunner):
 
     def _note_decided(self, fields: ChatBody | CompletionBody) -> None:
         """Log once which fields of requests have no effect."""
-        for name in sorted(fields.model_fields_set.intersection(DECIDED)):
+        for name in sorted(fields.model_fields_set.intersection(RUN_FIELDS)):
             if name not in self._said:
                 self._said.add(name)
                 where = "the run's seed" if name == "seed" else f"rollout.{name}"

@@ -93,7 +93,7 @@ class Auth:
             refused = Refused(401, "the API key is missing or wrong; set TINKER_API_KEY, or api_key of an OpenAI client")
             await _error(scope["path"], refused, 401, str(refused))(scope, receive, send)
             return
-        if not is_open and scope["path"].startswith((API, *openai.PATHS)):
+        if not is_open and scope["path"].startswith((API, *openai.ENDPOINT_PATHS)):
             self._on_request()
         CALLER.set(key)
         # Other servers than that of `cookbook serve` have connections of another class.
@@ -122,7 +122,7 @@ async def _refused(request: HttpRequest, error: Exception) -> Response:
 
 def _error(path: str, error: Exception, status: int, message: str) -> Response:
     """Return an error in the format that the clients of the route know."""
-    if path.startswith(openai.PATHS):
+    if path.startswith(openai.ENDPOINT_PATHS):
         return openai.openai_error(error, status, message)
     return error_response(status, message)
 

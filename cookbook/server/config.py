@@ -15,7 +15,7 @@ from cookbook.utils import files
 
 DURABILITY_LEVELS = ("synced", "written", "off")
 # All other numbers must be above 0.
-MAY_BE_ZERO = ("port", "samplers_gb", "graphs_gb")
+MAY_BE_ZERO = ("port", "samplers_gb", "graphs_gb", "adapters_gb")
 
 
 @dataclass
@@ -47,6 +47,7 @@ class ServerConfig:
     max_sessions: int = 256
     samplers_gb: float = 8.0
     graphs_gb: float = 4.0
+    adapters_gb: float = 8.0
     share_passes: bool = False
     session_timeout_s: float = 600.0
     keep_silent_h: float = 168.0

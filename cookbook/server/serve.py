@@ -18,6 +18,7 @@ from typing import NoReturn
 import uvicorn
 
 from cookbook.backends.group.supervisor import RankChannel
+from cookbook.backends.local.idle_adapters import IdleAdapters
 from cookbook.engine.model import ModelConfig
 from cookbook.errors import ConfigError
 from cookbook.protocols import DeploymentConfig, EngineBackend
@@ -32,6 +33,8 @@ from cookbook.server.state.service import Service
 from cookbook.utils import files
 
 LOG_FILE = "requests.jsonl"
+# Folder of the adapters of idle runs.
+IDLE_ADAPTERS = "idle_adapters"
 # Name of the checkpoint of each run that is saved at shutdown.
 CHECKPOINT_NAME = "shutdown"
 STATUS_S = 1.0
@@ -73,7 +76,9 @@ def serve(
         except OSError as error:
             raise ConfigError(f"out: cannot write to {out}: {error.strerror}; choose another folder with out=...") from None
         listener = closing.enter_context(open_listener(server) if channel is None else channel.listener())
-        host = Host(model, backend, seed=seed, names=tuple(server.names), graph_bytes=int(server.graphs_gb * (1 << 30)))
+        idle = IdleAdapters(int(server.adapters_gb * (1 << 30)), out / IDLE_ADAPTERS)
+        names, graph_bytes = tuple(server.names), int(server.graphs_gb * (1 << 30))
+        host = Host(model, backend, seed=seed, names=names, graph_bytes=graph_bytes, idle=idle)
         closing.callback(host.close)
         deployed = None
         if deployment is not None:

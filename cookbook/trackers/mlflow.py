@@ -12,9 +12,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from cookbook.errors import ConfigError, first_line
-from cookbook.trackers import reach
 from cookbook.types import JsonObject
-from cookbook.utils import files, packages
+from cookbook.utils import files, packages, reachable
 
 log = logging.getLogger("cookbook")
 
@@ -106,17 +105,16 @@ class MLflowTracker:
 
 
 def _check_place(uri: str) -> None:
-    """Raise OSError if the server does not accept a connection in a few seconds, or the folder cannot be written.
+    """Raise OSError if the server does not answer in a few seconds, or the folder cannot be written.
 
     It switches the tracker off, with one warning: MLflow itself would try again for minutes.
     """
     remedy = "see tracker.mlflow.uri and MLFLOW_TRACKING_URI"
     parts = urlsplit(uri)
-    try:
-        reach.connect(uri)
-    except ConnectionError as error:
-        raise ConnectionError(f"{error}; {remedy}") from None
-    if parts.scheme in ("", "file", "sqlite"):
+    if parts.scheme in ("http", "https"):
+        if reason := reachable.no_answer(uri):
+            raise ConnectionError(f"{reason}; {remedy}")
+    elif parts.scheme in ("", "file", "sqlite"):
         path = Path(parts.path.removeprefix("/") if parts.scheme == "sqlite" else parts.path or uri)
         nearest = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
         if not os.access(nearest, os.W_OK):

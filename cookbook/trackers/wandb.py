@@ -8,18 +8,22 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cookbook.errors import ConfigError, first_line
-from cookbook.trackers import reach
 from cookbook.types import JsonObject
-from cookbook.utils import files, packages
+from cookbook.utils import files, packages, reachable
 from cookbook.utils.paths import SWEEP
+
+if TYPE_CHECKING:
+    import wandb
 
 log = logging.getLogger("cookbook")
 
-# Seconds until a server that accepts connections and does not answer makes the run record offline.
-START_S = 10.0
-CLOUD = "https://api.wandb.ai"
+# Seconds until a server that answers but does not start the run, or a missing login, makes the run record offline.
+START_S = 20.0
+# Seconds that the end of a run waits for uploads. Rows that are not uploaded by then stay in the run folder.
+FINISH_S = 60.0
 COLUMNS = ("step", "split", "prompt", "completion", "reward", "row")
 
 
@@ -73,23 +77,20 @@ class WandbTracker:
                 dir=str(Path(out).resolve()),
                 id=known,
                 resume="allow" if known else None,
-                settings=wandb.Settings(init_timeout=START_S, login_timeout=START_S),
+                settings=_settings(),
             )
 
-        mode = self.mode or os.environ.get("WANDB_MODE") or "online"
         try:
-            if mode == "online":
-                reach.connect(os.environ.get("WANDB_BASE_URL") or CLOUD)
+            mode = self.mode or os.environ.get("WANDB_MODE") or "online"
+            if mode not in ("offline", "disabled") and (reason := reachable.no_answer(wandb.setup().settings.base_url)):
+                raise wandb.errors.CommError(reason)
             self._run = started(self.mode)
-        except ConnectionError as error:
-            log.warning("tracker wandb: %s; the run is recorded offline", first_line(error))
-            self._run = started("offline")
         except (wandb.errors.UsageError, wandb.errors.AuthenticationError, wandb.errors.CommError) as error:
-            if mode == "offline":
+            if "offline" in (self.mode, os.environ.get("WANDB_MODE")):
                 raise
-            is_login = isinstance(error, wandb.errors.UsageError | wandb.errors.AuthenticationError)
-            remedy = "; log in with `wandb login`" if is_login else ""
-            log.warning("tracker wandb: %s; the run is recorded offline%s", first_line(error).rstrip("."), remedy)
+            is_login = isinstance(error, wandb.errors.AuthenticationError | wandb.errors.UsageError)
+            remedy = "log in with `wandb login`" if is_login else "check the network and WANDB_BASE_URL"
+            log.warning("tracker wandb: %s; the run is recorded offline; %s", first_line(error), remedy)
             self._run = started("offline")
         if known is None:
             files.write_text(id_file, f"{self._run.id}\n")
@@ -127,3 +128,15 @@ class WandbTracker:
             return
         print(line, flush=True)
         log.info("%s", line)
+
+
+def _settings() -> wandb.Settings:
+    """Return the time limits of the client, whose own are 90 s for a start and none for the end."""
+    import wandb
+
+    settings = wandb.Settings(init_timeout=START_S, login_timeout=START_S)
+    # Older clients have no such limit.
+    if "finish_timeout" in wandb.Settings.model_fields:
+        settings.finish_timeout = FINISH_S
+        settings.finish_timeout_raises = False
+    return settings

@@ -21,12 +21,13 @@ from preloaded import Forked
 from waiting import until
 
 from cookbook.backends.local import LocalConfig, LocalTrainer
+from cookbook.backends.local.idle_adapters import IdleAdapters
 from cookbook.engine.engine import Engine
 from cookbook.engine.model import ModelConfig
 from cookbook.protocols import EngineBackend
 from cookbook.server.app import create_app
 from cookbook.server.config import ServerConfig
-from cookbook.server.serve import open_listener
+from cookbook.server.serve import IDLE_ADAPTERS, open_listener
 from cookbook.server.state.catalog import Catalog
 from cookbook.server.state.host import Host
 from cookbook.server.state.service import Service
@@ -72,9 +73,9 @@ def running(
     """A server in a thread. ``options`` are fields of ``ServerConfig``; ``around`` wraps the application."""
     backend = backend or LocalConfig()
     config = ServerConfig(**{"port": 0, **options})
-    host = Host(
-        ModelConfig(str(model)), backend, seed=0, names=tuple(config.names), graph_bytes=int(config.graphs_gb * (1 << 30))
-    )
+    graph_bytes = int(config.graphs_gb * (1 << 30))
+    idle = IdleAdapters(int(config.adapters_gb * (1 << 30)), folder / IDLE_ADAPTERS)
+    host = Host(ModelConfig(str(model)), backend, seed=0, names=tuple(config.names), graph_bytes=graph_bytes, idle=idle)
     service = Service(host, Catalog(folder), config)
     app = create_app(service)
     with open_listener(config) as listener:

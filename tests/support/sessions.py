@@ -81,9 +81,10 @@ def stepping(run, number):
 
 
 def weights(server, run):
-    engine = server.service.runs[run].trainer.engine
-    moments = engine.optimizer.state()
-    return {**{name: one.detach().clone() for name, one in engine.model.trainable()}, **moments}
+    trainer = server.service.runs[run].trainer
+    with trainer.in_memory():
+        moments = {name: one.clone() for name, one in trainer.engine.optimizer.state().items()}
+        return {**{name: one.detach().clone() for name, one in trainer.engine.model.trainable()}, **moments}
 
 
 def equal(one, other):

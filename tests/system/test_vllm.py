@@ -24,7 +24,7 @@ from cookbook.backends.local import LocalConfig, LocalTrainer
 from cookbook.checkpoints import manifest
 from cookbook.cli.app import run
 from cookbook.deployments.vllm import api
-from cookbook.deployments.vllm.deployment import PRIVATE, VllmConfig, check_logprobs
+from cookbook.deployments.vllm.deployment import PRIVATE_PREFIX, VllmConfig, check_logprobs
 from cookbook.deployments.vllm.http import Client
 from cookbook.deployments.vllm.registry import DeploymentManager
 from cookbook.engine.model import ModelConfig
@@ -446,7 +446,7 @@ def test_grpo_learns_through_it(tmp_path, chosen, turns):
     # The sampler's logprobs are the trainer's, to float32: were a sync left out, k3 would be 1e-3 and more.
     assert all(row["kl/sampler_trainer_k3"] < 1e-8 and row["sync/version_lag"] == 0 for row in rows[1:])
     assert rows[1].get("rollout/turns_max") == turns
-    assert not [name for name in DeploymentManager().running() if name.startswith(PRIVATE)]  # its own has ended with it
+    assert not [name for name in DeploymentManager().running() if name.startswith(PRIVATE_PREFIX)]  # its own has ended with it
 
 
 def test_a_model_with_the_keys_and_values_of_qwen3_0p6b_starts_with_the_defaults(tmp_path, capsys):

@@ -53,7 +53,7 @@ def test_a_step_writes_to_a_file_after_a_minute_only(clock):
     with terminal.doing("step 3 of 9", plain_after_s=terminal.LONG_S), terminal.doing("sampling", total=64, noun="prompts"):
         assert lines_until(display, clock, 3, 59) == []
         assert lines_until(display, clock, 61) == ["step 3 of 9: sampling, 0 of 64 prompts (61 s)"]
-    with terminal.doing("starting", plain_after_s=terminal.NEVER):
+    with terminal.doing("starting", plain_after_s=terminal.NEVER_S):
         assert len(lines_until(display, clock, 1000)) == 1
 
 

@@ -71,6 +71,7 @@ class Graphs(Protocol):
     def forward(self, engine: Engine, data: Sequence[Datum], loss: LossFunction) -> ForwardBackwardOutput: ...
     def take(self, engine: Engine, data: Sequence[Datum]) -> Retained | None: ...
     def drop(self, engine: Engine) -> None: ...
+    def has_graphs(self, engine: Engine) -> bool: ...
 
 
 class KeptGraphs:
@@ -125,6 +126,10 @@ class KeptGraphs:
     def drop(self, engine: Engine) -> None:
         """Free the graphs of older weights."""
         self._model(engine)
+
+    def has_graphs(self, engine: Engine) -> bool:
+        """Whether a graph of the engine is kept."""
+        return bool(self._model(engine).graphs)
 
     def holds(self, engine: Engine, data: Sequence[Datum]) -> bool:
         """Whether the graph of a forward pass on the same tokens and targets is kept."""

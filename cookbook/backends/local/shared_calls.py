@@ -6,7 +6,8 @@ reports the shape of the pass that computed a call, and computes a call again in
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import contextlib
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from cookbook.backends.local.kept_graphs import Graphs
@@ -29,9 +30,11 @@ class PassSharing:
         self.recorded: JsonObject | None = None
         self._shape: PassShape | None = None
 
-    def work(self, call: AdapterCall, graphs: Graphs | None) -> GradientWork:
+    def work(
+        self, call: AdapterCall, graphs: Graphs | None, in_memory: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> GradientWork:
         shape = None if self.recorded is None else PassShape.from_json(self.recorded)
-        return GradientWork(call, graphs, self, self.enabled and not self.replays, shape)
+        return GradientWork(call, graphs, self, in_memory, self.enabled and not self.replays, shape)
 
     def report(self, shape: PassShape | None) -> None:
         self._shape = shape
@@ -46,12 +49,14 @@ class PassSharing:
 class GradientWork:
     """The work of a gradient call; a :class:`~cookbook.backends.worker.SharedWork`.
 
-    ``shape``: the pass in which a replayed call is computed; None: a pass of its own.
+    ``in_memory``: context in which the tensors of the call's engine are in memory. ``shape``: the pass in which a replayed call
+    is computed; None: a pass of its own.
     """
 
     call: AdapterCall
     graphs: Graphs | None
     sharing: PassSharing
+    in_memory: Callable[[], contextlib.AbstractContextManager[None]]
     may_share: bool
     shape: PassShape | None
 
@@ -81,13 +86,15 @@ class GradientWork:
     def compute_together(cls, works: Sequence[GradientWork]) -> None:
         """Compute the calls in one pass, except those whose forward pass has been kept."""
         sharing = []
-        for work in works:
-            retained = None if work.graphs is None else work.graphs.take(work.call.engine, work.call.data)
-            if retained is None:
-                sharing.append(work)
-            else:
-                work.call.compute_alone(retained)
-        forward_backward_together([work.call for work in sharing])
+        with contextlib.ExitStack() as engines:
+            for work in works:
+                engines.enter_context(work.in_memory())
+                retained = None if work.graphs is None else work.graphs.take(work.call.engine, work.call.data)
+                if retained is None:
+                    sharing.append(work)
+                else:
+                    work.call.compute_alone(retained)
+            forward_backward_together([work.call for work in sharing])
         for work in sharing:
             work.sharing.report(work.call.shape)
 

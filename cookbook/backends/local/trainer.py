@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cookbook.backends.client_factory import ModelData, ModelInfo, checkpoint_path
+from cookbook.backends.local.idle_adapters import IdleAdapters
 from cookbook.backends.local.kept_graphs import Graphs
 from cookbook.backends.local.sample_queue import SHARDED, LocalSampler, SampleQueue
 from cookbook.backends.local.shared_calls import PassSharing
@@ -54,6 +56,7 @@ class LocalTrainer:
         worker: lane of a worker thread that several trainers share; None: a new thread.
         base: base weights that an adapter shares with other adapters; None: load them.
         graphs: keeps the graphs of forward passes for a later backward pass on the same tokens; None: keep none.
+        idle: moves the adapter out of memory while the trainer is idle; None: it stays in memory.
         sharing: lets gradient calls share passes with those of other trainers on the worker; None: they have their own passes.
     """
 
@@ -69,6 +72,7 @@ class LocalTrainer:
         base: SharedBase | None = None,
         graphs: Graphs | None = None,
         sharing: PassSharing | None = None,
+        idle: IdleAdapters | None = None,
     ) -> None:
         self.config = config
         self.folder = Path(folder)
@@ -80,12 +84,16 @@ class LocalTrainer:
         self._failures = Failures() if failures is None else failures
         self._graphs = graphs
         self._sharing = sharing
+        self._idle = idle
         self._sampler_checkpoints = sampler_checkpoints.SamplerCheckpoints()
         try:
             self.engine = self._worker.submit(lambda: config.make_engine(model, seed, base)).result()
         except BaseException:
             self._worker.close()
             raise
+        if idle is not None:
+            # Count the adapter even if no call follows.
+            self._worker.submit(lambda: self._with_engine(lambda: None)).result()
 
     # ---- training ------------------------------------------------------------------------------------------------
 
@@ -354,6 +362,12 @@ class LocalTrainer:
         frozen = self._submit(lambda: snapshots.frozen(self.engine)).result()
         return LocalReference(self._submit, frozen, adapter=True)
 
+    def in_memory(self) -> contextlib.AbstractContextManager[None]:
+        """Context of a job on the worker in which the engine's tensors are in memory."""
+        if self._idle is None or not self.engine.model.is_lora:
+            return contextlib.nullcontext()
+        return self._idle.using(self.engine, self._has_graphs)
+
     # ---- inside --------------------------------------------------------------------------------------------------
 
     def _add_gradient(
@@ -361,7 +375,8 @@ class LocalTrainer:
     ) -> Future[ForwardBackwardOutput]:
         rows = _detached(data)
         if self._sharing is not None:
-            work = self._sharing.work(AdapterCall(self.engine, rows, loss, all_logprobs), self._graphs)
+            call = AdapterCall(self.engine, rows, loss, all_logprobs)
+            work = self._sharing.work(call, self._graphs, self.in_memory)
             return self._submit(work.compute, work=work)
 
         def add() -> ForwardBackwardOutput:
@@ -369,6 +384,13 @@ class LocalTrainer:
             return self.engine.forward_backward(rows, loss, retained, all_logprobs=all_logprobs)
 
         return self._submit(add)
+
+    def _with_engine(self, job: Callable[[], T]) -> T:
+        with self.in_memory():
+            return job()
+
+    def _has_graphs(self) -> bool:
+        return self._graphs is not None and self._graphs.has_graphs(self.engine)
 
     def _drop_graphs(self) -> None:
         if self._graphs is not None:
@@ -395,7 +417,10 @@ class LocalTrainer:
         if self._samples.waiting:
             self._samples.flush()
         future: CallFuture[T] = CallFuture(step or self._failures)
-        (worker or self._calls).submit(job, future, work)
+
+        # The second worker writes from a copy.
+        call = job if worker else functools.partial(self._with_engine, job)
+        (worker or self._calls).submit(call, future, work)
         return future
 
     def _require_step(self, step: int) -> None:

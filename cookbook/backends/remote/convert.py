@@ -112,7 +112,7 @@ def pass_output(result: tinker.ForwardBackwardOutput) -> ForwardBackwardOutput:
 
 # The text that the client package puts around the server's message.
 _WRAPPER = re.compile(r"^Request failed: (.*) for self\.request_id=.*$", re.DOTALL)
-LOST = (404, 410)
+LOST_STATUSES = (404, 410)
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class ErrorTranslator:
         body = getattr(error, "body", None)
         stated = body.get("detail") if isinstance(body, dict) else None
         detail = _one_line(stated if isinstance(stated, str) else str(error))
-        if error.status_code in LOST and "checkpoint" not in detail:
+        if error.status_code in LOST_STATUSES and "checkpoint" not in detail:
             return self._lost(detail)
         return kind(f"{self.url}: {detail}")
 

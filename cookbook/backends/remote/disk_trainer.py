@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # Address of a checkpoint that this process has linked into the folder of the server.
 IMPORTED = "tinker://imported-{}:train:0/weights/state"
 # Checkpoints that weight syncs have written, in the folder of the server.
-SYNCED = "*.train.*/sampler_weights.sync-*"
+SYNCED_PATTERN = "*.train.*/sampler_weights.sync-*"
 
 
 class DiskTrainer(RemoteTrainer):
@@ -60,7 +60,7 @@ class DiskTrainer(RemoteTrainer):
         self._predecessor: tuple[str, Path] | None = None
         super().__init__(model, connection, seed=seed, folder=folder)
         # A process of this run that was killed has left them.
-        for stale in sorted(state.glob(SYNCED)):
+        for stale in sorted(state.glob(SYNCED_PATTERN)):
             connection.delete(f"tinker://{stale.parent.name.replace('.', ':')}/{stale.name.replace('.', '/', 1)}")
 
     def load_state(self, checkpoint: Checkpoint | str, *, optimizer: bool = True) -> Future[None]:

@@ -300,8 +300,8 @@ def complete(request: ComposeRequest, word: str) -> list[str]:
             cfg = composer.hydra.compose_config(composer.name, words, RunMode.MULTIRUN)
             matches = [*matches, *plugin._get_matches(cfg, word)]
         hidden = tuple(group for group in ("hydra", "demo") if not word.startswith(group))
-        shown = {match for match in matches if not match.startswith(hidden)}
-        return sorted(match for match in shown if not match.endswith("._target_=") and "=_" not in match)
+        visible = {match for match in matches if not match.startswith(hidden)}
+        return sorted(match for match in visible if not match.endswith("._target_=") and "=_" not in match)
     return []
 
 
@@ -315,8 +315,8 @@ def complete_override(words: Sequence[str], incomplete: str, config_dirs: Sequen
 def _own_files(incomplete: str) -> list[str]:
     """Return the YAML files whose path begins with the word."""
     folder = Path(incomplete).parent if not incomplete.endswith("/") else Path(incomplete)
-    found = (str(path) for suffix in own_file.SUFFIXES for path in folder.glob(f"*{suffix}"))
-    return sorted(path for path in found if path.startswith(incomplete))
+    candidates = (str(path) for suffix in own_file.SUFFIXES for path in folder.glob(f"*{suffix}"))
+    return sorted(path for path in candidates if path.startswith(incomplete))
 
 
 def rejoin(words: Sequence[str], incomplete: str) -> tuple[list[str], str]:

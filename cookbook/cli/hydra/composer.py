@@ -197,7 +197,9 @@ class Composer:
         """Return every key of the configuration of the chosen groups, without the overrides of single values."""
         with contextlib.suppress(*PROBLEMS):
             parsed = self._parsed()
-            choices = [one.input_line for one in parsed if self._is_choice(one) or one.input_line in self._combined]
+            choices = [
+                override.input_line for override in parsed if self._is_choice(override) or override.input_line in self._combined
+            ]
             recipe = [word for word in choices if word.startswith("recipe=")]
             for overrides in (choices, recipe, []):
                 with contextlib.suppress(*PROBLEMS):
@@ -209,7 +211,14 @@ class Composer:
         """Raise ConfigError for a sweep with a fixed ``out``: every later run would resume the first run's checkpoints."""
         swept = [override.key_or_group for override in self._parsed() if override.is_sweep_override()]
         out = OmegaConf.select(cfg, "out")
-        named = next((_texts(one) for one in self._parsed() if one.key_or_group == "out" and one.is_sweep_override()), [])
+        named = next(
+            (
+                _texts(override)
+                for override in self._parsed()
+                if override.key_or_group == "out" and override.is_sweep_override()
+            ),
+            [],
+        )
         if twice := sorted({name for name in named if named.count(name) > 1}):
             raise ConfigError(f"out: two runs of the sweep would write to {', '.join(twice)}; name each folder once")
         if swept and out and "out" not in swept and not OmegaConf.is_interpolation(cfg, "out"):
@@ -226,14 +235,14 @@ class Composer:
         words: list[tuple[str, str, Sequence[str]]] = []
         parsed = self._parsed()
         # A mapping of weights is merged into those of the parts; a list replaces them.
-        replaced = {one.key_or_group for one in parsed if not isinstance(one.value(), dict)}
-        for word, one in zip(self.overrides, parsed, strict=True):
-            group, value = one.key_or_group if self._is_choice(one) else "", one.value()
+        replaced = {override.key_or_group for override in parsed if not isinstance(override.value(), dict)}
+        for word, override in zip(self.overrides, parsed, strict=True):
+            group, value = override.key_or_group if self._is_choice(override) else "", override.value()
             if group in shorthand.COMBINED and _has_list(value):
                 options = [_text(option) for option in value] if isinstance(value, list) else None
                 self._combined += shorthand.combined(group, options, f"{group}.weights" in replaced)
             else:
-                words.append((word, group, _texts(one)))
+                words.append((word, group, _texts(override)))
         overrides, self.notes = shorthand.spelled_out(words, self._is_preset)
         # First, so that the command line may override values of the parts.
         self.overrides = [*self._combined, *overrides]
@@ -256,8 +265,11 @@ class Composer:
 
         A single run replaces them by the shipped weights; the overrides of a sweep are the same for all its recipes.
         """
-        swept = next((one for one in self._parsed() if one.key_or_group == "recipe" and one.is_sweep_override()), None)
-        settled = [one.input_line for one in self._parsed() if not one.is_sweep_override()]
+        swept = next(
+            (override for override in self._parsed() if override.key_or_group == "recipe" and override.is_sweep_override()),
+            None,
+        )
+        settled = [override.input_line for override in self._parsed() if not override.is_sweep_override()]
         for name in _texts(swept) if swept else []:
             cfg = self.hydra.compose_config(self.name, [*QUIET, *settled, f"recipe={name}"], RunMode.MULTIRUN)
             if shorthand.SHIPPED_WEIGHTS in self._replacements(cfg)[0]:
@@ -293,7 +305,7 @@ class Composer:
             own.append(OwnFile("", dict(values)))
         typed = self._parsed()
         if stored is not None:
-            keys = {one.key_or_group for one in typed}
+            keys = {override.key_or_group for override in typed}
             self.origins |= {key: stored.where(key) for key in stored.lines if key not in keys}
         groups = Groups(self._is_group, lambda group: [name for name in self._options(group) if not name.startswith("_")])
         if self.name != "serve":
@@ -309,7 +321,9 @@ class Composer:
         """
         plain = []
         for group in PLAIN_GROUPS:
-            chosen = next((one for one in typed if one.key_or_group == group and self._is_choice(one)), None)
+            chosen = next(
+                (override for override in typed if override.key_or_group == group and self._is_choice(override)), None
+            )
             names = _texts(chosen) if chosen else ["default"] if group == "local" and stored is None else []
             for name in names:
                 path = self._user_file(f"{group}/{name}")
@@ -339,8 +353,8 @@ class Composer:
         """Put the keys of files before the overrides, without those that a later file or the command line sets."""
         typed = list(self.overrides)
         parsed = self._parsed()
-        keys = {one.key_or_group.partition("@")[0] for one in parsed}
-        replaced = {one.key_or_group for one in parsed if self._is_choice(one) or one.is_delete()}
+        keys = {override.key_or_group.partition("@")[0] for override in parsed}
+        replaced = {override.key_or_group for override in parsed if self._is_choice(override) or override.is_delete()}
         split = [(file, *own_file.split(file, groups)) for file in files]
         choices: list[Entry] = []
         for _, chosen, _ in reversed(split):
@@ -359,8 +373,8 @@ class Composer:
             own_file.refuse_twice(own)
             # A group that a later file or the command line chooses takes no name, path or class of this file.
             later = {entry.key for _, chosen, _ in split[place + 1 :] for entry in chosen}
-            later |= {one.key_or_group for one in parsed if self._is_choice(one)}
-            deleted = {one.key_or_group for one in parsed if one.is_delete()}
+            later |= {override.key_or_group for override in parsed if self._is_choice(override)}
+            deleted = {override.key_or_group for override in parsed if override.is_delete()}
             new = [entry for entry in own if entry.key not in keys and not _is_replaced(entry, later, deleted)]
             leaves[:0] = new
             keys |= {entry.key for entry in new}
@@ -384,12 +398,12 @@ class Composer:
                 continue
             if key in PLAIN_GROUPS or key in cfg.hydra.runtime.choices:
                 raise ConfigError(f"{where}: its keys apply to nothing; begin the file with '# @package _global_'")
-            others = [one for one in self.known_keys() if one.partition(".")[0] not in unread]
+            others = [key for key in self.known_keys() if key.partition(".")[0] not in unread]
             raise ConfigError(f"{where}: {errors.unknown_key(key, errors.Keys(others.copy, self.keys.command))}")
 
     def _note_places(self, cfg: DictConfig) -> None:
         """Add the places of the keys in the user's files of ``conf`` that the configuration consists of."""
-        typed = {one.key_or_group for one in self._parsed()}
+        typed = {override.key_or_group for override in self._parsed()}
         for group, file in self._user_files(cfg):
             prefix = "" if group is None or file.package == "_global_" else f"{group}."
             if prefix and file.lines:
@@ -426,26 +440,30 @@ class Composer:
         if "recipe" in groups:
             typed = next(word for word in self.overrides if word.startswith("recipe="))
             raise ConfigError(f"recipe: {file.name} has settled the recipe and all that it chooses; drop {typed}")
-        kept = {str(key): value for key, value in loaded.items() if key not in groups}
+        settings = {str(key): value for key, value in loaded.items() if key not in groups}
         if is_received:
-            self._refuse_foreign_code(kept, file)
+            self._refuse_foreign_code(settings, file)
         recipe = OmegaConf.select(OmegaConf.create(loaded), "recipe.name")
-        self.missing = {key: value for key, value in conf_files.composed(str(recipe)).items() if key not in {*kept, *groups}}
-        kept |= self.missing
+        self.missing = {
+            key: value for key, value in conf_files.composed(str(recipe)).items() if key not in {*settings, *groups}
+        }
+        settings |= self.missing
         defaults = ["_self_", *({group: None} for group in sorted(groups))]
-        ConfigStore.instance().store(RERUN, {"defaults": defaults, **kept})
+        ConfigStore.instance().store(RERUN, {"defaults": defaults, **settings})
 
     def _refuse_foreign_code(self, values: Mapping[str, object], file: OwnFile) -> None:
         """Raise ConfigError for a value that would run code, or send data away, and that the command line does not repeat."""
         named: set[str] = set()
-        for one in self._parsed():
-            key, value = one.key_or_group.partition("@")[0], own_file.plain_value(one.value())
+        for override in self._parsed():
+            key, value = override.key_or_group.partition("@")[0], own_file.plain_value(override.value())
             # The values of a chosen group are gone already.
-            if one.is_delete() or not (one.is_sweep_override() or (self._is_group(key) and not isinstance(value, Mapping))):
+            if override.is_delete() or not (
+                override.is_sweep_override() or (self._is_group(key) and not isinstance(value, Mapping))
+            ):
                 named |= set(_set_keys(key, value))
 
         def is_named(key: str) -> bool:
-            return any(key == one or key.startswith((f"{one}.", f"{one}[")) for one in named)
+            return any(key == name or key.startswith((f"{name}.", f"{name}[")) for name in named)
 
         if (foreign := received.first_foreign(values, is_named)) is None:
             return
@@ -489,7 +507,7 @@ class Composer:
     def _is_leaf(self, key: str) -> bool:
         """Whether the key is known and has no keys below it."""
         known = self.known_keys() if "." in key else []
-        return key in known and not any(one.startswith(f"{key}.") for one in known)
+        return key in known and not any(other_key.startswith(f"{key}.") for other_key in known)
 
     def _refuse_unknown_keys(self) -> None:
         """Raise ConfigError for an unknown key that Hydra lets through, or explains too briefly.
@@ -497,11 +515,11 @@ class Composer:
         No class would check ``+key=value`` at the top level. Of ``optim={lrr: 1}``, Hydra's error names the group only.
         """
         added, inside = [], []
-        for one in self._parsed():
-            key, value = one.key_or_group, one.value()
-            if (one.is_add() or one.is_force_add()) and not self._is_group(key):
+        for override in self._parsed():
+            key, value = override.key_or_group, override.value()
+            if (override.is_add() or override.is_force_add()) and not self._is_group(key):
                 added.append(key)
-            elif _is_plain(one) and isinstance(value, dict):
+            elif _is_plain(override) and isinstance(value, dict):
                 inside += [(key, f"{key}.{name}") for name in value]
         known = self.known_keys() if added or inside else []
         unknown = [key for key in added if key.partition(".")[0] not in {*known, "hydra"}]
@@ -539,12 +557,12 @@ def _is_plain_file(file: OwnFile, groups: Groups) -> bool:
 
 def _is_replaced(entry: Entry, chosen: Collection[str], deleted: Collection[str]) -> bool:
     """Whether a choice of the command line, or of a later file, takes the place of this key of an earlier file."""
-    group, _, rest = entry.key.partition(".")
+    group, _, name = entry.key.partition(".")
     if group in deleted:
         return True
-    is_component = not rest and isinstance(entry.value, Mapping) and TARGET in entry.value
+    is_component = not name and isinstance(entry.value, Mapping) and TARGET in entry.value
     names = {*shorthand.NEUTRAL.get(group, ()), *shorthand.CODE.get(group, ()), TARGET}
-    return group in chosen and (is_component or rest in names)
+    return group in chosen and (is_component or name in names)
 
 
 def _set_keys(key: str, value: object) -> Iterator[str]:
@@ -564,12 +582,12 @@ def _texts(override: Override) -> list[str]:
     """Return the text values of an override: its value, those of a list, or those of a sweep; other values are left out."""
     value = override.value()
     values = value.list if isinstance(value, ChoiceSweep) else value if isinstance(value, list) else [value]
-    return [text for one in values if isinstance(text := _text(one), str)]
+    return [text for item in values if isinstance(text := _text(item), str)]
 
 
 def _has_list(value: object) -> bool:
     """Whether an override's value is a list, or a sweep over lists."""
-    return isinstance(value, list) or (isinstance(value, ChoiceSweep) and any(isinstance(one, list) for one in value.list))
+    return isinstance(value, list) or (isinstance(value, ChoiceSweep) and any(isinstance(item, list) for item in value.list))
 
 
 def _text(value: object) -> object:

@@ -110,10 +110,10 @@ def comments(file: ConfFile) -> dict[str, str]:
     """Return the comment of each dotted key: behind its value, else the lines above the key. Bases are included."""
     import yaml
 
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for name in _loaded(file.path).get("defaults", []):
         if isinstance(name, str) and name != "_self_":
-            found |= comments(find(file.group, name))
+            texts |= comments(find(file.group, name))
     text = file.text()
     lines = text.splitlines()
 
@@ -128,13 +128,13 @@ def comments(file: ConfFile) -> dict[str, str]:
                 above.insert(0, line.strip().removeprefix("# "))
             own = comment if mark and not isinstance(value, yaml.MappingNode) else ""
             if own or above:
-                found[f"{prefix}{key.value}"] = (own or " ".join(above)).strip()
+                texts[f"{prefix}{key.value}"] = (own or " ".join(above)).strip()
             if isinstance(value, yaml.MappingNode) and not value.flow_style:
                 walk(value, f"{prefix}{key.value}.")
 
     if isinstance(root := yaml.compose(text, Loader=yaml.SafeLoader), yaml.MappingNode):
         walk(root, "")
-    return found
+    return texts
 
 
 def top_level(name: str) -> set[str]:

@@ -98,8 +98,8 @@ def _own_component(key: str, known: Sequence[str]) -> str:
 
     Trackers and hooks have names, a reward has none.
     """
-    group, _, rest = key.partition(".")
-    name = rest.partition(".")[0]
+    group, _, name_and_field = key.partition(".")
+    name = name_and_field.partition(".")[0]
     own = group if group == "reward" else f"{group}.{name}"
     if group not in ("tracker", "hook", "reward") or not name or {f"{group}.{TARGET}", f"{group}.{name}"} & set(known):
         return ""
@@ -158,8 +158,8 @@ def _override_in_file(match: re.Match[str], keys: Keys) -> str:
 
 def _sweep(match: re.Match[str], keys: Keys) -> str:
     key, _, values = match["override"].partition("=")
-    one = f"{key}=[{values}]"
-    return f"{match['override']!r} is a list of values: add -m to sweep over them, or write {one!r} for one list"
+    list_override = f"{key}=[{values}]"
+    return f"{match['override']!r} is a list of values: add -m to sweep over them, or write {list_override!r} for one list"
 
 
 def _group_value(match: re.Match[str], keys: Keys) -> str:
@@ -377,7 +377,7 @@ def table() -> dict[str, list[ForeignName]]:
 
     # As on the command line, every value is text.
     read = yaml.load(Path(__file__).with_name("foreign_names.yaml").read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
-    return {name: [_entry(one) for one in (node if isinstance(node, list) else [node])] for name, node in read.items()}
+    return {name: [_entry(item) for item in (node if isinstance(node, list) else [node])] for name, node in read.items()}
 
 
 def _entry(node: str | conf_files.Node) -> ForeignName:

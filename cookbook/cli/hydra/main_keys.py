@@ -39,12 +39,12 @@ def folded(text: str) -> str:
     """Return the YAML of a configuration with the keys of ``MAIN`` alone, and the number of the others."""
     cfg = _created(text)
     lines: list[str] = []
-    shown = 0
+    num_shown = 0
     groups = [str(group) for group in cfg]
     for group in groups:
         node = cfg._get_node(group)
         keys = [key for key in _leaves(cfg, group) if _is_main(key, cfg)]
-        shown += len(keys)
+        num_shown += len(keys)
         if not isinstance(node, DictConfig) or keys == [group]:
             lines += [f"{group}: {_yaml(cfg, group)}"] * bool(keys)
             continue
@@ -52,7 +52,7 @@ def folded(text: str) -> str:
             lines.append(f"{group}:")
             lines += [f"  {key.partition('.')[2]}: {_yaml(cfg, key)}" for key in keys]
     total = sum(len(list(_leaves(cfg, group))) for group in groups)
-    return "\n".join(lines) + f"\n# {total - shown} more keys: add --all\n"
+    return "\n".join(lines) + f"\n# {total - num_shown} more keys: add --all\n"
 
 
 def _created(text: str) -> DictConfig:
@@ -62,11 +62,11 @@ def _created(text: str) -> DictConfig:
 
 
 def _is_main(key: str, cfg: DictConfig) -> bool:
-    group, _, rest = key.partition(".")
-    if rest == TARGET or (group in SAMPLING and not cfg.get("reward") and not cfg.get("env")):
+    group, _, name = key.partition(".")
+    if name == TARGET or (group in SAMPLING and not cfg.get("reward") and not cfg.get("env")):
         return False
-    if group in ("model", "data") and rest in ("name", "path", "eval_path") and OmegaConf.select(cfg, key) is None:
-        return rest == "eval_path"
+    if group in ("model", "data") and name in ("name", "path", "eval_path") and OmegaConf.select(cfg, key) is None:
+        return name == "eval_path"
     return group in MAIN or key in MAIN
 
 
@@ -81,10 +81,10 @@ def _leaves(cfg: DictConfig, group: str) -> Iterator[str]:
 
 def _yaml(cfg: DictConfig, key: str) -> str:
     """Return the value of a key as YAML on one line."""
-    group, _, rest = key.partition(".")
-    node = cfg._get_node(group) if rest else cfg
+    group, _, name = key.partition(".")
+    node = cfg._get_node(group) if name else cfg
     raw = OmegaConf.to_container(node, resolve=False)
-    return _flow(raw[rest or group])  # type: ignore[call-overload,index]
+    return _flow(raw[name or group])  # type: ignore[call-overload,index]
 
 
 def _flow(value: object) -> str:
@@ -121,7 +121,10 @@ def init(recipe: str | None, words: Sequence[str]) -> str:
 
 def content(recipe: str, typed: Sequence[str], name: str) -> str:
     """Return the text of the file: the recipe, its model and data, and its other main keys as comments with their defaults."""
-    own = {one.key_or_group: own_file.plain_value(one.value()) for one in OverridesParser.create().parse_overrides(list(typed))}
+    own = {
+        override.key_or_group: own_file.plain_value(override.value())
+        for override in OverridesParser.create().parse_overrides(list(typed))
+    }
     if "recipe" in own:
         raise ConfigError(f"init: recipe is {recipe} already; drop recipe={own['recipe']}")
     # Composing refuses unknown keys. The defaults are those of any model and data, without the values of the demo.
@@ -179,7 +182,7 @@ def _resolved(cfg: DictConfig, key: str) -> str:
 
 def _comments(group: str, preset: str | None, recipe: str) -> dict[str, str]:
     """Return the comments of a group's keys: those of the recipe's file, else those of the preset."""
-    found = conf_files.comments(conf_files.ConfFile("", "train", paths.packaged("conf") / "train.yaml"))
+    texts = conf_files.comments(conf_files.ConfFile("", "train", paths.packaged("conf") / "train.yaml"))
     if preset is not None and any(file.name == preset for file in conf_files.options(group)):
-        found |= {f"{group}.{key}": text for key, text in conf_files.comments(conf_files.find(group, preset)).items()}
-    return found | conf_files.comments(conf_files.find("recipe", recipe))
+        texts |= {f"{group}.{key}": text for key, text in conf_files.comments(conf_files.find(group, preset)).items()}
+    return texts | conf_files.comments(conf_files.find("recipe", recipe))

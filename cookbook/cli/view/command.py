@@ -101,9 +101,9 @@ class PageHandler(BaseHTTPRequestHandler):
         known = parse_qs(query).get("metrics", [""])[0].split(",")
         known += [""] * (len(self._runs) - len(known))
         facts = []
-        for run, one in zip(self._runs, known, strict=False):
+        for run, number in zip(self._runs, known, strict=False):
             with run.stored() as stored:
-                facts.append(run.facts(stored.blocks, one))
+                facts.append(run.facts(stored.blocks, number))
         return json.dumps(facts).encode()
 
     def _step(self, path: str) -> bytes | None:

@@ -38,7 +38,7 @@ CHECKED_TOKENS = 24
 # Of logprobs. bfloat16 has 8 bits: the logprobs of two programs sometimes differ by 0.2.
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.3}
 NEEDS_LOCAL = "deployment=vllm needs backend=local: it serves checkpoints that a trainer writes to a disk of this machine"
-PRIVATE = "run-"  # prefix of the names of deployments that one run uses
+PRIVATE_PREFIX = "run-"  # prefix of the names of deployments that one run uses
 # Default of deployment.max_requests. A request has several completions: eight of each fill the 1,024 sequences and more that
 # vLLM computes at a time on a large GPU, and the number adapts to congestion.
 CPU_REQUESTS, GPU_REQUESTS = 64, 256
@@ -355,8 +355,8 @@ class VllmDeployment:
             process.wait_until_healthy(client, None, config.startup_s, terminal.say)
             return [client]
         manager = DeploymentManager(say=terminal.say)
-        manager.reap(PRIVATE)
-        name = config.name or f"{PRIVATE}{secrets.token_hex(4)}"
+        manager.reap(PRIVATE_PREFIX)
+        name = config.name or f"{PRIVATE_PREFIX}{secrets.token_hex(4)}"
         self._end.enter_context(manager.held(name))
         if config.on_exit == "delete":
             self._end.callback(manager.delete, name)

@@ -18,8 +18,8 @@ from typing import Any
 
 from cookbook.errors import RolloutError, SamplerUnavailableError
 
-RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
-BUSY = frozenset({429, 503})
+RETRIED_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
+BUSY_STATUSES = frozenset({429, 503})
 FIRST_WAIT_S, MAX_WAIT_S = 0.25, 30.0
 
 
@@ -76,7 +76,7 @@ class Client:
             try:
                 return self.once(path, body, method=method)
             except ServerUnavailableError as error:
-                if error.status is None or error.status in BUSY:
+                if error.status is None or error.status in BUSY_STATUSES:
                     busy()
                 if reason := self.gone():
                     raise ServerUnavailableError(f"{self.url}: {reason}", None) from None
@@ -108,7 +108,7 @@ class Client:
         with error:
             reason = _reason(error.read())
         message = f"{self.url}{path}: {error.code}: {reason}"
-        if error.code in RETRIED:
+        if error.code in RETRIED_STATUSES:
             return ServerUnavailableError(message, error.code, _retry_after_s(error.headers.get("retry-after")))
         return RequestRefusedError(message, error.code)
 

@@ -26,7 +26,7 @@ SHARED_PART = 0.5
 # is served and of the version that is read next.
 HOST_COPIES = 3
 # Resident memory of a server's three processes without weights, keys and values: 0.6 + 0.6 + 0.7 GB, measured with vLLM 0.32.
-PROCESSES = 2_000_000_000
+PROCESS_BYTES = 2_000_000_000
 # Memory for keys and values of a model whose configuration is not on this machine.
 UNKNOWN_BYTES = 4 << 30
 MIB = 1 << 20
@@ -111,7 +111,7 @@ def sized(
     context = shape.max_length if shape is not None else None
     numbers = shape.kv_numbers if shape is not None else 0
     weights = 0 if shape is None else shape.weight_bytes * element // ELEMENT_BYTES.get(shape.dtype, element)
-    copies = weights * HOST_COPIES + PROCESSES if memory.cpu else weights // gpus_per_server
+    copies = weights * HOST_COPIES + PROCESS_BYTES if memory.cpu else weights // gpus_per_server
     length = max_length or _rounded(longest, context) or context
     if length is None:
         raise ConfigError("deployment.max_length: the model does not state its maximum sequence length; set the key")

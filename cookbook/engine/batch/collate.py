@@ -275,8 +275,8 @@ def _at_positions(datum: Datum, positions: Tensor) -> Datum:
     """Return ``datum`` with only the tokens at ``positions`` and their loss inputs, for a loss with independent terms."""
     if len(positions) == datum.model_input.length:
         return datum
-    kept = positions.numpy()
-    tokens = np.asarray(datum.model_input.tokens)[kept]
+    places = positions.numpy()
+    tokens = np.asarray(datum.model_input.tokens)[places]
     arrays = {key: value.array for key, value in datum.loss_fn_inputs.items()}
-    inputs = {key: array[kept] if array.ndim else array for key, array in arrays.items()}
+    inputs = {key: array[places] if array.ndim else array for key, array in arrays.items()}
     return Datum(ModelInput.from_ints(tokens), inputs)

@@ -184,8 +184,8 @@ def _assign_to_ranks(kinds: Sequence[list[PrefixGroup]], lengths: Mapping[int, i
         return [_RankShare(list(kinds))]
     shares = [_RankShare([[] for _ in kinds]) for _ in range(num_ranks)]
     costs = [(-group.num_tokens(lengths), number, group.members, group) for number, kind in enumerate(kinds) for group in kind]
-    for cost, number, _, group in sorted(costs, key=lambda one: one[:3]):
-        share = min(shares, key=lambda one: one.num_tokens)
+    for cost, number, _, group in sorted(costs, key=lambda entry: entry[:3]):
+        share = min(shares, key=lambda rank_share: rank_share.num_tokens)
         share.groups[number].append(group)
         share.num_tokens -= cost
     return shares
@@ -323,8 +323,8 @@ def _group_or_single(lengths: Mapping[int, int], prefix: int) -> list[PrefixGrou
     return _singletons(lengths)
 
 
-def _common_prefix_length(one: Array, other: Array) -> int:
+def _common_prefix_length(first: Array, second: Array) -> int:
     """Return the number of leading tokens that are equal."""
-    length = min(len(one), len(other))
-    differs = np.flatnonzero(one[:length] != other[:length])
+    length = min(len(first), len(second))
+    differs = np.flatnonzero(first[:length] != second[:length])
     return int(differs[0]) if len(differs) else length

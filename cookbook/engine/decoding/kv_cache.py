@@ -7,8 +7,9 @@ samples. :class:`WholeBatchCache` wraps transformers' own cache, for layers with
 
 from __future__ import annotations
 
+import abc
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -123,11 +124,12 @@ class InPlaceLayer(CacheLayerMixin):  # type: ignore[misc]
 IN_PLACE = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
-class RowCache(Protocol):
+class RowCache(abc.ABC):
     """Interface of the caches. ``in_place``: rows may enter while others are decoded, and unused columns are dropped."""
 
     in_place: bool
 
+    @abc.abstractmethod
     def enter(self, prefilled: DynamicCache, mask: Tensor, rows: list[int]) -> None:
         """Add one row for each entry of ``rows``, the index of the prompt in ``prefilled`` that the row continues.
 
@@ -137,9 +139,11 @@ class RowCache(Protocol):
             FastPathError: the cache does not support the states of a layer.
         """
 
+    @abc.abstractmethod
     def keep(self, rows: list[int]) -> None:
         """Keep only ``rows``, in this order. No row may move to a higher index."""
 
+    @abc.abstractmethod
     def arguments(self, new: Tensor) -> dict[str, object]:
         """Return the network's arguments for one more token per row. ``new``: ``(rows, 1)``, 0 for rows that have ended."""
 
@@ -162,7 +166,7 @@ def empty_states(network: PreTrainedModel) -> DynamicCache:
     return DynamicCache(config=network.config.get_text_config())
 
 
-class _MaskedCache:
+class _MaskedCache(RowCache):
     """Base of the caches with one row per sequence: maintains the attention mask, which marks the columns with tokens."""
 
     in_place: bool
@@ -238,7 +242,7 @@ def _padding(mask: Tensor) -> int:
 FREE_COLUMNS = 16
 
 
-class PromptCache:
+class PromptCache(RowCache):
     """Each prompt once, and the later tokens of every row; read by :class:`SharedPrefixKV`."""
 
     in_place = True

@@ -6,10 +6,11 @@ supports.
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,11 +29,12 @@ LOGITS_BYTES = 256 << 20
 STATES = ("past_key_values", "cache_params", "state")
 
 
-class Rows(Protocol):
+class Rows(abc.ABC):
     """Interface of the rows of a decoding batch. ``in_place``: rows may enter while others are decoded."""
 
     in_place: bool
 
+    @abc.abstractmethod
     def enter(self, prompts: Sequence[tuple[int, ...]], starts: list[int]) -> Tensor:
         """Prefill ``prompts``, and add one row for each entry of ``starts``, the index of its prompt.
 
@@ -40,17 +42,19 @@ class Rows(Protocol):
             Next-token logits of the new rows, ``(N, V)`` float32.
         """
 
+    @abc.abstractmethod
     def step(self, tokens: Tensor, unfinished: Tensor) -> Tensor:
         """Append one token per row, ``(rows,)``. Return the next-token logits, ``(rows, V)`` float32.
 
         ``unfinished``: ``(rows,)``, false for rows that have ended, whose token and logits are not used.
         """
 
+    @abc.abstractmethod
     def keep(self, rows: list[int]) -> None:
         """Keep only ``rows``, in this order. No row may move to a higher index."""
 
 
-class CachedRows:
+class CachedRows(Rows):
     """Rows in one batch with a KV cache of class ``kind``. Each prompt is prefilled once, left-padded."""
 
     def __init__(self, forward: SamplerPass, kind: type[RowCache]) -> None:
@@ -102,7 +106,7 @@ class _Batch:
     states: dict[str, object]
 
 
-class OwnStates:
+class OwnStates(Rows):
     """Rows of a model with states of an unknown kind, such as recurrent states.
 
     Such states cannot be padded or split. So prompts of equal length form one batch, a batch is computed until its last row has
@@ -144,7 +148,7 @@ class OwnStates:
         return torch.stack([logits[row] for row in range(len(tokens))])
 
 
-class WholeSequences:
+class WholeSequences(Rows):
     """Rows without cached states: a forward pass over the whole row computes each token."""
 
     in_place = True

@@ -237,16 +237,16 @@ def _random(shape: Sequence[int], like: Tensor, scale: float = 1.0) -> Tensor:
 def _computes_same(own: Callable[[Tensor], Tensor], replacement: Callable[[Tensor], Tensor], *inputs: Tensor) -> bool:
     """Whether both functions return the same value for the first input, and the same gradients for all ``inputs``."""
     try:
-        one, other = own(inputs[0]), replacement(inputs[0])
-        upstream = _random(one.shape, one).detach()
-        results = [(out, *torch.autograd.grad(out, inputs, upstream)) for out in (one, other)]
+        expected, actual = own(inputs[0]), replacement(inputs[0])
+        upstream = _random(expected.shape, expected).detach()
+        results = [(out, *torch.autograd.grad(out, inputs, upstream)) for out in (expected, actual)]
     except Exception:  # noqa: BLE001 - a module of an unknown architecture may take or return anything
         return False
     return all(_close(*pair) for pair in zip(*results, strict=True))
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
+def _close(expected: Tensor, actual: Tensor) -> bool:
+    if expected.shape != actual.shape or expected.dtype != actual.dtype:
         return False
-    allowed = TOLERANCE[one.dtype] * float(one.detach().abs().max())
-    return bool((one - other).abs().max() <= allowed)
+    allowed = TOLERANCE[expected.dtype] * float(expected.detach().abs().max())
+    return bool((expected - actual).abs().max() <= allowed)

@@ -33,8 +33,8 @@ EXACT = "highest"
 MATMULS = (EXACT, "high", "medium")
 AUTOCASTS = {"bfloat16": torch.bfloat16}
 # Instructions that multiply bfloat16, as torch.cpu.get_capabilities names them, and how many times as fast as exact products
-# those at medium and those of bfloat16 are, on one thread: amx_bf16 on a Xeon, avx512_bf16 on two generations of EPYC.
-INSTRUCTIONS = {"amx_bf16": ("4", "7"), "avx512_bf16": ("1.2 to 2.2", "2 to 4.5")}
+# those of bfloat16 are, on one thread: amx_bf16 on a Xeon, avx512_bf16 on two generations of EPYC.
+INSTRUCTIONS = {"amx_bf16": "7", "avx512_bf16": "2 to 4.5"}
 # Least width of a model, and least tokens of a sampler's forward pass, for exact products by oneDNN. From 32 tokens and weights
 # of 256 x 256 on, a product takes 0.44 to 0.8 of the time of MKL's (EPYC of family 26); with few tokens it takes more. oneDNN
 # compiles a product for every new shape: GRPO takes 0.83 of the time at a width of 256, and 1.1 with the shipped model, at 128.
@@ -153,17 +153,16 @@ class Precision:
             torch.set_float32_matmul_precision(self.matmul)
             yield
 
-    def described(self, device: torch.device) -> str:
-        """Describe the precision in a few words, with the gain of mixed precision where this CPU has one."""
+    def described(self, device: torch.device, dtype: str = "float32") -> str:
+        """Describe the precision of products with weights of ``dtype``, and the gain of autocast on ``device``."""
         if device.type != "cpu":
-            return f"{self} (TF32)" if self.matmul == "high" else str(self)
+            return f"{self}, which is TF32 for products of float32" if self.matmul == "high" else str(self)
         name = instructions()
-        if name is None and self.autocast is None and self.matmul == EXACT:
-            return EXACT
         if name is None:
-            return f"{EXACT}: this CPU has no bfloat16 instructions, so matmul_precision and autocast change nothing here"
-        _, half = INSTRUCTIONS[name]
-        return f"{self}; backend.autocast=bfloat16 is {half} times as fast here" if self.autocast is None else str(self)
+            return EXACT if self == DEFAULT else f"{EXACT}: this CPU has no bfloat16 instructions for {self}"
+        if self.autocast is not None or dtype != "float32":
+            return str(self)
+        return f"{self}; backend.autocast=bfloat16 is {INSTRUCTIONS[name]} times as fast on this CPU, but rounds"
 
 
 DEFAULT = Precision()

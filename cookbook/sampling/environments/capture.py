@@ -94,7 +94,8 @@ class Capture:
         """Add the completion of the call."""
         assert self._current is not None
         turn = self._current.add(sample)
-        self._conversations = [one for one in self._conversations if one is not self._current] + [self._current]
+        others = [conversation for conversation in self._conversations if conversation is not self._current]
+        self._conversations = [*others, self._current]
         return turn
 
     def answered(self, answer: JsonObject) -> None:
@@ -105,14 +106,14 @@ class Capture:
 
     def _extended(self, call: AgentCall) -> Conversation | None:
         """Return the conversation that the call extends by the most messages; None if it extends none."""
-        found: tuple[_Answered, str | list[JsonObject]] | None = None
+        match: tuple[_Answered, str | list[JsonObject]] | None = None
         for earlier in reversed(self._answered):
             further = call.extends(earlier.call, earlier.answer)
-            if further is not None and (found is None or len(further) < len(found[1])):
-                found = earlier, further
-        if found is None:
+            if further is not None and (match is None or len(further) < len(match[1])):
+                match = earlier, further
+        if match is None:
             return None
-        earlier, further = found
+        earlier, further = match
         # If another call has continued the tokens, this one has them as its prompt.
         conversation = earlier.end.fork() if earlier.is_extended else earlier.conversation
         earlier.is_extended = True
@@ -139,8 +140,8 @@ def _with_answer(prompt: Sequence[JsonObject], answer: JsonObject) -> list[JsonO
 
 def _facts(message: JsonObject) -> str:
     """Return the content of a message. Programs may change white space at its ends, and leave out ids and empty fields."""
-    calls = [one.get("function", one) for one in message.get("tool_calls") or () if isinstance(one, dict)]
-    named = [(one.get("name"), _arguments(one.get("arguments"))) for one in calls if isinstance(one, dict)]
+    calls = [call.get("function", call) for call in message.get("tool_calls") or () if isinstance(call, dict)]
+    named = [(call.get("name"), _arguments(call.get("arguments"))) for call in calls if isinstance(call, dict)]
     content = message.get("content")
     text = (
         content

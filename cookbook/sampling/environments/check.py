@@ -71,21 +71,23 @@ def check_environment(config: EnvironmentConfig, rows: Sequence[Row], runner: Ru
         for played, parts in ((alone, one_by_one), (again, one_by_one), (together, [rows])):
             for part in parts:
                 played += _interleaved(environment, renderer, part)
-                failed = [(row.where, one.failure) for row, one in zip(rows, played, strict=False) if one.failure]
+                failed = [(row.where, episode.failure) for row, episode in zip(rows, played, strict=False) if episode.failure]
                 if failed:
                     # No further episode: each of them may hang, too, for env.timeout_s.
                     harm = f"such episodes {failed_episodes}"
                     return [CheckResult("plays", State.failed, ": ".join(failed[0]), harm, "fix the environment")]
     # The first call of a worker process waits for its start, which is not part of any time limit.
-    slowest = max(min(one.slowest_s, other.slowest_s) for one, other in zip(alone, again, strict=True))
+    slowest = max(min(first.slowest_s, other.slowest_s) for first, other in zip(alone, again, strict=True))
     return [
-        CheckResult("plays", State.passed, f"{len(rows)} episodes, ended by {', '.join(sorted({one.ended for one in alone}))}"),
+        CheckResult(
+            "plays", State.passed, f"{len(rows)} episodes, ended by {', '.join(sorted({episode.ended for episode in alone}))}"
+        ),
         _same("repeats", alone, again, "the same row, played twice", "an interrupted run would not continue as it was"),
         _same("independent", alone, together, "episodes played in turn", "episodes of one process would disturb each other"),
         _exact_tokens(config, alone, failed_episodes),
         *_repeated_prompts(rows, alone),
-        _rewards([one.reward for one in alone], environment.contract.reward_range),
-        _limits(config, max(one.num_turns for one in alone), slowest),
+        _rewards([episode.reward for episode in alone], environment.contract.reward_range),
+        _limits(config, max(episode.num_turns for episode in alone), slowest),
     ]
 
 
@@ -96,26 +98,26 @@ def _repeated_prompts(rows: Sequence[Row], played: Sequence[PlayedEpisode]) -> l
         if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
             prompt = prompt[-1].get("content")
         if isinstance(prompt, str) and prompt.strip() and isinstance(opening, str) and prompt.strip() in opening:
-            found = f"the first observation repeats the row's prompt, {shortened(repr(prompt.strip()))}"
+            finding = f"the first observation repeats the row's prompt, {shortened(repr(prompt.strip()))}"
             harm = "a run adds the observation to the prompt, so the model reads it twice"
-            return [CheckResult("prompt", State.failed, found, harm, "return None from reset, or rename the column")]
+            return [CheckResult("prompt", State.failed, finding, harm, "return None from reset, or rename the column")]
     return []
 
 
 def _rewards(rewards: Sequence[float | None], declared: tuple[float, float] | None) -> CheckResult:
     """Check the rewards of episodes, all finite, against the range that the class declares."""
-    given = [reward for reward in rewards if reward is not None]
-    if len(given) < len(rewards):
+    numbers = [reward for reward in rewards if reward is not None]
+    if len(numbers) < len(rewards):
         return CheckResult("rewards", State.noted, "none, so the run needs reward=")
     if declared is None:
-        return CheckResult("rewards", State.passed, f"{given}; the class declares no reward_range = (lowest, highest)")
+        return CheckResult("rewards", State.passed, f"{numbers}; the class declares no reward_range = (lowest, highest)")
     low, high = declared
-    if outside := [reward for reward in given if not low <= reward <= high]:
-        found = f"{outside} are outside of the declared reward_range, {low:g} to {high:g}"
+    if outside := [reward for reward in numbers if not low <= reward <= high]:
+        finding = f"{outside} are outside of the declared reward_range, {low:g} to {high:g}"
         return CheckResult(
-            "rewards", State.failed, found, "such episodes dominate their group", "fix get_reward or reward_range"
+            "rewards", State.failed, finding, "such episodes dominate their group", "fix get_reward or reward_range"
         )
-    return CheckResult("rewards", State.passed, f"{given}, all from {low:g} to {high:g} as declared")
+    return CheckResult("rewards", State.passed, f"{numbers}, all from {low:g} to {high:g} as declared")
 
 
 def _limits(config: EnvironmentConfig, num_turns: int, slowest_s: float) -> CheckResult:
@@ -131,14 +133,14 @@ def answers(environment: EpisodeRunner) -> list[str]:
     return [*(f"<tool_call>{call}</tool_call>" for call in calls), *TEXTS]
 
 
-def _has_ended(one: PlayedEpisode, config: EnvironmentConfig) -> bool:
+def _has_ended(episode: PlayedEpisode, config: EnvironmentConfig) -> bool:
     """Whether the episode has ended. One that has reached the limit of turns ends here, as in training."""
     limit = min(config.max_turns, MOST_TURNS)
     # An opponent that begins makes one turn more.
-    has_turn = one.num_opponent_turns <= limit if one.opponent_moves else one.num_turns < limit
-    if not one.ended and not has_turn:
-        one.ended = "max_turns" if limit == config.max_turns else "the check"
-    return bool(one.ended)
+    has_turn = episode.num_opponent_turns <= limit if episode.opponent_moves else episode.num_turns < limit
+    if not episode.ended and not has_turn:
+        episode.ended = "max_turns" if limit == config.max_turns else "the check"
+    return bool(episode.ended)
 
 
 def play(environment: EpisodeRunner, renderer: Renderer, row: Row) -> PlayedEpisode:
@@ -148,32 +150,36 @@ def play(environment: EpisodeRunner, renderer: Renderer, row: Row) -> PlayedEpis
 
 def _interleaved(environment: EpisodeRunner, renderer: Renderer, rows: Sequence[Row]) -> list[PlayedEpisode]:
     """Play the episodes of all rows in turn, an answer of each at a time."""
-    found = [PlayedEpisode() for _ in rows]
+    episodes = [PlayedEpisode() for _ in rows]
     begun = []
-    for one, row in zip(found, rows, strict=True):
+    for episode, row in zip(episodes, rows, strict=True):
         started = time.monotonic()
         state, pending = environment.begin(row)
-        _read(one, pending.result(), started)
+        _read(episode, pending.result(), started)
         begun.append(state)
     texts = answers(environment)
     for number in itertools.count():
-        playing = [(one, state) for one, state in zip(found, begun, strict=True) if not _has_ended(one, environment.config)]
+        playing = [
+            (episode, state)
+            for episode, state in zip(episodes, begun, strict=True)
+            if not _has_ended(episode, environment.config)
+        ]
         if not playing:
             break
-        for one, state in playing:
-            one.num_turns += not one.opponent_moves
-            one.num_opponent_turns += one.opponent_moves
+        for episode, state in playing:
+            episode.num_turns += not episode.opponent_moves
+            episode.num_opponent_turns += episode.opponent_moves
             started = time.monotonic()
-            _read(one, environment.act(state, _made_up(renderer, texts[number % len(texts)])).result(), started)
-    for one, state in zip(found, begun, strict=True):
-        if not one.failure:
+            _read(episode, environment.act(state, _made_up(renderer, texts[number % len(texts)])).result(), started)
+    for episode, state in zip(episodes, begun, strict=True):
+        if not episode.failure:
             reward = environment.reward(state).result()
             if isinstance(reward, Failure):
-                one.failure = reward.message
+                episode.failure = reward.message
             elif reward is not None:
-                one.reward = reward.value
+                episode.reward = reward.value
         environment.end(state)
-    return found
+    return episodes
 
 
 def _made_up(renderer: Renderer, text: str) -> Segment:
@@ -181,27 +187,27 @@ def _made_up(renderer: Renderer, text: str) -> Segment:
     return Segment("model", tokens, text, [0.0] * len(tokens), "stop")
 
 
-def _read(one: PlayedEpisode, reply: Reply | Failure, started: float) -> None:
-    one.slowest_s = max(one.slowest_s, time.monotonic() - started)
+def _read(episode: PlayedEpisode, reply: Reply | Failure, started: float) -> None:
+    episode.slowest_s = max(episode.slowest_s, time.monotonic() - started)
     if isinstance(reply, Failure):
-        one.ended, one.failure = reply.ended, reply.message
+        episode.ended, episode.failure = reply.ended, reply.message
         return
-    one.observations.append(reply.observation)
-    one.ended = "done" if reply.done else ""
-    one.opponent_moves = reply.opponent_moves
+    episode.observations.append(reply.observation)
+    episode.ended = "done" if reply.done else ""
+    episode.opponent_moves = reply.opponent_moves
 
 
 def _same(check: str, first: Sequence[PlayedEpisode], second: Sequence[PlayedEpisode], how: str, harm: str) -> CheckResult:
-    for number, (one, other) in enumerate(zip(first, second, strict=True)):
-        if one.facts() != other.facts():
-            both = [one.facts(), other.facts()]
+    for number, (episode, other) in enumerate(zip(first, second, strict=True)):
+        if episode.facts() != other.facts():
+            both = [episode.facts(), other.facts()]
             # Long observations are shown from shortly before their difference.
             differing = (place for place, (left, right) in enumerate(zip(*both, strict=False)) if left != right)
             start = max(next(differing, min(map(len, both))) - 200, 0)
-            shown = " and ".join("..." * (start > 0) + shortened(facts[start:]) for facts in both)
-            found = f"{how}: episode {number} differs: {shown}"
+            texts = " and ".join("..." * (start > 0) + shortened(facts[start:]) for facts in both)
+            finding = f"{how}: episode {number} differs: {texts}"
             return CheckResult(
-                check, State.failed, found, harm, "draw from random.Random(seed), and keep no state outside of self"
+                check, State.failed, finding, harm, "draw from random.Random(seed), and keep no state outside of self"
             )
     return CheckResult(check, State.passed, f"{how}: the same observations and rewards")
 
@@ -273,8 +279,10 @@ def _turns_continue(config: EnvironmentConfig, played: Sequence[PlayedEpisode], 
                 break
             begun = _continued(conversation, renderer, observation)
             if conversation.tokens[: len(begun)] != begun:
-                found = f"the turn after {shortened(repr(observation))} does not begin with the tokens of the turn before it"
-                return CheckResult("tokens", State.failed, found, "the episode becomes several sequences", "return plain text")
+                finding = f"the turn after {shortened(repr(observation))} does not begin with the tokens of the turn before it"
+                return CheckResult(
+                    "tokens", State.failed, finding, "the episode becomes several sequences", "return plain text"
+                )
     return CheckResult("tokens", State.passed, "every turn begins with the tokens of the turn before it")
 
 

@@ -64,12 +64,14 @@ class Contract:
         if not tools and not callable(getattr(environment, "step", None)):
             raise ConfigError(f"env: {name} has neither step(text) nor a public method as a tool; define one of them")
         parameters = inspect.signature(reset).parameters.values()
-        named = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+        named = [
+            parameter for parameter in parameters if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        ]
         return cls(
             [_schema(name, tool) for tool in tools.values()],
-            columns=frozenset(one.name for one in named),
-            required=frozenset(one.name for one in named if one.default is one.empty),
-            takes_all=any(one.kind is one.VAR_KEYWORD for one in parameters),
+            columns=frozenset(parameter.name for parameter in named),
+            required=frozenset(parameter.name for parameter in named if parameter.default is parameter.empty),
+            takes_all=any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters),
             reward_range=_reward_range(environment),
             ignored=() if tools else tuple(public_methods(environment)),
             reward_arguments=_reward_arguments(environment),
@@ -80,16 +82,16 @@ def _reward_arguments(environment: object) -> tuple[str, ...] | None:
     get_reward = getattr(environment, "get_reward", None)
     if not callable(get_reward):
         return None
-    found = []
-    for name, one in inspect.signature(get_reward).parameters.items():
+    names = []
+    for name, parameter in inspect.signature(get_reward).parameters.items():
         if name in REWARD_ARGUMENTS:
-            found.append(name)
-        elif one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
+            names.append(name)
+        elif parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise ConfigError(
                 f"env: {type(environment).__name__}.get_reward has the parameter {name!r}; it may have "
                 f"{', '.join(REWARD_ARGUMENTS)}; give {name} a default, or read it in reset"
             )
-    return tuple(found)
+    return tuple(names)
 
 
 def _reward_range(environment: object) -> tuple[float, float] | None:

@@ -65,8 +65,8 @@ class Conversation:
         # Whether the next completion continues the last message, the start of an answer.
         self._is_begun = is_prefill(self._messages)
         self._text = text
-        shown = "\n".join(message.content for message in self._messages) if self._messages else text
-        self._segments = [Segment("prompt", self.tokens.copy(), shown)]
+        first_text = "\n".join(message.content for message in self._messages) if self._messages else text
+        self._segments = [Segment("prompt", self.tokens.copy(), first_text)]
         self._earlier: list[Branch] = []
         self._answer: Segment | None = None
 
@@ -105,24 +105,26 @@ class Conversation:
     def observe(self, observation: str | list[JsonObject]) -> None:
         """Add what the environment says, and the header of the next answer."""
         if isinstance(self._example, Plain):
-            text = observation if isinstance(observation, str) else "".join(f"\n{one['content']}\n" for one in observation)
+            text = (
+                observation if isinstance(observation, str) else "".join(f"\n{message['content']}\n" for message in observation)
+            )
             self._continue(self.renderer.encode_observation(text, self.tokens), text, text)
             return
         said = _messages(observation, self._example.where)
-        shown = "\n".join(message.content for message in said)
+        segment_text = "\n".join(message.content for message in said)
         self._messages += said
         between = self._between(said)
         text = self.renderer.chat_text(replace(self._example, messages=tuple(self._messages)), header=True)
         if between is not None and _squeezed(text) == _squeezed(self._text + between):
-            self._continue(self.renderer.encode(between, self.tokens), between, shown)
+            self._continue(self.renderer.encode(between, self.tokens), between, segment_text)
             return
         self._earlier.append(tuple(self._segments))
         self.tokens = self.renderer.chat_tokens(text)
         self._text = text
-        self._segments = [Segment("prompt", self.tokens.copy(), shown)]
+        self._segments = [Segment("prompt", self.tokens.copy(), segment_text)]
 
-    def _continue(self, tokens: list[int], text: str, shown: str) -> None:
-        self._segments.append(Segment("environment", tokens, shown))
+    def _continue(self, tokens: list[int], text: str, segment_text: str) -> None:
+        self._segments.append(Segment("environment", tokens, segment_text))
         self.tokens += tokens
         self._text += text
 
@@ -135,9 +137,9 @@ class Conversation:
         if closing is None:
             return None
         stop = self.renderer.printed(last.tokens[-1:]) if last.stop_reason == "stop" else ""
-        head, found, tail = closing.partition(stop) if stop else ("", "", closing)
+        head, stop_mark, tail = closing.partition(stop) if stop else ("", "", closing)
         # A completion that was cut off, or ended by a text, has not closed its turn.
-        return tail if found and not head.strip() else closing
+        return tail if stop_mark and not head.strip() else closing
 
 
 def _after_answer(renderer: Renderer, chat: Chat, said: tuple[ChatMessage, ...]) -> str | None:
@@ -148,10 +150,10 @@ def _after_answer(renderer: Renderer, chat: Chat, said: tuple[ChatMessage, ...])
     ended = renderer.chat_text(before, header=False)
     if not text.startswith(ended):
         # The template prints the last answer differently from an earlier one. What follows the answer is the same.
-        before_answer, found, after = text.rpartition(ANSWER.content)
-        return after if found and answer is ANSWER and before_answer else None
+        before_answer, answer_text, after = text.rpartition(ANSWER.content)
+        return after if answer_text and answer is ANSWER and before_answer else None
     # The end of an answer with a call follows the call. It may be another token than that of other answers.
-    closed = next((one for one in (renderer.end_of_turn, renderer.end_of_calls) if one and ended.endswith(one)), None)
+    closed = next((mark for mark in (renderer.end_of_turn, renderer.end_of_calls) if mark and ended.endswith(mark)), None)
     return closed + text[len(ended) :] if closed is not None else None
 
 
@@ -159,7 +161,9 @@ def _opening(prompt: RenderedPrompt, observation: Observation, tools: list[JsonO
     """Return the row's prompt with the first observation at its end, and the first observation of a plain text."""
     example = prompt.example
     if isinstance(example, Plain):
-        text = observation if isinstance(observation, str) else "".join(str(one["content"]) for one in observation or ())
+        text = (
+            observation if isinstance(observation, str) else "".join(str(message["content"]) for message in observation or ())
+        )
         return example, text
     assert isinstance(example, Chat)
     messages = list(example.messages[: example.start])

@@ -87,7 +87,11 @@ class TextArena(EnvironmentConfig):
                 f"env.game: textarena has no game {self.game!r}.{hint} docs/guide/environments.md lists those that start"
             )
         # Such a wrapper completes a move, for example by brackets. Those of observations repeat the whole game every turn.
-        wrappers = [one for one in ENV_REGISTRY[self.game].default_wrappers or () if issubclass(one, textarena.ActionWrapper)]
+        wrappers = [
+            wrapper
+            for wrapper in ENV_REGISTRY[self.game].default_wrappers or ()
+            if issubclass(wrapper, textarena.ActionWrapper)
+        ]
 
         def start(num_players: int, seed: int) -> Any:
             game = textarena.make(f"{self.game}-raw", **self.options)

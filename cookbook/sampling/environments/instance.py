@@ -72,10 +72,10 @@ class Instance:
         """Begin the episode of a row. The seed is for a ``reset`` that takes it, if the row has no column of that name."""
         contract = self._contract
         available = {"seed": seed, **values}
-        given = {key: value for key, value in available.items() if contract.takes_all or key in contract.columns}
+        arguments = {key: value for key, value in available.items() if contract.takes_all or key in contract.columns}
         # The environment may change its arguments, and the row is used again.
-        given = copy.deepcopy(given)
-        observation = self._awaiter.result(self._environment.reset(**given))
+        arguments = copy.deepcopy(arguments)
+        observation = self._awaiter.result(self._environment.reset(**arguments))
         return self._reply(_observation(observation, "reset"))
 
     def act(self, text: str, read: Calls | None = None) -> Reply:
@@ -90,7 +90,7 @@ class Instance:
         calls = (
             parse_calls(text, self._contract.tools)
             if read is None
-            else [one if isinstance(one, str) else ToolCall(*one) for one in read]
+            else [call if isinstance(call, str) else ToolCall(*call) for call in read]
         )
         reply = Reply([], done=not calls)
         assert isinstance(reply.observation, list)
@@ -107,8 +107,8 @@ class Instance:
         """
         ended = ended or {}
         if (names := self._contract.reward_arguments) is not None:
-            given = {name: ended["text" if name == "completion" else name] for name in names}
-            return _earned(self._awaiter.result(self._environment.get_reward(**given)))
+            arguments = {name: ended["text" if name == "completion" else name] for name in names}
+            return _earned(self._awaiter.result(self._environment.get_reward(**arguments)))
         if self._rewards:
             # A sum of finite numbers may overflow.
             return EarnedReward(_number(sum(self._rewards), "step"), by_turn=self._by_turn)
@@ -172,9 +172,9 @@ def _observation(value: object, method: str) -> str | list[JsonObject] | None:
         return value
     if not isinstance(value, list):
         raise EnvironmentFailedError(f"{method} returned {type(value).__name__}; return text, a list of messages, or None")
-    for one in value:
-        if not (isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)):
-            raise EnvironmentFailedError(f"{method} returned a message without the texts role and content, got {one!r}")
+    for message in value:
+        if not (isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
+            raise EnvironmentFailedError(f"{method} returned a message without the texts role and content, got {message!r}")
     try:
         json.dumps(value)
     except (TypeError, ValueError) as error:

@@ -51,10 +51,10 @@ class Sum:
 
     def reset(self, seed: int, index: int) -> str:
         numbers = random.Random(seed)
-        held_out, drawn = index >= self._rows, None
-        while drawn is not held_out:
+        held_out, is_held_out = index >= self._rows, None
+        while is_held_out is not held_out:
             first, second = numbers.randrange(1, self._limit), numbers.randrange(1, self._limit)
-            drawn = (first * self._limit + second) % HELD_OUT == 0
+            is_held_out = (first * self._limit + second) % HELD_OUT == 0
         self._answer = str(first + second)
         return f"{first}+{second}="
 

@@ -134,7 +134,9 @@ class EpisodeRunner:
 
     def check_rewards(self, trajectories: Sequence[Trajectory]) -> None:
         """Raise ConfigError if the environment gives a reward in some of its episodes only: they would not be comparable."""
-        self._rewarded |= {one.reward is not None for one in trajectories if not one.has_failed and one.turns}
+        self._rewarded |= {
+            trajectory.reward is not None for trajectory in trajectories if not trajectory.has_failed and trajectory.turns
+        }
         if len(self._rewarded) == 2:
             raise ConfigError(
                 "env: some episodes had a reward of the environment, and others none; return (observation, reward) from every "
@@ -149,7 +151,11 @@ class EpisodeRunner:
         """
         if self.config.on_error == "end":
             return list(trajectories)
-        return [one for one in trajectories if not (one.has_failed or (one.reward is None and not one.turns))]
+        return [
+            trajectory
+            for trajectory in trajectories
+            if not (trajectory.has_failed or (trajectory.reward is None and not trajectory.turns))
+        ]
 
     def report_errors(self, num_left_out: int, num_episodes: int, kind: str) -> None:
         """Say once that many episodes of a step or an evaluation, the ``kind``, were left out.
@@ -255,12 +261,13 @@ class EnvironmentRunner(EpisodeRunner):
             trajectory = Trajectory(own.branches if own is not None else (), "done")
             ended = [{"text": trajectory.text, "trajectory": trajectory.messages()}]
             if self.grader is not None:
-                ended[0] |= {"grader": self.grader, "row": dict(episode.row.values), "step": self.step}
+                opened = [turn.opened for turn in trajectory.turns]
+                ended[0] |= {"grader": self.grader, "row": dict(episode.row.values), "step": self.step, "opened": opened}
         return self._pending(episode, "reward", ended, lambda result: None if result is None else EarnedReward(**result))
 
     def end(self, episode: Episode) -> None:
         """Drop the state of an episode."""
-        self._closing = [(one, future) for one, future in self._closing if not self._is_closed(one, future)]
+        self._closing = [(closing, future) for closing, future in self._closing if not self._is_closed(closing, future)]
         self._closing.append((episode, self._submit(episode, "close", [])))
 
     def close(self) -> None:
@@ -369,12 +376,12 @@ def prompts(
         )
     columns = {data.columns.prompt, data.columns.messages, data.columns.chosen}
     if any(columns & row.values.keys() for row in rows):
-        found = datums.prompts(rows, renderer, data, 0, refusals)
-        if config.contract.tools and found and isinstance(found[0].example, Plain):
+        rendered = datums.prompts(rows, renderer, data, 0, refusals)
+        if config.contract.tools and rendered and isinstance(rendered[0].example, Plain):
             raise ConfigError(
                 "env: its tools are described by the chat template, and the prompts are plain text; set data.chat=true"
             )
-        return found
+        return rendered
     if config.contract.tools and not config.chat:
         raise ConfigError("env.chat=false: the environment has tools, which only a chat template describes; set env.chat=true")
     examples = (Chat(row.where, ()) if config.chat else Plain(row.where, "") for row in rows)

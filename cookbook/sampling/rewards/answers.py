@@ -35,12 +35,12 @@ class Box:
 
 def last_box(text: str) -> Box | None:
     r"""Return the last ``\boxed{...}`` of a text, with its braces counted; None without a box."""
-    found = [*BOX.finditer(text)]
-    if not found:
+    boxes = [*BOX.finditer(text)]
+    if not boxes:
         return None
-    if found[-1]["bare"] is not None:
-        return Box(found[-1]["bare"].rstrip(".,;"))
-    depth, start = 1, found[-1].end()
+    if boxes[-1]["bare"] is not None:
+        return Box(boxes[-1]["bare"].rstrip(".,;"))
+    depth, start = 1, boxes[-1].end()
     escaped = False
     for place in range(start, len(text)):
         mark = text[place]
@@ -99,7 +99,7 @@ def numbers(text: str) -> list[FoundNumber]:
     A sign counts only if no word or number ends before it: "10-3" is 10 and 3. Thousands come in groups of three: "1,2,3" is
     three numbers and "1,234" one. "1/2", "1 1/2" and "4:30" are one value each. Currency and percent signs are ignored.
     """
-    found = list[FoundNumber]()
+    result = list[FoundNumber]()
     tokens = [*DECIMAL.finditer(text)]
     place = 0
     while place < len(tokens):
@@ -112,22 +112,22 @@ def numbers(text: str) -> list[FoundNumber]:
             joints.append(between.strip(" "))
             run.append(tokens[place + len(run)])
         place += len(run)
-        found += _values(text, run, joints, found)
-    return found
+        result += _values(text, run, joints, result)
+    return result
 
 
-def _values(text: str, run: list[re.Match[str]], joints: list[str], found: list[FoundNumber]) -> list[FoundNumber]:
+def _values(text: str, run: list[re.Match[str]], joints: list[str], earlier: list[FoundNumber]) -> list[FoundNumber]:
     """Return the values of numbers that are joined by slashes or colons: one value, or, as in a date, one of each."""
     start, end = run[0].start(), run[-1].end()
     sign = -1 if _is_negative(text[max(0, start - 8) : start]) else 1
     parts = [_decimal(token) for token in run]
     if joints == ["/"] and parts[1] != 0:
         value = parts[0] / parts[1]
-        before = found[-1] if found else None
+        before = earlier[-1] if earlier else None
         # 1 1/2
         if before is not None and text[before.end : start] == " " and _is_whole(before.value) and value < 1:
             assert isinstance(before.value, Fraction)
-            found.pop()
+            earlier.pop()
             is_minus = before.value < 0 or _is_negative(text[max(0, before.start - 8) : before.start])
             return [FoundNumber(before.value - value if is_minus else before.value + value, before.start, end)]
         return [FoundNumber(sign * value, start, end)]
@@ -146,8 +146,8 @@ def _is_negative(before: str) -> bool:
     match = SIGN.search(before)
     if match is None:
         return False
-    rest = before[: match.start()]
-    return bool(OPENED.search(rest)) if match["space"] else not BINARY.search(rest)
+    prefix = before[: match.start()]
+    return bool(OPENED.search(prefix)) if match["space"] else not BINARY.search(prefix)
 
 
 def _decimal(token: re.Match[str]) -> Fraction:
@@ -161,16 +161,16 @@ def _decimal(token: re.Match[str]) -> Fraction:
 def last_number(text: str) -> Value | None:
     """Return the value of the last number of a text; None without a number."""
     # The end of a long text is enough, unless a number begins before it.
-    found = numbers(plain(text[-TAIL:]))
-    if len(text) > TAIL and (not found or found[-1].start == 0):
-        found = numbers(plain(text))
-    return found[-1].value if found else None
+    values = numbers(plain(text[-TAIL:]))
+    if len(text) > TAIL and (not values or values[-1].start == 0):
+        values = numbers(plain(text))
+    return values[-1].value if values else None
 
 
 def first_number(text: str) -> Value | None:
     """Return the value of the first number of a text; None without a number."""
-    found = numbers(plain(text))
-    return found[0].value if found else None
+    values = numbers(plain(text))
+    return values[0].value if values else None
 
 
 def plain(text: str) -> str:

@@ -57,8 +57,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class Number(Limits):
-    """1 if the completion's last number equals the gold number: in the column, the first after ``####``, else the last.
+    """1 if the completion's number equals the gold number: in the column, the first after ``####``, else the last.
 
+    The number of a completion is that of its final answer, if the answer is marked by a box or ``####``, else its last number.
     Numbers are those of :func:`cookbook.sampling.rewards.answers.numbers`. Unfinished reasoning has no answer.
     """
 
@@ -71,7 +72,7 @@ class Number(Limits):
         if gold is None:
             raise DataError(f'"{self.column}" holds no number, got {value!r}; set reward.column to a column with numbers')
         text = answers.without_reasoning(completion) if self.answer_only else completion
-        return float(text is not None and answers.last_number(text) == gold)
+        return float(text is not None and _answered(text) == gold)
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,20 @@ def gold_text(value: object) -> str:
     """Return the text of a row's answer: what follows ``####``, as GSM8K writes it, else all of it."""
     before, mark, after = str(value).partition(GOLD_MARK)
     return after if mark else before
+
+
+def _answered(text: str) -> answers.Value | None:
+    """Return the number of a completion: in its last box, or behind its last ``####``; the later of both; else the last number.
+
+    A box without a number is an answer without a number.
+    """
+    _, mark, after = text.rpartition(GOLD_MARK)
+    marked = answers.first_number(after.strip().partition("\n")[0]) if mark else None
+    box = answers.last_box(text if marked is None else after)
+    if box is not None and box.content is not None:
+        # Behind the brace, a minus is a sign even before a space.
+        return answers.last_number("{" + box.content)
+    return answers.last_number(text) if marked is None else marked
 
 
 def _gold(text: str) -> answers.Value | None:

@@ -62,13 +62,13 @@ class PreferenceModel:
                 self._open.__dict__.pop("batch", None)
                 # In an order that does not depend on which completion has ended first.
                 batch.answers |= self._answers([batch.questions[key] for key in sorted(batch.questions)])
-            found = {}
+            result = {}
             for question in questions:
                 answer = batch.answers[question.key]
                 if isinstance(answer, RolloutError):
                     raise answer
-                found[question.key] = answer
-            return found
+                result[question.key] = answer
+            return result
 
         return answers
 
@@ -92,16 +92,16 @@ class PreferenceModel:
             comparison("comparison", question.conversation, (question.first, question.second), better, chat=self._chat)
             for better in range(len(comparisons.LETTERS))
         ]
-        one, other = (rendered.tokens for rendered in self._renderer.render(examples))
+        first, second = (rendered.tokens for rendered in self._renderer.render(examples))
         # The two sequences differ first in the token of the letter. All tokens before it are equal.
-        place = next(index for index, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
+        place = next(index for index, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1])
         limit = self._renderer.max_length
         if limit is not None and place + 1 > limit:
             return RolloutError(
                 f"a comparison has {place + 1:,} tokens, and the context of the reward model has {limit:,}; lower "
                 "rollout.max_tokens and eval.max_tokens, or choose another reward.model"
             )
-        return [self._sampler.compute_logprobs([*one[:place], tokens[place]]) for tokens in (one, other)]
+        return [self._sampler.compute_logprobs([*first[:place], tokens[place]]) for tokens in (first, second)]
 
 
 @dataclass
@@ -175,7 +175,7 @@ class Compare(Limits):
         questions = {order: _question(*(attempts[place] for place in order)) for order in orders}
         preferences: PreferenceModel = self.__dict__["_preferences"]
         # Equal answers are as good as each other in any order.
-        answers = preferences.ask([one for one in questions.values() if one.first != one.second])
+        answers = preferences.ask([question for question in questions.values() if question.first != question.second])
         return lambda: [_win_rate(place, len(attempts), questions, answers()) for place in range(len(group))]
 
     def _other(self, row: JsonObject) -> Sequence[JsonObject]:
@@ -202,7 +202,7 @@ def _win_rate(
 
 
 def _question(first: Sequence[JsonObject], second: Sequence[JsonObject]) -> AnswerPair:
-    """Return the two continuations of the messages that both attempts begin with, up to an answer."""
+    """Return both attempts without the messages that they share, from an answer on."""
     shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
     # Both continue with an answer of the model, of at least one message.
     start = min(shared, len(first) - 1, len(second) - 1)

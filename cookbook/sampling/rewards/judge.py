@@ -128,17 +128,17 @@ class Judge(Limits):
         prompt = before[0]["content"] if len(before) == 1 else _transcript(before)
         values = {**row, "completion": completion, "prompt": prompt, "trajectory": _transcript(trajectory)}
         question = f"{self._filled(values)}\n\n{FORM.format(max_score=self.max_score)}"
-        given = {key: value for key, value in self.request.items() if value is not None}
-        return {"model": self.model, "messages": [{"role": "user", "content": question}], **given}
+        options = {key: value for key, value in self.request.items() if value is not None}
+        return {"model": self.model, "messages": [{"role": "user", "content": question}], **options}
 
     def _filled(self, values: JsonObject) -> str:
         """Return the rubric with values. Text inside of a value is no placeholder."""
 
         def value(match: re.Match[str]) -> str:
-            found = values.get(match[1])
-            if found is None:
+            content = values.get(match[1])
+            if content is None:
                 raise DataError(f"reward.rubric names {match[0]}, the row has {', '.join(values)}; fix the rubric or the row")
-            return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
+            return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
 
         return PLACEHOLDER.sub(value, self._text)
 

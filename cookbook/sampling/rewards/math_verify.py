@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Any
 
 from cookbook.errors import DataError
 from cookbook.sampling.rewards import answers
@@ -46,6 +48,15 @@ JOINED = frozenset(_JOINED.split())
 PI_COMMAND = r"\pi"
 PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])")
 CURRENCY = re.compile(r"^(?:\\?[$€£¥₹]|US\s?\\?\$|Rs\.?|USD|EUR)\s*(?=[-\d.])|(?<=^-)\\?[$€£¥₹]\s*(?=[\d.])")
+# Letters that are printed upright, such as the e of exponentials.
+UPRIGHT = re.compile(r"\\(?:mathrm|text|operatorname|rm)\s*\{\s*([a-zA-Z])\s*\}")
+# A root with round brackets, which LaTeX does not read as one.
+ROUND_ROOT = re.compile(r"\\sqrt\s*\(([^()]*)\)")
+DOTS = re.compile(r"\\[lcd]?dots[bcimo]?(?![a-z])|\.\.\.|\u2026")
+# A number in another base: 1010_2.
+BASED = re.compile(r"(?P<digits>[\dA-Fa-f]+)_\{?(?P<base>\d+)\}?")
+# Largest difference of equal numbers, relative to the larger.
+NEAR = 1e-5
 CHOICE = re.compile(r"\(?([A-Ja-j])\)?(?:\s*[.:)]\s*\S.*)?")
 
 
@@ -179,14 +190,20 @@ class MathVerify(Limits):
             return True
         if (word := words_of(gold)) is not None and of_gold is None:
             return words_of(answer if is_answer else answer.rpartition(" ")[2]) == word
+        exact = _compared_as_text(gold, answer) if is_answer else None
+        if exact is not None:
+            return exact
         alarm = ALARM_S if self.workers else None
         if is_answer or of_answer is not None:
             candidates = [self._parsed(_wrapped(answer, of_answer))]
         else:
             # Emphasis would be read as part of the answer.
             candidates = [self._parsed(found.replace("**", "").replace("__", "")), self._parsed(_wrapped(answer, None))]
+        if of_answer is not None and "." in answer:
+            # A decimal may be a rounded fraction.
+            candidates.append(self._parsed(_wrapped(answer, None)))
         right = self._parsed(_wrapped(gold, of_gold))
-        return any(bool(verify(right, one, timeout_seconds=alarm)) for one in candidates if one)
+        return any(bool(verify(right, one, timeout_seconds=alarm)) and _are_near(right, one) for one in candidates if one)
 
     def _parsed(self, text: str) -> list[object]:
         from math_verify import parse
@@ -194,9 +211,49 @@ class MathVerify(Limits):
         return list(parse(text, parsing_timeout=ALARM_S if self.workers else None))
 
 
+def _compared_as_text(gold: str, answer: str) -> bool | None:
+    """Return whether the texts of two answers with dots, or in another base, are equal. None: they are other answers."""
+    if DOTS.search(gold) or DOTS.search(answer):
+        one, other = ("".join(DOTS.sub("...", SPACES.sub("", text)).split()) for text in (gold, answer))
+        return one == other
+    right = BASED.fullmatch(gold.replace(" ", ""))
+    if right is None:
+        return None
+    found = BASED.fullmatch(answer.replace(" ", ""))
+    if found is None:
+        # The base may be left out.
+        return answer.replace(" ", "") == right["digits"]
+    return (found["digits"], found["base"]) == (right["digits"], right["base"])
+
+
+def _are_near(gold: Sequence[object], answer: Sequence[object]) -> bool:
+    """Whether a reading of the answer is near to one of the gold answer, relative to its size.
+
+    math-verify compares a number of digits after the point, so that all tiny numbers are equal to it. True for other
+    expressions than real numbers.
+    """
+    from sympy import Expr
+
+    def sizes(readings: Sequence[object]) -> list[Any]:
+        numbers = [one for one in readings if isinstance(one, Expr) and one.is_number]
+        try:
+            return [number for one in numbers if (number := one.evalf(15)).is_real]
+        except (TypeError, ValueError, ArithmeticError, RecursionError):
+            return []
+
+    right, found = sizes(gold), sizes(answer)
+    if not (right and found):
+        return True
+    # Zero has no size to compare with.
+    return any(
+        not one or not other or bool(abs(one - other) <= NEAR * max(abs(one), abs(other))) for one in right for other in found
+    )
+
+
 def _wrapped(text: str, number: Quantity | None) -> str:
     """Return an expression as math-verify reads it; a number without its unit."""
     if number is None:
+        text = ROUND_ROOT.sub(r"\\sqrt{\1}", UPRIGHT.sub(r"\1", text))
         return f"${PI.sub(lambda _: PI_COMMAND, text)}$"
     if isinstance(number.value, tuple):
         return f"${':'.join(map(str, number.value))}$"

@@ -15,7 +15,7 @@ import queue
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
@@ -57,6 +57,8 @@ PendingReward = Callable[[], float]
 """Wait for a reward and return it. Raises RolloutError, which names the row, if the call gave no number."""
 PendingScores = Callable[[], list[Score]]
 """Wait for the scores of a prompt's completions and return them. Raises RolloutError, which names the row, if a call failed."""
+PendingCall = Callable[[], "Scores | RewardFailure"]
+"""Wait for one call of a reward, or make it, and return its scores."""
 
 
 class RewardRunner:
@@ -139,16 +141,8 @@ class RewardRunner:
             _prompt_of(prompt),
             [[token for turn in attempt.turns for token in turn.tokens] for attempt in attempts],
         )
-        opened = [attempt.turns[-1].opened if attempt.turns else "" for attempt in attempts]
-        pending = self._submit(judged, prompt.row.where, opened)
-
-        def result() -> list[Score]:
-            scores = pending()
-            for score, attempt in zip(scores, attempts, strict=True):
-                self._check_steps(score, attempt, prompt.row.where)
-            return scores
-
-        return result
+        opened = [[turn.opened for turn in attempt.turns] for attempt in attempts]
+        return self._submit(judged, prompt.row.where, opened, attempts)
 
     def _check_steps(self, score: Score, attempt: Trajectory, where: str) -> None:
         """Raise RolloutError unless a list of rewards has one number per turn or per token of the attempt."""
@@ -166,21 +160,37 @@ class RewardRunner:
         Args:
             trajectories: the messages of each attempt, with ``role`` and ``content``, from the prompt to its end.
         """
-        return self._submit(Judged(completions, row.values, trajectories), row.where, [""] * len(completions))
+        return self._submit(Judged(completions, row.values, trajectories), row.where, [[] for _ in completions])
 
-    def _submit(self, judged: Judged, where: str, opened: Sequence[str]) -> PendingScores:
-        if isinstance(self.reward, Weighted):
-            of_parts = {}
-            for name, part in self._parts.items():
-                part.step = self.step
-                of_parts[name] = part._submit_calls(judged, where, opened)
-            combine = self.reward.combine
-            return lambda: combine({name: pending() for name, pending in of_parts.items()}, where)
-        pending = self._submit_calls(judged, where, opened)
-        return lambda: [self._applied(score, where) for score in pending()]
+    def _submit(
+        self, judged: Judged, where: str, opened: Sequence[Sequence[str]], attempts: Sequence[Trajectory] = ()
+    ) -> PendingScores:
+        """Start the calls of the reward, or of each of its parts. Rewards of turns or tokens must fit the ``attempts``."""
+        runners = self._parts or {"": self}
+        calls: dict[str, list[PendingCall]] = {}
+        for name, runner in runners.items():
+            runner.step = self.step
+            calls[name] = runner._start_calls(judged, opened)
 
-    def _submit_calls(self, judged: Judged, where: str, opened: Sequence[str]) -> Callable[[], list[Score | None]]:
-        """Start the calls of one reward. A score is None if the reward does not apply to the completion."""
+        def result() -> list[Score]:
+            by_name: dict[str, Scores] = {}
+            for name, runner in runners.items():
+                by_name[name] = []
+                for pending in calls[name]:
+                    by_name[name] += runner._checked(pending(), where)
+            if isinstance(self.reward, Weighted):
+                scores = self.reward.combine(by_name, where)
+            else:
+                scores = [self._applied(score, where) for score in by_name[""]]
+            if attempts:
+                for score, attempt in zip(scores, attempts, strict=True):
+                    self._check_steps(score, attempt, where)
+            return scores
+
+        return result
+
+    def _start_calls(self, judged: Judged, opened: Sequence[Sequence[str]]) -> list[PendingCall]:
+        """Start the calls of one reward: one call per completion, or one for the group."""
         judged = dataclasses.replace(judged, step=self.step)
         if isinstance(self.reward, Limits) and self.reward.answer_only:
             judged = _without_reasoning(judged, opened)
@@ -188,9 +198,8 @@ class RewardRunner:
             calls = arguments(self._signature, judged)
         except DataError as error:
             failure = RewardFailure(f"{self._key}: {error}", error, of_row=True)
-            return lambda: self._scores(failure, where)
-        results = [self._start(one) for one in calls]
-        return lambda: [score for result in results for score in self._scores(result(), where)]
+            return [lambda: failure]
+        return [self._start(call_arguments) for call_arguments in calls]
 
     def _applied(self, score: Score | None, where: str) -> Score:
         if score is None:
@@ -212,7 +221,7 @@ class RewardRunner:
     def immediate(self) -> list[RewardRunner]:
         """Return the runners of the rewards that run in the main process: of this reward, or of its parts."""
         if self._parts:
-            return [one for part in self._parts.values() for one in part.immediate()]
+            return [runner for part in self._parts.values() for runner in part.immediate()]
         is_elsewhere = self._processes or self._service is not None or self._model is not None
         return [] if is_elsewhere else [self]
 
@@ -244,25 +253,26 @@ class RewardRunner:
         self._threads.shutdown()
         self._awaiter.close()
 
-    def _start(self, given: Arguments) -> Callable[[], Scores | RewardFailure]:
+    def _start(self, inputs: Arguments) -> PendingCall:
+        """Start a call. Without workers and service, the function is called when the result is asked for."""
         if self._model is not None:
             try:
-                result = self._model.start(**given.by_name)
+                result = self._model.start(**inputs.by_name)
             except CookbookError as error:
                 failure = RewardFailure(f"reward: {error}", error, of_row=isinstance(error, DataError))
                 return lambda: failure
-            return lambda: call(lambda **_: result(), given, self._awaiter)
+            return lambda: call(lambda **_: result(), inputs, self._awaiter)
         if self._service is not None:
-            answer = self._service.start(**given.by_name)
-            return lambda: call(lambda **_: answer(), given, self._awaiter)
+            answer = self._service.start(**inputs.by_name)
+            return lambda: call(lambda **_: answer(), inputs, self._awaiter)
         if self._processes:
-            return self._threads.submit(self._call_worker, given).result
-        return lambda: call(self._function, given, self._awaiter)
+            return self._threads.submit(self._call_worker, inputs).result
+        return partial(call, self._function, inputs, self._awaiter)
 
-    def _call_worker(self, given: Arguments) -> Scores | RewardFailure:
+    def _call_worker(self, inputs: Arguments) -> Scores | RewardFailure:
         process = self._idle.get()
         try:
-            return unpacked(process.call([given.by_place, given.by_name, given.size]))
+            return unpacked(process.call([inputs.by_place, inputs.by_name, inputs.size]))
         except TypeError as error:
             return RewardFailure(
                 f"the row cannot be sent to a worker ({error}); set reward.workers=0 and reward.timeout_s=null"
@@ -276,7 +286,8 @@ class RewardRunner:
         finally:
             self._idle.put(process)
 
-    def _scores(self, result: Scores | RewardFailure, where: str) -> Scores:
+    def _checked(self, result: Scores | RewardFailure, where: str) -> Scores:
+        """Return the scores of a call. Raise the error of a call that has failed, with the row ``where``."""
         if not isinstance(result, RewardFailure):
             return result
         if result.message.startswith("the reward raised"):
@@ -320,17 +331,17 @@ class EnvironmentGrader:
         row = ended["row"]
         judged = Judged([ended["text"]], row, [ended["trajectory"]], _own_prompt(row), step=ended["step"])
         if isinstance(self._reward, Limits) and self._reward.answer_only:
-            judged = _without_reasoning(judged, [""])
+            judged = _without_reasoning(judged, [ended["opened"]])
         try:
-            [given] = arguments(signature, judged)
+            [inputs] = arguments(signature, judged)
         except DataError as error:
             raise GradeError(f"reward: {error}") from None
         seen = {"environment": environment, "environments": [environment]}
-        by_name = {**given.by_name, **{name: seen[name] for name in signature.names & seen.keys()}}
-        found = call(self._function, dataclasses.replace(given, by_name=by_name), awaiter)
-        if isinstance(found, RewardFailure):
-            raise GradeError(found.message) from found.cause
-        [score] = found
+        by_name = {**inputs.by_name, **{name: seen[name] for name in signature.names & seen.keys()}}
+        result = call(self._function, dataclasses.replace(inputs, by_name=by_name), awaiter)
+        if isinstance(result, RewardFailure):
+            raise GradeError(result.message) from result.cause
+        [score] = result
         if score is None:
             raise GradeError("the reward returned NoneType, not a number; return one float")
         if score.steps:
@@ -359,10 +370,10 @@ def part_means(parts: Sequence[Parts], prefix: str) -> dict[str, float]:
     A part that a score lacks counts as 0, as in the sum. A part that is None, because the reward is
     not applicable, is left out of the mean.
     """
-    names = dict.fromkeys(name for one in parts for name in one)
+    names = dict.fromkeys(name for scores in parts for name in scores)
     means = {}
     for name in names:
-        values = [value for one in parts if (value := one.get(name, 0.0)) is not None]
+        values = [value for scores in parts if (value := scores.get(name, 0.0)) is not None]
         if values:
             means[f"{prefix}{name}"] = math.fsum(values) / len(values)
     return means
@@ -387,37 +398,39 @@ def _own_prompt(row: JsonObject) -> object:
     return ""
 
 
-def _without_reasoning(judged: Judged, opened: Sequence[str]) -> Judged:
+def _without_reasoning(judged: Judged, opened: Sequence[Sequence[str]]) -> Judged:
     """Return the completions and messages of the model without reasoning; those whose reasoning is unfinished are empty.
 
-    ``opened`` are the tags that the prompts have already opened, so that the completions begin inside of reasoning.
+    ``opened`` are for each completion the tags that the prompts of its turns have already opened, so that the text of a turn
+    begins inside of reasoning.
     """
     pairs = zip(opened, judged.completions, strict=True)
-    completions = [without_reasoning(tag + text) or "" for tag, text in pairs]
+    completions = [without_reasoning((tags[-1] if tags else "") + text) or "" for tags, text in pairs]
     trajectories = []
-    for tag, messages in zip(opened, judged.trajectories, strict=True):
-        said = [dict(one) for one in messages]
-        for place, one in enumerate(said):
-            if one.get("role") == "assistant":
-                before = tag if place == len(said) - 1 else ""
-                said[place]["content"] = without_reasoning(before + str(one.get("content", ""))) or ""
+    for tags, messages in zip(opened, judged.trajectories, strict=True):
+        said = [dict(message) for message in messages]
+        answers = [message for message in said if message.get("role") == "assistant"]
+        # The prompt of the data may have earlier answers, which no turn has sampled.
+        before = [""] * (len(answers) - len(tags)) + list(tags)
+        for tag, message in zip(before[len(before) - len(answers) :], answers, strict=True):
+            message["content"] = without_reasoning(tag + str(message.get("content", ""))) or ""
         trajectories.append(said)
     return dataclasses.replace(judged, completions=completions, trajectories=trajectories)
 
 
-def call(reward: Callable[..., object], given: Arguments, awaiter: Awaiter) -> Scores | RewardFailure:
+def call(reward: Callable[..., object], inputs: Arguments, awaiter: Awaiter) -> Scores | RewardFailure:
     """Return the score of the completion, or of each completion of the group; None: the reward does not apply."""
-    by_name = given.by_name
+    by_name = inputs.by_name
     if isinstance(state := by_name.get("trainer_state"), Mapping):
         # TRL's functions read trainer_state.global_step.
         by_name = {**by_name, "trainer_state": SimpleNamespace(**state)}
     try:
-        value = awaiter.result(reward(*given.by_place, **by_name))
+        value = awaiter.result(reward(*inputs.by_place, **by_name))
     except CookbookError as error:
         return RewardFailure(f"reward: {error}", error, of_row=isinstance(error, DataError))
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 - the reward is the user's code
         return RewardFailure(f"the reward raised {described(error)}; fix the reward or row", error)
-    size = given.size
+    size = inputs.size
     if size is None:
         score = _score(value, is_of_verl="solution_str" in by_name)
         return score if isinstance(score, RewardFailure) else [score]
@@ -426,8 +439,8 @@ def call(reward: Callable[..., object], given: Arguments, awaiter: Awaiter) -> S
         kind = type(value).__name__
         return RewardFailure(f"the reward returned {kind} for a group of {size}; return a list of {size} numbers")
     scores: Scores = []
-    for one in (values := list(value)):
-        score = _score(one)
+    for item in (values := list(value)):
+        score = _score(item)
         if isinstance(score, RewardFailure):
             return score
         scores.append(score)
@@ -440,10 +453,10 @@ def _score(value: object, *, is_of_verl: bool = False) -> Score | RewardFailure 
     if value is None:
         return None
     if (steps := _steps(value)) is not None:
-        numbers = [_number(one, f" at index {index}") for index, one in enumerate(steps)]
-        if failures := [one for one in numbers if isinstance(one, RewardFailure)]:
+        numbers = [_number(step, f" at index {index}") for index, step in enumerate(steps)]
+        if failures := [number for number in numbers if isinstance(number, RewardFailure)]:
             return failures[0]
-        finite = [one for one in numbers if not isinstance(one, RewardFailure)]
+        finite = [number for number in numbers if not isinstance(number, RewardFailure)]
         total = _number(math.fsum(finite), " as the sum of its list")
         return total if isinstance(total, RewardFailure) else Score(total, steps=tuple(finite))
     if not isinstance(value, Mapping):
@@ -504,6 +517,6 @@ def packed(result: Scores | RewardFailure) -> object:
 def unpacked(answer: list[tuple[float, dict[str, float | None], list[float]] | None] | JsonObject) -> Scores | RewardFailure:
     """Return the result of a call that a worker has packed."""
     if isinstance(answer, list):
-        return [None if one is None else Score(one[0], one[1], tuple(one[2])) for one in answer]
+        return [None if score is None else Score(score[0], score[1], tuple(score[2])) for score in answer]
     cause = None if answer["trace"] is None else TraceError(answer["trace"])
     return RewardFailure(answer["message"], cause, answer["of_row"])

@@ -81,9 +81,13 @@ class Signature:
         # A built-in function may have none.
         except (TypeError, ValueError):
             return cls(Style.place)
-        named = {name: one for name, one in parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
-        takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-        if any(one.kind is one.POSITIONAL_ONLY for one in parameters.values()) or not (named or takes_all):
+        named = {
+            name: parameter
+            for name, parameter in parameters.items()
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        }
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters.values()) or not (named or takes_all):
             return cls(Style.place)
         style = Style.lists if LIST_MARKS & named.keys() else Style.group if "group" in named else Style.single
         if not named:
@@ -96,7 +100,7 @@ class Signature:
                         f"reward: the function has the parameters {mark!r} and {other!r}, which are for different calls; "
                         "use one"
                     )
-        required = tuple(name for name, one in named.items() if one.default is one.empty)
+        required = tuple(name for name, parameter in named.items() if parameter.default is parameter.empty)
         return cls(style, required, tuple(name for name in named if name not in required), takes_all)
 
     def check(self, columns: Collection[str], *, has_environment: bool = False) -> None:
@@ -162,18 +166,18 @@ def arguments(signature: Signature, judged: Judged) -> list[Arguments]:
     if signature.style is Style.place:
         return [Arguments([completion, row]) for completion in judged.completions]
     if signature.style is Style.group:
-        trajectories = [list(one) for one in judged.trajectories]
+        trajectories = [list(messages) for messages in judged.trajectories]
         values = {"group": list(judged.completions), "prompt": judged.prompt, "row": row, "trajectory": trajectories}
         return [Arguments(by_name=_chosen(signature, {**values, "step": step}, row), size=count)]
     if signature.style is Style.lists:
         return [Arguments(by_name=_lists(signature, judged), size=count)]
-    found = []
+    result = []
     for completion, trajectory in zip(judged.completions, judged.trajectories, strict=True):
         values = {"completion": completion, "prompt": judged.prompt, "row": row, "trajectory": list(trajectory), "step": step}
         # A column of the same name comes first.
         values |= {name: completion for name in COMPLETIONS if name not in row}
-        found.append(Arguments(by_name=_chosen(signature, values, row)))
-    return found
+        result.append(Arguments(by_name=_chosen(signature, values, row)))
+    return result
 
 
 def _lists(signature: Signature, judged: Judged) -> JsonObject:
@@ -186,7 +190,7 @@ def _lists(signature: Signature, judged: Judged) -> JsonObject:
     values: JsonObject = {
         "prompts": [judged.prompt] * count,
         "completions": completions,
-        "completion_ids": [list(one) for one in judged.token_ids] or [[]] * count,
+        "completion_ids": [list(tokens) for tokens in judged.token_ids] or [[]] * count,
         "trainer_state": {"global_step": judged.step},
         "step": judged.step,
     }
@@ -198,7 +202,7 @@ def _said(trajectory: Sequence[JsonObject], prompt: object) -> list[JsonObject]:
     """Return the messages after the prompt, whose number of messages is known."""
     assert isinstance(prompt, list)
     after = list(trajectory[len(prompt) :]) if len(trajectory) > len(prompt) else list(trajectory[-1:])
-    return [{**one, "role": "user" if one.get("role") == "environment" else one.get("role")} for one in after]
+    return [{**message, "role": "user" if message.get("role") == "environment" else message.get("role")} for message in after]
 
 
 def _chosen(signature: Signature, values: Mapping[str, object], columns: Mapping[str, object]) -> JsonObject:
@@ -221,7 +225,7 @@ def _of_verl(row: Mapping[str, object]) -> JsonObject:
     """Return verl's arguments: the right answer is in a column of that name, in that of the reward model, or the answer."""
     model = row.get("reward_model")
     gold = model.get("ground_truth") if isinstance(model, Mapping) else None
-    found: dict[str, object] = {"data_source": row.get("data_source", ""), "extra_info": row.get("extra_info")}
+    fields: dict[str, object] = {"data_source": row.get("data_source", ""), "extra_info": row.get("extra_info")}
     if gold is not None or "answer" in row:
-        found["ground_truth"] = row["answer"] if gold is None else gold
-    return found
+        fields["ground_truth"] = row["answer"] if gold is None else gold
+    return fields

@@ -108,7 +108,7 @@ def model_rewards(reward: Reward | Weighted | None, key: str = "reward") -> dict
     """Return the rewards that a second model computes, by the key of the reward: ``reward``, ``reward.parts.NAME``."""
     if isinstance(reward, Weighted):
         parts = [model_rewards(part, f"{key}.parts.{name}") for name, part in reward.parts.items()]
-        return {name: one for part in parts for name, one in part.items()}
+        return {name: judge for part in parts for name, judge in part.items()}
     return {key: reward} if isinstance(reward, ModelReward) else {}
 
 
@@ -129,5 +129,5 @@ def _steps(scores: Mapping[str, Score], weights: Mapping[str, float], where: str
     total = [0.0] * counts.pop()
     for name, score in scores.items():
         own = score.steps or [*[0.0] * (len(total) - 1), score.value]
-        total = [sum_ + weights[name] * one for sum_, one in zip(total, own, strict=True)]
+        total = [sum_ + weights[name] * number for sum_, number in zip(total, own, strict=True)]
     return tuple(total)

@@ -17,7 +17,7 @@ from cookbook.server.state.service import Service
 from cookbook.server.wire.bodies import CopyWeights, Refused
 
 # Metadata of the run of a copy: the project that the client has chosen. The server itself has no projects.
-PROJECT = "destination_project_id"
+PROJECT_FIELD = "destination_project_id"
 
 
 def copy_weights(service: Service, fields: CopyWeights, key: str | None, token: str | None) -> Address:
@@ -58,7 +58,7 @@ def copy_weights(service: Service, fields: CopyWeights, key: str | None, token: 
     service.tenants.owners.setdefault(run_id.partition(":")[0], caller_name())
     check_disk(service, run_id, "copy_weights")
     origin = service.catalog.run(source.run_id)
-    metadata = None if fields.destination_project_id is None else {PROJECT: fields.destination_project_id}
+    metadata = None if fields.destination_project_id is None else {PROJECT_FIELD: fields.destination_project_id}
     service.catalog.add_run(
         replace(origin, run_id=run_id, created=time.time(), owner=service.tenants.owner_of(run_id), user_metadata=metadata)
     )

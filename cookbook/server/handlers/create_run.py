@@ -30,7 +30,7 @@ MAX_REFUSED = 1000
 # Training counts half: next to one busy sampler, a training step takes 1.5 times its time alone instead of twice.
 TRAINING_SHARE = 0.5
 # Suffix of a model name that requests training of all parameters. A rank of 0 has the same effect.
-FULL = ":full"
+FULL_SUFFIX = ":full"
 # Creates the trainer of a run; blocks while the weights are loaded. Its arguments are ``graphs``, the run's view of the kept
 # graphs, ``lane``, the queue of the trainer's calls, and ``sharing``, whether they share passes with those of other runs.
 MakeTrainer = Callable[..., LocalTrainer]
@@ -169,7 +169,7 @@ def _loss_result(loss_id: str) -> StoredResult:
 def _from_base_model(service: Service, session: Session, fields: CreateModel) -> tuple[RunInfo, MakeTrainer]:
     check_optimizer("optimizer_config", fields.optimizer_config.type)
     lora = fields.lora_config or LoraConfig(rank=0)
-    rank = 0 if fields.base_model.endswith(FULL) else lora.rank
+    rank = 0 if fields.base_model.endswith(FULL_SUFFIX) else lora.rank
     base = service.host.public_name(fields.base_model)
     run_id = _run_id(session, fields.model_seq_id)
     # The default seed is fixed, not random, so that a run is reproducible unless the client chooses a seed.

@@ -25,13 +25,13 @@ from cookbook.server.state.endpoint import OWNER, Caller
 from cookbook.server.state.samplers import SamplingSession, file_bytes
 from cookbook.server.state.service import Service
 from cookbook.server.wire.bodies import Refused
-from cookbook.server.wire.openai import EFFORT, ChatBody, InvalidField
+from cookbook.server.wire.openai import EFFORT_FIELD, ChatBody, InvalidField
 from cookbook.server.wire.openai_results import Answer, TopRow
 from cookbook.types import JsonObject, ModelInput, Sample, SampleResponse, SamplingParams, request_seed
 from cookbook.utils.template_options import TEMPLATE_OPTIONS
 
 T = TypeVar("T")
-RUNS = "runs/"
+RUN_PREFIX = "runs/"
 # Completions of one request, over all of its prompts. The same limit as for requests of sampling clients.
 MAX_COMPLETIONS = 4096
 # Tokens of one request that are scored, if its prompts are short: on several ranks all of them are computed without a pause.
@@ -39,7 +39,7 @@ SCORED_TOKENS = 65_536
 # Prompts that are tokenized before other requests get a turn, and the most characters per token of a text.
 RENDERED, TOKEN_CHARACTERS = 64, 100
 # JSON has no infinity. OpenAI and vLLM use this value for tokens without a probability.
-LOWEST = -9999.0
+LOWEST_LOGPROB = -9999.0
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -57,8 +57,8 @@ async def weights_of(service: Service, model: str | None) -> SamplingSession:
     try:
         if model.startswith(SCHEME):
             return await _checkpoint_weights(service, service.readable_checkpoint(Address.parse(model)))
-        if model.startswith(RUNS):
-            return await _newest_weights(service, model.removeprefix(RUNS))
+        if model.startswith(RUN_PREFIX):
+            return await _newest_weights(service, model.removeprefix(RUN_PREFIX))
     except CheckpointError as error:
         raise _unknown_model(str(error)) from None
     raise _unknown_model(f"unknown model {model!r}; GET /v1/models lists the models")
@@ -112,7 +112,7 @@ def models(service: Service) -> list[JsonObject]:
         saved = [record for record in service.catalog.of_run(info.run_id) if record.address.kind != "external_weights"]
         is_published = info.run_id in service.runs and bool(service.runs[info.run_id].published)
         if is_published or any(record.address.kind == "sampler_weights" for record in saved):
-            entries.append(_entry(service, f"{RUNS}{info.run_id}", info.created))
+            entries.append(_entry(service, f"{RUN_PREFIX}{info.run_id}", info.created))
         entries += [_entry(service, record.address.path, record.time) for record in saved]
     return entries
 
@@ -135,7 +135,7 @@ async def chat_prompt(service: Service, fields: ChatBody) -> list[int]:
     tools = tuple(fields.tools) if fields.may_call else None
     options = fields.template_options
     for name in service.host.renderer.unread_options(options):
-        field = EFFORT if name == EFFORT and fields.reasoning_effort is not None else TEMPLATE_OPTIONS
+        field = EFFORT_FIELD if name == EFFORT_FIELD and fields.reasoning_effort is not None else TEMPLATE_OPTIONS
         raise InvalidField(field, f"the chat template of this model does not read {name!r}; leave it out")
     _check_size(service, len(json.dumps([fields.messages, fields.tools], ensure_ascii=False)), "messages")
 
@@ -328,7 +328,7 @@ class Completion:
                 return []
             ids, logprobs = engine().passes.top_logprobs(tokens, question.top, temperature)
             pairs = zip(ids.tolist(), logprobs.tolist(), strict=True)
-            return [None, *({token: max(value, LOWEST) for token, value in zip(*pair, strict=True)} for pair in pairs)]
+            return [None, *({token: max(value, LOWEST_LOGPROB) for token, value in zip(*pair, strict=True)} for pair in pairs)]
 
         tops = []
         for sequence in sequences:

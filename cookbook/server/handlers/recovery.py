@@ -34,7 +34,7 @@ from cookbook.types import JsonObject
 
 log = logging.getLogger("cookbook")
 # Attempts to replay a request that succeeded before. A run without it is lost, so there are more than for a new request.
-REPLAYS = 10
+MAX_REPLAYS = 10
 
 
 @dataclass
@@ -371,7 +371,7 @@ def _ended_process(service: Service, logged: _LoggedRequest) -> BackendError | N
 def _check_replay(service: Service, request_ids: Iterable[str]) -> None:
     """Raises CheckpointError: many processes ended while they replayed the same request of a run."""
     for request_id in request_ids:
-        if (count := service.attempts.count(request_id)) >= REPLAYS:
+        if (count := service.attempts.count(request_id)) >= MAX_REPLAYS:
             raise CheckpointError(f"{count} processes of the server ended while they replayed request {request_id}")
 
 

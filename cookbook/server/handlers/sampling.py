@@ -24,7 +24,7 @@ from cookbook.types import Array, ModelInput, SampleResponse, SamplingParams
 
 # Larger results take more than about 10 ms to encode.
 LARGE_RESULT_TOKENS = 100_000
-UNSUPPORTED = ("prompt_alt_tokens_k",)
+UNSUPPORTED_FIELDS = ("prompt_alt_tokens_k",)
 # Bytes of a token id and a logprob in a result.
 SCORE_BYTES = 8
 
@@ -365,7 +365,7 @@ def prompt_of(service: Service, fields: SampleBody) -> list[int]:
     """Return the tokens of the prompt. Raises Refused: a field is invalid or unsupported, or the prompt has a bad length."""
     if any(chunk.type != "encoded_text" for chunk in fields.prompt.chunks):
         raise Refused(400, "asample: the prompt contains a chunk that is not text; send encoded_text chunks only")
-    for name in UNSUPPORTED:
+    for name in UNSUPPORTED_FIELDS:
         if getattr(fields, name):
             raise Refused(400, f"asample: this server does not support {name}; leave it out")
     vocabulary_size = service.host.vocabulary_size

@@ -20,7 +20,7 @@ from cookbook.server.state.snapshots import loaded_folder
 from cookbook.server.state.tenants import session_of
 from cookbook.server.wire import bodies
 from cookbook.server.wire import messages_pb2 as pb
-from cookbook.server.wire.decode import CUSTOM, forward_backward_input, parse_forward_backward
+from cookbook.server.wire.decode import CUSTOM_LOSS, forward_backward_input, parse_forward_backward
 from cookbook.server.wire.encode import StoredResult, forward_backward_result, from_json
 from cookbook.server.wire.loss_graph import GraphLoss
 from cookbook.types import AdamParams, Checkpoint, ForwardBackwardOutput, JsonObject, OptimStepOutput
@@ -77,7 +77,7 @@ def parse(kind: str, body: bytes) -> ParsedRequest:
         kind = "forward" if message.forward_only else "forward_backward"
         num_tokens = sum(len(chunk.encoded_text.tokens) // 4 for datum in message.data for chunk in datum.model_input)
         return ParsedRequest(kind, body, message, num_tokens)
-    fields = bodies.parse(KINDS[kind][0], body)
+    fields = bodies.parse(BODY_BY_KIND[kind][0], body)
     if fields.model_id is None or fields.seq_id is None:
         raise bodies.Refused(422, f"{kind}: model_id or seq_id is missing; send both, or session_id and model_seq_id")
     return ParsedRequest(kind, body, fields)
@@ -85,7 +85,7 @@ def parse(kind: str, body: bytes) -> ParsedRequest:
 
 def _request(service: Service, parsed: ParsedRequest) -> Request:
     message, kind = parsed.message, parsed.kind
-    work_of = _forward_backward if kind in ("forward", "forward_backward") else KINDS[kind][1]
+    work_of = _forward_backward if kind in ("forward", "forward_backward") else BODY_BY_KIND[kind][1]
     work = work_of(service, message)
     return Request(message.model_id, message.seq_id, kind, parsed.body, work, num_tokens=parsed.num_tokens)
 
@@ -94,7 +94,7 @@ def _forward_backward(service: Service, message: pb.ForwardBackwardRequest) -> W
     def begin(trainer: LocalTrainer) -> Future[ForwardBackwardOutput]:
         inputs = forward_backward_input(message)
         service.metrics.trained_tokens += sum(datum.model_input.length for datum in inputs.data)
-        if inputs.loss_fn == CUSTOM:
+        if inputs.loss_fn == CUSTOM_LOSS:
             return trainer.forward_backward_custom(inputs.data, _custom_loss(service, message, inputs.loss_fn_config))
         if message.forward_only:
             return trainer.forward(inputs.data, inputs.loss_fn, inputs.loss_fn_config)
@@ -244,7 +244,7 @@ def _load_weights(service: Service, fields: bodies.LoadWeights) -> Work:
 
 
 # By kind of request, as recorded in logs: the type of the body, and the function that returns the work.
-KINDS: dict[str, tuple[type[Any], Callable[[Service, Any], Work]]] = {
+BODY_BY_KIND: dict[str, tuple[type[Any], Callable[[Service, Any], Work]]] = {
     "optim_step": (bodies.OptimStep, _optim_step),
     "save_weights": (bodies.SaveWeights, _save_weights),
     "save_weights_for_sampler": (bodies.SaveWeightsForSampler, _save_weights_for_sampler),

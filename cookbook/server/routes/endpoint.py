@@ -27,7 +27,7 @@ from cookbook.server.wire.openai import ChatBody, CompletionBody, GenerateBody, 
 from cookbook.server.wire.openai_results import Answer, ChatParts, CompletionParts, Head
 from cookbook.types import JsonObject
 
-DONE = "data: [DONE]\n\n"
+END_OF_STREAM = "data: [DONE]\n\n"
 # Responses with more tokens are encoded on another thread, because the event loop answers other clients meanwhile.
 LARGE_TOKENS = 2000
 
@@ -196,7 +196,7 @@ async def _events(
         num_prompt_tokens = sum(map(len, prompts))
         usage = {"prompt_tokens": num_prompt_tokens, "completion_tokens": sampled, "total_tokens": num_prompt_tokens + sampled}
         yield _event(head.response([], usage))
-    yield DONE
+    yield END_OF_STREAM
 
 
 def _check_stream(fields: StreamedBody, name: str, value: object) -> None:

@@ -66,11 +66,11 @@ async def tree(service: CurrentService, is_served: Served, folder: str) -> Respo
     files = _templates(service) if is_served and folder == CHAT_TEMPLATES else {}
     if not files:
         return _missing("EntryNotFound" if is_served else "RepoNotFound")
-    found = [
+    entries = [
         {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content, usedforsecurity=False).hexdigest()}
         for name, content in files.items()
     ]
-    return Response(json.dumps(found), media_type=JSON)
+    return Response(json.dumps(entries), media_type=JSON)
 
 
 # The last decorator registers first.
@@ -98,8 +98,8 @@ def _commit(service: Service) -> str:
 
 def _templates(service: Service) -> dict[str, bytes]:
     """Return the named chat templates of a tokenizer that has several, by their files."""
-    found = template_sources(service.host.renderer.tokenizer)
-    return {f"{CHAT_TEMPLATES}/{name}.jinja": text.encode() for name, text in found.items() if name != "default"}
+    sources = template_sources(service.host.renderer.tokenizer)
+    return {f"{CHAT_TEMPLATES}/{name}.jinja": text.encode() for name, text in sources.items() if name != "default"}
 
 
 def _content(service: Service, file: str) -> bytes | None:

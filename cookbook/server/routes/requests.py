@@ -75,7 +75,7 @@ async def forward_backward(service: CurrentService, body: DataBody) -> JsonObjec
 
 
 for _kind in ("optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external"):
-    _add_training_route(_kind, json_body(training.KINDS[_kind][0]))
+    _add_training_route(_kind, json_body(training.BODY_BY_KIND[_kind][0]))
 
 
 @router.post("/load_weights", openapi_extra=json_body(bodies.LoadWeights))

@@ -174,6 +174,7 @@ def _gauges(service: Service) -> list[tuple[str, str, float]]:
     uploads = service.uploads
     pending_bytes = service.requests.pending_bytes + uploads.num_bytes + uploads.complete_bytes.total()
     num_paused = sum(session.presence.is_paused for session in service.sessions.values())
+    idle = service.host.idle
     num_drawn = service.endpoint.num_drawn + sum(session.queue.num_drawn for session in service.sessions.values())
     return [
         ("calls_pending", "Requests that are accepted and not settled.", len(service.requests.unsettled())),
@@ -190,5 +191,7 @@ def _gauges(service: Service) -> list[tuple[str, str, float]]:
         ("pending_bytes", "Bytes of requests that are not settled, and of incomplete uploads.", pending_bytes),
         ("log_bytes", "Bytes of logs on disk, without snapshots.", log_bytes),
         ("result_bytes", "Bytes of results kept for clients.", service.requests.kept_bytes),
+        ("adapter_bytes", "Bytes of weights and optimizer state of LoRA runs in memory.", idle.num_bytes if idle else 0),
+        ("stored_adapters", "LoRA runs whose weights and optimizer state are in files.", idle.num_stored if idle else 0),
         ("graph_bytes", "Bytes of forward passes kept for a backward pass.", service.host.graphs.num_bytes),
     ]

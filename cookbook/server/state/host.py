@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cookbook.backends.local import LocalTrainer
+from cookbook.backends.local.idle_adapters import IdleAdapters
 from cookbook.backends.local.kept_graphs import KeptGraphs
 from cookbook.backends.local.sample_queue import SHARDED, LocalSampler, SampleQueue
 from cookbook.backends.local.shared_calls import PassSharing
@@ -45,6 +46,7 @@ class RunGraphs:
     def __init__(self, shared: KeptGraphs) -> None:
         self.forced: bool | None = None
         self.drop = shared.drop
+        self.has_graphs = shared.has_graphs
         self._shared = shared
         self._decided: bool | None = None
 
@@ -76,10 +78,18 @@ class Host:
     Args:
         names: additional names by which clients may refer to the base model.
         graph_bytes: limit on the kept graphs of forward passes whose loss the client computes.
+        idle: moves the adapters of idle runs out of memory; None: they stay in memory.
     """
 
     def __init__(
-        self, model: ModelConfig, config: EngineBackend, *, seed: int, names: tuple[str, ...] = (), graph_bytes: int = 0
+        self,
+        model: ModelConfig,
+        config: EngineBackend,
+        *,
+        seed: int,
+        names: tuple[str, ...] = (),
+        graph_bytes: int = 0,
+        idle: IdleAdapters | None = None,
     ) -> None:
         if model.lora_rank:
             raise ConfigError(f"model.lora_rank: clients choose the rank of each run, got {model.lora_rank}; leave it at 0")
@@ -90,6 +100,7 @@ class Host:
         self._aliases = names
         self.worker = Worker(config.threads)
         self.graphs = KeptGraphs(graph_bytes)
+        self.idle = idle
         self.seed = seed
         sampling_only = config.for_serving(trains=False)
         self._base_trainer = LocalTrainer(model, sampling_only, seed=seed, worker=self.worker.lane(Account()))
@@ -191,7 +202,7 @@ class Host:
     ) -> LocalTrainer:
         """Create a run on the base model. ``rank`` 0 trains all parameters; ``dropout`` None is the server's."""
         model = self._with_dropout(replace(self.model, lora_rank=rank, lora_target_modules=modules), dropout)
-        return self._trainer(model, folder, seed, graphs, lane, sharing)
+        return self._trainer(model, folder, seed, graphs, lane, sharing, idle=self.idle)
 
     def trainer_from_checkpoint(
         self,
@@ -213,7 +224,7 @@ class Host:
         model = self._model_of(checkpoint)
         if not is_adapter(model):
             model = replace(self.model, dtype=model.dtype)
-        trainer = self._trainer(self._with_dropout(model, dropout), folder, seed, graphs, lane, sharing)
+        trainer = self._trainer(self._with_dropout(model, dropout), folder, seed, graphs, lane, sharing, idle=self.idle)
         trainer.load_state(str(checkpoint), optimizer=optimizer).result()
         return trainer
 
@@ -269,6 +280,8 @@ class Host:
         graphs: RunGraphs | None = None,
         lane: Lane | None = None,
         sharing: PassSharing | None = None,
+        *,
+        idle: IdleAdapters | None = None,
     ) -> LocalTrainer:
         return LocalTrainer(
             model,
@@ -280,6 +293,8 @@ class Host:
             base=self._base,
             graphs=graphs or self.graphs,
             sharing=sharing,
+            # Ranks compute the same call at the same time, and each would have files of its own.
+            idle=idle if self.can_pause else None,
         )
 
 

@@ -34,8 +34,8 @@ from cookbook.types import JsonObject
 # Copies of a sampling client in other processes share its session. Copy k numbers its requests from k * CLONE.
 CLONE = 1_000_000_000
 SAMPLE = "asample"
-FETCHED = "retrieve_future: the result of {!r} was fetched before and is no longer kept"
-EVICTED = "retrieve_future: the result of {!r} was evicted before it was fetched; raise server.max_results_mb"
+FETCHED_MESSAGE = "retrieve_future: the result of {!r} was fetched before and is no longer kept"
+EVICTED_MESSAGE = "retrieve_future: the result of {!r} was evicted before it was fetched; raise server.max_results_mb"
 
 
 @dataclass
@@ -364,7 +364,7 @@ class RequestStore:
         request = self._requests.get(request_id)
         if request is None:
             if self.is_retired(request_id):
-                raise Refused(410, FETCHED.format(request_id))
+                raise Refused(410, FETCHED_MESSAGE.format(request_id))
             raise unknown_request(request_id)
         try:
             await asyncio.wait_for(request.settled.wait(), wait_s)
@@ -373,7 +373,7 @@ class RequestStore:
         if request_id not in self._requests:
             raise Refused(404, f"retrieve_future: the session of {request_id!r} has ended")
         if request.result is None:
-            raise Refused(410, (FETCHED if request.fetched else EVICTED).format(request_id))
+            raise Refused(410, (FETCHED_MESSAGE if request.fetched else EVICTED_MESSAGE).format(request_id))
         request.fetched = True
         results = self._kept[request.sharer]
         results.unfetched.pop(request_id, None)

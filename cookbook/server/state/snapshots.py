@@ -109,7 +109,8 @@ class StateSnapshots:
         graphs = self.host.graphs.prediction_state(trainer.engine)
         if graphs is None or not trainer.is_settled:
             return None
-        store.save(trainer.engine, state_folder(self.run.log.folder, number), state=True, overwrite=True)
+        with trainer.in_memory():
+            store.save(trainer.engine, state_folder(self.run.log.folder, number), state=True, overwrite=True)
         return graphs
 
     async def _save(self, number: int, job: Future[JsonObject | None]) -> None:

@@ -16,7 +16,7 @@ MAX_TTL_S = 100 * 365 * 86400.0
 MAX_CHUNKS = 4096
 # Earlier versions of the package tinker send JSON in place of protobuf.
 OLDEST_CLIENT = (0, 25)
-UPDATE = "update the client: pip install --upgrade 'tinker>=0.38'"
+UPDATE_HINT = "update the client: pip install --upgrade 'tinker>=0.38'"
 # Bytes of user metadata as JSON in ASCII. Metadata is kept for as long as its object.
 MAX_METADATA_BYTES = 64 << 10
 # Number of a run, a sampler or a loss within its session. It becomes part of addresses and folder names.
@@ -72,7 +72,7 @@ def check_version(where: str, version: str | None) -> None:
     """Raise Refused (400) if the version of the package ``tinker`` is too old. Unknown versions may work."""
     match = re.match(r"(\d{1,9})\.(\d{1,9})", version or "")
     if match is not None and (int(match[1]), int(match[2])) < OLDEST_CLIENT:
-        raise Refused(400, f"{where}: tinker {match.string[:40]} cannot work with this server; {UPDATE}")
+        raise Refused(400, f"{where}: tinker {match.string[:40]} cannot work with this server; {UPDATE_HINT}")
 
 
 def check_optimizer(where: str, kind: object) -> None:

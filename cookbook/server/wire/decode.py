@@ -14,7 +14,7 @@ from cookbook.backends.remote.connection import ALL_LOGPROBS
 from cookbook.errors import DataError
 from cookbook.losses import loss_class
 from cookbook.server.wire import messages_pb2 as pb
-from cookbook.server.wire.bodies import UPDATE, Refused
+from cookbook.server.wire.bodies import UPDATE_HINT, Refused
 from cookbook.types import NOT_TEXT, Array, Datum, ModelInput, TensorData
 
 MIB = 1 << 20
@@ -33,9 +33,9 @@ MAX_SPARSE_ELEMENTS = 1 << 26
 # importance ratio of every token and drops no token.
 LOSS_ALIASES = {"stable_reinforce": "cispo"}
 # Name of the losses that sessions create with create_custom_loss; the option ``loss_id`` selects one.
-CUSTOM = "custom"
+CUSTOM_LOSS = "custom"
 
-LITERALS = {"true": True, "false": False, "null": None}
+OPTION_LITERALS = {"true": True, "false": False, "null": None}
 LossOption = float | str | bool | None
 
 
@@ -85,7 +85,7 @@ def parse_forward_backward(body: bytes) -> pb.ForwardBackwardRequest:
     try:
         message.ParseFromString(body)
     except DecodeError as error:
-        hint = f"; {UPDATE}" if body[:1] == b"{" else ""
+        hint = f"; {UPDATE_HINT}" if body[:1] == b"{" else ""
         raise Refused(422, f"forward_backward: the body is not a protobuf ForwardBackwardRequest ({error}){hint}") from None
     if not message.model_id or message.seq_id < 1:
         raise Refused(
@@ -127,7 +127,7 @@ def forward_backward_input(message: pb.ForwardBackwardRequest) -> ForwardBackwar
     if name != message.loss_fn:
         # The options belong to the loss that the client named, not to its substitute.
         options = {}
-    config: dict[str, LossOption] = {**options} if name == CUSTOM else _typed_options(name, options)
+    config: dict[str, LossOption] = {**options} if name == CUSTOM_LOSS else _typed_options(name, options)
     return ForwardBackwardInput(data, name, config, all_logprobs)
 
 
@@ -137,7 +137,7 @@ def _typed_options(name: str, options: Mapping[str, float | str]) -> dict[str, L
     typed: dict[str, LossOption] = {}
     for key, value in options.items():
         if isinstance(value, str):
-            typed[key] = LITERALS.get(value, value)
+            typed[key] = OPTION_LITERALS.get(value, value)
         else:
             typed[key] = bool(value) if key in flags and value in (0.0, 1.0) else value
     return typed

@@ -18,7 +18,7 @@ from cookbook.types import Array, ForwardBackwardOutput, SampleResponse, TensorD
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
 # Metrics that clients sum over the chunks of a request. All others are averaged.
-COUNTS = frozenset({"tokens/trained"})
+COUNT_METRICS = frozenset({"tokens/trained"})
 # Values of the first prompt token, which has no predecessor and therefore no logprobs.
 NO_TOKEN, NO_LOGPROB = 0, -99999.0
 
@@ -84,7 +84,7 @@ def wire_name(metric: str) -> str:
     """
     if metric.count(":") == 1:
         return metric
-    return f"{metric.replace(':', '/')}:{'sum' if metric in COUNTS else 'mean'}"
+    return f"{metric.replace(':', '/')}:{'sum' if metric in COUNT_METRICS else 'mean'}"
 
 
 def _names_and_shapes(row: Mapping[str, TensorData]) -> list[tuple[str, tuple[int, ...]]]:

@@ -18,23 +18,23 @@ from cookbook.types import JsonObject, SamplingParams
 from cookbook.utils.template_options import TEMPLATE_OPTIONS, checked_options
 
 # Paths of the endpoint. Errors on these paths have OpenAI's format.
-PATHS = ("/v1/", "/inference/v1/")
+ENDPOINT_PATHS = ("/v1/", "/inference/v1/")
 # OpenAI's limits.
 MAX_CHOICES, MAX_TOP = 128, 20
 # Limits on stop strings and their characters, and on stop tokens: every sampled token is compared with them.
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_IDS = 16, 200, 4096
 LOWEST_TEMPERATURE = 0.01
 # Name of a field of chats, and of the option of the chat template that it sets.
-EFFORT = "reasoning_effort"
+EFFORT_FIELD = "reasoning_effort"
 # Fields that only label a request, or only concern how another server stores or transfers it.
-LABELS = frozenset(
+LABEL_FIELDS = frozenset(
     {"user", "metadata", "safety_identifier", "prompt_cache_key", "cache_salt", "routed_experts_prompt_start"}
     | {"spaces_between_special_tokens", "flat_logprobs"}
 )
 # Fields that only concern texts. Responses with token ids have none.
 OF_TEXTS = frozenset({"skip_special_tokens", "include_stop_str_in_output", "detokenize"})
 # Fields without support, and the values that mean that the field is not used.
-NEUTRAL: dict[str, tuple[object, ...]] = {
+NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
@@ -56,7 +56,7 @@ ALTERNATIVES = {
     "stop": f"expected a text of 1 to {MAX_STOP_CHARACTERS} characters, or a list of at most {MAX_STOPS} such texts",
     "prompt": "expected a text, a list of tokens, or a list of texts or of lists of tokens; none may be empty",
 }
-TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 # Lists end at their first error: pydantic would make an object for the error of each item.
@@ -168,14 +168,16 @@ class ChatBody(StreamedBody):
     def _combinations(self) -> Self:
         if not self.skip_special_tokens and self.may_call:
             raise InvalidField("skip_special_tokens", "false is not supported together with tools; leave out one of them")
-        if self.reasoning_effort is not None and self.template_options[EFFORT] != self.reasoning_effort:
-            raise InvalidField(EFFORT, f"{TEMPLATE_OPTIONS} has another value, got {self.reasoning_effort!r}; send one of them")
+        if self.reasoning_effort is not None and self.template_options[EFFORT_FIELD] != self.reasoning_effort:
+            raise InvalidField(
+                EFFORT_FIELD, f"{TEMPLATE_OPTIONS} has another value, got {self.reasoning_effort!r}; send one of them"
+            )
         return self
 
     @property
     def template_options(self) -> JsonObject:
         """Options of the chat template for this request."""
-        effort = {} if self.reasoning_effort is None else {EFFORT: self.reasoning_effort}
+        effort = {} if self.reasoning_effort is None else {EFFORT_FIELD: self.reasoning_effort}
         return {**effort, **self.chat_template_kwargs}
 
     @property
@@ -269,11 +271,11 @@ def parse(kind: type[B], body: bytes) -> B:
 
 def _used(fields: JsonObject, where: str = "") -> JsonObject:
     """Return the fields that may change the answer. Clients send null for fields that are not used."""
-    labels = LABELS | OF_TEXTS if where else LABELS
+    labels = LABEL_FIELDS | OF_TEXTS if where else LABEL_FIELDS
     used = {name: value for name, value in fields.items() if value is not None and name not in labels}
-    for name in used.keys() & NEUTRAL.keys():
-        if used[name] not in NEUTRAL[name]:
-            only = " or ".join(map(json.dumps, NEUTRAL[name]))
+    for name in used.keys() & NEUTRAL_VALUES.keys():
+        if used[name] not in NEUTRAL_VALUES[name]:
+            only = " or ".join(map(json.dumps, NEUTRAL_VALUES[name]))
             got = json.dumps(used[name])
             got = got if len(got) <= 100 else f"{got[:100]}..."
             raise InvalidField(f"{where}{name}", f"this server supports only {only}, got {got}; leave it out")
@@ -289,5 +291,5 @@ def openai_error(error: Exception, status: int, message: str) -> Response:
 
 
 def error_object(message: str, status: int, field: str | None = None, code: str | None = None) -> JsonObject:
-    kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    kind = ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return {"message": message, "type": kind, "param": field, "code": code}

@@ -17,9 +17,9 @@ from marks import rest_slow, rotating
 from places import ROOT
 
 from cookbook.check import State, bench, check_loss
-from cookbook.check.batches import USUAL, RecordedDatum, datum, padded, random_batch, repeated, stretched, unchecked
+from cookbook.check.batches import USUAL_KEYS, RecordedDatum, datum, padded, random_batch, repeated, stretched, unchecked
 from cookbook.check.bench import CheckResult
-from cookbook.check.loss import FIRST, THEN
+from cookbook.check.loss import FIRST_CHECKS, LATER_CHECKS
 from cookbook.cli.app import run
 from cookbook.cli.check_loss import _print_table as print_table
 from cookbook.cli.check_loss import find
@@ -82,7 +82,7 @@ def shipped(name: str) -> list[CheckResult]:
 @pytest.mark.parametrize("name", rest_slow(sorted(LOSSES, key=["dpo", "cross_entropy"].__contains__, reverse=True), 2))
 def test_every_shipped_loss_passes(name):
     verdicts = shipped(name)
-    assert [verdict.check for verdict in verdicts] == [*FIRST, *THEN]
+    assert [verdict.check for verdict in verdicts] == [*FIRST_CHECKS, *LATER_CHECKS]
     assert not [str(verdict) for verdict in verdicts if verdict.failed]
     assert State.skipped not in {verdict.state for verdict in verdicts}
 
@@ -265,11 +265,11 @@ def test_declarations_are_compared_with_the_facts():
 
 
 def test_draws_are_what_the_checks_assume():
-    draw = random_batch(np.random.default_rng(0), USUAL)
+    draw = random_batch(np.random.default_rng(0), USUAL_KEYS)
     for one, mask in zip(draw.data, draw.masked, strict=True):
         first = int(np.flatnonzero(~mask)[0])
         assert mask[0] and first <= 2 and one.loss_fn_inputs["weights"].array[first] == 1.0
-        assert set(one.loss_fn_inputs) == USUAL | {"target_tokens"}
+        assert set(one.loss_fn_inputs) == USUAL_KEYS | {"target_tokens"}
         assert one.loss_fn_inputs["logprobs"].tolist() == one.loss_fn_inputs["sampling_logprobs"].tolist()
     lengths = [len(row) for row in draw.logprobs]
     assert [len(row) for row in repeated(draw).logprobs] == lengths * 2
@@ -315,7 +315,7 @@ def test_the_command_says_what_was_found(capsys):
     assert run(["check", "loss", "dpo", "variant=ipo", "beta=0.5"]) == 0
     out = capsys.readouterr().out
     assert "returns a mean, divided by nothing; terms of one pair each; reads reference_logprobs, target_tokens" in out
-    assert out.count("\nok ") + out.count("\nnote ") == len(FIRST) + len(THEN) and "FAILED" not in out
+    assert out.count("\nok ") + out.count("\nnote ") == len(FIRST_CHECKS) + len(LATER_CHECKS) and "FAILED" not in out
     assert run(["check", "loss", f"{FAULTS}/off_by_one.py"]) == 2
     got = capsys.readouterr()
     assert "FAILED  every token trained  the first token of a response never gets a gradient\n" in got.out

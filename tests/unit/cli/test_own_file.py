@@ -14,7 +14,7 @@ from cookbook.cli.hydra import main_keys, own_file
 from cookbook.cli.hydra.bridge import ComposeRequest, complete_override, show
 from cookbook.cli.hydra.bridge import run as run_job
 from cookbook.config import recipe as recipes
-from cookbook.errors import ConfigError
+from cookbook.errors import ConfigError, DataError
 
 
 @pytest.fixture(autouse=True)
@@ -261,11 +261,8 @@ def test_arguments_of_python_that_yaml_cannot_hold():
         cookbook.train(recipe="sft", overrides=[3])
     with pytest.raises(ConfigError, match=r"^model: expected a name, got nothing"):
         cookbook.train(recipe="sft", model=None)
-
-
-def test_the_trace_of_a_mistake_in_python_ends_in_the_users_file():
-    with pytest.raises(ConfigError, match=r"^optim.lr: expected a number, got 'x'; write, for example, optim.lr=1e-4$") as info:
-        cookbook.train(recipe="sft", optim={"lr": "x"})
+    with pytest.raises(DataError, match=r"no.jsonl does not exist") as info:
+        cookbook.train(recipe="sft", model="tiny", data="no.jsonl")
     assert [Path(entry.path).name for entry in info.traceback] == ["test_own_file.py", "python_api.py"]
 
 

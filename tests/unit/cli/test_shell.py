@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import cookbook
 from cookbook import terminal
 from cookbook.cli import app
 from cookbook.cli.hydra.bridge import ComposeRequest
@@ -214,7 +215,7 @@ def test_closed_streams_and_characters_that_they_lack(monkeypatch, tmp_path):
 
 def test_an_unreachable_mlflow_server_is_found_in_seconds(tmp_path):
     with pytest.raises(
-        ConnectionError, match=r"http://127.0.0.1:1 does not answer: Connection refused; see tracker.mlflow.uri"
+        ConnectionError, match=r"http://127.0.0.1:1/ does not answer: Connection refused; see tracker.mlflow.uri"
     ):
         _check_place("http://127.0.0.1:1")
     _check_place(str(tmp_path / "new" / "mlruns"))
@@ -226,6 +227,14 @@ def test_a_folder_that_mlflow_cannot_write(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(PermissionError, match=r"cannot be written; see tracker\.mlflow\.uri"):
         _check_place(str(tmp_path / "mlruns"))
+
+
+def test_a_mistake_in_python_is_a_line_of_the_caller_and_one_message():
+    with pytest.raises(ConfigError, match=r"optim\.lr: expected a number, got 'x'; write 1e-05, for example") as caught:
+        cookbook.train(recipe="sft", model="tiny", optim={"lr": "x"})
+    # The other frames of cookbook do not help to find a mistyped value.
+    assert [Path(entry.path).name for entry in caught.traceback] == [Path(__file__).name, "python_api.py"]
+    assert caught.value.__suppress_context__
 
 
 def test_python_gets_the_same_errors():

@@ -188,12 +188,10 @@ def test_the_last_group_of_a_step_is_not_left_out():
         prompt = RenderedPrompt([1], Row(f"rows.jsonl:{number}", {}), "", "", Plain("here:1", ""))
         step.groups[number] = RolloutGroup(prompt, [], [])
 
-    def rejected():
-        raise BadRowError("the row has no answer")
-
-    step._score(0, rejected)
+    error = BadRowError("the row has no answer")
+    step._reject(0, error)
     with pytest.raises(BadRowError, match="the row has no answer"):
-        step._score(1, rejected)
+        step._reject(1, error)
     assert list(step.groups) == [1] and [one.where for one in refusals.found] == ["rows.jsonl:0"]
 
 

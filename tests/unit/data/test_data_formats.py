@@ -299,6 +299,59 @@ def test_text_parts_are_joined_and_numbers_are_text():
     assert (said(pair.chosen)[-1], said(pair.rejected)[-1]) == (("assistant", "1" + "0" * 20), ("assistant", "0"))
 
 
+def test_parts_of_other_formats_are_text_and_reasoning():
+    """Parts of OpenAI's Responses, parts without a type, and the reasoning of Magistral's data."""
+    question = {"role": "user", "content": [{"type": "input_text", "text": "2+"}, {"text": "2?"}]}
+    said_first = [{"type": "thinking", "thinking": [{"type": "text", "text": "Two."}]}, {"type": "text", "text": "4"}]
+    for parts in ([{"type": "output_text", "text": "4"}], said_first):
+        chat = read(conversation_reader, {"messages": [question, {"role": "assistant", "content": parts}]})
+        assert said(chat) == [("user", "2+2?"), ("assistant", "4")]
+    assert chat.messages[1].extra == {"reasoning_content": "Two."}
+    both = {"role": "assistant", "content": said_first, "reasoning_content": "Two."}
+    with pytest.raises(DataError, match="has reasoning in a field and in its content; keep one of the two"):
+        read(conversation_reader, {"messages": [question, both]})
+
+
+def channel(name, content, **more):
+    return {"role": "assistant", "channel": name, "content": content, **more}
+
+
+def test_channels_of_harmony_are_the_fields_of_an_answer():
+    """A message in the channel analysis is not an answer of its own."""
+    call = channel("commentary", '{"a": 1}', recipient="functions.add")
+    result = {"role": "tool", "name": "functions.add", "channel": "commentary", "content": "4"}
+    rows = [USER, channel("analysis", "Add."), call, result, channel("analysis", "So."), channel("final", "4"), USER]
+    chat = read(conversation_reader, {"messages": [*rows, channel("analysis", "Cut")]})
+    function = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    assert [(one.role, one.content, one.extra) for one in chat.messages] == [
+        ("user", "2+2?", {}),
+        ("assistant", "", {"reasoning_content": "Add.", "tool_calls": [function]}),
+        ("tool", "4", {"name": "functions.add"}),
+        ("assistant", "4", {"reasoning_content": "So."}),
+        ("user", "2+2?", {}),
+        ("assistant", "", {"reasoning_content": "Cut"}),
+    ]
+    with pytest.raises(DataError, match=r"\[1\] has the channel 'side'; expected one of analysis, commentary, final"):
+        read(conversation_reader, {"messages": [USER, channel("side", "x")]})
+    with pytest.raises(DataError, match="has reasoning and an answer of different weights"):
+        read(conversation_reader, {"messages": [USER, channel("analysis", "x", weight=0), channel("final", "4")]})
+
+
+def test_pairs_after_a_conversation():
+    """LLaMA-Factory's pairs, with each answer as one message, and OpenAI's, with the prompt in an object."""
+    chosen, rejected = {"from": "gpt", "value": "4"}, {"from": "gpt", "value": "five"}
+    turns = [{"from": "human", "value": "2+2?"}]
+    pair = read(preference_reader, {"conversations": turns, "chosen": chosen, "rejected": rejected, "system": "Be brief."})
+    assert said(pair.chosen) == [("system", "Be brief."), ("user", "2+2?"), ("assistant", "4")] and pair.chosen.start == 2
+    assert said(pair.rejected)[-1] == ("assistant", "five")
+    columns = Columns(prompt="input", chosen="preferred_output", rejected="non_preferred_output")
+    values = {"input": {"messages": [USER], "tools": []}, "preferred_output": [ANSWER], "non_preferred_output": [OTHER]}
+    pair = read(preference_reader, values, columns=columns)
+    assert (said(pair.chosen)[0], said(pair.rejected)[1]) == (("user", "2+2?"), ("assistant", "five"))
+    with pytest.raises(DataError, match='has "tools" beside its messages, which is not read; make it a column of the row'):
+        read(preference_reader, {**values, "input": {"messages": [USER], "tools": [CALL]}}, columns=columns)
+
+
 def test_flags_that_leave_an_answer_untrained():
     nothing = ({"weight": 0}, {"train": False}, {"training": False}, {"trainable": False}, {"loss": False}, {"loss": 0})
     for flag in (*nothing, {"train": False, "weight": 0.0}):

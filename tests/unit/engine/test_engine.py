@@ -442,7 +442,7 @@ def test_activations_are_recomputed_where_they_do_not_fit(make_engine, monkeypat
     probe = make_engine(lora_rank=lora_rank)
     lasting = 12 * sum(parameter.numel() for _, parameter in probe.model.trainable())
     tokens = sum(datum.model_input.length for datum in data)
-    enough = int((lasting + probe.passes.trial_bytes_per_token() * (tokens + 1)) / memory.SHARE)
+    enough = int((lasting + probe.passes.trial_bytes_per_token() * (tokens + 1)) / memory.USABLE_SHARE)
     found = {}
     for free, computed in ((1 << 40, "kept"), (1 << 10, "again"), (enough, "kept"), (lasting + 1, "again")):
         monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free)

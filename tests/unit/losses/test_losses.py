@@ -16,7 +16,7 @@ import yaml
 from places import ROOT
 
 import cookbook.losses
-from cookbook.check.batches import USUAL, RandomBatch, datum, without
+from cookbook.check.batches import USUAL_KEYS, RandomBatch, datum, without
 from cookbook.check.batches import random_batch as random_loss_batch
 from cookbook.check.bench import along, evaluate, slope_along
 from cookbook.config.typed import construct_target
@@ -54,7 +54,7 @@ def rng(seed: int = 0) -> np.random.Generator:
 
 def random_batch(draws: np.random.Generator, sequences: int = 4, binary_weights: bool = False) -> RandomBatch:
     """Datums with every key under one name, and logprobs for them."""
-    return random_loss_batch(draws, USUAL - {"logprobs"}, sequences, binary_weights)
+    return random_loss_batch(draws, USUAL_KEYS - {"logprobs"}, sequences, binary_weights)
 
 
 # ---- by name ---------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from runtools import SMALL, here, rows, train  # noqa: F401
 
 from cookbook.backends.model_source import sampling_target
 from cookbook.cli.app import run
-from cookbook.errors import ConfigError
+from cookbook.errors import CheckpointError, ConfigError
 from cookbook.run.best_step import BestStep
 
 
@@ -89,5 +89,22 @@ def test_a_misspelled_run_is_not_searched_on_the_hub(capsys):
         assert run(command) == 2
         error = "runs/mien: no such run, checkpoint or model; Did you mean 'mine'? choose a run of runs: mine\n"
         assert capsys.readouterr().err.endswith(error)
+    assert run(["chat", "runs/mien"]) == 2
+    assert "no folder and no model is called 'runs/mien'" in capsys.readouterr().err
     assert run(["eval", "runs/mine@best"]) == 2
     assert "runs/mine: has no best checkpoint; train with checkpoint.best=eval/loss" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("here_are", "remedy"),
+    [
+        ("runs", "runs holds no runs yet; train one with out=runs/mine"),
+        ("other", "the folder runs does not exist in {here}; go to the folder of the run, or train one with out=runs/mine"),
+    ],
+)
+def test_a_run_without_other_runs_gets_a_remedy(here_are, remedy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path(here_are).mkdir()
+    with pytest.raises(CheckpointError) as caught:
+        sampling_target("runs/mine")
+    assert str(caught.value) == f"runs/mine: no such run, checkpoint or model; {remedy.format(here=tmp_path)}"

@@ -20,7 +20,7 @@ from cookbook.data import DataConfig, Row
 from cookbook.data.row_view import with_answer
 from cookbook.errors import ConfigError
 from cookbook.run import report
-from cookbook.sampling.evaluation import CORRECT, FINGERPRINT, EvalConfig, Evaluator, pass_at_k
+from cookbook.sampling.evaluation import CORRECT_REWARD, FINGERPRINT, EvalConfig, Evaluator, pass_at_k
 from cookbook.sampling.rewards import Exact, Number, Python, RewardRunner
 from cookbook.utils.paths import packaged
 
@@ -148,7 +148,7 @@ def test_pass_at_k_of_a_run_counts_what_was_drawn(trained, tmp_path):
         expected = np.mean([np.mean([any(draw) for draw in one]) for one in draws])
         assert found["metrics"][f"eval/pass@{k}"] == pytest.approx(expected, abs=1e-12)
     rewards = [one["reward"] for one in found["completions"]]
-    assert found["metrics"]["eval/accuracy"] == np.mean([reward >= CORRECT for reward in rewards])
+    assert found["metrics"]["eval/accuracy"] == np.mean([reward >= CORRECT_REWARD for reward in rewards])
     assert [one["row"].rpartition(":")[2] for one in found["completions"]] == list("123456")
 
 

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import json
+from types import SimpleNamespace
 
 import pytest
 import tiny
 from runtools import SMALL, here, train, write  # noqa: F401 - here is a fixture
 
 from cookbook.cli.app import run
+from cookbook.config.typed import construct_target
 from cookbook.data import RenderedPrompt, Renderer, Row
 from cookbook.data.formats import Chat
 from cookbook.errors import ConfigError, RolloutError
-from cookbook.futures import done
+from cookbook.futures import Awaiter, done
 from cookbook.run.builder import connect_reward
 from cookbook.sampling.environments import EnvironmentRunner, PythonEnvironment
 from cookbook.sampling.environments.config import Contract
 from cookbook.sampling.rewards import Python, RewardRunner
 from cookbook.sampling.rollouts import RolloutConfig, sample_groups
+from cookbook.sampling.trajectory import Segment
 from cookbook.types import Sample, SampleResponse
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -145,3 +149,38 @@ def test_functions_of_environments_need_objects(capsys):
     write("trl.py", COUNTER)
     assert train(*SMALL["grpo"], "reward=[number,trl.py:reward_func]", "out=run") == 2
     assert "reward.parts.reward_func: a function of environments cannot be one of several rewards" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("opened", "text", "seen"),
+    [("<think>\n", "a</think>5", "5"), ("<think>\n", "5", ""), ("", "<think>a</think>5", "5"), ("", "5", "5")],
+)
+def test_answer_only_knows_the_reasoning_that_the_prompt_has_opened(opened, text, seen):
+    write("seen.py", "def reward(environments, completions):\n    environments[0].append(completions[0])\n    return [1.0]\n")
+    reward = Python("seen.py:reward", answer_only=True, workers=0, timeout_s=None)
+    with contextlib.closing(RewardRunner(reward)) as runner:
+        grader = runner.grader()
+    assert grader is not None
+    messages = [{"role": "prompt", "content": "2+3"}, {"role": "assistant", "content": text}]
+    ended = {"text": text, "trajectory": messages, "row": {}, "step": 0, "opened": [opened]}
+    texts: list[str] = []
+    grade = construct_target(json.loads(grader), "reward")
+    assert grade(texts, ended, Awaiter()) == (1.0, {})
+    assert texts == [seen]
+
+
+def test_an_episode_tells_the_grader_which_reasoning_its_prompts_have_opened():
+    write("trl.py", COUNTER)
+    config = PythonEnvironment(target="trl.py:Counter", workers=0, timeout_s=None)
+    with contextlib.closing(EnvironmentRunner(config)) as runner:
+        runner.grader = "{}"
+        episode, pending = runner.begin(Row("rows:1", {"answer": "5"}))
+        pending.result()
+        sent: list[object] = []
+        runner._pending = lambda one, method, arguments, read: sent.append(arguments)  # type: ignore[method-assign]
+        sample = Sample([5], [-1.0], "stop", 0)
+        episode.conversations[False] = SimpleNamespace(
+            branches=[(Segment("prompt", [1], "2+3"), Segment.sampled(sample, "a</think>5", "<think>\n"))]
+        )
+        runner.reward(episode)
+    assert sent[0][0]["opened"] == ["<think>\n"]

@@ -471,7 +471,7 @@ def test_the_responses_interface_is_refused_by_its_name(post):
 
 
 def test_fields_that_change_nothing_are_accepted(post):
-    same = {name: values[0] for name, values in openai.NEUTRAL.items()} | dict.fromkeys(openai.LABELS, "x")
+    same = {name: values[0] for name, values in openai.NEUTRAL_VALUES.items()} | dict.fromkeys(openai.LABEL_FIELDS, "x")
     nulls = {"stop": None, "tools": None, "response_format": None, "seed": 5}
     assert post(CHATS, {**CHAT, **same, **nulls})[1]["choices"] == post(CHATS, CHAT)[1]["choices"]
 

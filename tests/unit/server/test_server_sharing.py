@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import httpx
 import numpy as np
 import pytest
 import servertools
@@ -175,16 +176,21 @@ def sessions(server):
 
 @pytest.mark.slow
 def test_a_replay_of_one_run_has_the_bits_of_the_shared_passes(start, tmp_path, tiny_folder):
-    """Each run replays its own requests alone, whether or not passes are shared now, and then continues."""
+    """Each run replays its own requests alone, whether or not passes are shared now, and then continues.
+
+    Idle adapters are in files meanwhile.
+    """
     with servertools.running(tiny_folder, tmp_path / "alone", names=["tiny"]) as server:
         clients, runs = sessions(server)
         played(server, clients, runs, 2)
         alone = [weights(server, run) for run in runs]
         assert num_passes(server, runs) == 6
-    with start(share_passes=True) as server:
+    with start(share_passes=True, adapters_gb=0) as server:
         clients, runs = sessions(server)
         played(server, clients, runs, 2)
         assert num_passes(server, runs) == 2
+        assert server.service.host.idle.num_stored == 3
+        assert "cookbook_stored_adapters 3\n" in httpx.get(f"{server.url}/metrics", timeout=WAIT_S).text
         expected = [weights(server, run) for run in runs]
         logged = [server.service.requests._requests[f"{run}/1"].metadata["shape"]["place"] for run in runs]
         assert sorted(logged) == [0, 1, 2]
@@ -192,7 +198,7 @@ def test_a_replay_of_one_run_has_the_bits_of_the_shared_passes(start, tmp_path, 
         assert own.keys() == other.keys()
         assert all(np.allclose(own[name], other[name], rtol=0, atol=1e-5) for name in own)
     for again in (True, False):
-        with start(share_passes=again) as server:
+        with start(share_passes=again, adapters_gb=0) as server:
             clients = [Client(server, client.session) for client in clients]
             for client, run, own in zip(clients, runs, expected, strict=True):
                 # A request waits for the replay.

@@ -77,17 +77,17 @@ class Projection:
     def inner(self) -> Tensor:
         """Return the factor from the layer's output to bits, or with a soft cap to the argument of its tanh, ``(N,)``."""
         if self.softcap is not None:
-            return self._column(self.scale / self.softcap)
-        return self._over_temperature(self.scale * LOG2E)
+            return self._per_row(self.scale / self.softcap)
+        return self._per_row(self.scale * LOG2E, self.temperature)
 
     def outer(self) -> Tensor:
         """Return the factor from the soft cap's tanh to bits, ``(N,)``."""
         assert self.softcap is not None
-        return self._over_temperature(self.softcap * LOG2E)
+        return self._per_row(self.softcap * LOG2E, self.temperature)
 
     def logit_derivative(self) -> Tensor:
         """Return d logit / d output of the layer, without the derivative of the soft cap, ``(N,)``."""
-        return self._over_temperature(self.scale)
+        return self._per_row(self.scale, self.temperature)
 
     def softcap_derivative(self, bits: Tensor) -> Tensor | None:
         """Return the derivative of the soft cap, ``1 - tanh^2``, from ``bits`` ``(N, C)``; None without a soft cap."""
@@ -134,10 +134,10 @@ class Projection:
         step = max(1, device_limit(GATHERED_VALUES, self.device) // width)
         return (slice(start, min(start + step, self.num_rows)) for start in range(0, self.num_rows, step))
 
-    def _over_temperature(self, value: float) -> Tensor:
-        return self._column(value) if self.temperature is None else value / self.temperature
-
-    def _column(self, value: float) -> Tensor:
+    def _per_row(self, value: float, temperature: Tensor | None = None) -> Tensor:
+        """Return ``value`` for each row, ``(N,)``, divided by the row's temperature if there is one."""
+        if temperature is not None:
+            return value / temperature
         return torch.full(self.targets.shape[:1], value, dtype=self.work_dtype, device=self.device)
 
 
@@ -285,7 +285,7 @@ def add_product(a: Tensor, b: Tensor, out: Tensor, alpha: float | None = None) -
 
 
 # A logit, in bits, whose exp2 is 0. Finite, because the entropy multiplies the logit by its exp2, and -inf * 0 is NaN.
-EXCLUDED = -1e9
+EXCLUDED_BITS = -1e9
 # Largest sum of exponentials that is safe. float32 ends at 2^128, and the sums are multiplied by logits and weights.
 SAFE_SUM = 2.0**100
 SAMPLED_COLUMNS = 64
@@ -399,7 +399,7 @@ def _add_tile(
         block.recompute_likely(bits, tile, shares.log2_().add_(LIKELY_BITS if reference is None else reference + LIKELY_BITS))
     inside, columns, indices = block.targets_by_tile[index]
     if block.projection.one_target:
-        bits[inside, columns] = EXCLUDED
+        bits[inside, columns] = EXCLUDED_BITS
     else:
         # The exact target logits, even if the tile is rounded to bfloat16.
         bits[inside, columns] = target_bits.reshape(-1)[indices]
