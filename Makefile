@@ -45,7 +45,7 @@ train: $(VENV)/installed ## The main job: train the shipped model with GRPO (ARG
 test: $(VENV)/tools ## The fast tests: some four minutes on two free cores
 	$(BIN)/python -m pytest -n 2 --dist worksteal --max-worker-restart 0 --durations=30 --durations-min=1
 
-test-slow: $(VENV)/tools ## The slower tests that CI runs: some seven minutes
+test-slow: $(VENV)/tools ## The slower tests that CI runs: some eleven minutes
 	$(BIN)/python -m pytest -m 'slow and not nightly' -n 2 --dist worksteal --max-worker-restart 0 --durations=60 --durations-min=4 -o faulthandler_timeout=1200 $(ARGS)
 
 test-nightly: $(VENV)/tools ## The tests that are too long for CI; run them before a change of their subject lands (ARGS=tests/system/test_jobs.py)

@@ -210,7 +210,9 @@ def _nothing(group: str, where: str, groups: Groups) -> Iterator[Entry]:
     if "none" in names:
         yield Entry(group, "none", where)
     elif group not in ("experiment", "debug", "local"):
-        raise ConfigError(f"{where}: {group}: expected a name, got nothing; choose one of {', '.join(sorted(names))}")
+        # Values of Python have no line.
+        place = f"{where}: " if where else ""
+        raise ConfigError(f"{place}{group}: expected a name, got nothing; choose one of {', '.join(sorted(names))}")
 
 
 def flat(entries: Sequence[Entry], file: OwnFile, known: Collection[str]) -> list[Entry]:

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from cookbook import terminal
 from cookbook.cli.hydra import bridge, conf_files
-from cookbook.errors import ConfigError
+from cookbook.errors import ConfigError, DataError
 from cookbook.run import builder
 from cookbook.run.result import RunResult
 from cookbook.utils.paths import import_from_here
@@ -34,6 +34,8 @@ def train(
     """
     if isinstance(overrides, str):
         raise ConfigError(f"train: overrides is a list of texts, got {overrides!r}; pass [{overrides!r}]")
+    if others := [word for word in overrides if not isinstance(word, str)]:
+        raise ConfigError(f"train: overrides is a list of texts, got {others[0]!r} in it; pass texts such as 'optim.lr=1e-5'")
     import_from_here()
     words = [*([f"recipe={recipe}"] if recipe is not None else []), *overrides]
     results: list[RunResult] = []
@@ -44,11 +46,11 @@ def train(
     if any(word.startswith("hydra.mode=") for word in words):
         raise ConfigError("train: hydra.mode starts a sweep; call train once for each point, or use cookbook train -m")
     request = bridge.ComposeRequest(words, config_file=None if config is None else Path(config), values=_plain(keys))
-    mistake: ConfigError | None = None
+    mistake: ConfigError | DataError | None = None
     with terminal.shown():
         try:
             bridge.run(request, job)
-        except ConfigError as error:
+        except (ConfigError, DataError) as error:
             mistake = error
     if mistake is not None:
         # A mistake in the call is its line and this message, without twelve frames of cookbook between them.

@@ -14,7 +14,7 @@ from cookbook.cli.hydra import main_keys, own_file
 from cookbook.cli.hydra.bridge import ComposeRequest, complete_override, show
 from cookbook.cli.hydra.bridge import run as run_job
 from cookbook.config import recipe as recipes
-from cookbook.errors import ConfigError
+from cookbook.errors import ConfigError, DataError
 
 
 @pytest.fixture(autouse=True)
@@ -257,6 +257,13 @@ def test_arguments_of_python_that_yaml_cannot_hold():
         cookbook.train(recipe="sft", optim={"lr": object()})
     with pytest.raises(ConfigError, match=r"unknown key 'optim.lrr'. Did you mean 'optim.lr'\?"):
         cookbook.train(recipe="sft", model=Path("m"), optim={"lrr": 1})
+    with pytest.raises(ConfigError, match=r"^train: overrides is a list of texts, got 3 in it"):
+        cookbook.train(recipe="sft", overrides=[3])
+    with pytest.raises(ConfigError, match=r"^model: expected a name, got nothing"):
+        cookbook.train(recipe="sft", model=None)
+    with pytest.raises(DataError, match=r"no.jsonl does not exist") as info:
+        cookbook.train(recipe="sft", model="tiny", data="no.jsonl")
+    assert [Path(entry.path).name for entry in info.traceback] == ["test_own_file.py", "python_api.py"]
 
 
 def test_a_word_with_an_equals_sign_is_an_override_unless_it_is_a_file():
