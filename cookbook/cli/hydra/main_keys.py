@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from cookbook.cli.hydra import bridge, conf_files, own_file
+from cookbook.cli.hydra import bridge, conf_files, own_file, shorthand
 from cookbook.config import recipe as recipes
 from cookbook.config.typed import TARGET
 from cookbook.errors import ConfigError
@@ -121,10 +123,7 @@ def init(recipe: str | None, words: Sequence[str]) -> str:
 
 def content(recipe: str, typed: Sequence[str], name: str) -> str:
     """Return the text of the file: the recipe, its model and data, and its other main keys as comments with their defaults."""
-    own = {
-        override.key_or_group: own_file.plain_value(override.value())
-        for override in OverridesParser.create().parse_overrides(list(typed))
-    }
+    own = {override.key_or_group: own_file.plain_value(override.value()) for override in _parsed(recipe, typed)}
     if "recipe" in own:
         raise ConfigError(f"init: recipe is {recipe} already; drop recipe={own['recipe']}")
     # Composing refuses unknown keys. The defaults are those of any model and data, without the values of the demo.
@@ -151,6 +150,16 @@ def content(recipe: str, typed: Sequence[str], name: str) -> str:
         texts["tracker"] = "wandb, tensorboard, trackio or mlflow"
         lines += [_line(f"# {key}", _resolved(cfg, key), texts.get(key, "")) for key in keys]
     return "\n".join(lines) + "\n"
+
+
+def _parsed(recipe: str, typed: Sequence[str]) -> list[Override]:
+    """Return the overrides. Raises ConfigError: the text of one is not valid."""
+    try:
+        return list(OverridesParser.create().parse_overrides([shorthand.quoted(word) for word in typed]))
+    except HydraException:
+        # Composing the same words gives the one-line error of cookbook train.
+        bridge.show(bridge.ComposeRequest([f"recipe={recipe}", *typed]), "job")
+        raise
 
 
 def _head(recipe: str, name: str) -> list[str]:

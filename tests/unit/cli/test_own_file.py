@@ -229,6 +229,14 @@ def test_init_without_a_recipe_or_with_an_unknown_key(capsys):
     assert list(Path().iterdir()) == []
 
 
+def test_init_reads_the_words_as_train_does(capsys):
+    assert run(["init", "sft", "my.yaml", "data=support chats (2).jsonl"]) == 0
+    assert "\ndata: support chats (2).jsonl\n" in Path("my.yaml").read_text(encoding="utf-8")
+    assert run(["init", "sft", "other.yaml", "optim.lr=[1,"]) == 2
+    assert "error: cannot read 'optim.lr=[1,'" in capsys.readouterr().err
+    assert not Path("other.yaml").exists()
+
+
 def test_the_folded_configuration_fits_a_screen():
     for recipe in ("sft", "grpo", "dpo"):
         whole = show(ComposeRequest([f"recipe={recipe}"]), "job")
