@@ -1,7 +1,7 @@
 """Uploads of PEFT adapters that were made elsewhere. An upload becomes a checkpoint of a new run, which cannot be trained.
 
-Nothing of an upload is trusted. The configuration of the checkpoint is written anew, from checked numbers and the names of the
-tensors; the tensors are read as safetensors, which contains no code, and are written anew too.
+Nothing of an upload is trusted. The server writes its own configuration of the checkpoint, from checked numbers and the names
+of the tensors. The tensors are read as safetensors, which contains no code, and are written to a new file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 import secrets
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from safetensors import SafetensorError
@@ -56,7 +56,7 @@ _KNOWN = frozenset(
         "fan_in_fan_out",
     ]
 )
-# Initial values that leave the weights of the base model as they are. PiSSA and others change them.
+# Initial values that do not change the weights of the base model. PiSSA and others change them.
 _PLAIN_STARTS = (True, False, None, "gaussian")
 _TENSOR = re.compile(r"base_model\.model\.([A-Za-z0-9_.]{1,300})\.lora_([AB])\.weight")
 
@@ -166,7 +166,7 @@ def _numbers(stated: JsonObject) -> tuple[int, float, float]:
     return rank, alpha, dropout
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return type(value) in (int, float) and (type(value) is int or math.isfinite(value))
 
 
