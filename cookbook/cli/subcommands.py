@@ -16,7 +16,7 @@ check = typer.Typer(
     name="check", help="Examine a loss, an environment, a dataset or a configuration, without training.", rich_markup_mode=None
 )
 weights = typer.Typer(
-    name="weights", help="List, verify, reconstruct, export, push and prune the checkpoints of a run.", rich_markup_mode=None
+    name="weights", help="List, verify, reconstruct, export, push, upload and prune checkpoints.", rich_markup_mode=None
 )
 deployments = typer.Typer(
     name="deployments", help="Start, list, scale, warm up and end vLLM servers that outlive a run.", rich_markup_mode=None
@@ -206,6 +206,18 @@ def push_weights(
     from cookbook.cli import weights as work
 
     work.push(folder, repository, merged=merged, public=public, dry_run=dry_run)
+
+
+@weights.command("upload")
+def upload_weights(
+    folder: Annotated[Path, typer.Argument(metavar="ADAPTER", help="Folder of a PEFT adapter.")],
+    url: Annotated[str, typer.Option("--url", help="Address of the server.")] = "http://127.0.0.1:8000",
+    name: Annotated[str, typer.Option("--name", help="Name of the checkpoint.")] = "uploaded",
+) -> None:
+    """Upload a PEFT adapter to a server of cookbook, and print its address. The API key is TINKER_API_KEY."""
+    from cookbook.cli import weights as work
+
+    work.upload(folder, url, name)
 
 
 @weights.command("prune")

@@ -1,9 +1,11 @@
-"""``cookbook weights``: list, verify, reconstruct, export, push and prune the checkpoints of a run."""
+"""``cookbook weights``: list, verify, reconstruct, export, push, upload and prune checkpoints."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import secrets
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +20,11 @@ from cookbook.errors import CheckpointError, ConfigError
 from cookbook.run import folder as run_folder
 from cookbook.run.folder import sampling_target
 from cookbook.types import Checkpoint
-from cookbook.utils import files, hub, packages, tables
+from cookbook.utils import files, hub, packages, paths, tables
 from cookbook.utils.words import counted
 
+ADAPTER_FILE = "adapter_model.safetensors"
+UPLOAD_TIMEOUT_S = 600.0
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -158,6 +162,42 @@ def push(source: Path, repository: str, *, merged: bool, public: bool, dry_run: 
             return
         url = _upload(folder, repository, f"Weights after {counted(facts['step'], 'step')}", public)
         print(f"{checkpoint} is at {url}")
+
+
+def upload(folder: Path, url: str, name: str) -> None:
+    """Upload a PEFT adapter to a server, and print the address of its checkpoint.
+
+    Raises:
+        CheckpointError: the folder is not an adapter in safetensors, the server is unreachable, or it refuses the adapter.
+    """
+    parts = []
+    for file in (paths.LORA_FILE, ADAPTER_FILE):
+        try:
+            parts.append((folder / file).read_bytes())
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder / file}: cannot be read ({error.strerror}); pass the folder of a PEFT adapter in safetensors"
+            ) from None
+    key = os.environ.get("TINKER_API_KEY")
+    headers = {"X-Idempotency-Key": secrets.token_hex(16), "Content-Type": "application/octet-stream"}
+    try:
+        with terminal.doing(f"uploading {folder} to {url}"):
+            response = httpx.post(
+                f"{url.rstrip('/')}/api/v1/cookbook/upload_adapter",
+                params={"name": name},
+                content=len(parts[0]).to_bytes(8, "little") + parts[0] + parts[1],
+                headers=headers | ({"X-API-Key": key} if key else {}),
+                timeout=UPLOAD_TIMEOUT_S,
+            )
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise CheckpointError(f"{url}: the server cannot be reached ({error}); check --url") from None
+    try:
+        answer = response.json()
+    except ValueError:
+        answer = {}
+    if response.status_code != 200 or "tinker_path" not in answer:
+        raise CheckpointError(f"{url}: refused the adapter: {answer.get('detail', f'HTTP status {response.status_code}')}")
+    print(answer["tinker_path"])
 
 
 def _upload(folder: Path, repository: str, message: str, public: bool) -> str:

@@ -86,6 +86,8 @@ LoggedBody = Annotated[bytes, body_of(MIB // 8, check_json)]
 PromptBody = Annotated[bytes, body_of(8 * MIB, check_json)]
 # Data to train on.
 DataBody = Annotated[bytes, body_of(None, check_forward_backward)]
+# Files, whose handler checks their structure.
+FileBody = Annotated[bytes, body_of(None, lambda _: None)]
 
 
 def json_body(kind: type[RequestBody]) -> dict[str, object]:

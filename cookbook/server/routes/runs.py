@@ -11,8 +11,8 @@ from fastapi import APIRouter, Depends, Header, Request
 
 from cookbook.backends.remote.connection import API
 from cookbook.errors import ConfigError
-from cookbook.server.handlers import copies
-from cookbook.server.routes.common import Body, CurrentService, json_body
+from cookbook.server.handlers import adapters, copies
+from cookbook.server.routes.common import Body, CurrentService, FileBody, json_body
 from cookbook.server.state.catalog import TYPES, Address, CheckpointRecord, RunInfo
 from cookbook.server.state.service import Service
 from cookbook.server.wire import bodies
@@ -119,6 +119,18 @@ async def copy_weights(
     fields = bodies.parse(bodies.CopyWeights, body)
     try:
         address = copies.copy_weights(service, fields, x_idempotency_key, x_tinker_weights_access_token)
+    except ConfigError as error:
+        raise bodies.Refused(400, str(error)) from None
+    return {"tinker_path": address.path}
+
+
+@router.post("/cookbook/upload_adapter")
+async def upload_adapter(
+    service: CurrentService, body: FileBody, name: str = "uploaded", x_idempotency_key: Annotated[str | None, Header()] = None
+) -> JsonObject:
+    """Store a PEFT adapter that was made elsewhere as a checkpoint of a new run of the caller."""
+    try:
+        address = await adapters.upload(service, name, body, x_idempotency_key)
     except ConfigError as error:
         raise bodies.Refused(400, str(error)) from None
     return {"tinker_path": address.path}

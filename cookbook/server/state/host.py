@@ -170,6 +170,28 @@ class Host:
         """Renderer of conversations and texts to the tokens of the base model."""
         return Renderer(self._base_trainer.engine.model.tokenizer, self.info.max_context_length)
 
+    @property
+    def dtype(self) -> str:
+        """Type of the weights of the base model, as checkpoints state it."""
+        return self._base_trainer.engine.model.config.dtype
+
+    def linear_sizes(self) -> dict[str, tuple[int, int]]:
+        """Return the numbers of input and output features of the linear layers by name, without the output layer."""
+        network = self._base_trainer.engine.model.network
+        output = network.get_output_embeddings()
+        return {
+            name: (module.in_features, module.out_features)
+            for name, module in network.named_modules()
+            if hasattr(module, "in_features") and hasattr(module, "out_features") and module is not output
+        }
+
+    def write_tokenizer(self, folder: Path) -> None:
+        """Write the tokenizer and the generation config of the base model to a checkpoint."""
+        model = self._base_trainer.engine.model
+        model.tokenizer.save_pretrained(folder)
+        if (generation := getattr(model.network, "generation_config", None)) is not None:
+            generation.save_pretrained(folder)
+
     def sample_queue(self, lane: Lane) -> SampleQueue:
         """Return the queue of a session's samplers."""
         return SampleQueue(lane, self._base_trainer.max_batch_tokens)

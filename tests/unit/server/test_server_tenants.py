@@ -172,6 +172,8 @@ PUBLIC = {"model": "tiny", "repo": "cookbook/tiny", "revision": "main", "file": 
 EMPTY = "GET /hub/api/models/{repo:path}/tree/{revision}/{folder:path}"
 # A route that answers 400 to all keys.
 REFUSED = "POST /v1/responses"
+# A route that makes an object of the caller and names none. Its answers are tested in test_server_adapters.py.
+UPLOAD = "POST /api/v1/cookbook/upload_adapter"
 # Routes that list objects.
 LISTS = {"GET /v1/models", "GET /api/v1/sessions", "GET /api/v1/training_runs", "GET /api/v1/checkpoints"}
 CHECKPOINT = "/api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}"
@@ -222,7 +224,7 @@ OBJECTS: dict[str, Any] = {
 
 def test_every_route_has_a_row(server):
     """A new route fails here until this file lists the access of other keys to it."""
-    assert set(routes_of(server.app.routes)) == OPEN | SHARED.keys() | {EMPTY, REFUSED} | LISTS | OBJECTS.keys()
+    assert set(routes_of(server.app.routes)) == OPEN | SHARED.keys() | {EMPTY, REFUSED, UPLOAD} | LISTS | OBJECTS.keys()
 
 
 def routes_of(routes, prefix="") -> Iterator[str]:
@@ -290,7 +292,7 @@ def test_every_route_of_a_server_without_keys_is_closed_to_web_pages(header, sta
 
     with contextlib.closing(asyncio.new_event_loop()) as loop:
         closed = Auth(passed, KeyRing())
-        for row in OPEN | SHARED.keys() | {EMPTY, REFUSED} | LISTS | OBJECTS.keys():
+        for row in OPEN | SHARED.keys() | {EMPTY, REFUSED, UPLOAD} | LISTS | OBJECTS.keys():
             method, path = row.split()
             headers = [(name.lower().encode(), value.encode()) for name, value in ({"Host": "localhost"} | header).items()]
             scope = {"type": "http", "method": method, "path": re.sub("[{}]", "", path), "headers": headers}
