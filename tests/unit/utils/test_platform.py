@@ -17,7 +17,7 @@ ASKED_FOR = {
     "checkpoints/tensor_digests.py": {"sched_getaffinity"},
     "deployments/vllm/process.py": {"/proc/"},
     "engine/memory.py": {"CDLL(None)"},
-    "engine/quantized.py": {"CDLL(None)"},
+    "utils/freed_memory.py": {"CDLL(None)"},
 }
 
 
