@@ -26,6 +26,8 @@ ELSEWHERE = {
     "deployment=vllm.*lora": "vLLM: test_vllm.py::test_grpo_of_an_adapter_learns_through_it",
     "deployment=vllm.*on_exit=keep": "vLLM: test_vllm.py::test_grpo_with_samples_that_lag_behind",
     "deployment=vllm": "vLLM: test_vllm.py::test_grpo_learns_through_it",
+    "^weights upload": "a server: ../unit/server/test_server_adapters.py::"
+    "test_an_adapter_of_peft_computes_the_same_and_is_trained_on",
     "experiment=": "three steps of each, with its judge, server or packages: test_gallery.py::test_an_experiment_runs",
 }
 

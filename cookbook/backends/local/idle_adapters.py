@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import secrets
 import shutil
 import weakref
 from collections.abc import Callable, Iterator
@@ -56,6 +57,8 @@ class IdleAdapters:
         self.num_bytes = self.num_stored = 0
         self._folder = folder
         self._numbers = itertools.count()
+        # No later object with this folder has the same names: an engine removes its file when it is freed, which may be late.
+        self._prefix = secrets.token_hex(4)
         # The engine that was used last comes last.
         self._adapters: weakref.WeakKeyDictionary[Engine, _Adapter] = weakref.WeakKeyDictionary()
         self._is_full = False
@@ -97,7 +100,7 @@ class IdleAdapters:
 
     def _store(self, engine: Engine, adapter: _Adapter) -> None:
         tensors = _tensors(engine)
-        file = self._folder / f"{next(self._numbers)}.safetensors"
+        file = self._folder / f"{self._prefix}-{next(self._numbers)}.safetensors"
         try:
             self._folder.mkdir(exist_ok=True)
             save_file({str(number): one.detach().cpu().contiguous() for number, one in enumerate(tensors)}, file)
