@@ -521,8 +521,8 @@ def test_a_killed_tinker_client_stops_its_work_and_another_one_gets_its_tokens(m
         sampled += 8
         now = metrics(mortal)
         assert (now["drawn_tokens"], now["calls_pending"], now["sampled_tokens_total"]) == (0, 1, sampled)
-    # No request has begun.
-    assert (tmp_path / "out" / "computing").read_text().startswith("0\n")
+    # No request is under way. The server notes the end of the last one after its response.
+    wait_until(lambda: (tmp_path / "out" / "computing").read_text().startswith("0\n"))
     undisturbed = Client(mortal.url)
     expected = undisturbed.result(undisturbed.sample(4096, **LARGE | {"seed": None})).content
     assert metrics(mortal)["paused_sessions"] == 1
